@@ -1,1 +1,2 @@
-"""What joins ranks: bootstrap, topology, memory that peers reach, channels, the communicator and what builds on it."""
+"""Joining ranks: bootstrap, topology, memory that peers reach, channels, the communicator and everything built on
+it."""

@@ -14,7 +14,7 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.device.integers import as_integer, find_integer, find_items
 
 LONGEST_TIME = 1e9
-"""Seconds: what kernels count in 64-bit nanoseconds, with room to spare."""
+"""Seconds: kernels count them in 64-bit nanoseconds, with room to spare."""
 
 
 def input_view(group: Group, x: Any, argument: str) -> ArrayView:
@@ -109,10 +109,10 @@ def refuse_partial_overlap(rank: int, source: ArrayView, target: ArrayView) -> N
 
 
 def as_seconds(value: Any, argument: str, expected: str, *, may_be_none: bool = False) -> float:
-    """A time that a caller gives, in seconds, above 0, or from 0 on if it may be none.
+    """A time that a caller passes, in seconds: above 0, or at least 0 if zero is allowed.
 
     Raises:
-        ArgumentError: it is not such a number, or above `LONGEST_TIME`. `expected` says in words what it must be.
+        ArgumentError: it is not such a number, or above `LONGEST_TIME`. `expected` describes the valid values.
     """
     known = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not known or not 0 <= value <= LONGEST_TIME or (value == 0 and not may_be_none):

@@ -1,4 +1,4 @@
-"""The communicator: ranks that can reach each other's memory, and everything that is called on them."""
+"""The communicator: ranks that can reach each other's memory, and all calls on them."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ DEFAULT_TIMEOUT = 30.0
 
 
 def timeout_from(value: float | None) -> float:
-    """A time-out in seconds: the value, or for None what ``PROXYCCL_TIMEOUT`` says, else the default.
+    """A time-out in seconds: the value, or for None that of ``PROXYCCL_TIMEOUT``, else the default.
 
     Raises:
-        ArgumentError: it is no positive number of seconds.
+        ArgumentError: it is not a positive number of seconds.
     """
     if value is None:
         text = os.environ.get("PROXYCCL_TIMEOUT")
@@ -85,10 +85,10 @@ class Communicator:
 
     Args:
         bootstrap: a `Bootstrap`, an MPI communicator or a torch process group; None for MPI's world.
-        runtime: a `Runtime` of this rank's own, or the name of one ("host", "cuda", "hip"); None for
-            ``PROXYCCL_RUNTIME``, else what the machine offers.
-        device: device number, for a runtime given by name; None for the rank's number within its host, going round
-            where ranks are more than devices.
+        runtime: this rank's `Runtime`, or the name of one ("host", "cuda", "hip"); None for
+            ``PROXYCCL_RUNTIME``, else the first that the machine offers.
+        device: device number, for a runtime given by name; None for the rank's number within its host, modulo the
+            number of devices.
         timeout: bound of every wait, in seconds; None for ``PROXYCCL_TIMEOUT``, else 30.
         local_world_size: count this many consecutive ranks as a node; None for ``PROXYCCL_LOCAL_WORLD_SIZE``, else
             real hosts.
@@ -96,15 +96,15 @@ class Communicator:
             back the channels of its ring.
         proxy_threads: threads that drain them.
         fifo_size: slots in each ring, a power of two.
-        idle: what an idle proxy does. The job's own daemon does what the rank that starts it asks for; the node daemon
-            has a policy of its own.
+        idle: the policy of an idle proxy. The job's own daemon takes that of the rank that starts it; the node daemon
+            has its own policy.
         proxy: where the proxy runs: "thread", in this process, "process", in a daemon that the job's ranks start on
             each host and that ends with them, or "daemon", in the node daemon. None for ``PROXYCCL_PROXY``, else
             "thread" on the host runtime, and on GPUs "daemon" if the ranks of the host find one, else "process".
         proxy_cores: cores that the proxy's threads may run on: numbers and ranges such as "0-3,8", "node:1" for a NUMA
             node's, "near" for those of the node that the device is next to; None for any. The job's own daemon takes
             those of the rank that starts it; the node daemon has its own.
-        transport: what moves the data of ProxyChannels: "copy", "verbs" (RDMA), "staged" (RDMA through pinned memory),
+        transport: the transport of ProxyChannels: "copy", "verbs" (RDMA), "staged" (RDMA through pinned memory),
             "fabric" (libfabric) or "staged_fabric" (libfabric through pinned memory) for all pairs of ranks, or a dict
             with some pairs, such as {(0, 1): "verbs"}; the same on all ranks. None for ``PROXYCCL_TRANSPORT``, else
             copies within a node and RDMA between nodes, which is staged where a rank's RDMA device can't register its
@@ -113,16 +113,16 @@ class Communicator:
             `RdmaOptions`.
         fabric: libfabric's provider, interface and settings; None for those in ``PROXYCCL_FABRIC_*``, else the defaults
             of `FabricOptions`.
-        cta_policy: "zero" leaves the multiprocessors to the program, as NCCL_CTA_POLICY_ZERO does: collectives are by
-            proxy unless a call names an algorithm or another policy. "default" takes what is fastest. The same on all
+        cta_policy: "zero" leaves the multiprocessors to the program, as NCCL_CTA_POLICY_ZERO does: collectives run by
+            proxy unless a call names an algorithm or another policy. "default" takes the fastest. The same on all
             ranks. None for ``PROXYCCL_CTA_POLICY``, else "default".
-        linger: seconds that the process waits at its end for ranks that have not closed the communicator, without a
-            word; None for `timeout`, after which a report says who was missing.
+        linger: seconds that the process waits at its end, silently, for ranks that have not closed the
+            communicator; None for `timeout`, after which a report names the missing ranks.
 
     Raises:
         ArgumentError: an argument is wrong, or ranks disagree on the runtime or the policy.
-        RuntimeUnavailableError: the machine does not offer the runtime, ranks of different nodes have no RDMA, or there
-            is no node daemon that was asked for.
+        RuntimeUnavailableError: the machine does not offer the runtime, ranks of different nodes have no RDMA, or the
+            requested node daemon does not run.
         WaitTimeoutError: not all ranks came within the time.
     """
 
@@ -219,26 +219,26 @@ class Communicator:
         return part
 
     def shrink(self, *, exclude: Sequence[int] = (), timeout: float | None = None) -> Communicator:
-        """A communicator of the ranks that are left, after a failure or without one. All of them call this, once.
+        """A communicator of the remaining ranks, after a failure or without one. All of them call this, once.
 
-        A rank is left unless its process has ended, it has closed this communicator, or it is excluded. A rank that
-        does not come within the time-out is left behind, and this communicator has failed by that. The ranks agree on
-        who is left even if some of them fail meanwhile, and keep their order.
+        A rank remains unless its process has ended, it has closed this communicator, or it is excluded. A rank that
+        does not arrive within the time-out is excluded too, and this communicator has then failed. The ranks agree on
+        the remaining ones even if some of them fail meanwhile, and keep their order.
 
-        What the ranks have queued on their devices is waited for. Where this communicator has failed, the call closes
-        it; otherwise it goes on, and the new one does not end with it. Device, compiled kernels, and the mappings of
-        the other ranks' memory are kept. Arrays of `empty` are used where they lie, as before, and so are those that
-        were registered where all ranks share a host; registering them again costs no new mapping. Channels are made
-        anew, as a failure leaves their counts undefined.
+        The call waits for the work that the ranks have queued on their devices. If this communicator has failed, the
+        call closes it; otherwise it stays usable, and the new one does not end with it. Device, compiled kernels, and
+        the mappings of the other ranks' memory are kept. Arrays of `empty` are still used in place, and so are
+        registered ones if all ranks share a host; registering them again needs no new mapping. Make channels anew,
+        because a failure leaves their counts undefined.
 
         Args:
-            exclude: ranks that shall not be part of it; the same on all that call this.
+            exclude: ranks to leave out; the same on all callers.
             timeout: bound of each wait for the other ranks and of the new communicator's waits, in seconds; None for
                 this one's.
 
         Raises:
-            ArgumentError: `exclude` names what is no rank of this communicator, or this rank.
-            ExcludedError: the others went on without this rank, as it came too late.
+            ArgumentError: `exclude` names this rank, or something that is not a rank of this communicator.
+            ExcludedError: this rank arrived too late, and the others continued without it.
             MismatchError: a rank excludes others.
             ClosedError: this communicator is closed, or was shrunk before.
             PeerLostError: more ranks were lost than the call can bear while it waits for them.
@@ -276,7 +276,7 @@ class Communicator:
         excluded = as_ranks(self.world_size, exclude, "exclude")
         if self.rank in excluded:
             raise ArgumentError(
-                "exclude", f"{self.rank} is this rank; expected others, as only ranks that stay call this"
+                "exclude", f"{self.rank} is this rank; expected others, because only ranks that stay call this"
             )
         return frozenset(excluded)
 
@@ -287,14 +287,14 @@ class Communicator:
         """A communicator of these ranks and new ones, which join them over a bootstrap.
 
         The ranks of this communicator call this; new processes construct a `Communicator` with their bootstrap, and
-        with the same options. This one goes on, and the new one does not end with it. Device, compiled kernels, options
-        and mappings are kept, and arrays of `empty` are used where they lie, as with `shrink`.
+        with the same options. This one stays usable, and the new one does not end with it. Device, compiled kernels,
+        options and mappings are kept, and arrays of `empty` are used in place, as with `shrink`.
 
         Args:
             bootstrap: of all ranks, old and new, in the order of their new numbers; as for the constructor.
             timeout: bound of every wait, in seconds; None for this one's.
 
-        Raises as the constructor, and what ended this communicator.
+        Raises as the constructor, and the error that ended this communicator.
         """
         self._group.failure.require_usable()
         bounded = self.timeout if timeout is None else timeout_from(timeout)
@@ -340,7 +340,7 @@ class Communicator:
 
     @property
     def group(self) -> Group:
-        """What the communicator stands on: exchanges, failure state, streams, proxy. For those who extend it."""
+        """The group under the communicator: exchanges, failure state, streams, proxy. For extensions."""
         return self._group
 
     @property
@@ -370,7 +370,7 @@ class Communicator:
 
     @property
     def topology(self) -> Topology:
-        """Which rank is where."""
+        """The placement of the ranks."""
         return self._group.topology
 
     @property
@@ -407,7 +407,7 @@ class Communicator:
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """A new array in device memory. Its contents are undefined.
 
-        Collectives use it where it lies, as `register` says. ProxyChannels and SmChannels reach it when it is
+        Collectives use it in place; see `register`. ProxyChannels and SmChannels reach it once it is
         registered.
 
         Args:
@@ -419,20 +419,20 @@ class Communicator:
     def register(self, array: Any) -> RegisteredMemory:
         """Registers an array so that peers can reach it.
 
-        All ranks call this together, each with its own array; sizes may differ. From then on collectives use the array
-        where it lies, and slices of it at any offset, where all ranks' arrays are registered or made by `empty`.
+        All ranks call this together, each with its own array; sizes may differ. From then on collectives use the
+        array, and slices of it at any offset, in place, if all ranks' arrays are registered or made by `empty`.
         Otherwise they copy it through scratch memory.
 
         Memory of `empty` can be reached by all peers. On the host runtime other arrays are private to their process:
-        they are good as the source of a put, and a peer that wants to reach one is refused by name.
+        they can be the source of a put, and a peer that tries to reach one gets an error that names the reason.
 
         The array is kept alive until `deregister`. Do not free its memory before that by other means, such as
-        hipFree or a tensor's ``untyped_storage().resize_(0)``. Collectives notice if it was: they no longer take an
-        array at that address for the registered one. Channels do not.
+        hipFree or a tensor's ``untyped_storage().resize_(0)``. Collectives detect that it was freed: they do not
+        confuse a new array at that address with the registered one. Channels do not detect it.
 
         Raises:
-            ArgumentError: the array is none, has no memory, or lies elsewhere. What `register` returned is given again,
-                and the array was freed meanwhile.
+            ArgumentError: the argument is not an array, has no memory, or lies elsewhere; or it is a result of
+                `register` whose array was freed meanwhile.
         """
         return self._register(array, "array")
 
@@ -440,9 +440,9 @@ class Communicator:
         return register(self._group, array, symmetric=True, argument=argument)
 
     def deregister(self, array: Any) -> None:
-        """Ends `register` for an array, or for what `register` returned. Not collective.
+        """Ends `register` for an array, or for a result of `register`. Not collective.
 
-        No queued work and no graph that will be replayed may use the array as registered memory any more. It may then
+        Neither queued work nor graphs that will be replayed may still use the array as registered memory. It may then
         be freed.
 
         Raises:
@@ -454,16 +454,16 @@ class Communicator:
         """Has torch allocate tensors in memory that peers reach. Not collective.
 
         Tensors that this thread allocates in the ``with`` block, on the communicator's device, count as registered for
-        as long as they live, and so do their slices. Collectives use them where they lie if that is so of all ranks'
+        as long as they live, and so do their slices. Collectives use them in place if the same holds for all ranks'
         arrays. A new tensor's first calls may be staged: peers map its memory when they next look.
 
-        The pool belongs to the device. It lives as long as a communicator that has used it, and what a tensor leaves
-        in it is used by the next blocks, and by those of other communicators. torch gives memory back to the driver
-        when the pool has gone; tensors that are left keep theirs. Outside of the block a graph captures into the pool
-        with ``torch.cuda.graph(graph, pool=pool.id)``.
+        The pool belongs to the device. It lives as long as a communicator that has used it. Memory that a tensor
+        frees is reused by later blocks, also by those of other communicators. torch returns memory to the driver when
+        the pool is destroyed; remaining tensors keep theirs. Outside of the block, capture a graph into the pool with
+        ``torch.cuda.graph(graph, pool=pool.id)``.
 
         Returns:
-            A context manager, which gives the ``torch.cuda.MemPool``.
+            A context manager that yields the ``torch.cuda.MemPool``.
 
         Raises:
             RuntimeUnavailableError: torch is missing, older than 2.8 or built for another vendor, or the communicator
@@ -475,18 +475,18 @@ class Communicator:
     def sm_channels(
         self, dst: Any, src: Any = None, *, packet_buffer: Any = None, peers: Sequence[int] | None = None
     ) -> ChannelSet[SmChannel]:
-        """Channels by which kernels touch the peers' memory. All ranks call this together.
+        """Channels through which kernels access the peers' memory. All ranks call this together.
 
         Args:
             dst: an array or registered memory; the peers' counterparts are the destinations of put and the sources of
                 get.
-            src: own memory that put reads and get writes; None for `dst`.
-            packet_buffer: own memory that peers' putPackets fill, where getPackets looks; None for `dst`.
+            src: local memory that put reads and get writes; None for `dst`.
+            packet_buffer: local memory that peers' putPackets fill and getPackets reads; None for `dst`.
             peers: ranks to connect to, in the order of the channels, this rank too if it is named; None for all
                 others by rank.
 
         Raises:
-            ArgumentError: a peer is no rank, or kernels here can't touch its memory.
+            ArgumentError: a peer is not a rank, or kernels here can't access its memory.
         """
         chosen = self._peers(peers)
         target = self._register(dst, "dst")
@@ -497,12 +497,12 @@ class Communicator:
     def proxy_channels(
         self, dst: Any, src: Any = None, *, peers: Sequence[int] | None = None
     ) -> ChannelSet[ProxyChannel]:
-        """Channels by which kernels have the proxy move data.
+        """Channels through which kernels have the proxy move data.
 
         All ranks call this together. Arguments as for `sm_channels`.
 
         Raises:
-            ArgumentError: a peer is no rank, or its memory can't be shared.
+            ArgumentError: a peer is not a rank, or its memory can't be shared.
             ResourceError: memory or channel ids ran out.
         """
         chosen = self._peers(peers)
@@ -511,10 +511,10 @@ class Communicator:
         return proxy_channel.connect(self._group, target, source, chosen)
 
     def handler_channel(self, handler: Callable[[Trigger], None]) -> HandlerChannel:
-        """A channel by which kernels of this rank call a Python function in the proxy's thread. Not collective.
+        """A channel through which kernels of this rank call a Python function in the proxy's thread. Not collective.
 
         Args:
-            handler: called with each `Trigger`; later triggers of the same ring wait for it. What it raises ends the
+            handler: called with each `Trigger`; later triggers of the same ring wait for it. An exception ends the
                 communicator with a HandlerError.
 
         Raises:
@@ -548,7 +548,7 @@ class Communicator:
             *args, stream=None)``.
 
         Raises:
-            CompileError: with the compiler's messages, or with what to install where there is no compiler.
+            CompileError: with the compiler's messages; without a compiler, it says what to install.
         """
         self._group.failure.require_usable()
         module: Module = self.runtime.compile(
@@ -583,7 +583,7 @@ class Communicator:
     ) -> Any:
         """Reduces `x` over all ranks; every rank gets the same bits. A NaN in the result has no sign and no payload.
 
-        An execution plan decides itself in which order each rank combines, and so whether the bits are the same.
+        With an execution plan, the plan fixes the order in which each rank combines, so bits may differ between ranks.
 
         Args:
             x: float16, bfloat16, float32, float64, or integers of 8 to 64 bits, signed or not, of any contiguous shape,
@@ -594,11 +594,11 @@ class Communicator:
             algorithm: "one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring" or "proxy"; across nodes
                 of as many ranks each also "hierarchical". None chooses, by size and element type. Or an `ExecutionPlan`
                 for this collective and operator.
-            cta_policy: "zero" chooses what leaves the multiprocessors to the program: by proxy, where at most a
-                reduction runs a kernel, of few blocks. "default" chooses from all. None for the communicator's policy.
-                All ranks give the same.
-            symmetric: promises that the arrays of all ranks are symmetric memory (`empty`, `register`), which the
-                choice may then rely on; the result does not depend on it. All ranks give the same.
+            cta_policy: "zero" leaves the multiprocessors to the program: the proxies move the data, and only a
+                reduction runs a kernel, with few blocks. "default" chooses from all. None for the communicator's
+                policy. All ranks pass the same.
+            symmetric: promises that the arrays of all ranks are symmetric memory (`empty`, `register`), so that
+                the choice may rely on it; the result does not depend on it. All ranks pass the same.
             stream: where to queue it: a stream of any library, or its handle, which must live until the next call. With
                 None the call waits on the host runtime; on a GPU it is queued on the current stream of the library
                 that owns `x` (torch, CuPy), else on the calling thread's default stream.
@@ -607,7 +607,7 @@ class Communicator:
             `out`, or `x`.
 
         Raises:
-            ArgumentError: an argument is wrong on this rank. Nothing was done.
+            ArgumentError: an argument is wrong on this rank. The call had no effect.
             MismatchError: ranks called with different arguments.
             CommunicatorError: a peer failed; see its subclasses.
         """
@@ -700,7 +700,7 @@ class Communicator:
 
         Args:
             x: the same shape and type on all ranks.
-            root: the rank whose values everyone gets.
+            root: the rank whose values all ranks get.
             out: where they go; None for in place.
             algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses.
             cta_policy, symmetric, stream: as for `all_reduce`.
@@ -723,10 +723,10 @@ class Communicator:
         """Reduces `x` over all ranks; rank `root` gets the result. It costs as much as `all_reduce`.
 
         Args:
-            x: as for `all_reduce`. On other ranks than `root` it is not changed.
+            x: as for `all_reduce`. It is not changed on ranks other than `root`.
             op: as for `all_reduce`.
             root: the rank that gets the result.
-            out: where the result goes, on `root` alone; None for in place.
+            out: where the result goes, only on `root`; None for in place.
             algorithm: as for `all_reduce`.
             stream: as for `all_reduce`.
 
@@ -741,7 +741,7 @@ class Communicator:
         Args:
             x: shape [n, …], the same on all ranks; any element type.
             root: the rank that gets them.
-            out: shape [world_size * n, …], on `root` alone; None for a new array. There `x` may be its rows of it.
+            out: shape [world_size * n, …], only on `root`; None for a new array. On `root`, `x` may be its rows of it.
             stream: as for `all_reduce`.
 
         Returns:
@@ -753,8 +753,8 @@ class Communicator:
         """Gives each rank one share of rank `root`'s `x`.
 
         Args:
-            x: shape [world_size * n, …], on `root` alone; any element type.
-            root: the rank whose array is shared out.
+            x: shape [world_size * n, …], only on `root`; any element type.
+            root: the rank whose array is distributed.
             out: shape [n, …], the same on all ranks. On `root` None is for a new array, and it may be its rows of `x`.
             stream: as for `all_reduce`.
 
@@ -775,51 +775,51 @@ class Communicator:
         """Sends consecutive rows of `x` to the ranks in order, and receives theirs in rank order.
 
         Args:
-            x: shape [sum(send_counts), …]; any element type. The dimensions behind the first are the same on all ranks.
+            x: shape [sum(send_counts), …]; any element type. The dimensions after the first are the same on all ranks.
             send_counts: by rank, how many rows it gets.
             recv_counts: by rank, how many rows it sends: that rank's ``send_counts`` for this one.
             out: shape [sum(recv_counts), …]; None for a new array.
             stream: as for `all_reduce`.
 
         Returns:
-            `out`, or the new array. Raises as `all_reduce`, and MismatchError for a count that is not what the peer
-            sends.
+            `out`, or the new array. Raises as `all_reduce`, and MismatchError for a count that differs from the
+            peer's.
         """
         return all_to_all_v(self._collectives, x, send_counts, recv_counts, out, stream)
 
     # -- programs of collectives ---
 
     def execute(self, plan: Any, x: Any, *, out: Any = None, stream: StreamLike = None) -> Any:
-        """Executes a plan that MSCCL++'s language has written. All ranks call this together, with the same plan.
+        """Executes a plan written by MSCCL++'s language. All ranks call this together, with the same plan.
 
-        The first execution, and one of a larger size than before, makes channels and scratch memory, for which it waits
-        for all ranks. A graph captures what was executed before.
+        The first execution, and one of a larger size than before, makes channels and scratch memory, and waits for all
+        ranks to do so. A graph can capture only a call that was executed before.
 
         Args:
-            plan: an `ExecutionPlan`, or what `ExecutionPlan.load` reads. Load a plan once where it is used often.
+            plan: an `ExecutionPlan`, or an argument of `ExecutionPlan.load`. Load a plan once if you use it often.
             x: the input: a contiguous array of `input_chunks` equal chunks, whose bytes are multiples of the plan's
                 alignment; the same count and type on all ranks. Types as for `all_reduce` if the plan reduces, any
-                otherwise. An array that the plan has peers reach is copied to or from memory of the plan's own, unless
-                all ranks give what `register` returned.
-            out: the output, of `output_chunks` such chunks. None for a new array, or for `x` where the plan works in
-                place on an array of that size. Such a plan takes another array than `x` too.
+                otherwise. An array that peers reach is copied to or from the plan's own memory, unless all ranks pass
+                results of `register`.
+            out: the output, of `output_chunks` such chunks. None for a new array, or for `x` if the plan works in
+                place on an array of that size. Such a plan also accepts an array other than `x`.
             stream: as for `all_reduce`.
 
         Returns:
-            `out`, or what stands for it.
+            `out`, or the array that holds the result.
 
         Raises:
-            ArgumentError: the plan can't be executed, or an array does not fit it. Nothing was done.
+            ArgumentError: the plan can't be executed, or an array does not fit it. The call had no effect.
             MismatchError: ranks execute different plans, or arrays of other sizes or types.
-            CommunicatorError: a rank failed; see its subclasses. A wait that was too long names the rank waited for,
-                threadblock and operation.
+            CommunicatorError: a rank failed; see its subclasses. After a time-out it names the rank waited for, the
+                threadblock and the operation.
         """
         return run(self._collectives, EXECUTE, x, out, algorithm=ExecutionPlan.load(plan), stream=stream)
 
     # -- transfers between pairs of ranks ---
 
     def prepare_transfers(self) -> None:
-        """Makes what transfers between ranks need. All ranks call this together.
+        """Sets up transfers between ranks. All ranks call this together.
 
         The first `send`, `recv` or `transfers` does so too, and then waits for all ranks. A program in which not all
         ranks take part in a first transfer calls this before it.
@@ -831,23 +831,23 @@ class Communicator:
     def send(self, x: Any, peer: int, *, stream: StreamLike = None) -> None:
         """Sends an array to a rank, which receives it with `recv`. A rank's sends to a peer arrive in order.
 
-        What does not fit into the peer's scratch memory (some hundred KiB) waits there for the peer's `recv`.
+        Data that does not fit into the peer's scratch memory (some hundred KiB) waits for the peer's `recv`.
 
         Args:
             x: any contiguous array, of as many bytes as the peer receives.
             peer: another rank.
-            stream: as for `all_reduce`. Transfers on different streams run at once, those with one peer in one
-                direction in order.
+            stream: as for `all_reduce`. Transfers on different streams run concurrently; those with one peer
+                in one direction run in order.
 
         Raises:
-            ArgumentError: an argument is wrong. Nothing was sent.
-            MismatchError: the peer receives another number of bytes.
+            ArgumentError: an argument is wrong, and nothing was sent.
+            MismatchError: the peer receives a different number of bytes.
             CommunicatorError: a rank failed; see its subclasses.
         """
         send(self._collectives, x, peer, stream)
 
     def recv(self, out: Any, peer: int, *, stream: StreamLike = None) -> Any:
-        """Receives what a rank sends. Arguments and errors as of `send`. Returns `out`."""
+        """Receives an array from a rank. Arguments and errors as for `send`. Returns `out`."""
         return recv(self._collectives, out, peer, stream)
 
     def transfers(self, *, stream: StreamLike = None) -> Transfers:
@@ -863,7 +863,7 @@ class Communicator:
         return Transfers(self._collectives, stream)
 
     def barrier(self, *, stream: StreamLike = None) -> None:
-        """Waits, on the stream, until all ranks have come here. Raises as `all_reduce`."""
+        """Waits, on the stream, until all ranks have made this call. Raises as `all_reduce`."""
         barrier(self._collectives, stream)
 
     @property
@@ -876,18 +876,18 @@ class Communicator:
     ) -> Selector:
         """Measures the algorithms of all collectives, and uses the fastest for each kind of call from then on.
 
-        Measured are kernels and proxies, float32 and bfloat16 where types matter, symmetric and other arrays; and the
-        execution plans that the tables hold now, each with arrays of the sizes that it takes. All ranks call this
+        It measures kernels and proxies, float32 and bfloat16 where types matter, symmetric and other arrays; and the
+        execution plans in the present tables, each with arrays of the sizes that it takes. All ranks call this
         together, with the same arguments, while nothing else runs.
 
         Args:
-            sizes: bytes to measure, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. For
-                larger ones than the last the defaults remain if that is less.
+            sizes: bytes to measure, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. If
+                the last one is less than that, larger arrays keep the defaults.
             iterations: calls of each algorithm at each size; the median of the slowest rank's times counts.
-            seconds: about how long it may take. Larger sizes are left out when the time is over.
-            save: whether rank 0 keeps the tables on disk, beside the compiled kernels. Communicators of as many ranks
+            seconds: about how long it may take. Larger sizes are skipped when the time is over.
+            save: whether rank 0 keeps the tables on disk, next to the compiled kernels. Communicators of as many ranks
                 on machines of the same kind then start with them, until another version of the library is installed.
-                `proxyccl info` shows them. Kept is what is fastest without plans, which a program loads itself.
+                `proxyccl info` shows them. Saved tables omit execution plans, which a program loads itself.
 
         Returns:
             The tables: ``communicator.collectives.selector = tables`` on all ranks sets them.
@@ -909,7 +909,7 @@ class Communicator:
     # -- waiting and failing ---
 
     def synchronize(self, stream: StreamLike = None) -> None:
-        """Waits for a stream (None: all of them), and raises what went wrong on it or in the communicator."""
+        """Waits for a stream (None: all of them), and raises errors of its work or of the communicator."""
         self._group.synchronize(stream)
 
     def check(self) -> None:
@@ -917,7 +917,7 @@ class Communicator:
         self._group.failure.check()
 
     def abort(self, reason: str = "") -> None:
-        """Ends the communicator on all ranks: their waits end with an AbortedError. Waits for nobody."""
+        """Ends the communicator on all ranks: their waits end with an AbortedError. Does not wait."""
         self._group.failure.abort(reason)
 
     def all_gather_bytes(self, data: bytes, purpose: str = "all_gather_bytes") -> list[bytes]:
@@ -938,9 +938,9 @@ class Communicator:
         return self._group.exchange.all_gather_bytes(bytes(data), require_text(purpose, "purpose"))
 
     def drain(self) -> None:
-        """Waits until this rank's proxy has moved all that kernels which have ended asked for.
+        """Waits until this rank's proxy has carried out all triggers of kernels that have ended.
 
-        Raises what ended the communicator, if that happens first.
+        Raises the error that ended the communicator, if that happens first.
         """
         self._group.links.drain()
 
@@ -954,11 +954,11 @@ class Communicator:
         """Ends the communicator. Calling it twice does nothing.
 
         All ranks call this; it waits for work in flight. Ranks may close several communicators in different orders.
-        After a failure it waits for nobody.
+        After a failure it does not wait for other ranks.
 
         Args:
-            wait: for the other ranks to close it too. Otherwise the memory that they reach is freed by a thread, when
-                they have.
+            wait: whether to wait for the other ranks to close it too. If not, a thread frees the memory that they
+                reach when they have closed it.
 
         Raises:
             WaitTimeoutError: a rank did not close it within the time-out.

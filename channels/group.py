@@ -1,4 +1,4 @@
-"""The group: the ranks of a communicator as one of them sees it, and what everything in this room stands on."""
+"""The group: the ranks of a communicator as one of them sees it, and the base of everything in this room."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ _POLL_SECONDS = 0.0005
 
 
 class Shared(Protocol):
-    """What holds memory that peers' kernels or proxies reach."""
+    """An owner of memory that peers' kernels or proxies reach."""
 
     def close(self) -> None:
-        """Frees it. No rank uses it any more."""
+        """Frees it. All ranks have stopped using it."""
         ...
 
 
 class Group:
     """One rank of a communicator.
 
-    All ranks meet and make it together, then `open` it. What is in this room takes a group, and so does a
-    communicator's every part; the communicator itself adds the calls that users make.
+    All ranks meet and make it together, then `open` it. Everything in this room takes a group, and so
+    does every part of a communicator; the communicator itself adds the users' calls.
 
     Attributes:
         rank, world_size: this rank's number, and how many there are.
@@ -71,14 +71,14 @@ class Group:
         job: the communicator's name, the same on all ranks.
         thread: number of the thread that made it.
         control: this rank's control segment.
-        topology: who is where.
+        topology: the placement of the ranks.
         exchange: exchanges between all ranks.
         failure: whether the group can still be used.
-        launches: the order of what it launches.
+        launches: the order of its launches.
         links: this rank's proxy, and its connections.
         mappings: memory of peers that is mapped here.
         inventory: the channels and semaphores in use.
-        symmetric: own arrays that peers' kernels reach.
+        symmetric: this rank's arrays that peers' kernels reach.
     """
 
     def __init__(self, meeting: Meeting, parent: Group | None = None, mapped: HandleCache | None = None) -> None:
@@ -147,7 +147,7 @@ class Group:
             raise
 
     def split(self, members: Sequence[int], timeout: float) -> Group:
-        """A group of some ranks of this one, by their places in the list. They alone call this, then `open` it.
+        """A group of some ranks of this one, by their places in the list. Only they call this, then `open` it.
 
         It ends with this one. Raises as `meet_apart`; and ConcurrentCallError if another thread splits the same ranks.
         """
@@ -168,9 +168,9 @@ class Group:
         return Group(meeting, self, self._mapped)
 
     def shrink(self, excluded: Collection[int], timeout: float) -> Group:
-        """A group of the ranks that are left, which alone call this, once, then `open` it. It outlives this one.
+        """A group of the remaining ranks. Only they call this, once, then `open` it. It outlives this one.
 
-        This one ends where a rank came too late: it would wait for that rank again.
+        If a rank came too late, this one ends: it would wait for that rank again.
 
         Raises as `meet_survivors`, and ClosedError if this rank has called it before.
         """
@@ -193,17 +193,17 @@ class Group:
             return Group(meeting, mapped=self._mapped)
 
     def _stop_work(self) -> None:
-        """Ends what this rank does with its peers' memory: by then what it queued is complete, or never will be."""
+        """Ends this rank's use of its peers' memory: by then its queued work is complete, or never will be."""
         self._end_kernels()
         with contextlib.suppress(CommunicatorError):
             self.links.drain()
         if self.failure.aborted:
-            self.failure.observer.close()  # a report that is being written reads what the proxy has
+            self.failure.observer.close()  # a report that is being written reads the proxy's state
             if self.links.close():
                 self.control.set_presence(Presence.STOPPED)
 
     def _end_kernels(self) -> None:
-        """Waits until this rank's kernels have ended. Where the group has failed or is closed, none begins any more."""
+        """Waits until this rank's kernels have ended. If the group has failed or is closed, no more begin."""
         self.launches.wait_for_launchers()
         try:
             self.runtime.synchronize()
@@ -223,7 +223,7 @@ class Group:
             listener.close()
 
     def open(self, observer: Observer) -> None:
-        """Begins: from now on failures are noticed, passed on and reported."""
+        """Opens the group: from now on failures are noticed, passed on and reported."""
         context = ContextWatch(self.launches.default_stream, self.failure.file_lost_context)
 
         def each_turn() -> None:
@@ -279,7 +279,7 @@ class Group:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """By rank, its number in the group that this one came of; empty if it came of none."""
+        """By rank, its number in the group that this one was made from; empty if there is none."""
         return self._meeting.members
 
     @property
@@ -294,7 +294,7 @@ class Group:
         self.control.set_timeout(seconds)
 
     def synchronize(self, stream: StreamLike = None) -> None:
-        """Waits for a stream (None: all of them), and raises what went wrong on it or in the group."""
+        """Waits for a stream (None: all of them), and raises errors of its work or of the group."""
         if self.failure.closed:
             self.failure.check()  # refuses a fork's child
         try:
@@ -316,7 +316,7 @@ class Group:
 
     @contextlib.contextmanager
     def mapping_of(self, peer: int) -> Iterator[None]:
-        """Around what maps a peer's memory: if that is gone because the peer has failed, it raises the failure."""
+        """Around the mapping of a peer's memory: if that is gone because the peer has failed, it raises the failure."""
         try:
             yield
         except ArgumentError:
@@ -324,23 +324,23 @@ class Group:
             self.failure.check()
             raise
 
-    # -- what peers reach ---
+    # -- memory that peers reach ---
 
     def keep(self, shared: Shared) -> None:
-        """Keeps alive, until the end or `let_go`, what peers may reach after its user has forgotten it."""
+        """Keeps memory alive, until the end or `let_go`, that peers may reach after its user has dropped it."""
         self._kept.append(shared)
 
     @property
     def kept(self) -> tuple[Shared, ...]:
-        """What is kept, the oldest first."""
+        """The kept memory, the oldest first."""
         return tuple(self._kept)
 
     def let_go(self, shared: Shared, *owned: object) -> None:
-        """Ends `keep`. After a failure, what it has is kept until no kernel of a peer can reach it.
+        """Ends `keep`. After a failure, its memory is kept until no kernel of a peer can reach it.
 
         Args:
-            shared: what was kept.
-            owned: what it lets go itself.
+            shared: the argument of `keep`.
+            owned: the resources that it releases itself.
         """
         self._kept.remove(shared)
         if self.failure.aborted:
@@ -352,9 +352,9 @@ class Group:
         """Ends the group, and those that were split from it. Calling it twice does nothing.
 
         Memory that peers reach is freed when they have closed the communicator too. The call waits for that, but not
-        for a peer that waits for the end of another communicator: then a thread waits in its place. So communicators
-        may be closed in different orders on different ranks. After a failure it waits for nobody. Called by a signal's
-        handler that interrupts a wait, it ends the group on all ranks, and leaves the rest to a later call.
+        for a peer that waits for the end of another communicator: then a thread waits instead. So communicators
+        may be closed in different orders on different ranks. After a failure it does not wait. If a signal's handler
+        that interrupts a wait calls it, it ends the group on all ranks, and leaves the rest to a later call.
 
         Args:
             collective: the others close it too; otherwise they are told to stop.
@@ -364,10 +364,10 @@ class Group:
             WaitTimeoutError: a peer did not close it within the time-out.
             CommunicatorError: a rank failed meanwhile.
         """
-        if in_handler():  # what was interrupted goes on, and uses what would be freed
+        if in_handler():  # the interrupted code continues, and uses the memory that would be freed
             self.failure.abort("a signal's handler closed it")
             return
-        if self.failure.closed:  # in a fork's child another thread's lock may be held for ever
+        if self.failure.closed:  # in a fork's child another thread's lock may be held forever
             return
         with self._closing:
             if self.failure.closed:
@@ -395,7 +395,7 @@ class Group:
             child._leave_with_parent(collective=collective)
         if not self.failure.usable:
             return False
-        if not collective:  # nothing is waited for: what is queued here may wait for the others
+        if not collective:  # without a wait: work queued here may wait for the others
             self.failure.abort("it left without the others")
             return False
         try:
@@ -411,7 +411,7 @@ class Group:
         return True
 
     def _leave_with_parent(self, *, collective: bool) -> None:
-        """Leaves before the group that this one was split from does, which then releases it."""
+        """Leaves before the group that this one was split from, which then releases it."""
         with self._closing:
             if not self.failure.closed:
                 self._leave(collective=collective)
@@ -468,7 +468,8 @@ class Group:
         return self.failure.file_exchange_failure(late)
 
     def _wait_at_exit(self, deadline: float) -> None:
-        """Waits for the peers, then ends this group. Where one stays away the report says so: nobody catches errors."""
+        """Waits for the peers, then ends this group. If one stays away, only the report says so: nobody catches
+        errors."""
         while (present := self._peers_present()) and not self.failure.aborted:
             if time.monotonic() > deadline:
                 if self.linger is not None:
@@ -503,7 +504,7 @@ class Group:
                 _open_groups.remove(self)
 
     def _release(self, *, healthy: bool) -> None:
-        """Frees what the group has, once: as after a failure, where it is not healthy or a rank has failed."""
+        """Frees the group's resources, once: as after a failure, if it is not healthy or a rank has failed."""
         with self._closing:
             if not self._released:
                 self._released = True
@@ -522,7 +523,7 @@ class Group:
         self.failure.observer.close()
         if not healthy:
             self._watcher.end_waits()
-        # Kernels that were told to stop use the memory that is freed below until they have.
+        # Kernels that were told to stop use the memory that is freed below until they have stopped.
         self._end_kernels()
         if not healthy:
             self._aftermath.watch_processes()
@@ -536,7 +537,7 @@ class Group:
         if healthy:
             self._aftermath.end()
         else:  # a peer's kernel may still write there
-            # This rank reaches no memory any more. And ranks that shrink the communicator don't wait for it.
+            # This rank no longer reaches any memory. And ranks that shrink the communicator don't wait for it.
             self.control.set_presence(Presence.LEFT)
             self._aftermath.follow(reached)
             self._kept.clear()
@@ -557,16 +558,17 @@ class Group:
 
 _logger = logging.getLogger("proxyccl")
 _abandoned: list[Group] = []
-"""Groups that could not be ended: what they have is kept until the process ends."""
+"""Groups that could not be ended: their resources are kept until the process ends."""
 _open_groups: list[Group] = []
 _open_lock = threading.Lock()
 forks.hold_while_forking(_open_lock)
 _releasing: list[tuple[Thread, float]] = []
-"""Threads that wait for peers, each with what its group's `linger` was."""
+"""Threads that wait for peers, each with its group's `linger`."""
 
 
 def _leave_to_parent() -> None:
-    """In a fork's child: the groups are the parent's, which goes on with them. Nothing is told, freed or waited for."""
+    """In a fork's child: the groups belong to the parent, which keeps using them. Sends, frees and waits for
+    nothing."""
     for group in _open_groups:
         group.failure.leave_to_parent()
         group.launches.end_repeats()
@@ -580,8 +582,8 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 def close_at_exit(*, failed: bool) -> None:
     """Ends the groups that the program left open, whatever order the ranks made them in.
 
-    A program that ends well ends together with its peers, which may still need what this rank holds. One that ends by
-    an exception, or with a status that is not 0, tells them to stop.
+    A program that ends normally ends together with its peers, which may still need this rank's memory. One that ends
+    by an exception, or with a nonzero status, tells them to stop.
     """
     with _open_lock:
         groups = [group for group in _open_groups if group._parent is None]  # the others end with these

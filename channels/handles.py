@@ -1,4 +1,4 @@
-"""Arrays of device handles: what a set of channels is to a kernel."""
+"""Arrays of device handles: a set of channels, as a kernel sees it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Channel:
-    """A channel to one peer. `device_handle` is what a kernel takes by value.
+    """A channel to one peer. A kernel takes `device_handle` by value.
 
     Attributes:
         peer: the rank at the other end.
-        device_pointer: where the handle lies in device memory, for kernels that take its address; 0 where it does not.
+        device_pointer: the handle's address in device memory, for kernels that take its address; 0 if it is not there.
     """
 
     def __init__(self, peer: int, handle: CData) -> None:
@@ -29,7 +29,7 @@ class Channel:
         self._kept: tuple[object, ...] = ()
 
     def keep(self, kept: tuple[object, ...]) -> None:
-        """Keeps alive what the handle points to: a channel may outlive the set that it was made with."""
+        """Keeps the handle's memory alive: a channel may outlive the set that it was made with."""
         self._kept = kept
 
     @property

@@ -1,4 +1,4 @@
-"""The channels and semaphores of a rank that are in use, for its reports. What its user forgets is no longer listed."""
+"""The channels and semaphores of a rank that are in use, for its reports. Dropped ones are no longer listed."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class DeviceSemaphores(Protocol):
 
 
 class Inventory:
-    """What one rank of a communicator has in use."""
+    """The channels and semaphores in use by one rank of a communicator."""
 
     def __init__(self) -> None:
         self._channels: weakref.WeakValueDictionary[int, Channel] = weakref.WeakValueDictionary()
         self._semaphores: weakref.WeakValueDictionary[int, DeviceSemaphores] = weakref.WeakValueDictionary()
 
     def add_channel(self, channel_id: int, channel: Channel) -> None:
-        """Lists a channel of the proxy's."""
+        """Lists one of the proxy's channels."""
         self._channels[channel_id] = channel
 
     def add_semaphores(self, semaphores: DeviceSemaphores) -> None:

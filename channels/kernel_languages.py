@@ -1,6 +1,6 @@
 """Kernels in other languages than C++: a face that compiles and launches them registers here when it is imported.
 
-So `Communicator` has a call for each, and this room knows no face.
+So `Communicator` has a call for each, and this room does not know the faces.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _makers: dict[str, Callable[..., Any]] = {}
 
 
 def register(language: str, maker: Callable[..., Any]) -> None:
-    """Makes a language known. `maker` takes a communicator and what its caller gave."""
+    """Registers a language. `maker` takes a communicator and its caller's arguments."""
     _makers[language] = maker
 
 
 def maker_of(language: str) -> Callable[..., Any]:
-    """What makes kernels of a language.
+    """The function that makes kernels of a language.
 
     Raises:
         RuntimeUnavailableError: its face was not imported.

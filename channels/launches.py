@@ -1,7 +1,7 @@
 """The order of a group's launches: one collective after the other, on whatever streams the program uses.
 
-Collectives of a group share scratch memory, so they never run at once: a launch on another stream than the last waits
-for that. What must agree between ranks is compared through the call log before the launch.
+Collectives of a group share scratch memory, so they never run at once: a launch on a different stream than the last
+waits for that one. The fields that must agree between ranks are compared through the call log before the launch.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Launches:
     Args:
         runtime: where they run.
         failure: checked before a launch, and where a call waits.
-        call_log: what compares the ranks' calls.
+        call_log: compares the ranks' calls.
 
     Attributes:
-        default_stream: what a call without a stream uses on the host runtime.
+        default_stream: the stream of calls without one on the host runtime.
         prepared_calls: calls without a stream on the host runtime that were repeated before.
     """
 
@@ -79,13 +79,13 @@ class Launches:
         return found
 
     def agree(self, call: CollectiveCall) -> tuple[int, ...]:
-        """Logs a call and compares it with what the peers have logged. Returns its encoded fields.
+        """Logs a call and compares it with the peers' calls. Returns its encoded fields.
 
-        The rank that comes later sees the difference. Nothing can complete before that, as every collective needs every
-        rank.
+        The rank that comes later sees the difference. Nothing can complete before that, because every collective needs
+        every rank.
 
         Raises:
-            MismatchError: a peer made another call.
+            MismatchError: a peer made a different call.
         """
         self._failure.require_usable()
         fields = call.encode()
@@ -108,8 +108,8 @@ class Launches:
         """
         with self._lock:
             handle = self._next_stream(stream)
-            # The last look before the driver is called: since the call was agreed on, a module may have been loaded,
-            # and what peers free after a failure no kernel that begins later may use.
+            # The last check before the driver call: since the call was agreed on, a module may have been loaded, and
+            # kernels that begin later must not use memory that peers free after a failure.
             self._failure.require_usable()
             launchable(handle)
         self._launched(stream, handle, kept if isinstance(stream, CurrentStream) else (*owners, *kept))
@@ -122,7 +122,7 @@ class Launches:
         issue = self._call_log.issue if isinstance(launch, Launch) else self._call_log.ring
         with self._lock:
             if self._failure.state != "open":
-                self._failure.require_usable()  # C looks at the abort word itself
+                self._failure.require_usable()  # C checks the abort word itself
             if stream is None and self._on_host and self._last == self._default_handle:
                 handle = self._default_handle
             elif type(stream) is int and stream == self._last and closed_stream(self._last_stream_owner) is None:
@@ -146,7 +146,7 @@ class Launches:
 
     @property
     def last_stream(self) -> int | None:
-        """Handle of a stream whose end now comes after the latest launch, or None where there is none.
+        """Handle of a stream whose end now comes after the latest launch, or None if there is none.
 
         A program that gives a stream by its number keeps it until the next call.
         """
@@ -160,11 +160,11 @@ class Launches:
         return [(number, describe_call(fields)) for number, fields in self._call_log.recent(count)]
 
     def add_lock(self, lock: AbstractContextManager[object]) -> None:
-        """Adds a lock that others hold while they look whether the group has failed, and launch."""
+        """Adds a lock that others hold while they check whether the group has failed, and launch."""
         self._launching.append(lock)
 
     def wait_for_launchers(self) -> None:
-        """Returns when no thread is about to launch. Where the group has failed or is closed, none will be again."""
+        """Returns when no thread is about to launch. If the group has failed or is closed, none will launch again."""
         for lock in self._launching:
             with lock:
                 pass

@@ -24,18 +24,18 @@ from proxyccl.proxy.interface import RdmaMemory
 from proxyccl.proxy.transports.table import TRANSPORTS
 
 MOST_BYTES = 1 << 47
-"""Of an array: as much as a process can address."""
+"""The largest array: as much as a process can address."""
 
 
 class _Offer(Message, frozen=True):
-    """What a rank tells of the memory that it registers.
+    """A rank's description of the memory that it registers.
 
     Attributes:
         nbytes: its size.
         handle: maps it in ranks of the same host; empty if it can't be shared.
-        unshared_reason: why it can't be shared; empty if it can, or has no bytes.
+        unshared_reason: the reason why it can't be shared; empty if it can, or has no bytes.
         exposed: by RDMA transport, the address and the key by which peers name it.
-        unsupported_reasons: by RDMA transport, why it does not reach the memory.
+        unsupported_reasons: by RDMA transport, the reason why it does not reach the memory.
     """
 
     nbytes: Uint64
@@ -101,17 +101,17 @@ def deregister(group: Group, array: Any) -> None:
         if isinstance(shared, RegisteredMemory) and (shared.ptr, shared.nbytes) == (view.ptr, view.nbytes):
             shared.close()
             return
-    raise ArgumentError("array", "expected an array that is registered")
+    raise ArgumentError("array", "the array is not registered")
 
 
 class RegisteredMemory:
     """A range of memory on every rank, made by `Communicator.register`, which all ranks call together.
 
-    It and its array live until `close`, or until the communicator ends, as peers may reach them whether or not this
-    rank remembers them.
+    It and its array live until `close`, or until the communicator ends, because peers may reach them even if this
+    rank drops them.
 
     Attributes:
-        ptr: address of the own range.
+        ptr: address of this rank's range.
         nbytes: its size; other ranks' may differ (`peer_nbytes`).
     """
 
@@ -131,7 +131,7 @@ class RegisteredMemory:
         self._remote_ids: dict[int, int] = {}
         self._opened: dict[int, Memory] = {}
         self._id: int | None = None
-        self._rdma_ids: dict[str, int] = {}  # of the own range, by transport
+        self._rdma_ids: dict[str, int] = {}  # of this rank's range, by transport
         self._ids_at_peers: dict[int, int] = {}
         self._closed = False
         self._allocations = group.runtime.allocations(view.ptr, view.nbytes)
@@ -140,7 +140,7 @@ class RegisteredMemory:
 
     @classmethod
     def exchange(cls, group: Group, view: ArrayView, symmetric: bool) -> RegisteredMemory:
-        """Registers the view and tells all ranks. What can't be shared is still a good source for a put."""
+        """Registers the view and tells all ranks. Memory that can't be shared can still be the source of a put."""
         announced = group.symmetric.announce(view.ptr, view.nbytes) if symmetric else None
         handle, unshared_reason = b"", ""
         exposed: dict[str, RdmaMemory] = {}
@@ -183,7 +183,7 @@ class RegisteredMemory:
         return bool(self.nbytes) and len(self._ids_at_peers) == self._group.world_size - 1
 
     def id_at(self, peer: int) -> int:
-        """The first memory id of the own range in a peer's proxy, if it `is_for_plans`."""
+        """The first memory id of this rank's range in a peer's proxy, if it `is_for_plans`."""
         return self._ids_at_peers[peer]
 
     def __repr__(self) -> str:
@@ -203,13 +203,13 @@ class RegisteredMemory:
 
     @property
     def device_pointer(self) -> int:
-        """The own range's address, for a kernel's pointer parameter."""
+        """The address of this rank's range, for a kernel's pointer parameter."""
         self._require_open()
         return self.ptr
 
     @property
     def id(self) -> int:
-        """The first memory id of the own range, for triggers."""
+        """The first memory id of this rank's range, for triggers."""
         self._require_open()
         if self._id is None:
             handle = functools.partial(self._handle, self._group.rank)
@@ -218,7 +218,7 @@ class RegisteredMemory:
 
     @property
     def private(self) -> bool:
-        """Whether no other process can map the own range."""
+        """Whether no other process can map this rank's range."""
         return bool(self.nbytes) and not self._offers[self._group.rank].handle
 
     @property
@@ -227,8 +227,8 @@ class RegisteredMemory:
         return next((memory.local_key for memory in self._exposed.values() if memory.copied and memory.local_key), 0)
 
     def source_id(self, peer: int) -> int:
-        """The first memory id of the own range for triggers to a peer. It is `id`, unless the transport to the peer has
-        another address or another key for the range.
+        """The first memory id of this rank's range for triggers to a peer. It is `id`, unless the transport to the peer
+        has another address or another key for the range.
         """
         if peer == self._group.rank:
             return self.id
@@ -261,7 +261,7 @@ class RegisteredMemory:
         Raises:
             ArgumentError: the peer's memory can't be shared.
             ResourceError: no ids left.
-            RuntimeUnavailableError: nothing reaches the peer.
+            RuntimeUnavailableError: no transport reaches the peer.
         """
         peer = self._rank(peer)
         if peer == self._group.rank:
@@ -282,7 +282,7 @@ class RegisteredMemory:
             reason = self._offers[rank].unsupported_reasons.get(transport)
             if reason:
                 raise ArgumentError("memory", rdma.refusal.format(rank=rank, reason=reason))
-        address, key = offer.exposed.get(transport, (0, 0))  # none of empty memory
+        address, key = offer.exposed.get(transport, (0, 0))  # empty memory has none
         return proxy.add_rdma_memory(address, offer.nbytes, key)
 
     def peer_ptr(self, peer: int) -> int:
@@ -306,7 +306,7 @@ class RegisteredMemory:
         self._require_open()
         if peer not in self._opened:
             handle = self._handle(peer)
-            self._group.failure.check()  # a failed peer's memory may be there still, but not for long
+            self._group.failure.check()  # a failed peer's memory may still exist, but not for long
             with self._group.mapping_of(peer):
                 self._opened[peer] = self._group.mappings.acquire(handle)
         return self._opened[peer]
@@ -338,7 +338,7 @@ class RegisteredMemory:
             raise ClosedError("the registered memory is closed")
 
     def close(self) -> None:
-        """Gives its memory ids back. No kernel may use it, and no trigger name it, any more.
+        """Returns its memory ids. Kernels and triggers must no longer use it.
 
         Peers' memory stays mapped for a while, in case it is registered again.
         """

@@ -30,7 +30,7 @@ from proxyccl.proxy.workers import MAX_RINGS
 
 
 class PeerLinks:
-    """What moves data between this rank's memory and its peers'.
+    """The proxy and the connections that move data between this rank's memory and its peers'.
 
     Args:
         runtime: of this rank.
@@ -41,10 +41,10 @@ class PeerLinks:
         proxy_place: where the proxy runs.
         proxy_options: of the proxy.
         transport_options: of transports between hosts.
-        description: how observers know the proxy.
+        description: the proxy's description for observers.
 
     Attributes:
-        topology: who is where; complete after `bring_up`.
+        topology: the placement of the ranks; complete after `bring_up`.
         rdma: this rank's RDMA endpoints.
     """
 
@@ -107,8 +107,8 @@ class PeerLinks:
         return self._daemon_client(last)
 
     def _addresses(self) -> list[DaemonAddress]:
-        """The daemons that may run the proxy: the first that sees this rank's device does. Launchers may confine a rank
-        to its device, and so what it starts; such a rank starts one for itself.
+        """The daemons that may run the proxy: the first that sees this rank's device does. Launchers may confine a
+        rank, and the processes that it starts, to its device; such a rank starts its own daemon.
         """
         node: list[DaemonAddress] = [NodeDaemon(socket_path())] if self._place.where == "daemon" else []
         if node and self._place.chosen:
@@ -173,8 +173,8 @@ class PeerLinks:
 
     @property
     def _takes_private(self) -> bool:
-        """Whether copies from memory that no other process can map need another connection than the rest. A node daemon
-        that was asked for refuses such memory.
+        """Whether copies from memory that no other process can map need a separate connection. An explicitly requested
+        node daemon refuses such memory.
         """
         return self._place.where == "process" or (self._place.where == "daemon" and not self._place.chosen)
 
@@ -209,16 +209,16 @@ class PeerLinks:
         return self._segments[peer].semaphore_host(channel)
 
     def semaphore_handle(self, peer: int, channel: int) -> HandleProvider:
-        """Gives the handle by which a proxy in another process maps that word, if the word is memory of this host."""
+        """The handle by which a proxy in another process maps that word, if the word is memory of this host."""
         if peer == self._exchange.rank:
             return functools.partial(self._control.semaphore_handle, channel)
         return functools.partial(self._segments[peer].semaphore_handle, channel) if peer in self._segments else bytes
 
     def drain(self) -> None:
-        """Waits until the proxy has moved all that kernels which have ended asked for.
+        """Waits until the proxy has carried out all triggers of kernels that have ended.
 
         Raises:
-            CommunicatorError: what ended the group, if that happens first.
+            CommunicatorError: the group ended first.
             WaitTimeoutError: it was not done within the time-out.
         """
         timeout = self._exchange.timeout
@@ -227,12 +227,12 @@ class PeerLinks:
             raise WaitTimeoutError(f"the proxy was not done within {timeout:g} s")
 
     def drain_for_peers(self) -> None:
-        """Has what this rank's triggers asked for reach peers that need their proxy, or RDMA, to take it."""
+        """Makes this rank's transfers reach peers whose proxy, or RDMA, has to take them."""
         if self._proxy is not None and self.rdma.used:
             self._proxy.drain(self._exchange.timeout, lambda: self._failure.aborted)
 
     def close(self) -> bool:
-        """Ends the proxy and frees what RDMA holds. False if a handler still runs: its thread uses memory then."""
+        """Ends the proxy and frees RDMA's resources. False if a handler still runs: its thread then uses memory."""
         if self._proxy is not None and not self._proxy.close(self._exchange.timeout):
             return False
         self.rdma.close()

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _CHANNEL_IDS = Codec[dict[int, list[int]]](dict[int, list[int]], 1 << 20, name="channel ids")
 _LINE = 128
-_SPINS = 2000  # looks at a word before the thread pauses between them
+_SPINS = 2000  # polls of a word before the thread pauses between them
 _MOST = (1 << 64) - 1
 
 
@@ -32,12 +32,12 @@ class ProxyChannel(Channel):
     """A channel to one peer; its device side is proxyccl::ProxyChannelDeviceHandle.
 
     The CPU's program can signal and wait too: the peer's signals are counted in host memory. Either kernels or the CPU
-    wait on a channel, as each counts what it has consumed.
+    wait on a channel, because each counts the signals that it has consumed.
 
     Attributes:
         id: channel id in this rank's proxy.
-        transport: name of what moves its data.
-        peer_channel: the peer's channel that its signals count for; None where the peer made none.
+        transport: name of its transport.
+        peer_channel: the peer's channel that its signals count for; None if the peer has none.
         expected_pointer: where, in device memory, kernels count the signals that they have waited for.
     """
 
@@ -59,20 +59,20 @@ class ProxyChannel(Channel):
 
     @property
     def counters(self) -> ChannelCounters:
-        """What the proxy did for this channel so far."""
+        """The proxy's counters of this channel."""
         return self._service.counters(self.id)
 
     def signal(self, value: int | None = None, *, stream: StreamLike = None) -> None:
-        """Signals the peer behind the stream's work so far, and behind the data of all earlier puts on the channel.
+        """Signals the peer after all work queued on the stream, and after the data of all earlier puts on the channel.
 
-        A kernel of one thread does it. The peer's kernels or its CPU wait for it.
+        A kernel of one thread sends the signal. The peer's kernels or its CPU wait for it.
 
         Args:
             value: raise the peer's count of signals to this, which must be above it; None to add one.
-            stream: as for any kernel of the program; None for where those go without one.
+            stream: as for any kernel of the program; None for the default stream of kernels.
 
         Raises:
-            ArgumentError: the value is no count.
+            ArgumentError: the value is not a count.
             CommunicatorError: the communicator has failed; see its subclasses.
         """
         if value is not None:
@@ -86,7 +86,7 @@ class ProxyChannel(Channel):
         """One more than the ticket up to which all operations on this channel are complete (a number from 0).
 
         Kernels get an operation's ticket from the call on their handle, which is the ring's number of the trigger. The
-        sources of complete puts may be written again; what complete gets brought is in own memory.
+        sources of complete puts may be overwritten; the data of complete gets is in local memory.
 
         Raises:
             CommunicatorError: the communicator has failed; see its subclasses.
@@ -99,8 +99,8 @@ class ProxyChannel(Channel):
         kernel that pushes it need not have ended, nor have been launched.
 
         Raises:
-            ArgumentError: the ticket is no number from 0 to 2**64 - 2.
-            WaitTimeoutError: it is not within the communicator's time-out, which ends the communicator.
+            ArgumentError: the ticket is not a number from 0 to 2**64 - 2.
+            WaitTimeoutError: it is not complete within the communicator's time-out, which ends the communicator.
             CommunicatorError: it failed meanwhile; see its subclasses.
         """
         ticket = as_integer(ticket, "ticket", f"must be a number from 0 to {_MOST - 1}", 0, _MOST - 1)
@@ -110,7 +110,7 @@ class ProxyChannel(Channel):
         )
 
     def poll(self) -> bool:
-        """Consumes the peer's next signal on the CPU if it has arrived, and says whether."""
+        """Consumes the peer's next signal on the CPU if it has arrived, and returns whether it had."""
         self._group.failure.require_usable()
         arrived = self._signalled() > self._consumed
         self._consumed += arrived
@@ -121,12 +121,13 @@ class ProxyChannel(Channel):
         self.wait_until(self._consumed + 1)
 
     def wait_until(self, value: int) -> None:
-        """Waits on the CPU until the peer's signals have come to `value`, and consumes them. After it the CPU may read
-        what the peer put into host memory before the signal, and kernels that are launched then what it put elsewhere.
+        """Waits on the CPU until the peer's signals have reached `value`, and consumes them. Then the CPU may read
+        data that the peer put into host memory before the signal, and kernels launched from then on may read data that
+        it put elsewhere.
 
         Raises:
             ArgumentError: the value is not a count.
-            WaitTimeoutError: they did not within the communicator's time-out, which ends the communicator.
+            WaitTimeoutError: they did not arrive within the communicator's time-out, which ends the communicator.
             CommunicatorError: it failed meanwhile; see its subclasses.
         """
         value = as_integer(value, "value", f"must be a count from 0 to {_MOST}", 0, _MOST)
@@ -162,7 +163,7 @@ def connect_handles(
 ) -> tuple[dict[int, list[ProxyChannel]], object]:
     """`count` channels to each of `peers`; all ranks call this together.
 
-    Returns them, and what must be kept alive with them.
+    Returns them, and the objects that must be kept alive with them.
     """
     service = group.links.proxy
     opened = {peer: (dst.peer_id(peer), group.links.connection(peer, private=src.private)) for peer in peers}
@@ -181,7 +182,7 @@ def connect_handles(
         channels[peer] = []
         for i, channel in enumerate(ids[peer]):
             peer_channel = theirs[i] if i < len(theirs) else None
-            if peer_channel is not None:  # a channel that the peer did not make can put, but has nobody to signal
+            if peer_channel is not None:  # a channel without a counterpart on the peer can put, but not signal
                 word = group.links.semaphore(peer, peer_channel)
                 word_handle = group.links.semaphore_handle(peer, peer_channel)
                 service.set_channel(channel, connection, word, handle=word_handle)
@@ -202,7 +203,7 @@ def connect_handles(
 
 
 def free_handles(group: Group, channels: dict[int, list[ProxyChannel]]) -> None:
-    """Gives the ids of channels back, when no rank uses them any more and all proxies have drained."""
+    """Returns the ids of channels, when no rank uses them and all proxies have drained."""
     for peer, of_peer in channels.items():
         for channel in of_peer:
             group.control.reset_semaphore(channel.id)
@@ -213,7 +214,7 @@ class HandlerChannel(Channel):
     """A channel whose triggers go to a Python function of this rank; its peer is the rank itself.
 
     Its device side is proxyccl::ProxyChannelDeviceHandle: `custom` passes three numbers, and put, signal and flush
-    arrive at the handler too, which gives them their meaning.
+    reach the handler too, which decides their meaning.
     """
 
     def __init__(self, group: Group, handler: Handler) -> None:

@@ -20,11 +20,11 @@ from proxyccl.proxy.verbs.devices import process_numa_node
 
 
 class _Answer(Message, frozen=True):
-    """What a rank sends to the others when RDMA is brought up.
+    """A rank's message to the others when RDMA is brought up.
 
     Attributes:
-        failure: why this rank can't go on; empty if it can.
-        unsupported_reasons: by transport, why its device can't register its GPU's memory; empty if it can.
+        failure: the reason why this rank can't continue; empty if it can.
+        unsupported_reasons: by transport, the reason why its device can't register its GPU's memory; empty if it can.
         endpoints: this rank's endpoint for each peer, by the peer's number.
     """
 
@@ -43,9 +43,9 @@ class Rdma:
         runtime: whose device memory peers access.
         control: this rank's control segment, in which peers signal.
         exchange: between all ranks.
-        topology: which ranks run where.
+        topology: the placement of the ranks.
         proxy: returns this rank's proxy.
-        options: which devices to use, and their settings.
+        options: the devices to use, and their settings.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Rdma:
             transports: by peer, as far as known.
 
         Returns:
-            For each rank, by transport, why its device can't; empty if it can or need not.
+            For each rank, by transport, the reason why its device can't; empty if it can or need not.
 
         Raises:
-            ArgumentError: an option names something that is not there.
+            ArgumentError: an option names a device that does not exist.
             RuntimeUnavailableError: a rank has no device that can be used.
         """
 
@@ -115,11 +115,11 @@ class Rdma:
                 self._opened().connect_endpoint(peer, theirs, self._exchange.timeout)
             return _Answer()
 
-        self._together(connect)  # nobody sends to a queue pair that is not ready to receive
+        self._together(connect)  # no rank sends to a queue pair that is not ready to receive
 
     def _together(self, step: Callable[[], _Answer]) -> list[_Answer]:
         """Runs a step and exchanges its answers. A failure is raised after the exchange, on all ranks, so that no rank
-        waits for one that has given up.
+        waits for one that has failed.
         """
         failure: ProxyCCLError | None = None
         try:

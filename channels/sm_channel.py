@@ -10,7 +10,7 @@ from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.proxy.codec import Codec
 
 _HANDLE = Codec(bytes, 64 << 10, "memory handle")
-_LINE = 128  # a semaphore word a cache line: writers and pollers of different peers don't meet
+_LINE = 128  # one semaphore word for each cache line: writers and pollers of different peers don't share lines
 
 
 class SmChannel(Channel):
@@ -37,7 +37,7 @@ class SmSemaphores:
             if peer != self._rank and group.topology.accessible[peer]:
                 with group.mapping_of(peer):
                     self._remote[peer] = group.mappings.acquire(handles[peer])
-        # A rank that drops its channels at once must not take its words away before every peer has mapped them.
+        # A rank that drops its channels at once must not free its words before every peer has mapped them.
         group.exchange.barrier("sm_channels")
         group.inventory.add_semaphores(self)
 
@@ -68,7 +68,7 @@ class SmSemaphores:
         return [(i % self._ranks, i // self._ranks, *values[i::lines]) for i in range(lines)]  # type: ignore[misc]
 
     def close(self) -> None:
-        """Frees the words. No kernel of any rank may use them any more."""
+        """Frees the words. Kernels of all ranks must have stopped using them."""
         self._inbound.close()
         self._local.close()
 

@@ -1,11 +1,11 @@
-"""Symmetric memory: arrays that the kernels of all peers reach, so that collectives use them where they lie.
+"""Symmetric memory: arrays that the kernels of all peers reach, so that collectives use them in place.
 
 A rank announces an array. Each peer maps it, and replies with the address at which its kernels reach it. An array that
-all peers have replied to is symmetric. Nobody waits for that: a collective's kernels tell their peers at which
-addresses they reach the output, or that they don't, and all ranks see the same (team.h).
+all peers have replied to is symmetric. No rank waits for that: a collective's kernels tell their peers the addresses at
+which they reach the output, or that they don't, and all ranks see the same (team.h).
 
-Memory that is kept here is freed behind its withdrawal. Memory that others allocated may be freed at any time, and its
-address given to another allocation. So what is known of it is used only while it is the allocation that was announced.
+Memory that is kept here is freed after its withdrawal. Memory that others allocated may be freed at any time, and its
+address given to another allocation. So the peers' replies are used only while it is the allocation that was announced.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _RESERVED_ENTRIES = 64  # more than there are stages: three kinds, of a size for
 
 @dataclass
 class Announced:
-    """A range of own memory that is announced.
+    """A range of this rank's memory that is announced.
 
     Attributes:
         entry: its number in the table.
         start, end: its addresses.
-        allocations: what it lay in when it was announced.
-        memory: what keeps it from being freed until no peer maps it any more; None where its owner frees it.
-        users: calls of `announce` that were given it and have not withdrawn it.
-        proxy_memory: its first id in the own proxy, if that has it.
-        for_proxies: whether peers' proxies were asked to have it.
-        heirs: where the same range was announced to other groups, until it is withdrawn here.
+        allocations: the allocations that held it when it was announced.
+        memory: keeps it from being freed until no peer maps it; None if its owner frees it.
+        users: calls of `announce` that got it and have not withdrawn it.
+        proxy_memory: its first id in this rank's proxy, if the proxy has it.
+        for_proxies: whether peers' proxies were asked to add it.
+        heirs: the announcements of the same range to other groups, until it is withdrawn here.
     """
 
     entry: int
@@ -71,7 +71,7 @@ class Announced:
 
     @property
     def ids(self) -> int:
-        """How many memory ids it takes in a proxy."""
+        """The number of memory ids that it takes in a proxy."""
         return windows_of(self.nbytes)
 
     @property
@@ -82,13 +82,13 @@ class Announced:
 
 @dataclass
 class _Handled:
-    """What was done about an entry of a peer.
+    """The handling of a peer's entry.
 
     Attributes:
-        version: that was handled.
-        handle: what is mapped; no bytes if nothing is.
+        version: the version that was handled.
+        handle: the handle of the mapped memory; no bytes if nothing is mapped.
         mapped: that memory.
-        memory: its first id in the own proxy; None while it has none.
+        memory: its first id in this rank's proxy; None while it has none.
         told: whether the peer was told of that id, or that there is none.
     """
 
@@ -102,7 +102,8 @@ class _Handled:
 def _retire(symmetric: weakref.ref[SymmetricMemory], announced: Announced) -> None:
     """Withdraws a range, unless its group is gone.
 
-    An array does not keep its group: a failed group's exception may keep the array, by the frames of its traceback.
+    An array does not keep its group alive: a failed group's exception may keep the array, through its traceback's
+    frames.
     """
     alive = symmetric()
     if alive is not None:
@@ -110,7 +111,7 @@ def _retire(symmetric: weakref.ref[SymmetricMemory], announced: Announced) -> No
 
 
 class SymmetricArrayMemory:
-    """Memory of `Communicator.empty`: freed when it was withdrawn and no peer maps it any more."""
+    """Memory of `Communicator.empty`: freed when it was withdrawn and no peer maps it."""
 
     def __init__(self, memory: Memory, retire: Callable[[], None]) -> None:
         self.ptr, self.nbytes = memory.ptr, memory.nbytes
@@ -127,14 +128,14 @@ class SymmetricArrayMemory:
 
 
 class SymmetricMemory:
-    """What one rank announces, and what it maps of its peers'.
+    """One rank's announcements, and its mappings of its peers'.
 
     Args:
         runtime: the rank's.
         mappings: maps peers' memory.
         own: this rank's table.
         peers: the tables of the host's other ranks, by rank.
-        topology: who is where.
+        topology: the placement of the ranks.
         rank: this rank.
     """
 
@@ -153,10 +154,10 @@ class SymmetricMemory:
         self._numbers = {peer: number for number, peer in enumerate(sorted({*peers, rank}))}
         self._world_size = len(topology.accessible)
         self._offered = len(self._numbers) == self._world_size and self._world_size <= MOST_RANKS
-        self._lock = threading.RLock()  # of what follows but for the mappings
+        self._lock = threading.RLock()  # of the following, except the mappings
         self._announced: dict[int, Announced] = {}
         self._free = list(range(ENTRIES - 1, -1, -1))
-        self._withdrawn: dict[int, object] = {}  # by entry; let go when all peers have unmapped it
+        self._withdrawn: dict[int, object] = {}  # by entry; released when all peers have unmapped it
         self._pool: MemoryPool | None = None
         self._pool_changes = -1  # of the pool that were handled
         self._following = threading.Lock()  # of what follows
@@ -169,17 +170,17 @@ class SymmetricMemory:
         self._handled: dict[tuple[int, int], _Handled] = {}  # by peer and entry
 
     def listen(self, changed: Callable[[int, int], None]) -> None:
-        """Has `changed(start, end)` called when what is known of a range of own memory changes."""
+        """Has `changed(start, end)` called when the knowledge about a range of this rank's memory changes."""
         self._listeners.append(changed)
 
-    # -- own memory ---
+    # -- this rank's memory ---
 
     def allocate(self, nbytes: int, *, reserved: bool = False) -> Memory:
         """Device memory that is announced, unless the table is full or peers can't map it.
 
         Args:
             nbytes: its size.
-            reserved: whether it may take an entry of those that are kept for what can't do without.
+            reserved: whether it may take one of the entries that are reserved for memory that must be announced.
 
         Raises:
             ResourceError: the device has no room.
@@ -203,7 +204,7 @@ class SymmetricMemory:
         Args:
             ptr: its address.
             nbytes: its size.
-            memory: what keeps it from being freed; let go when it was withdrawn and no peer maps it any more.
+            memory: keeps it from being freed; released when it was withdrawn and no peer maps it.
             reserved: as for `allocate`.
         """
         if not self._offered or self._world_size == 1 or nbytes == 0:
@@ -234,9 +235,9 @@ class SymmetricMemory:
         return announced
 
     def withdraw(self, announced: Announced) -> None:
-        """Ends an `announce`. With the last, no queued work of this rank may use the range any more."""
+        """Ends an `announce`. With the last one, no queued work of this rank may still use the range."""
         with self._lock:
-            if not announced.users:  # it was forgotten
+            if not announced.users:  # it was dropped
                 return
             announced.users -= 1
             if announced.users:
@@ -265,7 +266,7 @@ class SymmetricMemory:
             self.follow(other._pool)
 
     def _forget(self, announced: Announced) -> None:
-        """Withdraws a range for all, as its owner has freed it."""
+        """Withdraws a range for all, because its owner has freed it."""
         with self._lock:
             if self._closed or not announced.users:
                 return
@@ -281,7 +282,7 @@ class SymmetricMemory:
         announced.memory = None
 
     def let_go_withdrawn(self) -> bool:
-        """Lets go what no peer maps any more; the runtime frees it. Returns whether there was anything."""
+        """Releases memory that no peer maps; the runtime frees it. Returns whether there was any."""
         with self._lock:
             done = [entry for entry in list(self._withdrawn) if self._replies(entry) is not None]
             for entry in done:
@@ -290,9 +291,9 @@ class SymmetricMemory:
         return bool(done)
 
     def reached(self, view: ArrayView) -> list[int] | None:
-        """By rank, the address at which its kernels reach the array; the own one's among them.
+        """By rank, the address at which its kernels reach the array, this rank's included.
 
-        None if not all do, or not all have replied yet.
+        None if not all reach it, or not all have replied yet.
         """
         announced = self.find(view.ptr, view.nbytes)
         replies = None if announced is None else self._replies(announced.entry)
@@ -306,29 +307,29 @@ class SymmetricMemory:
         announced = self.find(view.ptr, view.nbytes)
         return announced is None or self._replies(announced.entry) is not None
 
-    # -- own memory for proxies ---
+    # -- this rank's memory for proxies ---
 
     @property
     def offered(self) -> bool:
-        """Whether all ranks learn of what this one announces: those of one host that are not too many do."""
+        """Whether all ranks learn of this one's announcements: they do on one host, if they are not too many."""
         return self._offered
 
     def serve(self, proxy: Proxy) -> None:
-        """Has what peers want proxies to have added to this rank's from now on."""
+        """Registers memory that peers offer with this rank's proxy from now on."""
         with self._mapping:
             self._proxy = proxy
-            self._seen = dict.fromkeys(self._peers, 0)  # what was announced before is looked at again
+            self._seen = dict.fromkeys(self._peers, 0)  # earlier announcements are handled again
 
     def may_have_memory_ids(self, announced: Announced) -> bool:
-        """Whether a range has ids in proxies, or may take some: all ranks' ranges that ask take half of a proxy's at
-        most, so that what can't do without finds some left.
+        """Whether a range has ids in proxies, or may take some: all ranks' optional ranges take at most half of a
+        proxy's ids, so that some are left for memory that must have them.
         """
         with self._lock:
             others = sum(other.ids for other in self._announced.values() if other.has_ids)
         return announced.has_ids or others + announced.ids <= MAX_MEMORIES // (2 * self._world_size)
 
     def own_memory(self, announced: Announced) -> int:
-        """The first id of an own range in the own proxy. Raises ResourceError if no ids are left."""
+        """The first id of a range of this rank in its own proxy. Raises ResourceError if no ids are left."""
         with self._mapping:
             if announced.proxy_memory is None:
                 if self._proxy is None:
@@ -338,9 +339,9 @@ class SymmetricMemory:
             return announced.proxy_memory
 
     def memories_at_peers(self, announced: Announced) -> dict[int, int] | None:
-        """By peer, the first id of an own range in the peer's proxy. None while a peer has not replied.
+        """By peer, the first id of a range of this rank in the peer's proxy. None while a peer has not replied.
 
-        Where the peer's proxy can't have it, the id is NO_MEMORY. All ranks must have called `serve`.
+        If the peer's proxy can't add it, the id is NO_MEMORY. All ranks must have called `serve`.
         """
         with self._lock:
             if not announced.for_proxies:
@@ -351,8 +352,8 @@ class SymmetricMemory:
         return None if found is None else dict(zip(peers, found, strict=True))
 
     def guard(self, views: Iterable[ArrayView]) -> AllocationGuard | None:
-        """What tells, of a plan with these arrays, whether what `reached` said of them is still so. None if nothing but
-        a change of the range, which listeners hear of, ends that.
+        """A guard that checks, for a plan with these arrays, whether the addresses of `reached` are still valid. None
+        if only a change of the range, which listeners are told of, ends that.
         """
         watched: list[tuple[int, int]] = []
         for view in views:
@@ -369,7 +370,7 @@ class SymmetricMemory:
         return AllocationGuard(self._runtime.allocation_calls(), tuple(watched)) if watched else None
 
     def find(self, ptr: int, nbytes: int) -> Announced | None:
-        """The announced range that a range lies in."""
+        """The announced range that contains a range."""
         with self._lock:
             found = [a for a in self._announced.values() if a.start <= ptr and ptr + nbytes <= a.end]
         for announced in found:
@@ -390,11 +391,11 @@ class SymmetricMemory:
             listener(announced.start, announced.end)
 
     def _remove_from_proxy(self, announced: Announced) -> None:
-        """Gives the id of what was withdrawn back."""
+        """Returns the ids of a withdrawn range."""
         if announced.proxy_memory is not None and self._proxy is not None:
             self._proxy.remove_memory(announced.proxy_memory, announced.nbytes)
 
-    # -- own memory that another library allocates ---
+    # -- this rank's memory that another library allocates ---
 
     def follow(self, pool: MemoryPool) -> None:
         """Announces a pool's segments, as they come, from now on, and withdraws them when they are freed."""
@@ -425,11 +426,11 @@ class SymmetricMemory:
     # -- peers' memory ---
 
     def update(self, *, wait: bool = False) -> None:
-        """Maps what peers have announced, unmaps what they have withdrawn, and replies. Lets go what they unmapped, and
-        looks what has become of the pool that it follows.
+        """Maps memory that peers have announced, unmaps memory that they have withdrawn, and replies. Releases memory
+        that they unmapped, and checks the pool that it follows.
 
         Args:
-            wait: wait for a thread that is at it; otherwise leave it to that one.
+            wait: wait for another thread that does this; otherwise leave it to that thread.
         """
         if self._withdrawn:
             self.let_go_withdrawn()
@@ -451,9 +452,9 @@ class SymmetricMemory:
         if changes == self._seen[peer]:
             return
         read = [(entry, table.read(entry)) for entry in range(ENTRIES)]
-        # What was withdrawn comes first: a driver may refuse to map memory that took its place.
+        # Withdrawn memory comes first: a driver may refuse to map memory that took its place.
         for entry, announcement in sorted(read, key=lambda found: bool(found[1].handle)):
-            if announcement.version == 0:  # what is being written counts as a change when it is there
+            if announcement.version == 0:  # an entry that is being written counts as a change once it is written
                 continue
             handled = self._handled.setdefault((peer, entry), _Handled())
             if announcement.version != handled.version:
@@ -475,7 +476,7 @@ class SymmetricMemory:
         handled.handle, handled.mapped, handled.memory, handled.told = b"", None, None, False
 
     def _add_to_proxy(self, proxy: Proxy, handle: bytes, handled: _Handled) -> int:
-        """The first id of a peer's memory in the own proxy, or NO_MEMORY."""
+        """The first id of a peer's memory in this rank's proxy, or NO_MEMORY."""
         try:
             if handled.mapped is None:  # kernels can't reach it, but copies may
                 handled.mapped, handled.handle = self._mappings.acquire(handle), handle
@@ -504,7 +505,7 @@ class SymmetricMemory:
             return [memory for memory in (*announced, *self._withdrawn.values()) if memory is not None]
 
     def close(self) -> None:
-        """Ends it. No kernel of this rank uses what peers announced any more, and what this one did is freed with its
+        """Ends it. Kernels of this rank no longer use the peers' memory, and this rank's memory is freed with its
         last reference.
         """
         with self._following, self._mapping, self._lock:

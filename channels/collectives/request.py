@@ -56,7 +56,7 @@ def _policy(argument: str, value: object) -> CtaPolicy:
     for policy in CTA_POLICIES:
         if isinstance(value, str) and value == policy:
             return policy
-    raise ArgumentError(argument, f"{value!r} is none of {', '.join(map(repr, CTA_POLICIES))}")
+    raise ArgumentError(argument, f"{value!r} is not one of {', '.join(map(repr, CTA_POLICIES))}")
 
 
 def request(

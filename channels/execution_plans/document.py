@@ -1,6 +1,6 @@
-"""The JSON of an execution plan, as MSCCL++'s language writes it since 2025: what its fields are, not what they mean.
+"""The JSON of an execution plan, as MSCCL++'s language writes it since 2025: its fields, not their meaning.
 
-A field that is not known is refused: it may change what a plan means.
+An unknown field is refused: it might change the plan's meaning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Chunks(Message, frozen=True):
     Attributes:
         index: the first.
         size: how many.
-        type: own buffer.
+        type: a buffer of this rank.
         buffer_id: number among the threadblock's references to remote buffers.
         switch_channel_id: number among its switch channels.
     """
@@ -50,7 +50,7 @@ class IterationContext(Message, frozen=True):
 
 
 class Op(Message, frozen=True):
-    """An operation of a threadblock. Which fields it has depends on `name`."""
+    """An operation of a threadblock. Its fields depend on `name`."""
 
     name: str
     channel_type: ChannelType = "none"
@@ -81,7 +81,7 @@ class RemoteBufferRefs(Message, frozen=True):
 
 
 class Threadblock(Message, frozen=True):
-    """What one block of the kernel executes, in order."""
+    """The operations of one block of the kernel, in order."""
 
     id: Uint32
     ops: tuple[Op, ...]

@@ -1,4 +1,4 @@
-"""The operations of execution plans by name: what each takes. A new one is a row here and a step of the kernel."""
+"""The operations of execution plans by name, with their operands. A new one is a row here and a step of the kernel."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ COMBINATIONS = ("sum", "prod", "min", "max")
 
 @dataclass(frozen=True)
 class Operand:
-    """What an operation takes in some places of `src_buff` or `dst_buff`.
+    """The operands that an operation takes in some places of `src_buff` or `dst_buff`.
 
     Attributes:
-        remote: a peer's buffer, not an own one.
+        remote: a peer's buffer instead of this rank's.
         packets: as packets, in scratch memory.
         most: how many at most; at least one.
     """
@@ -34,11 +34,11 @@ class Moving:
     """An operation that moves data.
 
     Attributes:
-        sources, destinations: what it takes, in order.
+        sources, destinations: its operands, in order.
         channels: the types that reach its remote buffers; () if it has none.
         pairs: source i goes to destination i. Otherwise all sources are combined, and the result goes to all
             destinations.
-        signals, flushes: behind its data, on a port channel.
+        signals, flushes: after its data, on a port channel.
     """
 
     sources: tuple[Operand, ...]

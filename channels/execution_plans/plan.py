@@ -21,7 +21,7 @@ from proxyccl.device.errors import ArgumentError, ProtocolError
 from proxyccl.device.texts import require_text
 
 _Times = Counter[tuple[int, int]]
-"""How often something is done: by the chunks and the unit of the pipeline around it, (0, 0) outside of any."""
+"""Counts of repetitions, by the chunks and the unit of the pipeline around them; (0, 0) outside of any."""
 
 PACKET_PAYLOAD = 8
 """Bytes of data in a packet."""
@@ -45,7 +45,7 @@ class ExecutionPlan:
         world_size: ranks that it is for.
         in_place: whether input and output are one array.
         digest: of its text. Plans of the same text are equal.
-        call_name: name and digest, by which ranks compare what they execute.
+        call_name: name and digest, by which ranks compare the plans that they execute.
     """
 
     def __init__(self, document: Document, digest: str) -> None:
@@ -94,11 +94,11 @@ class ExecutionPlan:
         """Reads and checks a plan.
 
         Args:
-            plan: a path (anything with ``__fspath__``, or a string that is no JSON), the JSON as a string or bytes, or
-                what ``json.load`` makes of it.
+            plan: a path (anything with ``__fspath__``, or a string that is not JSON), the JSON as a string or bytes,
+                or the result of ``json.load``.
 
         Raises:
-            ArgumentError: it is no plan, or one that can't be executed: the text names rank, threadblock and operation.
+            ArgumentError: it is not a plan, or can't be executed: the text names rank, threadblock and operation.
             OSError: the file can't be read.
         """
         if isinstance(plan, ExecutionPlan):
@@ -108,7 +108,7 @@ class ExecutionPlan:
             try:
                 data = msgspec.json.encode(plan)
             except (TypeError, msgspec.EncodeError) as error:
-                raise ArgumentError("plan", f"is no JSON: {error}") from None
+                raise ArgumentError("plan", f"is not JSON: {error}") from None
         elif isinstance(plan, bytes | bytearray):
             data = bytes(plan)
         elif isinstance(plan, str) and plan.lstrip().startswith("{"):
@@ -136,7 +136,7 @@ class ExecutionPlan:
         return hash(self.digest)
 
     def require_collective(self, collective: str, argument: str) -> None:
-        """Raises ArgumentError, which names the argument, if the plan is for another collective than the one."""
+        """Raises ArgumentError, which names the argument, if the plan is for a different collective."""
         expected = COLLECTIVES.get(collective)
         if expected is None:
             raise ArgumentError(argument, f"{self!r} for {collective}, which takes no plans")
@@ -146,12 +146,12 @@ class ExecutionPlan:
     def refusal(
         self, source_count: int, target_count: int, dtype: DType, op: str | None = None
     ) -> ArgumentError | None:
-        """Why the plan can't execute a call; None if it can.
+        """The reason why the plan can't execute a call; None if it can.
 
         Args:
             source_count, target_count: elements of input and output.
             dtype: of the elements.
-            op: the operator that is asked for; None for whatever the plan works out.
+            op: the requested operator; None for that of the plan.
         """
         document, gpu = self.document, self.document.gpus[0]
         if op is not None and self.combinations != {op}:
@@ -192,7 +192,7 @@ class ExecutionPlan:
         }
 
     def peers(self, rank: int, kind: ChannelType) -> tuple[int, ...]:
-        """The ranks to which a rank has channels of a type, or that have some to it."""
+        """The ranks to which a rank has channels of a type, or that have channels to it."""
         return self._peers[kind][rank]
 
     def operations(self, rank: int) -> Iterator[tuple[Operation, tuple[int, int]]]:
@@ -218,7 +218,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def combinations(self) -> set[str]:
-        """How its operations combine values; none if the plan only moves them, whose type then does not matter."""
+        """How its operations combine values; empty if the plan only moves them, so that their type does not matter."""
         return {
             operation.combination
             for rank in range(self.world_size)
@@ -228,7 +228,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def reached(self) -> set[BufferName]:
-        """Inputs ("i") and outputs ("o"), as far as they must be memory that peers or the proxies reach."""
+        """Those of inputs ("i") and outputs ("o") that must be memory that peers or the proxies reach."""
         return {
             each.buffer
             for rank in range(self.world_size)
@@ -239,7 +239,7 @@ class ExecutionPlan:
 
     @functools.cached_property
     def writes_whole_outputs(self) -> bool:
-        """Whether every chunk of every output is written; otherwise the rest keeps what it held."""
+        """Whether every chunk of every output is written; otherwise the rest keeps its contents."""
         parts: dict[tuple[int, int, int], set[int]] = {}  # by rank, chunk and number of parts
         for rank in range(self.world_size):
             for operation, _ in self.operations(rank):
@@ -256,7 +256,7 @@ class ExecutionPlan:
         return [tuple(sorted(peer for one, peer in both if one == rank)) for rank in range(self.world_size)]
 
     def _check_signals(self) -> None:
-        """As many signals as waits on every channel: what is left over would be taken for the next execution's."""
+        """As many signals as waits on every channel: a leftover would be taken for the next execution's."""
         sent: dict[tuple[int, int, str, int], _Times] = {}
         awaited: dict[tuple[int, int, str, int], _Times] = {}
         for rank in range(self.world_size):

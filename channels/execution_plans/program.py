@@ -1,6 +1,6 @@
-"""What the threadblocks of a plan do, with every name resolved: channels to peers, buffers to ranks. Checked.
+"""The programs of a plan's threadblocks, checked, with every name resolved: channels to peers, buffers to ranks.
 
-Everything that is wrong with an operation is refused here, with its place. Ranks read the whole plan, so all refuse it.
+Any invalid operation is refused here, with its place. Ranks read the whole plan, so all refuse it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BUFFERS: dict[BufferName, str] = {"i": "input", "o": "output", "s": "scratch mem
 
 @dataclass(frozen=True)
 class Place:
-    """Where an operation stands: pipelines and what is in them count as one after the other."""
+    """The place of an operation: pipelines and the operations in them count one after the other."""
 
     rank: int
     threadblock: int
@@ -47,7 +47,7 @@ class Place:
         return f"rank {self.rank}, threadblock {self.threadblock}, operation {self.operation} ({self.name})"
 
     def refuse(self, why: str) -> ArgumentError:
-        """The error for an operation that is wrong."""
+        """The error for an invalid operation."""
         return ArgumentError("plan", f"{self}: {why}")
 
 
@@ -77,11 +77,11 @@ class Operation:
 
     Attributes:
         place: where it stands.
-        moving: what it does with data; None if it has none.
+        moving: how it moves data; None if it does not.
         channels: those that it uses, in order.
         sources, destinations: the data; in pairs if `moving.pairs`.
         combination: how sources are combined.
-        part, parts: which part of the bytes is this threadblock's.
+        part, parts: this threadblock's part of the bytes.
         numbers: of a barrier and its blocks, or of semaphores.
         unit, chunks: of a pipeline.
         body: of a pipeline.
@@ -131,7 +131,7 @@ class Reader:
         self._ends = channel_ends(gpu, len(document.gpus))
 
     def program(self) -> Program:
-        """The threadblocks, in the order of their ids. Raises ArgumentError for an operation that is wrong."""
+        """The threadblocks, in the order of their ids. Raises ArgumentError for an invalid operation."""
         blocks = self._gpu.threadblocks
         if [block.id for block in blocks] != list(range(len(blocks))):
             raise ArgumentError("plan", f"rank {self._gpu.id}: threadblocks must be numbered from 0, in order")
@@ -163,7 +163,7 @@ class Reader:
             unit, chunks = op.iter_context.unit_size, op.iter_context.num_chunks
             if unit % self._document.buffer_alignment:
                 raise place.refuse(
-                    f"unit_size {unit} is no multiple of the alignment {self._document.buffer_alignment}"
+                    f"unit_size {unit} is not a multiple of the alignment {self._document.buffer_alignment}"
                 )
             operations.append(Operation(place, unit=unit, chunks=chunks, body=body))
         return tuple(operations)
@@ -176,7 +176,7 @@ class Reader:
 
     def _operation(self, block: Threadblock, op: Op, place: Place) -> Operation:
         if op.ops and op.name != "pipeline":
-            raise place.refuse("only a pipeline has operations of its own")
+            raise place.refuse("only a pipeline contains operations")
         if op.name in SWITCHED or op.channel_type == "switch":
             what = SWITCHED.get(op.name, op.name)
             raise place.refuse(f"{what} needs a switch that multicasts, which ProxyCCL does not use")
@@ -281,7 +281,7 @@ class Reader:
 
     def _range(self, block: Threadblock, op: Op, place: Place, entry: str, chunks: Chunks, operand: Operand) -> Range:
         if chunks.switch_channel_id is not None:
-            raise place.refuse(f"{entry} lies behind a switch that multicasts, which ProxyCCL does not use")
+            raise place.refuse(f"{entry} is reached through a switch that multicasts, which ProxyCCL does not use")
         if (chunks.buffer_id is None) == (chunks.type is None) or operand.remote == (chunks.buffer_id is None):
             raise place.refuse(f"{entry}: expected {'buffer_id' if operand.remote else 'type'} alone")
         rank, buffer = self._gpu.id, chunks.type

@@ -33,7 +33,7 @@ class Layout:
         chunk_bytes: size of a chunk, in every buffer.
         alignment: bytes to which the parts of several threadblocks are aligned.
         double_scratch: whether scratch memory has two halves.
-        address: of a rank's buffer, as this rank's kernels reach it; not of the own input and output.
+        address: of a rank's buffer, as this rank's kernels reach it; not of its own input and output.
         memory_id: of a rank's buffer in this rank's proxy, for triggers to a peer; and where the buffer begins there.
         port: number of a port channel in the kernel's table.
         semaphore: a ProxycclSemaphore, of a channel.
@@ -69,7 +69,7 @@ class _Block:
 
     steps: list[ProxycclStepPointer] = field(default_factory=list)
     operands: list[bytes] = field(default_factory=list)
-    by_all: bool | None = None  # who executed what was not followed by a barrier of the block: all threads, or one
+    by_all: bool | None = None  # the threads (all, or one) whose last step was not followed by a barrier of the block
 
 
 def _filled(found: list[bytes], count: int, empty: bytes) -> bytes:
@@ -104,7 +104,8 @@ class Writer:
     # -- steps ---
 
     def _step(self, block: _Block, operation: Operation, code: int, *, by_all: bool | None) -> ProxycclStepPointer:
-        """A new step. Between what all threads do and what one does the block meets, if the plan does not say so."""
+        """A new step. The block meets between a step of all threads and a step of one, even if the plan does not say
+        so."""
         if by_all is not None and block.by_all is not None and by_all != block.by_all:
             self._sync(block, operation)
         step = ffi.new("ProxycclStep *")
@@ -162,7 +163,7 @@ class Writer:
         begin = len(block.steps)
         for inner in operation.body:
             self._operation(block, inner)
-        if block.by_all is not None:  # the next turn begins with what this one may have ended with
+        if block.by_all is not None:  # the next turn may begin after the kind of step with which this one ended
             self._sync(block, operation)
         loop.option, loop.unit, loop.iterations = len(block.steps) - begin, operation.unit, iterations
 
@@ -210,7 +211,7 @@ class Writer:
             block.operands.append(bytes(ffi.buffer(operand)))
 
     def _put(self, block: _Block, operation: Operation) -> None:
-        """Puts by the proxy, behind the packets if the operation is to wait for them."""
+        """Puts by the proxy, after the packets if the operation is to wait for them."""
         moving, layout = operation.moving, self._layout
         assert moving is not None
         sources = operation.sources

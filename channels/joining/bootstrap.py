@@ -25,10 +25,10 @@ MOST_RANKS = 1 << 20
 class Bootstrap(Protocol):
     """Joins `world_size` ranks. All of them make the same calls in the same order.
 
-    One that can also join some of its ranks has `subset(members, key)`, which they alone call. It returns the bootstrap
-    of these ranks, numbered by their places in the list. `key` is a number that no other subset has. By it
-    communicators are split whose ranks are on several hosts. One that has `board()` too, a `survivors.Board` that
-    outlives each of the ranks, can shrink them.
+    One that can also join some of its ranks has `subset(members, key)`, which only they call. It returns the bootstrap
+    of these ranks, numbered by their places in the list. `key` is a number that no other subset has.
+    Communicators whose ranks are on several hosts are split over it. One that has `board()` too, a `survivors.Board`
+    that outlives each of the ranks, can shrink them.
     """
 
     @property
@@ -50,12 +50,12 @@ class Bootstrap(Protocol):
             give_up: called while waiting; it raises to end the wait early.
 
         Raises:
-            WaitTimeoutError: not all ranks came within the time.
+            WaitTimeoutError: not all ranks arrived within the time.
         """
         ...
 
     def close(self) -> None:
-        """Frees what the bootstrap holds."""
+        """Frees the bootstrap's resources."""
         ...
 
 
@@ -82,8 +82,8 @@ def require_mpi(comm: Any) -> None:
 class MpiBootstrap:
     """Ranks of an MPI communicator, by default all of them.
 
-    Its context is a duplicate, so the program's own messages never meet ours. It is made by the first `all_gather`,
-    whose time-out bounds that too.
+    Its context is a duplicate, so the program's own messages never mix with ours. The first `all_gather` makes it,
+    within its own time-out.
     """
 
     def __init__(self, comm: Any = None) -> None:
@@ -102,7 +102,7 @@ class MpiBootstrap:
         self.world_size: int = parent.Get_size()
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`. Raises PeerLostError too, where MPI tells that a rank died."""
+        """See `Bootstrap.all_gather`. Also raises PeerLostError if MPI reports that a rank died."""
         deadline = time.monotonic() + timeout
         try:
             if self._comm is None:
@@ -127,7 +127,7 @@ class MpiBootstrap:
         return [out[offsets[i] : offsets[i + 1]].tobytes() for i in range(self.world_size)]
 
     def _wait(self, request: Any, buffers: object, deadline: float, give_up: Callable[[], None]) -> None:
-        # MPI may still write to the buffers of a request that is given up, so they are kept.
+        # MPI may still write to the buffers of an abandoned request, so they are kept.
         self._unfinished = (request, buffers)
         pause = 0.0
         while not request.Test():
@@ -147,7 +147,7 @@ class MpiBootstrap:
         return MpiSubset(self._post, members, key)
 
     def close(self) -> None:
-        """Frees the duplicate, unless MPI is already gone or a call on it was given up."""
+        """Frees the duplicate, unless MPI is already gone or a call on it was abandoned."""
         if self._comm is not None and self._unfinished is None and not self._mpi.Is_finalized():
             self._comm.Free()
             self._comm = None
@@ -171,7 +171,7 @@ class _MpiPost:
         return self._bootstrap.rank
 
     def send(self, receiver: int, key: int, number: int, data: bytes) -> None:
-        """Sends a message. Waits for nobody."""
+        """Sends a message. Does not wait."""
         message = self.HEADER.pack(key, number) + data
         with self._lock:
             self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
@@ -179,7 +179,7 @@ class _MpiPost:
             self._sent.append((request, message))
 
     def take(self, sender: int, key: int, number: int) -> bytes | None:
-        """A message, if it has come."""
+        """A message, if it has arrived."""
         mpi, status = self._bootstrap._mpi, self._bootstrap._mpi.Status()
         with self._lock:
             while (message := self._bootstrap._comm.Improbe(tag=self._TAG, status=status)) is not None:
@@ -191,7 +191,7 @@ class _MpiPost:
 
 
 class MpiSubset:
-    """Some ranks of an `MpiBootstrap`. They exchange messages, as all ranks would be needed for a communicator."""
+    """Some ranks of an `MpiBootstrap`. They exchange messages, because a communicator would need all ranks."""
 
     def __init__(self, post: _MpiPost, members: Sequence[int], key: int) -> None:
         self._post, self._members, self._key = post, list(members), key
@@ -227,7 +227,7 @@ class MpiSubset:
             pause = min(pause + 2e-5, 1e-3)
 
     def close(self) -> None:
-        """Nothing to free: the communicator is the whole bootstrap's."""
+        """Nothing to free: the communicator belongs to the whole bootstrap."""
 
 
 class _Meeting:
@@ -293,9 +293,9 @@ def of_process_group(group: Any = None) -> Bootstrap:
 
 
 def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
-    """A bootstrap from what a caller has.
+    """A bootstrap from a caller's argument.
 
-    That is a `Bootstrap`, an MPI communicator, a torch process group, or None for MPI's world.
+    The argument is a `Bootstrap`, an MPI communicator, a torch process group, or None for MPI's world.
 
     Returns:
         The bootstrap, and whether it was made here (and is to be closed by its user).

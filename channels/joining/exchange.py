@@ -1,7 +1,7 @@
 """Exchanges: every rank's value to every rank, over the bootstrap, or over mailboxes where all ranks share a host.
 
-Exchanges set things up; no collective and no transfer waits for one. Each message names what its rank does, so ranks
-whose programs differ find out at once, and what a rank receives is checked before it is used.
+Exchanges set things up; no collective and no transfer waits for one. Each message names its purpose, so ranks whose
+programs differ find out at once, and a received message is checked before it is used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from proxyccl.proxy.codec import Codec, ProtocolError
 T = TypeVar("T")
 
 _FAILED = b"\0failed\0"
-"""Begins the message of a rank that can't take part: no purpose does."""
+"""The first byte of the message of a rank that can't take part; a purpose never begins with it."""
 _LONGEST_REASON = 2000
 _TELLING_SECONDS = 10.0
 _TELLING_OPEN_SECONDS = 1.0
@@ -42,12 +42,12 @@ class Exchange:
     """The exchanges of one rank. All ranks make the same ones in the same order.
 
     Args:
-        bootstrap: what carries them.
+        bootstrap: carries them.
         timeout: bound of each, in seconds.
         give_up: called while waiting until the group is open; it raises to end the wait early.
 
     Attributes:
-        made: exchanges that this rank took part in so far.
+        made: the number of exchanges that this rank took part in.
     """
 
     def __init__(self, bootstrap: Bootstrap, timeout: float, give_up: Callable[[], None] = lambda: None) -> None:
@@ -63,7 +63,7 @@ class Exchange:
         self.made = 0
 
     def carry_over(self, bootstrap: Bootstrap) -> None:
-        """From now on this carries them; on all ranks."""
+        """From now on this bootstrap carries them; on all ranks."""
         self._bootstrap = bootstrap
 
     def guard(self, failure: FailureState, watcher: Watcher) -> None:
@@ -95,7 +95,7 @@ class Exchange:
             self._inside -= 1
 
     def end(self) -> None:
-        """The group has ended: what carries the exchanges may be gone."""
+        """The group has ended: the bootstrap that carries the exchanges may be gone."""
         self._ended = True
 
     def _tell(self, error: Exception) -> None:
@@ -127,9 +127,9 @@ class Exchange:
             purpose: what the exchange is for, in words; the same on all ranks.
 
         Raises:
-            WaitTimeoutError: not all ranks came within the time-out.
-            MismatchError: a rank came for another purpose, or has left.
-            ExchangeError: a rank's message is no such value; the error names the rank.
+            WaitTimeoutError: not all ranks arrived within the time-out.
+            MismatchError: a rank calls with another purpose, or has left.
+            ExchangeError: a rank's message is not such a value; the error names the rank.
             CommunicatorError: a rank has failed.
         """
         everyone = self.all_gather_bytes(codec.encode(value), purpose)
@@ -143,7 +143,7 @@ class Exchange:
             raise self._file(error) from cause
 
     def barrier(self, purpose: str) -> None:
-        """Waits until all ranks have come here. Raises as `all_gather`."""
+        """Waits until all ranks have made this call. Raises as `all_gather`."""
         self.all_gather_bytes(b"", purpose)
 
     def all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""Ranks that meet through a directory that all of them see. Neither a launcher nor a server is involved."""
+"""Ranks that meet through a directory that all of them see, without a launcher or a server."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _LONGEST_PAUSE_SECONDS = 0.02
 
 
 class FileBootstrap:
-    """A `Bootstrap` over a directory, of a local file system or of one that the hosts share.
+    """A `Bootstrap` over a directory, on a local file system or on one that the hosts share.
 
-    What ranks write there must stay among them, as it includes the secret of the links between hosts. So the directory
-    is this user's alone.
+    The ranks' files must stay private, because they include the secret of the links between hosts. So only this user
+    may have access to the directory.
 
     Args:
-        directory: fresh for each job, as it holds what the ranks left. If it is missing, it is made, and so are those
-            above it.
+        directory: fresh for each job, because ranks leave their files in it. If it is missing, it is created, with
+            its parents.
         rank: this rank's number.
         world_size: number of ranks.
 
@@ -88,7 +88,7 @@ class FileBootstrap:
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
-        # All ranks have come to the round before this one, so they have read the one before that.
+        # All ranks have reached the round before this one, so they have read the one before that.
         self._directory.remove(f"{number - 2}-{self.rank}")
         return [everyone[rank] for rank in range(self.world_size)]
 
@@ -147,7 +147,7 @@ class _FileBoard:
 
 
 class _Directory:
-    """A directory of this user's alone, held open: nobody can put another in its place.
+    """A directory that only this user can access, held open: nobody can replace it.
 
     It holds a descriptor more, and gives that up for a file while one is open. So a rank that has too few descriptors
     can still say so.

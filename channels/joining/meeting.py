@@ -1,7 +1,7 @@
 """Meetings: how ranks become a group.
 
-Those that know nothing of each other meet over a bootstrap. Some of a group, which are to be a group of their own, meet
-in the segments that they have mapped, and so do those that are left when others have failed.
+New ranks meet over a bootstrap. Some ranks of a group that become a group meet in the segments that they have mapped,
+and so do the remaining ranks when others have failed.
 """
 
 from __future__ import annotations
@@ -57,23 +57,23 @@ _PART = Codec[tuple[list[int], str]](tuple[list[int], str], 1 << 20, name="split
 
 @dataclass(frozen=True)
 class Meeting:
-    """What one rank has when the ranks of a group have met.
+    """One rank's state when the ranks of a group have met.
 
     Attributes:
         runtime: this rank's.
         exchange: exchanges between all ranks.
         control: this rank's control segment.
         segments: those of the host's other ranks, mapped.
-        pids: by rank, the processes of those ranks, where these are not this one; none of a part of a group.
-        topology: who is where.
+        pids: by rank, the processes of those ranks, if they are not this one; empty for a part of a group.
+        topology: the placement of the ranks.
         job: the group's name, the same on all ranks.
         place: where this rank's proxy runs.
         proxy_options: of the proxy.
         transport_options: of transports between hosts.
-        bootstrap: over which the ranks met.
+        bootstrap: the bootstrap over which the ranks met.
         owns_bootstrap: whether it is closed with the group.
         linger: how long the process waits for peers at its end, in seconds; None for the time-out.
-        members: of a group that came of another one, its ranks' numbers in that.
+        members: for a group made from another one, its ranks' numbers there.
     """
 
     runtime: Runtime
@@ -124,13 +124,13 @@ def meet(
         infos = exchange.all_gather(own, RANK_INFO, "topology")
         local = local_world_size if local_world_size is not None else local_world_size_from_environment()
         topology = Topology.find(rank, infos, runtime, local)
-        # Where a pair has no transport all ranks raise, before one waits for another or maps its memory.
+        # If a pair has no transport, all ranks raise before one waits for another or maps its memory.
         topology.uses_rdma()
         handles = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
         of_host = [peer for peer in range(world_size) if peer != rank and topology.same_host(peer)]
         segments = {peer: ControlSegment(runtime.open_pinned(handles[peer])) for peer in of_host}
         control.introduce(segments)
-        # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then. Whoever could not
+        # All ranks have mapped all segments before any continues, so none can be gone by then. A rank that could not
         # map one says so over the bootstrap.
         job = exchange.all_gather(secrets.token_hex(4), _NAME, "job")[0]
         if not topology.spans_hosts:
@@ -177,7 +177,7 @@ def meet_apart(
     give_up: Callable[[], None],
     mapping_of: Callable[[int], AbstractContextManager[None]],
 ) -> Meeting:
-    """Some ranks of a group meet to be a group of their own, in the order of `members`. They alone call this.
+    """Some ranks of a group meet to form a group, in the order of `members`. Only they call this.
 
     Args:
         whole: the meeting of all.
@@ -186,7 +186,7 @@ def meet_apart(
         number: how often the same ranks have met so before.
         timeout: bound of every wait of the new group, in seconds.
         give_up: called while waiting; it raises to end the wait early.
-        mapping_of: around the mapping of a rank's memory; it raises what explains a failure (`Group.mapping_of`).
+        mapping_of: around the mapping of a rank's memory; it raises the cause of a failure (`Group.mapping_of`).
 
     Raises:
         WaitTimeoutError: not all members came within the time.
@@ -258,19 +258,20 @@ def meet_apart(
 def meet_survivors(
     whole: Meeting, topology: Topology, excluded: Collection[int], has_ended: Callable[[int], bool], timeout: float
 ) -> Meeting:
-    """The ranks of a group that are left meet to be a group of their own, in their order. They alone call this, once.
+    """The remaining ranks of a group meet to form a group, in their order. Only they call this, once.
 
     Args:
         whole: the meeting of all.
         topology: of all.
-        excluded: ranks that shall not take part, whether or not they are left; the same on all that do.
-        has_ended: whether a rank can take no part any more.
-        timeout: bound of each wait for the others, after which they go on without a rank, and of the new group's waits;
+        excluded: ranks to leave out, whether or not they remain; the same on all callers.
+        has_ended: whether a rank can no longer take part.
+        timeout: bound of each wait for the others, after which they continue without a rank, and of the new group's
+        waits;
             in seconds.
 
     Raises:
-        ExcludedError: the others go on without this rank.
-        MismatchError: a rank excludes others than this one does.
+        ExcludedError: the others continue without this rank.
+        MismatchError: a rank excludes different ranks.
         PeerLostError: ranks were lost in every attempt.
         ResourceError: there are too few descriptors. The others go on when they find that this rank has left.
         RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap has no board.

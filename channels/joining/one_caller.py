@@ -1,4 +1,4 @@
-"""Calls that one thread of a rank at a time may make, as the ranks make them together and in the same order."""
+"""Calls that only one thread of a rank may make at a time, because ranks make them together and in the same order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class OneCaller:
 
         Args:
             call: its name.
-            about: what it is about: calls about other things may run at once.
+            about: its subject: calls about different subjects may run concurrently.
 
         Raises:
             ConcurrentCallError: a thread is in a call about the same.

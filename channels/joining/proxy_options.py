@@ -1,4 +1,4 @@
-"""Where a rank's proxy was asked to run, and its rings and threads."""
+"""The requested place of a rank's proxy, and its rings and threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from proxyccl.proxy.workers import MAX_RINGS, require_rings
 
 @dataclass(frozen=True)
 class ProxyOptions:
-    """Where a rank's proxy was asked to run, and its rings and threads. See `Communicator`."""
+    """The requested place of a rank's proxy, and its rings and threads. See `Communicator`."""
 
     where: Where | None
     fifos: int | str

@@ -39,13 +39,13 @@ class ProxyPlace:
 
 
 class Wish(Message, frozen=True):
-    """What a rank tells the others of its proxy.
+    """A rank's message to the others about its proxy.
 
     Attributes:
         host: the rank's host.
-        where: the place that it was asked for; None for none.
+        where: the requested place, or None.
         default: the place that it would choose.
-        name: what it would call the job's own daemon.
+        name: its proposal for the name of the job's own daemon.
     """
 
     host: str
@@ -71,11 +71,11 @@ def requested_place(argument: str | None) -> Where | None:
     for place in PLACES:
         if isinstance(argument, str) and argument == place:
             return place
-    raise ArgumentError(name, f"{argument!r} is none of {', '.join(map(repr, PLACES))}")
+    raise ArgumentError(name, f"{argument!r} is not one of {', '.join(map(repr, PLACES))}")
 
 
 def default_place(runtime: str) -> Where:
-    """Where a proxy runs that was asked for no place, as far as this rank can tell.
+    """The default place of a proxy, as far as this rank can tell.
 
     Args:
         runtime: the name of the rank's runtime.
@@ -90,7 +90,7 @@ def default_place(runtime: str) -> Where:
 
 
 def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
-    """The place of a rank's proxy, from what all ranks told; the same for all of a host that were asked for none."""
+    """The place of a rank's proxy, from all ranks' messages; the same for all ranks of a host without a request."""
     own = wishes[rank]
     of_host = [wish for wish in wishes if wish.host == own.host]
     defaults = {wish.default for wish in of_host if wish.where is None}
@@ -102,7 +102,7 @@ def choose_place(where: Where | None, runtime: str, exchange: Exchange) -> Proxy
     """Where this rank's proxy runs. All ranks call this together.
 
     Args:
-        where: what `requested_place` returned.
+        where: the result of `requested_place`.
         runtime: the name of the rank's runtime.
         exchange: between all ranks.
     """

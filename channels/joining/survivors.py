@@ -1,14 +1,14 @@
-"""Survivors: how the ranks of a group that are left find out who they are, though any of them may end meanwhile.
+"""Survivors: how the remaining ranks of a group agree on their list, though any of them may end meanwhile.
 
-They can't exchange messages, as an exchange needs every rank. They leave what they have to say on a board that outlives
-them, and settle questions on it: the first answer to a question stands, for all. So all ranks that get an answer get
-the same, and a rank is either one of the survivors for all of them or for none. tests/models/protocols/survivors.pml is
-the model.
+They can't exchange messages, because an exchange needs every rank. They leave notes on a board that outlives them, and
+settle questions on it: the first answer to a question stands, for all. So all ranks that get an answer get
+the same one, and a rank is either one of the survivors for all of them or for none.
+tests/models/protocols/survivors.pml is the model.
 
-In each attempt a rank says that it has come, and waits until each of the others has, or has ended, or is late. The
-first that has waited answers who the members are. Each of these maps what the others brought, says so, and waits until
-all have, or one has ended. The first that has waited answers whether the attempt succeeded. If it did not, the members
-that are left try again.
+In each attempt a rank posts that it has arrived, and waits until each of the others has, or has ended, or is late.
+The first rank that has finished waiting decides the members. Each member maps the others' segments, says so, and waits
+until all have, or one has ended. The first that has finished waiting decides whether the attempt succeeded. If it did
+not, the remaining members try again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from proxyccl.channels.segment.rendezvous import MOST_DECISIONS, Rendezvous, wai
 from proxyccl.device.errors import ExcludedError, MismatchError
 
 MOST_ATTEMPTS = 12
-"""As many as the board in the segments has room for. Each but the last has lost a rank."""
+"""As many as the board in the segments has room for. Each attempt but the last has lost a rank."""
 _TOKEN_BYTES = 4
 _SUCCEEDED, _FAILED = b"succeeded", b"failed"
 
@@ -72,7 +72,7 @@ class SegmentBoard:
         return self._rendezvous[rank].find(_key("note", number))
 
     def settle(self, number: int, answer: bytes) -> bytes:
-        """See `Board`. What is settled is whose answer stands; the answers lie in the ranks' own segments."""
+        """See `Board`. It settles whose answer stands; the answers lie in the ranks' own segments."""
         self._own.invite(_key("answer", number), answer)
         return self._answer(self._first.decide(number, self._rank + 1), number)
 
@@ -95,7 +95,7 @@ def _key(kind: str, number: int) -> int:
 
 
 class _Subject(IntEnum):
-    """What notes and questions of an attempt are about."""
+    """The subjects of an attempt's notes and questions."""
 
     ARRIVED = 0
     EXCLUDED = 1
@@ -112,13 +112,13 @@ assert _Subject.OUTCOME.of(MOST_ATTEMPTS - 1) < MOST_DECISIONS
 
 @dataclass(frozen=True)
 class Assembly:
-    """Ranks that have agreed to go on together, if all of them can join.
+    """Ranks that have agreed to continue together, if all of them can join.
 
     Attributes:
         attempt: its number, from 0.
         members: the ranks' numbers in the group, in order.
-        notes: by member, what it came with.
-        token: a text that is the same on all of them, and another in each attempt.
+        notes: by member, its note.
+        token: a text that is the same on all of them, and differs between attempts.
     """
 
     attempt: int
@@ -134,9 +134,9 @@ class Survivors:
         board: of the group.
         rank: this rank.
         world_size: of the group.
-        excluded: ranks that shall not be members; the same on all that take part.
-        has_ended: whether a rank can take no part any more. It never takes that back.
-        timeout: bound of each wait for the others, in seconds. Who comes later is no member.
+        excluded: ranks that must not be members; the same on all participants.
+        has_ended: whether a rank can no longer take part. Once true, it stays true.
+        timeout: bound of each wait for the others, in seconds. Ranks that arrive later are excluded.
     """
 
     def __init__(
@@ -154,11 +154,12 @@ class Survivors:
         self._candidates = [peer for peer in range(world_size) if peer != rank and peer not in excluded]
 
     def assemble(self, attempt: int, note: bytes) -> Assembly:
-        """Comes, with a note, and waits for the others. The first attempt is 0; each must be followed by `all_joined`.
+        """Arrives, with a note, and waits for the others. The first attempt is 0; each must be followed by
+        `all_joined`.
 
         Raises:
-            ExcludedError: the others go on without this rank.
-            MismatchError: a rank excludes others than this one does.
+            ExcludedError: the others continue without this rank.
+            MismatchError: a rank excludes different ranks.
         """
         board, question = self._board, _Subject.MEMBERS.of(attempt)
         board.post(_Subject.EXCLUDED.of(attempt), self._excluded)
@@ -167,7 +168,7 @@ class Survivors:
 
         def all_came() -> bool:
             for peer in sorted(missing):
-                ended = self._has_ended(peer)  # first: it may come and end between the two
+                ended = self._has_ended(peer)  # first: it may arrive and end between the two
                 if board.read(peer, _Subject.ARRIVED.of(attempt)) is not None:
                     self._compare(peer, attempt)
                     missing.discard(peer)
@@ -191,7 +192,7 @@ class Survivors:
         """Waits for the other members. True on all of them if all have joined, else False on all of them.
 
         Args:
-            assembly: what `assemble` gave.
+            assembly: the result of `assemble`.
             joined: whether this rank can reach all members.
         """
         board, subject = self._board, _Subject.JOINED.of(assembly.attempt)

@@ -1,4 +1,4 @@
-"""Who is where: which ranks share a host, which of them count as one node, and how a rank reaches another's memory."""
+"""Placement: the ranks that share a host, those that count as one node, and how a rank reaches another's memory."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ TransportChoice = str | Mapping[tuple[int, int], str] | None
 
 
 class RankInfo(Message, frozen=True):
-    """What a rank tells the others of itself.
+    """A rank's description of itself for the others.
 
     Attributes:
-        started: when its process did (`proxyccl.proxy.processes.start_of`).
-        missing: by transport that uses RDMA, what it lacks for that, in words; empty if nothing.
+        started: when its process started (`proxyccl.proxy.processes.start_of`).
+        missing: by transport that uses RDMA, the missing requirements, in words; empty if there are none.
         transport: the transports that its caller chose, in one form (`encode_choice`).
-        unsupported: by transport that uses RDMA, why its RDMA device can't register its device's memory; empty if it
-            can, or was not asked.
-        daemon_missing: why it can't have its proxy in the node daemon; empty if it can, or did not ask for it.
+        unsupported: by transport that uses RDMA, the reason why its RDMA device can't register its device's memory;
+            empty if it can, or was not asked.
+        daemon_missing: the reason why it can't use the node daemon; empty if it can, or did not ask for it.
     """
 
     host: str
@@ -71,7 +71,7 @@ class RankInfo(Message, frozen=True):
         )
 
     def missing_for(self, transport: str) -> str:
-        """What it lacks for a transport that uses RDMA; empty if nothing."""
+        """Its missing requirements for a transport that uses RDMA; empty if there are none."""
         return self.missing.get(transport, "not asked for")
 
 
@@ -84,12 +84,12 @@ class Topology:
     """The ranks of a communicator, as seen from one of them.
 
     Attributes:
-        rank: the one it is seen from.
+        rank: the rank that it is seen from.
         ranks: all of them.
         nodes: for each rank the number of its node. Nodes are hosts, or groups of consecutive ranks where
             ``PROXYCCL_LOCAL_WORLD_SIZE`` rehearses several on one machine.
         accessible: for each rank whether kernels here can touch its memory: same node, and the devices are peers.
-        forced: transports that were chosen for pairs of ranks, the lower one first.
+        forced: transports that the caller chose for pairs of ranks, the lower rank first.
     """
 
     rank: int
@@ -100,7 +100,7 @@ class Topology:
 
     @classmethod
     def find(cls, rank: int, ranks: Sequence[RankInfo], runtime: Runtime, local_world_size: int | None) -> Topology:
-        """Works the topology out from what all ranks told.
+        """Computes the topology from all ranks' descriptions.
 
         Raises:
             ArgumentError: ranks use different runtimes or chose different transports, ranks of one process use the
@@ -186,8 +186,8 @@ class Topology:
         return len({info.host for info in self.ranks}) > 1
 
     def may_touch(self, first: int, second: int) -> bool:
-        """Whether kernels of a rank may reach another's memory: they are on one node and, which a rank knows of its own
-        pairs alone, their devices are peers.
+        """Whether kernels of a rank may reach another's memory: they are on one node and their devices are peers, which
+        a rank knows only about its own pairs.
         """
         if first == self.rank:
             return self.accessible[second]
@@ -200,12 +200,12 @@ class Topology:
         return self.ranks[peer].host == self.ranks[self.rank].host
 
     def transport(self, first: int, second: int) -> str:
-        """What moves data between two ranks: copies within a node, RDMA between nodes, by the first transport of the
+        """The transport between two ranks: copies within a node, RDMA between nodes, by the first transport of the
         table whose device can register both ranks' memory. Nodes that are rehearsed on one host without RDMA use copies
         too.
 
         Raises:
-            RuntimeUnavailableError: nothing does.
+            RuntimeUnavailableError: there is none.
         """
         pair = (self.ranks[first], self.ranks[second])
         same_host = pair[0].host == pair[1].host
@@ -213,7 +213,7 @@ class Topology:
         if chosen is not None and not TRANSPORTS[chosen].uses_rdma:
             if not same_host:
                 raise RuntimeUnavailableError(
-                    f"transport: no {chosen} between ranks {first} and {second}: they share no host"
+                    f"transport: no {chosen} between ranks {first} and {second}: they do not share a host"
                 )
             return chosen
         if chosen is None and self.nodes[first] == self.nodes[second]:
@@ -231,11 +231,11 @@ class Topology:
         )
 
     def transports(self) -> dict[int, str]:
-        """The transport to every other rank. Raises RuntimeUnavailableError where nothing reaches one."""
+        """The transport to every other rank. Raises RuntimeUnavailableError if a rank can't be reached."""
         return {peer: self.transport(self.rank, peer) for peer in range(self.world_size) if peer != self.rank}
 
     def uses_rdma(self) -> bool:
-        """Whether any two ranks need RDMA; the same on all ranks, and for all of them an error where one has none."""
+        """Whether any two ranks need RDMA; the same on all ranks, and an error on all of them if one lacks it."""
         transports = {self.transport(a, b) for a in range(self.world_size) for b in range(a)}
         return any(TRANSPORTS[transport].uses_rdma for transport in transports)
 
@@ -253,7 +253,7 @@ class Topology:
 
 
 def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
-    # A driver lets some calls, loading a kernel for one, wait for all that runs in a context; with another rank's
+    # Some driver calls, such as loading a kernel, wait for everything that runs in a context; with another rank's
     # kernel in it, which waits for this one's, they never return.
     first: dict[tuple[str, int, str], int] = {}
     for rank, info in enumerate(ranks):
@@ -261,7 +261,7 @@ def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
         if other != rank:
             raise ArgumentError(
                 "device",
-                f"ranks {other} and {rank} are threads of one process on the same GPU; give each a device of its own, "
+                f"ranks {other} and {rank} are threads of one process on the same GPU; give each its own device, "
                 "or make them processes",
             )
 
@@ -270,7 +270,7 @@ def encode_choice(choice: TransportChoice, world_size: int) -> str:
     """A choice of transports in one form, which all ranks compare; None for ``PROXYCCL_TRANSPORT``.
 
     Raises:
-        ArgumentError: a transport or a pair of ranks is none.
+        ArgumentError: a transport or a pair of ranks is invalid.
     """
     argument = "transport"
     if choice is None:
@@ -302,7 +302,7 @@ def local_world_size_from_environment() -> int | None:
     """``PROXYCCL_LOCAL_WORLD_SIZE``, or None.
 
     Raises:
-        ArgumentError: it is no positive integer.
+        ArgumentError: it is not a positive integer.
     """
     text = os.environ.get("PROXYCCL_LOCAL_WORLD_SIZE")
     if not text:

@@ -1,4 +1,4 @@
-"""On which host each rank is, and whether those of a host can reach each other's memory at all."""
+"""Each rank's host, and whether the ranks of a host can reach each other's memory at all."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Whether ranks live: who watches them, and the end of a communicator when one is lost."""
+"""Liveness: watching ranks, and ending a communicator when one is lost."""

@@ -2,7 +2,7 @@
 
 A rank that closes a failed communicator waits for its own kernels and its proxy, and says so in its control segment.
 Until all ranks of the host have, or their processes have ended, no allocation of this process is freed
-(device/gpu/unused_memory.py), and what peers reach is kept even if nobody else refers to it.
+(device/gpu/unused_memory.py), and memory that peers reach is kept even if nothing else refers to it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _POLL_SECONDS = 0.02
 
 
 class Aftermath:
-    """What one rank knows of it. Any thread of the process may ask.
+    """One rank's view of it. Any thread of the process may ask.
 
     It has a bound: a rank that never closes its failed communicator would keep all memory from being freed. After the
-    bound what is held is never freed, and what is let go later is freed again. What peers reach is kept until they have
-    ended all the same.
+    bound, memory held then is never freed, and memory released later is freed again. Memory that peers reach is still
+    kept until they have ended.
 
     Args:
         rank: this rank.
         own: its control segment.
         segments: those of the host's other ranks.
         pids: the processes of these ranks.
-        patience: the bound in seconds, from the first time that somebody asks after a failure.
+        patience: the bound in seconds, from the first query after a failure.
     """
 
     def __init__(
@@ -73,31 +73,31 @@ class Aftermath:
                 self._kept += kept
 
     def watch_processes(self) -> None:
-        """Notices from now on if a peer's process ends. The watcher still has their descriptors open."""
+        """Notices peers' process ends from now on. The watcher still has their descriptors open."""
         with self._lock:
             for peer in self._running.keys() & self._pids.keys():
                 try:
                     self._processes[peer] = process_descriptors.acquire(self._pids[peer])
                 except ProcessLookupError:
                     del self._running[peer]
-                except OSError:  # there are no descriptors left: only what the peer says is heard
+                except OSError:  # without descriptors, only the peer's own word counts
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:
         """This rank's kernels and proxy have ended, after a failure, and it has said so.
 
         Args:
-            kept: what peers reach; let go when they have ended too.
+            kept: memory that peers reach; released when they have ended too.
         """
         with self._lock:
             self._kept += kept
             self._own = None
-        is_held()  # also what other ranks of this process wait for may have happened by this rank's end
+        is_held()  # this rank's end may also be the event that other ranks of this process wait for
         if not self._over:
             try:
                 Thread(self._await_end, "proxyccl-aftermath").start()
             except ResourceError as error:
-                _logger.warning("rank %d: what peers reach is let go when memory is freed next: %s", self._rank, error)
+                _logger.warning("rank %d: memory that peers reach is released at the next free: %s", self._rank, error)
 
     def _await_end(self) -> None:
         while self.holds():

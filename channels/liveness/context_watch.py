@@ -1,4 +1,4 @@
-"""Notices that an error has ended this process's context on its GPU, which the driver tells only whoever asks."""
+"""Notices that an error has ended this process's context on its GPU, which the driver reports only when asked."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from proxyccl.device.gpu.lost_context import LOST_CONTEXT
 from proxyccl.device.runtime import Stream
 
 INTERVAL = 0.25
-"""Seconds between two questions."""
+"""Seconds between two queries."""
 
 
 class ContextWatch:
-    """Asks the driver from time to time.
+    """Queries the driver from time to time.
 
     Args:
-        stream: of the context, to ask about; nothing else depends on it.
+        stream: a stream of the context, to query; nothing else depends on it.
         lost: called with the driver's status.
     """
 
@@ -27,7 +27,7 @@ class ContextWatch:
         self._next = 0.0
 
     def look(self) -> None:
-        """Asks, if it is time again."""
+        """Queries the driver, if it is time again."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -35,5 +35,5 @@ class ContextWatch:
         try:
             self._stream.query()
         except DriverError as error:
-            if error.status in LOST_CONTEXT:  # a driver that ends with the process has failures of its own
+            if error.status in LOST_CONTEXT:  # a driver that ends with the process returns errors of its own
                 self._lost(error.status)

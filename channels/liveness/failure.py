@@ -1,4 +1,4 @@
-"""The failure state of a rank's group: whether it can still be used, and the exception that says why not."""
+"""The failure state of a rank's group: whether it can still be used, and the exception that gives the reason if not."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _OWNED = "the communicator"
 
 
 class Observer(Protocol):
-    """What follows a group's failures and exchanges, to report them."""
+    """An observer of a group's failures and exchanges, to report them."""
 
     def failed(self) -> None:
         """Called in the watcher's thread when the group has failed."""
         ...
 
     def annotate(self, error: BaseException) -> None:
-        """Adds to a failure's exception where its report is."""
+        """Adds the report's path to a failure's exception."""
         ...
 
     def exchanging(self, purpose: str) -> AbstractContextManager[None]:
-        """Around an exchange of the bootstrap. One that fails stays shown."""
+        """Around an exchange of the bootstrap. A failed one remains visible."""
         ...
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class FailureState:
 
     Attributes:
         state: "opening", "open" or "closed".
-        cause: what only this rank knows of the failure, in words.
+        cause: details of the failure that only this rank knows, in words.
         observer: told of failures; one that does nothing until `open`.
     """
 
@@ -108,7 +108,8 @@ class FailureState:
         return not self._process.is_here
 
     def leave_to_parent(self) -> None:
-        """In a fork's child: ends, as the group is the parent's. From now on everything is refused by that name."""
+        """In a fork's child: ends, because the group is the parent's. From now on everything is refused by that
+        name."""
         self.state = "closed"
 
     @property
@@ -148,7 +149,7 @@ class FailureState:
     def exception(self) -> CommunicatorError:
         """The exception that ended the group. A rank must have failed.
 
-        Raises what a signal's handler has raised, where that ended it.
+        Raises the exception of a signal's handler, if that ended it.
         """
         raise_interrupt()
         with self._lock:
@@ -183,7 +184,7 @@ class FailureState:
         return ProxyLostError(message, rank=self._rank, peer=peer, channel=channel, operation=operation)
 
     def abort(self, reason: str) -> None:
-        """Ends the group on all ranks. Waits for nobody. Raises ClosedError in a fork's child."""
+        """Ends the group on all ranks. Does not wait. Raises ClosedError in a fork's child."""
         self.require_own_process()
         if self.state == "open":
             self.cause = self.cause or reason
@@ -196,11 +197,11 @@ class FailureState:
             self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_CONTEXT_LOST, self._rank, status=status))
 
     def file_mismatch(self, peer: int, cause: str, field: int) -> CommunicatorError:
-        """Ends the group because a peer did something else than this rank. Returns the exception to raise.
+        """Ends the group because a peer's call differs from this rank's. Returns the exception to raise.
 
         Args:
             peer: that rank.
-            cause: what each of the two did.
+            cause: the calls of the two.
             field: number in CALL_FIELDS of the argument that differs.
         """
         self.cause = cause
@@ -256,6 +257,6 @@ class FailureState:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        # While the group opens, the other ranks learn of a failure in the exchange that is under way.
+        # While the group opens, the other ranks learn of a failure in the exchange in progress.
         if self._watcher is not None:
             self._watcher.pass_on()

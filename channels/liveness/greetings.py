@@ -1,4 +1,4 @@
-"""Greets all who connect to a socket at once: who says nothing, or little by little, holds up nobody else."""
+"""Greets all callers of a socket at once: a silent or slow one does not hold up the others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import time
 from dataclasses import dataclass
 
 GREETING_SECONDS = 2.0
-"""For which a connection may take to say who it is. Ranks say it at once."""
+"""Seconds that a connection may take to identify itself. Ranks do so at once."""
 MOST_GREETED = 256
-"""Connections that are greeted at once; one more takes the place of the one that has been silent for longest."""
-_MOST_ACCEPTED = 64  # in one turn, so that a flood does not keep the time from being looked at
+"""Connections that are greeted at once; one more replaces the one that has been silent for longest."""
+_MOST_ACCEPTED = 64  # in one turn, so that a flood does not keep the clock from being read
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _GONE = (errno.ECONNABORTED, errno.EPROTO)
 
@@ -26,7 +26,7 @@ class _Stranger:
 
 
 class Greetings:
-    """Accepts connections, and gives those out that have said their hello.
+    """Accepts connections, and returns those that have sent their hello.
 
     Args:
         listener: the listening socket, which it makes non-blocking. The caller closes it.
@@ -39,10 +39,10 @@ class Greetings:
         self._nbytes = nbytes
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._strangers: dict[socket.socket, _Stranger] = {}  # the one that came first is the first
+        self._strangers: dict[socket.socket, _Stranger] = {}  # the oldest comes first
 
     def wait(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
-        """The connections, non-blocking ones, that have said a whole hello, and what they said. The caller closes them.
+        """The (non-blocking) connections that have sent a complete hello, and the hello. The caller closes them.
 
         Args:
             seconds: to wait for anything to happen.
@@ -62,7 +62,7 @@ class Greetings:
         return greeted
 
     def close(self) -> None:
-        """Closes the connections that have not said their hello."""
+        """Closes the connections that have not sent their hello."""
         for stranger in list(self._strangers.values()):
             self._drop(stranger)
         self._selector.close()

@@ -59,7 +59,7 @@ def host_addresses() -> list[str]:
 
 
 def _ipv6_addresses() -> list[str]:
-    """Those that are valid beyond one link, and the loopback's."""
+    """The addresses that are valid beyond one link, and the loopback's."""
     if not _IPV6.exists():
         return []
     lines = (line.split() for line in _IPV6.read_text().splitlines())
@@ -80,14 +80,14 @@ _MESSAGE = Codec[ErrorRecord | Presence](ErrorRecord | Presence, 4096, name="mes
 
 
 class HostLink:
-    """A connection to one rank of another host. It carries presence, and why the communicator was ended."""
+    """A connection to one rank of another host. It carries presence, and the reason for the communicator's end."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         self.peer = peer
         self._socket = connection
         self._socket.setblocking(False)
         forks.keep_from_children(connection)
-        for option, value in _KEEP_ALIVE.items():  # a host that lost its power or its network says nothing
+        for option, value in _KEEP_ALIVE.items():  # a host that lost its power or its network stays silent
             self._socket.setsockopt(*option, value)
         self._received = b""
 
@@ -98,7 +98,7 @@ class HostLink:
     def send(self, message: ErrorRecord | Presence) -> None:
         """Sends the record of an abort, or whether this rank may still touch the peer's memory. Never blocks.
 
-        A peer that can't be reached has ended, or finds out by its time-out.
+        A peer that can't be reached has ended, or finds out by its own time-out.
         """
         with contextlib.suppress(OSError):
             self._socket.send(_MESSAGE.encode(message) + b"\n")
@@ -106,7 +106,7 @@ class HostLink:
     def receive(self) -> ErrorRecord | Presence | str | None:
         """The peer's next message, "lost" if there can be none, or None if there is none yet.
 
-        A peer that sends what is no message is lost.
+        A peer that sends an invalid message is lost.
         """
         if b"\n" not in self._received:
             try:
@@ -188,7 +188,7 @@ class Listener:
         return links
 
     def _call(self, peer: int, offer: Offer, deadline: float, give_up: Callable[[], None]) -> HostLink:
-        # All addresses at once: some lead nowhere, or to another host that has the same one.
+        # All addresses at once: some may be unreachable, or lead to another host with the same address.
         failures = dict.fromkeys(offer.addresses, "no answer")
         to_call, next_calls = list(offer.addresses), 0.0
         with selectors.DefaultSelector() as calls, contextlib.ExitStack() as undo:
@@ -203,14 +203,14 @@ class Listener:
                 for key, _ in calls.select(_INTERVAL_SECONDS):
                     connection, address = key.data
                     try:
-                        if key.events == selectors.EVENT_WRITE:  # connected; or not, which sending tells
+                        if key.events == selectors.EVENT_WRITE:  # connected; or not, as sending will show
                             connection.send(_HELLO.pack(self._rank, offer.token))
                             calls.modify(connection, selectors.EVENT_READ, key.data)
                             continue
                         if connection.recv(_TOKEN_BYTES) == offer.token:
                             calls.unregister(connection)
                             return HostLink(peer, connection)
-                        failures[address] = "somebody else listens there"
+                        failures[address] = "another process listens there"
                     except OSError as error:
                         failures[address] = str(error)
                         if error.errno in _CALLED_AGAIN:

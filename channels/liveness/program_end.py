@@ -1,6 +1,6 @@
-"""Whether the program ends by a failure: by an exception, or by an exit with a status that is not 0.
+"""Whether the program ends by a failure: by an exception, or by an exit with a nonzero status.
 
-Python tells its exit handlers nothing of a status. So `sys.exit` and `exit` raise a SystemExit here that notes when it
+Python does not pass the status to exit handlers. So `sys.exit` and `exit` raise a SystemExit here that notes when it
 has left the program: then Python asks it for its code, and no frame of the program is left. mpi4py's runner says how
 the program ended, whatever it raised. A SystemExit that is raised without `sys.exit` and without that runner goes
 unnoticed.
@@ -46,7 +46,8 @@ class _ProgramExit(SystemExit):
 
 
 def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
-    """What raises SystemExit, made to raise one that notes the end. In other threads it ends the thread, as before."""
+    """A function that raises SystemExit, made to raise one that notes the end. In other threads it ends the thread, as
+    before."""
 
     @functools.wraps(leave)
     def raise_noting(*arguments: Any) -> NoReturn:
@@ -62,7 +63,7 @@ def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
 
 
 def _runs_thread() -> bool:
-    """Whether the caller is a thread by `threading`. In a fork's child one is the main thread if it has forked."""
+    """Whether the caller is a thread of `threading`. In a fork's child, the thread that forked is the main thread."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -71,7 +72,7 @@ def _runs_thread() -> bool:
 
 @functools.cache
 def watch() -> None:
-    """Has the program's end be noted from now on."""
+    """Notes the program's end from now on."""
     sys.exit = _noting(sys.exit)
     if (site := sys.modules.get("_sitebuiltins")) is not None:  # of `exit` and `quit`
         site.Quitter.__call__ = _noting(site.Quitter.__call__)

@@ -1,8 +1,8 @@
 """The thread that notices when a peer's process ends or a rank of another host fails, and passes failures on.
 
 It also maps what peers announce, within INTERVAL_MS. A communicator and those that were split from it share the thread.
-After a failure it ends the waits of streams for the proxy. What a failure needs is done in this thread, which is there
-already: where memory has run out no other can be started.
+After a failure it ends the waits of streams for the proxy. This thread, which already exists, handles failures: once
+memory has run out, no other can be started.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Link(Protocol):
 
 
 class WatchThread:
-    """The thread of a communicator and of those that were split from it: it has each of their watchers look around.
+    """The thread of a communicator and of those that were split from it: it runs each of their watchers in turn.
 
-    It sleeps in poll() otherwise.
+    Otherwise it sleeps in poll().
 
     Raises:
         ResourceError: there is no memory for a thread.
@@ -74,7 +74,7 @@ class WatchThread:
             raise
 
     def add(self, watcher: Watcher) -> None:
-        """Has a watcher look around from now on, and when one of its descriptors becomes readable."""
+        """Runs a watcher from now on, and whenever one of its descriptors becomes readable."""
         with self._lock:
             self._watchers.append(watcher)
             for descriptor in watcher.descriptors:
@@ -89,7 +89,7 @@ class WatchThread:
                 self._forget(descriptor)
 
     def forget(self, descriptor: int) -> None:
-        """Polls a descriptor no more."""
+        """Stops polling a descriptor."""
         with self._lock:
             self._forget(descriptor)
 
@@ -114,7 +114,7 @@ class WatchThread:
             watcher.look(readable)
         except MemoryError:
             return  # the next turn finds the same, and tries again
-        except Exception as error:  # it ends this watcher's communicator, and the others go on
+        except Exception as error:  # it ends this watcher's communicator, and the others continue
             watcher.fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -141,13 +141,13 @@ class Watcher:
         rank: this rank.
         own: its segment.
         segments: the segments of the host's other ranks.
-        pids: their processes, where these are not this one; none with a parent, which watches them.
+        pids: their processes, if they are not this one; empty with a parent, which watches them.
         links: to the ranks of other hosts; the watcher closes them.
-        on_abort: called in a thread of its own after the abort was passed on.
+        on_abort: called in a separate thread after the abort was passed on.
         each_turn: called in the thread every INTERVAL_MS at least, until the abort.
         on_error: called in the thread with an error that keeps it from watching, once; it ends the communicator.
         end_waits: ends the waits of streams for the proxy. It is called in the thread every RELEASING_MS once the abort
-            was passed on: whoever checks after a stream must learn of it.
+            was passed on: a caller that checks after a stream must learn of it.
         parent: of the communicator that this one's was split from, whose abort is this one's. Its thread is used.
         members: the ranks' numbers in that communicator.
     """
@@ -198,7 +198,7 @@ class Watcher:
         self._lost = lost
         self._ended.update(lost)
         self._parent, self._members = parent, members
-        self._looking = threading.Lock()  # held by whoever takes what the peers tell
+        self._looking = threading.Lock()  # held by the thread that takes the peers' messages
         self._passed_on = self._closed = False
         self._reporting: Thread | None = None
         self.releasing = False
@@ -206,11 +206,11 @@ class Watcher:
 
     @property
     def descriptors(self) -> list[int]:
-        """What becomes readable when a peer's process ends, or when a peer's link has something to say."""
+        """The descriptors that become readable when a peer's process ends, or when a peer's link has a message."""
         return [*self._descriptors, *self._links]
 
     def look(self, readable: Sequence[int]) -> None:
-        """One turn, by the thread: looks what has happened.
+        """One turn of the thread: checks for events.
 
         Args:
             readable: those of `descriptors` that are.
@@ -247,7 +247,7 @@ class Watcher:
             self._each_turn()
 
     def _report(self) -> None:
-        # It may take long, and the thread's other watchers do not wait for it. A failure is none the less told.
+        # It may take long, and the thread's other watchers do not wait for it. A failure is still passed on.
         with contextlib.suppress(ResourceError, MemoryError):
             thread = Thread(self._on_abort, f"proxyccl-abort-{self._rank}")
             thread.start()
@@ -277,11 +277,11 @@ class Watcher:
                 self._own.raise_abort(message)
             else:
                 self._file_lost(peer)
-            self._thread.forget(descriptor)  # the peer says nothing more
+            self._thread.forget(descriptor)  # the peer sends nothing more
             return
 
     def _peer_ended(self, peer: int) -> None:
-        # A rank that left touches nothing any more, and its process may end as it likes.
+        # A rank that left no longer accesses memory here, and its process may end in any way.
         if self._segments[peer].presence is not Presence.LEFT:
             self._file_lost(peer)
 
@@ -292,8 +292,8 @@ class Watcher:
     def check_for_end(self, peer: int) -> None:
         """Files that a peer is lost if its process, or its link from another host, ends within ENDING_MS.
 
-        For a rank whose transfer to that peer has failed: the kernel ends what RDMA devices and libfabric's connections
-        have of a dying process before it makes the process's descriptor readable, and maybe before it ends the link.
+        For a rank whose transfer to that peer has failed: the kernel tears down a dying process's RDMA objects and
+        libfabric connections before it makes the process's descriptor readable, and possibly before it closes the link.
         """
         if self._parent is not None:
             if not self._parent._own.aborted:
@@ -311,7 +311,7 @@ class Watcher:
                         self._take(descriptor)
 
     def has_ended(self, peer: int) -> bool:
-        """Whether a peer can take no part any more: its process has ended, its link is lost, or it has left."""
+        """Whether a peer can no longer take part: its process has ended, its link is lost, or it has left."""
         if peer not in self._ended and self._can_tell_end(peer):
             self._ended.add(peer)
         return peer in self._ended
@@ -344,40 +344,41 @@ class Watcher:
             link.send(record)
 
     def announce(self, presence: Presence, exchanges: int = 0) -> None:
-        """Lets all peers know whether this rank may still touch their memory; with LEFT, after so many exchanges."""
+        """Lets all peers know whether this rank may still touch their memory; with LEFT, after this number of
+        exchanges."""
         self._own.set_presence(presence, exchanges)
         for _, link in self._links.values():
             link.send(presence)
 
     def presence(self, peer: int) -> Presence:
-        """What a peer announced last."""
+        """A peer's last announced presence."""
         if peer in self._segments:
             return self._segments[peer].presence
         return self._remote_presence[peer]
 
     def left_before(self, exchange: int) -> int | None:
-        """A peer of this host that left before it came to the exchange of this number, from 1; None if none did."""
+        """A peer of this host that left before the exchange of this number, from 1; None if there is none."""
         for peer, segment in self._segments.items():
             if segment.presence is Presence.LEFT and segment.exchanges < exchange:
                 return peer
         return None
 
     def end_waits(self) -> None:
-        """Ends the waits of streams for the proxy from now on, until `close`: it will end none itself."""
+        """Releases waiting streams from now on, until `close`: the proxy no longer will."""
         self.releasing = True
 
     def finish(self) -> None:
-        """Notices failures no more. If a rank has failed, returns when `on_abort` has."""
+        """Stops watching for failures. If a rank has failed, returns when `on_abort` has."""
         with self._looking:
             unseen, self._passed_on = self._own.aborted and not self._passed_on, True
-        if unseen:  # the abort came after the thread's last look
+        if unseen:  # the abort came after the thread's last turn
             self.pass_on()
             self._report()
         if self._reporting is not None:
             self._reporting.join()
 
     def close(self) -> None:
-        """Ends it, and the thread with the communicator that was split from none."""
+        """Ends it. The communicator that was not split from another also ends the thread."""
         self.finish()
         with self._looking:
             self._closed = True

@@ -1,1 +1,1 @@
-"""Reports: what a rank writes down when it hangs, and what the reports of all ranks say together."""
+"""Reports: a rank writes one when it hangs, and the doctor reads those of all ranks together."""

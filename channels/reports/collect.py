@@ -1,6 +1,6 @@
-"""Makes a rank's report. It must not block, whatever hangs, and must not disturb the program.
+"""Makes a rank's report. It must never block, whatever hangs, nor disturb the program.
 
-The report leaves out what cannot be read, and says why.
+The report leaves out values that cannot be read, and says why.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from proxyccl.proxy.trigger import Operation
 CALLS = 16
 FRAMES = 64
 ANSWER_SECONDS = 0.3
-"""How long kernels have to say what they wait for. They check every few thousand spins, on the host when they get a
+"""How long kernels have to describe their waits. They check every few thousand spins, on the host when they get a
 core.
 """
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -64,7 +64,7 @@ T = TypeVar("T")
 class DeviceReader:
     """Reads device memory while kernels hang, by copies on its own stream, which waits for no kernel.
 
-    It allocates everything when it is made, as a driver may wait for kernels when it allocates.
+    It allocates everything when it is made, because a driver may wait for kernels when it allocates.
 
     Args:
         runtime: whose memory is read.
@@ -78,7 +78,7 @@ class DeviceReader:
         self._late = False
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> bytes:
-        """The bytes of some ranges (address, nbytes), one behind the other.
+        """The bytes of some ranges (address, nbytes), concatenated.
 
         Raises:
             TimeoutError: the device does not copy them in time.
@@ -117,9 +117,9 @@ def collect(
     """This rank's report.
 
     Args:
-        group: as this rank has it.
-        device: for what lies in device memory.
-        cause: why the report is made, in words.
+        group: this rank's group.
+        device: reads device memory.
+        cause: the reason for the report, in words.
         question: number of the question to its kernels, which has not been used before.
         exchange: the call of the bootstrap that this rank is in.
         beside: names of the other communicators that this process has open.
@@ -131,12 +131,12 @@ def collect(
     def part(what: str, read: Callable[[], T], otherwise: T) -> T:
         try:
             return read()
-        except Exception as error:  # a report is made when things are broken, so it notes the error and goes on
+        except Exception as error:  # a report is made when things are broken, so it notes the error and continues
             unread.append(f"{what}: {type(error).__name__}: {error}")
             return otherwise
 
-    # What may change soonest is read first: the program goes on after its exception and frees what it used. Meanwhile
-    # kernels answer.
+    # State that may change soonest is read first: the program continues after its exception and frees its memory.
+    # Meanwhile kernels answer.
     with _asking(group, question) as answers:
         threads: list[Thread] = part("the threads", lambda: _threads(group.thread), [])
         proxy = group.links.proxy_if_started
@@ -178,7 +178,7 @@ def collect(
 
 @contextlib.contextmanager
 def _asking(group: Group, question: int) -> Iterator[Callable[[], list[KernelWait]]]:
-    """Asks this rank's kernels what they wait for, or, after a failure, what they waited for. Yields a function that
+    """Asks this rank's kernels for their waits, or, after a failure, for those that failed. Yields a function that
     waits for their answers.
     """
     control = group.control
@@ -324,7 +324,7 @@ def _frames() -> dict[int, list[FrameType]]:
     iterators in C, between which no other thread runs: CPython 3.11 crashes now and then where it is asked for the
     caller of a frame whose thread has gone on.
     """
-    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # asked for by the first step of what follows
+    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # requested by the first step below
     idents, frames = itertools.tee(itertools.chain.from_iterable(map(dict.items, innermost)))
     chains = map(itertools.chain, map(operator.itemgetter(slice(1, 2)), frames), itertools.repeat(_CALLERS))
     walks: Iterator[Any] = map(itertools.accumulate, chains, itertools.repeat(getattr))

@@ -1,4 +1,4 @@
-"""Reports of node daemons: as text for people, and what they say about a rank."""
+"""Reports of node daemons: as text for people, and their statements about a rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def serves(report: DaemonReport, job: str) -> bool:
 
 
 def remarks(report: DaemonReport, client: Client, *, rings: bool) -> list[str]:
-    """What may hold up a rank's proxy in its daemon; empty if nothing does.
+    """Possible reasons why a rank's proxy is held up in its daemon; empty if there are none.
 
     Args:
         report: the daemon's.
@@ -70,7 +70,7 @@ def remarks(report: DaemonReport, client: Client, *, rings: bool) -> list[str]:
 
 
 def _request_text(request: Request) -> str:
-    return f"its request {request.name} has been under way for {request.seconds:.1f} s"
+    return f"its request {request.name} has been in progress for {request.seconds:.1f} s"
 
 
 def _may_sleep(report: DaemonReport, thread: EngineThread | None) -> bool:

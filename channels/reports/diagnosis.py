@@ -37,10 +37,10 @@ PLAN_PEER_WAITS = (lib.PROXYCCL_WAIT_PLAN_POST, lib.PROXYCCL_WAIT_PLAN_DATA)
 _SHOWN = 8
 """The most waits for one rank that are shown."""
 _LONG_APART = 10.0
-"""Reports that are more seconds apart hardly show the same moment."""
+"""Reports that are further apart, in seconds, hardly show the same moment."""
 
 Node = tuple[str, int, int | str]
-"""What runs a rank: host, process, and the thread if ranks are threads of one process."""
+"""The executor of a rank: host, process, and the thread if ranks are threads of one process."""
 
 
 class Finding(Message, frozen=True):
@@ -70,8 +70,8 @@ class Diagnosis(Message, frozen=True):
         reported: for each communicator the ranks that wrote reports.
         daemons: the node daemons that wrote reports.
         written: when the newest of these reports was written.
-        findings: the most important first; none if no rank waits.
-        notes: what makes the findings uncertain.
+        findings: the most important first; empty if no rank waits.
+        notes: reasons why the findings are uncertain.
     """
 
     communicators: list[str]
@@ -303,7 +303,7 @@ class _WaitGraph:
         return findings
 
     def _explain(self, node: Node, edges: Sequence[_Edge]) -> list[str]:
-        """Why others wait for a rank that itself waits for none."""
+        """Why others wait for a rank that does not wait itself."""
         name = self._name(node)
         reasons: list[str] = []
         for communicator in dict.fromkeys(edge.communicator for edge in edges):
@@ -323,7 +323,7 @@ class _WaitGraph:
         return reasons
 
     def _at_daemon(self, communicator: str, rank: int, *, idle: bool = True) -> list[str]:
-        """What node daemons' reports say about a rank.
+        """The statements of node daemons' reports about a rank.
 
         Args:
             communicator: name of the communicator.
@@ -399,7 +399,7 @@ class _WaitGraph:
         """Smaller for findings that explain others.
 
         Waits alone may mislead. A rank that learned of a failure early has not made later calls. A rank that gave up
-        does not send what others wait for.
+        does not send the signals that others wait for.
         """
         if finding.kind == "mismatch":
             return 0
@@ -449,7 +449,7 @@ def _absence(member: Member) -> str:
 
 
 def _proxy_state(report: Report) -> list[str]:
-    """What holds up a rank's proxy; empty if nothing does."""
+    """The reason why a rank's proxy is held up; empty if there is none."""
     own = [f"its proxy waits for {wait.what}" for wait in report.proxy_waits if wait.kind not in PLAN_PEER_WAITS]
     full = sum(ring.full for ring in report.rings)
     behind = f"its rings hold {counted(full, 'trigger')} that the proxy has not taken"

@@ -39,7 +39,7 @@ class Found:
         """Reads the report in a file.
 
         Raises:
-            ReportError: it is no valid report, or cannot be read; the message names the file.
+            ReportError: it is not a valid report, or cannot be read; the message names the file.
         """
         data = read(path)
         try:
@@ -59,7 +59,7 @@ def find(paths: Iterable[Path]) -> Found:
     """Reads report files, given by path or by their directories.
 
     Raises:
-        ReportError: one of the files is no report, or a directory has none.
+        ReportError: one of the files is not a report, or a directory has none.
     """
     found = Found()
     for path in paths:

@@ -14,7 +14,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def of_rank(peer: int | None) -> str:
-    """The peer of a wait, as text to stand behind the wait's description."""
+    """The peer of a wait, as text to follow the wait's description."""
     return "" if peer is None else f" from rank {peer}"
 
 

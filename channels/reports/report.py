@@ -1,4 +1,4 @@
-"""What a report holds: one rank of one communicator at one moment. `collect` makes it, `find` reads its file."""
+"""The contents of a report: one rank of one communicator at one moment. `collect` makes it, `find` reads its file."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Failure(Message, frozen=True):
 
 
 class Wait(Message, frozen=True):
-    """What threads of a kernel waited for.
+    """A wait of some threads of a kernel.
 
     Attributes:
         what: in words.
         kind: ProxycclWaitKind.
-        peer: the rank waited for; None for the own proxy, or the own kernel's other blocks.
+        peer: the rank waited for; None for the rank's own proxy, or its kernel's other blocks.
         channel: channel id where there is one.
         expected: the ticket, semaphore value or packet flag waited for.
         seen: the value last seen.
@@ -62,7 +62,7 @@ class ProxyWait(Message, frozen=True):
 
 
 class Exchange(Message, frozen=True):
-    """A call of the bootstrap that was under way. All ranks make such a call together.
+    """A call of the bootstrap that was in progress. All ranks make such a call together.
 
     Attributes:
         purpose: in words.
@@ -78,7 +78,7 @@ class Call(Message, frozen=True):
 
     Attributes:
         number: from 1, in the order of the calls.
-        fields: what must agree between ranks, in words: collective, dtype, op, algorithm, root, count.
+        fields: the values that must agree between ranks, in words: collective, dtype, op, algorithm, root, count.
     """
 
     number: int
@@ -92,9 +92,9 @@ class ProxiedChannel(Message, frozen=True):
         id: channel id.
         peer: the rank at the other end; for a handler's channel this rank.
         peer_channel: the peer's channel that receives this one's signals; None if there is none.
-        transport: what moves its data; "handler" where a Python function gets the triggers.
+        transport: its transport; "handler" if a Python function gets the triggers.
         ring: number of the ring that its triggers go through.
-        triggers, puts, gets, bytes, signals, flushes: what the proxy did for it so far.
+        triggers, puts, gets, bytes, signals, flushes: the proxy's counters of it.
         outstanding: triggers of all channels to this peer, and sends of plans, that are issued but not known to be
             complete; None for a handler, and if the node daemon's memory cannot be opened.
         signals_in: signals received.
@@ -124,7 +124,7 @@ class ProxiedChannel(Message, frozen=True):
 
 
 class Handling(Message, frozen=True):
-    """A Python handler that was running: its channel, and for how many seconds so far."""
+    """A Python handler that was running: its channel, and for how many seconds."""
 
     channel: int
     seconds: float
@@ -173,17 +173,17 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
         beside: names of the other communicators that the process had open.
         rank: this rank.
         members: where each rank runs, by rank.
-        transports: what moves data of ProxyChannels, by the peer's rank; empty for this rank.
+        transports: the transport of ProxyChannels, by the peer's rank; empty for this rank.
         process: this rank's process.
         thread: number of the thread that made the communicator.
-        daemon: the node daemon that runs its proxy; None for a proxy in this process, or none yet.
+        daemon: the node daemon that runs its proxy; None if the proxy is in this process or not started.
         command: the process's command line.
         runtime: the device.
         timeout: bound of the communicator's waits, in seconds.
         written: date and time in UTC.
-        cause: why it was written, in words.
-        failure: what ended the communicator; None if nothing has.
-        waits: what kernels waited for; at most one for each peer.
+        cause: the reason why it was written, in words.
+        failure: the failure that ended the communicator, or None.
+        waits: the waits of kernels; at most one for each peer.
         proxy_waits: what this rank's proxy waited for in plans; at most one for each peer.
         exchange: the call of the bootstrap that the CPU was in, or None.
         calls: the last collective calls in order.
@@ -192,7 +192,7 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
         handling: Python handlers that were running.
         semaphores: in device memory.
         threads: of the process.
-        unread: what could not be read, with the reason.
+        unread: the parts that could not be read, with the reason.
     """
 
     version: Literal[5]

@@ -26,7 +26,7 @@ from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.reports import files, on_signal
 
 _UNREPORTED = (lib.PROXYCCL_ERROR_LOCAL, lib.PROXYCCL_ERROR_PARENT)
-"""A program that ends a communicator itself needs no report; and what was split from one is in the other's."""
+"""A program that ends a communicator itself needs no report; and a split communicator is in its parent's report."""
 _NOTE_SECONDS = 1.0
 """How long an exception waits for its report, to name the file."""
 
@@ -41,7 +41,7 @@ class Reporter:
         self._device: DeviceReader | None = None
         self._numbers = itertools.count(1)
         self._reported_failures: set[str] = set()  # other communicators whose failure caused a report
-        self._lock = threading.Lock()  # one report at a time, and none once closed
+        self._lock = threading.Lock()  # one report at a time, and none after the close
         self._done = threading.Event()
         self._path: Path | None = None
         if self._enabled:
@@ -57,7 +57,7 @@ class Reporter:
         if device is not None:
             device.close()
 
-    # -- what the group calls ---
+    # -- called by the group ---
 
     @contextmanager
     def exchanging(self, purpose: str) -> Iterator[None]:
@@ -66,11 +66,11 @@ class Reporter:
         yield
         self._exchange = None
 
-    # -- what reports contain ---
+    # -- contents of reports ---
 
     @property
     def exchange(self) -> Exchange | None:
-        """The call of the bootstrap that is under way."""
+        """The call of the bootstrap in progress."""
         exchange = self._exchange
         return None if exchange is None else Exchange(exchange[0], round(time.monotonic() - exchange[1], 3))
 
@@ -83,7 +83,7 @@ class Reporter:
     def failed(self) -> None:
         """Reports the failure that has ended the communicator, in the calling thread.
 
-        The process's other communicators are reported too, as their waits may be the cause.
+        The process's other communicators are reported too, because their waits may be the cause.
         """
         try:
             if self._enabled and self._group.control.record().code not in _UNREPORTED:
@@ -139,7 +139,7 @@ def _open_reporters() -> list[Reporter]:
 
 
 def report_all(cause: str) -> None:
-    """Writes the reports of all communicators of this process, in parallel, as they may wait for one another."""
+    """Writes the reports of all communicators of this process, in parallel, because they may wait for one another."""
     threads = [Thread(reporter.write, "proxyccl-report", cause) for reporter in _open_reporters()]
     if not threads:
         _say(f"no report on {cause}: no communicator is open")

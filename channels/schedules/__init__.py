@@ -1,1 +1,1 @@
-"""What a rank's proxies are prepared for, so that a collective needs no kernel."""
+"""Schedules: work prepared for a rank's proxies, so that a collective needs no kernel."""

@@ -1,6 +1,6 @@
-"""Announcements: through shared memory a rank offers memory to the ranks of its host, and learns where they map it.
+"""Announcements: a rank offers memory to the ranks of its host through shared memory, and learns where they map it.
 
-One table a rank, in its control segment (announcements.h). Nobody waits: a peer maps what it finds when it next looks.
+One table a rank, in its control segment (announcements.h). No rank waits: a peer maps new entries when it next looks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NO_MEMORY: int = lib.PROXYCCL_NO_MEMORY
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a peer finds in an entry.
+    """The contents of an entry, for a peer.
 
     Attributes:
         version: counts the entry's changes; 0 while it is being written or was never used.
@@ -34,7 +34,7 @@ class Announcement:
 
 
 class Announcements:
-    """A rank's table, own or a peer's.
+    """A rank's table, this rank's or a peer's.
 
     Args:
         address: where it lies, for the CPU. Fresh memory is an empty table.
@@ -59,18 +59,19 @@ class Announcements:
         lib.proxyccl_announce(self._table, entry, handle, len(handle))
 
     def announce_to_proxies(self, entry: int) -> None:
-        """By the owner: has peers' proxies know what the entry holds."""
+        """By the owner: makes the entry's memory known to peers' proxies."""
         lib.proxyccl_announce_to_proxies(self._table, entry)
 
     def read(self, entry: int) -> Announcement:
-        """By a peer: what an entry holds."""
+        """By a peer: the contents of an entry."""
         copy = self._copy
         version = lib.proxyccl_announcement_read(self._table, entry, copy)
         handle = bytes(ffi.buffer(copy.handle, copy.handle_bytes)) if version else b""
         return Announcement(version, handle, copy.for_proxies == version)
 
     def reply(self, entry: int, peer: int, version: int, address: int) -> None:
-        """By a peer, by its number on the host: where it reaches a version, or 0 if that was withdrawn."""
+        """By a peer, by its number on the host: the address at which it reaches a version, or 0 if that was
+        withdrawn."""
         lib.proxyccl_announcement_reply(self._table, entry, peer, version, address)
 
     def reply_memory(self, entry: int, peer: int, version: int, memory: int) -> None:
@@ -78,7 +79,7 @@ class Announcements:
         lib.proxyccl_announcement_reply_memory(self._table, entry, peer, version, memory)
 
     def memories(self, entry: int, peers: list[int]) -> list[int] | None:
-        """By the owner: the ids in the peers' proxies of what the entry holds now; None while one has not replied."""
+        """By the owner: the ids of the entry's present memory in the peers' proxies; None while one has not replied."""
         memory, found = ffi.new("uint32_t *"), []
         for peer in peers:
             if not lib.proxyccl_announcement_memory(self._table, entry, peer, memory):
@@ -87,7 +88,7 @@ class Announcements:
         return found
 
     def replies(self, entry: int, peers: list[int]) -> list[int] | None:
-        """By the owner: the peers' addresses for what the entry holds now; None while one has not replied."""
+        """By the owner: the peers' addresses of the entry's present memory; None while one has not replied."""
         address, found = ffi.new("uint64_t *"), []
         for peer in peers:
             if not lib.proxyccl_announcement_reached(self._table, entry, peer, address):

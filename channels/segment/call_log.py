@@ -19,7 +19,7 @@ LOG_ENTRIES: int = lib.PROXYCCL_CALL_LOG_ENTRIES
 
 
 class CallLog:
-    """This rank's log of collective calls, beside those of the peers of its host (calls.h).
+    """This rank's log of collective calls, and those of the peers of its host (calls.h).
 
     Args:
         own: this rank's segment.
@@ -38,19 +38,19 @@ class CallLog:
             lib.proxyccl_calls_issue, self._callers
         )
         """issue(call, launch, stream): `agree`, then a prepared launch, and the wait for it if it is on the stream of
-        `wait_on`; the driver's status, or what `agree` returns."""
+        `wait_on`; the driver's status, or the result of `agree`."""
         self.ring: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_ring, self._callers
         )
         """ring(call, operations, stream): the same with prepared operations of the stream."""
 
     def addresses(self, *, operations: bool) -> tuple[int, int]:
-        """Of the function behind `ring` if `operations`, else behind `issue`, and of its first argument, for C."""
+        """Addresses for C: of the function of `ring` if `operations`, else of `issue`, and of its first argument."""
         function = ffi.addressof(lib, "proxyccl_calls_ring" if operations else "proxyccl_calls_issue")
         return int(ffi.cast("uintptr_t", function)), int(ffi.cast("uintptr_t", self._callers))
 
     def wait_on(self, stream: int, synchronize: int) -> None:
-        """From now on, `issue` and `ring` return when the call has ended, where they are given this stream.
+        """From now on, `issue` and `ring` return when the call has ended, if they are given this stream.
 
         Args:
             stream: its handle.

@@ -1,7 +1,7 @@
-"""What the call log compares: the fields of a collective call that must agree between ranks.
+"""The call log's comparison: the fields of a collective call that must agree between ranks.
 
-A field is a 64-bit number (calls.h). Names are logged as digests of their text, so a new collective needs no number of
-its own: its module registers the name. A shape is logged as a digest too.
+A field is a 64-bit number (calls.h). Names are logged as digests of their text, so a new collective needs no number:
+its module registers the name. A shape is logged as a digest too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ CALL_FIELDS = ("collective", "dtype", "op", "algorithm", "root", "count", "shape
 """The fields of a ProxycclCall (calls.h), in order. `shape` stands for registered arrays too: see `CollectiveCall`."""
 _NAMED = frozenset({"collective", "dtype", "op", "algorithm"})
 SHAPED = frozenset({"all_gather", "all_to_all", "all_to_all_v", "broadcast", "gather", "reduce_scatter", "scatter"})
-"""Collectives whose arrays, or rows of all_to_all_v, have one shape on all ranks: a rank gets rows that others gave. To
-the others an array is its elements in order."""
+"""Collectives whose arrays, or rows of all_to_all_v, have one shape on all ranks: a rank gets rows that others passed.
+Other collectives take an array's elements in order."""
 ANY_ALGORITHM = "any"
 """Logged where the caller leaves the algorithm to the library."""
 
@@ -50,11 +50,11 @@ class CollectiveCall:
         collective: registered name.
         dtype: element type by name.
         op: reduction operator.
-        algorithm: what the callers ask of it, as a registered name.
+        algorithm: the callers' request, as a registered name.
         root: rank, or 0.
         count: elements that each rank contributes, or that each gets.
-        shape: of the array that all ranks give or get; of `SHAPED` collectives it is the same on all ranks.
-        registered: numbers of the registered arrays that peers reach where they lie; the same on all ranks.
+        shape: of the array that all ranks pass or get; for `SHAPED` collectives the same on all ranks.
+        registered: numbers of the registered arrays that peers reach directly; the same on all ranks.
     """
 
     collective: str
@@ -86,7 +86,7 @@ def _arrays_digest(shape: tuple[int, ...], registered: tuple[int, ...]) -> int:
 
 
 def describe_call(fields: Sequence[int]) -> dict[str, str]:
-    """The fields of a logged call in words, by name, but for `shape`, a digest."""
+    """The fields of a logged call in words, by name, except `shape`, a digest."""
     return {
         name: _texts.get(value, f"unknown ({value:#x})") if name in _NAMED else str(value)
         for name, value in zip(CALL_FIELDS, fields, strict=True)

@@ -1,7 +1,7 @@
 """Control segments: the memory through which the ranks of a host tell each other that one of them has failed.
 
 Each rank owns a segment in pinned shared memory: the control block that its kernels poll, the words that proxies
-signal, its proxy's counters, a log of its recent collective calls, what it announces, and its rendezvous. The ranks of
+signal, its proxy's counters, a log of its recent collective calls, its announcements, and its rendezvous. The ranks of
 one host map each other's segments. A rank that fails raises the abort words of all of them before its own, in a kernel
 as on the CPU.
 """
@@ -38,7 +38,7 @@ class Presence(IntEnum):
 
 @dataclass(frozen=True)
 class KernelWait:
-    """A ProxycclWait of control.h, read: what some threads of a kernel waited for when they were asked."""
+    """A ProxycclWait of control.h, read: the wait of some threads of a kernel when they were asked."""
 
     kind: int
     peer: int | None
@@ -66,12 +66,12 @@ _PEERS_OFFSET = _RENDEZVOUS_OFFSET + _round(Rendezvous.nbytes())
 
 
 def segment_bytes(world_size: int = 1) -> int:
-    """The size of a control segment of so many ranks."""
+    """The size of a control segment for this number of ranks."""
     return _PEERS_OFFSET + _round(8 * (world_size - 1))
 
 
 class ControlSegment:
-    """A rank's control segment, own or a peer's.
+    """A rank's control segment, this rank's or a peer's.
 
     Attributes:
         rendezvous: where its rank posts messages and invitations.
@@ -88,7 +88,7 @@ class ControlSegment:
         self.rendezvous = Rendezvous(memory.host_ptr + _RENDEZVOUS_OFFSET)
 
     def initialise(self, rank: int, timeout: float) -> None:
-        """Fills an own, fresh segment."""
+        """Fills this rank's fresh segment."""
         self._control.rank = rank
         self.set_timeout(timeout)
 
@@ -97,7 +97,7 @@ class ControlSegment:
         self._control.timeout_ns = int(seconds * 1e9)
 
     def introduce(self, peers: Mapping[int, ControlSegment]) -> None:
-        """Says which ranks an own segment's failure is told to: those of this host, by rank. No kernel runs yet."""
+        """Sets the ranks that are told of this segment's failure: those of this host, by rank. No kernel runs yet."""
         self._peers = peers
         self._peer_controls = ffi.new("ProxycclControl *[]", [segment._control for segment in peers.values()])
         table = (ctypes.c_uint64 * len(peers)).from_address(self.memory.host_ptr + _PEERS_OFFSET)
@@ -117,7 +117,7 @@ class ControlSegment:
 
     @staticmethod
     def semaphore_offset(channel: int) -> int:
-        """Where in a segment the word lies that a peer's proxy signals for a channel."""
+        """The offset in a segment of the word that a peer's proxy signals for a channel."""
         return _SEMAPHORES_OFFSET + 8 * channel
 
     def semaphore_host(self, channel: int) -> int:
@@ -125,11 +125,11 @@ class ControlSegment:
         return self.memory.host_ptr + self.semaphore_offset(channel)
 
     def semaphore_handle(self, channel: int) -> bytes:
-        """By which another process maps that word alone."""
+        """Handle for mapping that word alone in another process."""
         return self.memory.export(self.semaphore_host(channel), 8)
 
     def reset_semaphore(self, channel: int) -> None:
-        """Sets the word to what a new channel expects. Nobody may signal it meanwhile."""
+        """Sets the word to the count that a new channel expects. Nobody may signal it meanwhile."""
         ctypes.c_uint64.from_address(self.semaphore_host(channel)).value = 0
 
     def semaphore_device(self, channel: int) -> int:
@@ -154,9 +154,9 @@ class ControlSegment:
         lib.proxyccl_control_raise(self._control, filed, self._peer_controls, len(self._peers))
 
     def record(self) -> ErrorRecord:
-        """The error record; a rank that was told takes that of the one that told it.
+        """The error record; a rank that was told of a failure takes that of the rank that told it.
 
-        One that is still being written is waited for, briefly: its writer may be gone.
+        It waits briefly for a record that is still being written: its writer may be gone.
         """
         error = ffi.new("ProxycclErrorRecord *")
         told = lib.proxyccl_control_failed_rank(self._control)
@@ -188,7 +188,7 @@ class ControlSegment:
         return Presence(lib.proxyccl_control_presence(self._control))
 
     def set_presence(self, presence: Presence, exchanges: int = 0) -> None:
-        """Sets the own `presence`; with LEFT, after so many exchanges of the bootstrap."""
+        """Sets this rank's `presence`; with LEFT, after this number of exchanges of the bootstrap."""
         lib.proxyccl_control_set_presence(self._control, presence, exchanges)
 
     @property
@@ -197,11 +197,11 @@ class ControlSegment:
         return lib.proxyccl_control_exchanges(self._control)
 
     def ask(self, question: int) -> None:
-        """Asks this rank's kernels what they wait for, under a number from 1 that was not used before; 0 ends that."""
+        """Asks this rank's kernels for their waits, under a number from 1 that was not used before; 0 ends that."""
         lib.proxyccl_control_ask(self._control, question)
 
     def waits(self, question: int) -> list[KernelWait]:
-        """What has been answered: for each peer the wait of one thread. An abort asks LAST_QUESTION."""
+        """The answers: for each peer the wait of one thread. An abort asks LAST_QUESTION."""
         wait, found = ffi.new("ProxycclWait *"), []
         for place in range(lib.PROXYCCL_WAIT_PLACES):
             if lib.proxyccl_control_wait(self._control, place, question, wait):
@@ -212,7 +212,7 @@ class ControlSegment:
 
     @property
     def readback_buffer(self) -> tuple[int, int]:
-        """The addresses, for the device and for the CPU, of READBACK_BYTES for copies of what lies in device memory."""
+        """The addresses, for the device and for the CPU, of READBACK_BYTES for copies of device memory."""
         return self.memory.ptr + _READBACK_OFFSET, self.memory.host_ptr + _READBACK_OFFSET
 
     def semaphore(self, channel: int) -> int:
@@ -221,7 +221,7 @@ class ControlSegment:
 
     @property
     def announcements(self) -> Announcements:
-        """The table of what the segment's rank announces."""
+        """The table of the announcements of the segment's rank."""
         return Announcements(self.memory.host_ptr + _ANNOUNCEMENTS_OFFSET)
 
     @property

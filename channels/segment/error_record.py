@@ -38,7 +38,7 @@ WAITS = {
     lib.PROXYCCL_WAIT_CONDITION: "a condition of its kernel",
     lib.PROXYCCL_WAIT_EXECUTION: "an operation of its execution plan",
 }
-"""What a kernel's wait waits for, by ProxycclWaitKind."""
+"""The object of a kernel's wait, by ProxycclWaitKind."""
 
 PLAN_WAITS = {
     lib.PROXYCCL_WAIT_PLAN_POST: "rank {peer} to join plan {plan}",
@@ -60,7 +60,7 @@ SM_MEMORIES = {
     lib.PROXYCCL_SM_OWN_MEMORY: "the own memory",
     lib.PROXYCCL_SM_PACKET_BUFFER: "the packet buffer",
 }
-"""What a range of an SmChannel leaves, by the `wait` of a record."""
+"""The memory that a range of an SmChannel leaves, by the `wait` of a record."""
 
 
 class ErrorRecord(Message, frozen=True):
@@ -80,7 +80,7 @@ class ErrorRecord(Message, frozen=True):
 
 
 def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> CommunicatorError:
-    """The exception for an error record, as this rank sees it. `cause` is what only the rank that failed knows."""
+    """The exception for an error record, as this rank sees it. `cause` has what only the failed rank knows."""
     return _EXCEPTIONS.get(record.code, _ended)(_Account(record, own_rank, cause))
 
 
@@ -180,7 +180,7 @@ def _shared_wait(of: _Account) -> CommunicatorError:
     what = WAITS.get(of.record.wait, "a signal")
     message = (
         f"two threads of {of.who} waited at once for {what}{of.peer}{of.on}; one thread calls wait(), and the others "
-        "of its block go on behind __syncthreads()"
+        "of its block continue after __syncthreads()"
     )
     return of.error(TriggerError, "wait", message)
 

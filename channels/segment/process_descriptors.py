@@ -29,14 +29,14 @@ def acquire(pid: int) -> int:
 
 
 def has_ended(descriptor: int) -> bool:
-    """Whether the process that a descriptor is of has ended."""
+    """Whether a descriptor's process has ended."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def release(descriptor: int) -> None:
-    """Closes a descriptor behind its last user."""
+    """Closes a descriptor after its last user."""
     with _lock:
         _users[descriptor] -= 1
         if _users[descriptor]:

@@ -1,4 +1,4 @@
-"""Rendezvous: ranks of a host exchange messages, and find each other for a group of their own, without a bootstrap.
+"""Rendezvous: ranks of a host exchange messages, and find each other to form a group, without a bootstrap.
 
 Each rank has one in its control segment, which the others map (rendezvous.h).
 """
@@ -25,10 +25,10 @@ _LONGEST_PAUSE_SECONDS = 1e-3
 
 
 class Rendezvous:
-    """A rank's rendezvous, own or a peer's.
+    """A rank's rendezvous, this rank's or a peer's.
 
     Args:
-        address: where it lies, for the CPU. Fresh memory is one that nobody has used.
+        address: where it lies, for the CPU. Fresh memory is an unused rendezvous.
     """
 
     def __init__(self, address: int) -> None:
@@ -84,13 +84,13 @@ class Rendezvous:
             lib.proxyccl_invite(self._shared, place, key, message, len(message))
 
     def find(self, key: int) -> bytes | None:
-        """By a peer: what lies under a key; None if nothing does."""
+        """By a peer: the handle under a key, or None."""
         copy = ffi.new("ProxycclInvitation *")
         found = lib.proxyccl_invitation_find(self._shared, key, copy)
         return bytes(ffi.buffer(copy.handle, copy.handle_bytes)) if found else None
 
     def decide(self, question: int, value: int) -> int:
-        """By any rank: decides a question by a value above 0. Returns the value of the rank that came first."""
+        """By any rank: decides a question by a value above 0. Returns the value of the first rank to decide."""
         return int(lib.proxyccl_decide(self._shared, question, value))
 
     def decision(self, question: int) -> int | None:
@@ -150,16 +150,17 @@ class Mailboxes:
 def wait_until(
     found: Callable[[], object], deadline: float, give_up: Callable[[], None], late: Callable[[], Exception]
 ) -> None:
-    """Waits until `found` says so. Arguments as for `wait_at_most`; `late` gives the error to raise at the deadline."""
+    """Waits until `found` returns true. Arguments as for `wait_at_most`; `late` gives the error to raise at the
+    deadline."""
     if not wait_at_most(found, deadline, give_up):
         raise late()
 
 
 def wait_at_most(found: Callable[[], object], deadline: float, give_up: Callable[[], None]) -> bool:
-    """Waits until `found` says so, with ever longer pauses. False at the deadline.
+    """Waits until `found` returns true, with ever longer pauses. False at the deadline.
 
     Args:
-        found: asked again and again.
+        found: called repeatedly.
         deadline: by `time.monotonic`.
         give_up: called while waiting; it raises to end the wait early.
     """
@@ -168,7 +169,7 @@ def wait_at_most(found: Callable[[], object], deadline: float, give_up: Callable
         try:
             give_up()
         except ProxyCCLError:
-            if found():  # meanwhile: what ends the wait came behind it
+            if found():  # meanwhile: the event that ends the wait came after it
                 return True
             raise
         if time.monotonic() > deadline:

@@ -86,7 +86,7 @@ class GpuRuntime:
         number = find_integer(device)
         if number is None or not 0 <= number < count:
             devices = f"{driver.runtime} devices, 0 to {count - 1}"
-            raise ArgumentError("device", f"{device!r} is none of the {count} {devices}")
+            raise ArgumentError("device", f"{device!r} is not one of the {count} {devices}")
         self.driver = driver
         self.name = driver.runtime
         self.device = number

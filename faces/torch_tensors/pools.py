@@ -36,7 +36,7 @@ def require_torch(runtime: str) -> Any:
     """torch, if it allocates memory of a runtime in pools. Raises RuntimeUnavailableError if it does not."""
     if runtime == "host":
         raise RuntimeUnavailableError(
-            "memory_pool: the communicator uses the host runtime; torch has pools on GPUs alone"
+            "memory_pool: the communicator uses the host runtime; torch has pools only on GPUs"
         )
     try:
         import torch
@@ -56,7 +56,7 @@ def require_torch(runtime: str) -> Any:
 @functools.cache
 def allocator(torch: Any, allocate: str = memory_pool.ALLOCATE, free: str = memory_pool.FREE) -> Any:
     """torch's object for two functions that this library exports: those of memory_pool.h or of places.h. It lives as
-    long as the process: torch calls it, by address, for as long as there is memory that it allocated.
+    long as the process: torch calls it, by address, as long as memory exists that it allocated.
     """
     return torch.cuda.memory.CUDAPluggableAllocator(memory_pool.library(), allocate, free)
 
@@ -70,7 +70,7 @@ class PoolUse:
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _pools: ClassVar[dict[int, tuple[Any, int]]] = {}  # by device: the pool, and its users
-    _outlived: ClassVar[list[Any]] = []  # pools that graphs go on using; torch may not be left to destroy them
+    _outlived: ClassVar[list[Any]] = []  # pools that graphs still use; torch must not destroy them
 
     def __init__(self, torch: Any, group: Group) -> None:
         self._device = group.runtime.device
@@ -85,7 +85,7 @@ class PoolUse:
         group.symmetric.follow(segments)
 
     def close(self) -> None:
-        """Ends the use. Tensors that are still there keep their memory."""
+        """Ends the use. Remaining tensors keep their memory."""
         with self._lock:
             pool, users = self._pools.pop(self._device)
             if users > 1:

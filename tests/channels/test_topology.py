@@ -215,7 +215,7 @@ def test_a_pair_is_forced_on_either_transport(runtime: Runtime, own: RankInfo) -
 @pytest.mark.parametrize(
     ("choice", "host", "missing", "message"),
     [
-        ("copy", "elsewhere", "", "they share no host"),
+        ("copy", "elsewhere", "", "they do not share a host"),
         ("verbs", "", "no device", "rank 0 lacks it: no device"),
         ("staged", "", "no device", "rank 0 lacks it: no device"),
     ],
@@ -239,7 +239,7 @@ def test_the_environment_chooses_the_transport(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PROXYCCL_TRANSPORT", "copy")
     assert encode_choice(None, 3) == encode_choice("copy", 3) != encode_choice({}, 3)
     monkeypatch.setenv("PROXYCCL_TRANSPORT", "pigeon")
-    with pytest.raises(ArgumentError, match="PROXYCCL_TRANSPORT: 'pigeon' is none of copy, verbs, staged"):
+    with pytest.raises(ArgumentError, match="PROXYCCL_TRANSPORT: 'pigeon' is not one of copy, verbs, staged"):
         encode_choice(None, 3)
 
 

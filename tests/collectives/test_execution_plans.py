@@ -616,7 +616,7 @@ BROKEN = [
     (changed(f"{OPS}.4.name", "jump"), PLACE + r"4 \(jump\): there is no such operation"),
     (changed(f"{OPS}.4.name", "glres"), "multi-load-reduce-store needs a switch that multicasts"),
     (changed(f"{OPS}.4.name", "pipeline"), "expected iter_context"),
-    (changed(f"{OPS}.4.ops", [NOP]), "only a pipeline has operations"),
+    (changed(f"{OPS}.4.ops", [NOP]), "only a pipeline contains operations"),
     (changed(f"{OPS}.4.src_buff", []), "src_buff has 0 entries"),
     (changed(f"{OPS}.4.src_buff.0.index", 1), PLACE + r"4 \(copy\): src_buff\[0\]: chunks 1 to 1 of rank 1's input"),
     (changed(f"{OPS}.4.src_buff.0.type", None), r"src_buff\[0\]: expected type alone"),

@@ -164,7 +164,7 @@ def test_a_client_whose_request_hangs_keeps_no_report_back(
     assert stuck is not None
     assert stuck.request is not None
     assert stuck.request.name == "add_memory"
-    assert "its request add_memory has been under way" in daemons.remarks(report, stuck, rings=False)[0]
+    assert "its request add_memory has been in progress" in daemons.remarks(report, stuck, rings=False)[0]
     (silent,) = (client for client in report.clients if client.description is None)
     assert (silent.pid, silent.rings) == (os.getpid(), [])
     assert report.unread == []
@@ -450,7 +450,7 @@ def test_the_daemons_word_is_added_of_a_rank_waited_for(sample: Sample) -> None:
     way = replace(client_of(sample, 0).connections[0], outstanding=3)
     busy = reason_of(sample, changed(sample, 0, connections=[way], request=Request("drain", 2.5)))
     assert "3 triggers to rank 1 by copy issued but not known to be complete" in busy
-    assert "its request drain has been under way for 2.5 s" in busy
+    assert "its request drain has been in progress for 2.5 s" in busy
 
 
 def test_a_thread_of_the_daemon_that_something_holds_is_told(sample: Sample) -> None:

@@ -89,7 +89,7 @@ except ArgumentError as error:
     first, second, refused = out.splitlines()
     assert first.split()[0] != second.split()[0]
     assert "CPU as HIP device 1, gfx942, 2 multiprocessors, 16 GiB, HIP 6.4" in second
-    assert refused == "device: 2 is none of the 2 hip devices, 0 to 1"
+    assert refused == "device: 2 is not one of the 2 hip devices, 0 to 1"
 
 
 def test_the_device_that_was_current_is_current_again() -> None:

@@ -380,7 +380,7 @@ def test_an_echo_is_no_answer() -> None:
         echoed = pool.submit(echo)
         offer = Offer(["127.0.0.1"], server.getsockname()[1], b"\xab" * 16)
         listener = Listener(1)
-        with pytest.raises(PeerLostError, match="somebody else listens there"):
+        with pytest.raises(PeerLostError, match="another process listens there"):
             listener.join([0], [offer], TIMEOUT, patient)
         echoed.result(TIMEOUT)
         listener.close()
