@@ -1,6 +1,6 @@
 """The CPU side: rings, the C engine that drains them, and the service that runs the engine.
 
-It knows nothing of collectives.
+It does not know about collectives.
 """
 
 from proxyccl.device.ffi_types import realize_types as _realize_types

@@ -1,4 +1,4 @@
-"""The channel ids of a service: which are in use, and each one's ring, worker and connection or handler."""
+"""The channel ids of a service: those in use, and each one's ring, worker and connection or handler."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ChannelTable:
         return rings[turn % len(rings)]
 
     def set_connection(self, channel: int, connection: Connection, remote_semaphore: int) -> None:
-        """Has a channel's triggers go to a connection, and its signals to a word of the peer."""
+        """Directs a channel's triggers to a connection, and its signals to a word of the peer."""
         lib.proxyccl_service_set_channel(
             self._service,
             channel,
@@ -117,7 +117,7 @@ class ChannelTable:
         return self.reserve(worker, channel), worker
 
     def set_handler(self, channel: int, worker: int) -> None:
-        """Has a channel's triggers go to its handler, which must be added before."""
+        """Directs a channel's triggers to its handler, which must be added before."""
         lib.proxyccl_service_set_handler(
             self._service, channel, self._shared.flushed_host(channel), self._shared.completed_host(channel)
         )

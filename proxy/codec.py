@@ -1,8 +1,8 @@
-"""The one codec for what crosses processes: bootstrap, daemon, links between hosts, memory for observers, report files.
+"""The one codec for data between processes: bootstrap, daemon, links between hosts, memory for observers, report files.
 
-A `Message` says what its fields are, with their ranges. A `Codec` turns it into bytes of a bounded length and back, and
-trusts nothing that comes in: what is not a message of its type is a `ProtocolError` that names the sender, the field,
-what came and what was expected.
+A `Message` declares its fields and their ranges. A `Codec` turns it into bytes of a bounded length and back, and trusts
+no input: anything that is not a message of its type is a `ProtocolError` that names the sender, the field, the received
+value and the expected one.
 
 The encoding is JSON rather than MessagePack. The same bytes are written to report files, to shared memory and to
 sockets, where people and other tools read them, and none of these paths moves data at a rate that would pay for a
@@ -25,7 +25,7 @@ __all__ = ["Codec", "Message", "ProtocolError", "Uint32", "Uint64"]
 
 Uint32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Uint64 = Annotated[int, Meta(ge=0)]
-"""`Codec` itself refuses what is larger than 64 bits: msgspec takes no bound above 2^63 - 1."""
+"""`Codec` itself refuses values of more than 64 bits: msgspec takes no bound above 2^63 - 1."""
 
 _SHOWN = 100  # characters of a wrong value in an error
 _LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)`)?", re.DOTALL)
@@ -40,7 +40,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of everything that a `Codec` carries: immutable, built and compared like a frozen dataclass.
 
     When decoded, an unknown field is refused, and so is a missing one that has no default. `__post_init__` may raise
-    ValueError about what types and ranges cannot say.
+    ValueError for conditions that types and ranges can't express.
     """
 
 
@@ -50,13 +50,13 @@ class Codec(Generic[T]):
     Args:
         kind: a `Message`, or anything made of messages and plain values: a tagged union, a list, a dict.
         limit: length in bytes of the longest encoding, in both directions.
-        name: what errors call such a value; the type's name by default.
+        name: the name of such a value in errors; the type's name by default.
     """
 
     @overload
     def __init__(self, kind: type[T], limit: int, name: str = "") -> None: ...
 
-    @overload  # a union is no `type[T]`: Codec[A | B](A | B, ...)
+    @overload  # a union is not a `type[T]`: Codec[A | B](A | B, ...)
     def __init__(self, kind: Any, limit: int, name: str = "") -> None: ...
 
     def __init__(self, kind: Any, limit: int, name: str = "") -> None:
@@ -149,7 +149,7 @@ def _escape_surrogates(value: Any) -> Any:
 
 
 def _require_strict(kind: Any) -> None:
-    """Refuses types whose decoder ignores fields that it does not know."""
+    """Refuses types whose decoder ignores unknown fields."""
     seen: set[int] = set()
     pending = [inspect.type_info(kind)]
     while pending:
@@ -158,10 +158,10 @@ def _require_strict(kind: Any) -> None:
             continue
         seen.add(id(found))
         if isinstance(found, inspect.DataclassType | inspect.TypedDictType | inspect.NamedTupleType):
-            raise TypeError(f"{found.cls.__name__} is no Message: what it does not know would be ignored")
+            raise TypeError(f"{found.cls.__name__} is not a Message: unknown fields would be ignored")
         if isinstance(found, inspect.StructType):
             if not found.forbid_unknown_fields:
-                raise TypeError(f"{found.cls.__name__} is no Message: what it does not know would be ignored")
+                raise TypeError(f"{found.cls.__name__} is not a Message: unknown fields would be ignored")
             pending += [field.type for field in found.fields]
         for name in ("item_type", "key_type", "value_type"):
             if hasattr(found, name):
@@ -174,10 +174,10 @@ def _no_json(data: bytes | bytearray | memoryview, error: Exception) -> str:
 
 
 def _explain(text: str, kind: Any, data: bytes | bytearray | memoryview) -> str:
-    """What msgspec says of a wrong value, with the field's name, the value, and the choices where there are some."""
+    """msgspec's message about a wrong value, with the field's name, the value, and the choices if there are any."""
     try:
         whole = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # behind the field that is wrong
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # inside the wrong field
         return _no_json(data, error)
     match = _LOCATED.fullmatch(text)
     assert match is not None  # any text matches
@@ -204,7 +204,7 @@ def _describe(what: str, value: Any, expected: inspect.Type, last: list[str], *,
 def _follow(steps: list[str], value: Any, expected: inspect.Type) -> tuple[Any, inspect.Type]:
     """The value at a path, and the type that is expected there.
 
-    Behind an entry of a dict, which msgspec does not name, this is the dict; and at the tag of a union, the union.
+    Inside an entry of a dict, which msgspec does not name, this is the dict; and at the tag of a union, the union.
     """
     for step in steps:
         options = expected.types if isinstance(expected, inspect.UnionType) else (expected,)
@@ -228,7 +228,7 @@ def _follow(steps: list[str], value: Any, expected: inspect.Type) -> tuple[Any, 
 
 
 def _variant(value: dict[str, Any], structs: list[inspect.StructType]) -> inspect.StructType | None:
-    """The struct that an object is to be, by its tag where there are several."""
+    """The struct expected for an object, by its tag if there are several."""
     if len(structs) == 1:
         return structs[0]
     return next((struct for struct in structs if value.get(struct.tag_field or "") == struct.tag), None)

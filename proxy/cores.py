@@ -20,7 +20,7 @@ def parse_cores(text: str, near: int | None = None) -> list[int]:
         near: the NUMA node next to the device; None if there is no device, or its node is unknown.
 
     Raises:
-        ArgumentError: the text names no cores.
+        ArgumentError: the text is not a valid list of cores.
     """
     if text == "near":
         if near is None:
@@ -43,7 +43,7 @@ def parse_cores(text: str, near: int | None = None) -> list[int]:
 
 
 def cores_of(pid: int) -> set[int]:
-    """The cores that a process of this machine may run on; none if it has ended or can't be seen from here."""
+    """The cores that a process of this machine may run on; empty if it has ended or can't be seen from here."""
     try:
         return os.sched_getaffinity(pid)
     except ProcessLookupError:

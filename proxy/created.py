@@ -1,4 +1,4 @@
-"""What the engine makes, or an error by name."""
+"""Objects that the engine makes, or a named error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def created(pointer: Any, what: str) -> Any:
 
     Args:
         pointer: null if there was no memory for it.
-        what: what it is, for the error.
+        what: its description, for the error.
 
     Raises:
         ResourceError: it is null.

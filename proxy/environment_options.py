@@ -22,7 +22,7 @@ def named_options(
 
     Args:
         options: the dataclass of all options.
-        what: whose options they are, for the error.
+        what: the owner of the options, for the error.
         arguments: by the name of an option.
         prefix: of the variables' names.
         texts: the options that stay text where the variable has digits.

@@ -25,7 +25,7 @@ class Ring(RingMemory):
         self.pinned = memory
 
     def close(self) -> None:
-        """Frees the memory. Neither a kernel nor the proxy may use the ring any more."""
+        """Frees the memory. Kernels and the proxy must no longer use the ring."""
         self.pinned.close()
 
 
@@ -60,6 +60,6 @@ class Fifo(Ring):
         return bytes(ffi.buffer(handle))
 
     def close(self) -> None:
-        """Frees the memory. Neither a kernel nor the proxy may use the ring any more."""
+        """Frees the memory. Kernels and the proxy must no longer use the ring."""
         super().close()
         self._device.close()

@@ -2,7 +2,7 @@
 
 A signal is a word in the receiver's control segment, which is host memory. The network adapter writes the data first
 and the word after it. But the two take different paths, and a kernel that has read the word may still read old data,
-unless the device orders both. Data of a device that does not goes through pinned memory, by the staged transports.
+unless the device orders both. For a device that does not, data goes through pinned memory, by the staged transports.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
 
 GPU_WRITES = ("auto", "ordered")
-"""Values of the option `gpu_writes`: to ask the device, or to take the caller's word that it keeps the order."""
+"""Values of the option `gpu_writes`: ask the device, or trust the caller that it keeps the order."""
 
 
 def require_ordered(runtime: Runtime, gpu_writes: str, variable: str) -> None:
@@ -23,7 +23,7 @@ def require_ordered(runtime: Runtime, gpu_writes: str, variable: str) -> None:
         variable: the environment variable of that option, for the error.
 
     Raises:
-        RuntimeUnavailableError: the device does not say that it does, nor does the caller.
+        RuntimeUnavailableError: neither the device nor the caller says that it does.
     """
     if gpu_writes == "auto" and not runtime.orders_rdma_writes:
         raise RuntimeUnavailableError(

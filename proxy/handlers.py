@@ -27,11 +27,11 @@ class Handlers:
         self.running: dict[int, float] = {}
 
     def add(self, channel: int, handler: Handler) -> None:
-        """Has the channel's triggers passed to the handler."""
+        """Directs the channel's triggers to the handler."""
         self._by_channel[channel] = handler
 
     def call(self, channel: int, trigger: Trigger) -> Exception | None:
-        """Passes a trigger to its handler. Returns what that raised, or None."""
+        """Passes a trigger to its handler. Returns its exception, or None."""
         self.running[channel] = time.monotonic()
         try:
             self._by_channel[channel](trigger)

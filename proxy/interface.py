@@ -1,4 +1,4 @@
-"""What a communicator asks of a proxy.
+"""The interface of a proxy for a communicator.
 
 Two classes implement it: a service in the communicator's own process, and a client of the node daemon. So callers name
 memory twice, by its address in their process and by a handle: a service takes the address, the daemon opens the handle.
@@ -34,8 +34,8 @@ class Connection:
         worker: number of its worker.
         peer: the rank at its other end; None if unknown.
         transport: the transport's name.
-        pointer: the engine's ProxycclConnection; None where the proxy is another process.
-        owned: what it copies with, to close after it, in this order.
+        pointer: the engine's ProxycclConnection; None if the proxy is in another process.
+        owned: the objects that it copies with, to close after it, in this order.
     """
 
     number: int
@@ -48,7 +48,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class ChannelCounters:
-    """What a proxy did for one channel so far.
+    """A proxy's counters of one channel.
 
     Attributes:
         triggers: triggers that it acted on.
@@ -77,11 +77,11 @@ class ProxyFailure:
         trigger: the trigger that failed, or None.
         status: status of the transport or the driver; 0 if neither failed.
         reason: the error in words.
-        exception: what a handler raised, or None.
+        exception: a handler's exception, or None.
         peer: the peer of the connection that failed or that the trigger named; None if there is none.
         plan: number of the plan that failed; 0 if none is concerned.
-        offset: of a trigger that was refused: in the memory that it is refused for, source or destination.
-        wait: after a time-out, what was waited for: a ProxycclWaitKind (control.h).
+        offset: for a refused trigger, the offset in the memory that caused the refusal, source or destination.
+        wait: after a time-out, the kind of wait: a ProxycclWaitKind (control.h).
     """
 
     code: int
@@ -97,14 +97,14 @@ class ProxyFailure:
 
 
 class RdmaEndpointInfo(Message, frozen=True):
-    """What a rank tells a peer about its endpoint of an RDMA connection.
+    """A rank's message to a peer about its endpoint of an RDMA connection.
 
     Attributes:
         endpoint: the endpoint's address, encoded by its transport (for a queue pair an `EndpointAddress`).
         segment: address of the rank's control segment, as the peer's device names it.
-        rkey: remote key of that segment or, where data is staged, of the staging area.
+        rkey: remote key of that segment or, if data is staged, of the staging area.
         area: address of the staging area, as the peer's device names it.
-        ring_bytes: bytes of each ring in that area; 0 where data is not staged.
+        ring_bytes: bytes of each ring in that area; 0 if data is not staged.
     """
 
     endpoint: bytes
@@ -116,15 +116,15 @@ class RdmaEndpointInfo(Message, frozen=True):
 
 @dataclass(frozen=True)
 class RdmaMemory:
-    """Own memory that peers reach by one transport; made by `RdmaContext.expose`.
+    """Memory of this rank that peers reach by one transport; made by `RdmaContext.expose`.
 
     Attributes:
         transport: the transport's name.
         address: address of its first byte, as peers name it.
         key: key by which peers name it: a remote key, or the number of a target.
-        local_key: key by which this rank's own requests name it; 0 where data is staged.
+        local_key: key by which this rank's own requests name it; 0 if data is staged.
         copied: whether the proxy's copies reach it by the same address.
-        owner: what the context needs to withdraw it.
+        owner: the context's state for withdrawing it.
     """
 
     transport: str
@@ -143,7 +143,8 @@ class RdmaContext(Protocol):
     """
 
     def unsupported_reason(self, transport: str) -> str:
-        """Why a transport's device can't register the memory of the rank's GPU; empty if it can, or need not.
+        """The reason why a transport's device can't register the memory of the rank's GPU; empty if it can, or need
+        not.
 
         Raises:
             ResourceError: the system or the device has no room.
@@ -168,7 +169,7 @@ class RdmaContext(Protocol):
 
         Args:
             peer: the peer's rank.
-            theirs: what the peer's `make_endpoint` returned.
+            theirs: the result of the peer's `make_endpoint`.
             timeout: seconds to keep trying while the network does not know the peer.
 
         Raises:
@@ -182,7 +183,7 @@ class RdmaContext(Protocol):
         ...
 
     def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> RdmaMemory:
-        """Lets peers reach own memory. Pair each call with a `withdraw`.
+        """Lets peers reach memory of this rank. Pair each call with a `withdraw`.
 
         Args:
             ptr: the memory's address in the caller's process.
@@ -199,7 +200,7 @@ class RdmaContext(Protocol):
         ...
 
     def withdraw(self, memory: RdmaMemory) -> None:
-        """Ends `expose`. No trigger may name the memory any more, on this rank or on a peer."""
+        """Ends `expose`. Triggers must no longer name the memory, on this rank or on a peer."""
         ...
 
     def close(self) -> None:
@@ -208,7 +209,7 @@ class RdmaContext(Protocol):
 
 
 class Proxy(Protocol):
-    """Drains a rank's rings and issues what their triggers ask for."""
+    """Drains a rank's rings and issues their triggers' operations."""
 
     def fifo_for(self, channel: int) -> Fifo:
         """The ring that a channel's triggers go through."""
@@ -229,16 +230,16 @@ class Proxy(Protocol):
         ...
 
     def outstanding(self, channel: int) -> int | None:
-        """Triggers and sends of plans that a channel's connection was given and that are not known to be complete.
+        """Triggers and sends of plans on a channel's connection that are not known to be complete.
 
-        None for a handler's channel, and where this process can't tell.
+        None for a handler's channel, and if this process can't tell.
         """
         ...
 
     def plan_waits(self) -> list[PlanWait]:
-        """What plans that make no progress wait for, or waited for when a failure stopped them.
+        """The waits of plans that make no progress, or that a failure stopped.
 
-        Empty where this process can't tell.
+        Empty if this process can't tell.
         """
         ...
 
@@ -248,7 +249,7 @@ class Proxy(Protocol):
 
     def completed(self, channel: int) -> int:
         """One more than the ticket up to which all triggers of a channel are known to be complete, of a handler's
-        channel handled. What they did is visible to the caller.
+        channel handled. Their effects are visible to the caller.
         """
         ...
 
@@ -271,8 +272,8 @@ class Proxy(Protocol):
         Args:
             base: its address in the caller's process.
             nbytes: its size.
-            key: its key for own requests of transports that use RDMA; 0 for none.
-            handle: gives the handle by which another process opens it.
+            key: its key for this rank's requests on transports that use RDMA; 0 for none.
+            handle: returns the handle by which another process opens it.
 
         Returns:
             The first id.
@@ -303,7 +304,7 @@ class Proxy(Protocol):
         ...
 
     def add_rdma_memory(self, address: int, nbytes: int, key: int) -> int:
-        """Registers memory that only RDMA reaches, by an address and a key: own memory, or a peer's.
+        """Registers memory that only RDMA reaches, by an address and a key: this rank's or a peer's.
 
         The engine refuses a trigger on a channel that would copy from or to it.
 
@@ -316,7 +317,7 @@ class Proxy(Protocol):
         ...
 
     def remove_memory(self, first: int, nbytes: int) -> None:
-        """Frees a memory's ids. No trigger may name them any more."""
+        """Frees a memory's ids. Triggers must no longer name them."""
         ...
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
@@ -324,7 +325,7 @@ class Proxy(Protocol):
 
         Args:
             peer: the rank at the other end, for failures to name.
-            transport: name of a transport that uses no RDMA.
+            transport: name of a transport that does not use RDMA.
             private: whether its channels copy from memory that only the caller's process can reach.
 
         Raises:
@@ -339,7 +340,7 @@ class Proxy(Protocol):
         """The rank's RDMA context. Called once; the caller closes it after the proxy.
 
         Args:
-            options: which device to use, and its settings.
+            options: the device to use, and its settings.
             signals: range of the control segment, in bytes, with the words that peers' proxies may signal.
             near: NUMA node that the device should be near to; None if all are equally near.
             local_rank: the rank's number on its host.
@@ -362,7 +363,7 @@ class Proxy(Protocol):
             channel: its id.
             connection: the connection that it was reserved for.
             remote_semaphore: address, as the transport reaches it, of the word that its signals count up.
-            handle: gives the handle by which another process opens that word.
+            handle: returns the handle by which another process opens that word.
         """
         ...
 
@@ -388,15 +389,15 @@ class Proxy(Protocol):
         ...
 
     def remove_plan(self, number: int) -> None:
-        """Frees a plan. No stream may ring it any more. Raises ResourceError if it runs."""
+        """Frees a plan. Streams must no longer ring it. Raises ResourceError if it runs."""
         ...
 
     def check_turns(self, timeout: float) -> None:
         """Fails the proxy if a stream has waited for a plan for that long while a worker took no turn.
 
-        Nothing else would end such a wait. A worker that waits for a peer takes turns, and bounds that itself. A worker
-        takes none while its process is stopped, while a call of the driver does not return, and while a Python handler
-        runs.
+        Nothing else would end such a wait. A worker that waits for a peer takes turns, and bounds that wait itself. A
+        worker takes no turn while its process is stopped, while a call of the driver does not return, and while a
+        Python handler runs.
 
         Args:
             timeout: in seconds. One thread calls this every few milliseconds.
@@ -408,7 +409,7 @@ class Proxy(Protocol):
         ...
 
     def end_waits(self) -> None:
-        """Ends the waits of streams for plans and their stages. For after a failure, when no worker does it."""
+        """Ends the waits of streams for plans and their stages. For use after a failure, when no worker does it."""
         ...
 
     def add_handler(self, handler: Handler) -> int:

@@ -1,4 +1,4 @@
-"""The memory ids of a service: which are in use, and what the engine and kernels know about each."""
+"""The memory ids of a service: those in use, and the engine's and kernels' data about each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 def windows_of(nbytes: int) -> int:
-    """How many memory ids so many bytes take: one for each window of 4 GiB."""
+    """The number of memory ids for a size: one for each window of 4 GiB."""
     return max(1, -(-nbytes // WINDOW_BYTES))
 
 
@@ -64,7 +64,7 @@ class MemoryTable:
         return first
 
     def remove(self, first: int, nbytes: int) -> None:
-        """Frees the ids of a memory of that size. No trigger may name them any more."""
+        """Frees the ids of a memory of that size. Triggers must no longer name them."""
         for i in range(windows_of(nbytes)):
             self._set(first + i, 0, 0, 0, rdma_only=False, host=ffi.NULL)
             self._used[first + i] = False
@@ -82,5 +82,5 @@ class MemoryTable:
                 return i - windows + 1
         raise ResourceError(
             f"no {windows} consecutive memory ids are free of {MAX_MEMORIES}: "
-            f"{sum(self._used)} are in use; close memories that are not needed any more"
+            f"{sum(self._used)} are in use; close memories that are no longer needed"
         )

@@ -1,4 +1,4 @@
-"""What the system knows about a process on this machine, by its process id."""
+"""The system's data about a process on this machine, by its process id."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start_of(pid: int) -> int | None:
 def pid_namespace() -> str:
     """The namespace that this process's ids of processes belong to; empty if /proc does not show it.
 
-    That is so without a /proc, and where it shows another namespace's processes.
+    That is the case without a /proc, and if it shows another namespace's processes.
     """
     try:
         if os.readlink("/proc/self") == str(os.getpid()):

@@ -1,4 +1,4 @@
-"""What a device of a transport between hosts is opened for."""
+"""The rank for which a device of a transport between hosts is opened."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from proxyccl.device.runtime import PinnedMemory, Runtime
 
 @dataclass(frozen=True)
 class RdmaSetup:
-    """What a device is opened for: one rank.
+    """The rank for which a device is opened.
 
     Attributes:
-        runtime: whose device memory peers reach.
+        runtime: the runtime whose device memory peers reach.
         segment: the rank's control segment.
-        signals: where in it, in bytes, the words lie that peers' proxies may signal.
+        signals: the range in it, in bytes, of the words that peers' proxies may signal.
         near: NUMA node that the device is to be near to; None: all are equally near.
         local_rank: the rank's number on its host.
     """

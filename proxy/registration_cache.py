@@ -1,4 +1,4 @@
-"""Memory that is registered with a device once, however often it is asked for, and kept for a while afterwards."""
+"""Memory that is registered with a device once, however many users it has, and kept for a while afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Registered(Protocol):
 
     @property
     def allocation(self) -> Hashable:
-        """What tells its allocation from all others; None if it is registered for as long as it is used."""
+        """Identifies its allocation among all others; None if it is registered only while it is used."""
         ...
 
 
@@ -34,13 +34,13 @@ Registration = TypeVar("Registration", bound=Registered)
 class RegistrationCache(Generic[Registration]):
     """The registrations of a device. Threads may share it.
 
-    Ranges that nobody uses any more stay registered for the next time if the caller names their allocation, so that one
-    of another allocation at the same address is never taken for them; the least recently used go first. They keep their
+    Unused ranges stay registered for the next time if the caller names their allocation, so that another allocation at
+    the same address is never confused with them; the least recently used are dropped first. They keep their
     memory occupied, even freed memory of a GPU.
 
     Args:
         deregister: ends a registration.
-        keep: ranges that stay registered when nobody uses them.
+        keep: the number of unused ranges that stay registered.
         keep_bytes: their size altogether.
     """
 
@@ -60,7 +60,7 @@ class RegistrationCache(Generic[Registration]):
         """The registration of a range, which `make` makes if there is none. Each call is paired with a `release`.
 
         Raises:
-            ArgumentError: the range is empty or none.
+            ArgumentError: the range is empty or invalid.
         """
         if not isinstance(ptr, int) or not 0 < ptr < 1 << 64:
             raise ArgumentError("ptr", f"must be an address, not {ptr!r}")
@@ -69,7 +69,7 @@ class RegistrationCache(Generic[Registration]):
         return self._made.acquire((ptr, nbytes, allocation), make)
 
     def release(self, registration: Registration) -> None:
-        """Ends one use. No request may name it any more when the last one ends.
+        """Ends one use. When the last one ends, requests must no longer name it.
 
         Raises:
             ArgumentError: it is not in use.
@@ -81,5 +81,5 @@ class RegistrationCache(Generic[Registration]):
             raise ArgumentError("registration", f"{registration} is not in use") from None
 
     def close(self) -> None:
-        """Deregisters everything. Nothing may be under way from or to it."""
+        """Deregisters everything. No transfers may be in flight from or to it."""
         self._made.close()

@@ -1,7 +1,7 @@
-"""A ring in mapped memory: where its slots and its tail lie, and what they hold.
+"""A ring in mapped memory: the addresses and the contents of its slots and its tail.
 
 Reading it disturbs neither the producers nor the proxy. The proxy does not clear the slots that it has taken, so a ring
-also holds the last triggers that it acted on.
+also holds the last triggers that it handled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from proxyccl.proxy._engine import ffi
 from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger, full_parity
 
 LINE_BYTES = 128
-"""Distance of words with different writers: two cache lines, as some processors fetch lines in pairs."""
+"""Distance of words with different writers: two cache lines, because some processors fetch lines in pairs."""
 _SLOT_BYTES: int = ffi.sizeof("ProxycclTrigger")
 
 
@@ -32,7 +32,7 @@ def require_ring_size(size: object) -> int:
 
 
 def ring_bytes(size: int) -> int:
-    """Bytes of pinned memory for a ring with so many slots."""
+    """Bytes of pinned memory for a ring with this number of slots."""
     return size * _SLOT_BYTES + LINE_BYTES
 
 
@@ -42,7 +42,7 @@ class RingContents:
 
     Attributes:
         size: number of slots.
-        taken: triggers that the proxy has taken so far, which is the ticket of the next one.
+        taken: the number of triggers that the proxy has taken, which is the ticket of the next one.
         full: number of slots with triggers that it has not taken.
         waiting: the first of those triggers, with their tickets, in order.
         recent: the last triggers that it took, with their tickets, in order.
@@ -56,7 +56,7 @@ class RingContents:
 
 
 class RingMemory:
-    """The slots of a ring, and behind them its tail. The memory must stay mapped while it is read.
+    """The slots of a ring, followed by its tail. The memory must stay mapped while it is read.
 
     Args:
         address: the CPU's address of `ring_bytes(size)`.
@@ -87,7 +87,7 @@ class RingMemory:
 
     @property
     def taken(self) -> int:
-        """Triggers that the proxy has taken so far."""
+        """The number of triggers that the proxy has taken."""
         return int(self.tail[0])
 
     def count_full(self) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class RingMemory:
         return bool(parity == full_parity(ticket, self.size_log2))
 
     def snapshot(self, count: int = 16) -> RingContents:
-        """What it holds now, with at most `count` triggers of each kind."""
+        """Its present contents, with at most `count` triggers of each kind."""
         slots = np.frombuffer(ctypes.string_at(self.slots_host, self.tail_offset), np.uint64).reshape(-1, 2)
         taken = self.taken  # after the slots: a trigger that is taken meanwhile must not count as waiting
 

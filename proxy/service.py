@@ -1,7 +1,7 @@
 """The proxy service: rings, the workers that drain them, and the tables that triggers refer to.
 
-It runs in a rank's process, with threads of its own, or in the node daemon, on threads that services share. It knows
-nothing of ranks and collectives.
+It runs in a rank's process, with its own threads, or in the node daemon, on threads that services share. It does not
+know about ranks or collectives.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 class ProxyService:
-    """Drains rings and issues what their triggers ask for.
+    """Drains rings and issues their triggers' operations.
 
     Args:
         runtime: the runtime whose copies it issues.
@@ -53,23 +53,23 @@ class ProxyService:
         shared_offset: offset of those bytes in it.
         semaphores_offset: offset in it of the words that peers signal, by channel id; None for a service without plans.
         fifos: number of rings.
-        threads: number of workers, each with a thread of its own; they get the rings in turn.
+        threads: number of workers, each with its own thread; they get the rings in turn.
         fifo_size: slots in each ring.
-        idle: what the threads do when there is nothing to do.
+        idle: the policy of idle threads.
         cores: cores that the threads may run on; None for any.
         shared_threads: one thread for each worker, used by other services too; empty to make own threads.
         rings: rings made elsewhere, which `close` closes; empty to make own rings.
         ring_per_connection: whether all channels of a connection share a ring, which connections get in turn;
             otherwise channels get them in turn.
         on_failure: called in a worker's thread when an error ends the worker.
-        description: what observers find it by; None to stay hidden.
-        name: what the names of its threads begin with.
+        description: its description for observers; None to stay hidden.
+        name: the prefix of its threads' names.
 
     Attributes:
-        publication: what observers open; None without a description.
+        publication: its publication for observers; None without a description.
 
     Raises:
-        ArgumentError: fewer rings than threads, a ring size that is no power of two, or cores that don't exist.
+        ArgumentError: fewer rings than threads, a ring size that is not a power of two, or cores that don't exist.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class ProxyService:
             )
             self.publication = self._describe(description) if description else None
             self._published = publications.try_publish(self.publication) if self.publication else None
-            undo.pop_all()  # nothing fails from here on: the threads use all of it
+            undo.pop_all()  # no failure is possible from here on: the threads use all of it
         self._workers.start(self._worker_event, self._thread_lost)
 
     def _describe(self, description: Description) -> Publication:
@@ -219,7 +219,7 @@ class ProxyService:
             return self._memories.add(address, nbytes, key, rdma_only=rdma_only, host=host, first=first)
 
     def remove_memory(self, first: int, nbytes: int) -> None:
-        """Frees a memory's ids. No trigger may name them any more."""
+        """Frees a memory's ids. Triggers must no longer name them."""
         with self._lock:
             if not self._closed and self._process.is_here:
                 self._memories.remove(first, nbytes)
@@ -231,13 +231,13 @@ class ProxyService:
     def connect(self, transport: str, options: Any, *, peer: int | None = None) -> Connection:
         """A connection by any transport.
 
-        What the options name, such as a queue pair, must outlive the service. With a transport that uses RDMA, the
-        memories that triggers name need its keys; a peer's memory, and the word given to `set_channel`, have the
+        Objects that the options name, such as a queue pair, must outlive the service. With a transport that uses RDMA,
+        the memories that triggers name need its keys; a peer's memory, and the word given to `set_channel`, have the
         address by which the peer's device knows them.
 
         Args:
             transport: the transport's name.
-            options: the transport's own options: `VerbsOptions`, `StagedOptions`; None for one that uses no RDMA.
+            options: the transport's own options: `VerbsOptions`, `StagedOptions`; None for one that does not use RDMA.
             peer: the rank at the other end, for failures to name.
 
         Raises:
@@ -484,7 +484,7 @@ class ProxyService:
         return self._workers.paused(timeout)
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """See `Proxy.drain`. The workers go on."""
+        """See `Proxy.drain`. The workers continue."""
         self._process.require("the proxy service")
         with self._lock:
             if self._closed:
@@ -497,12 +497,12 @@ class ProxyService:
 
         Args:
             timeout: in seconds, for each worker.
-            drained: whether workers first empty their rings and complete what is outstanding.
+            drained: whether workers first empty their rings and complete outstanding work.
 
         Returns:
-            False if a worker did not end in time. What it uses is then kept, and another call waits again.
+            False if a worker did not end in time. Its memory is then kept, and another call waits again.
         """
-        if not self._process.is_here:  # the workers, and what they use, are the parent's
+        if not self._process.is_here:  # the workers and their memory are the parent's
             return True
         with self._lock:
             if self._freed:
@@ -521,7 +521,7 @@ class ProxyService:
             lib.proxyccl_connection_destroy(connection.pointer)
             for resource in connection.owned:
                 with contextlib.suppress(ProxyCCLError):
-                    resource.synchronize()  # the memory that its copies use may go next
+                    resource.synchronize()  # the memory that its copies use may be freed next
                 with contextlib.suppress(ProxyCCLError):
                     resource.close()
         self._workers.destroy()

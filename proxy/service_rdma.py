@@ -40,7 +40,7 @@ class ServiceRdma:
     Args:
         connect: makes the service's connections.
         setup: the rank that devices are opened for.
-        options: which devices, and their settings.
+        options: the devices and their settings.
 
     Raises:
         ArgumentError: the words to signal leave the control segment.
@@ -63,7 +63,8 @@ class ServiceRdma:
         return self._devices[open_device]
 
     def unsupported_reason(self, transport: str) -> str:
-        """Why a transport's device can't register the runtime's device memory; empty if it can, or need not."""
+        """The reason why a transport's device can't register the runtime's device memory; empty if it can, or need
+        not."""
         return rdma_functions(transport).unsupported_reason(self._device(transport))
 
     def make_endpoint(self, peer: int, transport: str) -> RdmaEndpointInfo:
@@ -102,7 +103,7 @@ class ServiceRdma:
         return self._endpoints[peer]
 
     def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> RdmaMemory:
-        """Lets peers reach own memory."""
+        """Lets peers reach memory of this rank."""
         return rdma_functions(transport).expose(self._device(transport), ptr, nbytes, handle)
 
     def withdraw(self, memory: RdmaMemory) -> None:
@@ -113,7 +114,7 @@ class ServiceRdma:
 
     def close(self) -> None:
         """Frees endpoints, registrations and devices."""
-        with contextlib.ExitStack() as steps:  # from the last to the first, each whatever becomes of the others
+        with contextlib.ExitStack() as steps:  # from the last to the first, each regardless of the others
             for device in self._devices.values():
                 steps.callback(device.close)
             for own in self._endpoints.values():

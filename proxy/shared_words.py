@@ -1,4 +1,4 @@
-"""What a service keeps in shared memory: words of its channels, limits of its memories, and the words of its plans."""
+"""A service's shared memory: words of its channels, limits of its memories, and the words of its plans."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SharedWords:
         return int(self.flushed_host(channel)[0])
 
     def completed_pointer(self, channel: int) -> int:
-        """The device's address of the word that tells how far a channel is complete."""
+        """The device's address of the word that holds `completed`."""
         return self.memory.ptr + self._completed_offset + 8 * channel
 
     def completed_host(self, channel: int) -> Any:

@@ -1,4 +1,4 @@
-"""Staging: pinned memory between the device that joins two hosts and memory that this device can't register."""
+"""Staging: pinned memory between the network device and memory that this device can't register."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class StagedOptions:
 
     Attributes:
         wire: options of the wire's own transport; signals go to the peer's area there.
-        area: address of the own area: `staged_area_bytes` of zeroed pinned memory, registered.
+        area: address of this rank's area: `staged_area_bytes` of zeroed pinned memory, registered.
         device_area: the GPU's address of the area.
         area_key: key of the area for the wire's own requests.
         peer_area: address by which the wire names the peer's area.
         peer_area_key: the key that goes with it.
         ring_bytes: bytes of each of the two rings in an area; the same on both sides, and a multiple of 64.
         chunk_bytes: bytes of a put that are moved at a time.
-        write_targets: address of the table of own memory that peers may write (`RemoteWriteTargets`).
-        signals: address of the own words that the peer may signal.
+        write_targets: address of the table of this rank's memory that peers may write (`RemoteWriteTargets`).
+        signals: address of this rank's words that the peer may signal.
         signals_bytes: bytes of those words.
     """
 
@@ -54,15 +54,15 @@ class StagedOptions:
 
 
 class RemoteWriteTargets:
-    """The ranges of own memory that peers may write by staged puts and read by staged gets. Threads and engines share
-    it.
+    """The ranges of this rank's memory that peers may write by staged puts and read by staged gets. Threads and
+    engines share it.
 
     A peer names a range by its key. The engine refuses a key that has been removed.
     """
 
     def __init__(self) -> None:
         self._table = ffi.new("ProxycclRemoteWriteTarget[]", lib.PROXYCCL_STAGED_WRITE_TARGETS)
-        self._free = deque(range(lib.PROXYCCL_STAGED_WRITE_TARGETS))  # the key that was removed first is used first
+        self._free = deque(range(lib.PROXYCCL_STAGED_WRITE_TARGETS))  # the key that was removed first is reused first
         self._lock = threading.Lock()
 
     @property
@@ -86,7 +86,7 @@ class RemoteWriteTargets:
             return key
 
     def remove(self, key: int) -> None:
-        """Removes the range of a key. No trigger of a peer may name it any more."""
+        """Removes the range of a key. Peers' triggers must no longer name it."""
         with self._lock:
             lib.proxyccl_remote_write_target_set(self._table + key, 0, 0)
             self._free.append(key)
@@ -98,7 +98,7 @@ def staged_area_bytes(ring_bytes: int) -> int:
 
 
 class Registrar(Protocol[Registration]):
-    """What registers the host's memory with the wire's device."""
+    """Registers the host's memory with the wire's device."""
 
     def register(self, ptr: int, nbytes: int) -> Registration:
         """Registers a range."""
@@ -159,8 +159,8 @@ class StagingArea(Generic[Registration]):
             peer_area: likewise.
             peer_area_key: likewise.
             peer_ring_bytes: bytes of each ring, on the peer's side.
-            write_targets: own memory that the peer may write.
-            signals: addresses of the own words that the peer may signal.
+            write_targets: this rank's memory that the peer may write.
+            signals: addresses of this rank's words that the peer may signal.
         """
         ring_bytes = min(self.ring_bytes, peer_ring_bytes)
         return StagedOptions(

@@ -1,7 +1,7 @@
 """A thread that runs workers of the engine, of one service or of many.
 
-It enters the C engine and stays there without the GIL until the engine returns for one of its workers. It knows nothing
-of services: whoever adds a worker passes a function to call then.
+It enters the C engine and stays there without the GIL until the engine returns for one of its workers. It does not know
+about services: a worker is added with a function to call then.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ ffi, lib = _engine.ffi, _engine.lib
 _LONGEST_US = 1e9
 
 OnExit = Callable[[int, "_engine.ProxycclExitInfoPointer"], None]
-"""Called in the thread with a ProxycclOutcome and a ProxycclExitInfo, which is good until it returns."""
+"""Called in the thread with a ProxycclOutcome and a ProxycclExitInfo, which is valid until it returns."""
 
 
 @dataclass(frozen=True)
 class IdlePolicy:
-    """What a thread does when the rings of all its workers are empty.
+    """The policy of a thread when the rings of all its workers are empty.
 
-    It spins, then yields, then sleeps for a 32nd of the time that it has been idle, so waking late adds at most a 32nd
-    to a pause. The defaults cost about 3 % of a core on a virtual machine with two cores; a `max_sleep_us` of 200 costs
+    It spins, then yields, then sleeps for a 32nd of its idle time, so waking late adds at most a 32nd to a pause.
+    The defaults cost about 3 % of a core on a virtual machine with two cores; a `max_sleep_us` of 200 costs
     11 %. `proxyccl bench ring` measures both.
 
     Attributes:
@@ -70,10 +70,10 @@ class ProxyThread:
 
     Args:
         name: the thread's name.
-        idle: what it does when there is nothing to do.
+        idle: its policy when there is nothing to do.
         cores: numbers of the cores that it may run on; None for all of its process.
         begin: called in the thread before anything else.
-        functions: those of a runtime whose waiting kernels may help it; None to run the workers alone.
+        functions: those of a runtime whose waiting kernels may help it; None to run the workers without help.
 
     Raises:
         ArgumentError: there are no such cores.
@@ -142,7 +142,7 @@ class ProxyThread:
         Args:
             worker: a ProxycclWorker.
             on_exit: called in the thread when the engine returns for it.
-            on_lost: called instead if an error has ended the thread, which runs the worker no more.
+            on_lost: called instead if an error has ended the thread, which then no longer runs the worker.
         """
         with self._changed:
             if self._error is None:
@@ -181,7 +181,7 @@ class ProxyThread:
             try:
                 on_exit(reason, info)
             except Exception as error:
-                if not runs_on:  # it is none of those that are left
+                if not runs_on:  # it is not among the remaining ones
                     on_lost(error)
                 raise
 
@@ -195,7 +195,7 @@ class ProxyThread:
             on_lost(error)
 
     def close(self, timeout: float) -> bool:
-        """Ends the thread when it runs no worker any more. False if that did not happen in time."""
+        """Ends the thread when it has no more workers. False if that did not happen in time."""
         with self._changed:
             self._closing = True
             self._changed.notify()

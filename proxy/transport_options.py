@@ -1,4 +1,4 @@
-"""What a rank was asked for by those transports between hosts that have options."""
+"""A rank's options for the transports between hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proxyccl.proxy.verbs.options import RdmaOptions
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """Options by what they are for.
+    """Options by their subject.
 
     Attributes:
         rdma: of the RDMA device, for the transports `verbs` and `staged`.

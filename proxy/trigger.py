@@ -18,7 +18,7 @@ PARITY_SHIFT: int = lib.PROXYCCL_PARITY_SHIFT
 
 
 class Operation(enum.IntFlag):
-    """What a trigger asks for. Bits combine; `CUSTOM`, which has none, goes to the channel's Python handler.
+    """A trigger's operation. Bits combine; `CUSTOM`, which has none, goes to the channel's Python handler.
 
     `DATA` alone is a put; `DATA | GET` is a get.
     """
@@ -65,7 +65,7 @@ class Trigger:
     """A trigger that a kernel pushed into a ring.
 
     Attributes:
-        operation: what it asks for.
+        operation: its operation.
         channel: channel id, 0 to 1023.
         size: bytes to move, below 2 GiB; of a value 1, 2, 4 or 8; any 32 bits without `DATA`.
         src_memory: memory id of the source, 0 to 507; 508 to 511 if the trigger carries a value of 1, 2, 4 or 8 bytes.

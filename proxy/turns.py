@@ -1,4 +1,5 @@
-"""Whether a proxy's workers take turns. Whoever waits for them asks: their process may be stopped, or a call may hang.
+"""Whether a proxy's workers take turns. Waiting threads check this: the workers' process may be stopped, or a call may
+hang.
 
 A worker counts its turns in shared memory (engine/plan.h), so the question costs the proxy nothing.
 """
@@ -11,11 +12,13 @@ from typing import Any
 from proxyccl.proxy._engine import lib
 
 _LONGEST_STEP = 0.25
-"""Seconds that one look counts at most: if the one who looks was stopped too, that is not held against the workers."""
+"""Seconds that one check counts at most: if the checking process was stopped too, that does not count against the
+workers."""
 
 
 class TurnWatch:
-    """For how long somebody has waited while a worker took no turn. For one thread, which looks every few milliseconds.
+    """The time for which a waiter has waited while a worker took no turn. For one thread, which checks every few
+    milliseconds.
 
     Args:
         plan_words: the ProxycclPlanWords that the workers count in.
@@ -32,7 +35,7 @@ class TurnWatch:
         """The longest time, in seconds, for which a worker that has not ended has taken no turn.
 
         Args:
-            awaited: whether anybody waits now; otherwise the time begins again.
+            awaited: whether a stream waits now; otherwise the time begins again.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _LONGEST_STEP), now

@@ -43,9 +43,9 @@ class OwnThreads:
 
     Attributes:
         count: number of threads.
-        idle: what they do when there is nothing to do.
+        idle: their policy when there is nothing to do.
         cores: numbers of the cores that they may run on; None for any.
-        name: what their names begin with.
+        name: the prefix of their names.
     """
 
     count: int
@@ -76,7 +76,7 @@ OnEvent = Callable[[Worker, int, Any], None]
 
 
 def _begin(runtime: Runtime, unbound_threads: int) -> None:
-    """Called first in each own thread.
+    """Called first in each of the service's own threads.
 
     Args:
         runtime: the service's runtime.
@@ -95,7 +95,7 @@ class Workers:
     Args:
         engine: the runtime whose copies they issue.
         service: a ProxycclService.
-        observed: where they show observers what they do; with room for each.
+        observed: the segment where they publish their activity; with room for each.
         threads: the threads to make; or one existing thread for each worker.
 
     Raises:
@@ -217,7 +217,7 @@ class Workers:
         lib.proxyccl_worker_abandon(worker.pointer)
 
     def await_ended(self, timeout: float) -> bool:
-        """Waits until all workers and own threads have ended, each for so many seconds. False if one has not."""
+        """Waits until all workers and own threads have ended, each for this number of seconds. False if one has not."""
         ended = [worker.ended.wait(0 if worker.thread.is_current else timeout) for worker in self._workers]
         # The wait for a worker that did not end is not repeated for its thread.
         closed = [thread.close(timeout if ended[i] else 0) for i, thread in enumerate(self._own_threads)]

@@ -1,4 +1,4 @@
-"""Who uses a job's own daemon, and so when it has done its work."""
+"""The users of a job's own daemon, and so the moment when its work is done."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import time
 
 START_SECONDS = 30.0
-"""For which a daemon waits for its first client: the rank that started it may have been killed."""
+"""Seconds that a daemon waits for its first client: the rank that started it may have been killed."""
 LINGER_SECONDS = 1.0
-"""For which it waits for the next client while a process of an earlier one lives."""
+"""Seconds that it waits for the next client while a process of an earlier one lives."""
 
 
 class Attendance:
-    """The processes that were clients and live, by their descriptors, and since when nobody is connected."""
+    """The live processes that were clients, by their descriptors, and the time since nobody is connected."""
 
     def __init__(self) -> None:
         self._pids: dict[int, int] = {}  # by descriptor
@@ -22,7 +22,7 @@ class Attendance:
 
     @property
     def descriptors(self) -> list[int]:
-        """Of the processes. One becomes readable when its process ends."""
+        """The descriptors of the processes. One becomes readable when its process ends."""
         return list(self._pids)
 
     def came(self, pid: int) -> int | None:
@@ -43,10 +43,10 @@ class Attendance:
         return self._pids.pop(descriptor)
 
     def milliseconds_left(self, clients: int) -> int | None:
-        """For how long to wait for another client; None while there are some.
+        """The time to wait for another client; None while there are some.
 
         Args:
-            clients: how many are connected.
+            clients: the number connected.
         """
         if clients:
             self._empty_since = None

@@ -1,7 +1,7 @@
-"""A rank's proxy in the node daemon: the same methods as a service of its own, asked for over the socket.
+"""A rank's proxy in the node daemon: the same methods as a service in the rank, requested over the socket.
 
-Rings, counters and memories are this process's; the daemon gets descriptors and handles of them. What the daemon can't
-do, a service in this process does: Python handlers, and copies from memory that no other process can map.
+Rings, counters and memories are this process's; the daemon gets descriptors and handles of them. A service in this
+process does the work that the daemon can't do: Python handlers, and copies from memory that no other process can map.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class DaemonClient:
         shared_offset: of `ProxyService.shared_bytes()` in it.
         semaphores_offset: of the words in it that peers signal, by channel id.
         fifos: number of rings.
-        threads: number of workers. Each has a daemon thread of its own if the daemon has that many.
+        threads: number of workers. Each has its own daemon thread if the daemon has that many.
         fifo_size: slots in each ring.
         ring_per_connection: see `ProxyService`.
-        idle: what idle threads in this process do; the daemon's threads have the daemon's policy.
+        idle: the policy of idle threads in this process; the daemon's threads have the daemon's policy.
         on_failure: called in a thread of this object when a worker ends on an error and when the daemon is lost.
         description: the rank, for observers and the daemon's log.
         timeout: gives the seconds that the daemon may take for an answer.
@@ -133,7 +133,7 @@ class DaemonClient:
         self._own_channels: set[int] = set()
         self._spare_channels: list[int] = []  # that the daemon reserved for this process, and that are free
         self._takes_private = takes_private
-        # By first id, for memory that copies reach: what registers it with the service in this process.
+        # By first id, for memory that copies reach: registers it with the service in this process.
         self._memories: dict[int, Callable[[ProxyService], int]] = {}
         self._ring_of: dict[int, int] = {}
         self._lock = threading.RLock()
@@ -165,10 +165,10 @@ class DaemonClient:
         return f"<DaemonClient of process {self.daemon} at {self._daemon.address}, {len(self.fifos)} rings>"
 
     def request_report(self, cause: str) -> None:
-        """Asks the daemon for a report too, without waiting for it: the daemon may be what hangs."""
+        """Asks the daemon for a report too, without waiting for it: the daemon may be hanging."""
         self._daemon.request_report(cause)
 
-    # -- what is read here, in shared memory ---
+    # -- read here, in shared memory ---
 
     def _watch_turns(self) -> TurnWatch:
         return TurnWatch(self._shared.plan_words, self._threads)
@@ -224,12 +224,12 @@ class DaemonClient:
         return self._words_of(channel).completed(channel)
 
     def completed_pointer(self, channel: int) -> int:
-        """The device's address of the word that tells how far a channel is complete."""
+        """The device's address of the word that holds `completed`."""
         return self._words_of(channel).completed_pointer(channel)
 
     @property
     def memory_limits_pointer(self) -> int:
-        """The device's address of the table that says for each memory id how many bytes follow it."""
+        """The device's address of a table: for each memory id, the bytes from its first to the memory's end."""
         return self._shared.memory_limits_pointer
 
     @property
@@ -254,7 +254,7 @@ class DaemonClient:
         """A channel's counters, read without disturbing the proxy."""
         return self._words_of(channel).counters(channel)
 
-    # -- what the daemon does ---
+    # -- requests to the daemon ---
 
     def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: HandleProvider | None = None) -> int:
         """Has the daemon map memory, and registers it there.
@@ -264,7 +264,7 @@ class DaemonClient:
             ResourceError: no ids are left.
         """
         if handle is None:
-            raise ArgumentError("memory", "the node daemon reaches memory by a handle alone")
+            raise ArgumentError("memory", "the node daemon reaches memory only by a handle")
         try:
             request: AddMemory | AddRdmaMemory = AddMemory(handle() if nbytes else b"", nbytes, key)
         except ArgumentError:
@@ -282,24 +282,24 @@ class DaemonClient:
         return first
 
     def _repeat(self, first: int, add: Callable[[ProxyService], int]) -> None:
-        """Registers with the service in this process, now or when that is made, what the daemon has registered."""
+        """Registers the daemon's registrations with the service in this process, now or when that is made."""
         with self._lock:
             self._memories[first] = add
             if self._own is not None:
                 add(self._own)
 
     def add_rdma_memory(self, address: int, nbytes: int, key: int) -> int:
-        """Registers memory that RDMA knows by an address and a key. Raises ResourceError when no ids are left."""
+        """Registers memory that RDMA reaches by an address and a key. Raises ResourceError when no ids are left."""
         return self._daemon.ask(AddRdmaMemory(address, nbytes, key), MemoryAdded).first
 
     def remove_memory(self, first: int, nbytes: int) -> None:
-        """Gives ids back. No trigger may name them any more."""
+        """Returns ids. Triggers must no longer name them."""
         if not self._daemon.is_open:
             return
         with self._lock:
             if self._memories.pop(first, None) is not None and self._own is not None:
                 self._own.remove_memory(first, nbytes)
-        with contextlib.suppress(ProxyLostError):  # the ids went with the daemon; its loss is told otherwise
+        with contextlib.suppress(ProxyLostError):  # the ids are gone with the daemon, whose loss is reported elsewhere
             self._daemon.ask(RemoveMemory(first), Done)
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
@@ -359,12 +359,12 @@ class DaemonClient:
         request = SetChannel(channel, connection.number, address=remote_semaphore)
         if not find_transport(connection.transport).uses_rdma:
             if handle is None:
-                raise ArgumentError("handle", "the node daemon copies to a semaphore by a handle alone")
+                raise ArgumentError("handle", "the node daemon copies to a semaphore only by a handle")
             request = SetChannel(channel, connection.number, word=handle())
         self._daemon.ask(request, Done)
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
-        """Gives a connection's channel ids back."""
+        """Returns a connection's channel ids."""
         freed = list(channels)
         if connection.pointer is not None:
             self._own_service().free_channels(freed, connection)
@@ -384,7 +384,7 @@ class DaemonClient:
             self._daemon.ask(RemovePlan(number), Done)
 
     def add_handler(self, handler: Handler) -> int:
-        """A channel whose triggers go to a function in this process, through rings and threads of its own."""
+        """A channel whose triggers go to a function in this process, through its own rings and threads."""
         require_callable(handler)
         channel = self._reserve_own()
         self._own_service().add_handler(handler, channel)
@@ -403,9 +403,9 @@ class DaemonClient:
             return False
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Drains the rings and has the daemon free all that it was given.
+        """Drains the rings and has the daemon free everything of this client.
 
-        False if a handler or a worker did not end in time; what it uses is then kept.
+        False if a handler or a worker did not end in time; its memory is then kept.
         """
         with self._lock:
             if self._daemon.is_closed:
@@ -430,5 +430,5 @@ def _open_observed(handle: bytes, workers: int) -> ObservedView | None:
     try:
         return ObservedView(handle.hex(), workers)
     except ArgumentError as error:  # only reports need it
-        logging.getLogger("proxyccl").warning("reports cannot show what the node daemon has outstanding: %s", error)
+        logging.getLogger("proxyccl").warning("reports cannot show the node daemon's outstanding work: %s", error)
         return None

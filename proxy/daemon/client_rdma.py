@@ -1,4 +1,4 @@
-"""A rank's RDMA in the node daemon: the same methods as in its own process, asked for over the socket."""
+"""A rank's RDMA in the node daemon: the same methods as in its own process, requested over the socket."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class DaemonRdma:
         daemon.ask(request, Done)
 
     def unsupported_reason(self, transport: str) -> str:
-        """Why a transport's device can't register the memory of the rank's GPU; empty if it can."""
+        """The reason why a transport's device can't register the memory of the rank's GPU; empty if it can."""
         return self._daemon.ask(RdmaUnsupportedReason(transport), RdmaSupport).unsupported_reason
 
     def make_endpoint(self, peer: int, transport: str) -> RdmaEndpointInfo:
-        """This rank's end of a way to a peer."""
+        """This rank's endpoint of a connection to a peer."""
         return self._daemon.ask(MakeEndpoint(peer, transport), EndpointMade).end
 
     def connect_endpoint(self, peer: int, theirs: RdmaEndpointInfo, timeout: float) -> None:
@@ -50,7 +50,7 @@ class DaemonRdma:
         self._daemon.ask(ConnectEndpoint(peer, theirs, timeout), Done, takes=timeout)
 
     def open_connection(self, peer: int) -> Connection:
-        """The daemon's way to a peer, over a connected end."""
+        """The daemon's connection to a peer, over a connected endpoint."""
         return self._daemon.ask(ConnectRdma(peer), Connected).connection(peer)
 
     def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> RdmaMemory:

@@ -1,4 +1,4 @@
-"""A process that is a daemon: `proxyccl daemon`, until a signal ends it, or a job's own, until its ranks have gone."""
+"""A process that is a daemon: `proxyccl daemon`, until a signal ends it, or a job's own, until its ranks have ended."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LINE = "%(asctime)s %(levelname)s %(message)s"
 
 
 def run(path: Path, options: DaemonOptions, metrics_port: int | None = None) -> int:
-    """Serves until SIGTERM or SIGINT, then finishes what clients have asked for. Returns the exit code.
+    """Serves until SIGTERM or SIGINT, then finishes the clients' requests. Returns the exit code.
 
-    On SIGUSR1 it writes a report and goes on.
+    On SIGUSR1 it writes a report and continues.
 
     Args:
         path: of the socket.
@@ -49,7 +49,7 @@ def run(path: Path, options: DaemonOptions, metrics_port: int | None = None) -> 
 
 
 def run_for_job(listener: int, options: str, on_ready: Callable[[], None]) -> None:
-    """Serves a job's ranks until they have gone. On signals it does as `run`.
+    """Serves a job's ranks until they have ended. It handles signals as `run` does.
 
     Args:
         listener: descriptor of the listening socket.
@@ -87,10 +87,10 @@ class _Ending:
             self._daemon.stop()
 
     def ends(self, daemon: Daemon) -> None:
-        """The daemon, whose `serve` returns at once if a signal has come."""
+        """The daemon, whose `serve` returns at once if a signal has arrived."""
         self._daemon = daemon
-        # A signal that the system gives to another thread would not end the main thread's poll(): that happens where a
-        # process that was stopped is told to go on and then to end.
+        # A signal that the system gives to another thread would not end the main thread's poll(): that happens if a
+        # stopped process is told to continue and then to end.
         signal.set_wakeup_fd(daemon.wake_descriptor, warn_on_full_buffer=False)
         if self._asked:
             daemon.stop()

@@ -56,9 +56,9 @@ from proxyccl.proxy.processes import is_stopped, start_of
 from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.turns import TurnWatch
 
-_MARGIN = 10.0  # seconds that an answer may take beside what was asked for
+_MARGIN = 10.0  # seconds that an answer may take in addition to the requested time
 _HELLO_SECONDS = 10.0
-_LOOK_SECONDS = 0.05  # between two looks at the workers' turns
+_LOOK_SECONDS = 0.05  # between two checks of the workers' turns
 _DAEMON = "the node daemon"
 _STOPPED = "is stopped, and SIGCONT lets it go on"
 
@@ -66,7 +66,7 @@ A = TypeVar("A", bound=Reply)
 
 
 class DaemonAddress(Protocol):
-    """Where a daemon is found. `str` names it for people."""
+    """The address of a daemon. `str` names it for people."""
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
         """A connection to a daemon that accepts this process, and the daemon's process.
@@ -81,7 +81,7 @@ class DaemonAddress(Protocol):
         ...
 
     def last_words(self) -> str:
-        """What the daemon wrote last; empty where this process can't tell. Called when it is lost."""
+        """The daemon's last output; empty if this process can't tell. Called when it is lost."""
         ...
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class NodeDaemon:
         return connection, process
 
     def last_words(self) -> str:
-        """Empty: it has a log of its own."""
+        """Empty: it has its own log."""
         return ""
 
     def close(self) -> None:
@@ -183,7 +183,8 @@ def daemon_process(path: Path) -> int:
 
 
 def missing_in_daemon(timeout: float) -> tuple[str, dict[str, str]]:
-    """Why this process has no proxy in a daemon, and by RDMA transport why it has no RDMA there; empty where it has."""
+    """The reason why this process can't use a daemon, and by RDMA transport why it has no RDMA there; empty if it
+    can."""
     rdma_transports = [name for name, transport in TRANSPORTS.items() if transport.uses_rdma]
     try:
         connection, _ = NodeDaemon(socket_path()).connect(timeout)
@@ -206,7 +207,7 @@ def missing_in_daemon(timeout: float) -> tuple[str, dict[str, str]]:
 
 
 class DaemonConnection:
-    """Requests to a daemon, from any thread, one at a time. A thread reads what the daemon sends.
+    """Requests to a daemon, from any thread, one at a time. A thread reads the daemon's messages.
 
     Args:
         timeout: gives the seconds that the daemon may take for an answer, up to 10, beside what the request itself
@@ -278,14 +279,14 @@ class DaemonConnection:
         Args:
             request: without a number.
             answer_type: of the answer.
-            takes: seconds that the daemon may take to do it.
-            descriptors: that go with it.
-            turns: of this rank's workers. If they take none for the time-out, the answer is not waited for any longer.
+            takes: seconds that the daemon may take to carry it out.
+            descriptors: sent with it.
+            turns: of this rank's workers. If they take none for the time-out, the wait for the answer ends.
 
         Raises:
             ClosedError: this end has hung up, or this process is a fork of the one that has it.
             ProxyLostError: the daemon is lost, or breaks the protocol.
-            ProxyCCLError: what the daemon raised.
+            ProxyCCLError: the daemon's error.
         """
         self._process.require("the proxy service")
         with self._lock:
@@ -303,19 +304,19 @@ class DaemonConnection:
     def _exchange(
         self, request: AnyRequest, takes: float, descriptors: Sequence[int], turns: TurnWatch | None
     ) -> AnyReply | None:
-        """The answer to a request; None where the daemon is lost."""
+        """The answer to a request; None if the daemon is lost."""
         number = next(self._numbers)
         try:
             send(self._socket, REQUESTS, structs.replace(request, request=number), descriptors)
             return self._answer_to(number, takes + min(self._timeout(), _MARGIN), turns)
         except BrokenPipeError:
-            self._reader.join(_MARGIN)  # it finds out why
+            self._reader.join(_MARGIN)  # the reader finds out why
         except (OSError, queue.Empty) as error:
             self.give_up(f"does not answer a request to {request.name}: {str(error) or 'too late'}")
         return None
 
     def _answer_to(self, number: int, timeout: float, turns: TurnWatch | None) -> AnyReply | None:
-        """None where the daemon is lost. The answer to a request that was interrupted (Ctrl-C) may come before."""
+        """None if the daemon is lost. The answer to an interrupted request (Ctrl-C) may come first."""
         deadline = time.monotonic() + timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -329,7 +330,7 @@ class DaemonConnection:
                 return answer
 
     def request_report(self, cause: str) -> None:
-        """Asks the daemon for a report too, without waiting for it: the daemon may be what hangs."""
+        """Asks the daemon for a report too, without waiting for it: the daemon may be hanging."""
         with contextlib.suppress(OSError):  # it is lost, which this rank reports
             send(self._socket, REQUESTS, WriteReport(cause), flags=socket.MSG_DONTWAIT)
 
@@ -368,9 +369,9 @@ class DaemonConnection:
         return f"process {self.daemon} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
 
     def close_service(self, timeout: float, turns: TurnWatch) -> bool:
-        """Has the daemon drain the rings and free all that it was given, and hangs up.
+        """Has the daemon drain the rings and free everything of this client, and hangs up.
 
-        False if a worker did not end in time. Where the daemon is lost nothing of it runs, or nothing can be done.
+        False if a worker did not end in time. If the daemon is lost, either nothing of it runs or nothing can be done.
         """
         if not self._process.is_here:
             return True

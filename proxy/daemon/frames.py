@@ -1,4 +1,4 @@
-"""Frames over a Unix socket of sequenced packets: one message each, with file descriptors where it needs some."""
+"""Frames over a Unix socket of sequenced packets: one message each, with file descriptors if it needs any."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def close_all(descriptors: list[int]) -> None:
 
 
 def limit_waits(connection: socket.socket, send_seconds: float, receive_seconds: float) -> None:
-    """Bounds what the socket waits for; 0 for no bound.
+    """Bounds the socket's waits; 0 for no bound.
 
-    These are the system's time-outs and not Python's, under which a send that must not wait would wait all the same.
+    These are the system's time-outs and not Python's, with which a non-blocking send would still wait.
     """
     for option, seconds in ((socket.SO_SNDTIMEO, send_seconds), (socket.SO_RCVTIMEO, receive_seconds)):
         parts = divmod(int(seconds * 1e6), 1_000_000)

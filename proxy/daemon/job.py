@@ -1,4 +1,4 @@
-"""A job's own daemon, as its ranks find it: by a name, at which the first to need it starts it."""
+"""A job's own daemon: its ranks find it by a name, and the first rank that needs it starts it there."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from proxyccl.proxy.daemon.listeners import BACKLOG, abstract
 from proxyccl.proxy.processes import start_of
 
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
-"""Variables by which a launcher shows each rank its own device only."""
+"""Variables by which a launcher shows each rank only its own device."""
 _PART_OF_DEVICE = "MIG"
-"""What the name of a part of a GPU begins with. CUDA shows a process one part only, and without its name the first."""
+"""The prefix of the name of a part of a GPU. CUDA shows a process only one part, by default the first."""
 _PROGRAM = Path(__file__).with_name("job_main.py")
 _START_SECONDS = 30.0
-"""What a start may take at least, however short the time-out: that is for peers, and a busy machine starts slowly."""
+"""Seconds that a start may always take, even with a shorter time-out: that is for peers, and a busy machine starts
+slowly."""
 _POLL_SECONDS = 0.002
 _MOST_WORDS = 2000
 _served: dict[str, tuple[int, int | None]] = {}
-"""By name, the process of the daemon that this process used last, and when that began."""
+"""By name, the process of the daemon that this process used last, and when it started."""
 _WAY_OUT = "PROXYCCL_PROXY=thread runs the proxies in the ranks instead"
 
 
 class JobOptions(Message, frozen=True):
-    """How the daemon runs its clients' proxies.
+    """The daemon's options for its clients' proxies.
 
     Attributes:
         threads: number of threads that run the workers of all clients.
-        cores: that these threads may run on; None for `affinity`.
+        cores: cores that these threads may run on; None for `affinity`.
         affinity: cores that the process may run on.
         idle: the fields of an `IdlePolicy`, in order.
     """
@@ -55,7 +56,7 @@ JOB_OPTIONS = Codec(JobOptions, 1 << 20)
 
 
 def new_name() -> str:
-    """A name that nobody else can guess or has."""
+    """A name that is unique and can't be guessed."""
     return f"proxyccl-{secrets.token_hex(16)}"
 
 
@@ -64,7 +65,7 @@ class JobDaemon:
 
     Args:
         name: the daemon's; the same on all ranks that share it.
-        options: with which this process starts it, where no other has.
+        options: the options with which this process starts it, if no other has.
     """
 
     def __init__(self, name: str, options: JobOptions) -> None:
@@ -76,14 +77,14 @@ class JobDaemon:
         return f"@{self._name}"
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """See `DaemonAddress.connect`. Starts the daemon if there is none."""
+        """See `DaemonAddress.connect`. Starts the daemon if it does not run."""
         start_seconds = max(timeout, _START_SECONDS)
         deadline = time.monotonic() + start_seconds
         while True:
             patience = timeout if self._runs() else start_seconds
             try:
                 connection, answer = introduce(abstract(self._name), patience)
-            except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:  # none, or it is ending
+            except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:  # not running, or ending
                 if time.monotonic() > deadline:
                     raise _no_daemon(f"none answered within {start_seconds:g} s: {error}") from None
                 if not self._start(start_seconds):
@@ -96,12 +97,12 @@ class JobDaemon:
                 limit_waits(connection, timeout, 0)
                 _served[self._name] = answer.pid, start_of(answer.pid)
                 # The system would name the process that began to listen, which is the rank that started the daemon.
-                with contextlib.suppress(OSError):  # it may have ended; then it is lost without words
+                with contextlib.suppress(OSError):  # it may have ended; then it is lost without a message
                     self._errors = os.open(f"/proc/{answer.pid}/fd/2", os.O_RDONLY | os.O_CLOEXEC)
                 return connection, answer.pid
 
     def _runs(self) -> bool:
-        """Whether the daemon that served this process before still runs: then there is no start to be patient with."""
+        """Whether the daemon that served this process before still runs: then there is no start to wait for."""
         pid, started = _served.get(self._name, (0, None))
         return started is not None and start_of(pid) == started
 
@@ -180,7 +181,7 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
 
 
 def _environment() -> dict[str, str]:
-    """This process's, but with all devices, and with the modules that this process finds."""
+    """This process's environment, but with all devices, and with the modules that this process finds."""
     kept = {
         name: value for name, value in os.environ.items() if name not in _HIDING or value.startswith(_PART_OF_DEVICE)
     }

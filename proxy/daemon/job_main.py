@@ -32,7 +32,7 @@ def main(listener: int, options: str) -> None:
 
 
 def _leave_out_public_names() -> None:
-    """Puts an empty package in the place of `proxyccl`, which would import everything behind the public names."""
+    """Puts an empty package in place of `proxyccl`, which would import all modules of the public names."""
     spec = importlib.util.find_spec("proxyccl")
     assert spec is not None
     package = types.ModuleType("proxyccl")

@@ -1,4 +1,4 @@
-"""Where a daemon listens: a socket file of its user's, or a socket that a rank has bound and handed over."""
+"""A daemon's listening socket: a socket file of its user, or a socket that a rank has bound and handed over."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SocketFile:
     """A socket in the file system. A lock beside it tells a live daemon from the socket that a dead one left.
 
     Raises:
-        ArgumentError: the directory can't be made, or the path names a file that is no socket.
+        ArgumentError: the directory can't be made, or the path names a file that is not a socket.
         UntrustedPathError: other users can write to the directory, also to a sticky one, or it is a link; or the socket
             or its lock belongs to another user.
         ResourceError: another daemon listens there.
@@ -67,7 +67,7 @@ class SocketFile:
             self._path.unlink()
 
     def release(self) -> None:
-        """Gives the lock back."""
+        """Releases the lock."""
         os.close(self._lock_file)
 
 
@@ -88,7 +88,7 @@ class HandedOver:
 
 
 def abstract(name: str) -> str:
-    """The address of a socket of this name that is no file: it goes with the last process that holds the socket."""
+    """The abstract address of a socket of this name: it vanishes with the last process that holds the socket."""
     return f"\0{name}"
 
 
@@ -98,7 +98,7 @@ def shown(address: str | bytes) -> str:
 
 
 def _open_directory(directory: Path) -> int:
-    """A descriptor of the socket's directory, which is made if there is none."""
+    """A descriptor of the socket's directory, which is created if it is missing."""
     try:
         if not os.path.lexists(directory):
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -108,7 +108,7 @@ def _open_directory(directory: Path) -> int:
 
 
 def _require_own(info: os.stat_result, path: Path) -> None:
-    """Raises UntrustedPathError for what another user left where that user could write once."""
+    """Raises UntrustedPathError for a file that another user left when that user could write there."""
     if info.st_uid not in (0, os.geteuid()):
         reason = f"{path} belongs to user {info.st_uid}; remove it, or name another --socket"
         raise UntrustedPathError("socket", reason)
@@ -131,7 +131,7 @@ def _lock_beside(path: Path, directory: int) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(name.name, flags, 0o600, dir_fd=directory)
     except OSError as error:
-        with contextlib.suppress(FileNotFoundError):  # what is wrong may be whose it is
+        with contextlib.suppress(FileNotFoundError):  # the problem may be its owner
             _require_own(os.stat(name.name, dir_fd=directory, follow_symlinks=False), name)
         if error.errno == errno.ELOOP:
             raise UntrustedPathError("socket", f"{name} is a link; remove it, or name another --socket") from None
@@ -141,7 +141,7 @@ def _lock_beside(path: Path, directory: int) -> int:
         _require_own(info, name)
         _require_file(info, name)
         if info.st_uid == os.geteuid():
-            os.fchmod(descriptor, 0o600)  # who can open it can lock it
+            os.fchmod(descriptor, 0o600)  # any process that can open it can lock it
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
@@ -157,7 +157,7 @@ def _listen(path: Path, directory: int) -> socket.socket:
         info = os.stat(path.name, dir_fd=directory, follow_symlinks=False)
         _require_own(info, path)
         if not stat.S_ISSOCK(info.st_mode):
-            raise ArgumentError("socket", f"{path} exists and is no socket; expected a free path")
+            raise ArgumentError("socket", f"{path} exists and is not a socket; expected a free path")
         os.unlink(path.name, dir_fd=directory)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     before = os.umask(0o177)

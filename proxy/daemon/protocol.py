@@ -1,7 +1,7 @@
-"""What a rank and the node daemon say to each other, and where they meet.
+"""The messages between a rank and the node daemon, and the address at which they meet.
 
-Both ends first say which build they are, by `Hello` and `HelloAnswer`. Then the client sends requests. The daemon
-answers all but `WriteReport`, in order and with the request's number. It sends an event when a worker fails and when
+Both ends first identify their build, by `Hello` and `HelloAnswer`. Then the client sends requests. The daemon
+answers all except `WriteReport`, in order and with the request's number. It sends an event when a worker fails and when
 the daemon itself ends. `frames` carries the messages.
 """
 
@@ -40,7 +40,7 @@ from proxyccl.proxy.workers import MAX_RINGS
 VERSION = 10
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = MAX_RINGS + 1
-"""In a frame: the control segment's and the rings'."""
+"""Descriptors in a frame: the control segment's and the rings'."""
 
 CONTROL_BYTES = int(native.sizeof("ProxycclControl"))
 LAYOUT = [CONTROL_BYTES, SharedWords.BYTES, int(engine.sizeof("ProxycclObserved"))]
@@ -66,7 +66,8 @@ class Hello(Message, frozen=True):
 
 
 class HelloAnswer(Message, frozen=True, omit_defaults=True):
-    """The daemon's first frame, of this form in every version: version and process, or why it refuses the client."""
+    """The daemon's first frame, of this form in every version: version and process, or the reason for refusing the
+    client."""
 
     version: Uint64 = 0
     pid: Uint64 = 0
@@ -79,18 +80,18 @@ def _wire_name(class_name: str) -> str:
 
 
 class Request(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field="do", tag=_wire_name):
-    """Something that a client asks for. `request` is its number, which the answer carries too."""
+    """A client's request. `request` is its number, which the answer carries too."""
 
     request: Uint64 | None = None
 
     @property
     def name(self) -> str:
-        """What it asks for, as on the wire: "add_memory", say."""
+        """The name of the request on the wire, such as "add_memory"."""
         return str(self.__struct_config__.tag)
 
 
 class RdmaMissing(Request, frozen=True):
-    """Why the daemon cannot use RDMA. Answered by `Missing`."""
+    """The reason why the daemon cannot use RDMA. Answered by `Missing`."""
 
 
 class WriteReport(Request, frozen=True):
@@ -146,7 +147,7 @@ class AddPinnedMemory(Request, frozen=True):
 
 
 class AddRdmaMemory(Request, frozen=True):
-    """Memory that RDMA knows by an address and a key. Answered by `MemoryAdded`."""
+    """Memory that RDMA reaches by an address and a key. Answered by `MemoryAdded`."""
 
     address: Uint64
     nbytes: Nbytes
@@ -154,7 +155,7 @@ class AddRdmaMemory(Request, frozen=True):
 
 
 class RemoveMemory(Request, frozen=True):
-    """Gives the ids of a memory back; `first` is the first of them. Answered by `Done`."""
+    """Returns the ids of a memory; `first` is the first of them. Answered by `Done`."""
 
     first: MemoryId
 
@@ -199,7 +200,7 @@ class SetChannel(Request, frozen=True):
 
 
 class FreeChannels(Request, frozen=True):
-    """Gives channel ids of one connection back. Answered by `Done`."""
+    """Returns channel ids of one connection. Answered by `Done`."""
 
     channels: list[ChannelId]
     connection: Uint64
@@ -218,13 +219,13 @@ class RemovePlan(Request, frozen=True):
 
 
 class Drain(Request, frozen=True):
-    """Waits until what the rings hold is done. Answered by `Drained`."""
+    """Waits until all triggers in the rings are done. Answered by `Drained`."""
 
     timeout: Seconds
 
 
 class Close(Request, frozen=True):
-    """Drains the rings and frees all that the client was given. Answered by `Closed`."""
+    """Drains the rings and frees everything of the client. Answered by `Closed`."""
 
     timeout: Seconds
 
@@ -254,7 +255,7 @@ class OpenRdma(Request, frozen=True):
 
     @property
     def options(self) -> TransportOptions:
-        """The options. Raises ArgumentError for a value that cannot be."""
+        """The options. Raises ArgumentError for an impossible value."""
         rdma: dict[str, Any] = dict(self.rdma)
         fabric: dict[str, Any] = dict(self.fabric)
         return TransportOptions(RdmaOptions(**rdma), FabricOptions(**fabric))
@@ -266,7 +267,7 @@ class OpenRdma(Request, frozen=True):
 
 
 class RdmaUnsupportedReason(Request, frozen=True):
-    """Why a transport's RDMA cannot reach the memory of the rank's device. Answered by `RdmaSupport`."""
+    """The reason why a transport's RDMA cannot reach the memory of the rank's device. Answered by `RdmaSupport`."""
 
     transport: str
 
@@ -307,11 +308,11 @@ class Reply(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field="k
 
 
 class Done(Reply, frozen=True):
-    """What was asked for is done."""
+    """The request was carried out."""
 
 
 class Missing(Reply, frozen=True):
-    """By transport, why RDMA cannot be used; empty if it can."""
+    """By transport, the reason why RDMA cannot be used; empty if it can."""
 
     missing: dict[str, str]
 
@@ -359,7 +360,7 @@ class PlanAdded(Reply, frozen=True):
 
 
 class Drained(Reply, frozen=True):
-    """Whether what the rings held is done."""
+    """Whether all triggers in the rings are done."""
 
     drained: bool
 
@@ -371,7 +372,7 @@ class Closed(Reply, frozen=True):
 
 
 class RdmaSupport(Reply, frozen=True):
-    """Why RDMA cannot reach the device's memory; empty if it can."""
+    """The reason why RDMA cannot reach the device's memory; empty if it can."""
 
     unsupported_reason: str
 
@@ -393,11 +394,11 @@ class Exposed(Reply, frozen=True):
 
 
 class Refused(Reply, frozen=True):
-    """A request that the daemon did not do.
+    """A request that the daemon did not carry out.
 
     Attributes:
         error: the kind of exception that the client raises. After "protocol" the daemon hangs up.
-        message: why.
+        message: the reason.
         argument: with "argument": its name.
     """
 
@@ -424,7 +425,7 @@ class Refused(Reply, frozen=True):
                 return cls("other", text)
 
     def exception(self) -> ProxyCCLError:
-        """What the client raises."""
+        """The exception that the client raises."""
         match self.error:
             case "argument":
                 return ArgumentError(self.argument, self.message)
@@ -510,7 +511,7 @@ ServiceRequest: TypeAlias = (
     | Expose
     | Withdraw
 )
-"""What needs an open service."""
+"""The requests that need an open service."""
 
 AnyRequest: TypeAlias = RdmaMissing | WriteReport | Open | Close | ServiceRequest
 
@@ -539,7 +540,7 @@ REPLIES = Codec[AnyReply](AnyReply, LONGEST_FRAME, name="reply")
 
 
 def socket_path(path: str | os.PathLike[str] | None = None) -> Path:
-    """Where the daemon listens: the path given, else ``PROXYCCL_DAEMON_SOCKET``, else one of this user's.
+    """The daemon's socket: the path given, else ``PROXYCCL_DAEMON_SOCKET``, else this user's default.
 
     Raises:
         ArgumentError: it is too long for a socket.

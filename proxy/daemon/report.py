@@ -1,4 +1,4 @@
-"""What a report of the node daemon holds: its threads and its clients at one moment. `DaemonReporter` makes it."""
+"""The contents of a node daemon's report: its threads and its clients at one moment. `DaemonReporter` makes it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class EngineThread(Message, frozen=True):
         name: its name.
         number: the system's.
         state: as in /proc/PID/stat: R while it runs, S while it sleeps, D while a driver holds it in the kernel, ….
-        core: that it last ran on.
-        cores: that it may run on.
+        core: the core that it last ran on.
+        cores: the cores that it may run on.
     """
 
     name: str
@@ -35,9 +35,9 @@ class Worker(Message, frozen=True):
     Attributes:
         thread: name of the thread that runs it.
         ended: whether it ended: it failed, the client's communicator failed, or the proxy is closed.
-        looks_meanwhile: how often it looked at its rings in `DaemonReport.meanwhile` seconds. 0 if something holds its
+        looks_meanwhile: how often it polled its rings in `DaemonReport.meanwhile` seconds. 0 if something holds its
             thread, or the thread slept that long.
-        seen: what it did so far.
+        seen: its counters.
     """
 
     thread: str
@@ -47,22 +47,22 @@ class Worker(Message, frozen=True):
 
 
 class Request(Message, frozen=True):
-    """A request that is not answered yet, and for how many seconds."""
+    """An unanswered request, and its age in seconds."""
 
     name: str
     seconds: float
 
 
 class Client(Message, frozen=True):
-    """A process that the daemon runs a proxy for.
+    """A process whose proxy the daemon runs.
 
     Attributes:
         pid: the process; None before its hello.
         description: the rank that the proxy works for; None if it has opened no proxy, or gave no description.
         device_id: the rank's device.
         seconds: since it connected.
-        request: the one under way; None if there is none.
-        failure: why its last worker that failed did; None if none has.
+        request: the request in progress, or None.
+        failure: the reason of its last failed worker, or None.
         workers: by number.
         rings: by number.
         connections: by worker and number.
@@ -91,16 +91,16 @@ class DaemonReport(Message, frozen=True, tag_field="format", tag="proxyccl daemo
 
     Attributes:
         version: of this format.
-        process: where it runs.
-        socket: where it listens.
+        process: its process.
+        socket: its socket.
         command: the process's command line.
         written: date and time in UTC.
-        cause: why it was written, in words.
+        cause: the reason for writing it, in words.
         meanwhile: seconds in which `looks_meanwhile` were counted.
-        longest_sleep: seconds that an idle thread sleeps at most between two looks at its rings.
-        threads: that run the workers.
+        longest_sleep: seconds that an idle thread sleeps at most between two polls of its rings.
+        threads: the threads that run the workers.
         clients: in the order in which they connected.
-        unread: what could not be read, and why.
+        unread: the parts that could not be read, and why.
     """
 
     version: Literal[3]

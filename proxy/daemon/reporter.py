@@ -1,6 +1,6 @@
 """Writes the node daemon's reports, when a signal or a client asks for one.
 
-It takes no lock that a session or a thread of the engine may hold, and waits for neither. It reads what a proxy does
+It takes no lock that a session or a thread of the engine may hold, and waits for neither. It reads a proxy's state
 from the memory that observers read, mapped a second time, so that the proxy may be closed meanwhile.
 """
 
@@ -36,10 +36,10 @@ from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import ProxyThread
 
 _MEANWHILE = 0.1
-"""Seconds between two snapshots, which show whether workers look at their rings."""
+"""Seconds between two snapshots, which show whether workers poll their rings."""
 _COVERED_SECONDS = 5.0
-"""All ranks of a job ask for a report when it fails. One report shows them all, so later requests within this time get
-none.
+"""All ranks of a job ask for a report when it fails. One report shows them all, so later requests within this time are
+ignored.
 """
 _TURN_SECONDS = 10.0
 
@@ -78,7 +78,7 @@ class DaemonReporter:
         self._requested: dict[str, float] = {}  # by job: time.monotonic() of the request that got a report
 
     def request(self, job: str, cause: str) -> None:
-        """Writes a report in a thread of its own, unless one was just begun for the job.
+        """Writes a report in a separate thread, unless one was just begun for the job.
 
         The clients' state is read before this returns, so the client that asked may leave.
         """
@@ -105,7 +105,7 @@ class DaemonReporter:
             report = self._report(cause, clients, snapshots.unread)
             path = files.write(self._group, "daemon", next(self._numbers), report.encode())
         except (OSError, UntrustedPathError) as error:
-            log.error("cannot write a report: %s; set PROXYCCL_REPORT_DIR", error)  # noqa: TRY400  no fault of this program
+            log.error("cannot write a report: %s; set PROXYCCL_REPORT_DIR", error)  # noqa: TRY400  not our fault
             return None
         finally:
             self._turn.release()
@@ -142,7 +142,7 @@ def _collecting_errors(unread: list[str], what: str) -> Iterator[None]:
 
 @dataclass
 class _Snapshot:
-    """What a client's proxy did so far, and how often its workers look at their rings from now on."""
+    """The counters of a client's proxy, and how often its workers poll their rings from now on."""
 
     service: ProxyService
     threads: Sequence[ProxyThread]
@@ -161,7 +161,7 @@ class _Snapshot:
         return cls(service, threads, observer, observer.snapshot(), rings)
 
     def workers(self) -> list[Worker]:
-        """The workers, and how often they have looked at their rings since."""
+        """The workers, and how often they have polled their rings since."""
         ended, before, now = self.service.ended, self.view.workers, self.observer.snapshot().workers
         return [
             Worker(thread.name, ended[i], now[i].looks - before[i].looks, now[i])
@@ -173,7 +173,7 @@ class _Snapshots:
     """Snapshots of clients, to be completed by `finish`.
 
     Attributes:
-        unread: what could not be read, and why.
+        unread: the parts that could not be read, and why.
     """
 
     def __init__(self, sessions: Sequence[Session]) -> None:

@@ -35,19 +35,19 @@ _FULL_MS = 100  # pause before the next client when descriptors have run out
 _DRAIN_SECONDS = 10.0
 MOST_GREETED = 128
 """Clients that may be silent at once. Each has a thread and a descriptor."""
-_SILENT_SECONDS = 1.0  # that a client may be silent for in any case
+_SILENT_SECONDS = 1.0  # seconds for which a client may always be silent
 
 log = logging.getLogger("proxyccl.daemon")
 
 
 @dataclass(frozen=True)
 class DaemonOptions:
-    """How a daemon runs its clients' proxies.
+    """A daemon's options for its clients' proxies.
 
     Attributes:
         threads: number of threads that run the workers of all clients.
-        cores: that the threads may run on; None for any. Cores near the GPUs or RDMA devices answer soonest.
-        idle: what an idle thread does.
+        cores: cores that the threads may run on; None for any. Cores near the GPUs or RDMA devices answer soonest.
+        idle: the policy of an idle thread.
     """
 
     threads: int = 1
@@ -59,7 +59,7 @@ class Daemon:
     """Listens as soon as it is made. `serve` accepts clients; `close` ends their sessions.
 
     Args:
-        place: path of the socket to make, or what listens already.
+        place: path of the socket to make, or a socket that listens already.
         options: its threads.
         attendance: of a job's own daemon, which ends when its clients have; None for one that serves until `stop`.
 
@@ -68,7 +68,7 @@ class Daemon:
         reporter: writes the daemon's reports.
 
     Raises:
-        ArgumentError: an option is wrong, or the path names a file that is no socket.
+        ArgumentError: an option is wrong, or the path names a file that is not a socket.
         ResourceError: another daemon listens there.
     """
 
@@ -118,7 +118,7 @@ class Daemon:
 
     @property
     def wake_descriptor(self) -> int:
-        """A byte that is written to it makes `serve` look around."""
+        """A byte that is written to it wakes `serve`."""
         return self._wake_write
 
     def stop(self) -> None:
@@ -131,7 +131,7 @@ class Daemon:
             os.write(self._wake_write, b"x")
 
     def serve(self) -> None:
-        """Accepts clients until `stop`, or until those of a job's own daemon have gone."""
+        """Accepts clients until `stop`, or until those of a job's own daemon have ended."""
         listener = self._listener.socket
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
@@ -142,7 +142,7 @@ class Daemon:
             ready = {descriptor for descriptor, _ in poll.poll(left)}
             if self._wake_read in ready:
                 os.read(self._wake_read, select.PIPE_BUF)
-            if self._stopping or (left == 0 and not ready):  # behind the read, which may have taken what `stop` wrote
+            if self._stopping or (left == 0 and not ready):  # after the read, which may consume the byte of `stop`
                 return
             for descriptor in ready - {self._wake_read, listener.fileno()}:
                 poll.unregister(descriptor)
@@ -171,7 +171,7 @@ class Daemon:
         self._admit(connection)
 
     def _make_room(self) -> None:
-        """Disconnects the client that has been silent for longest, if too many have not said hello yet."""
+        """Disconnects the client that has been silent for longest, if too many have not sent their hello yet."""
         with self._lock:
             silent = [session for session in self._sessions if not session.greeted]
         if len(silent) >= MOST_GREETED:
@@ -226,7 +226,7 @@ class Daemon:
             return [by_load[i % len(by_load)] for i in range(workers)]
 
     def close(self) -> None:
-        """Finishes what clients have asked for, ends their sessions, and stops listening."""
+        """Finishes the clients' requests, ends their sessions, and stops listening."""
         self._stopping = True
         self._listener.close()
         with self._lock:

@@ -1,7 +1,7 @@
 """The daemon's conversation with one client.
 
-The daemon trusts a client's user but nothing that the client sends: a client can name only what it was given
-(`SessionService`), and what goes wrong ends its session alone.
+The daemon trusts a client's user but nothing that the client sends: a client can name only objects that it
+was given (`SessionService`), and an error ends only its session.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ log = logging.getLogger("proxyccl.daemon")
 
 
 def refuse_user(connection: socket.socket, user: int) -> None:
-    """Tells a client of another user that it is not served, and hangs up. It waits for nothing."""
+    """Tells a client of another user that it is not served, and hangs up. It does not wait."""
     refusal = HelloAnswer(error="protocol", message=f"this daemon serves user {os.geteuid()}, not {user}")
     with connection:
         with contextlib.suppress(OSError):
@@ -71,20 +71,20 @@ class Session:
 
     Args:
         connection: the socket; the session closes it.
-        open_runtime: gives the runtime of a name and a device_id.
-        assign_threads: gives the threads that run so many workers.
+        open_runtime: returns the runtime of a name and a device_id.
+        assign_threads: returns the threads that run this number of workers.
         request_report: called with a job and a cause when the client asks for a report; it must not wait.
 
     Attributes:
         name: the client, for logs and errors.
         pid: its process.
-        description: the rank that its proxy works for; None until it opens one, or where the client does not say.
+        description: the rank that its proxy works for; None until it opens one, or if the client does not say.
         device_id: of its device.
-        since: time.monotonic() when it came.
-        request: name of the request under way, and time.monotonic() when it came.
-        failure: of its last worker that failed.
-        served: its proxy; kept to be looked at after it is closed.
-        threads: which run its workers.
+        since: time.monotonic() when it connected.
+        request: name of the request in progress, and time.monotonic() when it arrived.
+        failure: that of its last failed worker.
+        served: its proxy; kept for inspection after it is closed.
+        threads: the threads that run its workers.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Session:
         return self._greeted
 
     def end(self, timeout: float) -> None:
-        """Ends the session, in its own thread: what the client's rings hold is done first. From any thread."""
+        """Ends the session, in its own thread: the triggers in the client's rings are done first. From any thread."""
         self._end_within = timeout
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RD)
@@ -176,7 +176,7 @@ class Session:
                 send(self._connection, REPLIES, answer)
 
     def _answer(self, request: AnyRequest, descriptors: list[int]) -> AnyReply | None:
-        """Does what is asked, or says why not. None where the client expects no answer."""
+        """Carries out a request, or answers with the reason. None if the client does not expect an answer."""
         answer: AnyReply
         try:
             if isinstance(request, WriteReport):
@@ -189,7 +189,7 @@ class Session:
             raise
         except ProxyCCLError as error:
             answer = Refused.of(error)
-        except OSError as error:  # the daemon's own trouble: no descriptor is left, say
+        except OSError as error:  # the daemon's own problem, such as a lack of descriptors
             answer = Refused.of(ResourceError(f"the node daemon can't do {request.name}: {error}"))
         finally:
             self.request = None
@@ -218,7 +218,7 @@ class Session:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def _refuse(self, error: ProtocolError) -> None:
-        """Says why the session ends."""
+        """Reports why the session ends."""
         with contextlib.suppress(OSError):
             if self._greeted:
                 send(self._connection, REPLIES, Refused.of(error), flags=socket.MSG_DONTWAIT)
@@ -228,7 +228,7 @@ class Session:
 
     def _announce_end(self, timeout: float) -> None:
         if self._service is not None and not self._service.proxy.drain(timeout):
-            log.warning("%s: what its rings hold was not done within %g s", self.name, timeout)
+            log.warning("%s: the triggers in its rings were not done within %g s", self.name, timeout)
         self._send_event(Ending())
 
     # -- the service ---
@@ -253,7 +253,7 @@ class Session:
         self._send_event(Failed.of(failure))
 
     def _free(self, timeout: float) -> bool:
-        """Ends the workers at once and frees everything. False if a worker did not end: what it uses is kept then."""
+        """Ends the workers at once and frees everything. False if a worker did not end: its memory is then kept."""
         service = self._service
         if service is None:
             return True
@@ -267,9 +267,9 @@ class Session:
         self.request = "leave", time.monotonic()
         try:
             if not self._free(_END_SECONDS):
-                log.error("%s: its worker does not end; what it uses is kept", self.name)
+                log.error("%s: its worker does not end; its memory is kept", self.name)
         except ProxyCCLError as error:
-            log.warning("%s: not all that it used could be freed: %s", self.name, error)
+            log.warning("%s: not everything that it used could be freed: %s", self.name, error)
         finally:
             self._connection.close()
         log.log(logging.INFO if self.threads else logging.DEBUG, "%s has left", self.name)

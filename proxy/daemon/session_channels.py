@@ -30,7 +30,7 @@ class SessionChannels:
     Args:
         proxy: the client's service.
         runtime: opens the semaphores that signals are copied to.
-        memories: closes them when no signal to them is under way.
+        memories: closes them when no signal to them is in flight.
     """
 
     def __init__(self, proxy: ProxyService, runtime: Runtime, memories: SessionMemories) -> None:
@@ -44,7 +44,7 @@ class SessionChannels:
     def handle(
         self, request: ConnectCopy | ReserveChannel | ReserveElsewhere | SetChannel | FreeChannels
     ) -> Connected | ChannelReserved | Done:
-        """Does what a request asks for."""
+        """Carries out a request."""
         match request:
             case ConnectCopy(peer=peer, transport=transport):
                 return self.add(self._proxy.connect_copy(peer=peer, transport=transport))

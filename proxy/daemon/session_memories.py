@@ -1,6 +1,6 @@
 """The memory that the daemon maps for one client: registered with its proxy, or exposed to peers by RDMA.
 
-Whatever the client says, memory stays mapped as long as a worker may be using it.
+Regardless of the client's requests, memory stays mapped as long as a worker may be using it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from proxyccl.proxy.daemon.protocol import (
 from proxyccl.proxy.service import ProxyService
 
 REST_SECONDS = 4.0
-"""For which a worker may be kept from resting. A request waits for two rests at most, and clients for 10 s."""
+"""Seconds for which a worker may be kept from resting. A request waits for two rests at most, and clients for 10 s."""
 _QUIET_SECONDS = 0.05
 _MOST_RETIRED = 4096
 
@@ -42,12 +42,12 @@ class SessionMemories:
         self._proxy = proxy
         self._runtime = runtime
         self._mappings = HandleCache(runtime.open)
-        # By first id: size, and what unmaps the memory; None for memory that is not mapped here.
+        # By first id: size, and a function that unmaps the memory; None for memory that is not mapped here.
         self._registered: dict[int, tuple[int, _Unmap | None]] = {}
         self._retired: list[_Unmap] = []  # unmap what the worker may still be using
 
     def handle(self, request: AddMemory | AddPinnedMemory | AddRdmaMemory | RemoveMemory) -> MemoryAdded | Done:
-        """Does what a request asks for."""
+        """Carries out a request."""
         match request:
             case AddMemory():
                 return self._add_mapped(request)
@@ -101,7 +101,8 @@ class SessionMemories:
         try:
             memory = self._mappings.acquire(handle)
         except ArgumentError:
-            # A driver may refuse memory that took the place of some that its owner freed and that is still mapped here.
+            # A driver may refuse memory in the place of other memory that its owner freed and that is still mapped
+            # here.
             if not self._retired or not self._proxy.drain(REST_SECONDS):
                 raise
             self.unmap_retired()
@@ -112,11 +113,11 @@ class SessionMemories:
         return memory
 
     def unmap(self, handle: bytes) -> None:
-        """Ends `map`. Nothing uses the memory any more."""
+        """Ends `map`. The memory must no longer be in use."""
         self._mappings.release(handle)
 
     def retire(self, unmap: _Unmap) -> None:
-        """Calls `unmap` when the worker has nothing to do: until then copies may be under way."""
+        """Calls `unmap` when the worker has nothing to do: until then copies may be in flight."""
         self._retired.append(unmap)
         if self._proxy.drain(_QUIET_SECONDS):
             self.unmap_retired()
@@ -124,8 +125,8 @@ class SessionMemories:
             raise ProtocolError(f"the client removed {_MOST_RETIRED} memories while its rings were never empty")
 
     def unmap_retired(self) -> None:
-        """Calls all that `retire` was given. The worker has nothing to do."""
-        with contextlib.ExitStack() as each:  # goes on behind one that raises
+        """Calls all functions passed to `retire`. The worker must have nothing to do."""
+        with contextlib.ExitStack() as each:  # continues after one that raises
             while self._retired:
                 each.callback(self._retired.pop())
 

@@ -1,4 +1,4 @@
-"""RDMA for one client of the daemon. Each client has a device context of its own, so its keys work for it alone."""
+"""RDMA for one client of the daemon. Each client has its own device context, so its keys work only for it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SessionRdma:
     def handle(
         self, request: OpenRdma | RdmaUnsupportedReason | MakeEndpoint | ConnectEndpoint | Expose | Withdraw
     ) -> Done | RdmaSupport | EndpointMade | Exposed:
-        """Does what a request asks for."""
+        """Carries out a request."""
         match request:
             case OpenRdma():
                 return self._open(request)
@@ -86,7 +86,8 @@ class SessionRdma:
         context, handle = self._opened, request.handle
         memory = self._memories.map(handle, request.nbytes)
         try:
-            # Registered for as long as it is used: the mapping goes then, and with it what its address means.
+            # Registered only while it is used: afterwards the mapping is removed, and its address may mean other
+            # memory.
             exposed = context.expose(memory.ptr, request.nbytes, request.transport, b"")
         except ProxyCCLError:
             self._memories.unmap(handle)
@@ -100,7 +101,7 @@ class SessionRdma:
             raise ProtocolError(f"number: this client has no exposed memory {number}")
         exposed, handle = self._exposed.pop(number)
         if rdma_functions(exposed.transport).withdraws_at_once:
-            self._opened.withdraw(exposed)  # refuses peers' data from now on, and waits for what is on its way
+            self._opened.withdraw(exposed)  # refuses peers' data from now on, and waits for data in flight
             self._memories.retire(functools.partial(self._memories.unmap, handle))
         else:
             self._memories.retire(functools.partial(self._forget, exposed, handle))

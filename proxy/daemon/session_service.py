@@ -1,4 +1,4 @@
-"""The proxy service that the daemon runs for one client, over the client's own rings, and what the client was given."""
+"""The proxy service that the daemon runs for one client, over the client's own rings, and the client's objects."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SEMAPHORES_BYTES = 8 * MAX_CHANNELS
 
 
 def require_descriptors(request: Open, count: int) -> None:
-    """Raises ProtocolError unless so many descriptors are those of a segment and enough rings."""
+    """Raises ProtocolError unless this number of descriptors is that of a segment and enough rings."""
     if not request.threads < count <= MAX_RINGS + 1:
         raise ProtocolError(
             f"open came with {count} descriptors; expected a segment and {request.threads} to {MAX_RINGS} rings"
@@ -56,10 +56,10 @@ class SessionService:
     """A client's service with its memories, channels, plans and RDMA.
 
     Args:
-        request: what the client asked for.
+        request: the client's request.
         descriptors: of the control segment and the rings; the caller closes them.
-        runtime: whose copies the service issues.
-        threads: which run its workers.
+        runtime: the runtime whose copies the service issues.
+        threads: the threads that run its workers.
         on_failure: called in a worker's thread when the worker ends on an error.
         has_left: whether the client has hung up.
 
@@ -87,7 +87,7 @@ class SessionService:
             undo.callback(segment.close)
             rings: list[Ring] = []
             for descriptor in descriptors[1:]:
-                # Only the engine reads a ring here: the device that writes to it is reached by the client.
+                # Here only the engine reads a ring: the client gives the device access to it.
                 memory = SharedMemory.adopt(os.dup(descriptor), ring_bytes(request.fifo_size))
                 rings.append(Ring(memory, request.fifo_size))
                 undo.callback(rings[-1].close)
@@ -112,11 +112,11 @@ class SessionService:
         self._rdma = SessionRdma(self.proxy, self._memories, has_left)
 
     def handle(self, request: ServiceRequest) -> AnyReply:
-        """Does what a request asks for.
+        """Carries out a request.
 
         Raises:
-            ProtocolError: it names what the client was not given.
-            ProxyCCLError: it cannot be done.
+            ProtocolError: it names an object that the client was not given.
+            ProxyCCLError: it cannot be carried out.
         """
         match request:
             case AddMemory() | AddPinnedMemory() | AddRdmaMemory() | RemoveMemory():
@@ -133,7 +133,7 @@ class SessionService:
                 return self._rdma.handle(request)
 
     def drain(self, timeout: float) -> bool:
-        """Waits until what the rings hold is done; not for a client that has left."""
+        """Waits until all triggers in the rings are done; not for a client that has left."""
         return self.proxy.drain(timeout, self._has_left)
 
     def free(self) -> None:

@@ -1,4 +1,4 @@
-"""One rank's endpoint of libfabric, with what the transports `fabric` and `staged_fabric` need of the rank."""
+"""One rank's endpoint of libfabric, with the rank's state for the transports `fabric` and `staged_fabric`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PROBE_BYTES = 4096
 
 
 class FabricContext:
-    """An endpoint of the rank's own, and its control segment, registered.
+    """The rank's endpoint, and its control segment, registered.
 
     Attributes:
         runtime, segment, signals: as in the setup.
-        options: which provider, and its settings.
+        options: the provider and its settings.
         endpoint: the endpoint.
         registered_segment: the control segment's registration.
         write_targets: memory that peers' staged puts may write.
@@ -53,8 +53,8 @@ class FabricContext:
         return self.endpoint.register(ptr, nbytes, device=device, allocation=allocation)
 
     def unsupported_reason(self) -> str:
-        """Why the provider can't reach the runtime's device memory, or that keeps no order of RDMA writes; empty if it
-        can.
+        """Why the provider can't reach the runtime's device memory, or that the device does not order RDMA writes;
+        empty if it can.
 
         Raises:
             ResourceError: the system or the provider has no room.

@@ -22,14 +22,14 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _ADDRESS_BYTES = 512
 _COMPLETIONS = 8192
-_KEY_EXISTS = 269  # FI_ENOKEY: an own registration has this key
+_KEY_EXISTS = 269  # FI_ENOKEY: a registration of this endpoint has this key
 _KEY_TRIES = 8
 _OWNERS = {"cuda": lib.PROXYCCL_FABRIC_CUDA, "hip": lib.PROXYCCL_FABRIC_ROCR}
 _LOCAL_KEYS: int = lib.PROXYCCL_FABRIC_LOCAL_KEYS
 
 
 class FabricAddress(Message, frozen=True):
-    """Where an endpoint is: what it tells its peers.
+    """An endpoint's description for its peers.
 
     Attributes:
         provider: the provider that its peers need too.
@@ -58,15 +58,15 @@ class FabricConnectionOptions:
         queue: address of its fid_cq.
         peer: the peer's fi_addr_t.
         depth: most writes outstanding.
-        ordered: whether a signal is written at once behind its data; otherwise when that is delivered.
+        ordered: whether a signal is written right after its data; otherwise when that is delivered.
         joined: whether a signal is a part of the write before it.
-        reads: whether both ends make reads; otherwise gets are refused.
+        reads: whether both ends support reads; otherwise gets are refused.
         max_message: bytes that one request may carry; a longer put or get becomes several.
         signal_key: key of the memory with the peer's semaphore words.
         requests: address of registered memory for `depth` requests, which outlives the endpoint.
         requests_key: its local key.
         descriptors: address of the table of local keys.
-        looks: address of the word that counts looks into the queue.
+        looks: address of the word that counts polls of the queue.
     """
 
     endpoint: int
@@ -91,11 +91,11 @@ class FabricRegistration:
     Attributes:
         ptr: its address in this process.
         nbytes: its size.
-        address: by which peers name its first byte: the same, or 0.
+        address: the address by which peers name its first byte: the same, or 0.
         key: key for peers.
-        local_key: key for own writes; 0 if the provider needs none.
+        local_key: key for this rank's writes; 0 if the provider needs none.
         region: address of the fid_mr.
-        allocation: what `FabricEndpoint.register` was given.
+        allocation: the argument of `FabricEndpoint.register`.
     """
 
     ptr: int
@@ -109,7 +109,7 @@ class FabricRegistration:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Whose memory a range is.
+    """The GPU that owns a range.
 
     Attributes:
         runtime: name of the GPU's runtime.
@@ -127,8 +127,8 @@ class FabricEndpoint:
     Attributes:
         offer: the provider and its interface.
         ordered: whether signals follow their data at once.
-        joined: whether they may be parts of writes, where the peer's memory takes that.
-        depth: most writes that a connection has outstanding.
+        joined: whether they may be parts of writes, if the peer's memory supports that.
+        depth: the most outstanding writes of a connection.
 
     Raises:
         ResourceError: the system or the provider has no room.
@@ -179,7 +179,7 @@ class FabricEndpoint:
             signal_key: key of the memory with the peer's semaphore words.
 
         Raises:
-            ArgumentError: the bytes are not an address, or one that another provider has.
+            ArgumentError: the bytes are not an address, or that of another provider.
             ResourceError: the system or the provider has no room.
             RuntimeUnavailableError: the provider refuses the address.
         """
@@ -226,12 +226,12 @@ class FabricEndpoint:
         Args:
             ptr: address of the range.
             nbytes: its size.
-            device: whose memory it is; None for the host's.
-            allocation: what tells this allocation from all others, earlier ones at the same address too; None: the
-                range is registered for as long as it is used.
+            device: the owner of the memory; None for the host.
+            allocation: identifies this allocation among all others, including earlier ones at the same address;
+                None: the range is registered only while it is used.
 
         Raises:
-            ArgumentError: the range is empty or none.
+            ArgumentError: the range is empty or invalid.
             ResourceError: the system or the provider has no room.
             RuntimeUnavailableError: the provider can't reach this memory.
         """
@@ -239,7 +239,7 @@ class FabricEndpoint:
         return self._made.acquire(ptr, nbytes, allocation, lambda: self._register(ptr, nbytes, device, allocation))
 
     def release(self, registration: FabricRegistration) -> None:
-        """Ends one use. No write may name it any more when the last one ends.
+        """Ends one use. When the last one ends, writes must no longer name it.
 
         Raises:
             ArgumentError: it is not in use.
@@ -252,7 +252,7 @@ class FabricEndpoint:
         owner, number = (lib.PROXYCCL_FABRIC_HOST, 0) if device is None else (_OWNERS[device.runtime], device.number)
         made = ffi.new("ProxycclFabricRegion *")
         for _ in range(_KEY_TRIES):
-            # Nobody who does not know a key can write, so it is a secret where this side chooses it.
+            # Only a peer that knows a key can write, so a key that this side chooses is a secret.
             key = 0 if self.offer.provider_keys else secrets.randbits(8 * min(self.offer.key_bytes, 8))
             error = lib.proxyccl_fabric_register(self._endpoint, ptr, nbytes, key, owner, number, made)
             if error != _KEY_EXISTS:
@@ -295,7 +295,7 @@ class FabricEndpoint:
             raise ClosedError("the fabric's endpoint is closed")
 
     def close(self) -> None:
-        """Deregisters everything and closes the endpoint. No engine may use it any more."""
+        """Deregisters everything and closes the endpoint. Engines must no longer use it."""
         if self._endpoint is None:
             return
         self._made.close()

@@ -1,4 +1,4 @@
-"""libfabric's library, loaded at run time, and what its providers offer: no other module loads it."""
+"""libfabric's library, loaded at run time, and its providers' offers: no other module loads it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ffi, lib = _engine.ffi, _engine.lib
 LIBRARY = "libfabric.so.1"
 INSTALL = "apt install libfabric1 (Debian, Ubuntu), dnf install libfabric (Fedora); on AWS the EFA installer"
 NEEDS = "libfabric's headers (Debian, Ubuntu: apt install libfabric-dev; Fedora: dnf install libfabric-devel)"
-"""What a build of the engine needs for the transport."""
+"""The build requirements of the transport."""
 
 _MAPS = Path("/proc/self/maps")
 _FUNCTIONS = ("fi_getinfo", "fi_freeinfo", "fi_dupinfo", "fi_fabric")
 _NO_DATA = 61  # FI_ENODATA: no provider offers it
 _EXHAUSTED = (12, 24)  # FI_ENOMEM, FI_EMFILE
 _STREAMS = frozenset({"tcp", "net"})
-"""Providers that carry each message in a byte stream, and store what it brings in the stream's order."""
+"""Providers that carry each message in a byte stream, and store its data in the stream's order."""
 _ORDERED_STORES = frozenset({"x86_64", "AMD64"})
 """CPUs whose stores other cores see in program order; others may show a message's end before its begin."""
 # Formats of addresses (rdma/fabric.h) that users know too.
@@ -65,11 +65,11 @@ class Library:
         self.version = f"{number >> 16}.{number & 0xFFFF}"
 
     def words(self, error: int) -> str:
-        """An error's number in libfabric's words."""
+        """libfabric's text for an error number."""
         return str(self._strerror(error).decode())
 
     def check(self, call: str, subject: str, error: int) -> None:
-        """Raises for an error's number that is not 0: ResourceError if something ran out, otherwise
+        """Raises for a nonzero error number: ResourceError if something ran out, otherwise
         RuntimeUnavailableError.
         """
         if error:
@@ -83,7 +83,8 @@ def _name() -> str:
 
 @functools.cache
 def load() -> Library:
-    """The library, loaded by the first call: ``PROXYCCL_LIBFABRIC``, else what MPI has loaded, else the system's.
+    """The library, loaded by the first call: ``PROXYCCL_LIBFABRIC``, else the one that MPI has loaded, else the
+    system's.
 
     Raises:
         RuntimeUnavailableError: it can't be loaded.
@@ -92,14 +93,14 @@ def load() -> Library:
 
 
 def missing() -> str:
-    """What this machine lacks for libfabric, in words; empty if nothing.
+    """The requirements of libfabric that this machine lacks, in words; empty if none.
 
     It neither loads the library nor asks the providers. A process has one libfabric, and MPI may bring a newer one,
-    which can't be loaded behind the system's; providers may take a second to answer.
+    which can't be loaded after the system's; providers may take a second to answer.
     """
     lacks = []
     if not lib.proxyccl_fabric_built():
-        lacks.append(f"the engine was built without {NEEDS}; install proxyccl anew with them")
+        lacks.append(f"the engine was built without {NEEDS}; reinstall proxyccl with them")
     if not _is_there(_name()):
         lacks.append(f"libfabric can't be loaded (there is no {_name()}): {INSTALL}")
     return "; ".join(lacks)
@@ -136,7 +137,7 @@ class FabricOffer:
         parts: the most ranges of memory that one write takes, on both sides.
         reads: whether an endpoint reads peers' memory too, for gets.
         remote: whether it reaches other hosts.
-        device_memory: whether it was asked to reach GPUs' memory, and may.
+        device_memory: whether it was asked to reach GPUs' memory, and can.
         virtual_keys: whether peers name registered memory by its addresses; otherwise by offsets in it.
         provider_keys: whether the provider chooses keys.
         key_bytes: length of keys.
@@ -173,7 +174,7 @@ class FabricOffer:
 
     @property
     def facts(self) -> str:
-        """What it is beyond the provider, in words."""
+        """Its description beyond the provider, in words."""
         facts = [self.domain, *([str(self.address)] if self.address is not None else [])]
         facts.append("ordered writes" if self.ordered else "unordered writes")
         if self.rate:
@@ -191,7 +192,7 @@ class FabricOffer:
 
 
 def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
-    """What providers offer for writes to peers' memory, and reads of it, in libfabric's order of preference.
+    """The providers' offers for writes to peers' memory, and reads of it, in libfabric's order of preference.
 
     Args:
         device_memory: whether the memory of GPUs is to be reached too, where a provider can.
@@ -200,15 +201,15 @@ def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
         ResourceError: out of memory.
         RuntimeUnavailableError: libfabric can't be used.
     """
-    # Some providers keep order, read, or reach GPUs, only where they are asked to.
+    # Some providers keep order, read, or reach GPUs, only on request.
     memories = (True, False) if device_memory else (False,)
     demands = itertools.product(memories, (True, False), (True, False))
     return best_of([list(_ask(ordered=order, reads=reads, device_memory=memory)) for memory, order, reads in demands])
 
 
 def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
-    """Of answers to ever lesser demands, each way to make endpoints as it is in the first that has it, in the order of
-    the last: a provider that can do less may still be the one that libfabric prefers.
+    """Merges answers to ever weaker requests: each offer from the first answer that has it, in the order of the last
+    one: libfabric may prefer a provider with fewer capabilities.
     """
     best: dict[tuple[str, str, object, int], FabricOffer] = {}
     for answer in reversed(answers):

@@ -1,4 +1,4 @@
-"""Options of the transport `fabric`: which provider of libfabric to use, on which interface, and how."""
+"""Options of the transport `fabric`: libfabric's provider, its interface, and its settings."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _CHOICES = {"signal": SIGNALS, "gpu_writes": GPU_WRITES}
 
 @dataclass(frozen=True)
 class FabricOptions:
-    """Which provider of libfabric to use, and how.
+    """The provider of libfabric to use, and its settings.
 
     Attributes:
         provider: its name, such as "efa", "cxi" or "tcp;ofi_rxm", or a part of that between semicolons, such as "tcp";
             None for the first that libfabric prefers and that reaches other hosts (`choose_offer`).
-        interface: the interfaces, by libfabric's names of their domains, such as "eth0" or "rdmap0s6": a list with
-            commas of how a name begins. A list behind "=" has whole names, one behind "^" or "^=" those that are not
-            used. None for any but the loopback.
-        depth: the most writes that a connection has outstanding, 2 to 4096; fewer if the provider takes fewer.
-        signal: when a signal is written: "ordered", behind its data at once, which needs a provider that keeps the
+        interface: the interfaces, by libfabric's names of their domains, such as "eth0" or "rdmap0s6": a
+            comma-separated list of prefixes. A leading "=" gives whole names; a leading "^" or "^=" gives names to
+            exclude. None for any but the loopback.
+        depth: the most outstanding writes of a connection, 2 to 4096; fewer if the provider takes fewer.
+        signal: when a signal is written: "ordered", right after its data, which needs a provider that keeps the
             order of writes; "delivered", when its data has been delivered; "auto" for the first if the provider can,
             and in the same message where that is stored in order.
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
-            in host memory; "ordered" to take that as promised. Otherwise the transport is "staged_fabric".
+            in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged_fabric".
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;
             two ranks use the smaller of their values.
         staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
@@ -60,7 +60,8 @@ class FabricOptions:
 
     @classmethod
     def from_environment(cls, **arguments: Any) -> FabricOptions:
-        """Options from ``PROXYCCL_FABRIC_PROVIDER``, ``PROXYCCL_FABRIC_INTERFACE``, …; arguments that are not None win.
+        """Options from ``PROXYCCL_FABRIC_PROVIDER``, ``PROXYCCL_FABRIC_INTERFACE``, …; arguments that are not None take
+        precedence.
 
         Raises:
             ArgumentError: a variable or an argument is out of range, and the error names it; or an argument is not the

@@ -1,4 +1,4 @@
-"""Which of libfabric's offers a rank uses."""
+"""Chooses among libfabric's offers for a rank."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.proxy.fabric.library import FabricOffer
 from proxyccl.proxy.fabric.options import FabricOptions
 
-# Kept for old programs, or meant for tries: only by name, or if there is nothing else.
+# Kept for old programs, or meant for experiments: only by name, or if there is nothing else.
 _LAST_RESORT = frozenset({"udp", "sockets", "net"})
 
 
 def choose_offer(offers: list[FabricOffer], options: FabricOptions, *, local_rank: int = 0) -> FabricOffer:
     """Chooses the first provider in libfabric's order that reaches other hosts, and one of its interfaces.
 
-    Of interfaces with an IP address, the loopback's and those that are valid on one link alone are left out, and IPv4
-    is preferred. Ranks of a host are spread over the interfaces of a provider that are no Ethernet with addresses, as
-    those lead to networks of their own.
+    Of interfaces with an IP address, the loopback's and link-local ones are skipped, and IPv4 is preferred. Ranks of
+    a host are spread over a provider's interfaces without IP addresses. Those with addresses lead to separate networks.
 
     Args:
-        offers: what there is (`fabric_offers`).
-        options: provider, interface and kind of signal, where they are not None.
+        offers: the available offers (`fabric_offers`).
+        options: provider, interface and kind of signal, if they are not None.
         local_rank: the rank's number on its host.
 
     Raises:
-        ArgumentError: what an option names is not there; the message says what is.
-        RuntimeUnavailableError: nothing reaches other hosts.
+        ArgumentError: an option names something that does not exist; the message lists what exists.
+        RuntimeUnavailableError: no provider reaches other hosts.
     """
     usable = offers
     if options.provider is not None:
@@ -41,7 +40,7 @@ def choose_offer(offers: list[FabricOffer], options: FabricOptions, *, local_ran
         domains = _listed(offer.domain for offer in usable)
         usable = [offer for offer in usable if matches(offer.domain)]
         if not usable:
-            raise ArgumentError("interface", f"{options.interface!r} is none of {domains}")
+            raise ArgumentError("interface", f"{options.interface!r} is not one of {domains}")
     if options.signal == "ordered":
         usable = [offer for offer in usable if offer.ordered]
         if not usable:

@@ -1,1 +1,1 @@
-"""What can be seen of a proxy from outside its process: its counters, as they are and as metrics, and its trace."""
+"""Observing a proxy from outside its process: its counters, plain and as metrics, and its trace."""

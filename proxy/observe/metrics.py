@@ -132,8 +132,8 @@ def snapshot_all() -> list[ServiceView]:
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves so many connections at once; one more ends the one that was accepted first. Anybody on the machine may
-    connect and say nothing.
+    """Serves a bounded number of connections at once; one more ends the oldest. Anybody on the machine may connect
+    and stay silent.
     """
 
     daemon_threads = True
@@ -161,13 +161,13 @@ class _Server(ThreadingHTTPServer):
 
 
 class MetricsServer:
-    """Serves the metrics at http://127.0.0.1:PORT/metrics, to this machine alone.
+    """Serves the metrics at http://127.0.0.1:PORT/metrics, only to this machine.
 
     Use it as a context manager, or call `close`.
 
     Args:
         port: 0 for any that is free.
-        snapshot: gives the services, for each request.
+        snapshot: returns the services, for each request.
 
     Raises:
         ArgumentError: the port is not from 0 to 65535.
@@ -196,7 +196,7 @@ class MetricsServer:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Logs nothing: Prometheus asks every few seconds."""
+                """Does not log: Prometheus asks every few seconds."""
 
         try:
             self._server = _Server(port, Handler)

@@ -1,4 +1,4 @@
-"""How observers find services: each publishes a small file that says who it is and how its memory is opened.
+"""How observers find services: each publishes a small file that identifies it and says how to open its memory.
 
 The files lie in a directory that only the user can enter. A service that is killed leaves its file; the next observer
 removes it.
@@ -32,13 +32,13 @@ _warning = threading.Lock()
 
 
 class Description(Message, frozen=True):
-    """Who a service works for. The service itself makes nothing of it.
+    """The rank that a service works for. The service itself does not use it.
 
     Attributes:
         rank: number of the rank.
-        world_size: how many ranks there are.
-        job: what all ranks of a communicator have in common, and no other.
-        program: what the rank runs.
+        world_size: the number of ranks.
+        job: the communicator's name, which only its ranks share.
+        program: the rank's program.
     """
 
     rank: Annotated[int, Meta(ge=0, le=2**31)]
@@ -48,12 +48,12 @@ class Description(Message, frozen=True):
 
     @classmethod
     def of_this_program(cls, rank: int, world_size: int, job: str) -> Description:
-        """That of a rank in this process."""
+        """The description of a rank in this process."""
         return cls(rank, world_size, job, Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python")
 
 
 class RingPlace(Message, frozen=True):
-    """A ring: a handle, in hexadecimal, of memory that holds its slots and behind them the tail."""
+    """A ring: a handle, in hexadecimal, of memory that holds its slots, followed by the tail."""
 
     handle: str
     worker: Annotated[int, Meta(ge=0, lt=_MOST_WORKERS)]
@@ -61,7 +61,7 @@ class RingPlace(Message, frozen=True):
 
 
 class Publication(Message, frozen=True):
-    """A service, as observers find it.
+    """A service's publication for observers.
 
     Attributes:
         pid: its process.
@@ -73,7 +73,7 @@ class Publication(Message, frozen=True):
         observed: handle of its `ObservedSegment`, in hexadecimal.
         counters: handle of the channels' counters.
         rings: its rings.
-        format: `FORMAT`: what observers find in its memory.
+        format: `FORMAT`, the layout of its memory.
     """
 
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -115,10 +115,10 @@ def publications_directory() -> Path:
 
 
 def check_directory(directory: Path) -> None:
-    """Raises ArgumentError unless this is a directory, and no link to one, that only this user can enter."""
+    """Raises ArgumentError unless this is a directory, not a link, that only this user can enter."""
     info = directory.lstat()
     if not stat.S_ISDIR(info.st_mode):
-        raise ArgumentError("directory", f"{directory} is no directory")
+        raise ArgumentError("directory", f"{directory} is not a directory")
     if info.st_uid != os.geteuid():
         raise ArgumentError("directory", f"{directory} belongs to user {info.st_uid}, not to this user")
     if stat.S_IMODE(info.st_mode) & 0o077:
@@ -126,7 +126,7 @@ def check_directory(directory: Path) -> None:
 
 
 def publish(publication: Publication) -> Path:
-    """Writes a publication's file, whole or not at all.
+    """Writes a publication's file atomically.
 
     Raises:
         OSError: it can't be written.
@@ -161,7 +161,7 @@ def _warn(reason: str) -> None:
 
 
 def withdraw(path: Path) -> None:
-    """Removes a publication's file, unless an observer has."""
+    """Removes a publication's file, unless an observer already has."""
     path.unlink(missing_ok=True)
 
 
@@ -219,7 +219,7 @@ def find(
 
 
 def none_found(job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None) -> str:
-    """Says that `find` found nothing, for these arguments."""
+    """A message that `find` found nothing for these arguments."""
     of_job = "" if job is None else f" of job {job}"
     of_ranks = "" if ranks is None else f" of rank {', '.join(map(str, sorted(ranks)))}"
     where = "on this machine" if process is None else f"in process {process}"

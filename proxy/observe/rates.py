@@ -1,4 +1,4 @@
-"""What a service did between two snapshots of it."""
+"""A service's activity between two snapshots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class WorkerRates(Message, frozen=True):
     Attributes:
         number: its number in its service.
         busy: fraction of the time in which its thread had work, for any worker that shares the thread; 0 to 1.
-        looks_per_s: at its rings and connections.
+        looks_per_s: polls of its rings and connections.
         sleeps_per_s: how often that thread slept.
     """
 
@@ -28,21 +28,21 @@ class ChannelRates(Message, frozen=True):
     Attributes:
         id: its id.
         peer: the rank that it leads to; None for a handler's.
-        transport: what moves its data; "handler" for a handler's.
-        worker: which acts on it.
+        transport: its transport; "handler" for a handler's.
+        worker: the worker that serves it.
         connection: number of its connection in that worker; None for a handler.
         triggers: since it was made.
         signals: since it was made; plans' sends signal too.
         triggers_per_s: of all operations.
         puts_per_s: triggers that put data, and sends of plans that did.
         gets_per_s: triggers that got data.
-        bytes_per_s: that its puts and gets moved.
+        bytes_per_s: bytes that its puts and gets moved.
         ring: number of its ring.
         ring_full: slots of the ring that hold a trigger now.
         ring_size: slots of the ring.
         outstanding: triggers and plans' sends of its connection, over all the connection's channels, that are not seen
             to be complete.
-        completed: those of its connection that are.
+        completed: those of its connection that are complete.
         flush_us: mean time from issue to completion of timed flushes; None if there were none.
         timed_flushes: number of timed flushes.
         errors: triggers that failed, ever.
@@ -75,11 +75,11 @@ class ServiceRates(Message, frozen=True):
     """A service.
 
     Attributes:
-        job: what all ranks of a communicator have in common.
+        job: the communicator's name.
         rank: the rank that it works for.
         world_size: ranks of the job.
         pid: the service's process, the rank's or a daemon.
-        program: what the rank runs.
+        program: the rank's program.
         runtime: the runtime's name.
         seconds: between the two snapshots.
         errors: triggers that failed, and failures of connections, ever.
@@ -100,7 +100,7 @@ class ServiceRates(Message, frozen=True):
 
 
 def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
-    """What a service did between two snapshots."""
+    """A service's activity between two snapshots."""
     seconds = max(1e-9, (after.time_ns - before.time_ns) / 1e9)
     earlier = {channel.id: channel for channel in before.channels}
     workers = []

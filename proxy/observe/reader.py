@@ -1,7 +1,7 @@
-"""What a service's memory says at a moment: the observer's side of engine/observe.h and of the counters.
+"""A service's state at one moment: the observer's side of engine/observe.h and of the counters.
 
-It opens what a publication names and does not disturb the service: it writes nothing, and reads only a few of a ring's
-slots to find how full it is.
+It opens the memory that a publication names and does not disturb the service: it does not write, and reads only a few
+of a ring's slots to find how full it is.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 class WorkerView(Message, frozen=True):
-    """What a worker did since it began.
+    """A worker's activity since it began.
 
     Attributes:
         number: its number in its service.
-        looks: at its rings and connections.
+        looks: polls of its rings and connections.
         age_ns: since it began; 0 when it has ended.
         idle_ns: of that time, when its thread had nothing to do, for any worker that shares it.
         sleeps: in that time.
@@ -54,7 +54,7 @@ class RingView:
 
     Attributes:
         number: its number in its service.
-        worker: which drains it.
+        worker: the worker that drains it.
         size: slots.
         taken: triggers taken out of it since it was made.
         full: slots that hold a trigger now.
@@ -71,7 +71,7 @@ class ConnectionView(Message, frozen=True):
     """A connection to one peer.
 
     Attributes:
-        worker: which it belongs to.
+        worker: the worker that it belongs to.
         number: its number in that worker.
         peer: the rank that it leads to; None if that is not known.
         transport: the transport's name.
@@ -95,11 +95,11 @@ class ChannelView(Message, frozen=True):
     Attributes:
         id: its id in its service.
         ring: number of the ring that its triggers come through.
-        worker: which acts on them.
+        worker: the worker that serves them.
         connection: number, in that worker, of the connection that they go over; None for a Python handler.
         triggers: acted on, of all operations.
         puts: triggers that put data, and sends of plans that did.
-        bytes: that the puts and gets moved.
+        bytes: bytes that the puts and gets moved.
         signals: triggers that signalled, and sends of plans, all of which do.
         flushes: triggers that flushed.
         flush_ns: sum of the times of timed flushes, from issue to completion.
@@ -150,7 +150,7 @@ class ServiceView:
 
 
 def _map(handle: str, nbytes: int, *, writable: bool) -> tuple[mmap.mmap, int]:
-    """Maps what a handle of shared memory names. Returns the mapping and where in it the range begins.
+    """Maps the memory of a handle. Returns the mapping and the offset in it at which the range begins.
 
     Raises:
         ArgumentError: it can't be opened, or is shorter than `nbytes`.
@@ -158,7 +158,7 @@ def _map(handle: str, nbytes: int, *, writable: bool) -> tuple[mmap.mmap, int]:
     try:
         packed = bytes.fromhex(handle)
     except ValueError:
-        raise ArgumentError("handle", f"{handle[:40]!r} is no handle in hexadecimal") from None
+        raise ArgumentError("handle", f"{handle[:40]!r} is not a handle in hexadecimal") from None
     descriptor, offset, size = open_descriptor(packed)
     try:
         if size < nbytes:
@@ -177,7 +177,7 @@ class _Mapped(Generic[P]):
 
     Args:
         handle: of the memory, in hexadecimal.
-        cast: makes the pointer to the struct of the address where the memory begins.
+        cast: turns the memory's first address into a pointer to the struct.
         nbytes: size of the struct.
         writable: whether it is written.
     """
@@ -199,7 +199,7 @@ def _as_observed(at: Any) -> _engine.ProxycclObservedPointer:
 
 
 class ObservedView(_Mapped["_engine.ProxycclObservedPointer"]):
-    """What a service of another process shows of its channels and plans.
+    """The observed segment of a service in another process: its channels and plans.
 
     Args:
         handle: of its `ObservedSegment`, in hexadecimal.
@@ -223,14 +223,14 @@ class ObservedView(_Mapped["_engine.ProxycclObservedPointer"]):
 
 
 class Observer:
-    """Looks at one service. Use it as a context manager, or call `close`.
+    """Observes one service. Use it as a context manager, or call `close`.
 
     Args:
         publication: the service's.
-        writable: its segment is wanted to be written, as for a trace; otherwise nothing is.
+        writable: map its segment writable, as a trace needs.
 
     Raises:
-        ArgumentError: the service is gone, or what it published is not so.
+        ArgumentError: the service is gone, or its publication is wrong.
     """
 
     def __init__(self, publication: Publication, *, writable: bool = False) -> None:

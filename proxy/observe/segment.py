@@ -1,6 +1,7 @@
-"""The memory in which a service shows observers what it does (engine/observe.h): the service's side.
+"""The memory in which a service publishes its activity for observers (engine/observe.h): the service's side.
 
-It is not pinned, as no GPU reads it. So pages that no worker has touched take no memory, above all the trace's records.
+It is not pinned, because GPUs do not read it. So pages that no worker has touched take no memory, above all the trace's
+records.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 def observed_bytes(workers: int) -> int:
-    """The size of a segment for so many workers."""
+    """The size of a segment for this number of workers."""
     return int(ffi.sizeof("ProxycclObserved") + workers * ffi.sizeof("ProxycclWorkerStats"))
 
 
@@ -38,12 +39,12 @@ def outstanding_in(observed: _engine.ProxycclObservedPointer, channel: int) -> i
     if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
         return None
     stats = observed.workers[place.worker].connections[place.connection - 1]
-    completed = stats.completed  # first: what is issued meanwhile may be complete, but not the other way round
+    completed = stats.completed  # first: triggers issued meanwhile may be complete, but not the other way round
     return int(stats.issued - completed)
 
 
 def plan_waits_in(observed: _engine.ProxycclObservedPointer, workers: int) -> list[PlanWait]:
-    """What plans that make no progress wait for, or waited for when they were stopped: at most one for each connection.
+    """The waits of plans that make no progress, or were stopped: at most one for each connection.
 
     Args:
         observed: a pointer to a ProxycclObserved.
@@ -83,7 +84,7 @@ class ObservedSegment:
         stats.in_use = 1
 
     def place_channel(self, channel: int, worker: int, ring: int, connection: int | None) -> None:
-        """Records where a channel's triggers go. `connection` is None for a handler."""
+        """Records the destination of a channel's triggers. `connection` is None for a handler."""
         place = self._observed.channels[channel]
         place.worker, place.ring = worker, ring
         place.connection = lib.PROXYCCL_PLACE_HANDLER if connection is None else connection + 1

@@ -22,10 +22,10 @@ from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger
 ffi, lib = _engine.ffi, _engine.lib
 
 _LEASE_NS = 2_000_000_000
-"""How long a worker goes on recording after its observer is gone."""
+"""How long a worker keeps recording after its observer is gone."""
 
 _CHANNELS_EVERY_NS = 100_000_000
-"""Between two lists of the channels, which take longer to make than fetching records does."""
+"""Seconds between two lists of the channels, which take longer to make than fetching records."""
 
 MOST_TRIGGERS = 500_000
 """Kept by default: at worst a file of some 250 MB, which a browser still shows."""
@@ -38,21 +38,21 @@ _TICKET = (1 << 48) - 1
 
 @dataclass(slots=True)
 class TracedTrigger:
-    """What became of one trigger, or of one send of a plan. Times are those of CLOCK_MONOTONIC in nanoseconds.
+    """The history of one trigger, or of one send of a plan. Times are those of CLOCK_MONOTONIC in nanoseconds.
 
-    A send of a plan came through no ring: it has a plan in place of a ring and a ticket. Triggers that a worker acted
-    on within one look at the clock divide its time evenly among them.
+    A send of a plan did not come through a ring: it has a plan in place of a ring and a ticket. Triggers that a
+    worker handled within one clock reading divide its time evenly among them.
 
     Attributes:
-        worker: which acted on it.
+        worker: the worker that handled it.
         ring: number of the ring that it came through; None for a send.
         ticket: its ticket there; None for a send.
         plan: number of the plan that it is a send of; None for a trigger.
-        trigger: what it said; of a send the trigger that would do the same.
-        look: number of the worker's look at the clock.
+        trigger: the trigger; for a send, the trigger that would do the same.
+        look: number of the worker's clock reading.
         seen_ns: when the worker found it.
         issued_ns: when the worker was done with it, and looked for the next.
-        completed_ns: when the worker found its work complete, or its handler returned; None where that is not known.
+        completed_ns: when the worker found its work complete, or its handler returned; None if that is not known.
     """
 
     worker: int
@@ -74,8 +74,8 @@ class ServiceTrace:
         publication: the service.
         triggers: and sends of plans, in the order in which they were issued, worker by worker.
         routes: peer and transport of each channel that was in use; None and "handler" for a handler.
-        lost: least number of records that were written over before they were fetched, or never written.
-        left_out: triggers that were fetched but not kept, as the allowance was used up.
+        lost: least number of records that were overwritten before they were fetched, or never written.
+        left_out: triggers that were fetched but not kept, because the allowance was used up.
     """
 
     publication: Publication
@@ -108,7 +108,7 @@ class TraceDecoder:
         self.lost = 0
 
     def skip(self, lost: int) -> None:
-        """Notes that records are missing before the next ones, so what became of earlier triggers stays unknown."""
+        """Notes that records are missing before the next ones, so the outcome of earlier triggers stays unknown."""
         self.lost += lost + len(self._unissued)
         self._unissued.clear()
         self._outstanding.clear()
@@ -160,10 +160,10 @@ class TraceDecoder:
 
 
 class Allowance:
-    """How many triggers several tracers may still keep, so that what they keep ends at about the same moment.
+    """How many triggers several tracers may still keep, so that their records end at about the same moment.
 
     Args:
-        triggers: that may be kept. Those that share a look at the clock with the last of them are kept too.
+        triggers: the number that may be kept. Those that share a clock reading with the last of them are kept too.
     """
 
     def __init__(self, triggers: int) -> None:
@@ -198,7 +198,7 @@ class _Records:
         self._stats = stats
         self._allowance = allowance
         self._next = ffi.new("uint64_t *", stats.traced)
-        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # what was lost, and what came then
+        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # the lost ones, and those that followed
         self._full = False
         self.left_out = 0
 
@@ -221,7 +221,7 @@ class _Records:
         is_mark = (records[:, 1] & np.uint64(_PARITY)).astype(bool)
         end = 0 if self._full else self._allowance.end_of_kept(is_mark)
         if end is not None:
-            self._full = True  # later marks speak of triggers that are not kept
+            self._full = True  # later marks refer to triggers that are not kept
             self.left_out += int(np.count_nonzero(~is_mark[end:]))
         if lost or end != 0:
             self._parts.append((lost, records[:end].copy()))
@@ -235,9 +235,9 @@ class _Records:
 
 
 class Tracer:
-    """Records what a service does from now on until `stop`. Only one tracer can record a service at a time.
+    """Records a service's activity from now on until `stop`. Only one tracer can record a service at a time.
 
-    A worker begins to record with its next look at its rings.
+    A worker begins to record with its next poll of its rings.
 
     Args:
         path: the file of the service's publication.

@@ -1,1 +1,1 @@
-"""What the reports of ranks and of the node daemon have in common: files, the checks when they are read, rings."""
+"""The common part of the reports of ranks and of the node daemon: files, the checks when they are read, rings."""

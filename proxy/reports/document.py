@@ -1,4 +1,4 @@
-"""What the files of reports have in common: each is a message as JSON, with a `format` and a `version`."""
+"""The common format of report files: each is a message as JSON, with a `format` and a `version`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from proxyccl.device.errors import ProxyCCLError
 from proxyccl.proxy.codec import Message
 
 MOST_BYTES = 64 << 20
-"""Of a report's file: many times what the largest report takes."""
+"""The largest report file: many times the size of the largest report."""
 
 
 class ReportError(ProxyCCLError):
-    """A file is no report, or cannot be read. The message names it."""
+    """A file is not a report, or cannot be read. The message names it."""
 
 
 class Member(Message, frozen=True, eq=False):

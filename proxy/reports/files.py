@@ -1,4 +1,4 @@
-"""Where reports are written: a directory that the user names, or a default one, which keeps the newest `KEPT`."""
+"""The directory for reports: one that the user names, or a default one, which keeps the newest `KEPT`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def directory() -> Path:
 
 
 def write(group: str, who: str, number: int, text: str) -> Path:
-    """Writes a report of this process, whole or not at all.
+    """Writes a report of this process atomically.
 
     Args:
         group: eight hexadecimal digits: processes on other hosts, or later ones, may have this process's number.
@@ -58,7 +58,7 @@ def write(group: str, who: str, number: int, text: str) -> Path:
         require_private(where)
     path = where / f"{group}-{who}-{os.getpid()}-{number}.json"
     unfinished = path.with_suffix(".unfinished")
-    # A directory that the user names may be everybody's: nobody's link is followed.
+    # A directory that the user names may be shared: links are not followed.
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     with open(descriptor, "w") as file:
         file.write(text)
@@ -73,7 +73,7 @@ def reports_in(where: Path) -> list[Path]:
     found = []
     for path in where.iterdir():
         if _NAME.fullmatch(path.name):
-            with contextlib.suppress(FileNotFoundError):  # another process has just forgotten it
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed it
                 found.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]
 

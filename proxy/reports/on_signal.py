@@ -13,7 +13,7 @@ from proxyccl.proxy._engine import lib
 
 SIGNAL = signal.SIGUSR1
 _COUNT_BYTES = 8
-"""Of an eventfd's count."""
+"""Bytes of an eventfd's count."""
 
 _logger = logging.getLogger("proxyccl")
 _lock = threading.Lock()
@@ -44,8 +44,8 @@ def install(report: Callable[[str], object]) -> None:
 
 def _wait(descriptor: int, report: Callable[[str], object]) -> None:
     while True:
-        os.read(descriptor, _COUNT_BYTES)  # os.eventfd_read would not go on after another signal's handler
+        os.read(descriptor, _COUNT_BYTES)  # os.eventfd_read would not continue after another signal's handler
         try:
             report(f"signal {SIGNAL.name}")
-        except Exception:  # the next signal is answered all the same
+        except Exception:  # the next signal is still answered
             _logger.exception("no report on signal %s", SIGNAL.name)

@@ -1,4 +1,4 @@
-"""A ring in a report: what `RingMemory.snapshot` sees of it, in numbers and words."""
+"""A ring in a report: the result of `RingMemory.snapshot`, in numbers and words."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from proxyccl.proxy.ring import RingContents
 from proxyccl.proxy.trigger import Trigger, operation_name
 
 TRIGGERS = 32
-"""That a report shows of those that wait in a ring, and of those that were taken out of it."""
+"""The number of triggers that a report shows of those waiting in a ring, and of those taken out of it."""
 
 
 class RingTrigger(Message, frozen=True):
-    """A trigger in a ring: its ticket, and what it asks for in words."""
+    """A trigger in a ring: its ticket, and its operation in words."""
 
     ticket: int
     channel: int

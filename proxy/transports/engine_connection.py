@@ -1,4 +1,5 @@
-"""Makes connections of the engine from the options that a transport's C header defines. It knows no transport."""
+"""Makes connections of the engine from the options that a transport's C header defines. It does not know about
+transports."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ class EngineRuntime:
         return memory.host_ptr + offset, memory.ptr + offset
 
     def close(self) -> None:
-        """Frees the pinned memory. No connection may use it any more."""
+        """Frees the pinned memory. Connections must no longer use it."""
         while self._pinned:
             self._pinned.pop().close()
 
@@ -58,7 +59,7 @@ class EngineConnection:
 
     Attributes:
         pointer: a ProxycclConnection.
-        owned: what it copies with, to close after it, in this order.
+        owned: the objects that it copies with, to close after it, in this order.
     """
 
     pointer: Any
@@ -95,13 +96,13 @@ def require_accepted(transport: str, native_options: Any, *options: Any) -> None
 
 
 def create(engine: EngineRuntime, transport: str, native_options: Any, *, needs: str = "") -> Any:
-    """Makes a ProxycclConnection. What the options name must outlive it.
+    """Makes a ProxycclConnection. Objects that the options name must outlive it.
 
     Args:
         engine: the runtime whose copies it issues.
         transport: the transport's name.
         native_options: its options struct, which passed `require_accepted`.
-        needs: what a build needs for the transport, and how to install that.
+        needs: the build requirements of the transport, and how to install them.
 
     Raises:
         ResourceError: out of memory.

@@ -52,7 +52,7 @@ def _connect(engine: EngineRuntime, options: FabricConnectionOptions) -> EngineC
 
 def _status_text(status: int) -> str:
     if status == lib.PROXYCCL_FABRIC_NO_READS:
-        return "the provider of one of the two ranks makes no reads; have the peer put the data"
+        return "the provider of one of the two ranks can't read; have the peer put the data"
     error = status - lib.PROXYCCL_FABRIC_FAILED
     if error < _OWN_ERRORS:
         return os.strerror(error)
@@ -67,7 +67,7 @@ def _error_text(connection: Any) -> str:
 
 
 class _Endpoint:
-    """See `RdmaEndpoint`. All peers reach the rank's one endpoint."""
+    """See `RdmaEndpoint`. All peers reach the rank's single endpoint."""
 
     def __init__(self, device: FabricContext) -> None:
         self._device = device
@@ -77,7 +77,7 @@ class _Endpoint:
 
     def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         if theirs.ring_bytes:
-            raise ArgumentError("peer", "its end of the connection is staged; expected one that is not, as this end")
+            raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
         self._options = self._device.endpoint.connect(theirs.endpoint, theirs.rkey)
 
     def connection_options(self, theirs: RdmaEndpointInfo) -> FabricConnectionOptions:

@@ -1,4 +1,4 @@
-"""Transports by pinned memory, whatever their wire: connections, endpoints, targets and statuses.
+"""The common part of the transports through pinned memory, with any wire: connections, endpoints, targets and statuses.
 
 See engine/staged_transport.h.
 """
@@ -28,17 +28,17 @@ from proxyccl.proxy.transports.transport import Transport
 ffi, lib = _engine.ffi, _engine.lib
 
 STATUSES = range(lib.PROXYCCL_STAGED_COPY_OUT, 2 * lib.PROXYCCL_STAGED_REFUSED)
-"""What staging itself adds to a wire's statuses."""
+"""The statuses that staging adds to a wire's."""
 
 _REFUSALS = {
     lib.PROXYCCL_STAGED_BAD_COUNT: "the peer's count of messages is out of range",
     lib.PROXYCCL_STAGED_BAD_LENGTH: "a message of the peer does not fit the ring",
     lib.PROXYCCL_STAGED_BAD_RANGE: "the peer put or got data outside the memory that this rank offers",
-    lib.PROXYCCL_STAGED_BAD_WORD: "the peer signalled an address that is no semaphore word of this rank",
+    lib.PROXYCCL_STAGED_BAD_WORD: "the peer signalled an address that is not a semaphore word of this rank",
     lib.PROXYCCL_STAGED_BAD_REQUEST: "the peer asks for more gets than may be outstanding, or sends data with one",
-    lib.PROXYCCL_STAGED_BAD_ANSWER: "the peer sends more data than was asked for",
+    lib.PROXYCCL_STAGED_BAD_ANSWER: "the peer sends more data than was requested",
 }
-"""Why the engine refused a peer's message, by ProxycclStagedRefusal."""
+"""The reason why the engine refused a peer's message, by ProxycclStagedRefusal."""
 
 
 def _connect(engine: EngineRuntime, transport: str, options: StagedOptions, wire: Any, needs: str) -> EngineConnection:
@@ -72,7 +72,7 @@ def _status_text(status: int) -> str:
 
 
 class Wire(Protocol):
-    """This rank's end of what joins two staging areas."""
+    """This rank's end of the link between two staging areas."""
 
     @property
     def address(self) -> bytes:
@@ -93,7 +93,7 @@ class Wire(Protocol):
 
 
 class StagedDevice(Protocol):
-    """What staging needs of the wire's device."""
+    """Staging's interface to the wire's device."""
 
     @property
     def segment(self) -> PinnedMemory:
@@ -102,7 +102,7 @@ class StagedDevice(Protocol):
 
     @property
     def signals(self) -> range:
-        """Where in it, in bytes, the words lie that peers' proxies may signal."""
+        """The range in it, in bytes, of the words that peers' proxies may signal."""
         ...
 
     @property
@@ -138,7 +138,7 @@ class StagedEndpoint:
     def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         """See `RdmaEndpoint`."""
         if not theirs.ring_bytes:
-            raise ArgumentError("peer", "its end of the connection is not staged; expected one that is, as this end")
+            raise ArgumentError("peer", "its end of the connection is not staged, but this end is")
         self._wire.connect(theirs, timeout, given_up)
 
     def connection_options(self, theirs: RdmaEndpointInfo) -> StagedOptions:
@@ -156,7 +156,7 @@ class StagedEndpoint:
 
     def close(self) -> None:
         """Frees the wire and the area."""
-        with contextlib.ExitStack() as steps:  # from the last to the first, each whatever becomes of the other
+        with contextlib.ExitStack() as steps:  # from the last to the first, each regardless of the other
             steps.callback(self._area.close)
             steps.callback(self._wire.close)
 

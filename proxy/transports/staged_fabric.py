@@ -26,7 +26,7 @@ def _error_text(connection: Any) -> str:
 
 
 class _Wire:
-    """See `staged_connection.Wire`. All wires of a rank share its one endpoint."""
+    """See `staged_connection.Wire`. All wires of a rank share its single endpoint."""
 
     def __init__(self, device: FabricContext) -> None:
         self._endpoint = device.endpoint

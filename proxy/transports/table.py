@@ -36,7 +36,7 @@ def find_copying_transport(name: str) -> Transport:
 
 
 def rdma_functions(name: str) -> RdmaFunctions:
-    """What a transport does by RDMA, by its name. Raises ArgumentError if it uses none, or does not exist."""
+    """A transport's RDMA functions, by its name. Raises ArgumentError if it does not use RDMA, or does not exist."""
     found = TRANSPORTS.get(name)
     if found is None or found.rdma is None:
         by_rdma = (each.name for each in TRANSPORTS.values() if each.uses_rdma)
@@ -45,7 +45,7 @@ def rdma_functions(name: str) -> RdmaFunctions:
 
 
 def missing_transports() -> dict[str, str]:
-    """What this machine lacks for each transport that uses RDMA, in words; empty if nothing."""
+    """The requirements that this machine lacks for each transport that uses RDMA, in words; empty if none."""
     by_rdma = {name: each.rdma.missing for name, each in TRANSPORTS.items() if each.rdma is not None}
     answers = {missing: missing() for missing in by_rdma.values()}  # transports of one device share it
     return {name: answers[missing] for name, missing in by_rdma.items()}

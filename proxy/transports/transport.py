@@ -21,7 +21,7 @@ class RdmaEndpoint(Protocol):
 
     @property
     def info(self) -> RdmaEndpointInfo:
-        """What the rank tells the peer about it."""
+        """The rank's message to the peer about it."""
         ...
 
     def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
@@ -33,29 +33,30 @@ class RdmaEndpoint(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees it. No connection may use it any more."""
+        """Frees it. Connections must no longer use it."""
         ...
 
 
 @dataclass(frozen=True)
 class RdmaFunctions:
-    """What a transport does by RDMA. Its functions take the device that `open` returned, which has a method `close`.
+    """A transport's RDMA functions. They take the device that `open` returned, which has a method `close`.
 
     Attributes:
-        missing: returns what this machine lacks for the transport, in words; empty if nothing.
+        missing: returns the requirements that this machine lacks for the transport, in words; empty if none.
         open: opens the device. Transports with the same `open` share one device of a rank. Raises as the first call of
             `RdmaContext` does.
-        unsupported_reason: returns why the device can't register the memory of the rank's GPU; empty if it can, or need
+        unsupported_reason: returns the reason why the device can't register the memory of the rank's GPU; empty if it
+        can, or need
             not. Raises ResourceError.
         make_endpoint: makes an endpoint on the device.
-        expose: lets peers reach own memory; takes the device, address, size in bytes and handle. Raises as
+        expose: lets peers reach memory of this rank; takes the device, address, size in bytes and handle. Raises as
             `RdmaContext.expose`.
         withdraw: ends `expose`.
         registers_source: whether a put's source must be exposed too.
         refusal: error text for memory of `{rank}` that could not be exposed because of `{reason}`.
         withdraws_at_once: whether `withdraw` only refuses later puts of peers, so that it may be called while workers
             still use the memory.
-        rehearses: whether nodes that are rehearsed on one host use it without being asked to.
+        rehearses: whether nodes that are rehearsed on one host use it by default.
     """
 
     missing: Callable[[], str]
@@ -76,15 +77,15 @@ def _no_error_text(connection: Any) -> str:
 
 @dataclass(frozen=True)
 class Transport:
-    """What moves the data of a connection.
+    """A transport moves the data of a connection.
 
     Attributes:
         name: its name, for users and for the engine.
         connect: makes a connection of the engine from the transport's own options.
         status_text: returns a status of such a connection in words; empty for a driver's own status.
         statuses: the statuses that no other transport returns.
-        error_text: returns what is known of the error that ended a connection of the engine beyond its status.
-        rdma: what it does by RDMA; None for a transport that copies within a host.
+        error_text: returns details, beyond its status, of the error that ended a connection of the engine.
+        rdma: its RDMA functions; None for a transport that copies within a host.
     """
 
     name: str

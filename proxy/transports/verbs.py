@@ -52,7 +52,7 @@ _COMPLETIONS = (
     ("IBV_WC_TM_ERR", "tag matching failed"),
     ("IBV_WC_TM_RNDV_INCOMPLETE", "the message is to be fetched by software"),
 )
-"""By ibv_wc_status of infiniband/verbs.h: its name, and what it means."""
+"""By ibv_wc_status of infiniband/verbs.h: its name and its meaning."""
 
 
 def native_options(options: VerbsOptions) -> Any:
@@ -68,7 +68,7 @@ def native_options(options: VerbsOptions) -> Any:
 
 
 NEEDS = "libibverbs' headers (Debian, Ubuntu: apt install libibverbs-dev; Fedora: dnf install rdma-core-devel)"
-"""What a build of the engine needs for this transport."""
+"""The build requirements of this transport."""
 
 
 def _connect(engine: EngineRuntime, options: VerbsOptions) -> EngineConnection:
@@ -78,11 +78,11 @@ def _connect(engine: EngineRuntime, options: VerbsOptions) -> EngineConnection:
 
 
 def _status_text(status: int) -> str:
-    """An errno in words, or an ibv_wc_status behind PROXYCCL_VERBS_COMPLETION."""
+    """An errno in words, or an ibv_wc_status above PROXYCCL_VERBS_COMPLETION."""
     if status == lib.PROXYCCL_VERBS_NO_INLINE:
-        return "the device takes no inline data, in which values travel; put them from memory"
+        return "the device does not support inline data, in which values travel; put them from memory"
     if status == lib.PROXYCCL_VERBS_NO_READS:
-        return "one of the two devices makes no RDMA reads; have the peer put the data"
+        return "one of the two devices can't do RDMA reads; have the peer put the data"
     completion = status - lib.PROXYCCL_VERBS_COMPLETION
     if completion < 0:
         return os.strerror(status)
@@ -103,7 +103,7 @@ class _Endpoint:
 
     def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         if theirs.ring_bytes:
-            raise ArgumentError("peer", "its end of the connection is staged; expected one that is not, as this end")
+            raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
         self._endpoint.connect(theirs.endpoint, timeout, given_up)
 
     def connection_options(self, theirs: RdmaEndpointInfo) -> VerbsOptions:
@@ -114,7 +114,7 @@ class _Endpoint:
 
 
 def missing_for_verbs() -> str:
-    """What this machine lacks for RDMA by verbs, in words; empty if nothing."""
+    """The requirements of RDMA by verbs that this machine lacks, in words; empty if none."""
     return missing() or ""
 
 

@@ -1,4 +1,4 @@
-"""An endpoint's address: what it tells its peer, as bytes that the peer checks."""
+"""An endpoint's address for its peer, as bytes that the peer checks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PORTS = range(1, 255)
 
 @dataclass(frozen=True)
 class EndpointAddress:
-    """Where an endpoint is, and what it can do.
+    """An endpoint's address and capabilities.
 
     Attributes:
         qp_number: number of its queue pair.

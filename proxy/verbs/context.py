@@ -13,14 +13,14 @@ from proxyccl.proxy.verbs.registrations import Registrations
 
 
 class VerbsContext:
-    """An opened device with a protection domain of its own: the device refuses the keys of other contexts.
+    """An opened device with its own protection domain: the device refuses the keys of other contexts.
 
     Attributes:
         device: the device.
         registrations: memory that is registered with it.
         write_targets: memory that peers' staged puts may write.
         runtime, segment, signals: as in the setup.
-        options: which device, and its settings.
+        options: the device and its settings.
 
     Raises:
         ArgumentError: an option names something that does not exist.
@@ -39,6 +39,6 @@ class VerbsContext:
 
     def close(self) -> None:
         """Frees registrations and the device. Endpoints are closed."""
-        with contextlib.ExitStack() as steps:  # from the last to the first, each whatever becomes of the other
+        with contextlib.ExitStack() as steps:  # from the last to the first, each regardless of the other
             steps.callback(self.device.close)
             steps.callback(self.registrations.close)

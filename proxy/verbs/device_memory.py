@@ -34,7 +34,7 @@ def probe(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> Re
 
     Raises:
         ResourceError: the system or the device has no room.
-        RuntimeUnavailableError: the RDMA device can't reach the runtime's device memory, or that keeps no order.
+        RuntimeUnavailableError: the RDMA device can't reach the runtime's device memory, or that does not order writes.
     """
     memory = runtime.allocate(_PROBE_BYTES)
     try:
@@ -46,8 +46,8 @@ def probe(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> Re
 
 
 def unsupported_reason(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> str:
-    """Why RDMA can't reach the runtime's device memory: the RDMA device does not, or the device keeps no order of RDMA
-    writes. Empty if it can.
+    """Why RDMA can't reach the runtime's device memory: the RDMA device does not, or the memory's device does not
+    order RDMA writes. Empty if it can.
 
     Raises:
         ResourceError: the system or the device has no room.

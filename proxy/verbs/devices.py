@@ -1,4 +1,4 @@
-"""Which RDMA devices this machine has, which of them is nearest, and what is missing if none can be used."""
+"""The RDMA devices of this machine, the choice of the nearest, and the missing requirements if none can be used."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RdmaDevice:
         max_completions: most completions in one completion queue. From pyverbs.
         max_registrations: most memory registrations. From pyverbs.
         max_registered_bytes: most bytes in one registration. From pyverbs.
-        problem: why pyverbs can't open it; empty if it can, or is missing.
+        problem: the reason why pyverbs can't open it; empty if it can, or is missing.
     """
 
     name: str
@@ -253,7 +253,7 @@ def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
         for index in sorted(int(name) for name in os.listdir(directory) if name.isdigit()):
             try:
                 file = os.open(str(index), os.O_RDONLY, dir_fd=directory)
-            except OSError:  # it went in between
+            except OSError:  # it vanished in between
                 continue
             try:
                 text = os.read(file, 64)
@@ -294,13 +294,13 @@ def choose_device(
 
     Args:
         devices: the machine's devices (`rdma_devices`).
-        options: device, port and GID, where they are not None.
+        options: device, port and GID, if they are not None.
         near: NUMA node of the rank's GPU, or of its process; None if all are equally near.
         local_rank: the rank's number on its node.
         root: where sysfs is mounted, for the distances between NUMA nodes.
 
     Raises:
-        ArgumentError: what an option names does not exist, or is not active; the message says what is.
+        ArgumentError: an option names something that does not exist, or is not active; the message lists what exists.
         RuntimeUnavailableError: there is no active port, whatever the options.
     """
     if options.device is not None:
@@ -388,11 +388,11 @@ def process_numa_node(root: Path = SYSFS) -> int | None:
     return None
 
 
-# -- what is missing ---
+# -- missing requirements ---
 
 
 def missing(root: Path = SYSFS) -> str | None:
-    """What this machine lacks for RDMA by verbs, and what to install; None if nothing."""
+    """The requirements of RDMA by verbs that this machine lacks, and how to install them; None if there are none."""
     lacks = []
     devices = rdma_devices(root)
     if not devices:
@@ -406,6 +406,6 @@ def missing(root: Path = SYSFS) -> str | None:
     if not _engine.lib.proxyccl_verbs_built():
         lacks.append(
             "the engine was built without libibverbs' headers: apt install libibverbs-dev (Debian, Ubuntu), "
-            "dnf install rdma-core-devel (Fedora), and install proxyccl anew"
+            "dnf install rdma-core-devel (Fedora), and reinstall proxyccl"
         )
     return "; ".join(lacks) or None

@@ -23,7 +23,7 @@ _MOST_READS = 16
 _HOP_LIMIT = 64
 _RNR_TIMER = 12  # 0.64 ms
 _RETRY_PAUSE = 0.05
-# What the system says while it does not know the peer's address on the network yet.
+# The system's errors while it does not know the peer's address on the network yet.
 _NOT_YET = (errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH, errno.EINTR)
 
 
@@ -38,8 +38,8 @@ class VerbsOptions:
             send queue stays unused.
         max_message: bytes that one request may carry; a longer put or get becomes several.
         signal_rkey: remote key of the memory with the peer's semaphore words.
-        reads: reads that the queue pair has outstanding at most; 0 if one of the two devices makes none, which has gets
-            refused.
+        reads: reads that the queue pair has outstanding at most; 0 if one of the two devices does not support them;
+            gets are then refused.
         fetch_add: signal by an atomic add of one, for a device that takes no inline data.
         scratch: with `fetch_add`, address of 8 registered bytes, aligned to 8, that receive the words' old values.
         scratch_lkey: local key of those bytes.
@@ -73,7 +73,7 @@ class VerbsDevice:
         gid: that GID.
         options: how its endpoints behave.
         pd: its protection domain, a pyverbs object.
-        access: libibverbs' flags for memory that is registered with it: what peers may do.
+        access: libibverbs' access flags, for peers, of memory that is registered with it.
         mtu: the largest path MTU of its endpoints, in bytes.
         max_message: bytes that one work request can carry.
         reads: a peer's reads and atomics that it executes at a time; 0 if it supports none.
@@ -122,7 +122,7 @@ class VerbsDevice:
         """Opens a device.
 
         Raises:
-            ArgumentError: the port lacks what an option or the choice asks for; the message says what it has.
+            ArgumentError: the port lacks something that an option or the choice names; the message says what it has.
             ResourceError: the device has no room for a protection domain.
             RuntimeUnavailableError: pyverbs is missing, or can't open the device; the message says why.
         """
@@ -154,7 +154,7 @@ class VerbsDevice:
 
         Raises:
             ResourceError: the device has no room for another queue.
-            RuntimeUnavailableError: the device supports neither kind of signal, or not the one that was asked for.
+            RuntimeUnavailableError: the device supports neither kind of signal, or not the requested one.
         """
         self.require_open()
         made = Endpoint(self, self._context, self._limits)
@@ -170,7 +170,7 @@ class VerbsDevice:
             return self._scratch
 
     def adopt(self, dependent: _Dependent) -> None:
-        """Has an object closed before the protection domain."""
+        """Registers an object to be closed before the protection domain."""
         self._dependents.add(dependent)
 
     def disown(self, dependent: _Dependent) -> None:

@@ -1,4 +1,4 @@
-"""Options of RDMA: which device to use, and how its queue pairs behave."""
+"""Options of RDMA: the device to use, and the behaviour of its queue pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proxyccl.proxy.gpu_writes import GPU_WRITES
 from proxyccl.proxy.staging import STAGING_BYTES, STAGING_CHUNK
 
 MTUS = (256, 512, 1024, 2048, 4096)
-"""The path MTUs there are, in bytes."""
+"""The valid path MTUs, in bytes."""
 
 SIGNALS = ("auto", "write", "fetch_add")
 
@@ -35,7 +35,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {"mtu": MTUS, "signal": SIGNALS, "gpu_
 
 @dataclass(frozen=True)
 class RdmaOptions:
-    """Which RDMA device to use, and how. None selects what suits the machine.
+    """The RDMA device to use, and its settings. None selects a value that suits the machine.
 
     Attributes:
         device: name of the RDMA device, such as "mlx5_0"; None for the nearest (`choose_device`).
@@ -55,7 +55,7 @@ class RdmaOptions:
         signal: how to advance a peer's counter: by an inline "write", by an atomic "fetch_add", or "auto" for a write
             if the device can, else a fetch-add.
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
-            in host memory; "ordered" to take that as promised. Otherwise the transport is "staged".
+            in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged".
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged", 4 KiB to 64 MiB; two
             ranks use the smaller of their values.
         staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
@@ -89,7 +89,8 @@ class RdmaOptions:
 
     @classmethod
     def from_environment(cls, **arguments: Any) -> RdmaOptions:
-        """Options from ``PROXYCCL_RDMA_DEVICE``, ``PROXYCCL_RDMA_PORT``, …; arguments that are not None win.
+        """Options from ``PROXYCCL_RDMA_DEVICE``, ``PROXYCCL_RDMA_PORT``, …; arguments that are not None take
+        precedence.
 
         Raises:
             ArgumentError: a variable or an argument is out of range, and the error names it; or an argument is not the

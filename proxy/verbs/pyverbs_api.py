@@ -31,7 +31,7 @@ _MODULES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp")
 _MAPS = Path("/proc/self/maps")
 _EXHAUSTED = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 _NO_ACCESS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENODEV)
-_NO_ERRNO = -1  # pyverbs' error code where it knows none
+_NO_ERRNO = -1  # pyverbs' error code when it has none
 
 
 class Pyverbs:
@@ -94,7 +94,7 @@ class Pyverbs:
         return int(found.qp)
 
     def error(self, call: str, subject: str, cause: Exception) -> ProxyCCLError:
-        """The exception to raise for what a pyverbs call raised: ResourceError if something ran out, otherwise
+        """The exception to raise for a pyverbs call's exception: ResourceError if something ran out, otherwise
         RuntimeUnavailableError.
         """
         number = error_number(cause)
@@ -121,7 +121,7 @@ class Pyverbs:
 
     @contextlib.contextmanager
     def calling(self, call: str, subject: str) -> Iterator[None]:
-        """A context in which `error` translates what pyverbs raises."""
+        """A context in which `error` translates pyverbs' exceptions."""
         try:
             yield
         except self.PyverbsError as cause:

@@ -15,8 +15,8 @@ from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.pyverbs_api import error_number
 
 DmaBuf = Callable[[], tuple[int, int] | None]
-"""Gives a descriptor of a DMA-BUF and the range's offset in it, or None where the driver offers none. The descriptor
-is closed here.
+"""Gives a descriptor of a DMA-BUF and the range's offset in it, or None if the driver does not offer one. The
+descriptor is closed here.
 """
 
 
@@ -27,11 +27,11 @@ class Registration:
     Attributes:
         ptr: its address in this process.
         nbytes: its size.
-        address: by which the device and peers name its first byte. It is `ptr`, but for a DMA-BUF.
+        address: the address by which the device and peers name its first byte. It is `ptr`, except for a DMA-BUF.
         lkey: key for this device's own work requests.
         rkey: key for peers'.
         how: "host", "peer memory" (the device takes the GPU's address itself) or "dma-buf".
-        allocation: what `Registrations.register` was given.
+        allocation: the argument of `Registrations.register`.
         region: pyverbs' memory region.
     """
 
@@ -46,7 +46,7 @@ class Registration:
 
 
 class Registrations:
-    """What is registered with a device: a `RegistrationCache` that knows DMA-BUFs. Threads may share it.
+    """The registrations of a device: a `RegistrationCache` that supports DMA-BUFs. Threads may share it.
 
     Args:
         device: to register with; closing it closes this.
@@ -70,11 +70,11 @@ class Registrations:
             ptr: address of the range.
             nbytes: its size.
             dmabuf: for memory of a GPU.
-            allocation: what tells this allocation from all others, earlier ones at the same address too; None: the
-                range is registered for as long as it is used.
+            allocation: identifies this allocation among all others, including earlier ones at the same address;
+                None: the range is registered only while it is used.
 
         Raises:
-            ArgumentError: the range is empty or none.
+            ArgumentError: the range is empty or invalid.
             ResourceError: the system or the device has no room.
             RuntimeUnavailableError: the device can't reach this memory.
         """
@@ -82,7 +82,7 @@ class Registrations:
         return self._made.acquire(ptr, nbytes, allocation, lambda: self._make(ptr, nbytes, dmabuf, allocation))
 
     def release(self, registration: Registration) -> None:
-        """Ends one use. No request may name it any more when the last one ends.
+        """Ends one use. When the last one ends, requests must no longer name it.
 
         Raises:
             ArgumentError: it is not in use.
@@ -90,7 +90,7 @@ class Registrations:
         self._made.release(registration)
 
     def close(self) -> None:
-        """Deregisters everything. Nothing may be under way from or to it."""
+        """Deregisters everything. No transfers may be in flight from or to it."""
         self._made.close()
         self._device.disown(self)
 
@@ -105,7 +105,7 @@ class Registrations:
             try:
                 made = self._make_dmabuf(nbytes, dmabuf)
             except api.PyverbsError as cause:
-                # Where the device or the kernel does not take it, the device may still know the GPU's addresses.
+                # If the device or the kernel does not take it, the device may still know the GPU's addresses.
                 refusal = f"; {self._error('ibv_reg_dmabuf_mr', nbytes, 'a DMA-BUF', cause)}"
             else:
                 if made is not None:
@@ -126,7 +126,7 @@ class Registrations:
             return None
         descriptor, offset = given
         try:
-            # pyverbs has the device name the range by its offset.
+            # With pyverbs, the device names the range by its offset.
             return self._device.api.DmaBufMR(
                 self._device.pd, nbytes, self._device.access, dmabuf=descriptor, offset=offset
             ), offset

@@ -454,8 +454,8 @@ def test_one_worker_may_serve_both_directions_to_several_peers() -> None:
     ("change", "reason"),
     [
         *((change, OUTSIDE) for change in ("target", "number", "before", "behind", "removed")),
-        ("word", "the peer signalled an address that is no semaphore word of this rank"),
-        ("odd word", "the peer signalled an address that is no semaphore word of this rank"),
+        ("word", "the peer signalled an address that is not a semaphore word of this rank"),
+        ("odd word", "the peer signalled an address that is not a semaphore word of this rank"),
     ],
 )
 def test_what_was_not_offered_is_refused_where_it_arrives(change: str, reason: str) -> None:
@@ -506,7 +506,7 @@ def test_what_was_not_offered_can_not_be_got(change: str) -> None:
 @pytest.mark.parametrize(
     ("header", "reason"),
     [
-        ({"bytes": 8, "answers": 1}, "the peer sends more data than was asked for"),
+        ({"bytes": 8, "answers": 1}, "the peer sends more data than was requested"),
         ({"bytes": 8, "asked": 8}, "the peer asks for more gets than may be outstanding, or sends data with one"),
     ],
 )

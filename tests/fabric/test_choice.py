@@ -89,7 +89,7 @@ def test_ranks_of_a_host_share_its_devices() -> None:
     ("offers", "options", "message"),
     [
         (TCP, {"provider": "efa"}, "provider: no provider 'efa'; there is tcp;ofi_rxm"),
-        (TCP, {"interface": "=eth"}, "interface: '=eth' is none of lo, eth0, eth1"),
+        (TCP, {"interface": "=eth"}, "interface: '=eth' is not one of lo, eth0, eth1"),
         (EFA, {"signal": "ordered"}, "signal: no such provider keeps the order"),
     ],
 )

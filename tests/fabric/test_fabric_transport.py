@@ -118,7 +118,7 @@ def test_a_provider_that_makes_no_reads_refuses_gets() -> None:
     with loop_of(np.zeros(8, np.uint8), memory(8), reads=False) as loop:
         loop.push(0, GET, 4)
         failure = loop.fails()
-        assert failure.reason == "get: the provider of one of the two ranks makes no reads; have the peer put the data"
+        assert failure.reason == "get: the provider of one of the two ranks can't read; have the peer put the data"
         assert loop.peers[0].device.counts.reads == 0
 
 

@@ -288,7 +288,7 @@ def test_a_link_in_place_of_the_directory_is_refused(directory: Path, tmp_path: 
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     directory.symlink_to(tmp_path / "elsewhere")
     for use in (lambda: publications.publish(a_publication()), publications.find):
-        with pytest.raises(ArgumentError, match="is no directory"):
+        with pytest.raises(ArgumentError, match="is not a directory"):
             use()
     assert list((tmp_path / "elsewhere").iterdir()) == []
 

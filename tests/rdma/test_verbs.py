@@ -223,7 +223,7 @@ def test_a_device_that_makes_no_reads_refuses_gets() -> None:
     with Loop(np.zeros(8, np.uint8), memory(8), reads=0) as loop:
         loop.push(0, GET, 4)
         failure = loop.fails()
-        assert failure.reason == "get: one of the two devices makes no RDMA reads; have the peer put the data"
+        assert failure.reason == "get: one of the two devices can't do RDMA reads; have the peer put the data"
         assert failure.status == lib.PROXYCCL_VERBS_NO_READS
         assert loop.peers[0].device.counts.requests == 0
 
@@ -276,7 +276,7 @@ def test_a_device_that_takes_no_inline_data_refuses_values() -> None:
         loop.push(0, PUT, 4, value=7)
         failure = loop.fails()
         assert failure.reason == (
-            "put of a value: the device takes no inline data, in which values travel; put them from memory"
+            "put of a value: the device does not support inline data, in which values travel; put them from memory"
         )
 
 

@@ -206,5 +206,5 @@ def test_a_type_that_would_ignore_unknown_fields_is_refused() -> None:
         rank: int
 
     for kind in (Loose, LooseStruct, list[Loose], dict[str, tuple[LooseStruct, int]], Loose | None):
-        with pytest.raises(TypeError, match=r"Loose\w* is no Message"):
+        with pytest.raises(TypeError, match=r"Loose\w* is not a Message"):
             Codec(kind, LIMIT).decode(b"{}", "rank 3")
