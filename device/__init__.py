@@ -1,6 +1,6 @@
 """The device's side: headers that kernels include, kernels that ship, and the runtimes that run them.
 
-It knows nothing of ranks. This module re-exports how runtimes are opened; nothing inside the package imports it.
+It does not know about ranks. This module re-exports how runtimes are opened; nothing inside the package imports it.
 """
 
 from proxyccl.device._native import ffi as _ffi

@@ -1,6 +1,6 @@
 """The runtime protocol without kernels: memory, streams, events, copies, and the addresses of the driver's calls.
 
-Arrays, launches and `InFlight` need no more of a runtime than this; `proxyccl.device.runtime.Runtime` adds kernels.
+Arrays, launches and `InFlight` need only this part of a runtime; `proxyccl.device.runtime.Runtime` adds kernels.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PinnedMemory(Memory, Protocol):
 
     @property
     def handle(self) -> bytes:
-        """The bytes with which other processes of the node map it (`Runtime.open_pinned`)."""
+        """The handle with which other processes of the node map it (`Runtime.open_pinned`)."""
         ...
 
     def export(self, host_ptr: int, nbytes: int) -> bytes:
@@ -73,11 +73,11 @@ class Stream(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Waits until all that was queued is done. Raises KernelError if any of it failed."""
+        """Waits until all queued work is done. Raises KernelError if any of it failed."""
         ...
 
     def query(self) -> bool:
-        """Whether all that was queued is done."""
+        """Whether all queued work is done."""
         ...
 
     def close(self) -> None:
@@ -118,8 +118,8 @@ class Event(Protocol):
 class EngineFunctions:
     """Addresses of the driver calls that the engine makes (proxy/engine/runtime_table.h).
 
-    `make_current` takes a `LaunchTarget.context`; 0 where there is none. Threads that serve several devices call it.
-    `add_helper` and `remove_helper` are there where kernels wait on the CPU (host/runtime.h), otherwise 0.
+    `make_current` takes a `LaunchTarget.context`; 0 if there is none. Threads that serve several devices call it.
+    `add_helper` and `remove_helper` exist if kernels wait on the CPU (host/runtime.h), otherwise 0.
     """
 
     copy: int
@@ -133,13 +133,13 @@ class EngineFunctions:
 
 @dataclass(frozen=True)
 class LaunchTarget:
-    """Where launches go (launch.h).
+    """The target of launches (launch.h).
 
     Attributes:
         call: address of the driver's launch call, with cuLaunchKernel's signature.
-        current: address of a call that stores the thread's current context; 0 where there is none.
+        current: address of a call that stores the thread's current context; 0 if there is none.
         context: the context that this runtime's kernels belong to.
-        synchronize: address of a call that waits for a stream, where a call without a stream waits for its end;
+        synchronize: address of a call that waits for a stream, if a call without a stream waits for its end;
             otherwise 0.
     """
 
@@ -151,15 +151,15 @@ class LaunchTarget:
 
 @dataclass(frozen=True)
 class StreamOperationCalls:
-    """Addresses of the driver's calls for what a stream does in turn (stream_operations.h).
+    """Addresses of the driver's calls for operations that a stream performs in order (stream_operations.h).
 
     Attributes:
         copy: a copy between addresses of the device.
-        batch: several operations on words in one call; 0 where the driver lacks it.
-        write64: one write of a word; needed where `batch` is 0.
-        wait64: one wait for a word; needed where `batch` is 0.
-        is_capturing: whether a stream is being captured; 0 where there are no graphs.
-        current: stores the thread's current context; 0 where there is none.
+        batch: several operations on words in one call; 0 if the driver lacks it.
+        write64: one write of a word; needed if `batch` is 0.
+        wait64: one wait for a word; needed if `batch` is 0.
+        is_capturing: whether a stream is being captured; 0 if there are no graphs.
+        current: stores the thread's current context; 0 if there is none.
         context: the context that this runtime's streams belong to.
     """
 
@@ -178,14 +178,14 @@ class AllocationCalls:
 
     Attributes:
         free: frees memory; waits for the device.
-        pointer_attribute: tells an attribute of an address.
+        pointer_attribute: returns an attribute of an address.
         buffer_id: the attribute that is the number of the address's allocation.
-        allocate: allocates; 0 where memory needs flags.
-        allocate_with_flags: allocates with `flags`; needed where `allocate` is 0.
+        allocate: allocates; 0 if memory needs flags.
+        allocate_with_flags: allocates with `flags`; needed if `allocate` is 0.
         flags: see there.
-        current: stores the thread's current context; 0 where there is none.
-        make_current: makes a context current; 0 where there is none.
-        exchange_capture_mode: exchanges the thread's capture mode; 0 where there is none.
+        current: stores the thread's current context; 0 if there is none.
+        make_current: makes a context current; 0 if there is none.
+        exchange_capture_mode: exchanges the thread's capture mode; 0 if there is none.
         relaxed: the capture mode in which allocating is allowed.
         context: the context that this runtime's memory belongs to.
     """
@@ -204,25 +204,25 @@ class AllocationCalls:
 
 
 Allocations = tuple[tuple[int, int], ...]
-"""The allocations that a range lies in, in order: of each an address in the range, and the driver's number for it."""
+"""The allocations that contain a range, in order: for each an address in the range, and the driver's number for it."""
 
 
 @dataclass(frozen=True)
 class LaunchDefaults:
-    """Shapes that suit the device.
+    """Launch shapes that suit the device.
 
     Attributes:
         threads: threads in a block of the shipped kernels.
         blocks: most blocks that a shipped collective uses.
         copy_blocks: most blocks that a proxied collective uses.
-        bytes_per_block: a collective takes another block for each so many bytes that a rank contributes.
-        exchange_bytes: what a rank takes in from all others at a time, in each buffer for rounds (team.h).
+        bytes_per_block: a collective takes one more block for each of these numbers of bytes that a rank contributes.
+        exchange_bytes: the bytes that a rank receives from all others at a time, in each buffer for rounds (team.h).
         pipeline_bytes: the same in each buffer for pipelines.
         meeting_bytes: bytes of a share from which on it pays to learn where peers' outputs lie before sending.
         proxied_kernel_bytes: longest share that a kernel moves to peers of other nodes, through the proxy, by default.
             A plan moves a longer one: its ranks meet first, and nothing is staged. 0: no kernel moves any.
-        packet_threads: a packet kernel takes another block for each so many packets; beyond packet_blocks its blocks
-            grow, up to `threads`.
+        packet_threads: a packet kernel takes one more block for each of these numbers of packets; beyond
+            packet_blocks its blocks grow, up to `threads`.
         packet_blocks: most blocks of a packet kernel.
         pinned_bytes: most bytes that a plan moves through pinned memory: what takes a copy engine longer to begin with.
     """
@@ -280,7 +280,7 @@ class BaseRuntime(Protocol):
         ...
 
     def expect_reuse(self, ptr: int, nbytes: int) -> None:
-        """Tells that a range of any memory was used, and is likely to be used again and again. Changes no contents."""
+        """Says that a range of any memory was used, and is likely to be used repeatedly. Does not change contents."""
         ...
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
@@ -295,7 +295,7 @@ class BaseRuntime(Protocol):
         ...
 
     def open(self, handle: bytes) -> Memory:
-        """Maps what another process (or this one) exported. Raises ArgumentError if the handle is invalid."""
+        """Maps memory that another process (or this one) exported. Raises ArgumentError if the handle is invalid."""
         ...
 
     def open_pinned(self, handle: bytes) -> PinnedMemory:
@@ -315,13 +315,14 @@ class BaseRuntime(Protocol):
 
     @property
     def orders_rdma_writes(self) -> bool:
-        """Whether kernels that see a word which RDMA wrote, anywhere, see what RDMA wrote to the device before it."""
+        """Whether kernels that see a word written by RDMA, anywhere, also see earlier RDMA writes to the device."""
         ...
 
     def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """The descriptor of a DMA-BUF that device memory lies in, for another device's driver, and the memory's offset.
+        """The descriptor of a DMA-BUF that contains device memory, for another device's driver, and the memory's
+        offset.
 
-        The caller closes the descriptor. None if the driver offers none, or if the memory is the host's.
+        The caller closes the descriptor. None if the driver does not offer one, or if the memory is the host's.
         """
         ...
 
@@ -335,13 +336,13 @@ class BaseRuntime(Protocol):
         ...
 
     def pointer_device(self, ptr: int) -> int | None:
-        """The device whose memory an address lies in; None for memory of no device."""
+        """The device that owns an address; None if no device does."""
         ...
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
-        """The allocations that a range lies in. Empty where the driver knows none.
+        """The allocations that contain a range. Empty if the driver knows none.
 
-        A number is never given to another allocation of this process, also not at the same address.
+        A number is never given to another allocation of this process, not even at the same address.
         """
         ...
 
@@ -350,7 +351,7 @@ class BaseRuntime(Protocol):
         ...
 
     def free_later(self, ptr: int) -> None:
-        """Frees what `allocation_calls` allocated, when the device is waited for next."""
+        """Frees memory that `allocation_calls` allocated, when the device is waited for next."""
         ...
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> Stream:
@@ -358,7 +359,7 @@ class BaseRuntime(Protocol):
 
         Args:
             for_proxy: for the engine's copies; it need not take launches.
-            in_caller: each call that queues something returns when that is done. Only the host runtime has such
+            in_caller: each call that queues work returns when the work is done. Only the host runtime has such
                 streams; a GPU's is like any other.
         """
         ...
@@ -368,31 +369,31 @@ class BaseRuntime(Protocol):
         ...
 
     def stream_handle(self, stream: StreamLike) -> int:
-        """The driver's handle of a stream of any kind. Raises ArgumentError if it is no stream."""
+        """The driver's handle of a stream of any kind. Raises ArgumentError if it is not a stream."""
         ...
 
     @property
     def thread_stream(self) -> int | None:
-        """The handle that means another stream in each thread, its default stream; None where there is none."""
+        """The handle that means each thread's own default stream; None if there is none."""
         ...
 
     @property
     def legacy_stream(self) -> int | None:
-        """The handle of the stream whose work runs after all that threads' default streams hold; None where those do
+        """The handle of the stream whose work runs after all work on the threads' default streams; None if those do
         not exist.
         """
         ...
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether what is queued on the stream with this handle goes into a graph."""
+        """Whether work queued on the stream with this handle goes into a graph."""
         ...
 
     def order_streams(self, first: int, then: int) -> None:
-        """Makes later work of stream handle `then` wait for what is queued on `first`; both must exist."""
+        """Makes later work of stream handle `then` wait for work queued on `first`; both must exist."""
         ...
 
     def wait_event(self, stream: int, event: Event) -> None:
-        """Makes later work of the stream with this handle wait for what the event marked last."""
+        """Makes later work of the stream with this handle wait for the event's last record."""
         ...
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
@@ -408,11 +409,11 @@ class BaseRuntime(Protocol):
         ...
 
     def synchronize_stream(self, stream: StreamLike) -> None:
-        """Waits for all work that was queued on a stream. Raises KernelError if any of it failed."""
+        """Waits for all work queued on a stream. Raises KernelError if any of it failed."""
         ...
 
     def write_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
-        """Queues the store of a value to a word, behind all earlier work of the stream, without a kernel.
+        """Queues the store of a value to a word, after all earlier work of the stream, without a kernel.
 
         Args:
             ptr: the device's address of a word of 8 bytes, aligned to 8: pinned memory, or device memory.
@@ -428,13 +429,13 @@ class BaseRuntime(Protocol):
     def wait_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
         """Holds up later work of the stream until a word is at least `value`, without a kernel.
 
-        Nothing bounds the wait: whoever queues it sees to it that the word is stored, after a failure too. Arguments
+        The wait is not bounded: its caller makes sure that the word is stored, also after a failure. Arguments
         and errors as of `write_value`.
         """
         ...
 
     def stream_operation_calls(self) -> StreamOperationCalls:
-        """The calls behind `write_value` and `wait_value`."""
+        """The calls that `write_value` and `wait_value` use."""
         ...
 
     def launch_target(self) -> LaunchTarget:
@@ -454,7 +455,7 @@ def foreign_stream_handle(stream: StreamLike) -> int:
     """The handle of another library's stream.
 
     Raises:
-        ArgumentError: the object is no stream.
+        ArgumentError: the object is not a stream.
     """
     handle = find_integer(stream)
     if handle is not None and 0 <= handle < 1 << 64:

@@ -357,7 +357,7 @@ static void proxyccl_control_raise(ProxycclControl *control, const ProxycclError
 static uint32_t proxyccl_control_abort(const ProxycclControl *control) {
   return __atomic_load_n(&control->abort, __ATOMIC_ACQUIRE);
 }
-/* One more than the rank of this host whose record says why this one is to end; 0: none has said so. */
+/* One more than the rank of this host whose record says why this one must end; 0: there is none. */
 static uint32_t proxyccl_control_failed_rank(const ProxycclControl *control) {
   return __atomic_load_n(&control->failed_rank, __ATOMIC_ACQUIRE);
 }
@@ -368,7 +368,7 @@ static uint32_t proxyccl_control_record(const ProxycclControl *control, Proxyccl
     __builtin_memcpy((uint32_t *)record + 1, (const uint32_t *)&control->error + 1, sizeof *record - sizeof state);
   return state;
 }
-/* Released behind all that the rank did with its peers' memory; pairs with the acquire below. */
+/* Released after the rank's last use of its peers' memory; pairs with the acquire below. */
 static void proxyccl_control_set_presence(ProxycclControl *control, uint32_t presence, uint32_t exchanges) {
   __atomic_store_n(&control->exchanges, exchanges, __ATOMIC_RELAXED);
   __atomic_store_n(&control->presence, presence, __ATOMIC_RELEASE);
@@ -376,14 +376,14 @@ static void proxyccl_control_set_presence(ProxycclControl *control, uint32_t pre
 static uint32_t proxyccl_control_presence(const ProxycclControl *control) {
   return __atomic_load_n(&control->presence, __ATOMIC_ACQUIRE);
 }
-/* Behind a presence of PROXYCCL_LEFT. */
+/* Read after a presence of PROXYCCL_LEFT. */
 static uint32_t proxyccl_control_exchanges(const ProxycclControl *control) {
   return __atomic_load_n(&control->exchanges, __ATOMIC_RELAXED);
 }
 static void proxyccl_control_ask(ProxycclControl *control, uint32_t question) {
   __atomic_store_n(&control->asked, question, __ATOMIC_RELAXED);
 }
-/* Copies what the wait in this place told for a question. Returns whether it told anything. */
+/* Copies the answer of the wait in this place to a question. Returns whether there is one. */
 static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place, uint32_t question,
                                  ProxycclWait *wait) {
   /* Pairs with the release in describeWait(). */
@@ -420,7 +420,7 @@ static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place,
         "device/kernels/experts/experts.h",
     ],
     include_dirs=["device", "device/memory", "device/include", "device/host", "device/kernels"],
-    # The emulator tells ThreadSanitizer of its fibers and must not be instrumented itself.
+    # The emulator tells ThreadSanitizer about its fibers and must not be instrumented itself.
     extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-fno-sanitize=thread"],
     extra_link_args=["-pthread"],
 )

@@ -2,7 +2,7 @@
 
     python device/build_stubs.py device/build_native.py proxy/build_engine.py
 
-The stubs are checked in; a test compares them with what this makes. Requires ruff, which formats them.
+The stubs are checked in; a test compares them with this script's output. Requires ruff, which formats them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CDATA = Path(__file__).with_name("_cdata.pyi")
 
 
 def _read(tp: Any) -> str:
-    """What Python gets where C has a value of this type."""
+    """Python's type for a C value of this type."""
     match tp:
         case model.VoidType():
             return "None"
@@ -56,7 +56,7 @@ def _pointer(to: Any) -> str:
 
 
 def _argument(tp: Any) -> str:
-    """What a call takes for a parameter of this type."""
+    """Python's type of a parameter of this type."""
     if not isinstance(tp, model.PointerType):
         return _read(tp)
     match tp.totype:
@@ -86,11 +86,11 @@ def _name(tp: Any) -> str:
 
 
 def _c_name(tp: Any) -> str:
-    return str(tp.get_c_name()).replace("$", "").replace(" const ", " ")  # cffi's types know no const
+    return str(tp.get_c_name()).replace("$", "").replace(" const ", " ")  # cffi's types do not know const
 
 
 class _Declarations:
-    """What a build script declares."""
+    """The declarations of a build script."""
 
     def __init__(self, ffi: FFI) -> None:
         source = "\n".join(ffi._cdefsources)

@@ -1,7 +1,7 @@
-"""What a GPU vendor's driver and run-time compiler must offer: the calls that `GpuRuntime` is made of.
+"""The protocol of a GPU vendor's driver and run-time compiler: the calls that `GpuRuntime` is made of.
 
-CUDA's driver API and HIP's are twins. Where they differ, in names, in how a binding returns results and in what a
-context is, an implementation of this protocol hides it; everything else is written once, in gpu.py. Pointers,
+CUDA's driver API and HIP's are twins. Where they differ, in names, in a binding's results and in the nature of a
+context, an implementation of this protocol hides it; everything else is written once, in gpu.py. Pointers,
 streams, events, modules and functions are integers. Every call raises DriverError where the driver reports a failure,
 and acts on the calling thread's current context.
 """
@@ -16,17 +16,17 @@ from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, Strea
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What a driver tells of a device.
+    """A driver's description of a device.
 
     Attributes:
         name: the vendor's name for it.
         device_id: names the physical device, the same in every process of the machine.
-        architecture: what the compiler calls it: "sm_90", "gfx942".
+        architecture: the compiler's name of it: "sm_90", "gfx942".
         multiprocessors: SMs, or compute units.
         memory_bytes: size of its memory.
-        pci_address: where it sits, as sysfs names it: "0000:3b:00.0".
-        orders_rdma_writes: whether its kernels see what RDMA wrote to its memory once they see a word that RDMA wrote
-            behind it, wherever that word lies.
+        pci_address: its PCI address, as sysfs names it: "0000:3b:00.0".
+        orders_rdma_writes: whether its kernels see RDMA writes to its memory once they see a word that RDMA wrote
+            after them, wherever that word lies.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Driver(Protocol):
 
     @property
     def compiler(self) -> Compiler:
-        """What makes the images that this driver loads."""
+        """The compiler of the images that this driver loads."""
         ...
 
     @property
@@ -97,7 +97,7 @@ class Driver(Protocol):
         ...
 
     def error_text(self, status: int) -> str:
-        """The driver's own name and words for a status."""
+        """The driver's own name and text for a status."""
         ...
 
     # -- devices and contexts ---
@@ -107,7 +107,7 @@ class Driver(Protocol):
         ...
 
     def device(self, ordinal: int) -> DeviceInfo:
-        """What device number `ordinal` is."""
+        """The description of device number `ordinal`."""
         ...
 
     def context(self, ordinal: int) -> int:
@@ -131,7 +131,7 @@ class Driver(Protocol):
         ...
 
     def enable_peer_access(self, peer_context: int) -> None:
-        """Lets the current context reach a peer's memory. Doing it again is no error."""
+        """Lets the current context reach a peer's memory. Doing it again is not an error."""
         ...
 
     # -- memory ---
@@ -141,39 +141,40 @@ class Driver(Protocol):
         ...
 
     def free(self, ptr: int) -> None:
-        """Frees what `allocate` gave. Waits for the work that may use it."""
+        """Frees memory of `allocate`. Waits for the work that may use it."""
         ...
 
     def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
-        """Base and size of the allocation that `nbytes` at an address lie in, or of several that were mapped side by
-        side; too small a size where the bytes leave them.
+        """Base and size of the allocation that contains `nbytes` at an address, or of several that were mapped side
+        by side; too small a size if the bytes leave them.
         """
         ...
 
     def pointer_device(self, ptr: int) -> int | None:
-        """The device that memory belongs to, or None for memory that is no device's."""
+        """The device that memory belongs to, or None if it does not belong to a device."""
         ...
 
     def allocation_id(self, ptr: int) -> int:
-        """A number of the allocation that an address lies in; another allocation at the same address has another."""
+        """A number of the allocation that contains an address; another allocation at the same address has another
+        number."""
         ...
 
     def export_memory(self, base: int, size: int) -> bytes:
-        """A handle, of at most 64 bytes, by which other processes map what `address_range` gave."""
+        """A handle, of at most 64 bytes, by which other processes map the result of `address_range`."""
         ...
 
     def import_memory(self, handle: bytes) -> int:
-        """Maps memory of another process, for the current context; its base. An OSError tells that the process which
-        exported it does not hand it over.
+        """Maps memory of another process, for the current context; returns its base. OSError means that the process
+        which exported it does not hand it over.
         """
         ...
 
     def release_memory(self, base: int) -> None:
-        """Unmaps what `import_memory` mapped."""
+        """Unmaps memory of `import_memory`."""
         ...
 
     def grant_access(self, base: int, size: int, ordinal: int) -> None:
-        """Lets device `ordinal` reach memory of another device of this process, where enabled peer access does not."""
+        """Lets device `ordinal` reach memory of another device of this process, if enabled peer access does not."""
         ...
 
     def dmabuf(self, base: int, nbytes: int) -> int:
@@ -209,15 +210,15 @@ class Driver(Protocol):
         ...
 
     def destroy_stream(self, stream: int) -> None:
-        """Destroys a stream; its work goes on."""
+        """Destroys a stream; its queued work still runs."""
         ...
 
     def stream_query(self, stream: int) -> bool:
-        """Whether all that was queued is done."""
+        """Whether all queued work is done."""
         ...
 
     def stream_synchronize(self, stream: int) -> None:
-        """Waits until all that was queued is done."""
+        """Waits until all queued work is done."""
         ...
 
     def stream_wait_event(self, stream: int, event: int) -> None:
@@ -229,8 +230,8 @@ class Driver(Protocol):
         ...
 
     def relax_capture(self, mode: int | None = None) -> int:
-        """Lets the calling thread make calls that a capture in progress elsewhere would forbid, and returns the mode to
-        give back afterwards; with `mode`, gives it back.
+        """Lets the calling thread make calls that a capture in progress elsewhere would forbid, and returns the
+        previous mode; with `mode`, restores it.
         """
         ...
 
@@ -277,7 +278,7 @@ class Driver(Protocol):
         ...
 
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
-        """Lets a kernel be launched with so much dynamic shared memory."""
+        """Lets a kernel be launched with this much dynamic shared memory."""
         ...
 
     # -- addresses for callers in C ---

@@ -1,7 +1,7 @@
 """The exceptions of ProxyCCL.
 
 They live in the lowest room so that each room can raise them. An exception that ends a communicator derives from
-`CommunicatorError` and says which rank, peer, channel, operation and offset it is about, as far as that is known.
+`CommunicatorError` and names the rank, peer, channel, operation and offset, as far as they are known.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ class ProxyCCLError(Exception):
 
 
 class ArgumentError(ProxyCCLError, ValueError):
-    """An argument is wrong; nothing was done. `argument` is its name."""
+    """An argument is wrong; the call had no effect. `argument` is its name."""
 
     def __init__(self, argument: str, message: str) -> None:
         super().__init__(f"{argument}: {message}")
@@ -20,11 +20,11 @@ class ArgumentError(ProxyCCLError, ValueError):
 
 
 class UntrustedPathError(ArgumentError):
-    """A file or directory that another user owns or can change, or a link in its place. Nothing in it was used."""
+    """A file or directory that another user owns or can change, or a link in its place. Its contents were not used."""
 
 
 class AlreadyMappedError(ArgumentError):
-    """Memory can't be mapped as long as this process maps what lay at its owner's address before."""
+    """Memory can't be mapped as long as this process maps earlier memory of the same address at its owner."""
 
 
 class ResourceError(ProxyCCLError):
@@ -32,7 +32,7 @@ class ResourceError(ProxyCCLError):
 
 
 class CapacityError(ProxyCCLError):
-    """More arrived than a fixed maximum allows. `needed` is how much that was; nothing was overwritten."""
+    """More data arrived than a fixed maximum allows. `needed` is the amount; nothing was overwritten."""
 
     def __init__(self, message: str, needed: int) -> None:
         super().__init__(message)
@@ -40,19 +40,19 @@ class CapacityError(ProxyCCLError):
 
 
 class ClosedError(ProxyCCLError):
-    """The object was closed, or its communicator failed before."""
+    """The object was closed, or its communicator had failed before."""
 
 
 class ConcurrentCallError(ProxyCCLError, RuntimeError):
-    """Another thread of this rank is in a call that one thread at a time may make. Nothing was done."""
+    """Another thread of this rank is in a call that only one thread may make at a time. The call had no effect."""
 
 
 class ProtocolError(ProxyCCLError):
-    """Another process sent what is no valid message. The message names the sender, the field and what was expected."""
+    """Another process sent an invalid message. The text names the sender, the field and the expected value."""
 
 
 class RuntimeUnavailableError(ProxyCCLError):
-    """A runtime was asked for that this machine does not offer; the message says what is missing."""
+    """This machine does not offer the requested runtime; the message says what is missing."""
 
 
 class CompileError(ProxyCCLError):
@@ -68,7 +68,7 @@ class KernelError(ProxyCCLError):
 
 
 class DriverError(KernelError):
-    """A call into a GPU's driver failed. A kernel that failed before shows in any later call.
+    """A call into a GPU's driver failed. A kernel's failure may show in any later call.
 
     Attributes:
         status: the driver's number.
@@ -82,13 +82,13 @@ class DriverError(KernelError):
 class CommunicatorError(ProxyCCLError):
     """The communicator failed and is closed for use. All ranks that could be reached were told.
 
-    Attributes are None where they do not apply or are not known.
+    Attributes are None if they do not apply or are not known.
 
     Attributes:
         rank: the rank that found the failure.
         peer: the rank that it concerns.
         channel: channel id.
-        operation: what was under way, in words.
+        operation: the operation in progress, in words.
         offset: byte offset of the transfer that failed.
     """
 
@@ -133,7 +133,7 @@ class TransportError(CommunicatorError):
 class TriggerError(CommunicatorError):
     """A kernel pushed a trigger that names an id not in use or leaves its memory, gave an SmChannel a range that leaves
     its memory, used packet flag 0, or (host runtime) waited on a channel with two threads at once. Or a plan of the
-    proxy's names what is not in use, or leaves its memory.
+    proxy names an id that is not in use, or leaves its memory.
     """
 
 
@@ -156,8 +156,8 @@ class ExchangeError(CommunicatorError):
 
 
 class ExcludedError(CommunicatorError):
-    """The other ranks shrank the communicator, and go on without this rank, which came too late."""
+    """The other ranks shrank the communicator, and continue without this rank, which arrived too late."""
 
 
 class AbortedError(CommunicatorError):
-    """Another rank ended the communicator for a reason of its own."""
+    """Another rank ended the communicator for its own reason."""

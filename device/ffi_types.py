@@ -6,7 +6,7 @@ from typing import Any
 
 
 def realize_types(ffi: Any) -> None:
-    """Has cffi work out the fields of all its structs now.
+    """Makes cffi compute the fields of all its structs now.
 
     It does so when a struct is first used, and two threads that use one for the first time can break it (cffi 2.1.1:
     an assertion in realize_c_type.c, or a crash).

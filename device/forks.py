@@ -1,6 +1,6 @@
-"""What belongs to one process: a fork's child has copies of its objects, but neither its threads nor its place.
+"""Ownership by one process: a fork's child has copies of its parent's objects, but not its threads or its role.
 
-In the child such an object does nothing at its end, and is refused where it is used. The child may make its own.
+In the child such an object does nothing at its end, and its use is refused. The child may make its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Process:
     """A process that makes objects. There is one instance in each process (`here`).
 
     Attributes:
-        pid: its number, which the system gives again to a later process.
+        pid: its number, which the system reuses for a later process.
         token: 16 bytes that no other process has.
     """
 
@@ -33,12 +33,12 @@ class Process:
         return self is _here
 
     def require(self, owned: str) -> None:
-        """Raises ClosedError, which names the fork, in any other process. `owned` names what is used."""
+        """Raises ClosedError, which names the fork, in any other process. `owned` names the object."""
         if self is not _here:
             raise ClosedError(self.refusal(owned))
 
     def refusal(self, owned: str) -> str:
-        """Why another process may not use what this one has made."""
+        """The reason why another process may not use this one's objects."""
         return (
             f"{owned} belongs to process {self.pid}; this process, {_here.pid}, is a fork of it and must make its own"
         )
@@ -54,7 +54,7 @@ def here() -> Process:
 
 
 def finalizer(owner: Any, release: Callable[..., Any], *arguments: Any) -> weakref.finalize[..., Any]:
-    """A `weakref.finalize` that only the process which made it carries out.
+    """A `weakref.finalize` that runs only in the process that made it.
 
     The end of the process does not call it: communicators are closed later than that.
     """
@@ -69,7 +69,7 @@ def _release(process: Process, release: Callable[..., Any], arguments: tuple[Any
 
 
 def keep_from_children(connection: socket.socket) -> None:
-    """Closes a socket in forks' children: whoever is at its other end would not learn of this process's end."""
+    """Closes a socket in forks' children: otherwise its other end would not learn of this process's end."""
     _sockets.add(connection)
 
 
@@ -79,7 +79,8 @@ class _Lock(Protocol):
 
 
 def hold_while_forking(lock: _Lock) -> None:
-    """Has a fork wait for a lock of the process: no other thread of the child could release it. It is held briefly."""
+    """Makes a fork wait for a lock of the process: no other thread of the child could release it. It is held
+    briefly."""
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
@@ -87,7 +88,7 @@ def _begin() -> None:
     global _here  # noqa: PLW0603  the process that this module's objects are made in
     _here = Process()
     for connection in list(_sockets):
-        connection.close()  # not shut down: the parent goes on
+        connection.close()  # not shut down: the parent still uses it
 
 
 os.register_at_fork(after_in_child=_begin)

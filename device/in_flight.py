@@ -18,7 +18,7 @@ _BATCH = 16
 
 
 class Launcher(Protocol):
-    """What launches again and again, each launch ordered behind the last."""
+    """An object that launches repeatedly, each launch ordered after the last."""
 
     @property
     def last_stream(self) -> int | None:
@@ -27,9 +27,9 @@ class Launcher(Protocol):
 
 
 class InFlight:
-    """References to the arguments of launches, let go in batches as their streams get past them.
+    """References to the arguments of launches, released in batches as their streams pass them.
 
-    An event behind each batch tells when: one event for several launches keeps a launch cheap.
+    An event after each batch tells when: one event for several launches keeps a launch cheap.
     """
 
     def __init__(self, runtime: BaseRuntime) -> None:
@@ -47,7 +47,7 @@ class InFlight:
                 self._end_batch(key)  # another stream has its handle now
             _, batch = self._open.setdefault(key, (stream, []))
             batch.append(kept)
-            # An event that is captured into a graph never comes by itself; the batch waits for a later launch.
+            # A captured event never completes by itself; the batch waits for a later launch.
             if len(batch) < _BATCH or self._runtime.is_capturing(handle):
                 return
             self._end_batch(key)
@@ -63,10 +63,10 @@ class InFlight:
             self._launchers.add(launcher)
 
     def wait(self) -> None:
-        """Waits until what was launched is done, before a call of the driver that waits for the device.
+        """Waits until all launches are done, before a driver call that waits for the device.
 
         Such a call, to load a module or to free memory, holds the device's context while it waits. The copies of the
-        process's proxy wait behind it then, and kernels wait for those copies.
+        process's proxy then wait for it, and kernels wait for those copies.
 
         This waits neither for graphs nor for the last few launches that other threads passed to `add`. It also skips
         the last few launches on streams that the program passes as integers: those streams may be gone.
@@ -86,7 +86,7 @@ class InFlight:
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """Around a wait for all streams: lets go of all that is kept now, unless a signal's handler ends the wait."""
+        """Around a wait for all streams: releases everything kept now, unless a signal's handler ends the wait."""
         with self._lock:
             opened, batches = self._open, self._batches
             self._open, self._batches = {}, deque()

@@ -1,4 +1,4 @@
-"""Integers that callers give: Python's, numpy's and torch's, and whatever else can be an index."""
+"""Integers from callers: Python's, numpy's and torch's, and any other object that can be an index."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def find_extents(value: Any) -> list[Any] | None:
 
 
 def as_integer(value: Any, argument: str, expected: str, lowest: int, highest: int | None = None) -> int:
-    """The number that a caller gave.
+    """A caller's integer.
 
     Args:
-        value: what was given.
+        value: the argument.
         argument: the caller's name for it, for messages.
-        expected: what it must be, in words: "must be a rank from 0 to 3".
+        expected: the valid values in words: "must be a rank from 0 to 3".
         lowest, highest: the range; None for any from the lowest on.
 
     Raises:

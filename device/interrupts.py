@@ -1,9 +1,9 @@
-"""Has Python's handlers of signals run while the main thread waits in C, so that Ctrl-C ends any wait at once.
+"""Lets Python's handlers of signals run while the main thread waits in C, so that Ctrl-C ends any wait at once.
 
-Python runs them in the main thread alone, and only when that is back from C. So waits come back from time to time. What
-can't, as a kernel that the host runtime runs in its caller, calls `_look`; what a handler then raises is kept, whoever
-is waited for is told, and `raise_interrupt` raises it when the wait has ended by that. A driver's wait for a whole
-device runs in another thread.
+Python runs them only in the main thread, and only when that has returned from C. So waits return from time to time.
+Those that can't, such as a kernel that the host runtime runs in its caller, call `_look`; the handler's exception is
+kept, the work waited for is told to end, and `raise_interrupt` raises the exception when the wait has ended. A driver's
+wait for a whole device runs in another thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _when_interrupted: dict[int, Callable[[BaseException], None]] = {}
 
 
 def _look(stream: object) -> None:
-    """Called from C. The handlers of signals that have come run before a Python function's first statement."""
+    """Called from C. Handlers of pending signals run before a Python function's first statement."""
 
 
 def _keep(_kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
@@ -51,11 +51,11 @@ os.register_at_fork(after_in_child=_look_from_main_thread)
 
 
 def when_interrupted(stream: int, end: Callable[[BaseException], None]) -> None:
-    """Says how the waits end of what a stream of the host runtime runs in its caller.
+    """Sets how waits end in work that a stream of the host runtime runs in its caller.
 
     Args:
         stream: the stream's handle.
-        end: called with what a handler raised. Afterwards, what waits on the stream finds that it must end.
+        end: called with a handler's exception. Afterwards, waits of that work find that they must end.
     """
     _when_interrupted[stream] = end
 
@@ -66,7 +66,7 @@ def forget(stream: int) -> None:
 
 
 def raise_interrupt() -> None:
-    """In the main thread, raises what a handler of a signal has raised in a wait in C."""
+    """In the main thread, raises the exception of a signal's handler in a wait in C."""
     global _interrupted
     if _interrupted is not None and threading.current_thread() is threading.main_thread():
         error, _interrupted = _interrupted, None
@@ -74,16 +74,17 @@ def raise_interrupt() -> None:
 
 
 def in_handler() -> bool:
-    """Whether the caller is a handler that interrupts a wait in C. What was interrupted goes on when it returns."""
+    """Whether the caller is a handler that interrupts a wait in C. The interrupted code continues when it returns."""
     return bool(lib.proxyccl_host_is_looking())
 
 
 def await_driver(query: int, handle: int) -> None:
-    """In the main thread, waits until a driver has done what it is asked for. How it ended tells the driver's own wait.
+    """In the main thread, waits until a driver has finished a stream or an event. The driver's own wait then gives the
+    result.
 
     Args:
-        query: address of the driver's call that asks for a stream or an event.
-        handle: of that.
+        query: address of the driver's call that queries a stream or an event.
+        handle: its handle.
     """
     if threading.current_thread() is threading.main_thread():
         while lib.proxyccl_driver_await(query, handle, SLICE_MS) == lib.PROXYCCL_HOST_NOT_READY:
@@ -91,7 +92,7 @@ def await_driver(query: int, handle: int) -> None:
 
 
 class _Outcome:
-    """What a call in another thread came to."""
+    """The result of a call in another thread."""
 
     def __init__(self) -> None:
         self.done = threading.Event()

@@ -1,7 +1,7 @@
 """Compiled kernels: packing arguments and launching.
 
-A kernel exports a table of its parameters' sizes and kinds (kernel.h), so Python values are converted to what the
-kernel takes, or refused by position, before anything is launched.
+A kernel exports a table of its parameters' sizes and kinds (kernel.h), so Python values are converted to the
+kernel's types, or refused by position, before anything is launched.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LaunchRuntime(BaseRuntime, Protocol):
 
     @property
     def in_flight(self) -> InFlight:
-        """What the runtime keeps alive for queued launches."""
+        """The objects that the runtime keeps alive for queued launches."""
         ...
 
 
@@ -67,7 +67,7 @@ class Launch:
         self.prepared.shared_bytes, self.prepared.parameters = shared, self._parameters
 
     def replace(self, index: int, raw: bytes) -> None:
-        """Changes an argument that is a struct, for launches from now on; those that were queued keep theirs."""
+        """Changes an argument that is a struct, for launches from now on; queued ones keep theirs."""
         self._values[index][:] = raw
 
     def __call__(self, stream: StreamLike = None) -> None:
@@ -110,7 +110,7 @@ class Kernel:
         self.runtime = runtime
         self.name = name
         self.function = function
-        self._module = module  # goes with its last kernel
+        self._module = module  # unloaded with its last kernel
         self.parameters = tuple(parameters)
 
     def __repr__(self) -> str:
@@ -120,7 +120,7 @@ class Kernel:
         """Queues the kernel on the stream and returns. The arguments are kept alive until it has run.
 
         Raises:
-            ArgumentError: an argument does not fit its parameter, or grid or block is no shape.
+            ArgumentError: an argument does not fit its parameter, or grid or block is not a shape.
             KernelError: the driver refused the launch.
         """
         launch = Launch(self, grid, block, args, shared)

@@ -1,4 +1,4 @@
-"""A driver's objects, given back when they are closed or with their last reference."""
+"""A driver's objects, released when they are closed or with their last reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 class Owned:
-    """An object that `release(*args)` gives back, once."""
+    """An object that `release(*args)` releases, once."""
 
     def __init__(self, release: Callable[..., Any], *args: Any) -> None:
         self._process = forks.here()
@@ -19,11 +19,11 @@ class Owned:
 
     @property
     def closed(self) -> bool:
-        """Whether it was given back."""
+        """Whether it was released."""
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Gives it back. Work that is still queued on a stream is done all the same."""
+        """Releases it. Work that is still queued on a stream is still done."""
         self._finalizer()
 
 

@@ -1,8 +1,8 @@
 """Directories and files that only this user and root can change, as ssh asks of its keys.
 
-The checks look at what was opened, not at a name, and use the descriptor from then on: nobody can put something else in
-its place meanwhile. Directories above are not looked at. Who may rename a directory on the way can at most lead to
-another one that passes.
+The checks apply to the opened object, not to a name, and use the descriptor from then on: nobody can replace it
+meanwhile. Directories above are not checked. A user who may rename a directory on the way can at most lead to another
+one that passes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _ACCESSIBLE = stat.S_IRWXG | stat.S_IRWXO
 
 
 def require_private(directory: Path, argument: str = "directory", *, secret: bool = False) -> None:
-    """Checks that only this user and root can change what lies in a directory.
+    """Checks that only this user and root can change a directory's contents.
 
     Args:
         directory: it exists.
-        argument: what the error calls it.
+        argument: its name in the error.
         secret: other users must not be able to read or enter it either.
 
     Raises:
@@ -75,7 +75,7 @@ def read_private(
         directory: a descriptor of the file's directory.
         path: the file's path, whose name counts.
         limit: the most bytes to read; None for all.
-        argument: what the error calls it.
+        argument: its name in the error.
         secret: other users must not be able to read it either.
 
     Raises:
@@ -101,12 +101,12 @@ def read_private(
 
 
 def write_private(directory: int, path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all: under another name, which begins with a dot, moved once the disk has it.
+    """Writes a file atomically: under another name, which begins with a dot, moved once the disk has it.
 
     Args:
         directory: a descriptor of the file's directory.
-        path: the file's path, whose name counts. What lies there is replaced.
-        data: what it shall hold.
+        path: the file's path, whose name counts. An existing file is replaced.
+        data: its contents.
 
     Raises:
         OSError: it can't be written.
@@ -118,7 +118,7 @@ def write_private(directory: int, path: Path, data: bytes) -> None:
         with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(descriptor)  # or a machine that stops may leave the name without its contents
+            os.fsync(descriptor)  # otherwise a machine that stops may leave the name without its contents
         os.rename(draft, path.name, src_dir_fd=directory, dst_dir_fd=directory)
     finally:
         with contextlib.suppress(FileNotFoundError):  # it has its name
@@ -126,7 +126,7 @@ def write_private(directory: int, path: Path, data: bytes) -> None:
 
 
 def _make(directory: Path, mode: int) -> None:
-    """Like `Path.mkdir`, which gives directories above the last one a mode of its own."""
+    """Like `Path.mkdir`, which gives parent directories a different mode."""
     for missing in reversed([each for each in (directory, *directory.parents) if not os.path.lexists(each)]):
         missing.mkdir(mode=mode, exist_ok=True)
 

@@ -1,6 +1,6 @@
-"""The runtime protocol: what a device and its driver must offer, and no more.
+"""The runtime protocol: the operations that a device and its driver must offer.
 
-Three runtimes implement it: host (a CPU emulates the GPU), cuda and hip. It knows nothing of ranks. The proxy's
+Three runtimes implement it: host (a CPU emulates the GPU), cuda and hip. It does not know about ranks. The proxy's
 engine does not call it: it gets the addresses in `engine_functions()` and calls the driver itself.
 """
 
@@ -51,14 +51,14 @@ class Runtime(LaunchRuntime, Protocol):
     ) -> Module:
         """Compiles a source (cached on disk). Raises CompileError.
 
-        `control` is the address, for the device, of the control block of waits in these kernels that are given none:
-        its abort and time-out end them, and it takes their error record. Where it is 0, such a wait ends after 30 s
-        and nothing tells of it.
+        `control` is the address, for the device, of the control block for waits in these kernels that are not given
+        one: its abort and time-out end them, and it takes their error record. If it is 0, such a wait ends after 30 s
+        without an error.
         """
         ...
 
     def release_control(self, control: int) -> None:
-        """Has the kernels that were compiled for a control block use it no more. None of them may be running."""
+        """Detaches the kernels that were compiled for a control block from it. None of them may be running."""
         ...
 
     def shipped(
@@ -70,7 +70,7 @@ class Runtime(LaunchRuntime, Protocol):
         *,
         compiled_only: bool = False,
     ) -> Kernel:
-        """A kernel that ships, for an element type where it has one, and an operation where it is a reduction. With
+        """A shipped kernel, for an element type if it has one, and an operation if it is a reduction. With
         `compiled_only` it raises CompileError instead of compiling it.
         """
         ...

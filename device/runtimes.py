@@ -1,6 +1,6 @@
 """Opens a runtime, or a vendor's driver or compiler, by name.
 
-A vendor's module is imported when it is asked for: its packages need not be installed.
+A vendor's module is imported on request: its packages need not be installed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _GPUS = ("cuda", "hip")
 RUNTIMES = ("host", *_GPUS)
 _NVIDIA_DRIVER = "libcuda.so.1"  # as cuda-bindings loads it
 _AMD_NODES = ("/dev/kfd", "/dev/dxg")
-"""Of AMD's kernel driver, and of the one that Linux under Windows has in its place."""
+"""The device files of AMD's kernel driver, and of its counterpart on Linux under Windows."""
 
-# A module that fails to import must not be imported by two threads at once: the second would see it half made.
+# A module that fails to import must not be imported by two threads at once: the second would see it half initialised.
 _opening = threading.RLock()
 forks.hold_while_forking(_opening)
 
@@ -91,7 +91,7 @@ def _first_with_a_device() -> str:
 
 def _has_a_driver(name: str) -> bool:
     """Whether the vendor's driver is installed: without one, its packages need not be imported, which takes longer than
-    everything else that a communicator is made of.
+    everything else in making a communicator.
     """
     if name == "hip":
         return any(os.path.exists(node) for node in _AMD_NODES)

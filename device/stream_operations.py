@@ -1,4 +1,5 @@
-"""What a stream does in turn, issued by one call into C: words that it writes or waits for, copies, and launches."""
+"""Operations of a stream in order, issued by one call into C: words that it writes or waits for, copies, and
+launches."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _VALUES = range(1 << 63)
 
 @dataclass(frozen=True)
 class WriteValue:
-    """Stores a value, behind all earlier work of the stream.
+    """Stores a value, after all earlier work of the stream.
 
     Attributes:
         ptr: the device's address of a word of 8 bytes, aligned to 8.
@@ -30,7 +31,7 @@ class WriteValue:
 
 @dataclass(frozen=True)
 class WaitValue:
-    """Holds up later work of the stream until a word is at least `value`. Nothing bounds the wait.
+    """Holds up later work of the stream until a word is at least `value`. The wait is not bounded.
 
     Attributes:
         ptr: the device's address of a word of 8 bytes, aligned to 8.
@@ -43,10 +44,10 @@ class WaitValue:
 
 @dataclass(frozen=True)
 class CopyBytes:
-    """Copies, behind all earlier work of the stream.
+    """Copies, after all earlier work of the stream.
 
     Attributes:
-        dst, src: the device's addresses. Where they are the same nothing is copied.
+        dst, src: the device's addresses. If they are equal, nothing is copied.
         nbytes: may be 0.
     """
 
@@ -56,13 +57,13 @@ class CopyBytes:
 
 
 Operation = WriteValue | WaitValue | CopyBytes | Launch
-"""A `Launch` is of the streams' runtime."""
+"""A `Launch` must be of the streams' runtime."""
 
 
 class StreamOperations:
-    """What a stream does in turn. Calling it queues that; in a capture it becomes part of the graph.
+    """Operations of a stream, in order. Calling it queues them; in a capture they become part of the graph.
 
-    An operation that the driver refuses is left out, and the others are queued all the same: a stream that has rung the
+    An operation that the driver refuses is skipped, and the others are still queued: a stream that has rung the
     proxy must wait for it.
 
     Args:

@@ -1,5 +1,5 @@
-"""The default streams that each thread has of its own: one number (CU_STREAM_PER_THREAD, hipStreamPerThread) means
-another stream in each thread.
+"""Each thread's own default stream: one number (CU_STREAM_PER_THREAD, hipStreamPerThread) means a different stream
+in each thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _numbers, _local = itertools.count(1), _Local()
 
 
 def thread_number() -> int:
-    """A number of the calling thread that no other thread is ever given: those of `get_ident` are used again."""
+    """A number of the calling thread that no other thread ever gets: those of `get_ident` are reused."""
     number = _local.number
     if not number:
         number = _local.number = next(_numbers)
@@ -29,7 +29,7 @@ def thread_number() -> int:
 
 
 def identify_stream(runtime: BaseRuntime, handle: int) -> int | ThreadStream:
-    """What a handle means in the calling thread: equal for two calls only if they mean the same stream."""
+    """The meaning of a handle in the calling thread: equal for two calls only if they mean the same stream."""
     return (handle, thread_number()) if handle == runtime.thread_stream else handle
 
 
@@ -37,7 +37,7 @@ def reachable_stream(runtime: BaseRuntime, stream: int | ThreadStream) -> int:
     """A handle that, in the calling thread, means a stream whose end comes after the end of `stream`.
 
     No handle means another thread's own default stream. The legacy default stream stands for it: its work runs after
-    what all threads' default streams hold.
+    all work on the threads' default streams.
     """
     if isinstance(stream, int):
         return stream

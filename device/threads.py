@@ -1,5 +1,5 @@
-"""Threads of the library. Their start is bounded: it ends by name where memory or threads have run out. An error that
-ends one is logged, and told to the thread's owner.
+"""Threads of the library. Their start is bounded: it raises a named error if memory or threads have run out. An error
+that ends one is logged, and passed to the thread's owner.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _logger = logging.getLogger("proxyccl")
 
 
 class _Started(threading.Event):
-    """What `threading.Thread.start` waits for. A thread that finds no memory to begin with never sets it, and `start`
-    has no time-out (https://github.com/python/cpython/issues/140746).
+    """The event that `threading.Thread.start` waits for. A thread without memory to begin with never sets it, and
+    `start` has no time-out (https://github.com/python/cpython/issues/140746).
     """
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -31,10 +31,10 @@ class Thread(threading.Thread):
     """A daemon thread: the process's end does not wait for it.
 
     Args:
-        run: what it does.
-        name: what debuggers and reports show.
+        run: its function.
+        name: its name in debuggers and reports.
         arguments: of `run`.
-        failed: called in the thread with what `run` raised, which is logged: it ends what depends on the thread.
+        failed: called in the thread with the exception of `run`, which is logged: it ends the thread's dependents.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class Thread(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._started = _Started()
         self._failed = failed
-        self._lock = threading.Lock()  # a thread that begins late and a start that gives up agree by it
-        self._call: Callable[[], object] | None = functools.partial(run, *arguments)  # until it begins or is given up
+        self._lock = threading.Lock()  # a thread that begins late and a start that gives up agree through it
+        self._call: Callable[[], object] | None = functools.partial(run, *arguments)  # until it begins or is abandoned
 
     def start(self) -> None:
         """Returns when the thread has begun.
@@ -76,7 +76,7 @@ class Thread(threading.Thread):
                 self._failed(error)
 
     def _take(self) -> Callable[[], object] | None:
-        # Python keeps a thread that did not begin for good, but not what it would have used.
+        # Python keeps a thread that did not begin forever, but not the objects that it would have used.
         with self._lock:
             call, self._call = self._call, None
         return call

@@ -1,4 +1,4 @@
-"""Where files of this user's go that outlive a process: by the XDG rules, also where the user has no home.
+"""The directories for this user's files that outlive a process: by the XDG rules, also for a user without a home.
 
 Containers often run as a user without an entry in the passwd file, with no HOME, with HOME=/ or with a home that can't
 be written.
@@ -18,11 +18,11 @@ def user_directory(variable: str, below_home: str, purpose: str) -> Path:
 
     Args:
         variable: the XDG variable that names the directory above it.
-        below_home: where that is if the variable is not set, in the user's home.
-        purpose: what the files are, for a name in ``$TMPDIR``, else ``/tmp``, if the home can't be used.
+        below_home: its place in the user's home if the variable is not set.
+        purpose: the kind of files, for a name in ``$TMPDIR``, else ``/tmp``, if the home can't be used.
     """
     named = os.environ.get(variable, "")
-    if os.path.isabs(named):  # XDG has others ignored
+    if os.path.isabs(named):  # the XDG rules ignore others
         return Path(named) / NAME
     home = _home()
     if home is not None and _is_usable(home, home / below_home / NAME):

@@ -1,7 +1,7 @@
-"""Arrays: a view of anybody's array, and memory of our own as an array.
+"""Arrays: a view of any library's array, and our own memory as an array.
 
-`as_view` takes whatever a caller has (DLPack first, then the CUDA array interface, then the buffer protocol) and says
-where it lies. It knows no rank and copies nothing.
+`as_view` takes any array (DLPack first, then the CUDA array interface, then the buffer protocol) and says where it
+lies. It does not know about ranks and does not copy.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Array:
     ``__cuda_array_interface__`` and ``__dlpack__``.
 
     Attributes:
-        identity: an object that is no other array's, as long as the memory is there and nobody else may end it.
-            Otherwise None.
+        identity: an object that belongs to no other array, as long as the memory exists and only this array may
+            free it. Otherwise None.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, shape: tuple[int, ...], dtype: DType) -> None:
@@ -114,7 +114,7 @@ class Array:
     def free(self) -> None:
         """Frees the memory now rather than with the last reference to the array. No queued work may use it.
 
-        On a GPU views by ``__cuda_array_interface__`` are the caller's to end: nothing tells how long they live.
+        On a GPU the caller must end views by ``__cuda_array_interface__`` first: their lifetime is unknown here.
 
         Raises:
             BufferError: views of the array live: numpy's, or another library's by DLPack.
@@ -146,7 +146,7 @@ class Array:
     def __getattr__(self, name: str) -> Any:
         # Each exists only where it is true: callers ask with hasattr().
         if name == "__array_interface__" and self._runtime.name == "host":
-            # A buffer and not the address, which numpy would keep nothing alive for but the array.
+            # A buffer and not the address, for which numpy would keep only the array alive.
             return self._interface(ffi.buffer(self.hold(), self.nbytes))
         if name == "__cuda_array_interface__" and self._runtime.name != "host":
             return self._interface((self.ptr, False))
@@ -175,7 +175,7 @@ def _fingerprint(x: Array) -> tuple[Any, ...] | None:
 def _numpy_fingerprint(x: Any) -> tuple[Any, ...] | None:
     try:
         first = _from_buffer(x)  # a quarter of the time of x.ctypes.data or x.__array_interface__
-    except ValueError:  # it is not contiguous, or has a type that no collective knows
+    except ValueError:  # it is not contiguous, or collectives don't support its type
         return None
     return int(_cast("uintptr_t", first)), x.flags.writeable, x.shape, x.dtype
 
@@ -214,11 +214,11 @@ def _from_numpy(x: NDArray[Any], writable: bool, owner: object, argument: str) -
 def require_unmasked(x: object, argument: str) -> None:
     """Raises ArgumentError for a masked array of numpy, whose memory holds values under the mask."""
     if isinstance(x, np.ma.MaskedArray):
-        raise ArgumentError(argument, "the array is masked; pass x.filled(), which replaces what the mask hides")
+        raise ArgumentError(argument, "the array is masked; pass x.filled(), which replaces the masked values")
 
 
 def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
-    """Where the caller's array lies.
+    """A view of the caller's array.
 
     Args:
         x: an `Array`, or anything with ``__dlpack__``, ``__cuda_array_interface__`` or the buffer protocol;
@@ -228,7 +228,7 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
 
     Raises:
         ArgumentError: it is not an array, has no memory, has a mask, is a lazy view of torch's, is not contiguous, or
-            has an element type or a device that is not known.
+            has an unknown element type or device.
     """
     if isinstance(x, ArrayView):
         return x

@@ -30,7 +30,7 @@ class Exportable(Protocol):
     """An array in C order that can be exported."""
 
     def hold(self) -> VoidPointer:
-        """Address of the first element, which keeps the array and its memory as long as it lives itself."""
+        """Address of the first element; the returned object keeps the array and its memory alive."""
         ...
 
     @property
@@ -85,7 +85,7 @@ _DLTENSOR = b"dltensor"
 _REFUSALS = (BufferError, RuntimeError, TypeError, ValueError)
 """What libraries raise that don't export an array, such as one whose memory was donated or deleted."""
 
-# What an exported tensor refers to, until its consumer calls the deleter.
+# The objects that an exported tensor refers to, until its consumer calls the deleter.
 _exported: dict[int, tuple[object, ...]] = {}
 
 
@@ -105,7 +105,7 @@ _capsule_destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_drop_capsule)
 
 
 def export_dlpack(array: Exportable) -> Any:
-    """A DLPack capsule of an array, which keeps the array alive until its consumer lets go of it."""
+    """A DLPack capsule of an array, which keeps the array alive until its consumer releases it."""
     device_type, device = array.__dlpack_device__()
     shape = (ctypes.c_int64 * len(array.shape))(*array.shape)
     managed = _DLManagedTensor()
@@ -121,10 +121,10 @@ def export_dlpack(array: Exportable) -> Any:
 
 
 def from_dlpack(x: Any, argument: str) -> ArrayView:
-    """Where an array with ``__dlpack__`` lies.
+    """A view of an array with ``__dlpack__``.
 
     Raises:
-        ArgumentError: it has no memory, it is not contiguous, its element type or device is not known, or its library
+        ArgumentError: it has no memory, it is not contiguous, its element type or device is unknown, or its library
             refuses.
     """
     try:

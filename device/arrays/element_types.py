@@ -1,8 +1,8 @@
 """The table of element types: a new one is one row here.
 
-`dtypes.py` makes what the library passes around of it, setup.py the host's library of kernels for each type that
-kernels reduce, and `compile_cache.py` the source of one kernel for a run-time compiler. Both sources say what the table
-says of a type, so that no target compiles where `reduce.h` differs.
+From it `dtypes.py` makes the library's `DType` objects, setup.py the host's library of kernels for each type
+that kernels reduce, and `compile_cache.py` the source of one kernel for a run-time compiler. Both sources repeat the
+table's entry for a type, so that no target compiles if `reduce.h` differs.
 
 It imports nothing of the project: setup.py reads it before anything is installed.
 """
@@ -22,7 +22,7 @@ class ElementType:
         name: as numpy, ml_dtypes and torch spell it: ``"float32"``, ``"bfloat16"``, …
         itemsize: bytes.
         dlpack: DLPack's (type code, bits).
-        c_name: the type in kernels (``reduce.h``), or "" where kernels only move it.
+        c_name: the type in kernels (``reduce.h``), or "" if kernels only move it.
         accumulator: bytes of the type that reductions accumulate in; 0 for the type itself.
         tokens: whether the kernels of the expert-parallel layer take tokens of it.
     """

@@ -1,4 +1,4 @@
-"""What is known of other libraries' arrays beyond DLPack: torch's and cupy's. It imports neither."""
+"""Knowledge about other libraries' arrays beyond DLPack: torch's and cupy's. It imports neither."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 def is_torch(kind: type) -> bool:
-    """Whether a type is torch's tensor or derived from it. Imports no torch."""
+    """Whether a type is torch's tensor or derived from it. Does not import torch."""
     return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__)
 
 
@@ -23,11 +23,11 @@ def _is_cupy(kind: type) -> bool:
 
 
 def from_torch(x: Any, argument: str) -> ArrayView:
-    """Where a tensor lies.
+    """A view of a tensor.
 
     Raises:
-        ArgumentError: it has no memory or is a lazy view, it is not contiguous, or it has an element type or a device
-            that is not known.
+        ArgumentError: it has no memory or is a lazy view, it is not contiguous, or it has an unknown element type or
+            device.
     """
     # Not through DLPack: that takes microseconds, and refuses tensors that require a gradient.
     require_tensor_memory(x, argument)
@@ -55,7 +55,7 @@ _INSTEAD = {
     "MaskedTensor": "pass x.to_tensor(value)",
     "NestedTensor": "pass x.values()",
 }
-"""What to pass instead of a tensor of torch's own classes that have no memory, by the name of the class."""
+"""The alternative to a tensor of torch's own classes that have no memory, by the name of the class."""
 
 
 def _find_instead(kind: type) -> str | None:
@@ -64,10 +64,10 @@ def _find_instead(kind: type) -> str | None:
 
 
 def require_tensor_memory(x: Any, argument: str) -> None:
-    """Raises ArgumentError unless a tensor's elements lie in memory of a CPU or a GPU, one after the other or not.
+    """Raises ArgumentError unless a tensor's elements lie in memory of a CPU or a GPU, contiguous or not.
 
-    DTensors and other tensors that are made of tensors have no memory. Nor have tensors of FakeTensorMode, those within
-    ``torch.vmap`` and other transformations, and those whose storage was freed by ``resize_(0)``.
+    DTensors and other tensors that are made of tensors have no memory. The same holds for tensors of FakeTensorMode,
+    those within ``torch.vmap`` and other transformations, and those whose storage was freed by ``resize_(0)``.
     """
     kind = type(x)
     instead = libraries[kind].instead
@@ -107,7 +107,7 @@ def _cupy_fingerprint(x: Any) -> tuple[Any, ...] | None:
 
 
 def _torch_stream(x: Any) -> int:
-    # What torch's own compiler emits; current_stream() makes objects and takes microseconds.
+    # As torch's own compiler emits it; current_stream() makes objects and takes microseconds.
     stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(x.get_device())
     return stream
 
@@ -124,7 +124,7 @@ def _nothing(_: Any) -> None:
 
 @dataclass(frozen=True)
 class _Library:
-    """What is known of a type of arrays; see `fingerprint`, `current_stream`, `from_torch` and `_INSTEAD`."""
+    """The functions for a type of arrays; see `fingerprint`, `current_stream`, `from_torch` and `_INSTEAD`."""
 
     fingerprint: Callable[[Any], tuple[Any, ...] | None]
     stream: Callable[[Any], StreamLike]
@@ -149,7 +149,7 @@ class _Libraries(dict[type, _Library]):
 
 
 libraries = _Libraries()
-"""What is known of each type of arrays."""
+"""The functions for each type of arrays."""
 
 
 def register(
@@ -162,14 +162,14 @@ def register(
 
 
 def fingerprint(x: Any) -> tuple[Any, ...] | None:
-    """What an array is to a call: equal for two arrays only if every call treats them alike.
+    """An array's identity for a call: equal for two arrays only if every call treats them alike.
 
-    None where that is not known cheaply. An array that was checked once need not be checked again while its
+    None if that can't be found cheaply. An array that was checked once need not be checked again while its
     fingerprint is the same.
     """
     return libraries[type(x)].fingerprint(x)
 
 
 def current_stream(x: Any) -> StreamLike:
-    """The stream on which the library that owns a GPU's array works now; None where it has no such notion."""
+    """The stream on which the library that owns a GPU's array works now; None if it has no such notion."""
     return libraries[type(x)].stream(x)

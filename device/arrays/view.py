@@ -1,4 +1,4 @@
-"""Where an array lies, whichever library made it."""
+"""A view of an array of any library."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from proxyccl.device.errors import ArgumentError
 
 @dataclass(frozen=True)
 class ArrayView:
-    """Where an array lies. It keeps `owner` alive and owns nothing.
+    """A view of an array. It keeps `owner` alive and does not own the memory.
 
     Attributes:
         ptr: address of the first element.
@@ -48,7 +48,7 @@ class ArrayView:
 
 
 def require_memory(address: int, shape: Sequence[int], argument: str) -> None:
-    """Raises ArgumentError for an array with elements at address 0: it refers to memory that is not there."""
+    """Raises ArgumentError for an array with elements at address 0: it has no memory."""
     if not address and 0 not in shape:
         raise ArgumentError(argument, f"the array of shape {tuple(shape)} has no memory: its address is 0")
 

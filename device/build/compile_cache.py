@@ -1,9 +1,9 @@
 """A cache of compiled kernels on disk, keyed by everything that goes into them.
 
-The key covers the source with what it includes, the options, the compiler and every shipped header, so a cached file
+The key covers the source with its includes, the options, the compiler and every shipped header, so a cached file
 is never stale. A file ends with its length and digest: one that is damaged is compiled again. It is written under
 another name and moved into place: processes that compile the same source at once do no harm. Threads that do so wait
-for the first of them. What is loaded runs as this user, so neither directory nor file may be another user's.
+for the first of them. Loaded code runs as this user, so neither directory nor file may be another user's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _log = logging.getLogger("proxyccl")
 
 
 def shipped_source(file: str, kernel: str, dtype: str | None, op: str | None) -> str:
-    """What is compiled for a shipped kernel: its file, and an instance for an element type where it has them."""
+    """The source of a shipped kernel: its file, and an instance for an element type if it has them."""
     name = "_".join(filter(None, (kernel, dtype, op)))
     source = f'#include "{file}"\n'
     if dtype is None:
@@ -69,12 +69,12 @@ def _name(key_parts: tuple[str, ...], suffix: str) -> str:
 
 
 _building: dict[str, threading.Lock] = {}
-_unsaved: dict[str, bytes] = {}  # what the cache could not take, by its name there
-os.register_at_fork(after_in_child=_building.clear)  # who held them is not there
+_unsaved: dict[str, bytes] = {}  # files that the cache could not take, by their name there
+os.register_at_fork(after_in_child=_building.clear)  # the threads that held them do not exist
 
 
 def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: Callable[[Path], T]) -> T:
-    """What `load(path)` returns for the shared object that `build()` makes for this key, unless it is there already.
+    """The result of `load(path)` for the shared object of this key, which `build()` makes unless it is cached.
 
     If the cache can't be used, the file is this process's own, and the first time a warning says so.
 
@@ -100,12 +100,12 @@ def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: 
 
 
 def _once(name: str, build: Callable[[], bytes]) -> Callable[[], bytes]:
-    """A function that builds when it is first called, and not at all what could not be saved before."""
+    """A function that builds when it is first called, and does not rebuild a file that could not be saved before."""
     return functools.cache(lambda: _unsaved[name] if name in _unsaved else build())
 
 
 def _found_or_built(directory: int, path: Path, build: Callable[[], bytes]) -> tuple[Path, bytes]:
-    """A whole file's contents, and a path that stays in the directory that was checked, whatever is renamed."""
+    """A whole file's contents, and a path that stays in the directory that was checked, even if names change."""
     content = _found(directory, path)
     if content is None:
         content = build()
@@ -114,7 +114,7 @@ def _found_or_built(directory: int, path: Path, build: Callable[[], bytes]) -> t
 
 
 def _found(directory: int, path: Path) -> bytes | None:
-    """A file's contents. None if there is none, or it is damaged or untrusted, which is logged."""
+    """A file's contents. None if it does not exist, or is damaged or untrusted, which is logged."""
     try:
         content = unsealed(read_private(directory, path))
     except FileNotFoundError:
@@ -156,7 +156,7 @@ def _keep_open(descriptor: int) -> int:
     return kept
 
 
-_without: set[Path] = set()  # caches that a warning has told of
+_without: set[Path] = set()  # caches for which a warning was issued
 
 
 def _done_without(error: OSError) -> str:
@@ -170,7 +170,7 @@ def _done_without(error: OSError) -> str:
 
 @functools.cache
 def _own_directory() -> Path:
-    """A directory of this process that goes with it."""
+    """A directory of this process, removed at its end."""
     directory, owner = tempfile.mkdtemp(prefix="proxyccl-"), os.getpid()
 
     def remove() -> None:
@@ -182,12 +182,12 @@ def _own_directory() -> Path:
 
 
 def shipped_options(compiler: Compiler, architecture: str) -> tuple[str, ...]:
-    """What shipped kernels are compiled with for an architecture."""
+    """The compiler options of shipped kernels for an architecture."""
     return (*compiler.options(architecture), f"-I{INCLUDE_DIR}", f"-I{KERNEL_DIR}")
 
 
 def compiled_image(compiler: Compiler, source: str, options: tuple[str, ...]) -> bytes:
-    """A GPU's image of a source that includes headers of this library alone, compiled unless it is there.
+    """A GPU's image of a source that includes only headers of this library, compiled unless it is cached.
 
     If the cache can't be used, this process keeps it in memory, and the first time a warning says so.
 
@@ -211,7 +211,7 @@ def image_is_there(compiler: Compiler, source: str, options: tuple[str, ...]) ->
     name = _image_name(compiler, source, options)
     try:
         return name in _unsaved or _found(_open_cache(make=False), cache_dir() / name) is not None
-    except OSError:  # compiled_image tells of it
+    except OSError:  # compiled_image reports it
         return False
 
 

@@ -1,8 +1,8 @@
 """Names of the kernels in a source, which are needed before it is compiled: an export is appended for each (kernel.h).
 
-Most sources show their kernels in plain text. Macros and conditions hide them, and only a preprocessor knows what those
-come to. The host's compiler has one. NVRTC and HIPRTC do not hand theirs out, so there such a source is compiled once
-without exports, and its kernels are read from the image: no toolkit is needed, and the compiler's word is final.
+Most sources show their kernels in plain text. Macros and conditions hide them, and only a preprocessor can expand
+those. The host's compiler has one. NVRTC and HIPRTC do not expose theirs, so there such a source is compiled once
+without exports, and its kernels are read from the image: no toolkit is needed, and the compiler decides.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ def in_plain_text(source: str, options: Iterable[str] = ()) -> bool:
 def kernel_names(source: str) -> list[str]:
     """Names of the ``__global__`` functions that a preprocessed source, or one `in_plain_text`, defines.
 
-    Templates are no kernels, and neither are declarations. Attributes may stand anywhere before the name or behind the
-    parameters.
+    Templates and declarations are not kernels. Attributes may stand anywhere before the name or after the parameters.
     """
     tokens = _TOKEN.findall(_DIRECTIVE.sub("", _without_text(source)))
     names: dict[str, None] = {}
@@ -70,7 +69,7 @@ def _defined(tokens: list[str], at: int) -> str | None:
         token = tokens[here]
         if token == "(":
             before = tokens[here - 1]
-            # What starts with two underscores is an attribute: __launch_bounds__, __maxnreg__, __attribute__.
+            # A name that starts with two underscores is an attribute: __launch_bounds__, __maxnreg__, __attribute__.
             if depth == 0 and name is None and before.isidentifier() and not before.startswith("__"):
                 name = before if before not in _NOT_A_FUNCTION else None
             depth += 1
@@ -92,6 +91,6 @@ def kernels_of_image(image: bytes) -> list[str]:
 
 
 def text_with_exports(source: str, names: Iterable[str]) -> str:
-    """What is compiled for a source: its own lines keep their numbers."""
+    """The text that is compiled for a source: its own lines keep their numbers."""
     exports = "".join(f"PROXYCCL_EXPORT_KERNEL({name})\n" for name in names)
     return f'#include "proxyccl/kernel.h"\n#line 1 "kernel source"\n{source}\n{exports}'

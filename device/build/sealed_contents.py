@@ -1,6 +1,6 @@
-"""Contents of files that tell whether they are whole: length and digest stand at their end.
+"""File contents that show whether they are complete: length and digest stand at their end.
 
-There they are in nobody's way: who loads a shared object reads no further than its last section.
+There they do no harm: the loader of a shared object reads no further than its last section.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The runtimes of GPUs: one for both vendors, and what differs."""
+"""The runtimes of GPUs: one for both vendors, and their differences."""

@@ -12,7 +12,7 @@ from proxyccl.device.driver import Driver
 class DeviceContext:
     """A device's context, made current for calls.
 
-    Finalizers hold this and not the runtime, which would otherwise never be collected.
+    Finalizers hold this instead of the runtime, which would otherwise never be collected.
     """
 
     def __init__(self, driver: Driver, context: int) -> None:

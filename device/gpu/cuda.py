@@ -24,7 +24,7 @@ _HOST_REGISTER = cu.CU_MEMHOSTREGISTER_PORTABLE | cu.CU_MEMHOSTREGISTER_DEVICEMA
 def _initialise() -> None:
     try:
         status = int(cu.cuInit(0)[0])
-    except RuntimeError as error:  # how the binding tells that it can't load the library
+    except RuntimeError as error:  # the binding's error if it can't load the library
         raise RuntimeUnavailableError(f"cuda: NVIDIA's driver is not installed: {error}") from None
     if status == int(cu.CUresult.CUDA_ERROR_NO_DEVICE):
         raise RuntimeUnavailableError("cuda: NVIDIA's driver sees no device")
@@ -35,10 +35,10 @@ def _initialise() -> None:
 
 
 def check_versions(driver: int, compiler_major: int) -> None:
-    """Raises RuntimeUnavailableError if the driver can't run what the compiler makes.
+    """Raises RuntimeUnavailableError if the driver can't run the compiler's output.
 
     Args:
-        driver: 1000 * major + 10 * minor, as cuDriverGetVersion gives it.
+        driver: 1000 * major + 10 * minor, as cuDriverGetVersion returns it.
         compiler_major: NVRTC's. Its cubins run on every driver of the same major version and later.
     """
     have = f"{driver // 1000}.{driver % 1000 // 10}"
@@ -75,7 +75,7 @@ class CudaDriver:
         return f"driver for CUDA {version // 1000}.{version % 1000 // 10}, {self.compiler.version()}"
 
     def error_text(self, status: int) -> str:
-        """The driver's name and words for a status."""
+        """The driver's name and text for a status."""
         return error_text(status)
 
     # -- devices and contexts ---
@@ -86,7 +86,7 @@ class CudaDriver:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (one object a process)
     def device(self, ordinal: int) -> DeviceInfo:
-        """What a device is."""
+        """The description of a device."""
         handle = ok("cuDeviceGet", cu.cuDeviceGet(ordinal))
 
         def attribute(which: Any) -> int:
@@ -192,12 +192,12 @@ class CudaDriver:
         return int(ok("cuIpcOpenMemHandle", cu.cuIpcOpenMemHandle(ipc, flag)))
 
     def release_memory(self, base: int) -> None:
-        """Closes what `import_memory` opened."""
+        """Closes memory of `import_memory`."""
         if not self._virtual_memory.release(base):
             freed("cuIpcCloseMemHandle", cu.cuIpcCloseMemHandle(base))
 
     def grant_access(self, base: int, size: int, ordinal: int) -> None:
-        """Opens mapped blocks to a device, which peer access between contexts does not."""
+        """Opens mapped blocks to a device; peer access between contexts does not."""
         if self._virtual_memory.is_mapped(base):
             self._virtual_memory.grant(base, size, ordinal)
 
@@ -250,7 +250,7 @@ class CudaDriver:
         ok("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, event, 0))
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether a stream is being captured; of the legacy stream, whether any that it would wait for is."""
+        """Whether a stream is being captured; for the legacy stream, whether any stream that it would wait for is."""
         status, *captured = cu.cuStreamIsCapturing(stream)
         if status == cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
             return True

@@ -19,14 +19,14 @@ __all__ = ["cu", "error_text", "freed", "nvrtc", "ok"]
 
 
 def error_text(status: int) -> str:
-    """The driver's name and words for a status."""
+    """The driver's name and text for a status."""
     name = cu.cuGetErrorName(cu.CUresult(status))[1]
     words = cu.cuGetErrorString(cu.CUresult(status))[1]
     return ", ".join(part.decode() for part in (name, words) if part) or "unknown error"
 
 
 def ok(call: str, result: tuple[Any, ...]) -> Any:
-    """What a call of the binding returned, without its status."""
+    """The results of a call of the binding, without its status."""
     status, *values = result
     if status:
         raise DriverError(call, int(status), error_text(int(status)))
@@ -34,6 +34,6 @@ def ok(call: str, result: tuple[Any, ...]) -> Any:
 
 
 def freed(call: str, result: tuple[Any, ...]) -> None:
-    """`ok` for a call that frees something, which is gone if its context is lost."""
+    """`ok` for a call that frees a resource, which is gone already if its context is lost."""
     if int(result[0]) not in LOST_CONTEXT:
         ok(call, result)

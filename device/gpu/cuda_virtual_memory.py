@@ -1,7 +1,7 @@
 """Memory that a program mapped itself by CUDA's virtual memory management, shared as POSIX file descriptors.
 
-Such memory, torch's expandable segments for one, consists of blocks that lie side by side in a range of addresses, each
-an allocation of its own, and CUDA IPC refuses it.
+Such memory, for example torch's expandable segments, consists of blocks that lie side by side in a range of addresses,
+each an allocation of its own, and CUDA IPC refuses it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class VirtualMemory:
     """Exports and imports ranges of mapped blocks. One object a process.
 
     Args:
-        allocation_id: a number of the allocation that an address lies in.
+        allocation_id: returns a number of the allocation that contains an address.
     """
 
     def __init__(self, allocation_id: Callable[[int], int]) -> None:
@@ -58,13 +58,13 @@ class VirtualMemory:
             ptr += int(nbytes)
 
     def export(self, base: int, size: int) -> bytes:
-        """A handle of a whole range of blocks, good while they are mapped here.
+        """A handle of a whole range of blocks, valid while they are mapped here.
 
         Raises:
             DriverError: the blocks were not made for sharing by file descriptors.
         """
         context = int(ok("cuCtxGetCurrent", cu.cuCtxGetCurrent()))
-        _, descriptor = next(self._blocks(base, size))  # that it can be done is known before anyone asks
+        _, descriptor = next(self._blocks(base, size))  # so that a failure shows before a peer asks
         os.close(descriptor)
         with self._lock:
             if self._server is None:
@@ -135,7 +135,7 @@ class VirtualMemory:
         freed("cuMemAddressFree", cu.cuMemAddressFree(base, size))
 
     def release(self, base: int) -> bool:
-        """Unmaps what `open` mapped. False if it mapped nothing there."""
+        """Unmaps memory of `open`. False if it mapped nothing there."""
         size = self._imported.pop(base, None)
         if size is None:
             return False

@@ -2,7 +2,7 @@
 
 HIP's calls are CUDA's under other names, with two differences that show here. A context is a device: calls act on the
 calling thread's current one, so a context is known by its device's number. And memory is by default coherent between
-devices only where one kernel ends and the next begins, so it is allocated uncached.
+devices only from kernel to kernel, so it is allocated uncached.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_versions(driver: int, runtime: int) -> None:
     """Raises RuntimeUnavailableError if the driver is older than the runtime.
 
     Args:
-        driver: 10,000,000 * major + 100,000 * minor + patch, as hipDriverGetVersion gives it.
+        driver: 10,000,000 * major + 100,000 * minor + patch, as hipDriverGetVersion returns it.
         runtime: the same of the runtime library.
     """
     if driver // 100_000 < runtime // 100_000:
@@ -52,7 +52,7 @@ def check_versions(driver: int, runtime: int) -> None:
 
 
 def _rdma_writes_ordering(ordinal: int) -> int:
-    """The device's order of RDMA writes (hipGPUDirectRDMAWritesOrdering); 0, none, where HIP has no such attribute."""
+    """The device's order of RDMA writes (hipGPUDirectRDMAWritesOrdering); 0 (none) if HIP has no such attribute."""
     kind = getattr(hip.hipDeviceAttribute_t, "hipDeviceAttributeGPUDirectRDMAWritesOrdering", None)
     return 0 if kind is None else int(call("hipDeviceGetAttribute", kind, ordinal))
 
@@ -83,7 +83,7 @@ class HipDriver:
         return f"HIP {_version(int(call('hipRuntimeGetVersion')))}, {self.compiler.version()}"
 
     def error_text(self, status: int) -> str:
-        """The driver's name and words for a status."""
+        """The driver's name and text for a status."""
         return error_text(status)
 
     # -- devices and contexts ---
@@ -97,7 +97,7 @@ class HipDriver:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (one object a process)
     def device(self, ordinal: int) -> DeviceInfo:
-        """What a device is."""
+        """The description of a device."""
         properties = call("hipGetDeviceProperties", ordinal)
         return DeviceInfo(
             name=properties.name,
@@ -138,7 +138,7 @@ class HipDriver:
     # -- memory ---
 
     def allocate(self, nbytes: int) -> int:
-        """Uncached device memory: a kernel sees in it what peers and copies write while it runs."""
+        """Uncached device memory: a running kernel sees peers' writes and copies in it."""
         return int(call("hipExtMallocWithFlags", nbytes, _MALLOC_UNCACHED))
 
     def free(self, ptr: int) -> None:
@@ -174,7 +174,7 @@ class HipDriver:
         return int(call("hipIpcOpenMemHandle", ipc, hip.hipIpcMemLazyEnablePeerAccess))
 
     def release_memory(self, base: int) -> None:
-        """Closes what `import_memory` opened."""
+        """Closes memory of `import_memory`."""
         freed("hipIpcCloseMemHandle", base)
 
     def grant_access(self, base: int, size: int, ordinal: int) -> None:
@@ -230,7 +230,7 @@ class HipDriver:
         call("hipStreamWaitEvent", stream, event, 0)
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether a stream is being captured; of the legacy stream, whether any that it would wait for is."""
+        """Whether a stream is being captured; for the legacy stream, whether any stream that it would wait for is."""
         try:
             status = call("hipStreamIsCapturing", stream)
         except DriverError as error:
@@ -243,7 +243,7 @@ class HipDriver:
         """Exchanges the thread's capture mode, by default for the relaxed one."""
         wanted = hip.hipStreamCaptureMode.hipStreamCaptureModeRelaxed if mode is None else mode
         exchanged = ctypes.c_int(int(wanted))
-        # hip-python's wrapper takes no mode to give: it passes whatever lies in the word.
+        # hip-python's wrapper does not take a mode: it passes whatever is in the word.
         status = library().hipThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
         if status:
             raise DriverError("hipThreadExchangeStreamCaptureMode", status, error_text(status))
@@ -294,7 +294,7 @@ class HipDriver:
         return int(address), int(nbytes)
 
     def allow_shared_memory(self, function: int, nbytes: int) -> None:
-        """Nothing: a launch may ask for all that there is."""
+        """Nothing: a launch may ask for all shared memory."""
 
     # -- addresses ---
 

@@ -1,7 +1,7 @@
-"""hip-python, as the modules for HIP import it, and what its calls return.
+"""hip-python, as the modules for HIP import it, and the results of its calls.
 
-hip-python wraps each call, with its arguments and results as Python objects. What C calls, and the one call that it
-wraps wrongly, is taken from the very library that it has loaded.
+hip-python wraps each call, with its arguments and results as Python objects. Functions that C calls, and the one
+call that it wraps wrongly, are taken from the library that it has loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["address_of", "call", "done", "error_text", "freed", "hip", "hiprtc",
 
 
 def error_text(status: Any) -> str:
-    """The name and the words for a status."""
+    """The name and the text for a status."""
     try:
         error = hip.hipError_t(status)
     except ValueError:
@@ -35,16 +35,16 @@ def error_text(status: Any) -> str:
 
 
 def status_of(name: str, *args: Any) -> tuple[int, tuple[Any, ...]]:
-    """A call's status and what else it returned."""
+    """A call's status and its other results."""
     try:
         status, *values = getattr(hip, name)(*args)
-    except RuntimeError as error:  # how hip-python tells that it can't load the library or find the call in it
+    except RuntimeError as error:  # hip-python's error if it can't load the library or find the call in it
         raise RuntimeUnavailableError(f"hip: ROCm's runtime library lacks {name}: {error}") from None
     return int(status), tuple(values)
 
 
 def call(name: str, *args: Any) -> Any:
-    """What a call returned, without its status."""
+    """A call's results, without its status."""
     status, values = status_of(name, *args)
     if status:
         raise DriverError(name, status, error_text(status))
@@ -52,14 +52,14 @@ def call(name: str, *args: Any) -> Any:
 
 
 def freed(name: str, *args: Any) -> None:
-    """`call` for what frees something, which is gone if its context is lost."""
+    """`call` for a call that frees a resource, which is gone already if its context is lost."""
     status, _ = status_of(name, *args)
     if status and status not in LOST_CONTEXT:
         raise DriverError(name, status, error_text(status))
 
 
 def done(name: str, *args: Any) -> bool:
-    """Whether what a query asks for is done."""
+    """Whether the work that a query asks about is done."""
     status, _ = status_of(name, *args)
     if status not in (0, hip.hipError_t.hipErrorNotReady):
         raise DriverError(name, status, error_text(status))

@@ -20,7 +20,7 @@ def compiler_version() -> tuple[int, int]:
 
 
 def compile_options(architecture: str) -> tuple[str, ...]:
-    """What every source is compiled with, for "gfx942" and the like. Before ROCm 7 __shfl_sync must be asked for."""
+    """The options of every source, for "gfx942" and the like. Before ROCm 7 __shfl_sync must be requested."""
     return (f"--offload-arch={architecture}", "-std=c++17", "-O3", "-DHIP_ENABLE_WARP_SYNC_BUILTINS")
 
 

@@ -1,7 +1,7 @@
 """The statuses of a GPU's driver that say that an error has ended the process's context.
 
 CUDA's and HIP's numbers are the same. All later calls into the context return such a status too, and other processes'
-contexts go on. Source: cuda.h, on CUresult ("the process ... must be terminated and relaunched").
+contexts are not affected. Source: cuda.h, on CUresult ("the process ... must be terminated and relaunched").
 """
 
 from __future__ import annotations
@@ -19,4 +19,4 @@ LOST_CONTEXT = {
     718: "a kernel's program counter left its program",
     719: "a kernel failed",
 }
-"""What happened, by status."""
+"""Descriptions, by status."""

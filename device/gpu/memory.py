@@ -28,9 +28,9 @@ from proxyccl.device.memory.shared_memory import SharedMemory
 class GpuMemory:
     """Device memory, allocated here or another's mapped here.
 
-    A driver that frees waits for the device's kernels. So memory without a reference left is freed when its runtime
-    next waits for its device or needs room, and not where the garbage is collected: that may be the thread of a rank
-    for which those kernels wait.
+    A driver that frees waits for the device's kernels. So memory without remaining references is freed when its
+    runtime next waits for its device or needs room, and not during garbage collection, which may run in the thread of a
+    rank for which those kernels wait.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class GpuAllocation(GpuMemory):
         self._in_flight = in_flight
 
     def close(self) -> None:
-        """Frees it when what this thread launched is done; later, if kernels of another device may still use it."""
+        """Frees it when this thread's launches are done; later, if kernels of another device may still use it."""
         if self.closed:
             return
         if is_held():
@@ -92,7 +92,7 @@ class GpuPinnedMemory(GpuMemory):
 
     @property
     def handle(self) -> bytes:
-        """The bytes with which other processes map it (`GpuRuntime.open_pinned`)."""
+        """The handle with which other processes map it (`GpuRuntime.open_pinned`)."""
         return self.shared.handle
 
     def export(self, host_ptr: int, nbytes: int) -> bytes:
@@ -106,7 +106,7 @@ class GpuPinnedMemory(GpuMemory):
 
 
 class MemoryHandle:
-    """What another process, or another device's runtime of this one, needs to reach device memory."""
+    """The handle by which another process, or another device's runtime in this one, reaches device memory."""
 
     _LAYOUT = struct.Struct("<8s16sqQQQQ64s")
     _MAGIC = b"PXCCLgpu"
@@ -126,12 +126,12 @@ class MemoryHandle:
             )
         magic, process, device, base, allocation, offset, nbytes, raw = cls._LAYOUT.unpack(handle)
         if magic != cls._MAGIC:
-            raise ArgumentError("handle", "expected a handle of device memory: these bytes begin otherwise")
+            raise ArgumentError("handle", "expected a handle of device memory: these bytes begin differently")
         return process == forks.here().token, device, base, allocation, offset, nbytes, raw
 
 
 _Once = LeaseCache[Hashable, tuple[int, Callable[[int], None]]]
-"""What a driver does once for a process: a value, and the call that undoes it."""
+"""A driver's action that is done once for a process: a value, and the call that undoes it."""
 
 
 def _undo(done: tuple[int, Callable[[int], None]]) -> None:
@@ -145,11 +145,11 @@ class GpuMemoryManager:
     Args:
         context: the device's.
         device: its number among the devices that this process may use.
-        info: what it is.
-        in_flight: what is waited for before memory is freed.
+        info: its description.
+        in_flight: the launches to wait for before memory is freed.
 
     Attributes:
-        unused: what has no reference left; freed when the device is waited for next.
+        unused: memory without remaining references; freed when the device is waited for next.
     """
 
     _pinned: ClassVar[_Once] = LeaseCache(_undo)
@@ -196,11 +196,11 @@ class GpuMemoryManager:
             return self._driver.allocate(nbytes)
 
     def free_unused(self) -> None:
-        """Frees memory without a reference left, unless it is held. Waits for the work that may use it."""
+        """Frees memory without remaining references, unless it is held. Waits for the work that may use it."""
         self.unused.free()
 
     def pin(self, shared: SharedMemory) -> GpuPinnedMemory:
-        """Pins shared memory of the host and maps it for the device. It closes with what this returns."""
+        """Pins shared memory of the host and maps it for the device. It closes with the result."""
         # Pinned once a process, whole and for all devices; ranks that are threads see the same address.
         start, nbytes = shared.mapped_range
         key = (self._driver.runtime, start)
@@ -221,7 +221,7 @@ class GpuMemoryManager:
         return GpuPinnedMemory(ptr, shared, self.unused, unpin)
 
     def export(self, ptr: int, nbytes: int) -> bytes:
-        """A handle to device memory, whoever allocated it."""
+        """A handle to device memory, allocated by any library."""
         with self._context.current():
             try:
                 base, size = self._driver.address_range(ptr, nbytes)
@@ -238,7 +238,7 @@ class GpuMemoryManager:
         return MemoryHandle.pack(self._device, base, allocation, ptr - base, nbytes, raw)
 
     def open(self, handle: bytes) -> GpuMemory:
-        """Maps what a process of this machine exported, or reaches what another thread of this one did."""
+        """Maps memory that a process of this machine exported, or reaches memory of another thread of this one."""
         own, device, base, allocation, offset, nbytes, raw = MemoryHandle.unpack(handle)
         if own:
             size = self._check_own(device, base, allocation, offset + nbytes)
@@ -269,7 +269,7 @@ class GpuMemoryManager:
         with self._context.current():
             try:
                 base, size = self._driver.address_range(mapped, nbytes)
-            except DriverError:  # not every driver knows an allocation that is another's
+            except DriverError:  # not every driver knows another process's allocation
                 return True
         return mapped + nbytes <= base + size
 
@@ -294,7 +294,7 @@ class GpuMemoryManager:
         return size
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
-        """The allocations that a range lies in, by the driver's numbers; none if the driver does not know one."""
+        """The allocations that contain a range, by the driver's numbers; empty if the driver does not know one."""
         found, at = [], ptr
         with self._context.current():
             try:
@@ -307,7 +307,7 @@ class GpuMemoryManager:
         return tuple(found)
 
     def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """A descriptor of the pages that the memory lies in."""
+        """A descriptor of the pages that contain the memory."""
         offset = ptr % mmap.PAGESIZE
         pages = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._context.current():

@@ -1,8 +1,7 @@
 """The runtime of a GPU, over any vendor's `Driver`: memory, streams, kernels and the engine's calls.
 
-It knows no vendor: what differs between them is in cuda.py and hip.py. Every method may be called from any thread; it
-makes the device current for the call and puts back what was current before, as other libraries of the process do with
-theirs.
+It does not know the vendors: their differences are in cuda.py and hip.py. Every method may be called from any thread;
+it makes the device current for the call and restores the previous one, as other libraries of the process do.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from proxyccl.device.texts import require_text, require_texts
 
 
 class _LoadedModule:
-    """An image in a device's context, unloaded when neither its runtime nor a kernel of it is left.
+    """An image in a device's context, unloaded when neither its runtime nor a kernel of it remains.
 
     As with memory, that waits for the device, and so until its runtime next does.
     """
@@ -128,7 +127,7 @@ class GpuRuntime:
         """Makes the device current on the calling thread."""
         self.driver.make_current(self.context.handle)
         if for_proxy:
-            # The engine asks for events whenever it likes. A capture on another thread must not be broken by that.
+            # The engine may query events at any time, which must not break a capture on another thread.
             self.driver.relax_capture()
 
     @property
@@ -160,11 +159,11 @@ class GpuRuntime:
         return self._memory.pin(SharedMemory.allocate(nbytes))
 
     def export(self, ptr: int, nbytes: int) -> bytes:
-        """A handle to device memory, whoever allocated it."""
+        """A handle to device memory, allocated by any library."""
         return self._memory.export(ptr, nbytes)
 
     def open(self, handle: bytes) -> GpuMemory:
-        """Maps what a process of this machine exported, or reaches what another thread of this one did."""
+        """Maps memory that a process of this machine exported, or reaches memory of another thread of this one."""
         return self._memory.open(handle)
 
     def open_pinned(self, handle: bytes) -> GpuPinnedMemory:
@@ -183,11 +182,11 @@ class GpuRuntime:
 
     @property
     def orders_rdma_writes(self) -> bool:
-        """What the driver says of the device."""
+        """The driver's statement about the device."""
         return self.info.orders_rdma_writes
 
     def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
-        """A descriptor of the pages that the memory lies in."""
+        """A descriptor of the pages that contain the memory."""
         return self._memory.dmabuf(ptr, nbytes)
 
     def can_access_peer(self, device_id: str) -> bool:
@@ -205,7 +204,7 @@ class GpuRuntime:
         return True
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
-        """The allocations that a range lies in, by the driver's numbers."""
+        """The allocations that contain a range, by the driver's numbers."""
         return self._memory.allocations(ptr, nbytes)
 
     def allocation_calls(self) -> AllocationCalls:
@@ -217,7 +216,8 @@ class GpuRuntime:
         self._memory.unused.append_allocation(functools.partial(self.context.call, self.driver.free, ptr))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
-        """Copies between any two addresses; without a stream it returns when it is done, ordered behind nothing."""
+        """Copies between any two addresses; without a stream it returns when it is done, not ordered after other
+        work."""
         with self.current():
             if stream is not None:
                 self.driver.copy(dst, src, nbytes, self.stream_handle(stream))
@@ -226,7 +226,7 @@ class GpuRuntime:
             self.driver.stream_synchronize(self._copies.handle)
 
     def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
-        """Sets bytes; without a stream it returns when it is done, ordered behind nothing."""
+        """Sets bytes; without a stream it returns when it is done, not ordered after other work."""
         with self.current():
             if stream is not None:
                 self.driver.fill(dst, value, nbytes, self.stream_handle(stream))
@@ -249,12 +249,12 @@ class GpuRuntime:
         return stream_handle(self.driver, stream)
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether what is queued on the stream goes into a graph."""
+        """Whether work queued on the stream goes into a graph."""
         with self.current():
             return self.driver.is_capturing(stream)
 
     def order_streams(self, first: int, then: int) -> None:
-        """Makes later work of `then` wait for what is queued on `first`.
+        """Makes later work of `then` wait for work queued on `first`.
 
         A stream that is being captured into a graph can't be ordered with one that is not; the graph's own launches
         are the caller's to order.
@@ -268,7 +268,7 @@ class GpuRuntime:
             self.driver.stream_wait_event(then, event.handle)
 
     def wait_event(self, stream: int, event: Event) -> None:
-        """Makes later work of the stream with this handle wait for what the event marked last."""
+        """Makes later work of the stream with this handle wait for the event's last record."""
         with self.current():
             self.driver.stream_wait_event(stream, event.handle)
 
@@ -306,7 +306,7 @@ class GpuRuntime:
         full = (*compiler.options(self.info.architecture), f"-I{INCLUDE_DIR}", *extra)
 
         def image(text: str) -> bytes:
-            if extra:  # headers that are not ours may come in, and they may change: nothing tells which
+            if extra:  # foreign headers may be included, and their changes can't be detected
                 return compiler.compile(text, full)
             return compiled_image(compiler, text, full)
 
@@ -346,7 +346,7 @@ class GpuRuntime:
             return self._kernels.setdefault(key, made)
 
     def load_kernel(self, image: bytes, name: str, parameters: Sequence[tuple[int, int]], shared: int) -> Kernel:
-        """A kernel of an image that another compiler made. Waits until nothing of this runtime runs.
+        """A kernel of an image that another compiler made. Waits until no work of this runtime runs.
 
         Args:
             image: for this device's architecture.
@@ -362,10 +362,10 @@ class GpuRuntime:
         return Kernel(self, name, ffi.cast("void *", function), parameters, module)
 
     def release_control(self, control: int) -> None:
-        """Unloads the modules that were compiled for it, but for those with kernels that somebody still holds."""
+        """Unloads the modules that were compiled for it, except those with kernels that are still referenced."""
         with self._lock:
             modules = self._modules.pop(control, {})
-        with contextlib.suppress(DriverError):  # a device that has failed runs no kernel any more
+        with contextlib.suppress(DriverError):  # a failed device no longer runs kernels
             for module in modules.values():
                 self._set_control(module, 0)
 
@@ -413,6 +413,6 @@ class GpuRuntime:
         return self.driver.engine_functions()
 
     def pointer_device(self, ptr: int) -> int | None:
-        """The device whose memory an address lies in, or None."""
+        """The device that owns an address, or None."""
         with self.current():
             return self.driver.pointer_device(ptr)

@@ -32,12 +32,12 @@ class GpuStream(OwnedStream):
         super().close()
 
     def synchronize(self) -> None:
-        """Waits until all that was queued is done."""
+        """Waits until all queued work is done."""
         self._require_open()
         synchronize(self._context, self.handle)
 
     def query(self) -> bool:
-        """Whether all that was queued is done."""
+        """Whether all queued work is done."""
         self._require_open()
         with self._context.current():
             return self._driver.stream_query(self.handle)
@@ -81,7 +81,7 @@ class GpuEvent(Owned):
 
 
 def synchronize(context: DeviceContext, stream: int) -> None:
-    """Waits until all that was queued on the stream with this handle is done."""
+    """Waits until all work queued on the stream with this handle is done."""
     with context.current():
         await_driver(context.driver.stream_query_address(), stream)
         context.driver.stream_synchronize(stream)
@@ -94,7 +94,7 @@ def stream_handle(driver: Driver, stream: StreamLike) -> int:
     otherwise, but not with other threads', so ranks that are threads don't wait for each other's kernels.
 
     Raises:
-        ArgumentError: it is no stream, or a closed one.
+        ArgumentError: it is not a stream, or is closed.
     """
     if stream is None:
         return driver.thread_stream

@@ -1,6 +1,6 @@
-"""Memory and modules of a device that have no reference left: freed when the device is waited for next.
+"""Memory and modules of a device without remaining references: freed when the device is waited for next.
 
-Whoever waits for a device knows of its kernels, but not of those of other devices and processes that reach its memory.
+A wait for a device covers its kernels, but not those of other devices and processes that reach its memory.
 While a `Hold` says that such kernels may run, no allocation is freed in this process.
 """
 
@@ -16,7 +16,7 @@ Free = Callable[[], None]
 
 
 class Hold(Protocol):
-    """Something that may keep this process's allocations from being freed."""
+    """A condition that may keep this process's allocations from being freed."""
 
     def holds(self) -> bool:
         """Whether kernels that no call here waits for may use memory of this process now. Any thread may ask."""
@@ -28,19 +28,19 @@ _holds: list[Hold] = []
 
 
 def add_hold(hold: Hold) -> None:
-    """Asks a hold before anything is freed, until `remove_hold`."""
+    """Queries a hold before memory is freed, until `remove_hold`."""
     with _lock:
         _holds.append(hold)
 
 
 def remove_hold(hold: Hold) -> None:
-    """Ends `add_hold`; does nothing if that was ended before."""
+    """Ends `add_hold`; does nothing if it was ended before."""
     with _lock, contextlib.suppress(ValueError):
         _holds.remove(hold)
 
 
 def is_held() -> bool:
-    """Whether any hold holds now. Each of them is asked."""
+    """Whether any hold is active. Queries each of them."""
     with _lock:
         holds = list(_holds)
     held = False
@@ -50,7 +50,7 @@ def is_held() -> bool:
 
 
 class UnusedMemory:
-    """Calls that free what one device has without a reference left. Objects for the same device share them."""
+    """Calls that free one device's memory without remaining references. Objects for the same device share them."""
 
     _on: ClassVar[dict[tuple[str, int], UnusedMemory]] = {}
     _kept: ClassVar[list[Free]] = []
@@ -61,12 +61,12 @@ class UnusedMemory:
 
     @classmethod
     def on(cls, runtime: str, device: int) -> UnusedMemory:
-        """That of a device. A runtime object may be gone before its memory is."""
+        """The object for a device. A runtime object may be gone before its memory is."""
         return cls._on.setdefault((runtime, device), cls())
 
     @classmethod
     def keep_all(cls) -> int:
-        """Never frees the allocations that are here now, on any device. Returns how many there are."""
+        """Never frees the allocations queued now, on any device. Returns their number."""
         kept = [free for unused in list(cls._on.values()) for free in unused._take()]
         cls._kept += kept
         return len(kept)
@@ -75,7 +75,7 @@ class UnusedMemory:
         return bool(self._others or self._allocations)
 
     def append(self, free: Free) -> None:
-        """Adds what no other device's kernels use: a mapping, a module."""
+        """Adds a resource that no other device's kernels use: a mapping, a module."""
         self._others.append(free)
 
     def append_allocation(self, free: Free) -> None:
@@ -83,12 +83,12 @@ class UnusedMemory:
         self._allocations.append(free)
 
     def free(self) -> None:
-        """Frees everything, but for allocations while they are held. The device was waited for."""
-        with contextlib.suppress(IndexError):  # several threads may be at it
+        """Frees everything, except allocations while they are held. The caller has waited for the device."""
+        with contextlib.suppress(IndexError):  # several threads may do this
             while True:
                 self._others.popleft()()
         taken = self._take()
-        # Asked after that: what is let go after a failure comes later than the failure.
+        # Queried after that: memory is released only after the failure.
         if taken and is_held():
             self._allocations.extend(taken)
             return

@@ -1,7 +1,7 @@
 """The host runtime: runs kernels on the CPU, a fiber for each GPU thread.
 
-It is what runs where there is no GPU, and what lets a race detector see a kernel. Device memory is anonymous shared
-memory, so that ranks can be processes and nothing is left behind by one that is killed.
+It runs without a GPU, and lets a race detector see a kernel. Device memory is anonymous shared memory, so that
+ranks can be processes and a killed one leaves no files.
 """
 
 from proxyccl.device.host.compiler import compiler_version, find_compiler

@@ -22,7 +22,7 @@ def find_compiler() -> list[str]:
     """The C++ compiler's command.
 
     Raises:
-        CompileError: there is none; the message says what to install.
+        CompileError: there is no compiler; the message says what to install.
     """
     explicit = os.environ.get("CXX", "").split()
     for command in [explicit] if explicit else [["g++"], ["c++"], ["clang++"]]:
@@ -37,7 +37,7 @@ def find_compiler() -> list[str]:
 
 @functools.cache
 def compiler_version(command: tuple[str, ...]) -> str:
-    """The first line that the compiler says of itself."""
+    """The first line of the compiler's version."""
     out = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False, timeout=30)
     return out.stdout.split("\n", 1)[0]
 
@@ -45,7 +45,7 @@ def compiler_version(command: tuple[str, ...]) -> str:
 def load_source(
     source: str, names: list[str], options: tuple[str, ...], include_dirs: tuple[str, ...], load: Callable[[Path], T]
 ) -> T:
-    """Compiles a source into a shared object, unless it is in the cache, and returns what `load(path)` does.
+    """Compiles a source into a shared object, unless it is in the cache, and returns the result of `load(path)`.
 
     Raises:
         CompileError: no compiler, or the source does not compile; carries the compiler's messages.
@@ -54,21 +54,21 @@ def load_source(
     text = text_with_exports(source, names)
 
     def build() -> bytes:
-        # A compiler's failure does not say that the disk is full. So it writes where its own temporary files go, and an
-        # error of what is written from here tells that the cache can't be.
+        # A compiler's failure does not say that the disk is full. So it writes to its own temporary directory, and an
+        # error of our own write shows that the cache can't be used.
         with tempfile.TemporaryDirectory(prefix="proxyccl-") as directory:
             made = Path(directory, "kernels.so")
             _run([*compiler, *flags, "-o", str(made)], text, "compile")
             return made.read_bytes()
 
     key = text
-    if include_dirs or options:  # headers that are not ours may come in, and they may change
+    if include_dirs or options:  # foreign headers may be included, and may change
         key = _run([*compiler, *flags, "-E"], text, "preprocess")
     return loaded_object((key, *flags, *compiler, compiler_version(tuple(compiler))), build, load)
 
 
 def preprocessed(source: str, options: tuple[str, ...], include_dirs: tuple[str, ...]) -> str:
-    """A source in which `kernel_names` finds what macros make."""
+    """A source in which `kernel_names` finds kernels that macros make."""
     compiler, flags = _command(options, include_dirs)
     return _run([*compiler, *flags, "-E", "-DPROXYCCL_FIND_KERNELS"], text_with_exports(source, ()), "preprocess")
 

@@ -66,9 +66,10 @@ class HostRuntime:
     Args:
         device: any small number: every device is this machine's memory.
         async_copies: give the proxy's copies a thread for each peer, as a copy engine would; by default the proxy's
-            thread makes them, which is faster where cores are few.
-        cxxflags: added to every compile; shipped kernels are then compiled at run time too (a sanitizer, say).
-        blocks: most blocks of a shipped collective, the same on all ranks. Each takes a core: more than one is slower
+            thread makes them, which is faster with few cores.
+        cxxflags: added to every compile, for example for a sanitizer; shipped kernels are then compiled at run time
+        too. blocks: most blocks of a shipped collective, the same on all ranks. Each takes a core: more than one is
+        slower
             unless there are as many cores for each rank.
     """
 
@@ -157,15 +158,15 @@ class HostRuntime:
         )
 
     def open(self, handle: bytes) -> SharedMemory:
-        """Maps what a process of this machine and user exported."""
+        """Maps memory that a process of this machine and user exported."""
         return SharedMemory.open(handle)
 
     def open_pinned(self, handle: bytes) -> SharedMemory:
-        """Maps what a process of this machine and user exported."""
+        """Maps memory that a process of this machine and user exported."""
         return self.open(handle)
 
     def adopt_pinned(self, descriptor: int, nbytes: int) -> SharedMemory:
-        """Maps what a process of this machine handed over."""
+        """Maps memory that a process of this machine handed over."""
         return SharedMemory.adopt(descriptor, nbytes)
 
     def numa_node(self) -> None:
@@ -184,7 +185,7 @@ class HostRuntime:
         return device_id.startswith("host:")
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
-        """The shared memory that a range begins in; none of memory that is private to its process."""
+        """The shared memory in which a range begins; empty for memory that is private to its process."""
         number = ffi.new("uint64_t *")
         if lib.proxyccl_host_pointer_attribute(number, lib.PROXYCCL_HOST_BUFFER_ID, ptr):
             return ()
@@ -200,11 +201,11 @@ class HostRuntime:
         )
 
     def free_later(self, ptr: int) -> None:
-        """Frees memory at once: it goes when nobody maps it any more."""
+        """Frees memory at once: it disappears with its last mapping."""
         check_status(lib.proxyccl_host_free(ptr), "free")
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> HostStream:
-        """A stream; one for the proxy runs its copies in the proxy's thread unless `async_copies` was asked for."""
+        """A stream; one for the proxy runs its copies in the proxy's thread unless `async_copies` is set."""
         kind: int = lib.PROXYCCL_HOST_QUEUED
         if in_caller:
             kind = lib.PROXYCCL_HOST_IN_CALLER
@@ -248,14 +249,14 @@ class HostRuntime:
         return False
 
     def order_streams(self, first: int, then: int) -> None:
-        """Makes later work of `then` wait for what is queued on `first`; a closed stream has nothing queued."""
+        """Makes later work of `then` wait for work queued on `first`; a closed stream has no queued work."""
         if any(stream.handle == first and not stream.closed for stream in self._all_streams()):
             event = self.create_event()
             event.record(first)
             self.wait_event(then, event)
 
     def wait_event(self, stream: int, event: Event) -> None:
-        """Makes later work of the stream with this handle wait for what the event marked last."""
+        """Makes later work of the stream with this handle wait for the event's last record."""
         status = lib.proxyccl_host_stream_wait_event(ffi.cast("void *", stream), ffi.cast("void *", event.handle), 0)
         check_status(status, "stream wait event")
 
@@ -299,7 +300,7 @@ class HostRuntime:
             for stream in self._all_streams():  # those of other ranks too
                 try:
                     stream.finish()
-                except KernelError as error:  # the others are waited for all the same
+                except KernelError as error:  # the others are still waited for
                     failed = failed or error
         if failed is not None:
             raise failed
@@ -322,7 +323,7 @@ class HostRuntime:
         return Module({name: self._kernel(module, name) for name in names})
 
     def release_control(self, control: int) -> None:
-        """Lets go of the modules that were compiled for it; kernels that somebody still holds go on without it."""
+        """Releases the modules that were compiled for it; kernels that are still referenced stay valid."""
         with self._lock:
             modules = self._modules.pop(control, {})
         for module in modules.values():
@@ -337,7 +338,7 @@ class HostRuntime:
         *,
         compiled_only: bool = False,
     ) -> Kernel:
-        """A shipped kernel from the library built at install, or compiled now where `cxxflags` were given."""
+        """A shipped kernel from the library built at install, or compiled now if `cxxflags` were given."""
         name = "_".join(filter(None, (kernel, dtype, op)))
         if self._cxxflags:
             if compiled_only:
@@ -401,7 +402,7 @@ def _default_control(module: VoidPointer) -> Uint64Pointer:
 
 
 def cpu_name() -> str:
-    """What /proc/cpuinfo calls the CPU."""
+    """The CPU's name in /proc/cpuinfo."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

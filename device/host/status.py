@@ -1,4 +1,4 @@
-"""What the status codes of the host runtime's C functions mean."""
+"""The meanings of the status codes of the host runtime's C functions."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ from proxyccl.device.owned import Owned, OwnedStream
 
 
 class HostStream(OwnedStream):
-    """A queue of host-runtime work, worked off by a thread of its own or by whoever queues.
+    """A queue of host-runtime work, run by its own thread or by the caller.
 
     Args:
-        kind: who works it off: one of PROXYCCL_HOST_QUEUED, INLINE and IN_CALLER (runtime.h).
+        kind: the thread that runs it: one of PROXYCCL_HOST_QUEUED, INLINE and IN_CALLER (runtime.h).
     """
 
     def __init__(self, kind: int) -> None:
@@ -25,25 +25,25 @@ class HostStream(OwnedStream):
         check_status(lib.proxyccl_host_stream_create(out, kind), "stream create")
         self._stream = out[0]
         self.handle = int(ffi.cast("uintptr_t", self._stream))
-        # A stream that nobody refers to any more finishes its work and takes its thread with it.
+        # A stream without references finishes its work and ends its thread.
         super().__init__(lib.proxyccl_host_stream_destroy, self._stream)
         self._end = threading.Lock()
 
     def close(self) -> None:
-        """Ends the stream when what is queued is done, and when nobody waits for that in `finish`."""
+        """Ends the stream when its queued work is done, and no thread waits for it in `finish`."""
         with self._end:
             if not self.closed and self._process.is_here:
-                self._await()  # first, as nothing could interrupt the stream's end
+                self._await()  # first, because nothing could interrupt the stream's end
             super().close()
 
     def finish(self) -> None:
-        """Waits for all that was queued, whoever closes the stream meanwhile."""
+        """Waits for all queued work, even if the stream is closed meanwhile."""
         with self._end:
             if not self.closed:
                 self.synchronize()
 
     def synchronize(self) -> None:
-        """Waits for all that was queued."""
+        """Waits for all queued work."""
         self._require_open()
         check_status(self._await(), "stream synchronize")
 
@@ -56,7 +56,7 @@ class HostStream(OwnedStream):
                 return status
 
     def query(self) -> bool:
-        """Whether all that was queued is done."""
+        """Whether all queued work is done."""
         self._require_open()
         status = lib.proxyccl_host_stream_query(self._stream)
         if status == lib.PROXYCCL_HOST_NOT_READY:

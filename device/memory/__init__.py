@@ -1,1 +1,1 @@
-"""Memory shared between processes, pools, and caches of what a peer has opened."""
+"""Memory shared between processes, pools, and caches of mappings."""

@@ -1,4 +1,4 @@
-"""Tells whether memory is still the allocation that it was, at the cost of one call into C."""
+"""Checks whether memory still belongs to the same allocation, at the cost of one call into C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class AllocationGuard:
 
     Args:
         calls: the runtime's.
-        allocations: what `BaseRuntime.allocations` told.
+        allocations: the result of `BaseRuntime.allocations`.
     """
 
     def __init__(self, calls: AllocationCalls, allocations: Allocations) -> None:
@@ -24,5 +24,5 @@ class AllocationGuard:
 
     @property
     def holds(self) -> bool:
-        """Whether each address still lies in its allocation. False too where the driver can't tell now."""
+        """Whether each address still lies in its allocation. Also False if the driver can't tell now."""
         return bool(lib.proxyccl_allocations_hold(self._guard))

@@ -20,7 +20,7 @@ def receive_with_descriptors(
 ) -> tuple[bytes, list[int], int]:
     """The next message, its descriptors, and the flags with which it came. The caller closes the descriptors.
 
-    No process that this one starts inherits them.
+    Processes that this one starts do not inherit them.
 
     Args:
         connection: a socket.

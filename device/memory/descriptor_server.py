@@ -1,8 +1,8 @@
 """Hands file descriptors to other processes of this machine: some drivers share memory by descriptor.
 
-A descriptor can't travel in bytes, so the bytes that ranks exchange name a server: a thread of the process that owns
-the memory, at a Unix socket with a random name that only those bytes hold. It makes descriptors on request and keeps
-none.
+A descriptor can't travel in bytes, so the handle that ranks exchange names a server: a thread of the process that owns
+the memory, at a Unix socket with a random name that only the handle contains. It makes descriptors on request and
+does not keep them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from proxyccl.device.threads import Thread
 NAME_BYTES = 16
 _TIMEOUT = 10.0
 _PAUSE_SECONDS = 0.01
-_REQUEST_SECONDS = 2.0  # a client asks at once; one that was stopped meanwhile holds up the others no longer than this
+_REQUEST_SECONDS = 2.0  # a client asks at once; a stopped one holds up the others no longer than this
 _LONGEST_REQUEST = 256
 _PART = struct.Struct("<Q")
 
 Supply = Callable[[bytes], Iterator[tuple[int, int]]]
-"""Makes (number, descriptor) pairs for a request; the server closes the descriptors. It raises for one that it can't
-serve."""
+"""Makes (number, descriptor) pairs for a request; the server closes the descriptors. It raises for a request that it
+can't serve."""
 
 
 def _address(name: bytes) -> bytes:
@@ -41,7 +41,7 @@ class DescriptorServer:
 
     Args:
         supply: called in the server's thread.
-        failures: what it raises for a request that can't be served, such as one for memory that is gone.
+        failures: the exceptions that it raises for a request that can't be served, such as one for memory that is gone.
     """
 
     def __init__(self, supply: Supply, failures: tuple[type[Exception], ...]) -> None:
@@ -62,9 +62,9 @@ class DescriptorServer:
             except OSError as error:
                 if error.errno not in EXHAUSTED:
                     raise
-                time.sleep(_PAUSE_SECONDS)  # the client waits, and may find what it asks for when something is closed
+                time.sleep(_PAUSE_SECONDS)  # the client waits, and may succeed when something is closed
                 continue
-            # A client that goes away, or does not read, loses its own answer and nobody else's.
+            # A client that leaves, or does not read, loses only its own answer.
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(_REQUEST_SECONDS)
                 self._serve(connection)
@@ -94,7 +94,7 @@ def _refuse(connection: socket.socket, error: Exception) -> None:
 
 
 def fetch_descriptors(name: bytes, request: bytes) -> list[tuple[int, int]]:
-    """What the server of that name supplies for a request. The caller closes the descriptors.
+    """The descriptors that the server of that name supplies for a request. The caller closes them.
 
     Raises:
         OSError: its process is gone, belongs to another user, has not answered within 10 s, or can't serve the request.

@@ -14,10 +14,10 @@ EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 def out_of_descriptors(what: str, number: int | None) -> ResourceError:
-    """The error for what could not be opened.
+    """The error for a descriptor that could not be opened.
 
     Args:
-        what: the descriptor was for.
+        what: its purpose.
         number: the system's, ENFILE if the system's table of files is full.
     """
     if number == errno.ENFILE:
@@ -30,7 +30,7 @@ def out_of_descriptors(what: str, number: int | None) -> ResourceError:
 
 @contextlib.contextmanager
 def naming_exhaustion(what: str) -> Iterator[None]:
-    """Around what opens descriptors. Raises ResourceError, with what they are for, if there are too few."""
+    """Around code that opens descriptors. Raises ResourceError, with their purpose, if there are too few."""
     try:
         yield
     except OSError as error:

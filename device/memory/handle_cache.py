@@ -1,4 +1,4 @@
-"""Mappings of memory that other processes exported, kept for a while when nobody uses them."""
+"""Mappings of memory that other processes exported, kept for a while when they are unused."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _POLL_SECONDS = 0.001
 
 
 class HandleCache:
-    """Mappings of memory that others exported, by handle. The most recently used stay mapped when nobody uses them.
+    """Mappings of memory that others exported, by handle. The most recently used stay mapped when they are unused.
 
-    A handle names the memory itself and not its address, so a cached mapping is never a stale one. But a driver may
-    refuse to map what took the place of memory that its owner has freed, as long as that is mapped: then all idle
-    mappings of this process go. In a daemon the old memory may still be another client's, who has yet to close it: that
-    is waited for, at most PATIENCE seconds.
+    A handle names the memory itself and not its address, so a cached mapping is never stale. But a driver may
+    refuse to map new memory in the place of memory that its owner has freed, as long as that is mapped: then all idle
+    mappings of this process are removed. In a daemon the old memory may still be mapped for another client, which has
+    yet to close it: that is waited for, at most PATIENCE seconds.
     """
 
     PATIENCE: ClassVar[float] = 5.0
 
-    _caches: ClassVar[weakref.WeakSet[HandleCache]] = weakref.WeakSet()  # those of ranks that are threads among them
+    _caches: ClassVar[weakref.WeakSet[HandleCache]] = weakref.WeakSet()  # including those of ranks that are threads
     _caches_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, open_handle: Callable[[bytes], Memory], keep: int = 64) -> None:
@@ -55,7 +55,7 @@ class HandleCache:
                     raise
 
     def _unmap_idle(self) -> bool:
-        """Unmaps what nobody uses, in all caches of this process. Returns whether there was any."""
+        """Unmaps unused memory, in all caches of this process. Returns whether there was any."""
         with self._caches_lock:
             caches = list(self._caches)
         unmapped = False
@@ -64,7 +64,7 @@ class HandleCache:
         return unmapped
 
     def lease(self, handle: bytes) -> Memory:
-        """What `acquire` gives, as memory that is released when it is closed: for a cache on top of this one."""
+        """The result of `acquire`, as memory that is released when it is closed: for a cache on top of this one."""
         return _Leased(self, handle)
 
     def release(self, handle: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Values that are made once for a key, shared by counted users, and kept for a while when nobody uses them."""
+"""Values that are made once for a key, shared by counted users, and kept for a while when they are unused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LeaseCache(Generic[Key, Value]):
     may take long.
 
     Args:
-        discard: undoes what a `make` did.
+        discard: undoes a `make`.
         keep: most values that are kept idle. The least recently used are discarded first.
         weigh: the weight of a value; without it every value weighs nothing.
         keep_weight: most weight that is kept idle.
@@ -61,7 +61,7 @@ class LeaseCache(Generic[Key, Value]):
     def acquire(self, key: Key, make: Callable[[], Value]) -> Value:
         """The key's value, which `make` makes if there is none. Each call is paired with a `release`.
 
-        What `make` raises is passed on; nothing needs to be released then.
+        Exceptions of `make` are passed on; then there is nothing to release.
 
         Raises:
             ClosedError: the cache is closed.
@@ -107,11 +107,11 @@ class LeaseCache(Generic[Key, Value]):
         self._discard_idle(self._keep, self._keep_weight)
 
     def discard_idle(self) -> bool:
-        """Discards every value that nobody uses. Returns whether there was any."""
+        """Discards every unused value. Returns whether there was any."""
         return self._discard_idle(0, 0)
 
     def close(self) -> None:
-        """Discards every value, those in use too."""
+        """Discards every value, including those in use."""
         with self._lock:
             self._closed = True
             entries = list(self._entries.values())
@@ -130,7 +130,7 @@ class LeaseCache(Generic[Key, Value]):
             del self._entries[key]
 
     def _discard_idle(self, keep: int, keep_weight: float) -> bool:
-        """Discards idle values until so many of them, and so much weight, are left."""
+        """Discards idle values until at most this number of them, and this weight, remain."""
         discarded = False
         while True:
             with self._lock:

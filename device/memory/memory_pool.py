@@ -27,10 +27,10 @@ class Segment:
     """An allocation.
 
     Attributes:
-        number: this segment's alone.
+        number: unique to this segment.
         ptr: its address.
         nbytes: its size.
-        freed: whether the library has freed it. It is still there for those who hold it.
+        freed: whether the library has freed it. Its memory still exists for its holders.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Segment:
 
 
 class SegmentHold:
-    """Keeps a segment's memory until it is closed, or has no reference left."""
+    """Keeps a segment's memory until it is closed, or has no more references."""
 
     def __init__(self, runtime: BaseRuntime, number: int) -> None:
         self._finalizer = forks.finalizer(self, _release, runtime, number)
@@ -57,12 +57,12 @@ def _release(runtime: BaseRuntime, number: int) -> None:
 
 
 class MemoryPool:
-    """The segments of a runtime's device. The library's allocations fail until one was made.
+    """The segments of a runtime's device. The library's allocations fail until a pool was made.
 
     Objects of the same device are the same pool.
 
     Args:
-        runtime: where the segments' memory comes from.
+        runtime: the source of the segments' memory.
 
     Raises:
         ArgumentError: the device's number is too large, or another runtime has a pool on the device of this number.
@@ -89,11 +89,11 @@ class MemoryPool:
 
     @property
     def changes(self) -> int:
-        """How often segments came, were freed or went."""
+        """The number of times that segments were added, freed or removed."""
         return lib.proxyccl_pool_changes(self._device)
 
     def segments(self) -> list[Segment]:
-        """The segments that are there."""
+        """The present segments."""
         room = lib.proxyccl_pool_segments(self._device, ffi.NULL, 0)
         while True:
             found = ffi.new("ProxycclSegment[]", room)

@@ -29,13 +29,13 @@ class Places:
 
     Args:
         runtime: of the memory.
-        memory: what they are parts of.
+        memory: the memory that they are parts of.
         offset: where the first begins.
         nbytes: size of each.
-        count: how many there are.
+        count: their number.
 
     Raises:
-        ResourceError: there is no room to note them down.
+        ResourceError: there is no room for their table.
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -51,8 +51,8 @@ class Places:
 
     @contextlib.contextmanager
     def chosen(self) -> Iterator[None]:
-        """What this thread allocates meanwhile gets a place, or where none is left an address that is no place's. That
-        allocation must be freed at once, unused.
+        """This thread's allocations meanwhile get a place or, if none is left, an address that belongs to no place.
+        Such an allocation must be freed at once, unused.
         """
         if lib.proxyccl_places_idle(self._native):
             self._runtime.synchronize()
@@ -74,7 +74,7 @@ class Places:
 
     @classmethod
     def _let_go(cls, *closed: Places) -> None:
-        """Forgets the closed places of which the library has none any more."""
+        """Drops the closed places of which the library holds none."""
         with cls._lock:
             cls._outlived[:] = [
                 places for places in (*cls._outlived, *closed) if not lib.proxyccl_places_close(places._native)

@@ -1,7 +1,7 @@
 """Shared memory without a name, as the host runtime's device memory and as every runtime's pinned memory.
 
-It is a memfd. Another process of the same user opens it as /proc/<pid>/fd/<fd>, so nothing is left behind by a process
-that is killed, and the size limit of /dev/shm does not apply.
+It is a memfd. Another process of the same user opens it as /proc/<pid>/fd/<fd>, so a killed process leaves no files,
+and the size limit of /dev/shm does not apply.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class _Mapping:
 
     @classmethod
     def of(cls, descriptor: int, origin: _Origin | None = None) -> _Mapping:
-        """The mapping of the file behind a descriptor, whose owner it becomes.
+        """The mapping of a descriptor's file; it takes over the descriptor.
 
-        A file that another process offers keeps no descriptor open here: where it was opened is enough to name it.
+        For a file of another process, no descriptor stays open here: the owner's process and descriptor are enough to
+        name it.
         """
         info = os.fstat(descriptor)
         with cls._lock:
@@ -96,7 +97,7 @@ class SharedMemory:
 
     @property
     def handle(self) -> bytes:
-        """The bytes with which other processes open it."""
+        """The handle with which other processes open it."""
         return self.export(self.ptr, self.nbytes)
 
     @property
@@ -128,7 +129,8 @@ class SharedMemory:
 
     @classmethod
     def open(cls, handle: bytes) -> SharedMemory:
-        """Maps what a process of this machine and user exported. Raises ArgumentError if the handle is invalid."""
+        """Maps memory that a process of this machine and user exported. Raises ArgumentError if the handle is
+        invalid."""
         descriptor, offset, nbytes = open_descriptor(handle)
         return cls(_Mapping.of(descriptor, _Handle.origin(handle)), offset, nbytes)
 
@@ -137,7 +139,7 @@ class SharedMemory:
         """Maps a file that another process handed over. The memory owns the descriptor, which is closed on failure too.
 
         Raises:
-            ArgumentError: the file is no shared memory of at least `nbytes`.
+            ArgumentError: the file is not shared memory of at least `nbytes`.
         """
         try:
             _require_memory(descriptor, nbytes)
@@ -159,7 +161,7 @@ class SharedMemory:
         return self.ptr <= ptr and ptr + nbytes <= self.ptr + self.nbytes
 
     def close(self) -> None:
-        """Lets go of the mapping. The memory is freed when no process maps it any more."""
+        """Releases the mapping. The memory is freed with its last mapping in any process."""
         self._mapping = None
 
 
@@ -172,14 +174,14 @@ def open_descriptor(handle: bytes) -> tuple[int, int, int]:
 
 
 def export_descriptor(descriptor: int, offset: int, nbytes: int) -> bytes:
-    """A handle of a range of the file behind a descriptor of this process, good while the descriptor is open."""
+    """A handle of a range of a descriptor's file in this process, valid while the descriptor is open."""
     info = os.fstat(descriptor)
     return _Handle.pack((os.getpid(), descriptor), (info.st_dev, info.st_ino), offset, nbytes)
 
 
 class _Handle:
-    """What another process needs to open a `SharedMemory`: /proc/<pid>/fd/<fd>, and enough to see that it is still the
-    same.
+    """The handle by which another process opens a `SharedMemory`: /proc/<pid>/fd/<fd>, and enough to check that it is
+    still the same.
     """
 
     _LAYOUT = struct.Struct("<8sqqQQQQ")
@@ -205,7 +207,7 @@ class _Handle:
             )
         magic, pid, descriptor, device, inode, offset, nbytes = cls._LAYOUT.unpack(handle)
         if magic != cls._MAGIC:
-            raise ArgumentError("handle", "expected a handle of shared memory: these bytes begin otherwise")
+            raise ArgumentError("handle", "expected a handle of shared memory: these bytes begin differently")
         try:
             own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
@@ -223,7 +225,7 @@ class _Handle:
 def _require_memory(descriptor: int, nbytes: int, identity: tuple[int, int] | None = None) -> None:
     """Raises ArgumentError unless a file is the one with this device and inode, large enough, and sealed.
 
-    If another process could cut an unsealed file short, reading what was cut off would end this process.
+    If another process cut an unsealed file short, reading past the cut would end this process.
     """
     info = os.fstat(descriptor)
     if identity is not None and (info.st_dev, info.st_ino) != identity:
@@ -233,6 +235,6 @@ def _require_memory(descriptor: int, nbytes: int, identity: tuple[int, int] | No
     except OSError:
         seals = 0
     if not seals & fcntl.F_SEAL_SHRINK:
-        raise ArgumentError("handle", "it names a file that is no shared memory of ProxyCCL")
+        raise ArgumentError("handle", "it names a file that is not ProxyCCL's shared memory")
     if info.st_size < nbytes:
         raise ArgumentError("handle", f"it names {nbytes} bytes of a memory of {info.st_size}")
