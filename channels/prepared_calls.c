@@ -14,7 +14,7 @@
 
 enum { PLACES = 512, MOST_DIMENSIONS = 6, MOST_OPTIONS = 6, LONGEST_FORMAT = 8 };
 
-/* What an array is to a call: equal for two arrays only if every call treats them alike. No padding: compared by
+/* An array's identity for a call: equal for two arrays only if every call treats them alike. No padding: compared by
  * memcmp. */
 typedef struct {
   PyTypeObject* type;
@@ -96,7 +96,7 @@ static int has_options(const Entry* entry, PyObject* options) {
 static void empty(Entry* entry) {
   if (entry->kept == NULL) return;
   Entry old = *entry;
-  memset(entry, 0, sizeof *entry); /* first: what is released may run Python */
+  memset(entry, 0, sizeof *entry); /* first: releasing an object may run Python */
   for (Py_ssize_t i = 0; i < old.count; ++i) Py_DECREF(old.options[i]);
   Py_XDECREF((PyObject*)old.x.type);
   Py_XDECREF(old.x.identity);
@@ -185,7 +185,7 @@ static PyObject* keep(PreparedCalls* self, PyObject* arguments) {
     release(&made.x, &source);
     Py_RETURN_NONE;
   }
-  PyBuffer_Release(&source); /* a description is no reference to the array */
+  PyBuffer_Release(&source); /* a description does not reference the array */
   PyBuffer_Release(&target);
   for (Py_ssize_t i = 0; i < count; ++i) {
     made.options[i] = PyTuple_GetItem(options, i);

@@ -1,4 +1,4 @@
-/* A launch with its arguments packed, and the one call that issues it: what a prepared kernel costs on the CPU. */
+/* A launch with its arguments packed, and the one call that issues it: a prepared kernel's whole cost on the CPU. */
 #ifndef PROXYCCL_LAUNCH_H
 #define PROXYCCL_LAUNCH_H
 
@@ -9,7 +9,7 @@ typedef struct ProxycclLaunch {
   /* cuLaunchKernel, hipModuleLaunchKernel or proxyccl_host_launch */
   int (*call)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
               unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
-  /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL where there is none. */
+  /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL if there is none. */
   int (*current)(uint64_t* context);
   uint64_t context; /* the one that the function belongs to */
   void* function;

@@ -1,5 +1,5 @@
-/* What a stream does in turn, issued by one call: operations on words of memory, which need no kernel, copies and
- * launches. This is what ringing a proxy costs on the CPU. */
+/* Operations of a stream in order, issued by one call: operations on words of memory, which need no kernel,
+ * copies and launches. This is the whole cost of ringing a proxy on the CPU. */
 #ifndef PROXYCCL_STREAM_OPERATIONS_H
 #define PROXYCCL_STREAM_OPERATIONS_H
 
@@ -10,7 +10,7 @@
 /* The values are those of CU_STREAM_MEM_OP_WAIT_VALUE_64 and CU_STREAM_MEM_OP_WRITE_VALUE_64. */
 typedef enum {
   PROXYCCL_STREAM_WAIT = 4, /* until the word is at least `value` */
-  PROXYCCL_STREAM_WRITE = 5 /* behind all earlier work of the stream, whose writes are visible first */
+  PROXYCCL_STREAM_WRITE = 5 /* after all earlier work of the stream, whose writes are visible first */
 } ProxycclStreamOperationKind;
 
 /* An operation on a word, laid out as a CUstreamBatchMemOpParams. */
@@ -24,9 +24,9 @@ typedef struct ProxycclStreamOperation {
   uint64_t reserved2[2];
 } ProxycclStreamOperation;
 
-/* What is issued by one call of the driver: words, else a kernel, else a copy. */
+/* The work of one driver call: words, else a kernel, else a copy. */
 typedef struct ProxycclStreamStep {
-  uint32_t words;               /* how many operations on words; they lie behind those of earlier steps */
+  uint32_t words;               /* the number of operations on words; they follow those of earlier steps */
   const ProxycclLaunch* launch; /* a kernel of the streams' context */
   uint64_t dst, src, bytes;     /* a copy between the device's addresses */
 } ProxycclStreamStep;
@@ -41,9 +41,9 @@ typedef struct ProxycclStreamOperations {
   int (*wait64)(void* stream, uint64_t* address, uint64_t value, unsigned flags, uint64_t mask);
   /* cuMemcpyAsync, hipMemcpyDtoDAsync, proxyccl_host_copy */
   int (*copy)(uint64_t dst, uint64_t src, size_t bytes, void* stream);
-  /* cuStreamIsCapturing, hipStreamIsCapturing; NULL where there are no graphs */
+  /* cuStreamIsCapturing, hipStreamIsCapturing; NULL if there are no graphs */
   int (*is_capturing)(void* stream, int* status);
-  /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL where there is none. */
+  /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL if there is none. */
   int (*current)(uint64_t* context);
   uint64_t context; /* the one that the streams belong to */
   ProxycclStreamOperation* words;
@@ -70,7 +70,7 @@ static inline int proxyccl_stream_issue_words(const ProxycclStreamOperations* se
   return 0;
 }
 
-/* Returns the driver's status, the first that is not 0. What is behind a step that the driver refused is issued all the
+/* Returns the driver's status, the first that is not 0. Steps after one that the driver refused are issued all the
  * same: a stream that has rung a plan must wait for it, and let it go on. */
 static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, uintptr_t stream) {
   ProxycclStreamOperation* words = self->words;

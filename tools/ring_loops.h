@@ -1,4 +1,4 @@
-/* Loops that only drain or fill a ring: what the ring allows, for benchmarks to compare the engine with. */
+/* Loops that only drain or fill a ring: the ring's limit, for benchmarks to compare the engine with. */
 #ifndef PROXYCCL_RING_LOOPS_H
 #define PROXYCCL_RING_LOOPS_H
 

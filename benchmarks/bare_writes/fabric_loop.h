@@ -1,4 +1,4 @@
-/* A loop that only writes through an endpoint of libfabric: what the provider allows, for benchmarks to compare the
+/* A loop that only writes through an endpoint of libfabric: the provider's limit, for benchmarks to compare the
  * transport with. And one that only polls, as the target of such writes must. */
 #ifndef PROXYCCL_FABRIC_LOOP_H
 #define PROXYCCL_FABRIC_LOOP_H
@@ -15,10 +15,10 @@ typedef struct ProxycclFabricBareWrites {
   uint64_t key;              /* of `remote` */
   uint64_t bytes;            /* of each write */
   uint32_t depth;            /* most writes outstanding: at most PROXYCCL_FABRIC_BARE_DEPTH */
-  uint32_t complete_every; /* one write in so many has a completion, and the last one: the target tells of its delivery.
-                              At most `depth`. */
-  uint64_t count;          /* number of writes */
-  uint64_t timeout_ns;     /* for all of them */
+  uint32_t complete_every;   /* one write in this many has a completion, and the last one: the target reports its
+                                delivery. At most `depth`. */
+  uint64_t count;            /* number of writes */
+  uint64_t timeout_ns;       /* for all of them */
 } ProxycclFabricBareWrites;
 
 /* Nanoseconds from the first write to the last completion; or the number of libfabric's error, negative. */

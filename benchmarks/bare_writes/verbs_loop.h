@@ -1,4 +1,4 @@
-/* A loop that only posts RDMA writes on a queue pair: what verbs allow, for benchmarks to compare the transport with.
+/* A loop that only posts RDMA writes on a queue pair: the limit of verbs, for benchmarks to compare the transport with.
  */
 #ifndef PROXYCCL_VERBS_LOOP_H
 #define PROXYCCL_VERBS_LOOP_H
@@ -15,7 +15,7 @@ typedef struct ProxycclVerbsBareWrites {
   uint32_t bytes;        /* of each write */
   uint32_t depth;        /* most writes outstanding; the send queue takes them */
   uint32_t chain;        /* writes posted with one call: from 1 to PROXYCCL_VERBS_BARE_CHAIN */
-  uint32_t signal_every; /* one write in so many is signalled, and the last one. At most depth + 1 - chain: otherwise
+  uint32_t signal_every; /* one write in this many is signalled, and the last one. At most depth + 1 - chain: otherwise
                             the writes before the next signalled one leave no room for a chain. */
   uint64_t count;        /* number of writes */
   uint64_t timeout_ns;   /* for all of them */

@@ -1,7 +1,7 @@
 // Threads of a block as fibers of one OS thread: creation, switching, barriers, warp exchanges.
 //
 // This file is never instrumented by ThreadSanitizer, whose fiber calls it makes when the sanitizer is in the
-// process: a switch is no synchronisation, a barrier is. So the sanitizer sees each GPU thread as a thread and finds
+// process: a switch does not synchronise, a barrier does. So the sanitizer sees each GPU thread as a thread and finds
 // a kernel's races. It is told of no order that a GPU would not keep: an address that two unrelated meetings shared
 // would hide the races between them.
 #include "link_old_symbols.h"
@@ -108,7 +108,7 @@ namespace host {
 namespace {
 
 constexpr uint64_t kCanary = 0x5afec0de5afec0deull;
-constexpr uint64_t kCanaryOffset = 8 * 1024;  // from the stack's end: what runs past it by less hurts nobody
+constexpr uint64_t kCanaryOffset = 8 * 1024;  // from the stack's end: a smaller overrun does no harm
 constexpr uint32_t kWarp = PROXYCCL_WARP_SIZE;
 constexpr unsigned kTsanNoSync = 1;
 
@@ -224,7 +224,7 @@ void suspend(FiberState* fiber) {
   resume(fiber, next);
 }
 
-// What the sanitizer is told of a meeting: each fiber's past goes to the last to come, and from there to all.
+// Tells the sanitizer of a meeting: each fiber's past goes to the last to arrive, and from there to all.
 void announceArrival(FiberState* fiber) {
   if (__tsan_release) __tsan_release(&fiber->arrived);
 }
@@ -240,7 +240,7 @@ void waitForOthers(FiberState* fiber) {
   if (__tsan_acquire) __tsan_acquire(&fiber->released);
 }
 
-// Makes every live fiber of the block runnable: all of them wait at the barrier, but for `current` if it is live.
+// Makes every live fiber of the block runnable: all of them wait at the barrier, except `current` if it is live.
 void releaseBarrier(Block* block, FiberState* current) {
   block->at_barrier = 0;
   FiberState* position = current;
@@ -332,7 +332,7 @@ void spin(Fiber* base, uint32_t spins) {
     block->idle_turns = 0;
     backOff(block->idle_rounds++);
     if (timeToLook(block->idle_rounds)) {
-      block->interrupted = fiber;  // a fiber's stack is too small for what is called then
+      block->interrupted = fiber;  // a fiber's stack is too small for the code that is called then
       leaveToHost(fiber);
     }
   }
@@ -360,8 +360,8 @@ const EmulatorApi kApi = {syncBlock, shuffleLanes, ballotLanes, spin, nowNanosec
   --block->live;
   warp.live &= ~(1u << fiber->lane);
   block->idle_rounds = 0;
-  // Those that waited for this thread need wait no longer. Its place in the list is kept until they are linked behind
-  // it.
+  // Fibers that waited for this thread no longer need to wait. Its place in the list is kept until they are linked
+  // behind it.
   if (block->live > 0 && block->at_barrier == block->live) releaseBarrier(block, fiber);
   for (uint32_t lane = 0; lane < kWarp && warp.waiting; ++lane)
     if (warp.waiting >> lane & 1)

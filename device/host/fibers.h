@@ -42,7 +42,7 @@ void lookAround();
 bool mayLook();
 constexpr std::chrono::milliseconds kBetweenLooks(50);
 
-// For what the proxy is to do for a kernel that ends.
+// For the proxy's remaining work when a kernel ends.
 void helpOut();
 
 BlockResult runBlock(const Launch& launch, uint32_t block);

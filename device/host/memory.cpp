@@ -1,4 +1,4 @@
-// Memory that other processes can map: anonymous shared memory behind a file descriptor.
+// Memory that other processes can map: anonymous shared memory with a file descriptor.
 //
 // A name in /dev/shm would outlive a killed process. A memfd has none: the kernel frees it with its last mapping, and
 // a peer of the same user opens it through /proc/<pid>/fd.
@@ -38,7 +38,7 @@ constexpr std::chrono::seconds kMovingTime(2);
 
 struct Mapping {
   size_t bytes;
-  int descriptor;  // of what proxyccl_host_allocate made, which owns it; else -1
+  int descriptor;  // of an allocation of proxyccl_host_allocate, which owns it; else -1
   uint64_t id;
 };
 
@@ -125,7 +125,7 @@ void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes) {
   end -= end % kHugePage;
   const auto deadline = std::chrono::steady_clock::now() + kMovingTime;
   for (uintptr_t piece = roundUp(ptr, kHugePage); piece < end; piece += kMovedAtOnce) {
-    // Where the kernel can't, or has none left, pages stay as they are.
+    // If the kernel can't, or has none left, pages stay as they are.
     madvise(reinterpret_cast<void*>(piece), std::min(kMovedAtOnce, end - piece), kCollapse);
     if (std::chrono::steady_clock::now() > deadline) return;
   }

@@ -1,4 +1,4 @@
-/* The host runtime: what a CUDA or HIP driver offers, on a CPU.
+/* The host runtime: a CUDA or HIP driver's functions, on a CPU.
  *
  * Signatures and status codes of the calls that C code makes (copy, write64, stream operations, event record and query,
  * launch, allocate, free, pointer attribute) are those of cuMemcpyAsync, cuStreamWriteValue64, cuStreamBatchMemOp,
@@ -40,18 +40,18 @@ enum {
   /* A thread of the stream's own. */
   PROXYCCL_HOST_QUEUED,
   /* The calling thread, before the call returns. For a proxy's stream, which one thread uses: it takes no launch and no
-     wait. */
+   * wait. */
   PROXYCCL_HOST_INLINE,
   /* The same, launches and waits included; other threads' calls wait meanwhile. As with a queue, what failed is told by
-     query and synchronize. */
+   * query and synchronize. */
   PROXYCCL_HOST_IN_CALLER
 };
 int proxyccl_host_stream_create(void** stream, int kind);
-int proxyccl_host_stream_destroy(void* stream); /* waits for what was queued */
+int proxyccl_host_stream_destroy(void* stream); /* waits for queued work */
 int proxyccl_host_stream_query(void* stream);
 int proxyccl_host_stream_synchronize(void* stream);
 /* The same for some milliseconds at most, after which it returns PROXYCCL_HOST_NOT_READY: the caller looks around and
- * calls again. *target is 0 in the first call, and says from then on what is waited for. */
+ * calls again. *target is 0 in the first call, and says from then on what the wait is for. */
 int proxyccl_host_stream_await(void* stream, uint64_t* target, unsigned milliseconds);
 int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned flags);
 
@@ -70,8 +70,8 @@ int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsig
  * stream takes none. */
 int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);
 
-/* What threads of this process do while a kernel or a stream waits, before they yield: help(argument, 1), which returns
- * whether it got anything done. And when a kernel ends, for what it has pushed last: help(argument, 0). One thread at a
+/* Called by threads of this process while a kernel or a stream waits, before they yield: help(argument, 1), which
+ * returns whether it made progress. And when a kernel ends, for its last triggers: help(argument, 0). One thread at a
  * time is in it, and it may be on a kernel's stack. */
 void proxyccl_host_add_helper(int (*help)(void*, int), void* argument);
 void proxyccl_host_remove_helper(void* argument); /* nobody is in it any more */
@@ -88,7 +88,7 @@ int proxyccl_host_module_load(void** module, const char* path); /* error text by
 int proxyccl_host_module_unload(void* module);                  /* what was queued still runs */
 const char* proxyccl_host_module_error(void);
 int proxyccl_host_module_function(void** function, void* module, const char* name); /* lives as long as the module */
-/* The address of a variable; proxyccl_default_control is each module's own. NULL where there is none. */
+/* The address of a variable; proxyccl_default_control is each module's own. NULL if there is none. */
 void* proxyccl_host_module_variable(void* module, const char* name);
 /* The parameter table of kernel.h, or NULL. */
 const uint32_t* proxyccl_host_function_parameters(void* function);
@@ -108,9 +108,10 @@ void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes);
 /* The same as a driver's calls. What was allocated is freed by its address. */
 int proxyccl_host_allocate(uint64_t* ptr, size_t bytes);
 int proxyccl_host_free(uintptr_t ptr);
-/* What proxyccl_host_allocate made that an address lies in. Returns PROXYCCL_HOST_NOT_FOUND if there is none. */
+/* The allocation of proxyccl_host_allocate that contains an address. Returns PROXYCCL_HOST_NOT_FOUND if there is none.
+ */
 int proxyccl_host_allocation(uint64_t ptr, uint64_t* base, uint64_t* bytes, int* descriptor);
-/* What shared memory, mapped by either way, an address lies in: a number that is of this mapping alone. */
+/* A number, unique to the mapping, of the shared memory that contains an address, mapped in either way. */
 int proxyccl_host_pointer_attribute(void* data, int attribute, uint64_t ptr);
 
 #ifdef __cplusplus

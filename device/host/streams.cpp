@@ -145,7 +145,7 @@ class Stream {
 
   ~Stream() {
     {
-      std::lock_guard<std::mutex> lock(mutex_);  // waits for what another caller still runs
+      std::lock_guard<std::mutex> lock(mutex_);  // waits for another caller's work
       stopping_ = true;
     }
     if (kind_ != PROXYCCL_HOST_QUEUED) return;
@@ -194,7 +194,8 @@ class Stream {
     return status;
   }
 
-  // Waits for `longest` at most. *target is one more than how many operations must be done, or 0 for those so far.
+  // Waits for `longest` at most. *target is one more than the number of operations that must be done, or 0 for all
+  // queued now.
   int await(uint64_t* target, std::chrono::milliseconds longest) {
     if (kind_ == PROXYCCL_HOST_IN_CALLER && proxyccl_host_is_looking()) return PROXYCCL_HOST_IN_HANDLER;
     std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
@@ -248,7 +249,7 @@ class Stream {
   }
 
   const int kind_;
-  std::mutex mutex_;  // of what follows; held while an operation runs in its caller, so that nothing overtakes it
+  std::mutex mutex_;  // of the following; held while an operation runs in its caller, so that nothing overtakes it
   std::condition_variable changed_;
   std::deque<std::function<int()>> operations_;
   uint64_t queued_ = 0, completed_ = 0;
@@ -281,7 +282,7 @@ class Event {
     std::unique_lock<std::mutex> lock(mutex_);
     host::waitFor(lock, changed_, [&] { return completed_ >= record; });
   }
-  // Waits for `longest` at most. *target is one more than the record, or 0 for the last so far.
+  // Waits for `longest` at most. *target is one more than the record, or 0 for the last one now.
   int await(uint64_t* target, std::chrono::milliseconds longest) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (*target == 0) *target = recorded_ + 1;
@@ -379,7 +380,7 @@ int proxyccl_host_set(void* dst, int value, size_t bytes, void* stream) {
 }
 int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsigned) {
   return asStream(stream)->enqueue([=] {
-    // Behind the stream's copies, and pairs with the waiter's acquire.
+    // After the stream's copies; pairs with the waiter's acquire.
     __atomic_store_n(address, value, __ATOMIC_RELEASE);
     return 0;
   });
@@ -396,7 +397,7 @@ int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStream
       if (operation.kind == PROXYCCL_STREAM_WRITE) {
         __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // as write64
       } else {
-        // Pairs with the release of whoever stores the word: later work sees what was done before.
+        // Pairs with the release of the word's writer: later work sees everything done before.
         for (uint32_t rounds = 0; __atomic_load_n(word, __ATOMIC_ACQUIRE) < operation.value; ++rounds) {
           backOff(rounds);
           if (timeToLook(rounds)) lookAround();

@@ -1,4 +1,4 @@
-// What a thread does while a kernel or a stream waits: helps, or gives the core away. And what it does when a kernel
+// A thread's actions while a kernel or a stream waits: it helps, or yields the core. And its actions when a kernel
 // ends.
 //
 // A proxy of this process is such a helper. Where ranks outnumber cores, a thread that waits for its proxy would only

@@ -4,7 +4,7 @@
 // Each rank reduces one share of the data for all, in rank order, and hands the result round: 2 (n-1)/n times the bytes
 // in two crossings. A pipeline over pieces lets the transfers overlap. In step k the grid
 //   1. scatters piece k + 1: to each peer what that is to reduce;
-//   2. waits for what the peers scattered of piece k, reduces it, and hands the result round;
+//   2. waits for the peers' scattered parts of piece k, reduces it, and distributes the result;
 //   3. waits for the peers' results of piece k - 1, and stores them.
 // Each of the two kinds of data has PROXYCCL_PIPELINE_DEPTH buffers of its own, taken in turn, and nothing guards them
 // but this. A rank that is about to
@@ -12,7 +12,7 @@
 //     that piece, and its buffer is free;
 //   - hand round the results of piece k has every peer's data of piece k, which those scattered after they had finished
 //     step k - 2: they have stored the results of piece k - 3, and its buffer is free.
-// What the proxy is to send is staged in buffers that are taken likewise: data that has arrived has been read.
+// Data for the proxy to send is staged in buffers that are reused in the same way: data that has arrived has been read.
 // From one kernel to the next: a rank that starts one has seen all results of the one before, so all peers have reduced
 // all their data; and it hands no results round before it has every peer's first data of this kernel, which those send
 // when they have ended the one before.
@@ -25,7 +25,7 @@
 
 namespace proxyccl {
 
-// In one crossing, (n-1) times the bytes: for what is so short that crossings count, over links with no packets. Where
+// In one crossing, (n-1) times the bytes: for data so short that crossings count, over links without packets. Where
 // all peers are mapped, by one block.
 template <class T, class Op>
 PROXYCCL_DEVICE void allReduceInOneRound(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {

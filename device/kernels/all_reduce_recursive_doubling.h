@@ -1,7 +1,7 @@
 // Recursive-doubling all-reduce with packets: in step s a rank swaps partial results with the rank whose number
 // differs in bit s.
 //
-// ceil(log2 n) crossings of the link and as many times the bytes. Where n is no power of two, let p be the largest
+// ceil(log2 n) crossings of the link and as many times the bytes. If n is not a power of two, let p be the largest
 // power of two below n: each rank r >= p first sends its data to rank r - p, and receives the result from it at the
 // end. Partial results travel in the accumulator's type. Partners combine in the order of their ranks, so all ranks get
 // the same bits.

@@ -2,16 +2,16 @@
 // accumulated in the wide type and rounded once, and hands the result round. 2 (n-1)/n times the bytes in two
 // crossings.
 //
-// All that crosses a link is stored, not loaded: NVLink carries stores faster. A rank stores to each peer's scratch
-// memory what that peer is to reduce, straight from its input, and stores results straight to the peers' outputs, where
-// all are reached (outputs.h), otherwise to their scratch memory.
+// All data that crosses a link is stored, not loaded: NVLink carries stores faster. A rank stores to each peer's
+// scratch memory what that peer is to reduce, straight from its input, and stores results straight to the peers'
+// outputs, where all are reached (outputs.h), otherwise to their scratch memory.
 //
 // Threads take units of 16 bytes, all of the grid's threads in turn: memory and links are faster if blocks touch
 // neighbouring addresses at a time. On the host a thread's units lie side by side. A unit is the same thread's in every
 // phase and on every rank, so a block waits only for the blocks of its number.
 //
-// What does not fit into scratch memory goes in pieces. In step k a block
-//   1. waits for what the peers scattered of piece k, and scatters piece k + 1;
+// Data that does not fit into scratch memory goes in pieces. In step k a block
+//   1. waits for the peers' scattered parts of piece k, and scatters piece k + 1;
 //   2. reduces piece k, and hands the result round;
 //   3. waits for the peers' results of piece k - 1 in its scratch memory, and stores them to its output.
 // Where results go to outputs, part 3 and the posts for it fall away. Instead the ranks meet at the end.
@@ -23,7 +23,7 @@
 //   step
 //     k - 2: they have stored the results of piece k - 3, and its buffer is free.
 // An output is written when its rank's data of the same piece has arrived: its kernel runs, so nothing before it uses
-// the array any more, and has read what an in-place result replaces.
+// the array any more, and has read the data that an in-place result replaces.
 // From one kernel to the next, whatever the grid of each: a rank that starts one has seen the end of all peers' steps
 // of the one before, by their results or in the last meeting, so all peers have reduced all their data; and it hands no
 // results round before it has every peer's first data of this kernel, which those send when they have ended the one

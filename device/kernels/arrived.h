@@ -1,4 +1,4 @@
-/* What peers have sent to a rank for a reduction: a kernel parameter (reduce_arrived.h). Plain C, as Python fills it.
+/* Data that peers have sent to a rank for a reduction: a kernel parameter (reduce_arrived.h). Plain C: Python fills it.
  */
 #ifndef PROXYCCL_ARRIVED_H
 #define PROXYCCL_ARRIVED_H

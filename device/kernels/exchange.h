@@ -14,7 +14,8 @@
 
 namespace proxyccl {
 
-// Ends a kernel of the team: the last block to arrive advances the counter of rounds by what the kernel used.
+// Ends a kernel of the team: the last block to arrive advances the counter of rounds by the rounds that the kernel
+// used.
 PROXYCCL_DEVICE void finishKernel(const ProxycclTeam& team, uint64_t rounds) {
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -95,7 +96,7 @@ class Lane {
       __syncthreads();
     }
   }
-  // The same before a post(): once the peer is signalled, it sees all that the lane wrote.
+  // The same before a post(): once the peer is signalled, it sees everything that the lane wrote.
   PROXYCCL_DEVICE void syncBeforePost() const {
     syncThreadsSystem();
     if (one_lane_) sync();

@@ -1,7 +1,7 @@
 // execute_plan: the interpreter of execution plans. A block executes the steps of one threadblock of the plan.
 //
 // Blocks wait for each other (barriers, semaphores, signals), so all must be resident. Threads of a block go through
-// the steps without waiting for one another, but for the steps that say so: steps of single threads, such as waits for
+// the steps without waiting for one another, except at steps that say so: steps of single threads, such as waits for
 // several channels, then overlap.
 //
 // A wait that fails is not the end of the kernel: it goes on with incomplete data, all its later waits end at once, and
@@ -116,8 +116,8 @@ PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t byte
   });
 }
 
-// Combines aligned ranges, but for what is left over by 16 bytes, and returns how many values that were. A source may
-// lie behind a link, so a thread has the loads of two sources in flight, and several of each.
+// Combines aligned ranges, except the remainder by 16 bytes, and returns the number of values combined. A source may
+// lie across a link, so a thread has the loads of two sources in flight, and several of each.
 template <class T, class Op>
 PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const ProxycclStep& step, [[maybe_unused]] uint64_t offset,
                                         [[maybe_unused]] uint64_t count) {

@@ -6,9 +6,9 @@
 
 #include "proxyccl/handles.h"
 
-/* What a step does. One thread of the block executes what needs one: ProxycclStep.thread. */
+/* The kinds of steps. A step that needs one thread is executed by that thread of the block: ProxycclStep.thread. */
 enum ProxycclStepCode {
-  PROXYCCL_STEP_SYNC = 0,    /* the block's threads; what they wrote is then covered by one thread's release */
+  PROXYCCL_STEP_SYNC = 0,    /* the block's threads; one thread's release then covers their writes */
   PROXYCCL_STEP_BARRIER = 1, /* `option` blocks, at barrier number `channel` */
   PROXYCCL_STEP_SIGNAL = 2,  /* memory channel */
   PROXYCCL_STEP_RELAXED_SIGNAL = 3,
@@ -33,7 +33,7 @@ enum ProxycclCombination {
   PROXYCCL_COMBINE_MAX = 3
 };
 
-/* What an operand's address counts from. */
+/* The base of an operand's address. */
 enum ProxycclBase { PROXYCCL_BASE_NONE = 0, PROXYCCL_BASE_INPUT = 1, PROXYCCL_BASE_OUTPUT = 2 };
 
 /* A range of memory that a step reads or writes. */

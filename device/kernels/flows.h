@@ -1,4 +1,4 @@
-/* What send_receive.h needs to know of the ranks, and of one call. Plain C.
+/* Parameters of send_receive.h: the ranks, and one call. Plain C.
  *
  * A *flow* leads from one rank to one other. It has `lanes` lanes, each with a ring of slots in the receiver's scratch
  * memory and a link. The link's signals count pieces in the one direction and credits, for slots that were read, in the
@@ -34,9 +34,9 @@ typedef struct ProxycclFlows {
   ProxycclControl* control;
   /* [lanes][2][world_size]: of each pair of ranks first the flow from the lower to the higher. */
   ProxycclLink* links;
-  uint64_t* pieces; /* [lanes][2][world_size], in device memory: pieces that went through this rank's end so far */
-  /* Scratch memory, the same on each rank: [lanes][world_size][PROXYCCL_FLOW_SLOTS] slots for what comes from a rank,
-   * and from staging_offset as many for what the proxy is to send to it; absent where all peers are mapped. */
+  uint64_t* pieces; /* [lanes][2][world_size], in device memory: pieces that have passed this rank's end */
+  /* Scratch memory, the same on each rank: [lanes][world_size][PROXYCCL_FLOW_SLOTS] slots for data from a rank, and
+   * from staging_offset as many for data that the proxy is to send to it; absent if all peers are mapped. */
   char* scratch;
   uint64_t slot_bytes, staging_offset;
   ProxycclTransfer transfers[PROXYCCL_MAX_TRANSFERS];

@@ -21,7 +21,7 @@ class Links {
     prefetch(semaphore_.expected);
   }
 
-  // By all threads: what any of them stored before is there for a peer that has awaited the post.
+  // By all threads: a peer that has awaited the post sees the earlier stores of all of them.
   PROXYCCL_DEVICE void post() const {
     syncThreadsSystem();
     if (handles_) semaphore_.signal();

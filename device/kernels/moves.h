@@ -1,6 +1,6 @@
 // all_gather, all_to_all, broadcast and barrier: bytes are moved, none is looked at.
 //
-// `bytes` is what one rank contributes for one rank. In-place calls are those of NCCL: all_gather with
+// `bytes` is one rank's contribution for one rank. In-place calls are those of NCCL: all_gather with
 // in = out + rank * bytes, all_to_all and broadcast with in = out.
 //
 // Where every output is reached (outputs.h), a rank stores its bytes there: the ranks meet first, as an output may be

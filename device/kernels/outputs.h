@@ -29,7 +29,7 @@ class Outputs {
         ->write({static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32)}, flag_);
   }
 
-  // By all threads: whether every output is reached. It waits for what every peer tells.
+  // By all threads: whether every output is reached. It waits for every peer's message.
   PROXYCCL_DEVICE bool learn() const {
     if (peer_ < team_.world_size) outputs()[peer_] = peer_ == team_.rank ? team_.reached_at[peer_] : told();
     endEpoch();

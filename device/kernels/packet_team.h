@@ -1,4 +1,4 @@
-/* What the packet kernels need to know of the ranks and of one call. It is a kernel parameter, passed by value, so a
+/* Parameters of the packet kernels: the ranks, and one call. It is a kernel parameter, passed by value, so a
  * kernel's only load before its data is that of its block's epoch.
  *
  * Plain C. Scratch memory, the same on each rank and mapped by every other:

@@ -1,4 +1,4 @@
-// What the packet algorithms share: their scratch memory, and values as packet payloads.
+// The common part of the packet algorithms: their scratch memory, and values as packet payloads.
 //
 // Blocks are independent: each has its own epoch and its own packets on every rank, and exchanges packets only with the
 // peers' blocks of the same number. All ranks launch the same grid, so these blocks advance alike. A block that a call

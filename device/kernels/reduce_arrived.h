@@ -10,7 +10,7 @@
 
 namespace proxyccl {
 
-// out[0, count) = the combination, in rank order, of in[0, count) and of what has come from every peer.
+// out[0, count) = the combination, in rank order, of in[0, count) and of the data that has arrived from every peer.
 template <class T, class Op>
 PROXYCCL_DEVICE void reduce_arrived(const ProxycclArrived& arrived, const T* in, T* out, uint64_t count) {
   reduceRanks<T, Op>(

@@ -1,4 +1,4 @@
-// The combination of values that lie in one place a rank: what the bandwidth-bound reductions do with a round's data.
+// The combination of values that lie in one place a rank: the bandwidth-bound reductions use it on a round's data.
 #ifndef PROXYCCL_REDUCE_RANKS_H
 #define PROXYCCL_REDUCE_RANKS_H
 
@@ -31,7 +31,7 @@ struct alignas(kCount * sizeof(T)) Pack {
 };
 
 #if PROXYCCL_ON_HOST
-// Values that lie side by side: what a thread combines at a time on the host.
+// Values that lie side by side, which a thread combines at a time on the host.
 template <class T>
 struct Run {
   const T* values;
@@ -42,7 +42,7 @@ struct Run {
 
 // Calls store(i, run) with the combination of source(rank)[i, …) of all ranks, in rank order, for all of [begin, end).
 // By one thread. Each loop is over one array, so a C++ compiler makes vector instructions of it; a run is so short that
-// what the next loop reads is still in the nearest cache.
+// the next loop's data is still in the nearest cache.
 template <class T, class Op, class Source, class Store>
 PROXYCCL_DEVICE void reduceRuns(uint32_t ranks, uint32_t divisor, uint64_t begin, uint64_t end, Source source,
                                 Store store) {
@@ -102,7 +102,7 @@ template <class T>
 using Unit = Pack<T, 16 / sizeof(T)>;
 
 // When the units of a rank are loaded: in its turn, or while those of the rank before are on their way, which holds
-// more of what comes over a link in flight and more in registers.
+// more link data in flight and more in registers.
 enum class Loads { kInTurn, kAhead };
 
 // Combines unit u, for all u < kUnits, of all ranks in rank order: source(rank)(u). Units are held as bytes: as values,

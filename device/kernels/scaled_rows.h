@@ -140,7 +140,8 @@ class ScaledNumbers {
     }
   }
   // By a group: makes the elements. *kept is the greatest magnitude of a block: the lane with number n among a block's
-  // has that of part n. Returns false to the whole group if there was an infinity or a NaN; then the elements are none.
+  // has that of part n. Returns false to the whole group if there was an infinity or a NaN; then the elements are
+  // invalid.
   PROXYCCL_DEVICE bool quantize(const Group& group, Elements* elements, float* kept) const {
     uint32_t most[kParts];
 #pragma unroll

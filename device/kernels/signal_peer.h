@@ -1,4 +1,4 @@
-// What the CPU's program does on a ProxyChannel: a kernel of one thread does it for it, behind the stream's work.
+// Signals on a ProxyChannel for the CPU's program: a kernel of one thread does it, after the stream's work.
 #ifndef PROXYCCL_SIGNAL_PEER_H
 #define PROXYCCL_SIGNAL_PEER_H
 

@@ -1,4 +1,4 @@
-/* What the shipped collectives need to know of the ranks.
+/* Parameters of the shipped collectives that describe the ranks.
  *
  * Plain C. Links are a table [lanes][world_size]. Where every peer is mapped each block has a lane of its own, and
  * blocks never wait for one another inside a collective. Where some are reached through the proxy there is one lane, on
@@ -22,11 +22,11 @@ typedef struct ProxycclLink {
 } ProxycclLink;
 
 /* Scratch memory, the same on each rank, in this order:
- * - PROXYCCL_ROUND_BUFFERS of exchange_bytes: what peers sent in a round (exchange.h);
- * - PROXYCCL_PIPELINE_BUFFERS of pipeline_bytes: what peers sent of a piece (all_reduce_two_shot.h and its twin by
+ * - PROXYCCL_ROUND_BUFFERS of exchange_bytes: the peers' data of a round (exchange.h);
+ * - PROXYCCL_PIPELINE_BUFFERS of pipeline_bytes: the peers' data of a piece (all_reduce_two_shot.h and its twin by
  *   proxy);
  * - outputs [lanes][world_size]: where peers' outputs lie (outputs.h);
- * - from staging_offset on, the same buffers for what the proxy is to send; absent where all peers are mapped.
+ * - from staging_offset on, the same buffers for data that the proxy is to send; absent if all peers are mapped.
  */
 enum {
   PROXYCCL_ROUND_BUFFERS = 2, /* by the parity of `round` */
@@ -43,7 +43,7 @@ typedef struct ProxycclTeamCounters {
   uint32_t grid_barrier[2]; /* a DeviceSyncer's two words */
 } ProxycclTeamCounters;
 
-/* A kernel parameter, passed by value: what a kernel must load before it can send delays it. */
+/* A kernel parameter, passed by value: every load that a kernel needs before it can send delays it. */
 typedef struct ProxycclTeam {
   uint32_t rank;       /* among the members */
   uint32_t world_size; /* their number */

@@ -10,7 +10,7 @@ typedef struct ProxycclAllocationGuard {
   int (*pointer_attribute)(void* data, int attribute, uint64_t ptr);
   int attribute; /* the one that is the allocation's number, of 64 bits */
   const uint64_t* ptrs;
-  const uint64_t* ids; /* by address, what the driver is to answer */
+  const uint64_t* ids; /* by address, the driver's expected answer */
   uint32_t count;
 } ProxycclAllocationGuard;
 

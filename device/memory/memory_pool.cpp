@@ -25,7 +25,7 @@ Device devices[PROXYCCL_POOL_DEVICES];
 
 Device* find_device(int number) { return number >= 0 && number < PROXYCCL_POOL_DEVICES ? &devices[number] : nullptr; }
 
-// The place of the link to a segment; the link is null if there is none such. The device's lock is held.
+// The place of the link to a segment; the link is null if there is no such segment. The device's lock is held.
 template <typename Predicate>
 Segment** find_link(Device& device, Predicate wanted) {
   Segment** link = &device.segments;
@@ -134,7 +134,7 @@ void proxyccl_pool_free(void* ptr, ssize_t, int number, void*) {
   const uint64_t address = reinterpret_cast<uintptr_t>(ptr);
   {
     const std::lock_guard<std::mutex> lock(device->mutex);
-    // What is freed keeps its address until the driver has it back.
+    // Freed memory keeps its address until the driver has it back.
     Segment** link =
         find_link(*device, [address](const ProxycclSegment& each) { return each.ptr == address && !each.freed; });
     if (*link == nullptr) return;

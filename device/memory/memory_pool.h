@@ -31,12 +31,12 @@ typedef struct ProxycclPoolCalls {
   unsigned flags;
   /* cuMemFree, hipFree, proxyccl_host_free: waits for the device */
   int (*free)(uintptr_t ptr);
-  /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL where there is none. */
+  /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL if there is none. */
   int (*current)(uint64_t* context);
-  /* cuCtxSetCurrent, hipSetDevice; NULL where there is no context. */
+  /* cuCtxSetCurrent, hipSetDevice; NULL if there is no context. */
   int (*make_current)(uintptr_t context);
   uint64_t context; /* the device's */
-  /* Exchanges the thread's capture mode (cuThreadExchangeStreamCaptureMode and HIP's); NULL where there is none. */
+  /* Exchanges the thread's capture mode (cuThreadExchangeStreamCaptureMode and HIP's); NULL if there is none. */
   int (*exchange_capture_mode)(int* mode);
   int relaxed; /* the capture mode in which allocating is allowed */
 } ProxycclPoolCalls;
@@ -48,8 +48,8 @@ typedef struct ProxycclSegment {
   uint32_t freed; /* the library has freed it, and somebody holds it */
 } ProxycclSegment;
 
-/* Has a device's segments come from these calls. Returns 0, or -1 if the number is no device's or the device has other
- * calls. */
+/* Makes a device's segments come from these calls. Returns 0, or -1 if the number is not a device's or the device has
+ * other calls. */
 int proxyccl_pool_configure(int device, const ProxycclPoolCalls* calls);
 
 /* For the library, by name; the signatures are those of torch.cuda.memory.CUDAPluggableAllocator. `stream` is not used:

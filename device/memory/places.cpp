@@ -15,7 +15,7 @@ struct ProxycclPlaces {
 
 namespace {
 
-std::mutex mutex;  // of all that follows, and of all states
+std::mutex mutex;  // of everything below, and of all states
 ProxycclPlaces* all = nullptr;
 thread_local ProxycclPlaces* chosen = nullptr;
 

@@ -1,7 +1,7 @@
 /* Places: equal parts of one memory, which another library's caching allocator allocates and frees as if they were
  * whole allocations. So it decides when a place is free again: it knows on which streams its arrays are used.
  *
- * A thread chooses the places that its next allocations come from. Where none is left, they get the address behind the
+ * A thread chooses the places that its next allocations come from. If none is left, they get the address after the
  * last: a mark that the caller finds and frees at once. A failure would make the library free what it keeps, and wait
  * for the device.
  *
@@ -22,7 +22,7 @@ typedef struct ProxycclPlaces ProxycclPlaces;
 
 /* `count` places of `bytes` each from `start` on. NULL: there is no room. */
 ProxycclPlaces* proxyccl_places_open(uint64_t start, uint64_t bytes, uint32_t count);
-/* What this thread's allocations come from; NULL for nothing. */
+/* The source of this thread's allocations; NULL for none. */
 void proxyccl_places_choose(ProxycclPlaces* places);
 /* Places that the library has freed and nobody has renewed. */
 uint32_t proxyccl_places_idle(ProxycclPlaces* places);

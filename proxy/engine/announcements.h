@@ -3,7 +3,7 @@
  * One table a rank, in memory that all ranks of the host map. Its owner announces memory and withdraws it. Each peer
  * maps or unmaps what changed, and replies with the address at which its kernels reach the memory. Where the owner
  * wants it, it also replies with the id by which its proxy knows the memory. A reply names the version that it answers,
- * so a late one says nothing of what took the entry's place.
+ * so a late one does not concern the memory that took its place.
  */
 #ifndef PROXYCCL_ANNOUNCEMENTS_H
 #define PROXYCCL_ANNOUNCEMENTS_H
@@ -35,7 +35,7 @@ typedef struct ProxycclAnnouncementReply {
 } ProxycclAnnouncementReply;
 
 typedef struct ProxycclAnnouncements {
-  uint64_t changes; /* counts up behind each change */
+  uint64_t changes; /* counts up after each change */
   ProxycclAnnouncement entries[PROXYCCL_ANNOUNCEMENTS];
   ProxycclAnnouncementReply replies[PROXYCCL_ANNOUNCEMENTS][PROXYCCL_ANNOUNCEMENT_PEERS];
 } ProxycclAnnouncements;
@@ -50,9 +50,9 @@ uint32_t proxyccl_announcement_read(const ProxycclAnnouncements *table, uint32_t
  * PROXYCCL_UNREACHED; 0 for memory that was withdrawn. */
 void proxyccl_announcement_reply(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
                                  uint64_t address);
-/* By the owner: has peers' proxies know what an entry holds. */
+/* By the owner: makes an entry's memory known to peers' proxies. */
 void proxyccl_announce_to_proxies(ProxycclAnnouncements *table, uint32_t entry);
-/* By a peer, for what the owner wants proxies to know: the id of a version, or PROXYCCL_NO_MEMORY. */
+/* By a peer, for memory that the owner wants proxies to know: the id of a version, or PROXYCCL_NO_MEMORY. */
 void proxyccl_announcement_reply_memory(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
                                         uint32_t id);
 /* By the owner: the id that a peer replied. Returns 1 if the reply is to the entry's present version, else 0. */

@@ -39,7 +39,7 @@ void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_
   callers->synchronize = (int (*)(void *))synchronize;
 }
 
-/* A digest of the calls so far and one more. */
+/* A digest of the earlier calls and one more. */
 static uint64_t history_with(uint64_t history, const ProxycclCall *call) {
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i) {
     history = (history ^ call->fields[i]) * 0x9e3779b97f4a7c15u;
@@ -79,7 +79,7 @@ static int agree_to_issue(ProxycclCallers *callers, const ProxycclCall *call) {
 static int end_call(const ProxycclCallers *callers, uintptr_t stream, int status) {
   if (callers->synchronize == NULL || stream != callers->waited) return status;
   const int ended = callers->synchronize((void *)stream);
-  /* Even if nothing stopped the kernel here: what it received may be of one that was stopped. */
+  /* Even if nothing stopped the kernel here: the received data may come from one that was stopped. */
   if (failure_is_told(callers->control)) return PROXYCCL_CALL_ABORTED;
   return status != 0 ? status : ended;
 }

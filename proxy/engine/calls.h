@@ -20,7 +20,7 @@
 /* Numbers come round: with a call each microsecond after half a year. No rank is that far ahead of another. */
 enum { PROXYCCL_CALL_LOG_ENTRIES = 256, PROXYCCL_CALL_FIELDS = 7, PROXYCCL_CALL_NUMBER_BITS = 44 };
 
-/* What must agree between ranks, as channels/segment/calls.py names it. */
+/* The fields that must agree between ranks, as channels/segment/calls.py names them. */
 typedef struct ProxycclCall {
   uint64_t fields[PROXYCCL_CALL_FIELDS];
 } ProxycclCall;

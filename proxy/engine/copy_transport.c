@@ -1,7 +1,7 @@
-/* The stream keeps the order: copies, then the signal behind them, then the flush word, each a stream operation. So
- * neither a signal nor a flush makes the engine wait, and a slow link to one peer delays no other peer's stream.
+/* The stream keeps the order: copies, then the signal after them, then the flush word, each a stream operation. So
+ * neither a signal nor a flush makes the engine wait, and a slow link to one peer does not delay other peers' streams.
  *
- * While nothing is outstanding, order needs no stream. The CPU then stores words itself, and copies what is short
+ * While nothing is outstanding, order needs no stream. The CPU then stores words itself, and copies short data
  * between memories that it may touch, values too. Otherwise a value is copied from a place of its own. */
 #include "copy_transport.h"
 
@@ -18,7 +18,7 @@ typedef struct {
   void *stream;
   void *event;
   uint64_t *values, *device_values;
-  uint64_t values_made, values_marked, values_done; /* numbers: issued, behind `event`, complete */
+  uint64_t values_made, values_marked, values_done; /* numbers: issued, before `event`, complete */
   int issued;                                       /* work was issued after `event` was last recorded */
   int recorded;                                     /* `event` is recorded and not yet seen complete */
 } CopyConnection;
@@ -30,7 +30,7 @@ static int copy_idle(const ProxycclConnection *base) {
   return !self->issued && !self->recorded;
 }
 
-/* A put or a get. Behind the CPU's copy the connection is still idle, so the signal is the CPU's store, which releases
+/* A put or a get. After the CPU's copy the connection is still idle, so the signal is the CPU's store, which releases
  * the copy. */
 static int copy_transfer(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
                          const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
@@ -71,7 +71,7 @@ static int copy_put_value(ProxycclConnection *base, const ProxycclMemory *dst, u
   return self->runtime.copy(dst->base + dst_offset, &self->device_values[place], bytes, self->stream);
 }
 
-/* If nothing is outstanding, the store need not be behind anything, and the CPU's arrives in half the time. */
+/* If nothing is outstanding, the store need not follow anything, and the CPU's arrives in half the time. */
 static int copy_write(ProxycclConnection *base, uint64_t *address, uint64_t value) {
   CopyConnection *self = self_of(base);
   if (copy_idle(base)) {
@@ -87,7 +87,7 @@ static int copy_signal(ProxycclConnection *base, uint64_t *remote, uint64_t valu
   return copy_write(base, remote, value);
 }
 
-/* A failed copy shows in the status of an event behind it. One event is enough: it is recorded again when it is
+/* A failed copy shows in the status of an event after it. One event is enough: it is recorded again when it is
  * complete and more was issued since. */
 static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
   CopyConnection *self = self_of(base);

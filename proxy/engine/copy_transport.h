@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-/* Longest put that the CPU copies, in bytes. A core copies so many from outside its caches in about the 10 us that a
+/* Longest put that the CPU copies, in bytes. A core copies this many from outside its caches in about the 10 us that a
  * GPU's copy engine takes for any. Meanwhile its worker serves no other connection. */
 enum { PROXYCCL_CPU_COPY_BYTES = 65536 };
 

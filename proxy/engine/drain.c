@@ -1,4 +1,4 @@
-/* What a worker does with a ring: it takes triggers out, checks them and has their connections act on them. */
+/* A worker's work on a ring: it takes triggers out, checks them and has their connections act on them. */
 #include "clock.h"
 #include "worker.h"
 
@@ -26,7 +26,7 @@ static uint32_t value_bytes(ProxycclTrigger trigger) {
 /* A route stays in registers only where nobody is given its address. */
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
-/* What the triggers of a run have in common. A kernel's triggers mostly differ only in offsets and sizes, so the ids in
+/* The common part of the triggers of a run. A kernel's triggers mostly differ only in offsets and sizes, so the ids in
  * word 1 are looked up when they change. The tables' entries are read again for each trigger. */
 typedef struct {
   uint64_t names; /* word 1 above the destination's offset, without the parity, and a put or get's direction */
@@ -137,7 +137,7 @@ static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *rout
     const uint64_t src_offset = trigger_field(trigger.word0, PROXYCCL_SRC_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
     const uint64_t dst_offset = trigger_field(trigger.word1, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
     const ProxycclMemory *dst = route->dst, *src = route->src;
-    /* The fields have 32 bits, so no sum overflows. The ids of values are no memories, so their bytes are 0. */
+    /* The fields have 32 bits, so no sum overflows. The ids of values do not name memory, so their bytes are 0. */
     if (src->bytes == 0 || dst->bytes == 0 || src_offset + bytes > src->bytes || dst_offset + bytes > dst->bytes) {
       if (value_bytes(trigger) == 0) return refuse_transfer(dst, src, src_offset, bytes, info);
       const ProxycclOutcome result = put_value(connection, dst, trigger, info);
@@ -179,7 +179,7 @@ static uint32_t room_of(const ProxycclConnection *connection) {
 }
 
 /* Acts on up to `limit` triggers of a ring, and adds their number to *progress. If a trigger's connection has no room,
- * the trigger and all behind it stay in the ring, and *held is set.
+ * the trigger and all after it stay in the ring, and *held is set.
  *
  * The compiler keeps the ring's copy in registers; through the pointer it would store and load the cursor for each
  * trigger. `info` is filled only at an exit, for the same reason. The function is compiled twice, so that a trigger

@@ -31,7 +31,7 @@ typedef struct ProxycclCounters {
   uint64_t signals;
   uint64_t flushes;
   uint64_t flush_ns;      /* sum of times from a flush's issue to its completion … */
-  uint64_t timed_flushes; /* … over so many flushes: those that had to wait, one at a time for each connection */
+  uint64_t timed_flushes; /* … over this number of flushes: those that had to wait, one at a time for each connection */
   uint64_t errors;
   uint64_t gets;
 } __attribute__((aligned(128))) ProxycclCounters;
@@ -69,7 +69,7 @@ int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, Proxyccl
                                  uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed, uint64_t *completed);
 
-/* A word that a peer's proxy signals, with all that was put before its value. */
+/* A word that a peer's proxy signals; everything put before its value is visible with it. */
 uint64_t proxyccl_word_acquire(const uint64_t *word);
 
 /* Before workers run: lets streams ring plans in. `semaphores` are the own words, by channel id, that peers signal. */

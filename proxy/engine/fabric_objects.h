@@ -1,7 +1,7 @@
-/* Opens libfabric's objects for Python: what providers offer, an endpoint, registered memory, peers' addresses.
+/* Opens libfabric's objects for Python: providers' offers, an endpoint, registered memory, peers' addresses.
  *
- * Python loads the library; here is what needs its headers. Functions that return an int return 0, or the number of
- * libfabric's error, unless they say otherwise. */
+ * Python loads the library; this file has the parts that need its headers. Functions that return an int return 0, or
+ * the number of libfabric's error, unless they say otherwise. */
 #ifndef PROXYCCL_FABRIC_OBJECTS_H
 #define PROXYCCL_FABRIC_OBJECTS_H
 
@@ -30,7 +30,7 @@ typedef struct ProxycclFabricOffer {
   uint64_t bits_per_second; /* of the link; 0: not known */
 } ProxycclFabricOffer;
 
-/* What providers offer for writes to peers' memory. `ordered` asks for order, `reads` for reads, `device_memory` for
+/* The providers' offers for writes to peers' memory. `ordered` asks for order, `reads` for reads, `device_memory` for
  * the memory of GPUs too. Freed by proxyccl_fabric_offers_free. */
 typedef struct ProxycclFabricOffers ProxycclFabricOffers;
 int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t reads,

@@ -3,15 +3,15 @@
  *
  * Where the peer's memory changes in the order of the writes, one completion retires all requests before it. So a
  * request is kept back until the next one or the end of a run of triggers, and only the last of a run asks for one. Nor
- * does that, if no flush waits behind it: over sockets a completion is a message from the peer, which costs both sides
- * as much as a signal does. Where nothing has followed such a request for a while, or a flush comes to wait behind it,
- * a write of no bytes asks for the completion. Elsewhere each request has a completion of its own.
+ * does that one, if no flush waits after it: over sockets a completion is a message from the peer, which costs both
+ * sides as much as a signal does. If nothing has followed such a request for a while, or a flush comes to wait
+ * for it, a write of no bytes asks for the completion. Elsewhere each request has a completion of its own.
  *
  * Where also the bytes of one write reach the peer's memory in their order, a signal joins the write that is kept back:
  * it becomes that request's second part, and over sockets one message brings both.
  *
- * No provider promises all that a channel does of reads among writes. So a run of reads starts when the writes before
- * it are complete, and what follows the run starts when its reads are. Each read has a completion of its own.
+ * No provider promises the order of reads among writes that a channel has. So a run of reads starts when the writes
+ * before it are complete, and the operations after the run start when its reads are. Each read has its own completion.
  *
  * A completion of a write tells that the data was delivered, as a reliable connection of verbs does: a peer whose
  * workers have ended carries out no more writes. */
@@ -49,7 +49,7 @@ static const char *fabric_refused(const void *given) {
 
 enum {
   COMPLETIONS = 16,  /* taken with one call */
-  RUNS = 4,          /* a window is asked for so many completions, so that it never empties to refill */
+  RUNS = 4,          /* completions that a window asks for, so that it never empties to refill */
   QUIET_NS = 1000000 /* a request that nothing follows has no completion for so long */
 };
 
@@ -59,9 +59,9 @@ typedef struct FabricConnection FabricConnection;
 typedef struct {
   struct fi_context2 context;
   FabricConnection *connection;
-  uint64_t values[PROXYCCL_FABRIC_PARTS]; /* of a part that is a value or a signal: what is written */
+  uint64_t values[PROXYCCL_FABRIC_PARTS]; /* of a part that is a value or a signal: the written value */
   uint32_t awaited;                       /* it has a completion of its own */
-  uint32_t state; /* pairing fabric-completion: 0, or what its completion told: DELIVERED or the number of an error */
+  uint32_t state; /* pairing fabric-completion: 0, or its completion's result: DELIVERED or the number of an error */
 } FabricRequest;
 
 enum { DELIVERED = UINT32_MAX };
@@ -78,7 +78,7 @@ struct FabricConnection {
   uint32_t quiet; /* requests since the last one with a completion */
   uint64_t made, posted, retired;
   uint64_t quiet_since; /* when the last request without a completion was posted */
-  int hurried;          /* a flush that somebody waits for, or a read, is behind what has no completion yet */
+  int hurried;          /* a flush that is waited for, or a read, follows requests without a completion */
   int reading;          /* what is outstanding, and made, is reads; otherwise writes */
   uint64_t looks;       /* as it was at the last poll */
   uint32_t parts;       /* of the request that is made and not posted, if there is one: … */
@@ -187,7 +187,7 @@ static int joins(const FabricConnection *self, const Operation *operation) {
          self->own[0].iov_len + sizeof operation->value <= self->options.max_message;
 }
 
-/* 1 if an operation has to wait for what is outstanding: a read for writes, a write for reads. */
+/* 1 if an operation has to wait for outstanding ones: a read for writes, a write for reads. */
 static int turns(FabricConnection *self, const Operation *operation) {
   const int reads = operation->kind == GET;
   if (reads == self->reading) return 0;
@@ -246,7 +246,7 @@ static int is_to_look(FabricConnection *self) {
   return is_due;
 }
 
-/* Takes what the endpoint has completed, of all its connections. This also carries out what peers write here. */
+/* Takes the endpoint's completions, of all its connections. This also carries out peers' writes to this rank. */
 static int take_completions(FabricConnection *self, uint32_t *progress) {
   struct fi_cq_entry completions[COMPLETIONS];
   ssize_t taken;
@@ -320,7 +320,7 @@ static int end_run(FabricConnection *self) {
   return post(self, !self->options.ordered || self->hurried || self->quiet + 1 >= self->run);
 }
 
-/* Writes no bytes behind the last request, if what has no completion is to have one. */
+/* Writes zero bytes after the last request, if requests without a completion need one. */
 static int ask(FabricConnection *self) {
   if (self->quiet == 0 || self->posted < self->made || self->made - self->retired == self->options.depth) return 0;
   if (!self->hurried && now_ns() - self->quiet_since < QUIET_NS) return 0;
@@ -342,7 +342,7 @@ static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* An operation waits only behind an outstanding request. */
+/* An operation waits only for an outstanding request. */
 static int fabric_idle(const ProxycclConnection *base) {
   const FabricConnection *self = (const FabricConnection *)base;
   return self->made == self->retired;

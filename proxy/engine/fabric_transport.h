@@ -25,7 +25,7 @@ typedef struct ProxycclFabricOptions {
   uint64_t peer;   /* the peer's fi_addr_t */
   uint32_t depth;  /* most requests outstanding */
   uint32_t
-      ordered; /* 1: the peer's memory changes in the order of the writes; 0: a signal waits for what is before it */
+      ordered; /* 1: the peer's memory changes in the order of the writes; 0: a signal waits for the writes before it */
   uint32_t joined;      /* 1: and in the order of the bytes of one write, which may have two parts */
   uint32_t reads;       /* 1: the endpoint makes reads too */
   uint64_t max_message; /* bytes that one request may carry */

@@ -1,4 +1,4 @@
-/* What a service shows observers: memory that other processes map and read at any time.
+/* A service's memory for observers: other processes map it and read it at any time.
  *
  * Each worker writes its own part with plain 8-byte stores. It does not know whether anybody reads, and waits for
  * nobody. The channels' counters lie elsewhere (engine.h); the parity of a ring's slots tells how full it is.
@@ -50,7 +50,7 @@ typedef struct ProxycclTraceRecord {
 enum { PROXYCCL_MARK_SHIFT = 60, PROXYCCL_MARK_BITS = 3 }; /* in word 1, above the number and below the parity */
 
 typedef enum ProxycclTraceMark {
-  PROXYCCL_MARK_SEEN = 0,      /* the triggers behind it come from ring number >> 48, from ticket number % 2^48 on */
+  PROXYCCL_MARK_SEEN = 0,      /* the triggers after it come from ring number >> 48, from ticket number % 2^48 on */
   PROXYCCL_MARK_ISSUED = 1,    /* the triggers before it, back to the last mark, are issued; others may follow */
   PROXYCCL_MARK_COMPLETED = 2, /* of the triggers before it that connection number >> 32 was given, the last number %
                                   2^32 are not complete, all others are */

@@ -85,7 +85,7 @@ static inline void operations_push_flush(OperationQueue *queue, uint64_t *flushe
   operation->value = value;
 }
 
-/* Advances a put or get behind bytes that were issued. */
+/* Advances a put or get past bytes that were issued. */
 static inline void operation_advance(Operation *transfer, uint64_t bytes) {
   transfer->source += bytes;
   transfer->destination += bytes;
@@ -115,7 +115,7 @@ static inline int flushes_push(FlushQueue *queue, const Operation *flush, uint64
   return 1;
 }
 
-/* Stores the words of all flushes behind requests that are complete. */
+/* Stores the words of all flushes whose requests are complete. */
 static inline void flushes_complete(FlushQueue *queue, uint64_t completed) {
   for (; queue->first != queue->last; ++queue->first) {
     const Flush *flush = &queue->entries[queue->first % FLUSHES];

@@ -27,7 +27,7 @@ static inline void counter_set(uint64_t *counter, uint64_t value) {
 /* -- words that somebody waits for: a peer's semaphore, a flush word, a staged connection's counts --- */
 
 /* Pairings signal, flush, bell, post and ticket, release, where the CPU stores the word. Semaphore::wait, waitFlushed,
- * waitComplete, a waiting stream or a peer's worker acquires it: what is complete here is visible there. */
+ * waitComplete, a waiting stream or a peer's worker acquires it: everything complete here is visible there. */
 static inline void word_store(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
 /* Pairings flush, staged-message, bell, post and gate, acquire. A stream, the RDMA device or the CPU stored the word
@@ -71,13 +71,14 @@ static inline void plan_start(uint32_t *started) { __atomic_store_n(started, *st
 /* Pairing schedule-start, acquire, by the other workers. */
 static inline uint32_t plans_started(const uint32_t *started) { return __atomic_load_n(started, __ATOMIC_ACQUIRE); }
 
-/* Pairing schedule-end: what each worker saw complete, before what the last one tells. Returns how many are left. */
+/* Pairing schedule-end: the transfers that each worker saw complete, before the last one's report. Returns how many are
+ * left. */
 static inline uint32_t part_end(uint32_t *parts) { return __atomic_sub_fetch(parts, 1, __ATOMIC_ACQ_REL); }
 
 /* Pairing schedule-end, acquire. */
 static inline uint32_t parts_left(const uint32_t *parts) { return __atomic_load_n(parts, __ATOMIC_ACQUIRE); }
 
-/* Pairing stage, release, by any worker: what has come, before a stream that waits for the stage works on it. */
+/* Pairing stage, release, by any worker: arrived data, before a stream that waits for the stage works on it. */
 static inline void stage_add(uint64_t *stage) { __atomic_fetch_add(stage, 1, __ATOMIC_RELEASE); }
 
 /* -- requests to a running worker, which answers with the request's number --- */
@@ -86,7 +87,7 @@ typedef struct {
   uint32_t asked, answered; /* numbers of the last request, and of the last that was answered */
 } Request;
 
-/* Pairing request, release: the worker sees what the caller did before. Returns the request's number. */
+/* Pairing request, release: the worker sees everything that the caller did before. Returns the request's number. */
 static inline uint32_t request_make(Request *request) {
   return __atomic_add_fetch(&request->asked, 1, __ATOMIC_RELEASE);
 }
@@ -96,7 +97,8 @@ static inline uint32_t request_asked(const Request *request) {
   return __atomic_load_n(&request->asked, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing answer, release: the caller sees what the worker did before, and changes nothing that it still reads. */
+/* Pairing answer, release: the caller sees everything that the worker did before, and does not change tables that it
+ * still reads. */
 static inline void request_answer(Request *request, uint32_t number) {
   if (request->answered != number) __atomic_store_n(&request->answered, number, __ATOMIC_RELEASE);
 }

@@ -1,4 +1,4 @@
-/* What a worker does with its connections: it polls each, and shows observers how far it has come. */
+/* A worker's work on its connections: it polls each, and publishes its progress for observers. */
 #include <string.h>
 
 #include "clock.h"
@@ -11,7 +11,7 @@ static void end_timed_flush(TimedFlush *timed) {
   timed->flushed = NULL;
 }
 
-/* Tells those who wait for tickets how far the connection's channels have come. The first triggers that a channel
+/* Publishes the progress of the connection's channels for waits on tickets. The first triggers that a channel
  * awaits are fixed when they are issued, so a stream of later ones does not delay the news of them. */
 static void show_completed(ProxycclConnection *connection) {
   const uint64_t completed = connection->progress.completed;

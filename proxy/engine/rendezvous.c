@@ -26,7 +26,7 @@ int proxyccl_mailbox_read(const ProxycclRendezvous *theirs, uint64_t number, Pro
 
 void proxyccl_invite(ProxycclRendezvous *own, uint32_t place, uint64_t key, const char *handle, uint32_t bytes) {
   ProxycclInvitation *invitation = &own->invitations[place];
-  /* A reader may still look at what lay here. Pairing invitation, release: nothing below is seen under the old key. */
+  /* A reader may still read the old contents. Pairing invitation, release: nothing below is seen under the old key. */
   __atomic_thread_fence(__ATOMIC_RELEASE);
   __atomic_store_n(&invitation->handle_bytes, bytes, __ATOMIC_RELAXED);
   for (uint32_t i = 0; i < bytes; ++i) __atomic_store_n(&invitation->handle[i], handle[i], __ATOMIC_RELAXED);
@@ -57,8 +57,8 @@ int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, Pro
 
 uint64_t proxyccl_decide(ProxycclRendezvous *first, uint32_t question, uint64_t value) {
   uint64_t stands = 0;
-  /* Pairing decision, release: what the value refers to before the value; acquire: the same, of the rank that came
-   * first. */
+  /* Pairing decision, release: the memory to which the value refers before the value; acquire: the same, of the rank
+   * that came first. */
   __atomic_compare_exchange_n(&first->decisions[question], &stands, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   return stands ? stands : value;
 }

@@ -26,7 +26,7 @@ typedef struct ProxycclLetter {
 /* Letters alternate between two places. Who has posted letter k+1 has read everybody's letter k. So letter k+2 may
  * replace letter k when all letters k+1 are there. */
 typedef struct ProxycclMailbox {
-  uint64_t posted; /* letters so far */
+  uint64_t posted; /* number of letters */
   ProxycclLetter letters[2];
 } ProxycclMailbox;
 
@@ -42,7 +42,7 @@ typedef struct ProxycclRendezvous {
   uint64_t decisions[PROXYCCL_DECISIONS]; /* 0: none yet */
 } ProxycclRendezvous;
 
-/* By the owner: posts the next letter, a part of a message of so many bytes. */
+/* By the owner: posts the next letter, a part of a message of `message_bytes`. */
 void proxyccl_mailbox_post(ProxycclRendezvous *own, const char *data, uint32_t bytes, uint32_t message_bytes);
 /* By a peer: copies the letter of this number, from 0. Returns 1, or 0 if it was not posted yet. */
 int proxyccl_mailbox_read(const ProxycclRendezvous *theirs, uint64_t number, ProxycclLetter *copy);
@@ -51,13 +51,13 @@ int proxyccl_mailbox_read(const ProxycclRendezvous *theirs, uint64_t number, Pro
 void proxyccl_invite(ProxycclRendezvous *own, uint32_t place, uint64_t key, const char *handle, uint32_t bytes);
 /* By the owner: takes it back. */
 void proxyccl_invitation_withdraw(ProxycclRendezvous *own, uint32_t place);
-/* By a peer: copies what lies under a key. Returns 1, or 0 if nothing does. */
+/* By a peer: copies the handle under a key. Returns 1, or 0 if there is none. */
 int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, ProxycclInvitation *copy);
 
-/* By any rank, in the first rank's: decides a question by a value that is not 0, unless it is decided. Returns what
+/* By any rank, in the first rank's: decides a question by a nonzero value, unless it is decided. Returns what
  * stands: the value of the rank that came first. */
 uint64_t proxyccl_decide(ProxycclRendezvous *first, uint32_t question, uint64_t value);
-/* What stands; 0 if the question is open. */
+/* The decision; 0 if the question is open. */
 uint64_t proxyccl_decision(const ProxycclRendezvous *first, uint32_t question);
 
 #endif

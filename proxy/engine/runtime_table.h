@@ -15,7 +15,7 @@ enum { PROXYCCL_RUNTIME_SUCCESS = 0, PROXYCCL_RUNTIME_NOT_READY = 600 };
 typedef struct ProxycclRuntimeTable {
   /* cuMemcpyAsync, hipMemcpyDtoDAsync */
   int (*copy)(void *dst, const void *src, size_t bytes, void *stream);
-  /* cuStreamWriteValue64, hipStreamWriteValue64: behind all earlier work of the stream */
+  /* cuStreamWriteValue64, hipStreamWriteValue64: after all earlier work of the stream */
   int (*write64)(void *stream, uint64_t *address, uint64_t value, unsigned flags);
   /* cuEventRecord, hipEventRecord */
   int (*event_record)(void *event, void *stream);

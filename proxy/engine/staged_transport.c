@@ -3,9 +3,9 @@
  *
  *   made     it has a place in the ring, and its copy is issued
  *   copied   its copy is complete
- *   posted   the wire has it, and behind it the peer's count of arrived messages
+ * posted   the wire has it, and after it the peer's count of arrived messages
  *   sent     its requests are complete
- *   taken    the peer has issued its copy, and its signal behind that
+ * taken    the peer has issued its copy, and its signal after that
  *   placed   both are complete
  *   credited the sender knows that
  *
@@ -13,9 +13,9 @@
  * wait for each other's credits both return theirs.
  *
  * A get is a message without data, the request. It is credited as any other. The peer notes it, and sends the data in
- * messages of its own, the answer, when all that arrived before the request is placed. Requests are answered in their
- * order, so the requester knows by itself where the data belongs. Until its gets are complete it makes no message of
- * what follows them. The number of noted requests is bounded, so an answer waits for nothing but room in the ring.
+ * its own messages, the answer, when everything that arrived before the request is placed. Requests are answered in
+ * their order, so the requester knows by itself where the data belongs. Until its gets are complete it makes no message
+ * of what follows them. The number of noted requests is bounded, so an answer waits only for room in the ring.
  *
  * A wire over sockets may leave a count half written, its low bytes first, until more of it arrives. Such a count is
  * too low and never too high, so the highest that was read is the one that counts. */
@@ -31,15 +31,15 @@
 
 enum { MESSAGES = PROXYCCL_STAGED_MESSAGES };
 
-/* The header of a message, which carries a piece of a put or of an answer, a signal behind it, both or neither; or it
+/* The header of a message, which carries a piece of a put or of an answer, a signal after it, both or neither; or it
  * is a request. */
 typedef struct {
-  uint64_t address; /* of the put's data or of what is asked for, the receiver's own */
+  uint64_t address; /* of the put's data or of the requested data, the receiver's own */
   uint64_t target;  /* key of the receiver's range that it lies in */
   uint64_t bytes;   /* of data in the message */
   uint64_t word;    /* address of a semaphore word, the receiver's own; 0: no signal */
   uint64_t value;
-  uint64_t asked;   /* bytes that are asked for; 0: it is no request */
+  uint64_t asked;   /* requested bytes; 0: it is not a request */
   uint64_t answers; /* 1: the data belongs to the oldest request that is not answered; 0: to `address` */
   uint64_t reserved;
 } Header;
@@ -54,18 +54,18 @@ typedef struct {
   uint64_t placed __attribute__((aligned(128)));   /* by the stream of copies out of the area */
 } Words;
 
-_Static_assert(sizeof(Words) == PROXYCCL_STAGED_WORDS_BYTES, "the rings begin behind the words");
+_Static_assert(sizeof(Words) == PROXYCCL_STAGED_WORDS_BYTES, "the rings begin after the words");
 
 /* A get whose data has not arrived whole, or not all been placed. */
 typedef struct {
-  uint64_t destination, bytes; /* of what has not arrived */
+  uint64_t destination, bytes; /* of the data that has not arrived */
   uint64_t last;               /* number of the peer's message with the last of the data */
 } Asked;
 
 /* A request of the peer. */
 typedef struct {
-  uint64_t source, bytes; /* of what is not in a message yet */
-  uint64_t behind;        /* number of the request's message: what came before is to be placed first */
+  uint64_t source, bytes; /* of the data that is not in a message yet */
+  uint64_t behind;        /* number of the request's message: earlier messages must be placed first */
 } Answer;
 
 enum { GETS = PROXYCCL_STAGED_GETS };
@@ -86,7 +86,7 @@ typedef struct {
   uint64_t credited; /* the highest that was read */
   Header *last;      /* header of the last message that was made */
   /* Receiving. */
-  uint64_t received; /* position behind the last message that was taken */
+  uint64_t received; /* position after the last message that was taken */
   uint64_t arrived;  /* the highest that was read */
   uint64_t taken, taken_marked;
   uint64_t returned; /* credits returned */
@@ -263,7 +263,7 @@ static int issue(StagedConnection *self) {
   }
 }
 
-/* Has a stream store `count` to `word` behind the copies that were issued. */
+/* Has a stream store `count` to `word` after the copies that were issued. */
 static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint64_t *marked) {
   if (*marked == count) return 0;
   *marked = count;
@@ -446,7 +446,7 @@ static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* An operation waits only behind a message without a credit, or behind a get. */
+/* An operation waits only for a message without a credit, or for a get. */
 static int staged_idle(const ProxycclConnection *base) {
   const StagedConnection *self = (const StagedConnection *)base;
   return self->asked == self->got && self->answered == self->noted && self->made == self->freed &&

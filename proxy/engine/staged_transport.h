@@ -35,7 +35,8 @@ enum {
   PROXYCCL_STAGED_WORDS_BYTES = 512
 };
 
-/* A range of own memory that peers may write, and read. Its index in the table is the key by which they name it. */
+/* A range of this rank's memory that peers may write, and read. Its index in the table is the key by which they name
+ * it. */
 typedef struct ProxycclRemoteWriteTarget {
   uint64_t base;
   uint64_t bytes; /* 0: no range */

@@ -1,7 +1,7 @@
 /* A thread that runs workers in turn, its idling, and those who help it. See engine.h.
  *
- * One at a time runs the workers: whoever has the turn. The thread has it but for a moment behind each round, and takes
- * it along when it returns. So nobody helps while a handler or an exit is dealt with. */
+ * One at a time runs the workers: the one that has the turn. The thread has it except for a moment after each round,
+ * and takes it along when it returns. So nobody helps while a handler or an exit is dealt with. */
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,7 +19,7 @@ enum {
 
 enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers: to no effect, to some */
 
-#define IDLE_FOR_LONG UINT64_MAX /* an idle time behind which a thread sleeps for as long as it may */
+#define IDLE_FOR_LONG UINT64_MAX /* an idle time after which a thread sleeps for as long as it may */
 
 #define NO_CONTEXT UINTPTR_MAX /* not 0, which is a device where contexts are numbers */
 
@@ -35,7 +35,7 @@ struct ProxycclThread {
   ProxycclExitInfo found_info; /* … what it says of it */
 };
 
-/* Pairing turn, acquire: what the last to have the turn did. */
+/* Pairing turn, acquire: the effects of the last thread to have the turn. */
 static int turn_taken(ProxycclThread *thread) { return __atomic_exchange_n(&thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
 
 /* Pairing turn, release. */
@@ -145,7 +145,7 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
   uint32_t done = 0;
   int held = 0, outstanding, running = 0;
   count_turn(worker);
-  /* Before any trigger is taken: those behind an abort may name memory that is gone, or carry garbage of a kernel that
+  /* Before any trigger is taken: those after an abort may name memory that is gone, or carry garbage of a kernel that
    * was stopped. */
   if (abort_is_up(worker->service->control)) {
     proxyccl_worker_show_plan_waits(worker);
@@ -180,7 +180,7 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
   return CONTINUE;
 }
 
-/* What the workers of one round did; see take_turn. */
+/* The results of one round of the workers; see take_turn. */
 typedef struct {
   int progress, busy, outstanding;
 } Round;
@@ -283,7 +283,7 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
     if (idle_since == 0) idle_since = counted = now_ns();
     if (is_helped || ++polls % POLLS_PER_CLOCK == 0) {
       const uint64_t now = now_ns(), idle_ns = is_helped ? IDLE_FOR_LONG : now - idle_since;
-      /* Who has just helped sees to what is outstanding too. */
+      /* A thread that has just helped handles outstanding work too. */
       const uint64_t slept = rest(thread, idle_ns, round.outstanding && !helped);
       if (!(thread->helped & HELPED_ON)) count_idle(thread, now + slept - counted, slept);
       counted = now + slept;

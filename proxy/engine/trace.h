@@ -25,7 +25,7 @@ static inline void trace_trigger(ProxycclTraceRecord *record, ProxycclTrigger tr
   trace_record(record, trigger.word0, trigger.word1 & ~(1ull << PROXYCCL_PARITY_SHIFT));
 }
 
-/* Where the next record goes, and how many fit behind each other from there. */
+/* The place of the next record, and the number that fit contiguously from there. */
 static inline ProxycclTraceRecord *trace_next(const Trace *trace, ProxycclWorkerStats *stats) {
   return &stats->records[trace->next % PROXYCCL_TRACE_RECORDS];
 }

@@ -1,8 +1,8 @@
 /* A transport moves data to peers. It has a connection to each peer, which all channels to that peer share.
  *
  * No function blocks. Those that return a status return 0, or a status of the transport that ends the communicator. A
- * connection executes its operations in order: a signal arrives behind the puts and gets before it, a flush word is
- * written when they are complete, a get reads what was put before it, and a put carries what was got before it.
+ * connection executes its operations in order: a signal arrives after the puts and gets before it, a flush word is
+ * written when they are complete, a get reads the data of earlier puts, and a put carries the data of earlier gets.
  */
 #ifndef PROXYCCL_TRANSPORT_H
 #define PROXYCCL_TRANSPORT_H
@@ -61,7 +61,7 @@ typedef struct ProxycclTransport {
 /* How far a connection has come, in triggers from its first. */
 typedef struct ProxycclProgress {
   uint64_t issued;    /* set by the engine, after a run of triggers */
-  uint64_t completed; /* set by the transport, at a poll: at least so many of them are complete */
+  uint64_t completed; /* set by the transport, at a poll: at least this many of them are complete */
   uint64_t marked;    /* set by the transport: the next value of `completed` */
 } ProxycclProgress;
 

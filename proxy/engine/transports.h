@@ -14,8 +14,8 @@ PROXYCCL_TRANSPORTS(PROXYCCL_DECLARE_TRANSPORT)
 /* The name of an option that is out of range, or NULL. `options` is the struct that the transport's header defines. */
 const char *proxyccl_transport_refused(const char *name, const void *options);
 
-/* What `options` names outlives the connection. NULL with errno: EINVAL for a transport or options that are refused,
- * ENOMEM, or ENOSYS in a build without the transport. */
+/* Objects that `options` names must outlive the connection. NULL with errno: EINVAL for a transport or options that are
+ * refused, ENOMEM, or ENOSYS in a build without the transport. */
 ProxycclConnection *proxyccl_connection_create(const char *name, const void *options,
                                                const ProxycclRuntimeTable *runtime);
 void proxyccl_connection_destroy(ProxycclConnection *connection);

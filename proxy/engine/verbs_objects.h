@@ -11,7 +11,7 @@ enum { PROXYCCL_VERBS_QP_OFFSET = 40 }; /* bytes from a pyverbs QP to its ibv_qp
 typedef enum ProxycclVerbsFinding {
   PROXYCCL_VERBS_FOUND = 0,
   PROXYCCL_VERBS_NO_OBJECT = 1,   /* the object's memory can't be read at the offset */
-  PROXYCCL_VERBS_NO_POINTER = 2,  /* the value there is no address of readable memory */
+  PROXYCCL_VERBS_NO_POINTER = 2,  /* the value there is not an address of readable memory */
   PROXYCCL_VERBS_OTHER_QP = 3,    /* the queue pair there has another number */
   PROXYCCL_VERBS_OTHER_PARTS = 4, /* its domain or a completion queue has another context, or none */
   PROXYCCL_VERBS_FORBIDDEN = 5,   /* the process may not read its own memory by process_vm_readv */

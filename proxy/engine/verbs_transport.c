@@ -1,9 +1,9 @@
 /* Operations wait in a queue of the connection until the send queue has room. Requests are numbered from 1; all up to
  * number `retired` are complete.
  *
- * A queue pair starts its requests in their order, and carries them out in it but for one case: the answer of a read
- * may come after what follows the read. So what follows a run of reads has a fence, behind which nothing starts before
- * the reads are complete. A read behind writes needs none. */
+ * A queue pair starts its requests in their order, and carries them out in that order except in one case: the answer
+ * of a read may come after later requests. So the first request after a run of reads has a fence: neither it nor later
+ * ones start before the reads are complete. A read after writes needs none. */
 #include "verbs_transport.h"
 
 #include <errno.h>
@@ -139,7 +139,7 @@ static int retire(VerbsConnection *self, uint32_t *progress) {
     taken = ibv_poll_cq(self->qp->send_cq, COMPLETIONS, completions);
     if (taken < 0) return EIO;
     for (int i = 0; i < taken; ++i) {
-      /* The first error is the cause: the requests behind it were flushed because of it. */
+      /* The first error is the cause: the requests after it were flushed because of it. */
       if (completions[i].status != IBV_WC_SUCCESS) return PROXYCCL_VERBS_COMPLETION + completions[i].status;
       self->retired = completions[i].wr_id;
     }
@@ -197,7 +197,7 @@ static int verbs_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* An operation waits only behind an outstanding request. */
+/* An operation waits only for an outstanding request. */
 static int verbs_idle(const ProxycclConnection *base) {
   const VerbsConnection *self = (const VerbsConnection *)base;
   return self->made == self->retired;

@@ -24,12 +24,12 @@ enum {
 enum {
   PROXYCCL_VERBS_OPERATIONS = 256, /* most operations that wait for a connection's send queue */
   PROXYCCL_VERBS_CHAIN = 32,       /* most work requests posted with one call */
-  /* A chain with so many bytes is posted at once: the call costs little beside their transfer. */
+  /* A chain with this many bytes is posted at once: the call costs little compared with their transfer. */
   PROXYCCL_VERBS_CHAIN_BYTES = 16 << 10
 };
 
-/* No more requests are outstanding than either queue holds, as each of them takes a completion after an error. A chain
- * has at most half of those, so that the device works on one half while the engine makes the other. */
+/* No more requests are outstanding than either queue holds, because each of them takes a completion after an error. A
+ * chain has at most half of those, so that the device works on one half while the engine makes the other. */
 typedef struct ProxycclVerbsOptions {
   uintptr_t qp;          /* ibv_qp *, ready to send. Nobody else may use it or its send completion queue. */
   uint32_t send_depth;   /* work requests that its send queue takes */

@@ -11,7 +11,7 @@ static struct sigaction previous;
 static void wake(int signal, siginfo_t *info, void *context) {
   const int kept = errno; /* of the code that the signal interrupts */
   const uint64_t one = 1;
-  /* An eventfd refuses only what would overflow its count: then its reader is awake already. */
+  /* An eventfd refuses only a value that would overflow its count: then its reader is awake already. */
   const ssize_t written = write(descriptor, &one, sizeof one);
   (void)written;
   errno = kept;

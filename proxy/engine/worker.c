@@ -1,4 +1,4 @@
-/* What other threads ask of a worker. See engine.h. */
+/* Other threads' requests to a worker. See engine.h. */
 #include "worker.h"
 
 #include <errno.h>

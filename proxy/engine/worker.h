@@ -1,4 +1,4 @@
-/* What the engine's files share with each other: a service's tables, and a worker. */
+/* The state that the engine's files share: a service's tables, and a worker. */
 #ifndef PROXYCCL_WORKER_H
 #define PROXYCCL_WORKER_H
 
@@ -24,7 +24,7 @@ struct Channel {
   uint64_t *completed;
   uint64_t outbound; /* what the peer's word holds: signals sent, or a plan's post; the engine is its only writer */
   uint64_t taken;    /* what plans have taken of the own word: signals, or the last post */
-  /* While triggers are not known to be complete: all that were issued, and the first of them that will be. */
+  /* While triggers are not known to be complete: all issued ones, and the first of them that will be. */
   Extent issued, awaited;
   Channel *next_unfinished; /* in its connection's list */
   int unfinished;           /* it is in that list */
@@ -99,7 +99,7 @@ static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t c
 }
 
 /* Acts on up to POLL_INTERVAL triggers of a ring, and adds their number to *progress. If a trigger's connection has no
- * room, the trigger and all behind it stay in the ring, and *held is set. CONTINUE, or why the thread returns. */
+ * room, the trigger and all after it stay in the ring, and *held is set. CONTINUE, or why the thread returns. */
 ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info,
                                            uint32_t *progress, int *held);
 

@@ -41,7 +41,7 @@ PROXYCCL_DEVICE void atomicStore(T* p, T value, MemoryOrder order) {
 }
 
 /// Adds to an integer.
-/// @return what it was before
+/// @return the previous value
 template <class T, ThreadScope Scope = scopeSystem>
 PROXYCCL_DEVICE T atomicFetchAdd(T* p, T value, MemoryOrder order) {
   if (order == memoryOrderRelaxed)

@@ -1,4 +1,4 @@
-// MSCCL++'s names for what differs between targets.
+// MSCCL++'s names for the differences between targets.
 //
 // The headers in this folder have MSCCL++'s names and signatures, and are written for ProxyCCL's channels: a kernel
 // written for MSCCL++ compiles unchanged. Two things differ throughout. Waits are bounded by the communicator's
@@ -20,7 +20,7 @@
 #define MSCCLPP_HOST_DEVICE_INLINE PROXYCCL_DEVICE
 #define MSCCLPP_INLINE inline
 #define WARP_SIZE PROXYCCL_WARP_SIZE
-// A barrier of the block behind which shared memory is seen; MSCCL++ has a cheaper one on AMD.
+// A barrier of the block after which shared memory is visible; MSCCL++ has a cheaper one on AMD.
 #define __syncshm() __syncthreads()
 
 namespace mscclpp {

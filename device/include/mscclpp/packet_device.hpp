@@ -24,7 +24,7 @@ struct LL16Packet : proxyccl::LL16Packet {
   PROXYCCL_DEVICE void write(uint2 value, uint32_t flag) { write(value.x, value.y, flag); }
 
   /// Loads the packet once.
-  /// @return whether it does not have this flag yet, as in MSCCL++; if it has, `data` is what it carries
+  /// @return whether it does not have this flag yet, as in MSCCL++; if it has, `data` is its payload
   PROXYCCL_DEVICE bool readOnce(uint32_t flag, uint2& data) const {
     const Words words = load();
     const proxyccl::LL16Packet::Payload payload = words.payload();

@@ -17,7 +17,7 @@ PROXYCCL_DEVICE void waitForCondition(Ready ready) {
 }  // namespace detail
 }  // namespace mscclpp
 
-/// Spins while the condition holds. If the communicator ends or the time-out passes, the kernel goes on, as behind any
+/// Spins while the condition holds. If the communicator ends or the time-out passes, the kernel continues, as after any
 /// wait that failed, and the program gets a WaitTimeoutError.
 #define POLL_MAYBE_JAILBREAK(condition, max_spins)                     \
   do {                                                                 \

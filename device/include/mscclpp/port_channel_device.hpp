@@ -25,7 +25,7 @@ struct BasePortChannelDeviceHandle : proxyccl::ProxyChannelDeviceHandle {
   PROXYCCL_DEVICE void put(MemoryId dstId, MemoryId srcId, uint64_t offset, uint64_t size) const {
     put(dstId, offset, srcId, offset, size);
   }
-  /// Adds one to the peer's semaphore, behind the data of all earlier puts on the channel.
+  /// Adds one to the peer's semaphore, after the data of all earlier puts on the channel.
   PROXYCCL_DEVICE void signal() const { ours().signal(); }
   PROXYCCL_DEVICE void putWithSignal(MemoryId dstId, uint64_t dstOffset, MemoryId srcId, uint64_t srcOffset,
                                      uint64_t size) const {
@@ -50,7 +50,7 @@ struct BasePortChannelDeviceHandle : proxyccl::ProxyChannelDeviceHandle {
   /// Waits for the peer's next signal and consumes it. One thread at a time calls it.
   PROXYCCL_DEVICE void wait(int64_t = -1) const { ours().wait(); }
 
-  /// Refused: neither copy engines nor the fabric add atomically.
+  /// Not supported: neither copy engines nor the fabric add atomically.
   template <class Value>
   PROXYCCL_DEVICE void atomicAdd(MemoryId, uint64_t, Value) const {
     static_assert(sizeof(Value) == 0, "PortChannel::atomicAdd is not offered: no transport adds atomically");

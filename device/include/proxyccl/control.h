@@ -24,7 +24,7 @@ enum ProxycclErrorCode {
   PROXYCCL_ERROR_PROXY_LOST = 9,     /* the node daemon that runs a rank's proxy ended */
   PROXYCCL_ERROR_OUT_OF_RANGE = 10,  /* the range of an SmChannel's call leaves its memory */
   PROXYCCL_ERROR_SHARED_WAIT = 11,   /* two threads wait on one channel at the same time */
-  PROXYCCL_ERROR_BAD_PLAN = 12,      /* a plan names what is not there, or leaves its memory */
+  PROXYCCL_ERROR_BAD_PLAN = 12,      /* a plan names an unused id, or leaves its memory */
   PROXYCCL_ERROR_TRANSFER_SIZE = 13, /* a rank receives another number of bytes than its peer sends */
   PROXYCCL_ERROR_PARENT = 14,        /* the communicator that this one was split from has ended */
   PROXYCCL_ERROR_CONTEXT_LOST = 15,  /* an error has ended a rank's context on its GPU */
@@ -41,7 +41,7 @@ enum ProxycclSmCall {
 /* The memory that the call leaves. */
 enum ProxycclSmMemory { PROXYCCL_SM_PEER_MEMORY = 1, PROXYCCL_SM_OWN_MEMORY = 2, PROXYCCL_SM_PACKET_BUFFER = 3 };
 
-/* What a bounded wait waits for. */
+/* The kinds of bounded waits. */
 enum ProxycclWaitKind {
   PROXYCCL_WAIT_NONE = 0,
   PROXYCCL_WAIT_RING_ROOM = 1,

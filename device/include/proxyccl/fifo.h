@@ -28,7 +28,7 @@ struct Fifo : ProxycclFifo {
   PROXYCCL_DEVICE uint64_t push(ProxycclTrigger trigger, Control* control) const {
     // The abort word is not read, as that would cost every push a trip to the host: if nobody drains the ring any more
     // it fills up, and the wait for room ends. The cached tail is loaded together with the ticket, not after it.
-    // Relaxed order is enough, as the fence behind it (orderBeforeTrigger) makes it an acquire.
+    // Relaxed order is enough: the fence after it (orderBeforeTrigger) makes it an acquire.
     const uint64_t known_tail = loadRelaxedDevice(tail_cache);
     const uint64_t ticket = fetchAddRelaxedDevice<uint64_t>(head, 1);
     orderBeforeTrigger();

@@ -1,4 +1,4 @@
-// PROXYCCL_EXPORT_KERNEL(name): stands behind each kernel of a compiled source.
+// PROXYCCL_EXPORT_KERNEL(name): follows each kernel of a compiled source.
 //
 // It exports the kernel's parameter table, which tells the launcher the size and kind of each argument (drivers know at
 // most the sizes). On the host it also exports the entry point that unpacks the arguments.

@@ -1,4 +1,4 @@
-// What differs between targets, behind one set of names.
+// The differences between targets, under one set of names.
 //
 // Each platform_*.h defines:
 //   PROXYCCL_DEVICE           a function that runs on the device, inlined
@@ -57,7 +57,7 @@ template <class T>
 PROXYCCL_DEVICE void storeRelaxedSystem(T* p, T v) {
   PROXYCCL_STORE(p, v, RELAXED, SYSTEM);
 }
-// Orders less than a release: behind it are the stores of kernels before this one, and loads whose values the block has
+// Orders less than a release: before it are the stores of kernels before this one, and loads whose values the block has
 // used before its last barrier. It does not order stores of this kernel.
 template <class T>
 PROXYCCL_DEVICE void storeReleaseLoadsSystem(T* p, T v) {

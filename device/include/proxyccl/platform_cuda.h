@@ -81,7 +81,7 @@ PROXYCCL_DEVICE void* dynamicShared() {
 
 // From sm_90 on, storeTrigger()'s release is split into this fence and a relaxed store. The fence takes as long as the
 // fetch of the ticket, and the two overlap. Before, the first of two words is stored relaxed: this fence orders it
-// behind the load that found room, which PTX does not by the branch between them.
+// after the load that found room, which the branch between them does not do in PTX.
 PROXYCCL_DEVICE void orderBeforeTrigger() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.acq_rel.sys;" ::: "memory");

@@ -131,7 +131,7 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
 PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
 PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
 
-// storeTrigger()'s second word is a release. The first is stored relaxed: this fence orders it behind the load that
+// storeTrigger()'s second word is a release. The first is stored relaxed: this fence orders it after the load that
 // found room.
 PROXYCCL_DEVICE void orderBeforeTrigger() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
 PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {

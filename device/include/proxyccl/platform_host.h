@@ -147,7 +147,7 @@ PROXYCCL_DEVICE void fenceSystem() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 PROXYCCL_DEVICE void* dynamicShared() { return host::self()->dynamic_shared; }
 
 // storeTrigger()'s second word carries the parity bit, and its release publishes both words. The first word is stored
-// relaxed: this fence orders it behind the load that found room.
+// relaxed: this fence orders it after the load that found room.
 PROXYCCL_DEVICE void orderBeforeTrigger() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
 PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {
   __atomic_store_n(slot, word0, __ATOMIC_RELAXED);

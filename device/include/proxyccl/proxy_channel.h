@@ -59,7 +59,8 @@ PROXYCCL_DEVICE ProxycclTrigger makeValueTrigger(uint32_t op, uint32_t channel, 
 struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// Starts a copy from own memory to the peer's and returns at once, unless the ring is full.
   ///
-  /// The source may be written again when the put is complete. The peer may read the data after a signal() behind it.
+  /// The source may be overwritten when the put is complete. The peer may read the data after a signal() that follows
+  /// it.
   /// @param dstOffset  where in the peer's memory, in bytes
   /// @param srcOffset  from where in own memory, in bytes
   /// @param size       how many bytes
@@ -81,7 +82,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// kernels take no part.
   ///
   /// After the wait() for a signal it reads what the peer wrote before that signal. The data may be read when the get
-  /// is complete. A signal() behind it tells the peer that its memory may be written again.
+  /// is complete. A signal() after it tells the peer that its memory may be overwritten.
   /// @param dstOffset  where in own memory, in bytes: the target comes first, as in put()
   /// @param srcOffset  from where in the peer's memory, in bytes
   /// @param size       how many bytes
@@ -116,7 +117,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
   PROXYCCL_DEVICE void signal() const { push(PROXYCCL_OP_SIGNAL, 0, 0, 0, 0, 0); }
 
-  /// Raises the peer's semaphore to `value` instead, as if so many signals had come; ordered as signal(). The peer
+  /// Raises the peer's semaphore to `value` instead, as that many signals would; ordered as signal(). The peer
   /// awaits it by waitUntil(value), or by as many calls of wait().
   /// @param value  above all counts before, or the communicator ends with a TriggerError
   PROXYCCL_DEVICE void signal(uint64_t value) const {
@@ -148,7 +149,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   /// Waits until all earlier operations on this channel are complete: the sources of puts may be written again, and
-  /// what gets brought may be read. It does not wait for other channels.
+  /// the results of gets may be read. It does not wait for other channels.
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool flush() const { return waitFlushed(push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0)); }
 

@@ -122,9 +122,9 @@ PROXYCCL_DEVICE double withOneNan(double value) {
   return value == value ? value : __builtin_bit_cast(double, 0x7ff8000000000000ull);
 }
 
-// The result of a reduction from what combine() made of all ranks' values. A sum or product of two NaNs has the sign
+// The result of a reduction, from combine()'s result for all ranks' values. A sum or product of two NaNs has the sign
 // and payload of either, by the device and by the order in which the compiler passes the operands, which differs from
-// one loop to the next. So a result that is NaN has none.
+// one loop to the next. So a NaN result has neither.
 template <class T, class Op>
 PROXYCCL_DEVICE T finishReduction(typename Element<T>::Accumulator combined, uint32_t ranks) {
   return Element<T>::narrow(withOneNan(Op::finish(combined, ranks)));

@@ -131,7 +131,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// syncThreadsSystem().
   PROXYCCL_DEVICE void signal() const { semaphoreHandle().signal(); }
 
-  /// Raises the peer's semaphore to `value` instead, as if so many signals had come; ordered as signal(). The peer
+  /// Raises the peer's semaphore to `value` instead, as that many signals would; ordered as signal(). The peer
   /// awaits it by waitUntil(value), or by as many calls of wait(). One thread at a time calls it.
   /// @param value  above all counts before, or the communicator ends with a TriggerError
   PROXYCCL_DEVICE void signal(uint64_t value) const {
@@ -167,7 +167,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   ///
   /// It never waits, so a loop around it must itself end when the communicator ends:
   /// `while (!channel.poll()) if (aborted(channel.control)) return;`
-  /// @return whether there was one; if so, what the peer wrote before it may be read
+  /// @return whether there was one; if so, the peer's earlier writes may be read
   PROXYCCL_DEVICE bool poll() const { return semaphoreHandle().poll(); }
 
  private:

@@ -41,7 +41,7 @@ struct DeviceSyncer {
 struct DeviceSemaphore {
   int32_t count;
 
-  /// Adds one, behind what the block wrote before a syncThreadsDevice(). One thread of a block calls it.
+  /// Adds one, after the block's writes before a syncThreadsDevice(). One thread of a block calls it.
   PROXYCCL_DEVICE void release() { fetchAddAcqRelDevice<int32_t>(&count, 1); }
 
   /// Waits until the count is positive and takes one. One thread of a block calls it. What was written before the

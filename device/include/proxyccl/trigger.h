@@ -10,7 +10,7 @@
  * value's size, and word 0 is the value, in its low bytes. With a signal and no data the value is the count that the
  * signal raises the peer's semaphore to.
  *
- * The layout is MSCCL++'s proxy trigger, but for `get`; its reserved bit is our lap parity. A slot is full if its
+ * The layout is MSCCL++'s proxy trigger, except for `get`; its reserved bit is our lap parity. A slot is full if its
  * parity bit equals the parity of the lap in which it is read (see fifo.h). So no slot is ever cleared, and every value
  * of the other 127 bits is legal. Parity is the last bit of word 1: an acquire load of word 1 that sees it change also
  * makes word 0 visible.
@@ -39,7 +39,7 @@ enum {
   PROXYCCL_OP_BITS = 3,
   PROXYCCL_CHANNEL_BITS = 10,
   PROXYCCL_MEMORY_IDS = 1 << 9,
-  /* The last ids are no memories, but stand for values of 1, 2, 4 and 8 bytes. */
+  /* The last ids do not name memory, but stand for values of 1, 2, 4 and 8 bytes. */
   PROXYCCL_MAX_MEMORIES = PROXYCCL_MEMORY_IDS - 4,
   PROXYCCL_VALUE_8_BYTES = PROXYCCL_MEMORY_IDS - 1,
   PROXYCCL_MAX_CHANNELS = 1 << 10

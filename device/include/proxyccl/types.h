@@ -1,4 +1,4 @@
-/* Fixed-width integers without a system header, as run-time compilers have none.
+/* Fixed-width integers without a system header, because run-time compilers have none.
  *
  * A translation unit may also include other headers that declare the same names; both declarations must then name the
  * same type. So each target has the spellings of its own headers: glibc's on LP64 Linux (the C engine, a user's host

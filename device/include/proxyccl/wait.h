@@ -13,7 +13,7 @@ using Control = ProxycclControl;
 // compiled.
 constexpr uint64_t kDefaultTimeoutNs = 30ull * 1000 * 1000 * 1000;
 
-// What a wait is about, for the error record if it fails.
+// A wait's description, for the error record if it fails.
 struct WaitFor {
   uint32_t kind;     // ProxycclWaitKind
   uint32_t peer;     // rank waited for, or PROXYCCL_NO_PEER
