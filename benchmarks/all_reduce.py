@@ -3,8 +3,8 @@
 All sums are in place, except torch's one-shot, which can't be: it writes to a tensor that is made once. The buffers of
 torch symmetric memory are allocated and registered beforehand; so are those of `NCCL, symmetric`, and ours in
 `registered`, the library's choice for symmetric memory, and `registered_proxy`. Otherwise ours and NCCL's are any
-tensor. `bare copies` is no peer, but the link's limit: copies of as many bytes as an all-reduce must send, both ways at
-once. gpu_job.py says how times are measured.
+tensor. `bare copies` is not a peer, but the link's limit: copies of as many bytes as an all-reduce must send, both ways
+at once. gpu_job.py says how times are measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LARGEST_BY_PACKETS = 4 * aims.MIB  # for larger messages, all one-shot algorith
 _AUTO = "auto"
 REGISTERED = "registered"
 _ALGORITHMS: dict[str, str | None] = {_AUTO: None, REGISTERED: None, PROXIED: "proxy"}
-"""What our names ask for that are no algorithms."""
+"""The options behind our names that are not algorithms."""
 
 
 class Buffers:

@@ -5,10 +5,10 @@ of the caller's, as an expert's result is. Contenders:
 
 - Buffer: that of `proxyccl.deep_ep`, with outputs of the exact size: the CPU waits for each dispatch's number of rows
 - Buffer, num_worst_tokens: outputs of a fixed size, for which it does not wait
-- new outputs: the layer behind the latter, with rows that pass other memory of it on their way to new tensors
+- new outputs: the layer of the latter, with rows that pass other memory of it on their way to new tensors
 - NCCL: moves as many bytes there and back, packed for it beforehand and not unpacked
 
-A burst is ten pairs on one stream, behind a kernel that holds it until the CPU is ahead, if it can be. GPU times are by
+A burst is ten pairs on one stream, after a kernel that holds it until the CPU is ahead, if it can be. GPU times are by
 events around the calls; those of a dispatch for which the CPU waits include that. The issuing thread's time is that of
 the burst's calls. All are medians over bursts of the slowest rank's mean. Outputs are checked before and after.
 """

@@ -82,7 +82,7 @@ class Bare:
         }
 
     def __call__(self, nbytes: int, count: int) -> float:
-        """Seconds that so many writes take."""
+        """Seconds that this many writes take."""
         taken = bare_writes.fabric_write(**self._options, bytes=nbytes, count=count)
         if taken < 0:
             raise TransportError(f"the bare loop: {load().words(-taken)}")

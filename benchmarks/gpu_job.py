@@ -225,7 +225,7 @@ class GpuJob(Job):
         return GraphBurst(call, calls, self.stream, counted=self.comm.runtime.name == "cuda")
 
     def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
-        """By events around the replays, behind a barrier of the ranks."""
+        """By events around the replays, after a barrier of the ranks."""
         assert isinstance(timed, GraphBurst)
         start, end, together, beside_end = self._events
         with torch.cuda.stream(self.stream):

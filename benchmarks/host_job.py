@@ -120,7 +120,7 @@ class HostJob(Job):
         return {}
 
     def current(self) -> AbstractContextManager[object]:
-        """numpy knows no streams."""
+        """numpy does not have streams."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -137,7 +137,7 @@ class HostJob(Job):
         return Calls(call, calls)
 
     def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
-        """By the CPU's clock, behind a barrier of the ranks. Products beside go on until the end."""
+        """By the CPU's clock, after a barrier of the ranks. Concurrent products run until the end."""
         self.synchronize()
         self.world.Barrier()
         if isinstance(beside, Products):

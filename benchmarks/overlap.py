@@ -52,7 +52,7 @@ _COLUMNS = (
 
 
 def of_all_reduce(job: Job, largest: int) -> Callable[[int], list[Contender]]:
-    """Makes the contenders of an all_reduce of so many elements, which are at most `largest`."""
+    """Makes the contenders of an all_reduce of this many elements, which are at most `largest`."""
     own, peers = job.registered(largest, _DTYPE), job.peers("all_reduce", largest, _DTYPE)
 
     def contenders(count: int) -> list[Contender]:

@@ -90,7 +90,7 @@ class ProxiedWrites:
         return Trigger(operation, self._channel, nbytes, self._source, 0, self._destination, 0).encode()
 
     def __call__(self, nbytes: int, count: int) -> float:
-        """Seconds from the first push until the flush behind the last of `count` writes of `nbytes` bytes."""
+        """Seconds from the first push until the flush after the last of `count` writes of `nbytes` bytes."""
         parts = ((Operation.DATA, count - 1), (Operation.DATA | Operation.FLUSH, 1))
         triggers = [(self._trigger(operation, nbytes), pushes) for operation, pushes in parts]
         start = time.perf_counter()

@@ -6,7 +6,7 @@
   before its signal.
 - The time of a put or get until it is complete is that of one thread of rank 0: it pushes, and then waits by a flush or
   by the ticket. The result is the median over rounds.
-- The bandwidth of puts or gets is that of many, from the first push to the return of the flush behind the last one.
+- The bandwidth of puts or gets is that of many, from the first push to the return of the flush after the last one.
 - The bandwidth of an SmChannel is that of a kernel with a given number of blocks, between two events.
 """
 

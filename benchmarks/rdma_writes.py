@@ -4,7 +4,7 @@ Writes of 8 bytes give a rate, beside a C loop of nothing but ibv_post_send and 
 bandwidth, beside perftest's ib_write_bw.
 
 One thread pushes triggers into a ring, and a ProxyService drains it onto a queue pair. Our time runs from the first
-push until this thread sees the flush word behind the last write. It may see the word up to 20 ms late; only our times
+push until this thread sees the flush word after the last write. It may see the word up to 20 ms late; only our times
 include that delay. The bare loop and the engine have queue pairs with the same options on the same devices. ib_write_bw
 gets the same depth and number of messages. All alternate in one run. A ratio is the median of the ratios of the rounds.
 """

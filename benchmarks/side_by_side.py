@@ -99,7 +99,7 @@ class Peer:
     Attributes:
         name: as the tables show it.
         call: queues the call on the job's stream, given output and input.
-        arrays: makes an input and an output of so many elements, if the peer wants arrays of its own.
+        arrays: makes an input and an output of this many elements, if the peer wants arrays of its own.
         in_place: whether an all_reduce replaces its input.
         missing: why it can't be called on this machine, or "". It then has no call.
     """
@@ -231,7 +231,7 @@ class Job(ABC):
 
     @abstractmethod
     def time_now(self, call: Callable[[], object], calls: int) -> float:
-        """Microseconds of one of so many calls on this rank, issued one by one."""
+        """Microseconds of one call, of this many that are issued one by one on this rank."""
 
     @abstractmethod
     def burst(self, call: Callable[[], object], calls: int) -> Burst:
@@ -252,7 +252,7 @@ class Job(ABC):
 
     @abstractmethod
     def product(self, size: int, calls: int) -> Burst:
-        """Products of two square matrices of so many rows, on another stream than the job's."""
+        """Products of two square matrices of this many rows, on another stream than the job's."""
 
     def describe(self) -> Fields:
         """The fields of results that describe the devices and the peers."""

@@ -108,7 +108,7 @@ class Report:
             self._table.header()
 
     def measure(self, what: str, contenders: Sequence[Contender], units: int = 1) -> None:
-        """Checks and times contenders, and shows the time of one of so many units of a call."""
+        """Checks and times contenders, and shows the time of one unit, of this many in a call."""
         timings = self._job.measure(contenders, self._repeats)
         reference = next((timing.time_us for timing in timings if timing.time_us), None)
         for timing in timings:
@@ -175,7 +175,7 @@ def measure_put_signal(job: Job, report: Report, rounds: int) -> None:
 
 
 def measure_diffusion(job: Job, report: Report, steps: int) -> None:
-    """So many steps, an even number, so that the result lies where the start lay."""
+    """This many steps, an even number, so that the result lies where the start lay."""
     comm, rank, ranks, n, seed = job.comm, job.rank, job.ranks, _CELLS, fresh_seed(job)
     starts = [job.random(n, "float32", seed + each) for each in range(ranks)]
     heat = np.concatenate([on_cpu(start) for start in starts]).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Registered memory: exchange, ids, what can't be shared, and handles that are no handles."""
+"""Registered memory: exchange, ids, what can't be shared, and invalid handles."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_memory_longer_than_4_gib_takes_consecutive_ids(ranks: Ranks) -> None:
     ranks.run(body)
 
 
-@pytest.mark.own_proxy(reason="registers addresses that are no memory")
+@pytest.mark.own_proxy(reason="registers addresses without memory")
 def test_ids_that_are_free_but_not_consecutive_do_not_do(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         service, base = comm.proxy, comm.empty(16).ptr

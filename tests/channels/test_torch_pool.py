@@ -59,7 +59,7 @@ def test_the_host_runtime_has_none(torch: Any) -> None:
 
 
 class Tensor:
-    """What lies in a pool."""
+    """The contents of a pool."""
 
     def __init__(self, pool: MemPool, nbytes: int) -> None:
         self._pool, self.nbytes, self.closed = pool, nbytes, False

@@ -29,7 +29,7 @@ extern "C" __global__ void each_size(Proxy* channels, unsigned long at) {
   channel.wait();
   channel.flush();
 }
-// Puts of memory, and behind each a value over its middle: the last value is what stays.
+// Puts of memory, and after each a value over its middle: the last value is what stays.
 extern "C" __global__ void in_order(Proxy* channels, int turns, unsigned long bytes) {
   for (int i = 0; i < turns; ++i) {
     channels[0].put(0, 0, bytes);

@@ -285,7 +285,7 @@ def test_a_rank_that_never_comes_is_named_with_the_plan() -> None:
         if comm.rank == 1:
             assert failed.wait(60)
             return failure_of(lambda: comm.synchronize(stream))
-        for _ in range(3):  # those behind it end too, though each waits for its own turn
+        for _ in range(3):  # those after it end too, though each waits for its own turn
             calls.issue("all_gather", x, out, stream=stream)
         error = failure_of(lambda: comm.synchronize(stream))
         failed.set()
@@ -559,6 +559,6 @@ def test_plans_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPatch)
             calls = SpanCalls(comm, 200 * comm.world_size)
             for seed in range(60):
                 calls.run("all_gather", 1 + seed, seed)
-        assert len(set(removed)) == 48  # of 60, those that are kept but for the last
+        assert len(set(removed)) == 48  # of 60, all kept ones except the last
 
     run_ranks(max(world_sizes(2, 3), default=2), body)

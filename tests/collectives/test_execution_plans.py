@@ -329,7 +329,7 @@ def test_registered_arrays_are_reached_where_they_lie(ranks: Ranks) -> None:
 
 
 def scattered_and_gathered(view: RankView) -> list[Ops]:
-    """An all-gather that reads no input behind the first write to an output, and reaches outputs alone."""
+    """An all-gather that reads no input after the first write to an output, and reaches outputs alone."""
     put = move("put", [own("i", 0)], [view.at(1 - view.rank, "s", 0)], channel_type="memory")
     copies = [
         move("copy", [own("i", 0)], [own("o", view.rank)]),
@@ -508,7 +508,7 @@ def test_a_memory_channel_between_nodes_is_refused_on_all_ranks_with_its_operati
 
     assert set(nodes.run(body)) == {
         "plan: rank 1, threadblock 0, operation 4 (signal): a memory channel to rank 2, which kernels of rank 1 can't "
-        "reach; expected port channels between nodes, and between devices that are no peers"
+        "reach; expected port channels between nodes, and between devices that are not peers"
     }
 
 

@@ -350,7 +350,7 @@ def selector_of(comm: Communicator) -> Selector:
 
 
 def save_unlikely(ranks: int) -> tuple[Path, Selector]:
-    """Tables for so many ranks that nobody would measure, and where they lie."""
+    """Tables for this many ranks that nobody would measure, and where they lie."""
 
     def body(comm: Communicator) -> tuple[Path, Selector]:
         selector = comm.collectives.selector.with_table("all_reduce", UNLIKELY)

@@ -77,7 +77,7 @@ FIRST_FRAMES = {
     "a long number": b'{"hello":' + b"9" * 10_000 + b"}",
     "no hello": {"do": "drain", "timeout": 1},
     "another version": {**HELLO, "hello": VERSION + 1},
-    "a version that is no number": {**HELLO, "hello": True},
+    "a version that is not a number": {**HELLO, "hello": True},
     "another layout": {**HELLO, "layout": [*LAYOUT, 1]},
     "too long": json.dumps({**HELLO, "padding": "x" * LONGEST_FRAME}).encode(),
 }

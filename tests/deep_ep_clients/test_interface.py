@@ -325,7 +325,7 @@ def test_what_is_refused() -> None:
             "get_local_buffer_tensor": lambda: buffer.get_local_buffer_tensor(torch.int8),
         }.items():
             refused(what, call, NotImplementedError)
-        buffer.low_latency_dispatch(*low_latency, use_nvfp4=False, x_global_scale=None)  # what is off is no matter
+        buffer.low_latency_dispatch(*low_latency, use_nvfp4=False, x_global_scale=None)  # options that are off
         buffer.destroy()
         buffer.destroy()
         refused("destroyed", lambda: buffer.low_latency_dispatch(*low_latency), ClosedError)

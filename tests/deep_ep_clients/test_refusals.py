@@ -36,7 +36,7 @@ def refused(argument: str, call: Callable[[], object], match: str = ".") -> None
 
 
 class Given:
-    """A rank's tensors, and calls with good arguments but for those that a test gives."""
+    """A rank's tensors, and calls with good arguments except those that a test gives."""
 
     def __init__(self, comm: Communicator) -> None:
         device = torch_device(comm)

@@ -209,7 +209,7 @@ class Rank:
         assert not self.failures
 
     def wait_flushed(self, pushed: int) -> None:
-        """Waits until the last of so many triggers is flushed."""
+        """Waits until the last of this many triggers is flushed."""
         self.wait(lambda: self.service.flushed(self._channel) >= pushed, "a flush")
 
 

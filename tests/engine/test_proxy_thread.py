@@ -129,7 +129,7 @@ def test_an_aborted_worker_leaves_the_others_running(thread: ProxyThread) -> Non
 
 
 def test_nothing_is_taken_after_a_handler_that_ends_in_abort(thread: ProxyThread) -> None:
-    """What the triggers behind it name may be gone by then."""
+    """What the triggers after it name may be gone by then."""
     with Client(thread) as client:
         calls: list[Trigger] = []
 
@@ -174,7 +174,7 @@ def test_close_drains_or_ends_at_once(
 
     with Client(thread) as endless:  # its ring is never empty: closed at once all the same, by __exit__
         stop = threading.Event()
-        kept = endless.runtime.open_pinned(endless.fifo.pinned.handle)  # the pusher goes on behind the service's end
+        kept = endless.runtime.open_pinned(endless.fifo.pinned.handle)  # the pusher goes on after the service's end
         slots = endless.fifo.slots_host
         words = Trigger(SIGNAL, endless.channel).encode()
         for slot in range(64):

@@ -398,7 +398,7 @@ def test_an_end_that_stalls_holds_back_its_ring_alone() -> None:
         with Stuck(there):
             flood = threading.Thread(target=here.push, args=(PUT | SIGNAL, size), kwargs={"count": puts})
             flood.start()
-            # Messages of 128 bytes; behind them wait 256 operations, of which a trigger may make three.
+            # Messages of 128 bytes; after them wait 256 operations, of which a trigger may make three.
             most = 1024 // 128 + (256 - 2) // 2
             ends.wait(lambda: here.taken() >= most, "a full connection")
             assert here.device.counts.executed <= 2 * 1024 // 128

@@ -21,7 +21,7 @@ STARTS = [2**32 - 3, 2**37 - 3, 2**63 - 3, 2**64 - 3]
 
 
 def start_at(layer: EPAll2AllLayer, calls: int) -> None:
-    """Makes a new layer's memory what it is after so many dispatches and combines."""
+    """Makes a new layer's memory what it is after this many dispatches and combines."""
     experts = layer.ctx.workspace.experts
     counters = ffi.cast("ProxycclExpertCounters *", experts.counters)
     counters.dispatches = counters.combines = calls

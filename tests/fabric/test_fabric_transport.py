@@ -97,7 +97,7 @@ def test_a_get_of_any_length_brings_it_whole(size: int, max_message: int, depth:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_gets_keep_their_place_among_unordered_writes(seed: int) -> None:
-    """A place is put to once, and then got. A signal comes behind all before it."""
+    """A place is put to once, and then got. A signal comes after all before it."""
     rng = random.Random(seed)
     own, theirs = memory(1 << 13, seed), np.zeros(1 << 12, np.uint8)
     expected = own.copy()

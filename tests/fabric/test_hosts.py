@@ -29,7 +29,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 class Job:
-    """Ranks of the program on hosts, so many on each.
+    """Ranks of the program on hosts, this many on each.
 
     Args:
         hosts: the hosts.

@@ -72,7 +72,7 @@ def torch() -> ModuleType:
     """torch for the runtime's devices, or a skip that says why there is none.
 
     Ranks that are threads need a device each here: torch works on one default stream a device, and two ranks' kernels
-    in one stream would wait for each other for ever.
+    in one stream would wait for each other forever.
     """
     module = pytest.importorskip("torch")
     built_for = "hip" if module.version.hip else "cuda"
@@ -257,7 +257,7 @@ def test_tensors_of_torchs_pool_are_registered(
 
 
 def test_torchs_pool_gives_its_memory_back(torch: ModuleType, no_segments: Callable[[], bool]) -> None:
-    """With its last communicator; what a tensor lies in, when torch empties its cache behind the tensor."""
+    """With its last communicator; what a tensor lies in, when torch empties its cache after the tensor."""
     kept: list[Any] = []
 
     def body(comm: Communicator) -> None:
@@ -475,7 +475,7 @@ def test_a_graph_of_many_calls_is_replayed_without_waits(ranks: Ranks) -> None:
                 x.upload(np.arange(1009) + turn * 100 + number + comm.rank)
             for _ in range(REPLAYS):
                 graph.launch()
-            comm.all_reduce(arrays[0], "max", stream=stream)  # and one that is no part of the graph
+            comm.all_reduce(arrays[0], "max", stream=stream)  # and one that is not part of the graph
             comm.synchronize(stream)
             for number, x in enumerate(arrays):
                 assert np.array_equal(x.numpy(), np.arange(1009) + turn * 100 + number + comm.world_size - 1)

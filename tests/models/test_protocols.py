@@ -70,12 +70,12 @@ BUGS = {
     "a rank waits for peers that wait elsewhere": ("close", 3),
     "an answer stands before it is written": ("survivors, nobody late", 1),
     "a rank believes its own answer": ("survivors, some late", 2),
-    "a rank goes on that is no member": ("survivors, some late", 3),
+    "a rank goes on that is not a member": ("survivors, some late", 3),
     "a rank that has joined believes that all have": ("survivors, nobody late", 4),
     "an outcome is settled twice": ("survivors, nobody late", 5),
     "a branch alone orders a trigger's first word": ("reordering", 1),
     "no register waits for a row that is loaded": ("reordering", 2),
-    "nothing orders a row's reuse behind its flag": ("reordering", 3),
+    "nothing orders a row's reuse after its flag": ("reordering", 3),
     "a kernel begins before the program's has ended": ("reordering", 4),
     "no fence follows the packets that are cleared": ("reordering", 5),
     "a branch alone orders packets behind cleared ones": ("reordering", 6),
@@ -112,7 +112,7 @@ def build(directory: Path) -> None:
         shutil.copytree(MODELS, own)
         (own / "constants.h").write_text(constants)
         run([str(checkers() / "usr/bin/spin"), *(f"-D{size}" for size in sizes), "-a", f"{model}.pml"], own)
-        # Safety alone: a wait for ever is a state in which nobody can go on.
+        # Safety alone: a wait forever is a state in which nobody can go on.
         run(["gcc", "-O1", "-w", "-DSAFETY", "-DCOLLAPSE", "pan.c", "-o", "verify"], own)
 
 

@@ -70,7 +70,7 @@ TRIGGER_STORES = """\
   __atomic_store_n(slot, word0, __ATOMIC_RELAXED);
   __atomic_store_n(slot + 1, word1, __ATOMIC_RELEASE);"""
 
-# From sm_90 on a trigger is one store of 16 bytes, which a fence behind the ticket orders (platform_cuda.h). A planted
+# From sm_90 on a trigger is one store of 16 bytes, which a fence after the ticket orders (platform_cuda.h). A planted
 # bug leaves out the fence.
 WIDE_TRIGGERS = (
     (
@@ -160,7 +160,7 @@ BUGS = (
     Bug(TWO_PRODUCERS, "a slot too many", "fifo.h", "ticket >= known_tail + size", "ticket > known_tail + size"),
     Bug(
         TWO_PRODUCERS,
-        "a slot too many behind a wait",
+        "a slot too many after a wait",
         "fifo.h",
         "ticket < loadAcquireDevice(tail_cache) + (1ull << size_log2)",
         "ticket <= loadAcquireDevice(tail_cache) + (1ull << size_log2)",
@@ -265,7 +265,7 @@ BUGS = (
     ),
     Bug(
         "grid",
-        "the arrivals are reset behind the generation",
+        "the arrivals are reset after the generation",
         "sync.h",
         "storeRelaxedDevice<uint32_t>(&arrived, 0);",
         "storeReleaseDevice<uint32_t>(&generation, now + 1); storeRelaxedDevice<uint32_t>(&arrived, 0);",
@@ -370,7 +370,7 @@ BUGS = (
     ),
     Bug(
         "calls",
-        "the fields of a call may come behind its stamp",
+        "the fields of a call may come after its stamp",
         "calls.c",
         "__atomic_store_n(&entry->stamp, stamp, __ATOMIC_RELEASE);",
         "__atomic_store_n(&entry->stamp, stamp, __ATOMIC_RELAXED);",

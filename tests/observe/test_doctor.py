@@ -398,7 +398,7 @@ def test_who_waits_through_others_waits_for_the_last(hang: Path) -> None:
 
 
 def test_a_cycle_that_waits_for_one_more_waits_for_that_one(hang: Path) -> None:
-    """Blocks of one collective wait for this rank and that; no circle is the cause while one rank waits for nobody."""
+    """Blocks of one collective wait for this rank and that; no cycle is the cause while one rank does not wait."""
     reports = sample(hang)
     wait = reports[0].waits[0]
     both = [

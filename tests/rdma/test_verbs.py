@@ -527,7 +527,7 @@ def test_the_failure_names_the_connection_and_first_status() -> None:
         failure = loop.fails()
         assert failure.code == native.PROXYCCL_ERROR_TRANSPORT
         assert failure.peer == 8
-        assert failure.status == lib.PROXYCCL_VERBS_COMPLETION + REM_ACCESS_ERR  # not that of those flushed behind it
+        assert failure.status == lib.PROXYCCL_VERBS_COMPLETION + REM_ACCESS_ERR  # not that of those flushed after it
         assert failure.reason.startswith("completion: IBV_WC_REM_ACCESS_ERR, ")
 
 

@@ -1,8 +1,8 @@
 """The device side compiles for AMD, with the real HIPRTC through hip-python; no GPU is needed.
 
 What the compiler makes of the accesses that synchronise is read back from its instructions: widths, scopes, and what is
-waited for. HIPRTC comes from Debian's testing distribution (support/hip/fetch_hiprtc.py); where it can't be had, these
-tests are skipped and say why.
+waited for. HIPRTC comes from Debian's testing distribution (support/hip/fetch_hiprtc.py); where it is not available,
+these tests are skipped and say why.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def assembled(hiprtc: Hiprtc) -> dict[str, Instructions]:
 
 def test_an_access_is_one_instruction_of_the_right_kind(assembled: dict[str, Instructions], architecture: str) -> None:
     kernels, to = assembled[architecture], Scopes(architecture)
-    # Behind the acquire of the room, both words of a trigger past the caches; the second, with the parity bit, when all
+    # After the acquire of the room, both words of a trigger past the caches; the second, with the parity bit, when all
     # before it has arrived.
     store = "global_store_dwordx2" + to.system_store
     assert merged(kernels["store_trigger"]) == [to.device_invalidate, store, *to.write_back, store]

@@ -40,7 +40,7 @@ def test_every_header_compiles_alone(nvrtc: Nvrtc) -> None:
 
 
 # What libcu++ declares under NVRTC, and so every CUDA header that needs it (<cuda/atomic>, <cooperative_groups.h>): the
-# headers themselves are no part of NVRTC's package.
+# headers themselves are not part of NVRTC's package.
 LIBCUXX_TYPES = """
 using int8_t = signed char;
 using int16_t = signed short;
@@ -183,7 +183,7 @@ def test_an_access_is_one_instruction_of_the_right_kind(accesses_ptx: str, kerne
 
 
 def test_two_words_of_a_trigger_are_stored_behind_an_acquire(nvrtc: Nvrtc) -> None:
-    """Before sm_90: the fence orders the first word, which is relaxed, behind the load that found room."""
+    """Before sm_90: the fence orders the first word, which is relaxed, after the load that found room."""
     ptx = nvrtc.compile(ACCESSES, "-arch=compute_80").rstrip(b"\0").decode()
     stores = ["fence.acq_rel.gpu", "st.relaxed.sys.b64", "st.release.sys.b64"]
     assert ordered_accesses(ptx, "store_trigger") == stores

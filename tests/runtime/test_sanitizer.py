@@ -87,7 +87,7 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "LD_PRELOAD": sanitizer_library(),
-        # Not its interceptor of thread-local memory: it takes a block 16 bytes behind a page's start for one of an old
+        # Not its interceptor of thread-local memory: it takes a block 16 bytes after a page's start for one of an old
         # C library, and dies of a size that it reads there. The allocator tells the sanitizer of that memory.
         "TSAN_OPTIONS": f"exitcode={EXIT_CODE}:intercept_tls_get_addr=0",
         "PROXYCCL_RUNTIME": "host",

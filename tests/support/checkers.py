@@ -17,12 +17,12 @@ DIRECTORY = ROOT / "build/checkers"
 def checkers() -> Path:
     """The directory that Debian's packages are unpacked in.
 
-    Where they can't be had the test is skipped, unless PROXYCCL_REQUIRE_MODELS is 1.
+    Where they are not available the test is skipped, unless PROXYCCL_REQUIRE_MODELS is 1.
     """
     try:
         fetch(DIRECTORY)
     except UnavailableError as error:
         if os.environ.get("PROXYCCL_REQUIRE_MODELS") == "1":
-            pytest.fail(f"the checkers can't be had: {error}")
-        pytest.skip(f"the checkers can't be had: {error}")
+            pytest.fail(f"the checkers are not available: {error}")
+        pytest.skip(f"the checkers are not available: {error}")
     return DIRECTORY

@@ -20,7 +20,7 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 INSTALLED = Path("/var/lib/dpkg/status")
 COMPLETE = "complete"
 UNAVAILABLE = 2
-"""Exit status of a program that fetches what can't be had here."""
+"""Exit status of a program that fetches something that is not available here."""
 
 
 class UnavailableError(Exception):
@@ -164,7 +164,7 @@ def fill_once(directory: Path, contents: str, fill: Callable[[Path], None]) -> N
 def fetch_program(fetch: Callable[[Path], None]) -> None:
     """The program that fetches into the directory of its first argument.
 
-    It exits with 0, or with 2 and the reason on its standard output where that can't be had here.
+    It exits with 0, or with 2 and the reason on its standard output where that is not available here.
     """
     try:
         fetch(Path(sys.argv[1]).resolve())

@@ -80,7 +80,7 @@ class Arrived:
 
     def expanded(self, alignment: int) -> tuple[Tensor, Tensor]:
         """Where each slot's row is if there is one for each, int64 [N, topk], -1 for others; and bool [R], which rows
-        are no gap.
+        are not gaps.
         """
         slots, end = torch.full_like(self.ids, -1), 0
         for expert, count in enumerate(self.per_expert):

@@ -53,7 +53,7 @@ def most_ranks(*, processes: bool = False) -> int:
 
 
 def require_devices(ranks: int) -> None:
-    """Skips the test where so many ranks that are threads can't have a device each."""
+    """Skips the test where this many ranks that are threads can't have a device each."""
     if not ON_HOST and ranks > most_ranks():
         pytest.skip(f"needs {ranks} devices, and there are {device_count()}")
 

@@ -79,7 +79,7 @@ class Routing:
 
     @cached_property
     def rows(self) -> list[int]:
-        """Rows that each rank gets, with the gaps behind those of its experts: R."""
+        """Rows that each rank gets, with the gaps after those of its experts: R."""
         return [int(self._sizes[self._experts_of(rank)].sum()) for rank in range(self.world_size)]
 
     @cached_property
@@ -89,7 +89,7 @@ class Routing:
 
     @property
     def _sizes(self) -> NDArray[np.intp]:
-        """Rows of each expert with the gap behind them."""
+        """Rows of each expert with the gap after them."""
         return -(-self._counts // self.alignment) * self.alignment
 
     def _experts_of(self, rank: int) -> slice:
@@ -102,7 +102,7 @@ class Routing:
         return counts
 
     def filled(self, rank: int) -> NDArray[np.bool_]:
-        """Which rows of a rank are no gap."""
+        """The rows of a rank that are not gaps."""
         here = np.zeros(self.rows[rank], np.bool_)
         here[self.row[self.rank == rank]] = True
         return here

@@ -1,4 +1,5 @@
-"""The endpoint that the tests of the fabric transport write to (support/fabric), and a peer of a service behind one."""
+"""The endpoint that the tests of the fabric transport write to (support/fabric), and a peer that a service reaches
+through one."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from support.fake_verbs import FakePeer
 
 SOURCE_KEY, TARGET_KEY, SIGNAL_KEY, REQUESTS_KEY = 0x11, 1 << 40, 0x33, 0x44
 PEER = 3
-_DESCRIPTORS = 0x7000  # a key's descriptor, behind this
+_DESCRIPTORS = 0x7000  # a key's descriptor, counted from this
 
 
 @functools.cache
@@ -64,7 +65,7 @@ class FakeEndpoint:
         self._lib.fake_endpoint_allow(self._endpoint, requests)
 
     def dawdle(self, most: int, seed: int) -> None:
-        """Carries out at most so many at each poll, mostly fewer, and refuses some writes for now."""
+        """Carries out at most this many at each poll, mostly fewer, and refuses some writes for now."""
         self._lib.fake_endpoint_dawdle(self._endpoint, most, seed)
 
     def fail(self, request: int, error: int) -> None:
@@ -82,7 +83,7 @@ class FakeEndpoint:
 
 
 class Descriptors:
-    """The table of local keys that a connection gets, and what an endpoint knows behind them.
+    """The table of local keys that a connection gets, and the keys that an endpoint knows in addition.
 
     Attributes:
         address: of the table.
@@ -100,7 +101,7 @@ class Descriptors:
 
 
 class FakeFabricPeer(FakePeer):
-    """A peer behind a fake endpoint of its own: this process's memory, under another's keys.
+    """A peer with its own fake endpoint: this process's memory, under another's keys.
 
     Args:
         service: that connects to it.

@@ -43,7 +43,7 @@ class OtherCalls:
         return getattr(self._runtime, name)
 
     def engine_functions(self) -> EngineFunctions:
-        """The driver's, but for those that are others."""
+        """The driver's calls, except those that are replaced."""
         return replace(self._runtime.engine_functions(), **self._calls)
 
 

@@ -74,7 +74,7 @@ class FakeDevice:
         self._lib.fake_allow(self._device, requests)
 
     def dawdle(self, most: int, seed: int) -> None:
-        """Executes at most so many at each poll, and mostly fewer."""
+        """Executes at most this many at each poll, and mostly fewer."""
         self._lib.fake_dawdle(self._device, most, seed)
 
     def fail_request(self, number: int, status: int) -> None:
@@ -189,7 +189,7 @@ class OwnTriggers:
 
 
 class FakePeer(OwnTriggers):
-    """A peer behind a fake device of its own: this process's memory, under another's keys.
+    """A peer with its own fake device: this process's memory, under another's keys.
 
     Args:
         service: that connects to it.

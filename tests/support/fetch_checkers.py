@@ -1,6 +1,6 @@
 """Puts the checkers of tests/models into a directory: Relacy's headers and SPIN, of Debian.
 
-python fetch_checkers.py DIRECTORY     exits with 0, or with 2 and the reason why they can't be had here
+python fetch_checkers.py DIRECTORY     exits with 0, or with 2 and the reason why they are not available here
 """
 
 from __future__ import annotations

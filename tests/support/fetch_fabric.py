@@ -1,6 +1,6 @@
 """Puts libfabric and the programs that make networks into a directory, as far as they are not installed.
 
-python fetch_fabric.py DIRECTORY     exits with 0, or with 2 and the reason why they can't be had here
+python fetch_fabric.py DIRECTORY     exits with 0, or with 2 and the reason why they are not available here
 """
 
 from __future__ import annotations

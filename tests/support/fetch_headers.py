@@ -1,7 +1,7 @@
 """Puts the headers that a transport of the engine is built with into a directory, unless the C compiler finds the
 system's.
 
-python fetch_headers.py DIRECTORY PACKAGE     exits with 0, or with 2 and the reason why they can't be had here
+python fetch_headers.py DIRECTORY PACKAGE     exits with 0, or with 2 and the reason why they are not available here
 """
 
 from __future__ import annotations

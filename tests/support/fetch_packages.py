@@ -1,6 +1,6 @@
 """Puts Debian's packages, and all that they need and is not installed, into a directory.
 
-python fetch_packages.py DIRECTORY PACKAGE...    exits with 0, or with 2 and the reason why they can't be had here
+python fetch_packages.py DIRECTORY PACKAGE...    exits with 0, or with 2 and the reason why they are not available here
 """
 
 from __future__ import annotations

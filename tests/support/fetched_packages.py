@@ -20,7 +20,7 @@ class FetchedPackages:
     Args:
         name: the directory's.
         program: of this directory, which fetches it.
-        arguments: for the program, behind the directory.
+        arguments: for the program, after the directory.
     """
 
     def __init__(self, name: str, program: str, *arguments: str) -> None:
@@ -31,7 +31,7 @@ class FetchedPackages:
         """Fills the directory, unless that was done before.
 
         Raises:
-            UnavailableError: it can't be had here.
+            UnavailableError: it is not available here.
         """
         try:
             done = subprocess.run(self._command, capture_output=True, text=True, check=False, timeout=_SECONDS)

@@ -25,7 +25,7 @@ extern "C" __global__ void wait_mapped(DeviceHandle<SmChannel> channel) { channe
 
 
 def caught(action: Callable[[], object], within: float | None = None) -> ProxyCCLError | None:
-    """What the action raised by name; with `within` it must come in so many seconds."""
+    """What the action raised by name; with `within` it must come in this many seconds."""
     started = time.monotonic()
     try:
         action()

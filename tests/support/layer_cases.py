@@ -148,7 +148,7 @@ class Plan:
 
     @functools.cached_property
     def scales(self) -> list[Values]:
-        """Weights of rows whose products are exact, so that it is no matter whether a sum is fused with them."""
+        """Weights of rows whose products are exact, so that it does not matter whether a sum is fused with them."""
         rngs = [np.random.default_rng((self.case.seed, rank, 5)) for rank in range(self.case.ranks)]
         powers = [np.ldexp(1.0, rng.integers(-3, 4, rows)) for rng, rows in zip(rngs, self.routing.rows, strict=True)]
         signs = [rng.choice([-1.0, 1.0], rows) for rng, rows in zip(rngs, self.routing.rows, strict=True)]
@@ -223,7 +223,7 @@ def same_layout(desc: Any, plan: Plan, rank: int) -> None:
 
 
 def placed(comm: Communicator, values: Values, rows: int | None = None) -> Any:
-    """The values behind a row of something else, so that odd rows are not aligned; and in front of others, if any."""
+    """The values after a row of something else, so that odd rows are not aligned; and in front of others, if any."""
     before, behind = 1, 0 if rows is None else rows - len(values)
     padded = np.full((before + len(values) + behind, *values.shape[1:]), 7, values.dtype)
     padded[before : before + len(values)] = values

@@ -18,7 +18,7 @@ from support.running import TIMEOUT
 
 
 def view_of(base: Any, offset: int, count: int, dtype: str) -> ArrayView:
-    """`count` elements of an array's memory, `offset` bytes behind its start."""
+    """`count` elements of an array's memory, `offset` bytes after its start."""
     whole = base.view() if isinstance(base, Array) else base
     return replace(whole, ptr=whole.ptr + offset, shape=(count,), dtype=as_dtype(dtype), owner=base)
 
@@ -44,7 +44,7 @@ def symmetric(comm: Communicator, nbytes: int) -> Array:
 
 
 def make_call(comm: Communicator, call: Call, source: Any, target: Any, offset: int = 0) -> bytes:
-    """Makes a call with slices of two arrays, `offset` elements behind their start, and checks it."""
+    """Makes a call with slices of two arrays, `offset` elements after their start, and checks it."""
     size_in, size_out = call.sizes(comm.world_size)
     at = offset * as_dtype(call.dtype).itemsize
     x, out = view_of(source, at, size_in, call.dtype), view_of(target, at, size_out, call.dtype)

@@ -28,7 +28,7 @@ _TESTS = str(ROOT / "tests")
 
 
 class Hosts:
-    """So many hosts; a context manager.
+    """This many hosts; a context manager.
 
     Args:
         count: number of hosts.
@@ -133,7 +133,7 @@ class Hosts:
     def mpiexec(
         self, ranks: Sequence[int], command: Sequence[str], directory: Path, *, env: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Starts MPICH's mpiexec on the first host, for so many ranks on each: ``mpiexec -f hosts``, by ssh.
+        """Starts MPICH's mpiexec on the first host, for this many ranks on each: ``mpiexec -f hosts``, by ssh.
 
         MPI brings a libfabric of its own.
         """
@@ -185,7 +185,7 @@ class Hosts:
 
 
 def hosts_or_skip(count: int, *, ipv4: bool = True, secure_shell: Path | None = None) -> Hosts:
-    """So many hosts for a test of the fabric transport, which is skipped if it can't have them."""
+    """This many hosts for a test of the fabric transport, which is skipped if it can't have them."""
     if not _engine.lib.proxyccl_fabric_built():
         require_fabric("this build has no fabric transport: libfabric's headers were not there")
     reason = unavailable_reason()

@@ -56,7 +56,7 @@ extern "C" __global__ void custom(ProxyChannelDeviceHandle channel, int count) {
 
 
 def channels_of(comm: Communicator, nbytes: int = 1024) -> ChannelSet[ProxyChannel]:
-    """A channel to each other rank, from and to memory of so many bytes."""
+    """A channel to each other rank, from and to memory of this many bytes."""
     channels = comm.proxy_channels(comm.empty(nbytes, "uint8"))
     barrier(comm)
     return channels

@@ -1,7 +1,7 @@
 """Bugs that tests/models plants in a copy of the shipped sources, and that its checkers must find.
 
-A copy has all bugs of a program at once, each behind a number, so that they cost one compilation. The text that a bug
-replaces must be there exactly once: a change of the source that a bug no longer fits fails the build.
+A copy has all bugs of a program at once, each selected by a number, so that they cost one compilation. The text that a
+bug replaces must be there exactly once: a change of the source that a bug no longer fits fails the build.
 """
 
 from __future__ import annotations

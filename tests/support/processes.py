@@ -90,7 +90,7 @@ def is_job_daemon(pid: int) -> bool:
 
 
 def shared_memory_names() -> set[str]:
-    """What lies in /dev/shm, but for what others put there in a test run.
+    """The files in /dev/shm, except those that others put there in a test run.
 
     MPI keeps segments there, and leaves them when a rank is killed; so does the driver of a GPU.
     """

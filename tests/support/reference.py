@@ -26,7 +26,7 @@ DTYPES = tuple(reduction_dtypes())
 SOME_DTYPES = ("float32", "bfloat16", "int8")  # one of each kind of accumulator
 OPS = ("sum", "prod", "min", "max", "avg")
 BITWISE_OPS = ("band", "bor", "bxor")
-_GUARD = 5  # elements behind each array that nobody may touch
+_GUARD = 5  # elements after each array that nobody may touch
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Benchmarks on hosts that are network namespaces: mpiexec for so many ranks on each, or a program alone on one.
+"""Benchmarks on hosts that are network namespaces: mpiexec for this many ranks on each, or a program alone on one.
 
 TCP's congestion control is cubic there, Linux's own, whatever the machine's. BBR takes half as much through a machine's
 own network, and not the same for two connections that do the same: it sends at the rate that it has measured before.
@@ -30,7 +30,7 @@ def main() -> int:
         sys.exit(f"there is no libfabric: {reason}")
     split = sys.argv.index("--")
     ranks, command = [int(count) for count in sys.argv[1:split]], sys.argv[split + 1 :]
-    # Names of these hosts are in no directory, so gloo is told what it would look up. OpenMP's threads spin behind each
+    # Names of these hosts are in no directory, so gloo is told what it would look up. OpenMP's threads spin after each
     # piece of work: with more than one a rank, as torch has by default, they take the cores from everybody. MPICH's UCX
     # would find these hosts to be one machine, and use its memory.
     env = {

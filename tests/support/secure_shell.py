@@ -55,7 +55,7 @@ class SecureShell:
         directory: for keys and settings.
 
     Raises:
-        UnavailableError: the programs can't be had here, or a server did not start.
+        UnavailableError: the programs are not available here, or a server did not start.
     """
 
     def __init__(self, places: Sequence[Sequence[str]], directory: Path) -> None:

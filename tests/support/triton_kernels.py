@@ -94,7 +94,7 @@ def put_elsewhere(channel, dst_memory, src_memory, size):
 
 @triton.jit
 def get_and_wait(channel, dst_offset, src_offset, size, out):
-    """One get, and whether it is complete behind the wait for its ticket."""
+    """One get, and whether it is complete after the wait for its ticket."""
     ticket = pt.get(channel, dst_offset, src_offset, size)
     tl.store(out, pt.wait_complete(channel, ticket).to(tl.int32))
     tl.store(out + 1, pt.is_complete(channel, ticket).to(tl.int32))

@@ -258,7 +258,7 @@ def test_a_wait_in_torch_ends_by_what_ends_any_wait(how: str, torch_distributed:
 
 
 class GarblingBootstrap:
-    """A rank whose message in one exchange keeps its purpose and is garbage behind that. Counted from 0 are those that
+    """A rank whose message in one exchange keeps its purpose and is garbage after that. Counted from 0 are those that
     carry anything.
     """
 

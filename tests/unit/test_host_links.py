@@ -337,7 +337,7 @@ def test_many_addresses_of_a_peer_make_one_link() -> None:
 
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_a_host_that_is_out_of_reach_for_a_moment_is_called_again(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a link that is down shows: the call fails, when it begins or behind that."""
+    """As a link that is down shows: the call fails, when it begins or after that."""
 
     class Unreachable(socket.socket):
         """Two of them are."""

@@ -69,14 +69,14 @@ def check_platform(wheel: Path) -> str:
     said = run([sys.executable, "-m", "auditwheel", "show", str(wheel)], timeout=60)
     tag = re.search(r'platform\s+tag:\s+"(manylinux_\w+)"', said)
     if tag is None:
-        raise CheckError(f"{wheel.name} is no manylinux wheel: {said}")
+        raise CheckError(f"{wheel.name} is not a manylinux wheel: {said}")
     if tag[1] not in wheel.name:
         raise CheckError(f"{wheel.name} should be tagged {tag[1]}")
     return tag[1]
 
 
 def check_sdist(sdist: Path) -> int:
-    """Number of files in the sdist: all that are tracked, but for what belongs to the repository alone.
+    """Number of files in the sdist: all tracked files, except those that belong only to the repository.
 
     Raises:
         CheckError: some are missing.

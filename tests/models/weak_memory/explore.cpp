@@ -1,12 +1,12 @@
 // Explores a scenario under Relacy, which executes it once for each schedule and for each value that a load may return.
 //
 //   explore SCENARIO bound SWITCHES [BUG]
-//     all executions with at most so many switches away from a thread that could go on; a load returns the newest value
-//     or the one before
+//     all executions with at most this many switches away from a thread that could go on; a load returns the newest
+//     value or the one before
 //   explore SCENARIO random EXECUTIONS [BUG]
-//     so many at random; a load may also return the value before that
+//     this many at random; a load may also return the value before that
 //
-// BUG is the number of a planted bug. It exits with 0, or with 1 behind the trace of an execution that fails.
+// BUG is the number of a planted bug. It exits with 0, or with 1 after the trace of an execution that fails.
 #include <relacy/relacy.hpp>
 
 #include <sys/mman.h>

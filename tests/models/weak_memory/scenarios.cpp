@@ -101,7 +101,7 @@ ProxycclFifo beginRing(uint32_t size_log2, ProxycclConnection* connection, uint3
   return {slots, &tail, &head, &tail_cache, &refresh_lock, size_log2, 0};
 }
 
-// Runs the worker until it has taken so many triggers and nothing is outstanding.
+// Runs the worker until it has taken this many triggers and nothing is outstanding.
 void drain(uint64_t triggers) {
   ProxycclExitInfo info;
   for (;;) {
@@ -336,7 +336,7 @@ struct SemaphoreScenario {
   }
 };
 
-// -- the grid's barrier: what each block wrote before it is read by all behind it, and rewritten behind the next ---
+// -- the grid's barrier: what each block wrote before it is read by all after it, and rewritten after the next ---
 
 struct GridScenario {
   static constexpr uint32_t kBlocks = 3, kRounds = 2;

@@ -16,7 +16,7 @@ if not IN_MACHINE:
 
 @pytest.fixture
 def wire() -> Iterator[Wire]:
-    """The wire between the devices; what a test does to it is undone behind the test."""
+    """The wire between the devices; what a test does to it is undone after the test."""
     wire = Wire()
     try:
         yield wire

@@ -71,7 +71,7 @@ def test_a_signal_never_overtakes_its_data(signal: str) -> None:
     turns = 200
 
     def body(comm: Communicator) -> None:
-        # Places 0 to turns - 1 hold what was read in each turn; the peer writes to the one behind them.
+        # Places 0 to turns - 1 hold what was read in each turn; the peer writes to the one after them.
         values = comm.empty(turns + 1, "int64").fill(0)
         sent = comm.empty(1, "int64")
         channels = comm.proxy_channels(values, sent)

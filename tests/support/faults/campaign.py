@@ -1,7 +1,7 @@
 """Runs cases and checks how each ended. python tests/support/faults/campaign.py --count 1000 --seed 1 --report FILE
 
 With --hosts the ranks are on two hosts, which are network namespaces of this machine, and their link has faults too.
-With --jobs so many cases run at once. SIGTERM and Ctrl-C end the campaign and what it runs; its report has what ended.
+--jobs says how many cases run at once. SIGTERM and Ctrl-C end the campaign and what it runs; its report has what ended.
 
 A finding is a process that did not end in time or ended by what has no name, a stopped daemon that a rank did not
 notice within two time-outs, a wrong result, ranks that disagree who goes on, a harmless fault that somebody noticed, or

@@ -45,7 +45,7 @@ _TIMEOUT_SECONDS = 3.0
 _HARMLESS_TIMEOUT_SECONDS = 15.0
 """Where no wait may run out: on a busy machine a rank that compiles a kernel takes seconds."""
 _DAEMON_STARTS_SECONDS = 60.0
-"""Of two daemons, the first one and that behind a shrink: each may take half of it (`proxyccl.proxy.daemon.job`)."""
+"""Of two daemons, the first one and that after a shrink: each may take half of it (`proxyccl.proxy.daemon.job`)."""
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ class Endurance:
 
     Args:
         seconds: how long it works.
-        rest: seconds of sleep behind every few steps.
+        rest: seconds of sleep after every few steps.
     """
 
     def __init__(self, seconds: float, rest: float) -> None:
@@ -146,7 +146,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60, help="how long the ranks work")
     parser.add_argument("--ranks", type=int, default=3, help="how many there are")
-    parser.add_argument("--rest", type=float, default=0, help="seconds that they sleep behind every few steps")
+    parser.add_argument("--rest", type=float, default=0, help="seconds that they sleep after every few steps")
     arguments = parser.parse_args()
     if "RENDEZVOUS" in os.environ:
         np.seterr(all="raise")

@@ -154,7 +154,7 @@ struct ThreadStreams {
 };
 thread_local ThreadStreams thread_streams;
 
-// The legacy default stream of the current device. What is queued next runs behind what threads' own default streams
+// The legacy default stream of the current device. What is queued next runs after what threads' own default streams
 // hold; the reverse, that these wait for it, is left out.
 void* legacyStream() {
   static auto& by_device = *new std::map<int, Stream*>();

@@ -4,7 +4,7 @@ PyPI has no HIPRTC, and the stable distributions' ones are too old for gfx942. D
 C library than most machines have, so it comes with that and with the loader to start Python under it (about 60 MB down,
 250 MB unpacked).
 
-    python fetch_hiprtc.py DIRECTORY      exits with 0, or with 2 and the reason why it can't be had here
+    python fetch_hiprtc.py DIRECTORY      exits with 0, or with 2 and the reason why it is not available here
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ HIP_EXPORT hiprtcResult hiprtcCompileProgram(hiprtcProgram handle, int count, co
     std::system((command + " -E -DPROXYCCL_FIND_KERNELS " + quoted(source) + " -o " + quoted(log)).c_str());
     std::ofstream(source, std::ios::app) << descriptors(readFile(log));
   }
-  // Behind the caller's -O3: a test compiles more than it runs.
+  // After the caller's -O3: a test compiles more than it runs.
   command += " -O1 -fPIC -shared -fvisibility=hidden " + quoted(source) + " -o " + quoted(image) + " 2>" + quoted(log);
   const int status = std::system(command.c_str());
   program->log = readFile(log);

@@ -305,7 +305,7 @@ def pinned_memory() -> None:
 
 
 def plans() -> None:
-    """Arrays that streams write before each call and read behind it, and peers' proxies write meanwhile."""
+    """Arrays that streams write before each call and read after it, and peers' proxies write meanwhile."""
     share, rounds = 777, 4
 
     def body(comm: Communicator) -> None:

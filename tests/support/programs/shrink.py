@@ -27,7 +27,7 @@ PLACES: dict[str, tuple[type, str, bool]] = {
     "joined": (Survivors, "all_joined", True),
     "starts": (Collectives, "start", False),
 }
-"""A method, and whether the rank is killed behind it."""
+"""A method, and whether the rank is killed after it."""
 
 
 def die(*_: Any) -> None:

@@ -3,7 +3,7 @@
 That is a kernel, QEMU, and the RDMA packages that are installed inside, all of the Debian release that runs here and
 only what is not installed already (about 100 MB down, 150 MB unpacked).
 
-    python fetch_machine.py DIRECTORY     exits with 0, or with 2 and the reason why it can't be had here
+    python fetch_machine.py DIRECTORY     exits with 0, or with 2 and the reason why it is not available here
 
 The directory then has
     root/       packages, unpacked over one another

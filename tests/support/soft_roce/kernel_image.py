@@ -13,7 +13,7 @@ SECTOR = 512
 SETUP_SECTORS = 0x1F1
 PAYLOAD = 0x248  # offset from the end of the setup sectors, length
 XZ = b"\xfd7zXZ\0"
-UNPACKED_SIZE = 4  # bytes behind the payload's own end that say how long it is, unpacked
+UNPACKED_SIZE = 4  # bytes after the payload's own end that say how long it is, unpacked
 
 
 def uncompressed(image: bytes) -> bytes:

@@ -160,7 +160,7 @@ class Machine:
         )
 
     def copy_output(self) -> None:
-        """Passes on what the command writes until the machine is off: at once, or by line behind the machine's name."""
+        """Passes on what the command writes until the machine is off: at once, or by line after the machine's name."""
         assert self._process.stdout is not None
         output = self._process.stdout.fileno()
         for piece in iter(lambda: os.read(output, 1 << 16), b"") if self._name is None else self._process.stdout:

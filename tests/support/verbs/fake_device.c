@@ -186,7 +186,7 @@ static int take(FakeDevice *device, const struct ibv_send_wr *wr) {
   if (request->length == 0) note(device, "a request carries nothing");
   if (request->is_inline) {
     if (request->opcode != IBV_WR_RDMA_WRITE || request->length > MAX_INLINE)
-      note(device, "a request that is no signal and no value is inline");
+      note(device, "a request that is neither a signal nor a value is inline");
     else
       memcpy(&request->inlined, (void *)request->local, request->length);
   }
