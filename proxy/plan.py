@@ -29,7 +29,7 @@ class PlanPost(Message, frozen=True):
 
 
 class PlanSend(Message, frozen=True):
-    """Copies to a peer, and signals behind that.
+    """Copies to a peer, and signals after that.
 
     Attributes:
         channel: a channel to the peer that is used for sends alone.
@@ -57,7 +57,7 @@ class PlanReceive(Message, frozen=True):
 
     Attributes:
         channel: the channel to the peer that is used for sends alone.
-        sends: how many of the peer's sends it waits for, behind those of earlier receives on the channel.
+        sends: how many of the peer's sends it waits for, after those of earlier receives on the channel.
         stage: which of the words that streams wait for counts it when it is complete; None for none.
     """
 
@@ -67,7 +67,7 @@ class PlanReceive(Message, frozen=True):
 
 
 class ProxyPlan(Message, frozen=True):
-    """The steps of one rank. They are taken as soon as they can be, in any order, but for sends on one channel."""
+    """The steps of one rank. They are taken as soon as they can be, in any order, except sends on one channel."""
 
     posts: tuple[PlanPost, ...] = ()
     sends: tuple[PlanSend, ...] = ()

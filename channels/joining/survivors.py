@@ -91,7 +91,7 @@ class SegmentBoard:
 def _key(kind: str, number: int) -> int:
     """A name in 64 bits."""
     digest = hashlib.sha256(repr(("survivors", kind, number)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") | 1  # 0 is no key
+    return int.from_bytes(digest[:8], "little") | 1  # 0 is not a key
 
 
 class _Subject(IntEnum):

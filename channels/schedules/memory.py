@@ -110,7 +110,7 @@ class PlanMemories:
         return PlanSpan(self._boxes, self._boxes.offset(side), self._boxes.ptr + self._boxes.offset(side))
 
     def found_or_staged(self, found: PlanSpan | None, side: Side, nbytes: int) -> PlanSpan:
-        """What `source` or `target` found, else memory to stage so many bytes in.
+        """What `source` or `target` found, else memory to stage this many bytes in.
 
         Where `staged_together`, all ranks call this together, each with what it has found. Raises as `stage` does.
         """
@@ -120,7 +120,7 @@ class PlanMemories:
         return found or stage
 
     def stage(self, side: Side, nbytes: int) -> PlanSpan:
-        """Device memory of at least so many bytes that peers' proxies reach, the same one at each call.
+        """Device memory of at least this many bytes that peers' proxies reach, the same one at each call.
 
         Where `staged_together`, all ranks call this together with the same arguments.
 

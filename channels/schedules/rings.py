@@ -32,7 +32,7 @@ class PlanRings:
         self._dropped: list[tuple[Any, list[int]]] = []  # what was issued in C, and its plans
 
     def stage(self, number: int, receives: int) -> Operation:
-        """Waits, within a plan, until so many receives of a stage are complete."""
+        """Waits, within a plan, until this many receives of a stage are complete."""
         return WaitValue(self._words.stages[number], receives)
 
     def open_gate(self, value: int) -> Operation:

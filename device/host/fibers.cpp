@@ -361,7 +361,7 @@ const EmulatorApi kApi = {syncBlock, shuffleLanes, ballotLanes, spin, nowNanosec
   warp.live &= ~(1u << fiber->lane);
   block->idle_rounds = 0;
   // Fibers that waited for this thread no longer need to wait. Its place in the list is kept until they are linked
-  // behind it.
+  // after it.
   if (block->live > 0 && block->at_barrier == block->live) releaseBarrier(block, fiber);
   for (uint32_t lane = 0; lane < kWarp && warp.waiting; ++lane)
     if (warp.waiting >> lane & 1)

@@ -416,7 +416,7 @@ class Buffer(Connected):
         self._masks.update(rank_to_mask, masked=mask)
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Fills int32 [ranks]: 1 for ranks that are masked or known to be lost, 0 for the others. Waits for nobody.
+        """Fills int32 [ranks]: 1 for ranks that are masked or known to be lost, 0 for the others. Does not wait.
 
         Raises:
             CommunicatorError: a rank has failed, and the buffer was made without enable_shrink.

@@ -1,7 +1,7 @@
 /* A service's memory for observers: other processes map it and read it at any time.
  *
- * Each worker writes its own part with plain 8-byte stores. It does not know whether anybody reads, and waits for
- * nobody. The channels' counters lie elsewhere (engine.h); the parity of a ring's slots tells how full it is.
+ * Each worker writes its own part with plain 8-byte stores. It does not know whether anybody reads, and does not
+ * wait. The channels' counters lie elsewhere (engine.h); the parity of a ring's slots tells how full it is.
  */
 #ifndef PROXYCCL_OBSERVE_H
 #define PROXYCCL_OBSERVE_H
@@ -55,7 +55,7 @@ typedef enum ProxycclTraceMark {
   PROXYCCL_MARK_COMPLETED = 2, /* of the triggers before it that connection number >> 32 was given, the last number %
                                   2^32 are not complete, all others are */
   PROXYCCL_MARK_HANDLED = 3,   /* the handler of channel number has returned from the last trigger before it */
-  PROXYCCL_MARK_PLAN = 4       /* the triggers behind it come from no ring: they are sends of plan number */
+  PROXYCCL_MARK_PLAN = 4       /* the triggers after it come from no ring: they are sends of plan number */
 } ProxycclTraceMark;
 
 typedef struct ProxycclWorkerStats {

@@ -31,7 +31,7 @@ static inline void counter_set(uint64_t *counter, uint64_t value) {
 static inline void word_store(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
 /* Pairings flush, staged-message, bell, post and gate, acquire. A stream, the RDMA device or the CPU stored the word
- * behind what it tells of. */
+ * after the events that it reports. */
 static inline uint64_t word_load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
 /* Relaxed: only tells whether there is something to wait for. */

@@ -179,7 +179,7 @@ static const char *refusal(const ProxycclTransport *transport, const ProxycclMem
   return NULL;
 }
 
-/* Not behind the copies of the connection's stream: nothing that is under way concerns the peer's plan. */
+/* Not after the copies of the connection's stream: nothing that is under way concerns the peer's plan. */
 static ProxycclOutcome issue_post(Step *step, Channel *channel, ProxycclExitInfo *info) {
   ProxycclConnection *connection = channel->connection;
   const uint64_t previous = channel->outbound, value = channel->outbound = next_post(previous, &step->post);
@@ -290,7 +290,7 @@ static int is_own(const ProxycclWorker *worker, const Step *step) {
 
 /* -- what a part waits for --- */
 
-/* A part waits for its incomplete steps of the earliest phase: what comes later may come behind those. */
+/* A part waits for its incomplete steps of the earliest phase: what comes later may come after those. */
 enum {
   PHASE_POSTS,
   PHASE_MEETINGS,

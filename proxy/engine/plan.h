@@ -45,7 +45,7 @@ typedef struct ProxycclPlanPost {
   uint64_t offset;  /* in that memory, in bytes */
 } ProxycclPlanPost;
 
-/* Copies, and signals behind that. */
+/* Copies, and signals after that. */
 typedef struct ProxycclPlanSend {
   uint32_t channel;      /* used for plans alone; its remote word counts what was sent */
   uint32_t post_channel; /* the channel on which the receiver's posts come in; PROXYCCL_NO_ID: it needs none */
@@ -60,7 +60,7 @@ typedef struct ProxycclPlanSend {
 /* Waits until a peer's sends have come. */
 typedef struct ProxycclPlanReceive {
   uint32_t channel; /* used for plans alone; its own word counts what has come */
-  uint32_t sends;   /* behind those of earlier receives on the channel */
+  uint32_t sends;   /* after those of earlier receives on the channel */
   uint32_t stage;   /* which of the words `stages` counts it; PROXYCCL_NO_ID: none */
 } ProxycclPlanReceive;
 

@@ -168,7 +168,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// @return as flush()
   PROXYCCL_DEVICE bool waitFlushed(uint64_t ticket) const {
     // The word holds a ticket, not a count: two threads that flush the same channel may push in either order, and the
-    // later ticket's completion implies the earlier's. The load pairs with the transport's write of the word, behind
+    // later ticket's completion implies the earlier's. The load pairs with the transport's write of the word, after
     // the channel's data.
     if (ticket == kNoTicket) return false;
     const WaitFor what = {PROXYCCL_WAIT_FLUSH, peer, channel, ticket + 1};
