@@ -51,7 +51,7 @@ class ExecutionPlans:
 
     def require_executable(self, plan: ExecutionPlan) -> None:
         """Raises ArgumentError for a plan of another number of ranks, or one whose kernels touch memory that they
-        can't reach: that of another node, or of a device that is no peer.
+        can't reach: that of another node, or of a device that is not a peer.
         """
         if plan.digest in self._resources:
             return
@@ -63,7 +63,7 @@ class ExecutionPlans:
                 if not group.topology.may_touch(rank, peer):
                     raise place.refuse(
                         f"a memory channel to rank {peer}, which kernels of rank {rank} can't reach; expected port "
-                        "channels between nodes, and between devices that are no peers"
+                        "channels between nodes, and between devices that are not peers"
                     )
 
     def prepare(self, plan: ExecutionPlan, source: ArrayView, target: ArrayView, given: Reached) -> Launchable:
@@ -116,7 +116,7 @@ class _Sized:
     """The kernel's tables for one size, in device memory."""
 
     memory: Memory
-    operands_at: int  # behind the steps
+    operands_at: int  # after the steps
     blocks: int
     block_steps: int
     block_operands: int
