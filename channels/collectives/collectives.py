@@ -128,7 +128,7 @@ class Collectives:
         return self._flows
 
     def scratch(self, nbytes: int) -> Memory:
-        """At least so many bytes of this rank's own, which its next collective may overwrite."""
+        """At least this many bytes of this rank's own, which its next collective may overwrite."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
             # What was there is freed with the last queued call that uses it.
             self._scratch = self.group.runtime.allocate(max(nbytes, 1))

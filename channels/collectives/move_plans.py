@@ -115,7 +115,7 @@ class _Round:
         )
 
     def _places(self, side: Side, transfers: Sequence[Transfer], find: Callable[[], PlanSpan | None]) -> list[PlanSpan]:
-        """Where each transfer begins: in the array, whose memory `find` gives; else staged, one behind the other."""
+        """Where each transfer begins: in the array, whose memory `find` gives; else staged, one after the other."""
         memories = self._by_proxy.memories
         if not transfers and not memories.staged_together:
             return []

@@ -92,7 +92,7 @@ class Plans:
         for ptr, nbytes in prepared.ranges:
             self._runtime.expect_reuse(ptr, nbytes)
         prepared.ranges = ()
-        # On a GPU nothing need be kept alive: an array's memory is freed behind all work (gpu.py), a tensor's reused
+        # On a GPU nothing need be kept alive: an array's memory is freed after all work (gpu.py), a tensor's reused
         # in the order of its stream.
         owners = (x, out) if self._on_host and x is not None else ()
         if stream is None and not self._on_host:
@@ -113,7 +113,7 @@ class Plans:
         key: Key | None,
     ) -> None:
         """Compares the call with the other ranks', makes or finds its plan, and launches it."""
-        self._runtime.stream_handle(stream)  # refuses what is no stream before anything is agreed
+        self._runtime.stream_handle(stream)  # refuses an invalid stream before anything is agreed
         fields = self._launches.agree(call)
         if call.count == 0:
             return
@@ -137,7 +137,7 @@ class Plans:
             self._keep(self._prepared, key, _Prepared(encode_fields(fields), plan, guard, ranges), changes)
 
     def _keep(self, cache: dict[Key, Any], key: Key, value: object, changes: int) -> None:
-        """Keeps what was made after so many changes, unless there was another since."""
+        """Keeps what was made after this many changes, unless there was another since."""
         with self._lock:
             if changes != self._changes:
                 return

@@ -225,7 +225,7 @@ class _Reduction:
         )
 
     def reduce(self, result: int) -> list[Step]:
-        """Reduces each piece of the own share when it has come, and opens the gate behind it.
+        """Reduces each piece of the own share when it has come, and opens the gate after it.
 
         Args:
             result: where the reduced share goes.

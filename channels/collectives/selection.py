@@ -28,7 +28,8 @@ Algorithm = str | ExecutionPlan
 """What a table chooses: an algorithm of the library by name, or a program's own plan."""
 
 Elements = Literal["16-bit floats", "other types", "all types"]
-"""A class of element types: sums of 16-bit floats travel in float32; collectives that move bytes know no types."""
+"""A class of element types: sums of 16-bit floats travel in float32; collectives that move bytes do not distinguish
+types."""
 _ELEMENTS: dict[str, tuple[Elements, ...]] = {
     collective: ("16-bit floats", "other types") if collective in ("all_reduce", "reduce_scatter") else ("all types",)
     for collective in ALGORITHMS_BY_COLLECTIVE
@@ -36,7 +37,7 @@ _ELEMENTS: dict[str, tuple[Elements, ...]] = {
 
 
 def require_algorithm(name: str, collective: str = "all_reduce") -> None:
-    """Raises ArgumentError for what is no algorithm of a collective."""
+    """Raises ArgumentError if the name is not an algorithm of a collective."""
     known = ALGORITHMS_BY_COLLECTIVE[collective]
     if name not in known:
         raise ArgumentError("algorithm", f"unknown algorithm {name!r}; expected one of {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""The collectives that ship: for each the kernels behind it. A new collective is a row here and a file beside it."""
+"""The shipped collectives: for each its kernels. A new collective is a row here and a file next to this one."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Team:
         return self.grid(count * itemsize), bytes(ffi.buffer(team))
 
     def fits_one_round(self, nbytes: int) -> bool:
-        """Whether `all_reduce_by_proxy` reduces so many bytes in one crossing."""
+        """Whether `all_reduce_by_proxy` reduces this many bytes in one crossing."""
         slot = self._team.exchange_bytes // self._team.world_size // 128 * 128
         return nbytes <= min(lib.PROXYCCL_ONE_ROUND_BYTES, slot)
 

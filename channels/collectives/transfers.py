@@ -26,10 +26,10 @@ from proxyccl.device.runtime import Runtime, StreamLike
 
 
 class Transfers:
-    """Transfers that are issued together, behind the ``with`` block that collects them.
+    """Transfers that are issued together, at the end of the ``with`` block that collects them.
 
-    None of them waits for another, so the order of sends and receives within the block does not matter, but for those
-    with one peer: a rank's sends to a peer meet that peer's receives from it in order. An exception in the block issues
+    None of them waits for another, so the order of sends and receives within the block does not matter, except with
+    one peer: a rank's sends to a peer meet that peer's receives from it in order. An exception in the block issues
     nothing. Made by `Communicator.transfers`.
     """
 
@@ -96,7 +96,7 @@ def run_transfers(
     """Issues transfers; `call` is what all ranks must agree on, if it is a collective."""
     group = collectives.group
     group.failure.require_usable()
-    group.runtime.stream_handle(stream)  # refuses what is no stream before anything is agreed
+    group.runtime.stream_handle(stream)  # refuses an invalid stream before anything is agreed
     if call is not None:
         group.launches.agree(call)
     if group.world_size > 1:

@@ -176,7 +176,7 @@ def read(path: Path) -> Tuned:
     Raises:
         OSError: it can't be read.
         UntrustedPathError: other users can change it.
-        ProtocolError: it is no such file, or another version's, or lies under another machine's name.
+        ProtocolError: it is not such a file, or is another version's, or lies under another machine's name.
     """
     with _opened(path.parent) as descriptor:
         data = read_private(descriptor, path, _CODEC.limit + 1, argument="cache")

@@ -117,8 +117,8 @@ def measure(
 ) -> dict[Case, dict[int, dict[Algorithm, float]]]:
     """What each algorithm takes for each case: the median of the slowest rank's times, in seconds.
 
-    When the time is over it ends behind the calls under way. Sizes for which there was no time are missing, but not the
-    first one. All ranks call this together, and all get the same numbers. A
+    When the time is over it ends after the calls in progress. Sizes for which there was no time are missing, but not
+    the first one. All ranks call this together, and all get the same numbers. A
     single rank measures nothing: its calls are copies, whatever is chosen.
 
     Args:
@@ -196,7 +196,7 @@ def _trials(collectives: Collectives, arrays: _Arrays, size: int) -> Iterator[_T
 
 
 def _in_and_out(arrays: _Arrays, case: Case, share: int, ranks: int) -> tuple[Array, Array]:
-    """Input and output of a call with so many elements a share."""
+    """Input and output of a call with this many elements a share."""
     shares = {"all_gather": (1, ranks), "reduce_scatter": (ranks, 1)}.get(case.collective, (ranks, ranks))
     x, out = (
         arrays.part(number, count * share, _dtype(case).name, symmetric=case.symmetric)
