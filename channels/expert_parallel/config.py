@@ -97,7 +97,7 @@ class EPConfig:
         self.require_room(self.world_size * self.max_tokens, "max_tokens")
 
     def require_room(self, rows: int, argument: str) -> None:
-        """Raises ArgumentError if so many rows are more than a layer can have, which `argument` asks for."""
+        """Raises ArgumentError if this many rows are more than a layer can have, which `argument` asks for."""
         if rows * self.hidden * self.token.itemsize > _MAX_BYTES:
             raise ArgumentError(
                 argument,

@@ -158,7 +158,7 @@ class DispatchCombineContext:
         """Makes the buffers; all ranks call it together.
 
         Args:
-            ep_config: the same on all ranks but for `rank`.
+            ep_config: the same on all ranks except `rank`.
             capacity: rows of `dispatch_output_buf`, as a multiple of max_tokens * topk.
             ep_group: a `Communicator`, an MPI communicator or a torch process group; None for MPI's world.
 
@@ -306,7 +306,7 @@ class DispatchCombineContext:
         return int(self.workspace.received_rows.wanted_tokens)
 
     def bad_indices(self) -> bool:
-        """Whether full_scatter_indices were no permutation, in a dispatch that has ended since the last call."""
+        """Whether full_scatter_indices were not a permutation, in a dispatch that has ended since the last call."""
         received = self.workspace.received_rows
         bad, received.bad_index = bool(received.bad_index), 0
         return bad
@@ -352,7 +352,7 @@ class DispatchCombineContext:
         desc.mark_received(refused=output is None)
 
     def copy(self, copies: Sequence[tuple[int, int, int]], stream: StreamLike, owners: tuple[object, ...]) -> None:
-        """Queues copies in this device's memory, each to an address, from an address, of so many bytes."""
+        """Queues copies in this device's memory, each to an address, from an address, of this many bytes."""
         runtime = self.group.runtime
 
         def plan(handle: StreamLike) -> None:
@@ -389,7 +389,7 @@ class DispatchCombineContext:
         return self._dispatch_scaled is not None
 
     def quantize(self, tokens: ArrayView, stream: StreamLike) -> ArrayView:
-        """Queues the conversion of tokens to float8 rows with their scales behind them: uint8 [T, hidden + bytes of
+        """Queues the conversion of tokens to float8 rows with their scales after them: uint8 [T, hidden + bytes of
         scales].
         """
         assert self._quantize is not None

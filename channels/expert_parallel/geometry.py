@@ -29,7 +29,7 @@ FEW_TOKENS = 32
 _TOKENS_PER_BLOCK = 4
 _TOKENS_PER_PACKET = 64  # of a mask
 _LINE = 128
-_PIECES = 4  # kMaxPieces of experts/expert_team.h: weights behind a row of a combine
+_PIECES = 4  # kMaxPieces of experts/expert_team.h: weights after a row of a combine
 
 
 def aligned(nbytes: int, to: int = _LINE) -> int:
@@ -82,7 +82,7 @@ class OutputLayout:
 
 
 BY_EXPERT = OutputLayout()
-"""The rows of one expert behind those of another."""
+"""The rows of one expert after those of another."""
 
 
 @dataclass(frozen=True)

@@ -459,7 +459,7 @@ class EPAll2AllLayer:
 
         Args:
             input: float32 [R], each row's number. With layout="rank" [R, topk], zero where `local_expert_ids` is -1.
-                The weights that the dispatch returned come back as they were given, but for dropped slots.
+                The weights that the dispatch returned come back unchanged, except for dropped slots.
             ep_a2a_layout_desc: of the dispatch.
             stream: as for `dispatch`.
 

@@ -54,7 +54,7 @@ class OutputBuffers:
         self._whole: dict[tuple[int, str], Any] = {}
 
     def take(self, like: Any, *, on_current_stream: bool) -> TakenBuffer:
-        """The buffer for the next output: each in turn, but for the last.
+        """The buffer for the next output: each in turn, except the last.
 
         Args:
             like: an array of the library in which arrays are made.

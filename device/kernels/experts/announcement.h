@@ -37,7 +37,7 @@ class Announcement {
   // Packets of one rank that come before its weights.
   PROXYCCL_DEVICE uint32_t front() const { return 1 + e_.choice_packets; }
   PROXYCCL_DEVICE uint32_t packetsOfRank() const { return front() + e_.weight_packets; }
-  // What the block keeps of all ranks' front packets: their heads, and behind them their choices.
+  // What the block keeps of all ranks' front packets: their heads, and after them their choices.
   static PROXYCCL_DEVICE uint64_t* heads() {
     __shared__ uint64_t words[PROXYCCL_ANNOUNCED_PAYLOADS];
     return words;
@@ -83,7 +83,7 @@ class Announcement {
   const uint32_t flag_;
 
  private:
-  // The same with so many loads of one thread in flight.
+  // The same with this many loads of one thread in flight.
   template <uint32_t kAtOnce, class Keep>
   PROXYCCL_DEVICE bool awaitEach(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
     const uint32_t all = e_.world_size * front();

@@ -222,7 +222,7 @@ class MaskAnnouncement : public Announcement {
     if (word != 0) atomicAdd(&counts()[i / 2], countBits(word) << i % 2 * 16);
   }
 
-  // -- what the block keeps behind the heads ---
+  // -- what the block keeps after the heads ---
   PROXYCCL_DEVICE uint32_t pairs() const { return (e_.max_tokens + kTokensOfPair - 1) / kTokensOfPair; }
   PROXYCCL_DEVICE uint32_t words() const { return 2 * pairs(); }
   PROXYCCL_DEVICE uint32_t sums() const { return (words() + PROXYCCL_SUMMED_WORDS - 1) / PROXYCCL_SUMMED_WORDS; }

@@ -22,7 +22,7 @@ PROXYCCL_DEVICE void storeRaw(char* to, uint64_t element, uint32_t bytes) {
   }
 }
 
-// Whether an id that names none of so many experts drops its slot.
+// Whether an id that does not name one of this many experts drops its slot.
 PROXYCCL_DEVICE bool dropsSlot(uint32_t dropping_ids, int64_t id, int64_t experts) {
   return (id == -1 && dropping_ids & PROXYCCL_MINUS_ONE_DROPS) ||
          (id == experts && dropping_ids & PROXYCCL_NUMBER_DROPS);

@@ -256,7 +256,7 @@ class Combine {
                              number_ << kBufferBits | call_.rows_buffer);
   }
   // Called by the block before it waits: looks up the rows of its tokens, while the flags that it will wait for are on
-  // their way. They may be used behind the next barrier.
+  // their way. They may be used after the next barrier.
   PROXYCCL_DEVICE void cacheRows() const {
     if (!cachesRows()) return;
 #pragma unroll 1
@@ -270,7 +270,7 @@ class Combine {
   }
 
   // Called by a group when no item is left. The last group acquires the sums of all others and posts them; the proxy
-  // reads them behind the release of that post.
+  // reads them after the release of that post.
   PROXYCCL_DEVICE void post(const Group& group, uint32_t* finished) const {
     if (team_->nodes == 1 || group.lane != 0) return;
     if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
@@ -353,7 +353,7 @@ class Combine {
         team_.isNear(source) ? team_->returns : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
     return area + block_ * segment + (i * places + (by_rank_ ? from : k)) * stride_;
   }
-  // A row's weight, stored behind the row once for each piece: different groups write the pieces.
+  // A row's weight, stored after the row once for each piece: different groups write the pieces.
   PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
     return reinterpret_cast<float*>(row + rowStride(row_bytes_))[piece];
   }

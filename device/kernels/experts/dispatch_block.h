@@ -189,13 +189,13 @@ class Dispatch {
     __shared__ uint16_t targets[PROXYCCL_KEPT_TARGETS];
     return targets;
   }
-  // For each node, numbers the segment's tokens that go there: their rows lie one behind the other.
+  // For each node, numbers the segment's tokens that go there: their rows lie one after the other.
   PROXYCCL_DEVICE void placeTokens() const;
   // Called by the block, before counts are added to what it clears.
   PROXYCCL_DEVICE void clearOutgoing() const;
   // Called by the block: waits for the counts of all ranks. Returns false to all threads if they did not come.
   PROXYCCL_DEVICE bool awaitRouting() const;
-  // Called by the block behind it: for each rank and segment of this rank's tokens, the first row there.
+  // Called by the block after it: for each rank and segment of this rank's tokens, the first row there.
   PROXYCCL_DEVICE void placeOutgoing() const;
   // The same for each source and its segments: the first row here. Returns the number of this rank's rows.
   PROXYCCL_DEVICE uint32_t placeIncoming() const;
@@ -298,7 +298,7 @@ class Dispatch {
   // Called by block 0, with a row for each rank: adds up the choices of each of this rank's experts.
   PROXYCCL_DEVICE void countChosen() const;
   // With masks, when they have come: finds where this rank's rows begin on each rank, and rows of each source here;
-  // and, behind a barrier of the block, what comes.
+  // and, after a barrier of the block, what comes.
   PROXYCCL_DEVICE void placeLeaving(const Group& group) const;
   PROXYCCL_DEVICE void placeArriving(uint32_t thread, uint32_t threads) const;
   PROXYCCL_DEVICE Gathered arriving() const;
@@ -367,9 +367,9 @@ class Dispatch {
   // Called by `threads` threads of the block: sets how many tokens each source has, and this block's segment of them.
   PROXYCCL_DEVICE void setSegments(uint32_t thread, uint32_t threads) const;
 
-  // Whether each expert has room for so many rows. Then the fullest expert counts, and not the rows of a rank.
+  // Whether each expert has room for this many rows. Then the fullest expert counts, and not the rows of a rank.
   PROXYCCL_DEVICE bool isPadded() const { return team_->padded_rows != 0; }
-  // The rows that an expert's rows take, with the gap behind them.
+  // The rows that an expert's rows take, with the gap after them.
   PROXYCCL_DEVICE uint32_t alignedRows(uint32_t rows) const {
     const uint32_t alignment = team_->expert_alignment;
     return alignment > 1 ? (rows + alignment - 1) / alignment * alignment : rows;

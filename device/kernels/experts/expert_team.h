@@ -157,7 +157,7 @@ struct Segment {
 // rows.
 PROXYCCL_DEVICE uint64_t rowStride(uint64_t row_bytes) { return (row_bytes + 15) / 16 * 16; }
 
-// The bytes [begin, end) of a row that an item moves: a whole number of 16-byte words but for the last piece.
+// The bytes [begin, end) of a row that an item moves: a whole number of 16-byte words, except in the last piece.
 struct Piece {
   uint64_t begin, end;
   PROXYCCL_DEVICE Piece(uint64_t row_bytes, const Segment& segment, uint32_t item) {
@@ -288,7 +288,7 @@ class ExpertTeam {
   PROXYCCL_DEVICE void await(uint64_t flag, uint64_t value, uint32_t peer, uint64_t ahead = kHalfOfAll) const {
     awaitWord(e_.control, reinterpret_cast<const uint64_t*>(e_.workspace + flag), value, peer, ahead);
   }
-  // Waits until so many items of a part of a source's dispatch have arrived.
+  // Waits until this many items of a part of a source's dispatch have arrived.
   PROXYCCL_DEVICE void awaitSent(uint32_t source, uint32_t part, uint64_t call, uint64_t items) const {
     await(sent(source, part), flagValue(call, items), source, kTwoCalls);
   }

@@ -69,7 +69,7 @@ enum {
 };
 #define PROXYCCL_NO_EXPERT 0xffffffffu
 
-/* At the head of a segment's routing; behind it, at the offsets of ProxycclExperts:
+/* At the head of a segment's routing; after it, at the offsets of ProxycclExperts:
  *   uint32 counts[experts]            slots of the segment for each expert
  *   uint32 chosen[ranks * chosen_per_rank]  with a row for each rank: choices of the segment, for each expert
  *   ProxycclExpertSlot slots[segment_tokens * topk]
@@ -106,7 +106,7 @@ typedef struct ProxycclReceivedRows {
 /* In device memory. The last block of a kernel advances them, never the host, so a captured graph can replay. */
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* calls whose last kernel every block has begun */
-  uint64_t routings;             /* dispatches that were no redispatch */
+  uint64_t routings;             /* dispatches other than redispatches */
   uint32_t next_item[2][2];      /* by the parity of the dispatch: of the rows that go to peers, and that stay here */
   uint32_t blocks_done;
   uint32_t has_failed; /* a dispatch gave up before it wrote its layout, and calls that read layouts must do nothing */

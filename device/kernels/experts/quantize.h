@@ -1,4 +1,4 @@
-// Rows for dispatch in float8 (scaled_rows.h): the scales of a row lie behind its elements.
+// Rows for dispatch in float8 (scaled_rows.h): the scales of a row lie after its elements.
 #ifndef PROXYCCL_EXPERT_QUANTIZE_H
 #define PROXYCCL_EXPERT_QUANTIZE_H
 
