@@ -234,6 +234,7 @@ lint: $(VENV)/.installed
 	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 	$(BIN)/mypy -p proxyccl
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python docs/dialect.py
 
 # The same on an NVIDIA GPU. Where its own Python has the packages: make test-hip-on-cuda PYTEST="python3 -m pytest"
 test-hip-on-cuda: rocm-on-cuda

@@ -1,0 +1,123 @@
+"""Finds phrases in the project's prose that a native engineer of the field would not write, and says what to write.
+
+ python docs/dialect.py
+
+It reads the tracked Markdown, and the comments, docstrings and messages of Python and C. Code is left out, and so is
+CHANGELOG.md, which is history. `make lint` runs it. A phrase is listed only if it is wrong nearly everywhere.
+"""
+
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SUFFIXES = (".md", ".py", ".h", ".hpp", ".c", ".cpp")
+EXEMPT = ("CHANGELOG.md", "docs/dialect.py", "tests/unit/test_dialect.py")
+
+_COMPARISON = r"(longer|more|less|other|later|earlier|faster|slower|larger|smaller|better|worse)\b"
+_BEHIND = (
+    r"(?<!\bwait )(?<!\bwaits )(?<!\bwaiting )\bbehind (it|that|them|this|these|those|all|what|its|their|an?|the"
+    r"|each|every|any|one|earlier|which|whom)\b"
+)
+PHRASES = {
+    _BEHIND: "after",  # not "left behind", "a call behind" or "wait behind a put"
+    rf"(?<!\bthere )\b(is|are|was|were) no (?!{_COMPARISON})[a-z]": "is not a, are not",
+    r"\bto be had\b|\b(can't|can not|cannot) be had\b|\bis had\b": "supported, available",
+    r"\bknows? no (?!such\b)": "does not know about",
+    r"\bbut for (?!no\b)": "except",
+    r"\bso many (?!of\b|that\b)": "this many, a number of",
+    r"\bwaits? for nobody\b": "does not wait",
+    r"\bfor ever\b": "forever",
+    r"\bwhat (stands for|is no|was no|lies in|lies at)\b": "a noun: the array that holds it",
+    r"\bof one's own\b": "your own",
+    r"\bwithout a word\b": "silently",
+    r"\bnot looked at\b": "ignored",
+}
+"""By pattern, the words to use instead."""
+
+_COMPILED = [(re.compile(pattern, re.IGNORECASE), better) for pattern, better in PHRASES.items()]
+_C_PROSE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+
+
+def _of_markdown(text: str) -> Iterator[tuple[int, str]]:
+    """Paragraphs without code, each with the number of its first line."""
+    fenced = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.startswith("    "):
+            yield number, re.sub(r"`[^`]*`", "`", line)
+
+
+def _of_python(text: str) -> Iterator[tuple[int, str]]:
+    """Comments and strings; a string with code of another language in it counts as prose too."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)):
+            yield token.start[0], token.string
+
+
+def _of_c(text: str) -> Iterator[tuple[int, str]]:
+    """Comments and string literals."""
+    for match in _C_PROSE.finditer(text):
+        yield text.count("\n", 0, match.start()) + 1, match.group()
+
+
+def findings(name: str, text: str) -> list[str]:
+    """The phrases found in a file's prose, a line for each: its place, and the words to use.
+
+    Args:
+        name: the file's name; its suffix says the language.
+        text: its contents.
+    """
+    if name.endswith(".md"):
+        pieces = list(_joined(_of_markdown(text)))
+    else:
+        pieces = list(_joined(_of_python(text) if name.endswith(".py") else _of_c(text)))
+    found = []
+    for lines in pieces:
+        flat, starts = "", []
+        for number, line in lines:
+            starts.append((len(flat), number))
+            flat += line + " "
+        for pattern, better in _COMPILED:
+            for match in pattern.finditer(flat):
+                number = max(n for at, n in starts if at <= match.start())
+                found.append(f'{name}:{number}: "{match.group()}": write: {better}')
+    return found
+
+
+def _joined(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Lines that follow each other, without the marks of comments: a phrase may go on in the next line."""
+    block: list[tuple[int, str]] = []
+    for first, piece in pieces:
+        for number, line in enumerate(piece.splitlines(), first):
+            bare = line.strip().lstrip("#/*> ").strip()
+            if block and (number != block[-1][0] + 1 or not bare):
+                yield block
+                block = []
+            if bare:
+                block.append((number, bare))
+    if block:
+        yield block
+
+
+def main() -> int:
+    """Prints what it finds. Returns the exit code: 1 if it found anything."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    found = []
+    for name in listed.splitlines():
+        if name.endswith(SUFFIXES) and name not in EXEMPT and (ROOT / name).is_file():
+            text = (ROOT / name).read_text()
+            flat = re.sub(r"[\s#/*>]+", " ", text)
+            if any(pattern.search(flat) for pattern, _ in _COMPILED):  # most files need no parsing
+                found += findings(name, text)
+    print("\n".join(found), end="\n" if found else "")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
