@@ -1,4 +1,4 @@
-"""What the ranks of an expert-parallel layer must have in common."""
+"""The configuration that the ranks of an expert-parallel layer share."""
 
 from __future__ import annotations
 

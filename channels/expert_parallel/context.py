@@ -56,7 +56,8 @@ class DispatchInputs:
         weights: [T, topk], or None.
         scatter: int32 [tokens of all ranks, topk], or None: the caller's own rows.
         lost_slots: bool [T, topk]: the slots whose experts' ranks are lost; None if the layer knows of no lost ranks.
-        wanted_tokens: how many tokens this rank would have sent if the layer were large enough, or 0 if it is.
+        wanted_tokens: the number of tokens that this rank would have sent if the layer were large enough, or 0 if it
+        is.
     """
 
     tokens: ArrayView
@@ -78,7 +79,7 @@ class DispatchCombineContext:
         members: the ranks.
         group: the same ranks, for the library's own modules.
         arrays: makes the arrays of results.
-        nodes: who is on which node.
+        nodes: the placement of the ranks on nodes.
         workspace: memory that peers reach.
         layout: of the outputs.
         grid: blocks of the kernels and their threads.
@@ -190,7 +191,7 @@ class DispatchCombineContext:
         if group.failure.usable:
             group.synchronize()
             group.links.drain()
-            group.exchange.barrier("finalize")  # nobody frees what a peer may still write to
+            group.exchange.barrier("finalize")  # no rank frees memory that a peer may still write to
             group.let_go(self.workspace)
             self.workspace.close()
         self.members.close()

@@ -48,7 +48,7 @@ class _Prepared:
 
 
 class DispatchCombine:
-    """Routes tokens to experts that are spread over ranks, and combines what comes back.
+    """Routes tokens to experts that are spread over ranks, and combines their results.
 
     Rank r holds the experts r * experts_per_rank to (r + 1) * experts_per_rank - 1. All ranks construct the object
     together and make the same calls in the same order; their numbers of tokens may differ. It moves rows as
@@ -153,9 +153,9 @@ class DispatchCombine:
         Args:
             tokens: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks.
             expert_ids: int32 [T, topk]: the experts of each token. The id `num_experts` drops the slot: nothing is
-                sent for it, and it adds nothing.
-            weights: float32 [T, topk]: the weight of each expert's result; None for 1. All ranks give it, or none.
-            stream: where to queue the work; None for the default stream.
+                sent for it, and it adds zero.
+            weights: float32 [T, topk]: the weight of each expert's result; None for 1. Either all ranks pass it, or
+            none. stream: where to queue the work; None for the default stream.
 
         Returns:
             [experts_per_rank]: rows of each of this rank's experts. Their sum is R.
@@ -163,7 +163,7 @@ class DispatchCombine:
         Raises:
             ArgumentError: an argument is wrong on this rank; or an expert id of any rank is out of range, which is
                 raised on all ranks and leaves the communicator usable.
-            MismatchError: another rank makes another call.
+            MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
         self._prepared = None
@@ -214,8 +214,8 @@ class DispatchCombine:
             local expert, [experts_per_rank].
 
         Raises:
-            ArgumentError: an argument is wrong on this rank, or nothing was prepared. Nothing was done.
-            MismatchError: another rank makes another call.
+            ArgumentError: an argument is wrong on this rank, or nothing was prepared. The call had no effect.
+            MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
         prepared, group = self._require_prepared(), self._ctx.group

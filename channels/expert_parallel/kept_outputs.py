@@ -1,7 +1,7 @@
-"""Output buffers whose arrays stay as long as somebody has them, as new arrays would.
+"""Output buffers whose arrays stay valid as long as they are referenced, like new arrays.
 
-A buffer is free again when the last array in it is gone. On the host runtime that is all there is to know. On a GPU,
-work that uses an array may still be queued when it goes, on several streams. torch's caching allocator knows them
+A buffer is free again when the last array in it is gone. On the host runtime nothing else matters. On a GPU, work
+that uses an array may still be queued when it goes, on several streams. torch's caching allocator knows them
 (`record_stream`), so there it hands out the buffers, as places of a pool.
 """
 

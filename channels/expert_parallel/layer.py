@@ -57,41 +57,43 @@ class EPAll2AllLayer:
             rounds the result twice. Only on one node.
         use_aot: use only kernels that were compiled beforehand (`proxyccl compile`).
         max_recv_tokens: the number of rows of every output; None for outputs of the exact size.
-        dispatch_dtype: None to send tokens as they are, or "float8_e4m3fn" to send them in float8: each 128 elements
-            of a row share a float32 scale, and element times scale is the value. `combine` keeps to `dtype`.
-        scale_elements: how many elements share a scale. With another number than 128 the layer makes no float8 rows;
-            callers give pairs. Scales are any 4 bytes: four packed exponents (UE8M0) for 512 elements, for example.
+        dispatch_dtype: None to send tokens unchanged, or "float8_e4m3fn" to send them in float8: each 128 elements
+            of a row share a float32 scale, and element times scale is the value. `combine` still uses `dtype`.
+        scale_elements: how many elements share a scale. With a number other than 128 the layer does not make float8
+            rows; callers pass pairs. Scales are any 4 bytes: four packed exponents (UE8M0) for 512 elements, for
+            example.
         grows: in the exact mode, a rank with more than max_tokens tokens makes `dispatch` raise CapacityError on all
-            ranks, with the most tokens of any rank in `needed`; the layer stays usable. Else that rank alone raises
-            ArgumentError.
+            ranks, with the most tokens of any rank in `needed`; the layer stays usable. Otherwise only that rank
+            raises ArgumentError.
         layout: "expert" for a row for each slot, ordered by expert; "rank" for one row for each token that has an
             expert on this rank, ordered by source rank and token. The program then finds its experts in
-            `desc.local_expert_ids`. "padded", for few tokens, gives each expert room for what all ranks may send it,
-            world_size * max_tokens rows; `desc.expert_rows` says how many came. Nothing waits on the CPU then.
-        lost_ranks: the ranks that the group has lost, by their numbers when all were there; see `shrink`. The group's
-            rank r is then the r-th of those that are left, and has that one's experts. num_tot_experts counts the
-            experts of all, also of the lost. A slot that chooses an expert of a lost rank is dropped, and
-            `desc.lost_slots` tells which were.
+            `desc.local_expert_ids`. "padded", for few tokens, gives each expert room for all rows that the ranks may
+            send it, world_size * max_tokens; `desc.expert_rows` says how many arrived. Then nothing waits on the CPU.
+        lost_ranks: the ranks that the group has lost, by their original numbers; see `shrink`. The group's rank r is
+            then the r-th of the remaining ones, and has that rank's experts. num_tot_experts counts the experts of all
+            ranks, including the lost ones. A slot that chooses an expert of a lost rank is dropped, and
+            `desc.lost_slots` names those slots.
         expert_alignment: with layout="expert", each expert's rows begin at a multiple of it, so outputs have gaps,
             whose rows are not written; `desc.row_slots` is -1 there. In the exact mode `desc.num_tokens_per_expert`
             then tells how many rows each expert has. None for neither.
-        output_buffers: with layout="rank": for how many outputs the layer has memory. On one node whose ranks reach
-            each other's memory, senders then store rows right where the caller reads them. What `dispatch` returned
-            stays as it is until that many calls of `dispatch` later, and is gone after `finalize`. `combine` loads rows
-            that lie in that memory, as outputs and what `combine_input` gives do; others are sent. Each output takes
-            room for max_recv_tokens rows, or world_size * max_tokens. 0: outputs are new arrays, whose rows pass
-            through other memory of the layer; so are those of `dispatch_recv`, of `redispatch`, and what torch records.
-        keeps_outputs: with output_buffers: what `dispatch` returned stays as long as somebody has it, as new arrays do,
-            also what torch records. A buffer is then free again when the last array in it is gone. Where none is, the
-            rows of a dispatch pass one more, and are copied to new arrays. On GPUs so do those in arrays of other
-            libraries than torch 2.8 or later, and of dispatches that are captured in a graph or given a stream. Rows of
-            a combine that lie elsewhere are copied to that buffer, and loaded too.
-        minus_one_drops: expert ids are as DeepEP's callers give them: int32 or int64 with every layout, and -1 alone
+        output_buffers: with layout="rank": the number of outputs for which the layer has memory. On one node whose
+            ranks reach each other's memory, senders then store rows directly where the caller reads them. An output of
+            `dispatch` stays valid until that many calls of `dispatch` later, and ends with `finalize`. `combine` loads
+            rows that lie in that memory, such as outputs and arrays of `combine_input`; others are sent. Each output
+            takes room for max_recv_tokens rows, or world_size * max_tokens. 0: outputs are new arrays, whose rows pass
+            through other memory of the layer; so are those of `dispatch_recv`, of `redispatch`, and of calls that torch
+            records.
+        keeps_outputs: with output_buffers: an output of `dispatch` stays valid as long as it is referenced, like a new
+            array, also in calls that torch records. A buffer is then free again when the last array in it is gone. If
+            none is free, the rows of a dispatch pass through one more buffer, and are copied to new arrays. On GPUs
+            the same holds for arrays of libraries other than torch 2.8 or later, and of dispatches that are captured in
+            a graph or given a stream. Rows of a combine that lie elsewhere are copied to that buffer, and loaded too.
+        minus_one_drops: expert ids are as DeepEP's callers pass them: int32 or int64 with every layout, and only -1
             drops a slot. The id num_tot_experts is out of range then.
         capacity: see `DispatchCombineContext.create`.
 
     Attributes:
-        ep_config: sizes and types; with lost_ranks those of the ranks that are left.
+        ep_config: sizes and types; with lost_ranks those of the remaining ranks.
         lost_ranks: as given, in order.
         layout, max_recv_tokens: as given; max_recv_tokens is the number of padded rows with layout="padded".
         quantized: whether tokens are sent in float8.
@@ -186,14 +188,14 @@ class EPAll2AllLayer:
         self.ctx.finalize()
 
     def shrink(self, communicator: Communicator | None = None) -> EPAll2AllLayer:
-        """The same layer on the ranks that are left, after a failure or without one. All of them call this together.
+        """The same layer on the remaining ranks, after a failure or without one. All of them call this together.
 
-        Experts keep their numbers, and all options stay. Slots that choose an expert of a lost rank are dropped, which
-        `desc.lost_slots` tells. Tokens that were under way in this layer when it failed must be dispatched again.
+        Experts keep their numbers, and all options stay. Slots that choose an expert of a lost rank are dropped;
+        `desc.lost_slots` names them. Tokens in flight in this layer when it failed must be dispatched again.
 
         Args:
-            communicator: what `Communicator.shrink` of this layer's communicator gave. None to shrink that here; the
-                new layer's `finalize` then closes what this gives.
+            communicator: the result of `Communicator.shrink` of this layer's communicator. None to shrink it here;
+                the new layer's `finalize` then closes the shrunk one.
 
         Raises:
             ArgumentError: `communicator` was not shrunk from another.
@@ -209,7 +211,7 @@ class EPAll2AllLayer:
             all_ranks = range(self._parts.options.all_ranks)
             present = [rank for rank in all_ranks if rank not in self.lost_ranks]
             if not survivors.members or max(survivors.members) >= len(present):
-                raise ArgumentError("communicator", "must be what shrink of the layer's communicator gave")
+                raise ArgumentError("communicator", "must come from layer.ctx.communicator.shrink()")
             left = {present[member] for member in survivors.members}
             options = replace(
                 self._parts.options,
@@ -226,7 +228,7 @@ class EPAll2AllLayer:
 
         Args:
             stream: as for `Communicator.barrier`.
-            intra_node_only: wait only for the ranks of this node. All ranks of the group must call it even so.
+            intra_node_only: wait only for the ranks of this node. All ranks of the group must still call it.
         """
         self.ctx.require_usable()
         barrier(self.ctx.communicator.collectives, stream, intra_node_only=intra_node_only)
@@ -251,7 +253,7 @@ class EPAll2AllLayer:
                 is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost do the same. With
                 layout="rank" also int64, and -1 drops a slot too. See also minus_one_drops. With layout="padded" a
                 token that chooses an expert twice takes two of the expert's rows.
-            weight: [T, topk] of `weight_dtype`, to send along; or None. All ranks give it, or none.
+            weight: [T, topk] of `weight_dtype`, to send along; or None. Either all ranks pass it, or none.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
                 numbered over all ranks, in the order of ranks. For each rank it must be a permutation of the rank's
                 rows. Not with layout="rank" or "padded", or expert_alignment.
@@ -259,7 +261,7 @@ class EPAll2AllLayer:
 
         Returns:
             The rows, [R, hidden]: one for each slot of this rank's experts, ordered by expert, then the source's rank,
-            then token, then k, unless full_scatter_indices give another order; their weights, [R], or None; and the
+            then token, then k, unless full_scatter_indices give a different order; their weights, [R], or None; and the
             descriptor. With dispatch_dtype the rows are a pair, [R, hidden] of float8 and [R, hidden / 128] of float32.
             With max_recv_tokens the arrays have that many rows; the first `desc.num_recv_tokens` are filled.
 
@@ -269,11 +271,12 @@ class EPAll2AllLayer:
             the first `desc.expert_rows` rows are filled, ordered by the source's rank, then token.
 
         Raises:
-            ArgumentError: an argument is wrong on this rank, and nothing was done; or an expert id is out of range on
+            ArgumentError: an argument is wrong on this rank, and the call had no effect; or an expert id is out of
+            range on
                 any rank, which all ranks raise, and the layer stays usable.
-            CapacityError: more rows came to a rank than max_recv_tokens, or with layout="padded" to an expert than it
-                has room for; see `check`. With `grows` also: a rank has more than max_tokens tokens.
-            MismatchError: another rank makes another call.
+            CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
+                it has room for; see `check`. With `grows` also: a rank has more than max_tokens tokens.
+            MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
         recorder = self._recording.of_dispatch(input, weight)
@@ -294,7 +297,7 @@ class EPAll2AllLayer:
     ) -> DispatchCall:
         """The first half of `dispatch`: queues the sends and does not wait.
 
-        The arguments must stay as they are until `dispatch_recv`. One dispatch can be under way at a time.
+        The arguments must not change until `dispatch_recv`. One dispatch can be in flight at a time.
         """
         recorder = self._recording.of_dispatch(input, weight)
         self._refuse_under_way()
@@ -376,9 +379,9 @@ class EPAll2AllLayer:
             input: [R, hidden] of `dtype`, in the order of the dispatch's output.
             ep_a2a_layout_desc: of that dispatch.
             weights: float32 [R]: the factor of each row in the sum, such as the weights that the dispatch returned;
-                None for 1. All ranks give it, or none.
-            topk_weights: float32 [T, topk]: the same by the slots of this rank's own tokens, for the rank that sums
-                knows them. Only where all ranks reach each other's memory, and without enable_local_combine.
+                None for 1. Either all ranks pass it, or none.
+            topk_weights: float32 [T, topk]: the same by the slots of this rank's own tokens, applied by the rank
+                that sums. Only where all ranks reach each other's memory, and without enable_local_combine.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
 
@@ -394,8 +397,8 @@ class EPAll2AllLayer:
 
     def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
         """With output_buffers: an array for the experts' results, [R, hidden] of `dtype`, whose rows `combine` need not
-        send. It is the same memory for every dispatch, and free again behind `combine`. With keeps_outputs it stays,
-        and is a new array where no buffer is free.
+        send. It is the same memory for every dispatch, and free again after `combine`. With keeps_outputs it stays
+        valid, and is a new array if no buffer is free.
 
         Args:
             ep_a2a_layout_desc: of the dispatch.
@@ -418,7 +421,7 @@ class EPAll2AllLayer:
     ) -> CombineCall:
         """The first half of `combine`: queues the sends and does not wait.
 
-        `input` and the weights must stay as they are until `combine_recv`. One combine can be under way at a time.
+        `input` and the weights must not change until `combine_recv`. One combine can be in flight at a time.
         """
         recorder = self._recording.of_combine(input, weights, topk_weights)
         call = self._combine_call(input, ep_a2a_layout_desc, weights, topk_weights, stream)
@@ -511,8 +514,8 @@ class EPAll2AllLayer:
         With max_recv_tokens nothing else raises these errors, as dispatch does not wait.
 
         Raises:
-            CapacityError: more rows came to a rank than max_recv_tokens, or with layout="padded" to an expert than it
-                has room for, as tokens chose it twice. Those that did not fit were left out, and count as zero in
+            CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
+                it has room for, because tokens chose it twice. Rows that did not fit were dropped, and count as zero in
                 `combine`. `needed` is the most rows of a rank, or of an expert.
             ArgumentError: an expert id was out of range, or full_scatter_indices no permutation, or for fewer tokens
                 than the ranks have. Bad ids were dropped.

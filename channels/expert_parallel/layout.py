@@ -1,4 +1,4 @@
-"""The descriptor of one dispatch: where every row came from, for combine and for inspection."""
+"""The descriptor of one dispatch: the origin of every row, for combine and for inspection."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REFUSED = "its dispatch was refused and brought no rows; dispatch again"
 
 
 class EPAllToAllLayoutDesc:
-    """Describes where a dispatch put its rows. `combine` and `redispatch` need it.
+    """Describes the rows of a dispatch. `combine` and `redispatch` need it.
 
     The tables lie on the device, in arrays of the tokens' library. Those only for inspection (`token_dst_scatter_idx`,
     `topk_indices_tensor`, `send_reqs_recv_tensor`) are made on first access, which waits for the dispatch and raises
@@ -37,7 +37,7 @@ class EPAllToAllLayoutDesc:
         num_recv_tokens: int32 [1]: number of received rows, at most those of the output; None in the exact mode, where
             it is the output's.
         lost_slots: bool [T, topk]: the slots that were dropped because their experts' ranks are lost; None if the layer
-            has no lost ranks. Experts and ranks have the numbers of those that are left in all other fields.
+            has no lost ranks. In all other fields, experts and ranks have the numbers of the remaining ones.
         chosen_rows: in the exact mode with layout="rank", or with expert_alignment: for each expert of this rank the
             number of rows that chose it. Else None.
         output_buffer: the number, from 1, of the layer's output buffer in which the rows are; 0 if in none.
@@ -115,7 +115,7 @@ class EPAllToAllLayoutDesc:
             raise ArgumentError(argument, self._missing)
 
     def mark_received(self, *, refused: bool = False) -> None:
-        """Says that the kernels that fill the tables are queued; or that the dispatch was refused, and none will."""
+        """Records that the kernels that fill the tables are queued; or that the dispatch was refused, so none will."""
         self._missing = _REFUSED if refused else None
 
     def _allocate(self, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -168,7 +168,7 @@ class EPAllToAllLayoutDesc:
         for name, pointer in self._pointers.items():
             setattr(layout, name, ffi.cast("int32_t *", pointer))
 
-    # -- what a caller may inspect ---
+    # -- for inspection ---
 
     @property
     def num_input_tokens_per_rank(self) -> Any:

@@ -1,7 +1,7 @@
 """The output buffers of a layer as arrays: memory of the workspace in which peers store rows, and from which they load.
 
-Knows neither dispatch nor combine: it says which buffer is next, makes arrays in it, and finds the one in which an
-array lies. `KeptOutputs` has those whose arrays stay as long as somebody has them.
+It does not know about dispatch or combine: it chooses the next buffer, makes arrays in it, and finds the one that
+contains an array. `KeptOutputs` has those whose arrays stay valid as long as they are referenced.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class OutputBuffers:
         return self._in_turn(number + 1, like)
 
     def take_for_combine(self, like: Any, *, on_current_stream: bool) -> TakenBuffer:
-        """The buffer for what experts give to a combine: always the last."""
+        """The buffer for the experts' results of a combine: always the last."""
         return self._in_turn(self._count, like)
 
     def rows(self, taken: TakenBuffer, shape: tuple[int, ...], dtype: DType | str) -> Any:
@@ -94,7 +94,7 @@ class OutputBuffers:
         return next((n for n, part in enumerate(self._parts, 1) if view.ptr == part.ptr and view.nbytes), 0)
 
     def close(self) -> None:
-        """Ends the use of the memory. Arrays that are still there keep it."""
+        """Ends the use of the memory. Remaining arrays keep it."""
 
     def _in_turn(self, number: int, like: Any) -> TakenBuffer:
         key = number, library_of(like, self._runtime.name)

@@ -20,7 +20,7 @@ from proxyccl.device.runtime import StreamLike
 
 
 def lost_ranks_of(given: Any, world_size: int) -> tuple[int, ...]:
-    """The argument lost_ranks in order, of a group in which world_size ranks are left.
+    """The argument lost_ranks in order, for a group with world_size remaining ranks.
 
     Raises:
         ArgumentError: it is not a sequence of different ranks from 0 to world_size + len(lost_ranks) - 1.
@@ -47,11 +47,11 @@ def experts_left(num_tot_experts: int, world_size: int, lost: int) -> int:
 
 
 class SurvivingExperts:
-    """Renumbers expert ids over the ranks that are left, where those of lost ranks are dropped.
+    """Renumbers expert ids over the remaining ranks, and drops those of lost ranks.
 
     Args:
-        group: the ranks that are left.
-        lost: the numbers that the lost ranks had when all were there.
+        group: the remaining ranks.
+        lost: the original numbers of the lost ranks.
         experts_per_rank: experts of each rank.
         dropping_ids: which ids drop a slot, before and after: NUMBER_DROPS, MINUS_ONE_DROPS or both.
         grid: blocks of the kernel and their threads.
