@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import platform
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,13 +13,39 @@ import pytest
 from proxyccl import Communicator
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.host import HostRuntime
-from support.huge_pages import HUGE_PAGE, bytes_in_huge_pages, needs_huge_pages
 from support.processes import address_space
 from support.running import run_ranks
 
 pytestmark = pytest.mark.host_only(reason="the host runtime's memory")
 
 MIB = 1 << 20
+HUGE_PAGE = 2 << 20
+
+_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+
+
+def _can_be_asked_for() -> bool:
+    release = re.match(r"(\d+)\.(\d+)", platform.release())
+    return (
+        release is not None
+        and tuple(map(int, release.groups())) >= (6, 1)
+        and _SIZE.exists()
+        and int(_SIZE.read_text()) == HUGE_PAGE
+    )
+
+
+needs_huge_pages = pytest.mark.skipif(
+    not _can_be_asked_for(), reason="needs Linux 6.1 with transparent huge pages of 2 MiB"
+)
+
+
+def bytes_in_huge_pages(address: int) -> int:
+    """How many bytes of the mapping that begins at an address this process reaches through huge pages."""
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    (mapping,) = (found for found in mappings if found.startswith(f"{address:x}-"))
+    mapped = re.search(r"^ShmemPmdMapped: *(\d+) kB", mapping, re.MULTILINE)
+    assert mapped is not None
+    return int(mapped[1]) * 1024
 
 
 @pytest.mark.parametrize("nbytes", [HUGE_PAGE, HUGE_PAGE + 1, 5 * HUGE_PAGE - 4096])

@@ -1,17 +1,18 @@
-"""The checkers of tests/models, which are fetched when the first test asks for them."""
+"""The checkers of tests/models: Relacy's headers and SPIN, of Debian. The first test that asks fetches them."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from support.debian_packages import UnavailableError
-from support.fetch_checkers import fetch
+from support.debian_packages import Apt, UnavailableError, fill_once, machine_suite, require_x86_64, unpack
 from support.paths import ROOT
 
 DIRECTORY = ROOT / "build/checkers"
+PACKAGES = ("relacy-dev", "spin")
 
 
 def checkers() -> Path:
@@ -20,9 +21,16 @@ def checkers() -> Path:
     Where they are not available the test is skipped, unless PROXYCCL_REQUIRE_MODELS is 1.
     """
     try:
-        fetch(DIRECTORY)
+        fill_once(DIRECTORY, " ".join(PACKAGES), _fill)
     except UnavailableError as error:
         if os.environ.get("PROXYCCL_REQUIRE_MODELS") == "1":
             pytest.fail(f"the checkers are not available: {error}")
         pytest.skip(f"the checkers are not available: {error}")
     return DIRECTORY
+
+
+def _fill(directory: Path) -> None:
+    require_x86_64("SPIN")
+    with tempfile.TemporaryDirectory(dir=directory) as downloads:
+        apt = Apt(Path(downloads, "apt"), machine_suite())
+        unpack([apt.download(package) for package in PACKAGES], directory)

@@ -10,7 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -140,6 +141,12 @@ def unpack(packages: list[Path], root: Path) -> None:
             run([*into, "--directory", str(root)], 300, stdin=contents.stdout)
         if contents.returncode:
             raise UnavailableError(f"{package.name} can't be read")
+
+
+def unpack_with_dependencies(packages: Sequence[str], directory: Path) -> None:
+    """Downloads packages, and all that they need and is not installed, and unpacks them into `directory`."""
+    with tempfile.TemporaryDirectory(dir=directory) as downloads:
+        unpack(Apt(Path(downloads), machine_suite(), INSTALLED).download_with_dependencies(*packages), directory)
 
 
 def fill_once(directory: Path, contents: str, fill: Callable[[Path], None]) -> None:

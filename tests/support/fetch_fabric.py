@@ -6,12 +6,11 @@ python fetch_fabric.py DIRECTORY     exits with 0, or with 2 and the reason why 
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from support.debian_packages import INSTALLED, Apt, fetch_program, fill_once, machine_suite, unpack
+from support.debian_packages import fetch_program, fill_once, unpack_with_dependencies
 
 PACKAGES = ("libfabric1", "iproute2")
 
@@ -22,9 +21,7 @@ def fetch(directory: Path, packages: tuple[str, ...]) -> None:
 
 
 def _fill(directory: Path, packages: tuple[str, ...]) -> None:
-    with tempfile.TemporaryDirectory(dir=directory) as downloads:
-        apt = Apt(Path(downloads, "apt"), machine_suite(), INSTALLED)
-        unpack(apt.download_with_dependencies(*packages), directory)
+    unpack_with_dependencies(packages, directory)
     _link_psm(directory)
 
 

@@ -6,24 +6,17 @@ python fetch_packages.py DIRECTORY PACKAGE...    exits with 0, or with 2 and the
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from support.debian_packages import INSTALLED, Apt, fetch_program, fill_once, machine_suite, unpack
+from support.debian_packages import fetch_program, fill_once, unpack_with_dependencies
 
 
 def fetch(directory: Path, packages: Sequence[str]) -> None:
     """Fills `directory`, unless that was done before."""
-
-    def fill(directory: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=directory) as downloads:
-            apt = Apt(Path(downloads, "apt"), machine_suite(), INSTALLED)
-            unpack(apt.download_with_dependencies(*packages), directory)
-
-    fill_once(directory, " ".join(packages), fill)
+    fill_once(directory, " ".join(packages), lambda directory: unpack_with_dependencies(packages, directory))
 
 
 if __name__ == "__main__":
