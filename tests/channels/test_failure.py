@@ -40,11 +40,10 @@ from proxyccl.device.errors import DriverError
 from support import hanging
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import processes, rank_runtime
-from support.observing import wait_for
 from support.paths import PROGRAMS
 from support.processes import Ended, is_job_daemon, processes_with, run_processes, shared_memory_names
 from support.ranks import Gate, Ranks, collect_garbage, live_threads, open_descriptors
-from support.running import SHORT, TIMEOUT, impatient, run_mpi, run_ranks
+from support.running import SHORT, TIMEOUT, impatient, run_mpi, run_ranks, wait_for
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
 

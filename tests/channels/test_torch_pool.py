@@ -18,8 +18,8 @@ from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.memory.memory_pool import MemoryPool
 from proxyccl.torch_tensors.pools import PoolUse, require_torch
 from support.devices import RUNTIME, world_sizes
-from support.memory import registered, wait_until
-from support.running import run_ranks
+from support.memory import registered
+from support.running import run_ranks, wait_for
 from support.torch_stand_in import MemPool, make_torch
 
 
@@ -91,7 +91,7 @@ def test_tensors_of_the_pool_are_registered(torch: Any) -> None:
         assert pool.use_count() == 1
         x = tensor.array(comm).fill(comm.rank + 1)
         comm.all_reduce(x)
-        wait_until(lambda: comm.world_size == 1 or registered(comm, x.view()))
+        wait_for(lambda: comm.world_size == 1 or registered(comm, x.view()), "the peers have replied")
         comm.all_reduce(x)
         comm.synchronize()
         total = comm.world_size * (comm.world_size + 1) // 2

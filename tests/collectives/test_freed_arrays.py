@@ -16,9 +16,10 @@ from proxyccl.device import open_runtime
 from support.device_arrays import barrier
 from support.devices import RUNTIME, world_sizes
 from support.foreign_memory import ForeignMemory
-from support.memory import registered, room_for, wait_until
+from support.memory import registered, room_for
 from support.ranks import Ranks
 from support.reference import Call
+from support.running import wait_for
 
 pytestmark = pytest.mark.hip
 
@@ -92,7 +93,7 @@ def test_it_may_be_registered_itself(ranks: Ranks) -> None:
         old, memory = used(comm, call, source)
         target = replaced(comm, memory).array(call.dtype)
         new = comm.register(target)
-        wait_until(lambda: registered(comm, target.view()))
+        wait_for(lambda: registered(comm, target.view()), "the peers have replied")
         gather(comm, replace(call, seed=4), source, target)
         comm.deregister(old)
         assert registered(comm, target.view()), "the end of the old registration does not end the new one"

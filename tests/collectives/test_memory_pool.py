@@ -16,11 +16,11 @@ from proxyccl.device.memory.memory_pool import MemoryPool
 from support.device_arrays import barrier
 from support.devices import RUNTIME, processes, world_sizes
 from support.foreign_memory import ForeignMemory
-from support.memory import make_call, registered, room_for, symmetric, view_of, wait_until
+from support.memory import make_call, registered, room_for, symmetric, view_of
 from support.paths import PROGRAMS
 from support.ranks import Ranks
 from support.reference import Call
-from support.running import run_mpi
+from support.running import run_mpi, wait_for
 from support.span_calls import Kind, SpanCalls
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
@@ -50,7 +50,7 @@ def follow(comm: Communicator) -> MemoryPool:
     """What `Communicator.memory_pool` does when torch has made its pool."""
     pool = MemoryPool(comm.runtime)
     comm.group.symmetric.follow(pool)
-    wait_until(lambda: not freed(comm))  # of an earlier test
+    wait_for(lambda: not freed(comm), "what was freed is withdrawn")  # of an earlier test
     return pool
 
 
@@ -70,7 +70,7 @@ def free(comm: Communicator, *given: Array) -> None:
 def shown(comm: Communicator, array: Array) -> bool:
     """Whether all peers have mapped an array, after a call that has announced it."""
     comm.group.symmetric.update()
-    wait_until(lambda: registered(comm, array.view()))
+    wait_for(lambda: registered(comm, array.view()), "the peers have replied")
     return True
 
 
@@ -90,7 +90,7 @@ def test_arrays_in_the_pool_are_registered(ranks: Ranks, call: Call) -> None:
             for seed, offset in enumerate((0, comm.rank, 4 * comm.rank)):
                 make_call(comm, replace(given, seed=seed), source, target, offset)
             free(comm, source, target)
-        wait_until(lambda: pool.segments() == before)
+        wait_for(lambda: pool.segments() == before, "the pool's memory is freed")
 
     ranks.run(body)
 
@@ -128,7 +128,7 @@ def test_segments_that_come_and_go(ranks: Ranks) -> None:
             assert shown(comm, target)
             make_call(comm, replace(call, seed=seed + 10), source, target)
             free(comm, target)
-            wait_until(lambda: pool.segments() == before)
+            wait_for(lambda: pool.segments() == before, "the pool's memory is freed")
             comm.runtime.synchronize()
             assert not registered(comm, view)
 
@@ -151,7 +151,7 @@ def test_a_freed_segment_stays_while_it_is_registered(ranks: Ranks) -> None:
         assert left.freed
         assert registered(comm, part)
         comm.deregister(registration)
-        wait_until(lambda: pool.segments() == before)
+        wait_for(lambda: pool.segments() == before, "the pool's memory is freed")
 
     ranks.run(body)
 
@@ -175,7 +175,7 @@ def test_two_communicators_use_one_pool() -> None:
                 assert shown(comm, kept[comm.rank][1])
                 make_call(comm, replace(call, seed=1), *kept[comm.rank][:2])
                 free(comm, kept[comm.rank][2])
-                wait_until(lambda: not freed(comm))
+                wait_for(lambda: not freed(comm), "what was freed is withdrawn")
 
             first.run(allocate)
             second.run(share)
@@ -184,7 +184,7 @@ def test_two_communicators_use_one_pool() -> None:
         def go_on(comm: Communicator) -> None:
             make_call(comm, replace(call, seed=3), *kept[comm.rank][:2])
             free(comm, *kept[comm.rank][:2])
-            wait_until(lambda: not freed(comm))
+            wait_for(lambda: not freed(comm), "what was freed is withdrawn")
 
         first.run(go_on)
 
@@ -213,7 +213,7 @@ def test_the_proxies_reach_segments(ranks: Ranks) -> None:
             assert comm.collectives.by_proxy().memories.target(arrays[1].ptr, arrays[1].nbytes) is not None
         barrier(comm)
         free(comm, *arrays)
-        wait_until(lambda: pool.segments() == before)
+        wait_for(lambda: pool.segments() == before, "the pool's memory is freed")
 
     ranks.run(body)
 

@@ -15,9 +15,10 @@ from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import as_dtype
 from support.device_arrays import barrier
 from support.devices import runtime_with_blocks, world_sizes
-from support.memory import download, make_call, registered, room_for, symmetric, upload, view_of, wait_until
+from support.memory import download, make_call, registered, room_for, symmetric, upload, view_of
 from support.ranks import Ranks
 from support.reference import DTYPES, MOVES, Call, poison
+from support.running import wait_for
 
 LONG = open_runtime().launch_defaults.meeting_bytes  # of a share from which on ranks meet before they send
 CALLS = [
@@ -158,7 +159,7 @@ def test_arrays_that_were_freed_are_unmapped_by_their_peers(ranks: Ranks) -> Non
             for array in arrays[1:]:
                 array.free()
             del array, arrays  # one is freed with its last reference
-            wait_until(lambda: not shared._withdrawn)
+            wait_for(lambda: not shared._withdrawn, "what was freed is withdrawn")
             assert len(shared._announced) <= kept  # an array of another test may go meanwhile
             barrier(comm)
 
@@ -170,7 +171,7 @@ def test_more_arrays_than_can_be_announced_are_staged(ranks: Ranks) -> None:
 
     def body(comm: Communicator) -> None:
         symmetric = comm.group.symmetric
-        wait_until(lambda: not symmetric._withdrawn)
+        wait_for(lambda: not symmetric._withdrawn, "what was freed is withdrawn")
         kept = [comm.empty(16, "uint8")]
         while symmetric.find(kept[-1].ptr, kept[-1].nbytes) is not None:
             kept.append(comm.empty(16, "uint8"))

@@ -28,8 +28,7 @@ from proxyccl.channels.memory import allocate
 from proxyccl.device.arrays.dtypes import DTYPES
 from support.device_arrays import on_device, on_host
 from support.devices import require_devices, world_sizes
-from support.observing import wait_for
-from support.running import TIMEOUT, run_ranks
+from support.running import TIMEOUT, run_ranks, wait_for
 
 MANY = max(world_sizes(2, 3), default=2)
 

@@ -26,7 +26,7 @@ from proxyccl.proxy.daemon.protocol import (
     Reply,
 )
 from proxyccl.proxy.interface import ProxyFailure
-from support.observing import wait_for
+from support.running import wait_for
 
 pytestmark = pytest.mark.host_only(reason="no runtime takes part")
 

@@ -34,11 +34,10 @@ from support import hanging
 from support.daemons import RunningDaemon, running_daemon
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import most_ranks, processes, require_devices
-from support.observing import wait_for
 from support.paths import EXAMPLES, PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
-from support.running import TIMEOUT, impatient, run_alone, run_mpi, run_ranks
+from support.running import TIMEOUT, impatient, run_alone, run_mpi, run_ranks, wait_for
 from support.span_calls import SpanCalls
 
 PROGRAM = PROGRAMS / "failure.py"

@@ -41,9 +41,8 @@ from proxyccl.proxy.interface import RdmaEndpointInfo
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.verbs.options import RdmaOptions
 from support.daemons import RunningDaemon, daemon_inside, running_daemon
-from support.observing import wait_for
 from support.raw_client import DONE, DRAINED, HELLO, OFFSET, OPEN, Flood, RawClient, Ringing, frame_of
-from support.running import TIMEOUT, run_ranks
+from support.running import TIMEOUT, run_ranks, wait_for
 
 OPTIONS = {"rdma": asdict(RdmaOptions()), "fabric": asdict(FabricOptions())}
 

@@ -23,9 +23,8 @@ from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.workers import Workers
 from support.daemons import RunningDaemon, daemon_inside
-from support.observing import wait_for
 from support.raw_client import DONE, OFFSET, RawClient
-from support.running import TIMEOUT, run_ranks
+from support.running import TIMEOUT, run_ranks, wait_for
 
 pytestmark = pytest.mark.host_only(reason="a raw client's memory is the host's")
 NAMED = {"description": {"job": "0badcafe", "rank": 0, "world_size": 1, "program": "raw"}}

@@ -23,8 +23,8 @@ from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.trigger import WINDOW_BYTES
 from support.device_arrays import barrier
 from support.fake_staging import OtherCalls, seen_as
-from support.fake_verbs import Producer, until, value_trigger
-from support.running import TIMEOUT, run_ranks
+from support.fake_verbs import Producer, value_trigger
+from support.running import TIMEOUT, run_ranks, wait_for
 
 LIMIT = int(_engine.lib.PROXYCCL_CPU_COPY_BYTES)
 SIZE = LIMIT + 4096
@@ -205,7 +205,7 @@ class Rank:
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Waits until a condition holds; the proxy must not fail before."""
-        until(lambda: condition() or bool(self.failures), what)
+        wait_for(lambda: condition() or bool(self.failures), what)
         assert not self.failures
 
     def wait_flushed(self, pushed: int) -> None:

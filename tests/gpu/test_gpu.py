@@ -45,12 +45,12 @@ from support.device_arrays import on_device, on_host
 from support.devices import RUNTIME, device_count, rank_runtime
 from support.expert_oracle import Routing
 from support.graphs import Graph, Replayed
-from support.memory import registered, wait_until
+from support.memory import registered
 from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
 from support.reference import ALGORITHMS, DTYPES, Call
-from support.running import TIMEOUT, impatient, run_alone, run_mpi, run_ranks
+from support.running import TIMEOUT, impatient, run_alone, run_mpi, run_ranks, wait_for
 
 pytestmark = pytest.mark.gpu_only
 CUDA_ONLY = pytest.mark.skipif(RUNTIME != "cuda", reason="of CUDA alone")
@@ -247,7 +247,10 @@ def test_tensors_of_torchs_pool_are_registered(
                 assert (gathered == total(comm) + comm.world_size * turn).all()
                 if turn == 2:
                     comm.all_gather_bytes(b"")
-                    wait_until(lambda: registered(comm, as_view(x, "x")) and registered(comm, as_view(gathered, "x")))
+                    wait_for(
+                        lambda: registered(comm, as_view(x, "x")) and registered(comm, as_view(gathered, "x")),
+                        "the peers have replied",
+                    )
             assert not registered(comm, as_view(elsewhere, "x"))
             comm.all_gather_bytes(b"")
 
@@ -296,7 +299,7 @@ def test_torchs_graphs_capture_into_the_pool(torch: ModuleType, no_segments: Cal
                 comm.all_reduce(x)
             side.synchronize()
             comm.all_gather_bytes(b"")
-            wait_until(lambda: registered(comm, as_view(x, "x")))
+            wait_for(lambda: registered(comm, as_view(x, "x")), "the peers have replied")
             graph = torch.cuda.CUDAGraph()
             with (
                 one_at_a_time,

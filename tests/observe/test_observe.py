@@ -34,9 +34,9 @@ from proxyccl.tools.top import short, table_of
 from support.daemons import running_daemon
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import ON_HOST, rank_runtime
-from support.observing import KERNELS, channels_of, command, look, output_of, wait_for
+from support.observing import KERNELS, channels_of, command, look, output_of
 from support.ranks import Gate, Ranks
-from support.running import TIMEOUT, run_ranks
+from support.running import TIMEOUT, run_ranks, wait_for
 
 pytestmark = pytest.mark.own_proxy(reason="looks in a directory of its own, and starts a daemon where it wants one")
 

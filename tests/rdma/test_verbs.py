@@ -40,11 +40,10 @@ from support.fake_verbs import (
     Loop,
     Producer,
     bytes_of_value,
-    until,
 )
 from support.observing import wait_until_traced
 from support.ranks import Gate
-from support.running import run_ranks
+from support.running import run_ranks, wait_for
 
 pytestmark = [
     pytest.mark.host_only(reason="a device of its own, in the CPU's memory"),
@@ -503,7 +502,7 @@ def test_a_failed_request_ends_the_communicator_with_its_status(number: int) -> 
         peer = FakePeer(comm.proxy, memory(64), np.zeros(64, np.uint8), rank=7)
         peer.device.fail_request(number, REM_ACCESS_ERR)
         Producer(comm.proxy).push(peer.trigger(PUT | FLUSH, 8), 30)
-        until(lambda: comm.group.failure.aborted, "the abort")
+        wait_for(lambda: comm.group.failure.aborted, "the abort")
         assert peer.flushed() < number
         with pytest.raises(TransportError) as caught:
             comm.synchronize()

@@ -22,9 +22,9 @@ from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.staging import RemoteWriteTargets, StagedOptions, staged_area_bytes
 from proxyccl.proxy.trigger import Operation
 from support.devices import rank_runtime
-from support.fake_verbs import OwnTriggers, Producer, until
+from support.fake_verbs import OwnTriggers, Producer
 from support.fake_wires import FakeWire, VerbsWire
-from support.running import TIMEOUT
+from support.running import TIMEOUT, wait_for
 
 
 def seen_as(memory: PinnedMemory, kind: type[np.generic]) -> NDArray[Any]:
@@ -150,7 +150,7 @@ class End(OwnTriggers):
 
     def fails(self) -> ProxyFailure:
         """Waits until its proxy has failed."""
-        until(lambda: bool(self.failures), f"a failure of rank {self.rank}'s proxy")
+        wait_for(lambda: bool(self.failures), f"a failure of rank {self.rank}'s proxy")
         return self.failures[0]
 
     def abort(self) -> None:
@@ -205,7 +205,7 @@ class Ends:
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Waits until a condition holds; no proxy must fail before."""
-        until(lambda: condition() or any(end.failures for end in self.ends), what)
+        wait_for(lambda: condition() or any(end.failures for end in self.ends), what)
         assert not any(end.failures for end in self.ends), [end.failures for end in self.ends]
 
     def flush(self, end: End, channel: int = 0) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -69,10 +68,3 @@ def room_for(call: Call, world_size: int) -> int:
 
 def registered(comm: Communicator, array: ArrayView) -> bool:
     return comm.group.symmetric.reached(array) is not None
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

@@ -7,10 +7,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-
-import pytest
 
 from proxyccl import Communicator
 from proxyccl.channels.handles import ChannelSet
@@ -19,7 +15,7 @@ from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Publication
 from proxyccl.proxy.observe.reader import Observer, ServiceView
 from support.device_arrays import barrier
-from support.running import TIMEOUT
+from support.running import TIMEOUT, wait_for
 
 KERNELS = r"""
 #include "proxyccl/proxyccl.h"
@@ -67,15 +63,6 @@ def look(comm: Communicator) -> ServiceView:
     ((_, publication),) = publications.find(comm.job, {comm.rank})
     with Observer(publication) as observer:
         return observer.snapshot()
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    """Waits until something is so, for a test's time at most."""
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"in vain: {what}")
-        time.sleep(0.002)
 
 
 def wait_until_traced(publication: Publication) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,14 @@ def impatient(comm: Communicator, seconds: float = SHORT) -> None:
     """
     comm.all_gather_bytes(b"")
     comm.timeout = seconds
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    """Waits until something is so, for longer than any single wait of a busy machine."""
+    deadline = time.monotonic() + 4 * TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, f"in vain: {what}"
+        time.sleep(0.001)
 
 
 def run_ranks(

@@ -15,8 +15,9 @@ from proxyccl import Communicator
 from proxyccl.device.memory.memory_pool import MemoryPool
 from support.device_arrays import barrier
 from support.foreign_memory import ForeignMemory
-from support.memory import make_call, registered, room_for, wait_until
+from support.memory import make_call, registered, room_for
 from support.reference import Call
+from support.running import wait_for
 
 
 def freed_arrays(comm: Communicator, call: Call) -> None:
@@ -45,12 +46,12 @@ def segments(comm: Communicator, call: Call) -> None:
     for seed in range(5):
         source, target = (ForeignMemory(comm.runtime, room) for _ in range(2))
         make_call(comm, replace(call, seed=seed), source.array(), target.array())
-        wait_until(functools.partial(registered, comm, target.array().view()))
+        wait_for(functools.partial(registered, comm, target.array().view()), "the peers have replied")
         make_call(comm, replace(call, seed=seed + 10), source.array(), target.array())
         barrier(comm)
         source.close()
         target.close()
-        wait_until(lambda: not pool.segments())
+        wait_for(lambda: not pool.segments(), "the pool's memory is freed")
 
 
 with Communicator() as comm:
