@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from types import TracebackType
 from typing import Any
 
 import cffi
@@ -10,6 +12,7 @@ from support.once import run_make
 from support.paths import ROOT
 
 
+@functools.cache
 def load(name: str, stem: str) -> tuple[Any, Any]:
     """cffi's view of the library of `tests/support/NAME/STEM.h`: ffi and lib."""
     run_make(f"fake-{name}")
@@ -17,3 +20,61 @@ def load(name: str, stem: str) -> tuple[Any, Any]:
     header = (ROOT / f"tests/support/{name}/{stem}.h").read_text()
     ffi.cdef("\n".join(line for line in header.split("\n") if not line.startswith("#")))
     return ffi, ffi.dlopen(str(ROOT / f"build/fake-{name}/lib{stem}.so"))
+
+
+class FakeWriter:
+    """What carries out requests on memory of this process, and notes what was asked of it that is wrong.
+
+    Leaving it asserts that nothing was.
+
+    Args:
+        options: for the library's function that opens one.
+    """
+
+    _library: tuple[str, str]  # name and stem, for `load`
+    _functions: str  # how the names of the library's functions begin
+    _types: str  # and of its types
+
+    def __init__(self, *options: int) -> None:
+        self._ffi, self._lib = load(*self._library)
+        self._handle = getattr(self._lib, f"{self._functions}open")(*options)
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        return getattr(self._lib, self._functions + function)(self._handle, *arguments)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        breach = self.breach
+        self._call("close")
+        assert breach is None or error is not None, breach
+
+    @property
+    def breach(self) -> str | None:
+        """The first wrong thing that was asked of it."""
+        text = self._call("breach")
+        return self._ffi.string(text).decode() if text else None
+
+    @property
+    def counts(self) -> Any:
+        """The library's counts."""
+        counts = self._ffi.new(f"{self._types}Counts *")
+        self._call("counts", counts)
+        return counts
+
+    def allow(self, requests: int) -> None:
+        """Requests that may be carried out from now on; -1: any number."""
+        self._call("allow", requests)
+
+    def dawdle(self, most: int, seed: int) -> None:
+        """Carries out at most so many at each poll, and mostly fewer; an endpoint also refuses some for now."""
+        self._call("dawdle", most, seed)
+
+    @property
+    def signals(self) -> list[tuple[int, int, int]]:
+        """(address of the word, value that it then held, bytes put before) of each signal carried out."""
+        out: list[tuple[int, int, int]] = []
+        signal = self._ffi.new(f"{self._types}Signal *")
+        while self._call("signal", len(out), signal):
+            out.append((signal.remote, signal.value, signal.bytes_before))
+        return out

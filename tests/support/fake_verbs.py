@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -19,84 +17,42 @@ from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.trigger import MAX_MEMORIES, Operation
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
 from proxyccl.tools import ring_loops
-from support import fake_library
 from support.devices import rank_runtime
-from support.running import TIMEOUT
+from support.fake_library import FakeWriter
+from support.running import TIMEOUT, wait_for
 
 LKEY, RKEY, SIGNAL_RKEY, SCRATCH_LKEY = 0x11, 0x22, 0x33, 0x44
 
 
-@functools.cache
-def library() -> tuple[Any, Any]:
-    """cffi's view of the fake device: ffi and lib."""
-    return fake_library.load("verbs", "fake_device")
-
-
-class FakeDevice:
+class FakeDevice(FakeWriter):
     """A queue pair to memory of this process. Leaving it asserts that no limit was broken."""
 
+    _library, _functions, _types = ("verbs", "fake_device"), "fake_", "Fake"
+
     def __init__(self, send_depth: int = 16, cq_depth: int = 16, reads: int = 16) -> None:
-        self._ffi, self._lib = library()
-        self._device = self._lib.fake_open(send_depth, cq_depth, reads)
-        self.qp: int = self._lib.fake_qp(self._device)
-        self.cq: int = self._lib.fake_cq(self._device)
-        self.qp_num: int = self._lib.fake_qp_num(self._device)
+        super().__init__(send_depth, cq_depth, reads)
+        self.qp: int = self._call("qp")
+        self.cq: int = self._call("cq")
+        self.qp_num: int = self._call("qp_num")
 
     def __enter__(self) -> FakeDevice:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        breach = self.breach
-        self._lib.fake_close(self._device)
-        assert breach is None or error is not None, breach
-
-    @property
-    def breach(self) -> str | None:
-        """The first breach of a limit."""
-        text = self._lib.fake_breach(self._device)
-        return self._ffi.string(text).decode() if text else None
-
-    @property
-    def counts(self) -> Any:
-        """A FakeCounts."""
-        counts = self._ffi.new("FakeCounts *")
-        self._lib.fake_counts(self._device, counts)
-        return counts
-
     def register(self, key: int, array: NDArray[Any]) -> None:
         """Makes an array's memory known under a key."""
-        self._lib.fake_register(self._device, key, array.ctypes.data, array.nbytes)
-
-    def allow(self, requests: int) -> None:
-        """Requests that may be executed from now on; -1: any number."""
-        self._lib.fake_allow(self._device, requests)
-
-    def dawdle(self, most: int, seed: int) -> None:
-        """Executes at most this many at each poll, and mostly fewer."""
-        self._lib.fake_dawdle(self._device, most, seed)
+        self._call("register", key, array.ctypes.data, array.nbytes)
 
     def fail_request(self, number: int, status: int) -> None:
         """The request of this number, from 1, completes with an ibv_wc_status."""
-        self._lib.fake_fail_request(self._device, number, status)
+        self._call("fail_request", number, status)
 
     def fail_post(self, number: int, error: int) -> None:
         """The post of this number, from 1, returns an errno."""
-        self._lib.fake_fail_post(self._device, number, error)
+        self._call("fail_post", number, error)
 
     def fail_polls(self) -> None:
         """Polls fail from now on."""
-        self._lib.fake_fail_polls(self._device)
-
-    @property
-    def signals(self) -> list[tuple[int, int, int]]:
-        """(address of the word, value that it then held, bytes put before) of each signal executed."""
-        out: list[tuple[int, int, int]] = []
-        signal = self._ffi.new("FakeSignal *")
-        while self._lib.fake_signal(self._device, len(out), signal):
-            out.append((signal.remote, signal.value, signal.bytes_before))
-        return out
+        self._call("fail_polls")
 
     def status_names(self) -> list[str]:
         """The names of verbs.h for its ibv_wc_statuses, in their order."""
@@ -104,14 +60,6 @@ class FakeDevice:
         while name := self._lib.fake_status_name(len(names)):
             names.append(self._ffi.string(name).decode())
         return names
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Waits until a condition holds."""
-    deadline = time.monotonic() + 4 * TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, f"not in time: {what}"
-        time.sleep(0.0005)
 
 
 def value_trigger(
@@ -313,7 +261,7 @@ class Loop:
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Waits until a condition holds; the proxy must not fail before."""
-        until(lambda: condition() or bool(self.failures), what)
+        wait_for(lambda: condition() or bool(self.failures), what)
         assert not self.failures, self.failures[0]
 
     def let_poll(self, peer: int) -> None:
@@ -324,5 +272,5 @@ class Loop:
 
     def fails(self) -> ProxyFailure:
         """Waits until the proxy has failed."""
-        until(lambda: bool(self.failures), "a failure of the proxy")
+        wait_for(lambda: bool(self.failures), "a failure of the proxy")
         return self.failures[0]

@@ -7,11 +7,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
-from support import fake_fabric
-from support.fake_fabric import FakeEndpoint
+from support.fake_fabric import SOURCE_KEY, TARGET_KEY, FakeEndpoint
 from support.fake_verbs import LKEY, RKEY, SCRATCH_LKEY, FakeDevice
 
 
@@ -89,37 +87,18 @@ class FabricWire:
     """
 
     transport = "staged_fabric"
-    area_key, peer_key = fake_fabric.SOURCE_KEY, fake_fabric.TARGET_KEY
+    area_key, peer_key = SOURCE_KEY, TARGET_KEY
     _ordered, _joined = True, False
 
     def __init__(self, depth: int, max_message: int) -> None:
         self.device = FakeEndpoint(depth, ordered=self._ordered, joined=self._joined, max_message=max_message)
-        self._depth, self._max_message = depth, max_message
-        self._requests = np.zeros(depth * lib.PROXYCCL_FABRIC_REQUEST_BYTES, np.uint8)
-        self._looks = np.zeros(1, np.uint64)
-        self._descriptors = fake_fabric.Descriptors(self.device)
 
     def register(self, area: NDArray[np.uint8], peer_area: NDArray[np.uint8]) -> None:
-        self._descriptors.add(self.area_key, area)
-        self._descriptors.add(fake_fabric.REQUESTS_KEY, self._requests)
+        self.device.add(self.area_key, area)
         self.device.register(self.peer_key, peer_area)
 
     def options(self) -> FabricConnectionOptions:
-        return FabricConnectionOptions(
-            endpoint=self.device.fid,
-            queue=self.device.queue,
-            peer=fake_fabric.PEER,
-            depth=self._depth,
-            ordered=self._ordered,
-            joined=self._joined,
-            reads=False,
-            max_message=self._max_message,
-            signal_key=self.peer_key,
-            requests=self._requests.ctypes.data,
-            requests_key=fake_fabric.REQUESTS_KEY,
-            descriptors=self._descriptors.address,
-            looks=self._looks.ctypes.data,
-        )
+        return self.device.options(self.peer_key, reads=False)
 
 
 class JoinedFabricWire(FabricWire):
