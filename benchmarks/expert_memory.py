@@ -97,14 +97,14 @@ def deep_ep_normal(world: World) -> int:
     return max(_of_chunks(world.ranks, *chunks) for chunks in _CHUNKS[world.ranks])
 
 
-def _of_chunks(ranks: int, by_nvlink: int, sent_by_rdma: int, by_rdma: int) -> int:
+def _of_chunks(ranks: int, by_nvlink: int, sent_by_rdma: int, remote: int) -> int:
     channels, nodes, peers = NUM_SMS // 2, max(1, ranks // _NODE), min(ranks, _NODE)
     row = HIDDEN * _BFLOAT16 + _SOURCE_BYTES + _MOST_TOPK * (8 + 4) + _MOST_SCALES * 4
     nvlink = aligned(channels * peers * ((2 * nodes + 3) * 4 + by_nvlink * row))
     if nodes == 1:
         return nvlink
-    by_rdma = aligned(by_rdma, sent_by_rdma)
-    rdma = channels * nodes * 2 * ((2 * _NODE + 2) * 4 + by_rdma * (row + 16)) + (1 << 20)
+    remote = aligned(remote, sent_by_rdma)
+    rdma = channels * nodes * 2 * ((2 * _NODE + 2) * 4 + remote * (row + 16)) + (1 << 20)
     return nvlink + aligned(rdma)
 
 

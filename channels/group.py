@@ -283,9 +283,9 @@ class Group:
         return self._meeting.members
 
     @property
-    def plans_need_registration(self) -> bool:
-        """Whether plans name only memory that all ranks have registered together (plan_memory.py)."""
-        return self.topology.uses_rdma() or not self.symmetric.offered
+    def schedules_need_registration(self) -> bool:
+        """Whether schedules name only memory that all ranks have registered together (schedules/memory.py)."""
+        return self.topology.has_remote_pairs() or not self.symmetric.offered
 
     def set_timeout(self, seconds: float) -> None:
         """Changes the bound of every wait from now on; of this rank's alone. Raises ClosedError in a fork's child."""

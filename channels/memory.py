@@ -20,7 +20,7 @@ from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, Re
 from proxyccl.device.integers import as_integer, find_extents, find_integer
 from proxyccl.device.runtime import Memory
 from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
-from proxyccl.proxy.interface import RdmaMemory
+from proxyccl.proxy.interface import ExposedMemory
 from proxyccl.proxy.transports.table import TRANSPORTS
 
 MOST_BYTES = 1 << 47
@@ -34,8 +34,8 @@ class _Offer(Message, frozen=True):
         nbytes: its size.
         handle: maps it in ranks of the same host; empty if it can't be shared.
         unshared_reason: the reason why it can't be shared; empty if it can, or has no bytes.
-        exposed: by RDMA transport, the address and the key by which peers name it.
-        unsupported_reasons: by RDMA transport, the reason why it does not reach the memory.
+        exposed: by remote transport, the address and the key by which peers name it.
+        unsupported_reasons: by remote transport, the reason why it does not reach the memory.
     """
 
     nbytes: Uint64
@@ -120,7 +120,7 @@ class RegisteredMemory:
         group: Group,
         view: ArrayView,
         offers: list[_Offer],
-        exposed: dict[str, RdmaMemory],
+        exposed: dict[str, ExposedMemory],
         announced: Announced | None,
     ) -> None:
         self._group = group
@@ -131,7 +131,7 @@ class RegisteredMemory:
         self._remote_ids: dict[int, int] = {}
         self._opened: dict[int, Memory] = {}
         self._id: int | None = None
-        self._rdma_ids: dict[str, int] = {}  # of this rank's range, by transport
+        self._transport_ids: dict[str, int] = {}  # of this rank's range, by transport
         self._ids_at_peers: dict[int, int] = {}
         self._closed = False
         self._allocations = group.runtime.allocations(view.ptr, view.nbytes)
@@ -143,23 +143,23 @@ class RegisteredMemory:
         """Registers the view and tells all ranks. Memory that can't be shared can still be the source of a put."""
         announced = group.symmetric.announce(view.ptr, view.nbytes) if symmetric else None
         handle, unshared_reason = b"", ""
-        exposed: dict[str, RdmaMemory] = {}
+        exposed: dict[str, ExposedMemory] = {}
         unsupported_reasons: dict[str, str] = {}
         if view.nbytes:
             try:
                 handle = group.runtime.export(view.ptr, view.nbytes)
             except ArgumentError as error:
                 unshared_reason = str(error)
-            for transport in group.links.rdma.transports:
+            for transport in group.links.remote.transports:
                 try:
-                    exposed[transport] = group.links.rdma.expose(view.ptr, view.nbytes, transport, handle)
+                    exposed[transport] = group.links.remote.expose(view.ptr, view.nbytes, transport, handle)
                 except ProxyCCLError as error:
                     unsupported_reasons[transport] = str(error)
         named = {transport: (memory.address, memory.key) for transport, memory in exposed.items()}
         offer = _Offer(view.nbytes, handle, unshared_reason, named, unsupported_reasons)
         memory = cls(group, view, group.exchange.all_gather(offer, _OFFER, "register"), exposed, announced)
         group.keep(memory)
-        if symmetric and group.plans_need_registration:
+        if symmetric and group.schedules_need_registration:
             memory._tell_ids()
         elif symmetric:
             group.symmetric.update(wait=True)
@@ -172,18 +172,18 @@ class RegisteredMemory:
         peers = [peer for peer in range(group.world_size) if peer != group.rank]
         ids: dict[int, int] = {}
         for peer in peers:
-            with contextlib.suppress(ArgumentError):  # a transport does not reach it: the peer's plans use other memory
+            with contextlib.suppress(ArgumentError):  # not reached: the peer's schedules use other memory
                 ids[peer] = self.peer_id(peer)
         answers = group.exchange.all_gather(ids, _IDS, "register: memory ids")
         self._ids_at_peers = {peer: answers[peer][group.rank] for peer in peers if group.rank in answers[peer]}
 
     @property
-    def is_for_plans(self) -> bool:
-        """Whether plans may name it: the proxies of all peers know it by the ids that `id_at` gives."""
+    def is_for_schedules(self) -> bool:
+        """Whether schedules may name it: the proxies of all peers know it by the ids that `id_at` gives."""
         return bool(self.nbytes) and len(self._ids_at_peers) == self._group.world_size - 1
 
     def id_at(self, peer: int) -> int:
-        """The first memory id of this rank's range in a peer's proxy, if it `is_for_plans`."""
+        """The first memory id of this rank's range in a peer's proxy, if it `is_for_schedules`."""
         return self._ids_at_peers[peer]
 
     def __repr__(self) -> str:
@@ -237,15 +237,15 @@ class RegisteredMemory:
         if memory is None or (memory.copied and memory.local_key in (0, self._key)):
             return self.id
         self._require_open()
-        if transport not in self._rdma_ids:
+        if transport not in self._transport_ids:
             proxy = self._group.links.proxy
             if memory.copied:
                 handle = functools.partial(self._handle, self._group.rank)
                 first = proxy.add_memory(self.ptr, self.nbytes, memory.local_key, handle=handle)
             else:
-                first = proxy.add_rdma_memory(memory.address, self.nbytes, memory.local_key)
-            self._rdma_ids[transport] = first
-        return self._rdma_ids[transport]
+                first = proxy.add_remote_memory(memory.address, self.nbytes, memory.local_key)
+            self._transport_ids[transport] = first
+        return self._transport_ids[transport]
 
     def peer_nbytes(self, peer: int) -> int:
         """The size of a rank's range in bytes. Raises ArgumentError for a peer that is not a rank."""
@@ -274,16 +274,16 @@ class RegisteredMemory:
         """Registers a peer's range as the transport to the peer reaches it."""
         links, offer = self._group.links, self._offers[peer]
         proxy, transport = links.proxy, links.transport(peer)
-        rdma = TRANSPORTS[transport].rdma
-        if rdma is None:
+        remote = TRANSPORTS[transport].remote
+        if remote is None:
             handle = functools.partial(self._handle, peer)
             return proxy.add_memory(self.open(peer).ptr, offer.nbytes, handle=handle)
-        for rank in (self._group.rank, peer) if rdma.registers_source else (peer,):
+        for rank in (self._group.rank, peer) if remote.registers_source else (peer,):
             reason = self._offers[rank].unsupported_reasons.get(transport)
             if reason:
-                raise ArgumentError("memory", rdma.refusal.format(rank=rank, reason=reason))
+                raise ArgumentError("memory", remote.refusal.format(rank=rank, reason=reason))
         address, key = offer.exposed.get(transport, (0, 0))  # empty memory has none
-        return proxy.add_rdma_memory(address, offer.nbytes, key)
+        return proxy.add_remote_memory(address, offer.nbytes, key)
 
     def peer_ptr(self, peer: int) -> int:
         """Address at which kernels here reach a peer's range.
@@ -347,13 +347,13 @@ class RegisteredMemory:
         self._closed = True
         service = self._group.links.proxy_if_started
         if service is not None:
-            for first in (self._id, *self._rdma_ids.values()):
+            for first in (self._id, *self._transport_ids.values()):
                 if first is not None:
                     service.remove_memory(first, self.nbytes)
             for peer, first in self._remote_ids.items():
                 service.remove_memory(first, self.peer_nbytes(peer))
         for memory in self._exposed.values():
-            self._group.links.rdma.withdraw(memory)
+            self._group.links.remote.withdraw(memory)
         if self._announced is not None:
             self._group.symmetric.withdraw(self._announced)
         if not self._group.failure.closed:

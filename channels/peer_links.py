@@ -11,7 +11,7 @@ from proxyccl.channels.joining.proxy_options import ProxyOptions
 from proxyccl.channels.joining.proxy_place import ProxyPlace, Where
 from proxyccl.channels.joining.topology import Topology
 from proxyccl.channels.liveness.failure import FailureState
-from proxyccl.channels.rdma import Rdma
+from proxyccl.channels.remote import RemoteLinks
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device.errors import ArgumentError, WaitTimeoutError
 from proxyccl.device.runtime import Runtime
@@ -45,7 +45,7 @@ class PeerLinks:
 
     Attributes:
         topology: the placement of the ranks; complete after `bring_up`.
-        rdma: this rank's RDMA endpoints.
+        remote: this rank's links to other hosts.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class PeerLinks:
         self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and whether for private memory
         self._transports: dict[int, str] = {}
         self.topology = topology
-        self.rdma = Rdma(runtime, control, exchange, topology, lambda: self.proxy, transport_options)
+        self.remote = RemoteLinks(runtime, control, exchange, topology, lambda: self.proxy, transport_options)
 
     def bring_up(self) -> None:
-        """Makes the RDMA endpoints, where any two ranks need them. All ranks call it together."""
-        if self.topology.uses_rdma():
-            reasons = self.rdma.probe(self.topology.transports())
+        """Makes the endpoints of remote links, where any two ranks need them. All ranks call it together."""
+        if self.topology.has_remote_pairs():
+            reasons = self.remote.probe(self.topology.transports())
             self.topology = self.topology.with_unsupported_reasons(reasons)
-            self.rdma.connect_endpoints(self.topology.transports())
+            self.remote.connect_endpoints(self.topology.transports())
         self._transports = self.topology.transports()
 
     @property
@@ -190,12 +190,12 @@ class PeerLinks:
             private: whether its channels copy from memory that no other process can map.
         """
         transport = self.transport(peer)
-        by_rdma = TRANSPORTS[transport].uses_rdma
-        key = peer, private and self._takes_private and not by_rdma
+        remote = TRANSPORTS[transport].is_remote
+        key = peer, private and self._takes_private and not remote
         if key not in self._connections:
             self._connections[key] = (
-                self.rdma.connect(peer)
-                if by_rdma
+                self.remote.connect(peer)
+                if remote
                 else self.proxy.connect_copy(peer=peer, transport=transport, private=key[1])
             )
         return self._connections[key]
@@ -204,8 +204,8 @@ class PeerLinks:
         """Address, as the transport to a peer reaches it, of the word that counts the signals to its channel."""
         if peer == self._exchange.rank:
             return self._control.semaphore_host(channel)
-        if TRANSPORTS[self._transports[peer]].uses_rdma:
-            return self.rdma.semaphore(peer, channel)
+        if TRANSPORTS[self._transports[peer]].is_remote:
+            return self.remote.semaphore(peer, channel)
         return self._segments[peer].semaphore_host(channel)
 
     def semaphore_handle(self, peer: int, channel: int) -> HandleProvider:
@@ -228,12 +228,12 @@ class PeerLinks:
 
     def drain_for_peers(self) -> None:
         """Makes this rank's transfers reach peers whose proxy, or RDMA, has to take them."""
-        if self._proxy is not None and self.rdma.used:
+        if self._proxy is not None and self.remote.used:
             self._proxy.drain(self._exchange.timeout, lambda: self._failure.aborted)
 
     def close(self) -> bool:
         """Ends the proxy and frees RDMA's resources. False if a handler still runs: its thread then uses memory."""
         if self._proxy is not None and not self._proxy.close(self._exchange.timeout):
             return False
-        self.rdma.close()
+        self.remote.close()
         return True

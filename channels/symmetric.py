@@ -352,8 +352,8 @@ class SymmetricMemory:
         return None if found is None else dict(zip(peers, found, strict=True))
 
     def guard(self, views: Iterable[ArrayView]) -> AllocationGuard | None:
-        """A guard that checks, for a plan with these arrays, whether the addresses of `reached` are still valid. None
-        if only a change of the range, which listeners are told of, ends that.
+        """A guard that checks, for a launchable with these arrays, whether the addresses of `reached` are still valid.
+        None if only a change of the range, which listeners are told of, ends that.
         """
         watched: list[tuple[int, int]] = []
         for view in views:

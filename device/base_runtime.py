@@ -220,11 +220,12 @@ class LaunchDefaults:
         pipeline_bytes: the same in each buffer for pipelines.
         meeting_bytes: bytes of a share from which on it pays to learn where peers' outputs lie before sending.
         proxied_kernel_bytes: longest share that a kernel moves to peers of other nodes, through the proxy, by default.
-            A plan moves a longer one: its ranks meet first, and nothing is staged. 0: no kernel moves any.
+            A schedule moves a longer one: its ranks meet first, and nothing is staged. 0: no kernel moves any.
         packet_threads: a packet kernel takes one more block for each of these numbers of packets; beyond
             packet_blocks its blocks grow, up to `threads`.
         packet_blocks: most blocks of a packet kernel.
-        pinned_bytes: most bytes that a plan moves through pinned memory: what takes a copy engine longer to begin with.
+        pinned_bytes: most bytes that a schedule moves through pinned memory: what takes a copy engine longer to begin
+            with.
     """
 
     threads: int

@@ -71,7 +71,7 @@ static inline int proxyccl_stream_issue_words(const ProxycclStreamOperations* se
 }
 
 /* Returns the driver's status, the first that is not 0. Steps after one that the driver refused are issued all the
- * same: a stream that has rung a plan must wait for it, and let it go on. */
+ * same: a stream that has rung a schedule must wait for it, and let it go on. */
 static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, uintptr_t stream) {
   ProxycclStreamOperation* words = self->words;
   int first = 0, capturing = 0;

@@ -62,7 +62,7 @@ class _ProxycclConnectionStats:
     in_use: int
     peer: int
     transport: ArrayField[bytes, CharPointer]
-    plan_wait: int
+    schedule_wait: int
 
 class ProxycclConnectionStats(_ProxycclConnectionStats, CData): ...
 class ProxycclConnectionStatsPointer(_ProxycclConnectionStats, ItemPointer[ProxycclConnectionStats]): ...
@@ -107,7 +107,7 @@ class _ProxycclExitInfo:
     status: int
     reason: PointerField[CharPointer]
     connection: PointerField[ProxycclConnectionPointer]
-    plan: int
+    schedule: int
     wait: int
     of_source: int
 
@@ -126,15 +126,15 @@ class ProxycclServicePointer(Pointer): ...
 class ProxycclThread(CData): ...
 class ProxycclThreadPointer(Pointer): ...
 
-class _ProxycclPlanPost:
+class _ProxycclSchedulePost:
     channel: int
     memory: int
     offset: int
 
-class ProxycclPlanPost(_ProxycclPlanPost, CData): ...
-class ProxycclPlanPostPointer(_ProxycclPlanPost, ItemPointer[ProxycclPlanPost]): ...
+class ProxycclSchedulePost(_ProxycclSchedulePost, CData): ...
+class ProxycclSchedulePostPointer(_ProxycclSchedulePost, ItemPointer[ProxycclSchedulePost]): ...
 
-class _ProxycclPlanSend:
+class _ProxycclScheduleSend:
     channel: int
     post_channel: int
     src_memory: int
@@ -144,16 +144,16 @@ class _ProxycclPlanSend:
     bytes: int
     gate: int
 
-class ProxycclPlanSend(_ProxycclPlanSend, CData): ...
-class ProxycclPlanSendPointer(_ProxycclPlanSend, ItemPointer[ProxycclPlanSend]): ...
+class ProxycclScheduleSend(_ProxycclScheduleSend, CData): ...
+class ProxycclScheduleSendPointer(_ProxycclScheduleSend, ItemPointer[ProxycclScheduleSend]): ...
 
-class _ProxycclPlanReceive:
+class _ProxycclScheduleReceive:
     channel: int
     sends: int
     stage: int
 
-class ProxycclPlanReceive(_ProxycclPlanReceive, CData): ...
-class ProxycclPlanReceivePointer(_ProxycclPlanReceive, ItemPointer[ProxycclPlanReceive]): ...
+class ProxycclScheduleReceive(_ProxycclScheduleReceive, CData): ...
+class ProxycclScheduleReceivePointer(_ProxycclScheduleReceive, ItemPointer[ProxycclScheduleReceive]): ...
 
 class _ProxycclTurns:
     count: int
@@ -161,7 +161,7 @@ class _ProxycclTurns:
 class ProxycclTurns(_ProxycclTurns, CData): ...
 class ProxycclTurnsPointer(_ProxycclTurns, ItemPointer[ProxycclTurns]): ...
 
-class _ProxycclPlanWords:
+class _ProxycclScheduleWords:
     bell: int
     running: int
     done: int
@@ -169,19 +169,19 @@ class _ProxycclPlanWords:
     stages: ArrayField[int, Uint64Pointer]
     turns: ArrayField[ProxycclTurns, ProxycclTurnsPointer]
 
-class ProxycclPlanWords(_ProxycclPlanWords, CData): ...
-class ProxycclPlanWordsPointer(_ProxycclPlanWords, ItemPointer[ProxycclPlanWords]): ...
+class ProxycclScheduleWords(_ProxycclScheduleWords, CData): ...
+class ProxycclScheduleWordsPointer(_ProxycclScheduleWords, ItemPointer[ProxycclScheduleWords]): ...
 
-class _ProxycclPlanSteps:
-    posts: PointerField[ProxycclPlanPostPointer]
-    sends: PointerField[ProxycclPlanSendPointer]
-    receives: PointerField[ProxycclPlanReceivePointer]
+class _ProxycclScheduleSteps:
+    posts: PointerField[ProxycclSchedulePostPointer]
+    sends: PointerField[ProxycclScheduleSendPointer]
+    receives: PointerField[ProxycclScheduleReceivePointer]
     post_count: int
     send_count: int
     receive_count: int
 
-class ProxycclPlanSteps(_ProxycclPlanSteps, CData): ...
-class ProxycclPlanStepsPointer(_ProxycclPlanSteps, ItemPointer[ProxycclPlanSteps]): ...
+class ProxycclScheduleSteps(_ProxycclScheduleSteps, CData): ...
+class ProxycclScheduleStepsPointer(_ProxycclScheduleSteps, ItemPointer[ProxycclScheduleSteps]): ...
 class ProxycclRuntimeTable(CData): ...
 class ProxycclRuntimeTablePointer(Pointer): ...
 
@@ -364,7 +364,7 @@ class ProxycclFabricOptionsPointer(_ProxycclFabricOptions, ItemPointer[ProxycclF
 
 class Lib:
     PROXYCCL_PLACE_HANDLER: Final[int]
-    PROXYCCL_PLAN_WAIT_SHIFT: Final[int]
+    PROXYCCL_SCHEDULE_WAIT_SHIFT: Final[int]
     PROXYCCL_NO_MORE_TURNS: Final[int]
     PROXYCCL_NO_ID: Final[int]
     PROXYCCL_UNREACHED: Final[int]
@@ -378,7 +378,7 @@ class Lib:
     PROXYCCL_MARK_ISSUED: Final[int]
     PROXYCCL_MARK_COMPLETED: Final[int]
     PROXYCCL_MARK_HANDLED: Final[int]
-    PROXYCCL_MARK_PLAN: Final[int]
+    PROXYCCL_MARK_SCHEDULE: Final[int]
     PROXYCCL_EXIT_STOPPED: Final[int]
     PROXYCCL_EXIT_HANDLER: Final[int]
     PROXYCCL_EXIT_ERROR: Final[int]
@@ -386,8 +386,8 @@ class Lib:
     PROXYCCL_EXIT_NO_WORKERS: Final[int]
     PROXYCCL_MAX_RINGS: Final[int]
     PROXYCCL_MAX_CONNECTIONS: Final[int]
-    PROXYCCL_PLAN_STAGES: Final[int]
-    PROXYCCL_MAX_PLANS: Final[int]
+    PROXYCCL_SCHEDULE_STAGES: Final[int]
+    PROXYCCL_MAX_SCHEDULES: Final[int]
     PROXYCCL_MAX_WORKERS: Final[int]
     PROXYCCL_VERBS_QP_OFFSET: Final[int]
     PROXYCCL_VERBS_FOUND: Final[int]
@@ -464,7 +464,7 @@ class Lib:
         base: Passed[CharPointer] | bytes,
         bytes: int,
         key: int,
-        rdma_only: int,
+        remote_only: int,
         host: Passed[CharPointer] | bytes,
         /,
     ) -> int: ...
@@ -487,18 +487,18 @@ class Lib:
         completed: Passed[Uint64Pointer],
         /,
     ) -> int: ...
-    def proxyccl_service_set_plan_words(
+    def proxyccl_service_set_schedule_words(
         self,
         service: Passed[ProxycclServicePointer],
-        words: Passed[ProxycclPlanWordsPointer],
+        words: Passed[ProxycclScheduleWordsPointer],
         semaphores: Passed[Uint64Pointer],
         /,
     ) -> None: ...
-    def proxyccl_plan_words_end_waits(self, words: Passed[ProxycclPlanWordsPointer], /) -> None: ...
-    def proxyccl_service_add_plan(
-        self, service: Passed[ProxycclServicePointer], number: int, steps: Passed[ProxycclPlanStepsPointer], /
+    def proxyccl_schedule_words_end_waits(self, words: Passed[ProxycclScheduleWordsPointer], /) -> None: ...
+    def proxyccl_service_add_schedule(
+        self, service: Passed[ProxycclServicePointer], number: int, steps: Passed[ProxycclScheduleStepsPointer], /
     ) -> int: ...
-    def proxyccl_service_remove_plan(self, service: Passed[ProxycclServicePointer], number: int, /) -> int: ...
+    def proxyccl_service_remove_schedule(self, service: Passed[ProxycclServicePointer], number: int, /) -> int: ...
     def proxyccl_worker_create(
         self, service: Passed[ProxycclServicePointer], stats: Passed[ProxycclWorkerStatsPointer], /
     ) -> ProxycclWorkerPointer: ...
@@ -777,28 +777,28 @@ class FFI(BaseFFI):
     ) -> Array[ProxycclIdlePolicy, ProxycclIdlePolicyPointer]: ...
     @overload
     def new(
-        self, cdecl: Literal["ProxycclPlanPost *"], init: Initial[ProxycclPlanPost] = ..., /
-    ) -> ProxycclPlanPostPointer: ...
+        self, cdecl: Literal["ProxycclSchedulePost *"], init: Initial[ProxycclSchedulePost] = ..., /
+    ) -> ProxycclSchedulePostPointer: ...
     @overload
     def new(
-        self, cdecl: Literal["ProxycclPlanPost[]"], init: int | Sequence[Initial[ProxycclPlanPost]], /
-    ) -> Array[ProxycclPlanPost, ProxycclPlanPostPointer]: ...
+        self, cdecl: Literal["ProxycclSchedulePost[]"], init: int | Sequence[Initial[ProxycclSchedulePost]], /
+    ) -> Array[ProxycclSchedulePost, ProxycclSchedulePostPointer]: ...
     @overload
     def new(
-        self, cdecl: Literal["ProxycclPlanSend *"], init: Initial[ProxycclPlanSend] = ..., /
-    ) -> ProxycclPlanSendPointer: ...
+        self, cdecl: Literal["ProxycclScheduleSend *"], init: Initial[ProxycclScheduleSend] = ..., /
+    ) -> ProxycclScheduleSendPointer: ...
     @overload
     def new(
-        self, cdecl: Literal["ProxycclPlanSend[]"], init: int | Sequence[Initial[ProxycclPlanSend]], /
-    ) -> Array[ProxycclPlanSend, ProxycclPlanSendPointer]: ...
+        self, cdecl: Literal["ProxycclScheduleSend[]"], init: int | Sequence[Initial[ProxycclScheduleSend]], /
+    ) -> Array[ProxycclScheduleSend, ProxycclScheduleSendPointer]: ...
     @overload
     def new(
-        self, cdecl: Literal["ProxycclPlanReceive *"], init: Initial[ProxycclPlanReceive] = ..., /
-    ) -> ProxycclPlanReceivePointer: ...
+        self, cdecl: Literal["ProxycclScheduleReceive *"], init: Initial[ProxycclScheduleReceive] = ..., /
+    ) -> ProxycclScheduleReceivePointer: ...
     @overload
     def new(
-        self, cdecl: Literal["ProxycclPlanReceive[]"], init: int | Sequence[Initial[ProxycclPlanReceive]], /
-    ) -> Array[ProxycclPlanReceive, ProxycclPlanReceivePointer]: ...
+        self, cdecl: Literal["ProxycclScheduleReceive[]"], init: int | Sequence[Initial[ProxycclScheduleReceive]], /
+    ) -> Array[ProxycclScheduleReceive, ProxycclScheduleReceivePointer]: ...
     @overload
     def new(self, cdecl: Literal["ProxycclTurns *"], init: Initial[ProxycclTurns] = ..., /) -> ProxycclTurnsPointer: ...
     @overload
@@ -807,24 +807,24 @@ class FFI(BaseFFI):
     ) -> Array[ProxycclTurns, ProxycclTurnsPointer]: ...
     @overload
     def new(
-        self, cdecl: Literal["ProxycclPlanWords *"], init: Initial[ProxycclPlanWords] = ..., /
-    ) -> ProxycclPlanWordsPointer: ...
+        self, cdecl: Literal["ProxycclScheduleWords *"], init: Initial[ProxycclScheduleWords] = ..., /
+    ) -> ProxycclScheduleWordsPointer: ...
     @overload
     def new(
-        self, cdecl: Literal["ProxycclPlanWords[]"], init: int | Sequence[Initial[ProxycclPlanWords]], /
-    ) -> Array[ProxycclPlanWords, ProxycclPlanWordsPointer]: ...
+        self, cdecl: Literal["ProxycclScheduleWords[]"], init: int | Sequence[Initial[ProxycclScheduleWords]], /
+    ) -> Array[ProxycclScheduleWords, ProxycclScheduleWordsPointer]: ...
     @overload
     def new(self, cdecl: Literal["uint64_t *"], init: int = ..., /) -> Uint64Pointer: ...
     @overload
     def new(self, cdecl: Literal["uint64_t[]"], init: int | Sequence[int], /) -> Array[int, Uint64Pointer]: ...
     @overload
     def new(
-        self, cdecl: Literal["ProxycclPlanSteps *"], init: Initial[ProxycclPlanSteps] = ..., /
-    ) -> ProxycclPlanStepsPointer: ...
+        self, cdecl: Literal["ProxycclScheduleSteps *"], init: Initial[ProxycclScheduleSteps] = ..., /
+    ) -> ProxycclScheduleStepsPointer: ...
     @overload
     def new(
-        self, cdecl: Literal["ProxycclPlanSteps[]"], init: int | Sequence[Initial[ProxycclPlanSteps]], /
-    ) -> Array[ProxycclPlanSteps, ProxycclPlanStepsPointer]: ...
+        self, cdecl: Literal["ProxycclScheduleSteps[]"], init: int | Sequence[Initial[ProxycclScheduleSteps]], /
+    ) -> Array[ProxycclScheduleSteps, ProxycclScheduleStepsPointer]: ...
     @overload
     def new(
         self, cdecl: Literal["ProxycclRuntimeTable *"], init: Initial[ProxycclRuntimeTable] = ..., /
@@ -1045,19 +1045,25 @@ class FFI(BaseFFI):
     @overload
     def cast(self, cdecl: Literal["ProxycclThread *"], value: CData | int, /) -> ProxycclThreadPointer: ...
     @overload
-    def cast(self, cdecl: Literal["ProxycclPlanPost *"], value: CData | int, /) -> ProxycclPlanPostPointer: ...
+    def cast(self, cdecl: Literal["ProxycclSchedulePost *"], value: CData | int, /) -> ProxycclSchedulePostPointer: ...
     @overload
-    def cast(self, cdecl: Literal["ProxycclPlanSend *"], value: CData | int, /) -> ProxycclPlanSendPointer: ...
+    def cast(self, cdecl: Literal["ProxycclScheduleSend *"], value: CData | int, /) -> ProxycclScheduleSendPointer: ...
     @overload
-    def cast(self, cdecl: Literal["ProxycclPlanReceive *"], value: CData | int, /) -> ProxycclPlanReceivePointer: ...
+    def cast(
+        self, cdecl: Literal["ProxycclScheduleReceive *"], value: CData | int, /
+    ) -> ProxycclScheduleReceivePointer: ...
     @overload
     def cast(self, cdecl: Literal["ProxycclTurns *"], value: CData | int, /) -> ProxycclTurnsPointer: ...
     @overload
-    def cast(self, cdecl: Literal["ProxycclPlanWords *"], value: CData | int, /) -> ProxycclPlanWordsPointer: ...
+    def cast(
+        self, cdecl: Literal["ProxycclScheduleWords *"], value: CData | int, /
+    ) -> ProxycclScheduleWordsPointer: ...
     @overload
     def cast(self, cdecl: Literal["uint64_t *"], value: CData | int, /) -> Uint64Pointer: ...
     @overload
-    def cast(self, cdecl: Literal["ProxycclPlanSteps *"], value: CData | int, /) -> ProxycclPlanStepsPointer: ...
+    def cast(
+        self, cdecl: Literal["ProxycclScheduleSteps *"], value: CData | int, /
+    ) -> ProxycclScheduleStepsPointer: ...
     @overload
     def cast(self, cdecl: Literal["ProxycclRuntimeTable *"], value: CData | int, /) -> ProxycclRuntimeTablePointer: ...
     @overload
@@ -1147,13 +1153,13 @@ class FFI(BaseFFI):
             "ProxycclObserved",
             "ProxycclExitInfo",
             "ProxycclIdlePolicy",
-            "ProxycclPlanPost",
-            "ProxycclPlanSend",
-            "ProxycclPlanReceive",
+            "ProxycclSchedulePost",
+            "ProxycclScheduleSend",
+            "ProxycclScheduleReceive",
             "ProxycclTurns",
-            "ProxycclPlanWords",
+            "ProxycclScheduleWords",
             "uint64_t",
-            "ProxycclPlanSteps",
+            "ProxycclScheduleSteps",
             "ProxycclRuntimeTable",
             "ProxycclVerbsQp",
             "ProxycclFabricLibrary",

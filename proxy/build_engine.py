@@ -34,16 +34,16 @@ typedef struct {
 
 enum { PROXYCCL_OBSERVE_FORMAT, PROXYCCL_TRACE_RECORDS, PROXYCCL_TRACE_UNPUBLISHED, ... };
 #define PROXYCCL_PLACE_HANDLER ...
-#define PROXYCCL_PLAN_WAIT_SHIFT ...
+#define PROXYCCL_SCHEDULE_WAIT_SHIFT ...
 enum { PROXYCCL_MARK_SHIFT, PROXYCCL_MARK_BITS, ... };
 typedef enum {
-  PROXYCCL_MARK_SEEN, PROXYCCL_MARK_ISSUED, PROXYCCL_MARK_COMPLETED, PROXYCCL_MARK_HANDLED, PROXYCCL_MARK_PLAN,
+  PROXYCCL_MARK_SEEN, PROXYCCL_MARK_ISSUED, PROXYCCL_MARK_COMPLETED, PROXYCCL_MARK_HANDLED, PROXYCCL_MARK_SCHEDULE,
   ...
 } ProxycclTraceMark;
 typedef struct { uint32_t connection; uint16_t worker; uint16_t ring; ...; } ProxycclChannelPlace;
 typedef struct {
   uint64_t issued; uint64_t completed; uint64_t errors; uint32_t in_use; uint32_t peer; char transport[...];
-  uint64_t plan_wait; ...;
+  uint64_t schedule_wait; ...;
 } ProxycclConnectionStats;
 typedef struct { uint64_t word0; uint64_t word1; ...; } ProxycclTraceRecord;
 typedef struct {
@@ -61,10 +61,10 @@ typedef struct ProxycclWorker ProxycclWorker;
 typedef struct {
   ProxycclWorker *worker;
   ProxycclTrigger trigger; uint64_t ticket; uint32_t channel; uint32_t code; int32_t status; const char *reason;
-  ProxycclConnection *connection; uint32_t plan; uint32_t wait; uint32_t of_source; ...;
+  ProxycclConnection *connection; uint32_t schedule; uint32_t wait; uint32_t of_source; ...;
 } ProxycclExitInfo;
 typedef struct { uint64_t spin_ns; uint64_t yield_ns; uint64_t max_sleep_ns; ...; } ProxycclIdlePolicy;
-enum { PROXYCCL_MAX_RINGS, PROXYCCL_MAX_CONNECTIONS, PROXYCCL_PLAN_STAGES, ... };
+enum { PROXYCCL_MAX_RINGS, PROXYCCL_MAX_CONNECTIONS, PROXYCCL_SCHEDULE_STAGES, ... };
 
 typedef struct ProxycclService ProxycclService;
 typedef struct ProxycclThread ProxycclThread;
@@ -72,32 +72,33 @@ typedef struct ProxycclThread ProxycclThread;
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
 void proxyccl_service_destroy(ProxycclService *service);
 int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
-                                uint32_t rdma_only, char *host);
+                                uint32_t remote_only, char *host);
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
                                  uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed);
 uint64_t proxyccl_word_acquire(const uint64_t *word);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed, uint64_t *completed);
-enum { PROXYCCL_MAX_PLANS, PROXYCCL_MAX_WORKERS, ... };
+enum { PROXYCCL_MAX_SCHEDULES, PROXYCCL_MAX_WORKERS, ... };
 #define PROXYCCL_NO_MORE_TURNS ...
 #define PROXYCCL_NO_ID ...
-typedef struct { uint32_t channel; uint32_t memory; uint64_t offset; ...; } ProxycclPlanPost;
+typedef struct { uint32_t channel; uint32_t memory; uint64_t offset; ...; } ProxycclSchedulePost;
 typedef struct {
   uint32_t channel; uint32_t post_channel; uint32_t src_memory; uint32_t dst_memory; uint64_t src_offset;
   uint64_t dst_offset; uint64_t bytes; uint64_t gate; ...;
-} ProxycclPlanSend;
-typedef struct { uint32_t channel; uint32_t sends; uint32_t stage; ...; } ProxycclPlanReceive;
+} ProxycclScheduleSend;
+typedef struct { uint32_t channel; uint32_t sends; uint32_t stage; ...; } ProxycclScheduleReceive;
 typedef struct { uint64_t count; ...; } ProxycclTurns;
 typedef struct {
   uint64_t bell; uint64_t running; uint64_t done; uint64_t gate; uint64_t stages[...]; ProxycclTurns turns[...]; ...;
-} ProxycclPlanWords;
+} ProxycclScheduleWords;
 typedef struct {
-  const ProxycclPlanPost *posts; const ProxycclPlanSend *sends; const ProxycclPlanReceive *receives;
+  const ProxycclSchedulePost *posts; const ProxycclScheduleSend *sends; const ProxycclScheduleReceive *receives;
   uint32_t post_count; uint32_t send_count; uint32_t receive_count; ...;
-} ProxycclPlanSteps;
-void proxyccl_service_set_plan_words(ProxycclService *service, ProxycclPlanWords *words, const uint64_t *semaphores);
-void proxyccl_plan_words_end_waits(ProxycclPlanWords *words);
-int proxyccl_service_add_plan(ProxycclService *service, uint32_t number, const ProxycclPlanSteps *steps);
-int proxyccl_service_remove_plan(ProxycclService *service, uint32_t number);
+} ProxycclScheduleSteps;
+void proxyccl_service_set_schedule_words(ProxycclService *service, ProxycclScheduleWords *words,
+                                         const uint64_t *semaphores);
+void proxyccl_schedule_words_end_waits(ProxycclScheduleWords *words);
+int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, const ProxycclScheduleSteps *steps);
+int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number);
 ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
 int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2);

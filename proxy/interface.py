@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from proxyccl.device.runtime import Event, PinnedMemory, Stream
 from proxyccl.proxy.codec import Message, Uint64
 from proxyccl.proxy.fifo import Fifo
-from proxyccl.proxy.plan import PlanPointers, PlanWait, ProxyPlan
+from proxyccl.proxy.schedule import Schedule, SchedulePointers, ScheduleWait
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.trigger import Trigger
 
@@ -52,9 +52,9 @@ class ChannelCounters:
 
     Attributes:
         triggers: triggers that it acted on.
-        puts: triggers among them that put data, and sends of plans that did.
+        puts: triggers among them that put data, and sends of schedules that did.
         bytes: bytes that the puts and gets moved.
-        signals: triggers that signalled, and sends of plans, all of which do.
+        signals: triggers that signalled, and sends of schedules, all of which do.
         flushes: triggers that flushed.
         gets: triggers that got data.
     """
@@ -79,7 +79,7 @@ class ProxyFailure:
         reason: the error in words.
         exception: a handler's exception, or None.
         peer: the peer of the connection that failed or that the trigger named; None if there is none.
-        plan: number of the plan that failed; 0 if none is concerned.
+        schedule: number of the schedule that failed; 0 if none is concerned.
         offset: for a refused trigger, the offset in the memory that caused the refusal, source or destination.
         wait: after a time-out, the kind of wait: a ProxycclWaitKind (control.h).
     """
@@ -91,13 +91,13 @@ class ProxyFailure:
     reason: str
     exception: BaseException | None = None
     peer: int | None = None
-    plan: int = 0
+    schedule: int = 0
     wait: int = 0
     offset: int = 0
 
 
-class RdmaEndpointInfo(Message, frozen=True):
-    """A rank's message to a peer about its endpoint of an RDMA connection.
+class EndpointInfo(Message, frozen=True):
+    """A rank's message to a peer about its endpoint of a remote connection.
 
     Attributes:
         endpoint: the endpoint's address, encoded by its transport (for a queue pair an `EndpointAddress`).
@@ -115,8 +115,8 @@ class RdmaEndpointInfo(Message, frozen=True):
 
 
 @dataclass(frozen=True)
-class RdmaMemory:
-    """Memory of this rank that peers reach by one transport; made by `RdmaContext.expose`.
+class ExposedMemory:
+    """Memory of this rank that peers reach by one transport; made by `RemoteContext.expose`.
 
     Attributes:
         transport: the transport's name.
@@ -135,8 +135,8 @@ class RdmaMemory:
     owner: Any
 
 
-class RdmaContext(Protocol):
-    """One rank's use of RDMA: its endpoints, and the memory that peers reach.
+class RemoteContext(Protocol):
+    """One rank's remote links: its endpoints, and the memory that peers reach.
 
     The first call that names a transport opens its device. That call also raises ArgumentError if an option names
     something that does not exist, and RuntimeUnavailableError if no device can be used; the message says why.
@@ -151,12 +151,12 @@ class RdmaContext(Protocol):
         """
         ...
 
-    def make_endpoint(self, peer: int, transport: str) -> RdmaEndpointInfo:
+    def make_endpoint(self, peer: int, transport: str) -> EndpointInfo:
         """Makes this rank's endpoint of a connection to a peer.
 
         Args:
             peer: the peer's rank.
-            transport: name of a transport that uses RDMA.
+            transport: name of a remote transport.
 
         Raises:
             ArgumentError: the peer has an endpoint already, or there is no such transport.
@@ -164,7 +164,7 @@ class RdmaContext(Protocol):
         """
         ...
 
-    def connect_endpoint(self, peer: int, theirs: RdmaEndpointInfo, timeout: float) -> None:
+    def connect_endpoint(self, peer: int, theirs: EndpointInfo, timeout: float) -> None:
         """Connects this rank's endpoint to the peer's. It does not wait for the peer.
 
         Args:
@@ -182,7 +182,7 @@ class RdmaContext(Protocol):
         """The proxy's connection over a connected endpoint."""
         ...
 
-    def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> RdmaMemory:
+    def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> ExposedMemory:
         """Lets peers reach memory of this rank. Pair each call with a `withdraw`.
 
         Args:
@@ -199,7 +199,7 @@ class RdmaContext(Protocol):
         """
         ...
 
-    def withdraw(self, memory: RdmaMemory) -> None:
+    def withdraw(self, memory: ExposedMemory) -> None:
         """Ends `expose`. Triggers must no longer name the memory, on this rank or on a peer."""
         ...
 
@@ -230,14 +230,14 @@ class Proxy(Protocol):
         ...
 
     def outstanding(self, channel: int) -> int | None:
-        """Triggers and sends of plans on a channel's connection that are not known to be complete.
+        """Triggers and sends of schedules on a channel's connection that are not known to be complete.
 
         None for a handler's channel, and if this process can't tell.
         """
         ...
 
-    def plan_waits(self) -> list[PlanWait]:
-        """The waits of plans that make no progress, or that a failure stopped.
+    def schedule_waits(self) -> list[ScheduleWait]:
+        """The waits of schedules that make no progress, or that a failure stopped.
 
         Empty if this process can't tell.
         """
@@ -288,7 +288,7 @@ class Proxy(Protocol):
         """Registers pinned memory, this rank's own or a peer's that was opened here.
 
         Where source and destination of a put are such memory, the CPU copies up to `PROXYCCL_CPU_COPY_BYTES`
-        (copy_transport.h), in less time than a copy engine takes. RDMA does not reach the memory by this id.
+        (copy_transport.h), in less time than a copy engine takes. Remote links do not reach the memory by this id.
 
         Args:
             memory: stays open until `remove_memory`.
@@ -303,8 +303,8 @@ class Proxy(Protocol):
         """
         ...
 
-    def add_rdma_memory(self, address: int, nbytes: int, key: int) -> int:
-        """Registers memory that only RDMA reaches, by an address and a key: this rank's or a peer's.
+    def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
+        """Registers memory that only a remote link reaches, by an address and a key: this rank's or a peer's.
 
         The engine refuses a trigger on a channel that would copy from or to it.
 
@@ -329,15 +329,15 @@ class Proxy(Protocol):
             private: whether its channels copy from memory that only the caller's process can reach.
 
         Raises:
-            ArgumentError: the transport uses RDMA, or does not exist.
+            ArgumentError: the transport is remote, or does not exist.
             ResourceError: the worker has no room for another connection.
         """
         ...
 
-    def open_rdma(
+    def open_remote(
         self, options: TransportOptions, signals: range, *, near: int | None = None, local_rank: int = 0
-    ) -> RdmaContext:
-        """The rank's RDMA context. Called once; the caller closes it after the proxy.
+    ) -> RemoteContext:
+        """The rank's remote links. Called once; the caller closes it after the proxy.
 
         Args:
             options: the device to use, and its settings.
@@ -372,12 +372,12 @@ class Proxy(Protocol):
         ...
 
     @property
-    def plan_pointers(self) -> PlanPointers:
-        """The words through which streams ring plans."""
+    def schedule_pointers(self) -> SchedulePointers:
+        """The words through which streams ring schedules."""
         ...
 
-    def add_plan(self, plan: ProxyPlan) -> int:
-        """Sets a plan, which streams may then ring. Its channels must have connections of this proxy.
+    def add_schedule(self, schedule: Schedule) -> int:
+        """Sets a schedule, which streams may then ring. Its channels must have connections of this proxy.
 
         Returns:
             Its number, from 1.
@@ -388,12 +388,12 @@ class Proxy(Protocol):
         """
         ...
 
-    def remove_plan(self, number: int) -> None:
-        """Frees a plan. Streams must no longer ring it. Raises ResourceError if it runs."""
+    def remove_schedule(self, number: int) -> None:
+        """Frees a schedule. Streams must no longer ring it. Raises ResourceError if it runs."""
         ...
 
     def check_turns(self, timeout: float) -> None:
-        """Fails the proxy if a stream has waited for a plan for that long while a worker took no turn.
+        """Fails the proxy if a stream has waited for a schedule for that long while a worker took no turn.
 
         Nothing else would end such a wait. A worker that waits for a peer takes turns, and bounds that wait itself. A
         worker takes no turn while its process is stopped, while a call of the driver does not return, and while a
@@ -409,7 +409,7 @@ class Proxy(Protocol):
         ...
 
     def end_waits(self) -> None:
-        """Ends the waits of streams for plans and their stages. For use after a failure, when no worker does it."""
+        """Ends the waits of streams for schedules and their stages. For use after a failure, when no worker does it."""
         ...
 
     def add_handler(self, handler: Handler) -> int:

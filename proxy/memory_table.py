@@ -36,7 +36,7 @@ class MemoryTable:
         nbytes: int,
         key: int,
         *,
-        rdma_only: bool = False,
+        remote_only: bool = False,
         host: int | None = None,
         first: int | None = None,
     ) -> int:
@@ -45,8 +45,8 @@ class MemoryTable:
         Args:
             address: its address, as transports reach it.
             nbytes: its size.
-            key: its key for transports that use RDMA; 0 for none.
-            rdma_only: whether only RDMA reaches it, so that no copy may use `address`.
+            key: its key for remote transports; 0 for none.
+            remote_only: whether only a remote link reaches it, so that no copy may use `address`.
             host: its address for the CPU; None if the CPU may not touch it.
             first: the first id, which another service chose; None to choose one here.
 
@@ -59,20 +59,20 @@ class MemoryTable:
         for i in range(windows):
             offset = i * WINDOW_BYTES
             here = ffi.NULL if host is None else ffi.cast("char *", host + offset)
-            self._set(first + i, address + offset, nbytes - offset, key, rdma_only=rdma_only, host=here)
+            self._set(first + i, address + offset, nbytes - offset, key, remote_only=remote_only, host=here)
             self._used[first + i] = True
         return first
 
     def remove(self, first: int, nbytes: int) -> None:
         """Frees the ids of a memory of that size. Triggers must no longer name them."""
         for i in range(windows_of(nbytes)):
-            self._set(first + i, 0, 0, 0, rdma_only=False, host=ffi.NULL)
+            self._set(first + i, 0, 0, 0, remote_only=False, host=ffi.NULL)
             self._used[first + i] = False
 
-    def _set(self, memory: int, address: int, nbytes: int, key: int, *, rdma_only: bool, host: Any) -> None:
+    def _set(self, memory: int, address: int, nbytes: int, key: int, *, remote_only: bool, host: Any) -> None:
         self._limits[memory] = nbytes
         base = ffi.cast("char *", address)
-        lib.proxyccl_service_set_memory(self._service, memory, base, nbytes, key, rdma_only, host)
+        lib.proxyccl_service_set_memory(self._service, memory, base, nbytes, key, remote_only, host)
 
     def _find(self, windows: int) -> int:
         run = 0

@@ -27,10 +27,10 @@ from proxyccl.proxy.memory_table import MemoryTable
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.segment import ObservedSegment
-from proxyccl.proxy.plan import PlanPointers, PlanWait, ProxyPlan
-from proxyccl.proxy.plan_table import PlanTable
-from proxyccl.proxy.rdma_setup import RdmaSetup
-from proxyccl.proxy.service_rdma import ServiceRdma
+from proxyccl.proxy.remote_setup import RemoteSetup
+from proxyccl.proxy.schedule import Schedule, SchedulePointers, ScheduleWait
+from proxyccl.proxy.schedule_table import ScheduleTable
+from proxyccl.proxy.service_remote import ServiceRemote
 from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.proxy.transport_options import TransportOptions
@@ -49,9 +49,11 @@ class ProxyService:
     Args:
         runtime: the runtime whose copies it issues.
         control: address of the ProxycclControl whose abort word ends the workers.
-        shared: pinned memory with `shared_bytes()`, zeroed, for `SharedWords`. With RDMA, peers signal words in it too.
+        shared: pinned memory with `shared_bytes()`, zeroed, for `SharedWords`. Peers on other hosts signal words in it
+            too.
         shared_offset: offset of those bytes in it.
-        semaphores_offset: offset in it of the words that peers signal, by channel id; None for a service without plans.
+        semaphores_offset: offset in it of the words that peers signal, by channel id; None for a service without
+            schedules.
         fifos: number of rings.
         threads: number of workers, each with its own thread; they get the rings in turn.
         fifo_size: slots in each ring.
@@ -120,8 +122,8 @@ class ProxyService:
             self._workers.add_rings(self._rings)
             self._memories = MemoryTable(self._service, self._shared)
             semaphores = None if semaphores_offset is None else shared.host_ptr + semaphores_offset
-            self._plans = PlanTable(self._service, self._shared, semaphores)
-            self._turns, self._turns_missed = TurnWatch(self._shared.plan_words, threads), False
+            self._schedules = ScheduleTable(self._service, self._shared, semaphores)
+            self._turns, self._turns_missed = TurnWatch(self._shared.schedule_words, threads), False
             self._channels = ChannelTable(
                 self._service,
                 self._shared,
@@ -188,7 +190,7 @@ class ProxyService:
         Args:
             base: its address.
             nbytes: its size.
-            key: its key for transports that use RDMA.
+            key: its key for remote transports.
             handle: not used.
             first: the first id, which another service chose; None to choose one here.
         """
@@ -200,9 +202,9 @@ class ProxyService:
             raise ClosedError("the memory is closed")
         return self._add_memory(memory.ptr, memory.nbytes, 0, host=memory.host_ptr, first=first)
 
-    def add_rdma_memory(self, address: int, nbytes: int, key: int) -> int:
-        """See `Proxy.add_rdma_memory`."""
-        return self._add_memory(address, nbytes, key, rdma_only=True)
+    def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
+        """See `Proxy.add_remote_memory`."""
+        return self._add_memory(address, nbytes, key, remote_only=True)
 
     def _add_memory(
         self,
@@ -210,13 +212,13 @@ class ProxyService:
         nbytes: int,
         key: int,
         *,
-        rdma_only: bool = False,
+        remote_only: bool = False,
         host: int | None = None,
         first: int | None = None,
     ) -> int:
         with self._lock:
             self._require_open()
-            return self._memories.add(address, nbytes, key, rdma_only=rdma_only, host=host, first=first)
+            return self._memories.add(address, nbytes, key, remote_only=remote_only, host=host, first=first)
 
     def remove_memory(self, first: int, nbytes: int) -> None:
         """Frees a memory's ids. Triggers must no longer name them."""
@@ -247,12 +249,12 @@ class ProxyService:
         """
         return self._add_connection(transport, find_transport(transport).connect(self._engine, options), peer)
 
-    def open_rdma(
+    def open_remote(
         self, options: TransportOptions, signals: range, *, near: int | None = None, local_rank: int = 0
-    ) -> ServiceRdma:
-        """See `Proxy.open_rdma`."""
-        setup = RdmaSetup(self.runtime, self._shared.memory, signals, near, local_rank)
-        return ServiceRdma(self.connect, setup, options)
+    ) -> ServiceRemote:
+        """See `Proxy.open_remote`."""
+        setup = RemoteSetup(self.runtime, self._shared.memory, signals, near, local_rank)
+        return ServiceRemote(self.connect, setup, options)
 
     def _add_connection(self, transport: str, made: EngineConnection, peer: int | None) -> Connection:
         try:
@@ -302,21 +304,21 @@ class ProxyService:
                 self._channels.free(channels, connection.worker)
 
     @property
-    def plan_pointers(self) -> PlanPointers:
-        """See `Proxy.plan_pointers`."""
-        return self._shared.plan_pointers
+    def schedule_pointers(self) -> SchedulePointers:
+        """See `Proxy.schedule_pointers`."""
+        return self._shared.schedule_pointers
 
-    def add_plan(self, plan: ProxyPlan) -> int:
-        """See `Proxy.add_plan`."""
+    def add_schedule(self, schedule: Schedule) -> int:
+        """See `Proxy.add_schedule`."""
         with self._lock:
             self._require_open()
-            return self._plans.add(plan)
+            return self._schedules.add(schedule)
 
-    def remove_plan(self, number: int) -> None:
-        """See `Proxy.remove_plan`."""
+    def remove_schedule(self, number: int) -> None:
+        """See `Proxy.remove_schedule`."""
         with self._lock:
             if not self._closed and self._process.is_here:
-                self._plans.remove(number)
+                self._schedules.remove(number)
 
     def check_turns(self, timeout: float) -> None:
         """See `Proxy.check_turns`."""
@@ -394,9 +396,9 @@ class ProxyService:
         """Triggers of a channel's connection that are issued and not known to be complete; None for a handler."""
         return self._observed.outstanding(channel)
 
-    def plan_waits(self) -> list[PlanWait]:
-        """See `Proxy.plan_waits`."""
-        return self._observed.plan_waits()
+    def schedule_waits(self) -> list[ScheduleWait]:
+        """See `Proxy.schedule_waits`."""
+        return self._observed.schedule_waits()
 
     @property
     def ended(self) -> list[bool]:
@@ -457,7 +459,7 @@ class ProxyService:
             status=info.status,
             reason=reason,
             peer=connection.peer if connection is not None else None,
-            plan=info.plan,
+            schedule=info.schedule,
             wait=info.wait,
             offset=offset,
         )

@@ -1,4 +1,4 @@
-"""A service's shared memory: words of its channels, limits of its memories, and the words of its plans."""
+"""A service's shared memory: words of its channels and schedules, and limits of its memories."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from proxyccl.device.errors import ArgumentError, ClosedError
 from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import ChannelCounters
-from proxyccl.proxy.plan import STAGES, PlanPointers
+from proxyccl.proxy.schedule import STAGES, SchedulePointers
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES
 
 ffi = _engine.ffi
@@ -16,7 +16,7 @@ ffi = _engine.ffi
 _COUNTERS_BYTES: int = ffi.sizeof("ProxycclCounters") * MAX_CHANNELS
 _FLUSHED_BYTES = _COMPLETED_BYTES = 8 * MAX_CHANNELS
 _MEMORY_LIMITS_BYTES = 8 * MAX_MEMORIES
-_PLAN_BYTES: int = ffi.sizeof("ProxycclPlanWords")
+_SCHEDULE_BYTES: int = ffi.sizeof("ProxycclScheduleWords")
 
 
 class SharedWords:
@@ -29,10 +29,10 @@ class SharedWords:
     Attributes:
         table: the ProxycclCounters of the channels.
         memory_limits: for each memory id, the bytes from its first to the memory's end; 0 if it is not in use.
-        plan_words: the ProxycclPlanWords.
+        schedule_words: the ProxycclScheduleWords.
     """
 
-    BYTES = _COUNTERS_BYTES + _FLUSHED_BYTES + _COMPLETED_BYTES + _MEMORY_LIMITS_BYTES + _PLAN_BYTES
+    BYTES = _COUNTERS_BYTES + _FLUSHED_BYTES + _COMPLETED_BYTES + _MEMORY_LIMITS_BYTES + _SCHEDULE_BYTES
 
     def __init__(self, memory: PinnedMemory, offset: int) -> None:
         self.memory = memory
@@ -41,9 +41,9 @@ class SharedWords:
         self._completed_offset = self._flushed_offset + _FLUSHED_BYTES
         self._memory_limits_offset = self._completed_offset + _COMPLETED_BYTES
         self.table: Any = ffi.cast("ProxycclCounters *", memory.host_ptr + offset)
-        self._plan_offset = self._memory_limits_offset + _MEMORY_LIMITS_BYTES
+        self._schedule_offset = self._memory_limits_offset + _MEMORY_LIMITS_BYTES
         self.memory_limits: Any = ffi.cast("uint64_t *", memory.host_ptr + self._memory_limits_offset)
-        self.plan_words: Any = ffi.cast("ProxycclPlanWords *", memory.host_ptr + self._plan_offset)
+        self.schedule_words: Any = ffi.cast("ProxycclScheduleWords *", memory.host_ptr + self._schedule_offset)
 
     @property
     def counters_handle(self) -> bytes:
@@ -77,17 +77,17 @@ class SharedWords:
         return int(_engine.lib.proxyccl_word_acquire(self.completed_host(channel)))
 
     @property
-    def plan_pointers(self) -> PlanPointers:
-        """The device's addresses of `plan_words`."""
-        first = self.memory.ptr + self._plan_offset
+    def schedule_pointers(self) -> SchedulePointers:
+        """The device's addresses of `schedule_words`."""
+        first = self.memory.ptr + self._schedule_offset
         bell, done, gate, stages = (
-            first + ffi.offsetof("ProxycclPlanWords", word) for word in ("bell", "done", "gate", "stages")
+            first + ffi.offsetof("ProxycclScheduleWords", word) for word in ("bell", "done", "gate", "stages")
         )
-        return PlanPointers(bell, done, gate, tuple(stages + 8 * stage for stage in range(STAGES)))
+        return SchedulePointers(bell, done, gate, tuple(stages + 8 * stage for stage in range(STAGES)))
 
     def end_waits(self) -> None:
-        """Ends the waits of streams for a plan, and for its stages."""
-        _engine.lib.proxyccl_plan_words_end_waits(self.plan_words)
+        """Ends the waits of streams for a schedule, and for its stages."""
+        _engine.lib.proxyccl_schedule_words_end_waits(self.schedule_words)
 
     @property
     def memory_limits_pointer(self) -> int:

@@ -1,7 +1,7 @@
 """Whether a proxy's workers take turns. Waiting threads check this: the workers' process may be stopped, or a call may
 hang.
 
-A worker counts its turns in shared memory (engine/plan.h), so the question costs the proxy nothing.
+A worker counts its turns in shared memory (engine/schedule.h), so the question costs the proxy nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class TurnWatch:
     milliseconds.
 
     Args:
-        plan_words: the ProxycclPlanWords that the workers count in.
+        schedule_words: the ProxycclScheduleWords that the workers count in.
         workers: number of workers.
     """
 
-    def __init__(self, plan_words: Any, workers: int) -> None:
-        self._words = plan_words
+    def __init__(self, schedule_words: Any, workers: int) -> None:
+        self._words = schedule_words
         self._counts = [0] * workers
         self._idle = [0.0] * workers
         self._looked = time.monotonic()
@@ -46,5 +46,5 @@ class TurnWatch:
         return max(self._idle)
 
     def look_for_streams(self) -> float:
-        """The same while a stream waits for a plan; otherwise 0."""
+        """The same while a stream waits for a schedule; otherwise 0."""
         return self.look(awaited=bool(self._words.bell or self._words.running))

@@ -1,7 +1,8 @@
 """`proxyccl trace`: records the activity of this machine's proxies in Chrome's trace format.
 
 Perfetto (https://ui.perfetto.dev) and chrome://tracing show such a file. The format is documented as "Trace Event
-Format". A send of a plan is shown as the trigger that would do the same, with its plan in place of a ring and a ticket.
+Format". A send of a schedule is shown as the trigger that would do the same, with its schedule in place of a ring and a
+ticket.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class _Process:
                     "peer": peer,
                     "ring": first.ring,
                     "ticket": first.ticket,
-                    "plan": first.plan,
+                    "plan": first.schedule,
                     "count": run.count,
                     "bytes": first.trigger.size,
                     "completed": completed is not None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxyccl.channels.arguments import rows_of_all
 from proxyccl.channels.collectives.by_proxy import others
-from proxyccl.channels.collectives.move_plans import Exchange, Transfer
+from proxyccl.channels.collectives.move_schedules import Exchange, Transfer
 from proxyccl.channels.collectives.moves import Move
 from proxyccl.channels.group import Group
 from proxyccl.device.arrays.array import ArrayView

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.reduce_plans import prepare_all_reduce
+from proxyccl.channels.collectives.reduce_schedules import prepare_all_reduce
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
 from proxyccl.channels.collectives.table import ALL_REDUCE_KERNELS, COLLECTIVES
 from proxyccl.channels.collectives.team import Team
@@ -34,7 +34,7 @@ class AllReduce(Collective):
         team = collectives.team()
         if chosen in PACKET_ALGORITHMS and team.packets is None:
             chosen = "two_shot"
-        if chosen in ("two_shot", "proxy") and collectives.goes_by_plan(chosen):
+        if chosen in ("two_shot", "proxy") and collectives.goes_by_schedule(chosen):
             return prepare_all_reduce(collectives.by_proxy(), source, target, op)
         if chosen == "two_shot":
             reached_at = group.symmetric.reached(target)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from proxyccl.channels.collectives.call_cache import Key
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.plans import Key
 from proxyccl.channels.launches import Launchable
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.runtime import StreamLike
@@ -18,7 +18,7 @@ def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bo
     group = collectives.group
     inside = intra_node_only and group.topology.node_count > 1
     key: Key = ("barrier", inside)
-    if collectives.plans.repeat(key, None, None, stream):
+    if collectives.call_cache.repeat(key, None, None, stream):
         return
 
     def prepare() -> Launchable:
@@ -27,4 +27,4 @@ def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bo
         team = collectives.levels()[0] if inside else collectives.team()
         return group.runtime.shipped("moves.h", "barrier").prepare(1, team.threads, team.parameter())
 
-    collectives.plans.run(CollectiveCall("barrier", root=int(inside), count=1), (), prepare, stream, key)
+    collectives.call_cache.run(CollectiveCall("barrier", root=int(inside), count=1), (), prepare, stream, key)

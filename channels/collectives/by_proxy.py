@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from proxyccl.channels.group import Group
-from proxyccl.channels.schedules.links import PlanLinks
-from proxyccl.channels.schedules.memory import PlanMemories
-from proxyccl.channels.schedules.rings import PlanRings
+from proxyccl.channels.schedules.links import ScheduleLinks
+from proxyccl.channels.schedules.memory import ScheduleMemories
+from proxyccl.channels.schedules.rings import ScheduleRings
 
 _LONGEST_ROUND = 256 << 20
 
 
 class ByProxy:
-    """What one rank's plans are made with. All ranks make it together.
+    """What one rank's schedules are made with. All ranks make it together.
 
     Args:
         group: the ranks.
@@ -25,20 +25,20 @@ class ByProxy:
     Attributes:
         group: the ranks.
         memories: finds the memory of arrays.
-        links: the channels of plans.
-        rings: gives plans to the proxy.
-        longest_round: most bytes that one plan stages. A longer call takes several, on all ranks alike.
+        links: the channels of schedules.
+        rings: gives schedules to the proxy.
+        longest_round: most bytes that one schedule stages. A longer call takes several, on all ranks alike.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.memories = PlanMemories(group)
-        self.links = PlanLinks(group)
-        self.rings = PlanRings(group)
+        self.memories = ScheduleMemories(group)
+        self.links = ScheduleLinks(group)
+        self.rings = ScheduleRings(group)
         self.longest_round = _LONGEST_ROUND
 
     def close(self) -> None:
-        """Frees what the plans work in. No stream of any rank may ring one any more."""
+        """Frees what the schedules work in. No stream of any rank may ring one any more."""
         self.memories.close()
 
 

@@ -1,11 +1,11 @@
-"""What the collectives of a communicator share: teams, plans, and the choice of algorithms."""
+"""What the collectives of a communicator share: teams, the call cache, and the choice of algorithms."""
 
 from __future__ import annotations
 
 from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.by_proxy import ByProxy
+from proxyccl.channels.collectives.call_cache import CallCache
 from proxyccl.channels.collectives.flows import Flows
-from proxyccl.channels.collectives.plans import Plans
 from proxyccl.channels.collectives.request import CtaPolicy, Request, request
 from proxyccl.channels.collectives.selection import (
     ALGORITHMS_BY_COLLECTIVE,
@@ -49,17 +49,17 @@ class Collectives:
 
     Attributes:
         group: the ranks.
-        plans: calls that were made before.
+        call_cache: calls that were made before.
         execution_plans: what executes MSCCL++'s plans.
         repeat_prepared: issues a call without a stream as `repeat` does, without Python: repeat_prepared(x, out,
-            options). False if it can't; then `Plans.repeat` may.
+            options). False if it can't; then `CallCache.repeat` may.
         unspecified: the request of calls that name neither an algorithm nor a policy nor symmetric memory.
     """
 
     def __init__(self, group: Group, cta_policy: CtaPolicy = "default") -> None:
         self.group = group
-        self.plans = Plans(group)
-        self.execution_plans = ExecutionPlans(group, self.plans.clear)
+        self.call_cache = CallCache(group)
+        self.execution_plans = ExecutionPlans(group, self.call_cache.clear)
         self.repeat_prepared = group.launches.prepared_calls.repeat
         self._cta_policy = cta_policy
         self.unspecified = request("all_reduce", None, None, False, cta_policy)  # the same for all collectives
@@ -101,7 +101,7 @@ class Collectives:
         return self._team
 
     def by_proxy(self) -> ByProxy:
-        """This rank's plans. Made when first used, by all ranks together."""
+        """What this rank's schedules are made with. Made when first used, by all ranks together."""
         if self._by_proxy is None:
             with self.group.exchange.telling():
                 self._by_proxy = ByProxy(self.group)
@@ -176,8 +176,8 @@ class Collectives:
     def execution_plan(
         self, collective: str, request: Request, source: ArrayView, target: ArrayView, op: str | None = None
     ) -> ExecutionPlan | None:
-        """The plan that executes a call by the tables; None if `choose` tells the algorithm. As that, the same on all
-        ranks if their calls are.
+        """The execution plan that the tables name for a call; None if `choose` tells the algorithm. As that, the same
+        on all ranks if their calls are.
 
         Args:
             collective, request: as for `choose`.
@@ -192,7 +192,7 @@ class Collectives:
             return None
         return chosen
 
-    def goes_by_plan(self, algorithm: str) -> bool:
+    def goes_by_schedule(self, algorithm: str) -> bool:
         """Whether the proxies run a call without a kernel: they do where they are asked to, and where a peer is not
         mapped and kernels don't move data through the proxy.
         """
@@ -206,7 +206,8 @@ class Collectives:
     def selector(self) -> Selector:
         """Which algorithm is used for which call; the same on all ranks.
 
-        Setting it raises ArgumentError for anything but a `Selector`, and for a plan that these ranks can't execute.
+        Setting it raises ArgumentError for anything but a `Selector`, and for a launchable that these ranks can't
+        execute.
         """
         return self._selector
 
@@ -217,11 +218,11 @@ class Collectives:
         for plan in selector.plans:
             self.execution_plans.require_executable(plan)
         self._selector = selector
-        self.plans.clear()  # plans made by size hold the old choice
+        self.call_cache.clear()  # calls prepared by size hold the old choice
 
     def close(self) -> None:
         """Frees what the kernels work in. No kernel of any rank may use it any more."""
-        self.plans.clear()
+        self.call_cache.clear()
         for part in (self._team, *(self._levels or ()), self._flows, self._by_proxy):
             if part is not None:
                 part.close()

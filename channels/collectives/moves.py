@@ -7,7 +7,7 @@ from abc import abstractmethod
 
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.move_plans import Exchange, prepare_move
+from proxyccl.channels.collectives.move_schedules import Exchange, prepare_move
 from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.group import Group
 from proxyccl.channels.launches import Launchable
@@ -16,7 +16,7 @@ from proxyccl.channels.launches import Launchable
 class Move(Collective):
     """A collective whose kernel takes (team, source, target, share in bytes[, root]).
 
-    The proxies do it instead, by each rank's `part`, where `Collectives.goes_by_plan`.
+    The proxies do it instead, by each rank's `part`, where `Collectives.goes_by_schedule`.
 
     Attributes:
         rereads_output: whether a rank in place reads what peers would overwrite, so nobody may store to its output.
@@ -40,7 +40,7 @@ class Move(Collective):
         group, source, target = collectives.group, call.source, call.target
         share = self.share(group.world_size, call) * source.dtype.itemsize
         algorithm = collectives.choose(self.name, call.request, source.dtype, call.nbytes)
-        if collectives.goes_by_plan(algorithm):
+        if collectives.goes_by_schedule(algorithm):
             part = functools.partial(self.part, group, call.root, share)
             return prepare_move(collectives.by_proxy(), source, target, share, part)
         team = collectives.team()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from proxyccl.channels.arguments import share_shape
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.reduce_plans import prepare_reduce_scatter
+from proxyccl.channels.collectives.reduce_schedules import prepare_reduce_scatter
 from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.group import Group
 from proxyccl.channels.launches import Launchable
@@ -23,7 +23,7 @@ class _ReduceScatter(Collective):
         group, source, target, op = collectives.group, call.source, call.target, call.op
         assert op is not None
         algorithm = collectives.choose(self.name, call.request, source.dtype, call.nbytes)
-        if collectives.goes_by_plan(algorithm):
+        if collectives.goes_by_schedule(algorithm):
             return prepare_reduce_scatter(collectives.by_proxy(), source, target, op)
         team, kernel = collectives.team(), COLLECTIVES[self.name][0]
         arguments = (team.parameter(), source.ptr, target.ptr, target.size)

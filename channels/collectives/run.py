@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from proxyccl.channels.arguments import as_rank
+from proxyccl.channels.collectives.call_cache import Key, call_key, copy_launchable
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.planned import EXECUTE, Planned
-from proxyccl.channels.collectives.plans import Key, call_key, copy_plan
 from proxyccl.channels.collectives.reductions import require_op
 from proxyccl.channels.collectives.request import request_for
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
@@ -61,7 +61,7 @@ def run(
     if collective.reduces:
         require_op(op)
     key = call_key(options, x, given)
-    if collectives.plans.repeat(key, x, given, stream):
+    if collectives.call_cache.repeat(key, x, given, stream):
         return given
     return _run_new(collectives, collective, collective.check(collectives, x, given, op, root, request), stream, key)
 
@@ -75,10 +75,10 @@ def _run_new(collectives: Collectives, collective: Collective, call: Call, strea
 
     def prepare() -> Launchable:
         if collective.copies_alone and group.world_size == 1:
-            return copy_plan(group, call.source, call.target)
+            return copy_launchable(group, call.source, call.target)
         return collective.launch(collectives, call)
 
-    collectives.plans.run(
+    collectives.call_cache.run(
         collective.entry(group.world_size, call),
         (call.source, call.target),
         prepare,

@@ -34,15 +34,15 @@ ALL_REDUCE_KERNELS: dict[str, CollectiveKernel] = {
 }
 """By algorithm. `hierarchical` is made of other kernels; `two_shot` is `proxy` where a peer is not mapped."""
 
-REDUCTION_OF_PLANS = CollectiveKernel("reduce_arrived.h", "reduce_arrived", reduces=True)
+REDUCTION_OF_SCHEDULES = CollectiveKernel("reduce_arrived.h", "reduce_arrived", reduces=True)
 """What reduces what the proxies have moved."""
 
 _TRANSFERS = (CollectiveKernel("send_receive.h", "send_receive"),)
 
 COLLECTIVES: dict[str, tuple[CollectiveKernel, ...]] = {
-    "all_reduce": (*ALL_REDUCE_KERNELS.values(), REDUCTION_OF_PLANS),
-    "reduce": (*ALL_REDUCE_KERNELS.values(), REDUCTION_OF_PLANS),
-    "reduce_scatter": (CollectiveKernel("reduce_scatter.h", "reduce_scatter", reduces=True), REDUCTION_OF_PLANS),
+    "all_reduce": (*ALL_REDUCE_KERNELS.values(), REDUCTION_OF_SCHEDULES),
+    "reduce": (*ALL_REDUCE_KERNELS.values(), REDUCTION_OF_SCHEDULES),
+    "reduce_scatter": (CollectiveKernel("reduce_scatter.h", "reduce_scatter", reduces=True), REDUCTION_OF_SCHEDULES),
     "all_gather": (CollectiveKernel("moves.h", "all_gather"),),
     "all_to_all": (CollectiveKernel("moves.h", "all_to_all"),),
     "broadcast": (CollectiveKernel("moves.h", "broadcast"),),

@@ -161,7 +161,7 @@ def _take_turns(
     for iteration in range(iterations + 1):
         for trial in trials:
             taken = _timed(collectives, trial.call)
-            if iteration > 0:  # the first makes plans, compiles kernels and touches memory
+            if iteration > 0:  # the first prepares the call, compiles kernels and touches memory
                 trial.seconds.append(taken)
         goes_on = collectives.group.exchange.all_gather(time.monotonic() < ends, _GOES_ON, "tune: time left")[0]
         if not goes_on and at_least <= iteration < iterations:

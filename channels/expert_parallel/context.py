@@ -356,12 +356,12 @@ class DispatchCombineContext:
         """Queues copies in this device's memory, each to an address, from an address, of this many bytes."""
         runtime = self.group.runtime
 
-        def plan(handle: StreamLike) -> None:
+        def launchable(handle: StreamLike) -> None:
             for target, source, nbytes in copies:
                 if nbytes:
                     runtime.copy(target, source, nbytes, handle)
 
-        self._queue(plan, stream, None, owners)
+        self._queue(launchable, stream, None, owners)
 
     def repeat(
         self,
@@ -539,26 +539,26 @@ class DispatchCombineContext:
     ) -> None:
         raw = bytes(ffi.buffer(call))
 
-        def plan(handle: StreamLike) -> None:
+        def launchable(handle: StreamLike) -> None:
             launch.replace(1, raw)
             if before is not None:
                 before(handle)
             launch(handle)
 
-        self._queue(plan, stream, desc, owners)
+        self._queue(launchable, stream, desc, owners)
 
     def _queue(
         self,
-        plan: Callable[[StreamLike], None],
+        launchable: Callable[[StreamLike], None],
         stream: StreamLike,
         desc: EPAllToAllLayoutDesc | None,
         owners: tuple[object, ...],
     ) -> None:
-        """Queues a plan that uses arrays of `owners` and the tables of `desc`. Keeps those that need it until then."""
+        """Queues a launchable, and keeps the arrays of `owners` and the tables of `desc` that it uses until then."""
         kept: tuple[object, ...] = ()
         if desc is not None and (desc.stream != stream or not isinstance(stream, CurrentStream)):
             kept = (desc, desc.table_owners)  # tables that were made on another stream
-        self.group.launches.launch(plan, stream, owners, kept)
+        self.group.launches.launch(launchable, stream, owners, kept)
 
     def _fill(self, ptr: int, nbytes: int, handle: StreamLike) -> None:
         self.group.runtime.fill(ptr, 0xFF, nbytes, handle)

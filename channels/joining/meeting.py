@@ -125,7 +125,7 @@ def meet(
         local = local_world_size if local_world_size is not None else local_world_size_from_environment()
         topology = Topology.find(rank, infos, runtime, local)
         # If a pair has no transport, all ranks raise before one waits for another or maps its memory.
-        topology.uses_rdma()
+        topology.has_remote_pairs()
         handles = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
         of_host = [peer for peer in range(world_size) if peer != rank and topology.same_host(peer)]
         segments = {peer: ControlSegment(runtime.open_pinned(handles[peer])) for peer in of_host}

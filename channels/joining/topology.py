@@ -17,10 +17,10 @@ from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.processes import start_of
 from proxyccl.proxy.transports.table import TRANSPORTS
 
-_WITHIN_HOST = next(name for name, transport in TRANSPORTS.items() if not transport.uses_rdma)
-_BETWEEN_HOSTS = [name for name, transport in TRANSPORTS.items() if transport.uses_rdma]
+_WITHIN_HOST = next(name for name, transport in TRANSPORTS.items() if not transport.is_remote)
+_BETWEEN_HOSTS = [name for name, transport in TRANSPORTS.items() if transport.is_remote]
 _REHEARSING = [
-    name for name, transport in TRANSPORTS.items() if transport.rdma is not None and transport.rdma.rehearses
+    name for name, transport in TRANSPORTS.items() if transport.remote is not None and transport.remote.rehearses
 ]
 
 TransportChoice = str | Mapping[tuple[int, int], str] | None
@@ -200,9 +200,9 @@ class Topology:
         return self.ranks[peer].host == self.ranks[self.rank].host
 
     def transport(self, first: int, second: int) -> str:
-        """The transport between two ranks: copies within a node, RDMA between nodes, by the first transport of the
-        table whose device can register both ranks' memory. Nodes that are rehearsed on one host without RDMA use copies
-        too.
+        """The transport between two ranks: copies within a node, a remote transport between nodes, by the first
+        transport of the table whose device can register both ranks' memory. Nodes that are rehearsed on one host
+        without RDMA devices use copies too.
 
         Raises:
             RuntimeUnavailableError: there is none.
@@ -210,7 +210,7 @@ class Topology:
         pair = (self.ranks[first], self.ranks[second])
         same_host = pair[0].host == pair[1].host
         chosen = self.forced.get((min(first, second), max(first, second)))
-        if chosen is not None and not TRANSPORTS[chosen].uses_rdma:
+        if chosen is not None and not TRANSPORTS[chosen].is_remote:
             if not same_host:
                 raise RuntimeUnavailableError(
                     f"transport: no {chosen} between ranks {first} and {second}: they do not share a host"
@@ -227,17 +227,19 @@ class Topology:
         lacking = next(rank for rank in (first, second) if any(map(self.ranks[rank].missing_for, candidates)))
         missing = dict.fromkeys(filter(None, map(self.ranks[lacking].missing_for, candidates)))
         raise RuntimeUnavailableError(
-            f"no RDMA between ranks {first} and {second}: rank {lacking} lacks it: {'; '.join(missing)}"
+            f"no remote transport between ranks {first} and {second}: rank {lacking} lacks it: {'; '.join(missing)}"
         )
 
     def transports(self) -> dict[int, str]:
         """The transport to every other rank. Raises RuntimeUnavailableError if a rank can't be reached."""
         return {peer: self.transport(self.rank, peer) for peer in range(self.world_size) if peer != self.rank}
 
-    def uses_rdma(self) -> bool:
-        """Whether any two ranks need RDMA; the same on all ranks, and an error on all of them if one lacks it."""
+    def has_remote_pairs(self) -> bool:
+        """Whether any two ranks need a remote transport; the same on all ranks, and an error on all of them if one
+        lacks it.
+        """
         transports = {self.transport(a, b) for a in range(self.world_size) for b in range(a)}
-        return any(TRANSPORTS[transport].uses_rdma for transport in transports)
+        return any(TRANSPORTS[transport].is_remote for transport in transports)
 
     def with_unsupported_reasons(self, unsupported: Sequence[Mapping[str, str]]) -> Topology:
         """The same with every rank's `RankInfo.unsupported`."""

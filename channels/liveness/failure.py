@@ -240,7 +240,7 @@ class FailureState:
                 rank=self._rank,
                 peer=failure.peer,
                 wait=failure.wait,
-                expected=failure.plan,
+                expected=failure.schedule,
                 operation=int(trigger.operation) if trigger else 0,
                 channel=failure.channel,
                 status=failure.status,

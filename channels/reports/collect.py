@@ -38,7 +38,7 @@ from proxyccl.channels.reports.report import (
     Wait,
 )
 from proxyccl.channels.segment.control import LAST_QUESTION, READBACK_BYTES, KernelWait
-from proxyccl.channels.segment.error_record import PLAN_WAITS, WAITS, exception_from
+from proxyccl.channels.segment.error_record import SCHEDULE_WAITS, WAITS, exception_from
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.runtime import Runtime
@@ -216,10 +216,10 @@ def _wait(wait: KernelWait) -> Wait:
 
 def _proxy_waits(proxy: Proxy | None) -> list[ProxyWait]:
     found = dict[tuple[int, int | None, int], ProxyWait]()
-    for wait in () if proxy is None else proxy.plan_waits():
-        peer = None if wait.kind == lib.PROXYCCL_WAIT_PLAN_GATE else wait.peer
-        what = PLAN_WAITS.get(wait.kind, "wait {kind}").format(peer=peer, plan=wait.plan, kind=wait.kind)
-        found[wait.kind, peer, wait.plan] = ProxyWait(what, wait.kind, peer, wait.plan)
+    for wait in () if proxy is None else proxy.schedule_waits():
+        peer = None if wait.kind == lib.PROXYCCL_WAIT_SCHEDULE_GATE else wait.peer
+        what = SCHEDULE_WAITS.get(wait.kind, "wait {kind}").format(peer=peer, schedule=wait.schedule, kind=wait.kind)
+        found[wait.kind, peer, wait.schedule] = ProxyWait(what, wait.kind, peer, wait.schedule)
     return list(found.values())
 
 

@@ -1,7 +1,7 @@
 """Who waits for whom, and why: the reports of all ranks together.
 
 Ranks are the nodes of a graph. An edge leads from a rank to one that it waits for: a peer that its kernel waits for, or
-its proxy in a plan, or a rank that has not reached the same call of the bootstrap. The root cause is a strongly
+its proxy in a schedule, or a rank that has not reached the same call of the bootstrap. The root cause is a strongly
 connected component without an outgoing edge: one rank, or ranks that wait for each other in a circle.
 
 Communicators that one process had open at the same time share one graph, since a rank that waits in one communicator
@@ -33,7 +33,7 @@ OWN_PROXY_WAITS = (
     lib.PROXYCCL_WAIT_FLUSH,
     lib.PROXYCCL_WAIT_COMPLETION,
 )
-PLAN_PEER_WAITS = (lib.PROXYCCL_WAIT_PLAN_POST, lib.PROXYCCL_WAIT_PLAN_DATA)
+SCHEDULE_PEER_WAITS = (lib.PROXYCCL_WAIT_SCHEDULE_POST, lib.PROXYCCL_WAIT_SCHEDULE_DATA)
 _SHOWN = 8
 """The most waits for one rank that are shown."""
 _LONG_APART = 10.0
@@ -176,7 +176,7 @@ class _WaitGraph:
 
         last = f"; its last call{self._inside(name)} is {call_text(report.calls[-1])}" if report.calls else ""
         for of_proxy in report.proxy_waits:
-            if of_proxy.peer not in (None, rank) and of_proxy.kind in PLAN_PEER_WAITS:
+            if of_proxy.peer not in (None, rank) and of_proxy.kind in SCHEDULE_PEER_WAITS:
                 add(of_proxy.peer, None, f"the proxy of {self._name(own)} waits for {of_proxy.what}{last}")
         for wait in report.waits:
             if wait.peer not in (None, rank) and wait.kind not in OWN_PROXY_WAITS:
@@ -268,7 +268,7 @@ class _WaitGraph:
         for report in _all(self._reports):
             waits = [wait for wait in report.waits if wait.kind in OWN_PROXY_WAITS]
             held = report.handling and any(ring.full for ring in report.rings)
-            sends = any(wait.kind == lib.PROXYCCL_WAIT_PLAN_SEND for wait in report.proxy_waits)
+            sends = any(wait.kind == lib.PROXYCCL_WAIT_SCHEDULE_SEND for wait in report.proxy_waits)
             if waits or sends or held:
                 node = self._node(report.communicator, report.rank)
                 name = self._name(node)
@@ -450,7 +450,7 @@ def _absence(member: Member) -> str:
 
 def _proxy_state(report: Report) -> list[str]:
     """The reason why a rank's proxy is held up; empty if there is none."""
-    own = [f"its proxy waits for {wait.what}" for wait in report.proxy_waits if wait.kind not in PLAN_PEER_WAITS]
+    own = [f"its proxy waits for {wait.what}" for wait in report.proxy_waits if wait.kind not in SCHEDULE_PEER_WAITS]
     full = sum(ring.full for ring in report.rings)
     behind = f"its rings hold {counted(full, 'trigger')} that the proxy has not taken"
     if report.handling:

@@ -46,13 +46,13 @@ class Wait(Message, frozen=True):
 
 
 class ProxyWait(Message, frozen=True):
-    """What the proxy waits for in a plan that makes no progress, or waited for when a failure stopped it.
+    """What the proxy waits for in a schedule that makes no progress, or waited for when a failure stopped it.
 
     Attributes:
         what: in words.
         kind: ProxycclWaitKind.
         peer: the rank that it waits for, or whose sends do not end; None for what the own stream must do first.
-        plan: number of the plan.
+        plan: number of the schedule.
     """
 
     what: str
@@ -95,7 +95,7 @@ class ProxiedChannel(Message, frozen=True):
         transport: its transport; "handler" if a Python function gets the triggers.
         ring: number of the ring that its triggers go through.
         triggers, puts, gets, bytes, signals, flushes: the proxy's counters of it.
-        outstanding: triggers of all channels to this peer, and sends of plans, that are issued but not known to be
+        outstanding: triggers of all channels to this peer, and sends of schedules, that are issued but not known to be
             complete; None for a handler, and if the node daemon's memory cannot be opened.
         signals_in: signals received.
         signals_used: signals that kernels have waited for; None if that could not be read.
@@ -184,7 +184,7 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
         cause: the reason why it was written, in words.
         failure: the failure that ended the communicator, or None.
         waits: the waits of kernels; at most one for each peer.
-        proxy_waits: what this rank's proxy waited for in plans; at most one for each peer.
+        proxy_waits: what this rank's proxy waited for in schedules; at most one for each peer.
         exchange: the call of the bootstrap that the CPU was in, or None.
         calls: the last collective calls in order.
         rings: of this rank's proxy; empty if nothing has used it.

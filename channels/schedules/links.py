@@ -1,16 +1,16 @@
-"""The channels that plans use: three to each peer, as a post and a send overwrite the words of their own kind alone."""
+"""The channels that schedules use: three to each peer, as posts and sends overwrite only words of their kind."""
 
 from __future__ import annotations
 
 from proxyccl.channels.group import Group
 from proxyccl.proxy.codec import Codec
 
-_IDS = Codec[dict[int, list[int]]](dict[int, list[int]], 1 << 20, name="channel ids of plans")
+_IDS = Codec[dict[int, list[int]]](dict[int, list[int]], 1 << 20, name="channel ids of schedules")
 _KINDS = 3
 
 
-class PlanLinks:
-    """Channels of this rank's proxy for plans. All ranks make them together.
+class ScheduleLinks:
+    """Channels of this rank's proxy for schedules. All ranks make them together.
 
     Args:
         group: the ranks.
@@ -29,7 +29,7 @@ class PlanLinks:
         links = group.links
         peers = [peer for peer in range(group.world_size) if peer != group.rank]
         own = {peer: [links.proxy.reserve_channel(links.connection(peer)) for _ in range(_KINDS)] for peer in peers}
-        answers = group.exchange.all_gather(own, _IDS, "plans")
+        answers = group.exchange.all_gather(own, _IDS, "schedules")
         self.posts, self.scratch_posts, self.sends = (
             {peer: own[peer][kind] for peer in peers} for kind in range(_KINDS)
         )

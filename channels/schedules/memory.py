@@ -1,4 +1,4 @@
-"""Memory that plans name: where it lies, and the ids by which this rank's proxy and the peers' know it.
+"""Memory that schedules name: where it lies, and the ids by which this rank's proxy and the peers' know it.
 
 On one host it is what the rank has announced (symmetric.py): peers' proxies get it when the rank first receives there.
 Between hosts it is what all ranks have registered together, as only that can tell the peers addresses and keys.
@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.0001
 _SMALLEST_STAGE = 1 << 20
 
 
-class PlanMemory(Protocol):
+class ScheduleMemory(Protocol):
     """A range of this rank's memory."""
 
     def source_id(self, peer: int) -> int:
@@ -39,16 +39,16 @@ class PlanMemory(Protocol):
 
 
 @dataclass(frozen=True)
-class PlanSpan:
-    """Bytes of a `PlanMemory` from `offset` on; their first one lies at `ptr`."""
+class ScheduleSpan:
+    """Bytes of a `ScheduleMemory` from `offset` on; their first one lies at `ptr`."""
 
-    memory: PlanMemory
+    memory: ScheduleMemory
     offset: int
     ptr: int
 
-    def at(self, offset: int) -> PlanSpan:
+    def at(self, offset: int) -> ScheduleSpan:
         """The bytes from `offset` on."""
-        return PlanSpan(self.memory, self.offset + offset, self.ptr + offset)
+        return ScheduleSpan(self.memory, self.offset + offset, self.ptr + offset)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class _AnnouncedMemory:
         return self.at_peers[peer]
 
 
-class PlanMemories:
+class ScheduleMemories:
     """Finds the memory of arrays, and memory to stage those in which have none. All ranks make it together.
 
     Args:
@@ -76,7 +76,7 @@ class PlanMemories:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.staged_together = group.plans_need_registration
+        self.staged_together = group.schedules_need_registration
         self.pinned_bytes = group.runtime.launch_defaults.pinned_bytes
         self._stages: dict[Side, list[Array]] = {}
         self._boxes: PinnedBoxes | None = None
@@ -84,14 +84,14 @@ class PlanMemories:
             group.symmetric.serve(group.links.proxy)
             self._boxes = PinnedBoxes(group)
 
-    def source(self, ptr: int, nbytes: int) -> PlanSpan | None:
+    def source(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
         """Memory to send from, or None: then it is staged."""
         if self.staged_together:
             return self._registered(ptr, nbytes)
         announced = self._find(ptr, nbytes)
         return None if announced is None else self._announced(announced, ptr, {})
 
-    def target(self, ptr: int, nbytes: int) -> PlanSpan | None:
+    def target(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
         """Memory to receive in, or None: then it is staged.
 
         Raises:
@@ -103,13 +103,13 @@ class PlanMemories:
         announced = self._find(ptr, nbytes)
         return None if announced is None else self._received(announced, ptr)
 
-    def pinned(self, side: Side, nbytes: int) -> PlanSpan | None:
+    def pinned(self, side: Side, nbytes: int) -> ScheduleSpan | None:
         """Pinned memory for so few bytes that the CPU moves them sooner than the driver; None where they are more."""
         if self._boxes is None or nbytes > min(self.pinned_bytes, PinnedBoxes.BYTES):
             return None
-        return PlanSpan(self._boxes, self._boxes.offset(side), self._boxes.ptr + self._boxes.offset(side))
+        return ScheduleSpan(self._boxes, self._boxes.offset(side), self._boxes.ptr + self._boxes.offset(side))
 
-    def found_or_staged(self, found: PlanSpan | None, side: Side, nbytes: int) -> PlanSpan:
+    def found_or_staged(self, found: ScheduleSpan | None, side: Side, nbytes: int) -> ScheduleSpan:
         """What `source` or `target` found, else memory to stage this many bytes in.
 
         Where `staged_together`, all ranks call this together, each with what it has found. Raises as `stage` does.
@@ -119,7 +119,7 @@ class PlanMemories:
         stage = self.stage(side, nbytes)
         return found or stage
 
-    def stage(self, side: Side, nbytes: int) -> PlanSpan:
+    def stage(self, side: Side, nbytes: int) -> ScheduleSpan:
         """Device memory of at least this many bytes that peers' proxies reach, the same one at each call.
 
         Where `staged_together`, all ranks call this together with the same arguments.
@@ -146,19 +146,19 @@ class PlanMemories:
         return span
 
     def close(self) -> None:
-        """Frees what it made. No plan of any rank may use it any more."""
+        """Frees what it made. No schedule of any rank may use it any more."""
         for stages in self._stages.values():
             for stage in stages:
                 stage.free()
         if self._boxes is not None:
             self._boxes.close()
 
-    def _registered(self, ptr: int, nbytes: int) -> PlanSpan | None:
+    def _registered(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
         for shared in self._group.kept:
-            if isinstance(shared, RegisteredMemory) and shared.is_for_plans:
+            if isinstance(shared, RegisteredMemory) and shared.is_for_schedules:
                 offset = ptr - shared.ptr
                 if 0 <= offset <= shared.nbytes - nbytes:
-                    return PlanSpan(shared, offset, ptr)
+                    return ScheduleSpan(shared, offset, ptr)
         return None
 
     def _find(self, ptr: int, nbytes: int) -> Announced | None:
@@ -167,16 +167,16 @@ class PlanMemories:
         may = announced is not None and self._group.symmetric.may_have_memory_ids(announced)
         return announced if may else None
 
-    def _received(self, announced: Announced, ptr: int) -> PlanSpan | None:
+    def _received(self, announced: Announced, ptr: int) -> ScheduleSpan | None:
         at_peers = self._memories_at_peers(announced)
         return None if NO_MEMORY in at_peers.values() else self._announced(announced, ptr, at_peers)
 
-    def _announced(self, announced: Announced, ptr: int, at_peers: dict[int, int]) -> PlanSpan | None:
+    def _announced(self, announced: Announced, ptr: int, at_peers: dict[int, int]) -> ScheduleSpan | None:
         try:
             own = self._group.symmetric.own_memory(announced)
         except ResourceError:
             return None
-        return PlanSpan(_AnnouncedMemory(own, at_peers), ptr - announced.start, ptr)
+        return ScheduleSpan(_AnnouncedMemory(own, at_peers), ptr - announced.start, ptr)
 
     def _memories_at_peers(self, announced: Announced) -> dict[int, int]:
         """Waits for the peers' watchers, or for the calls that they are in: not for anything that they wait for."""
@@ -188,7 +188,7 @@ class PlanMemories:
                 late = WaitTimeoutError(
                     f"a peer's proxy did not map an array within {self._group.timeout:g} s",
                     rank=self._group.rank,
-                    operation="map for plans",
+                    operation="map for schedules",
                 )
                 raise failure.file_exchange_failure(late)
             symmetric.update()  # peers may wait for this rank alike

@@ -1,4 +1,4 @@
-"""Pinned memory of each rank through which its plans send and receive little: the proxies' CPUs copy it."""
+"""Pinned memory of each rank through which its schedules send and receive little: the proxies' CPUs copy it."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class PinnedBoxes:
         self._memory = group.runtime.allocate_pinned(2 * self.BYTES)
         self.ptr = self._memory.ptr
         self._own = proxy.add_pinned_memory(self._memory)
-        handles = group.exchange.all_gather(self._memory.handle, _HANDLE, "pinned memory of plans")
+        handles = group.exchange.all_gather(self._memory.handle, _HANDLE, "pinned memory of schedules")
         self._theirs: dict[int, PinnedMemory] = {}
         for peer, handle in enumerate(handles):
             if peer != group.rank:
                 with group.mapping_of(peer):
                     self._theirs[peer] = group.runtime.open_pinned(handle)
         ids = {peer: proxy.add_pinned_memory(memory) for peer, memory in self._theirs.items()}
-        answers = group.exchange.all_gather(ids, _IDS, "ids of pinned memory of plans")
+        answers = group.exchange.all_gather(ids, _IDS, "ids of pinned memory of schedules")
         self._at_peers = {peer: answers[peer][group.rank] for peer in ids}
 
     @staticmethod
     def offset(side: str) -> int:
-        """Where the box for a side begins. One side of a plan receives, so all that receive share one."""
+        """Where the box for a side begins. One side of a schedule receives, so all that receive share one."""
         return _OFFSETS[side]
 
     def source_id(self, peer: int) -> int:
@@ -55,6 +55,6 @@ class PinnedBoxes:
         return self._at_peers[peer]
 
     def close(self) -> None:
-        """Unmaps them. No plan of any rank may use them any more."""
+        """Unmaps them. No schedule of any rank may use them any more."""
         for memory in (self._memory, *self._theirs.values()):
             memory.close()

@@ -1,4 +1,4 @@
-"""Plans as streams ring them: what a stream does for one call, with the numbers of its plans, and when those go."""
+"""Schedules as streams ring them: what a stream does for one call, the numbers of its schedules, and when they go."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 from proxyccl.channels.group import Group
 from proxyccl.device.runtime import Event
 from proxyccl.device.stream_operations import Operation, StreamOperations, WaitValue, WriteValue
-from proxyccl.proxy.plan import ProxyPlan
+from proxyccl.proxy.schedule import Schedule
 
-Step = Operation | ProxyPlan
-"""What a stream does next; a plan is rung."""
+Step = Operation | Schedule
+"""What a stream does next; a schedule is rung."""
 
 _MOST_DROPPED = 1024
 
 
-class PlanRings:
-    """Gives plans to the proxy, and takes those back that no stream can ring any more.
+class ScheduleRings:
+    """Gives schedules to the proxy, and takes those back that no stream can ring any more.
 
-    A graph that was captured may ring its plans as long as it lives, which nobody can know: those plans stay.
+    A graph that was captured may ring its schedules as long as it lives, which nobody can know: those schedules stay.
 
     Args:
         group: the ranks.
@@ -28,29 +28,29 @@ class PlanRings:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._words = group.links.proxy.plan_pointers
-        self._dropped: list[tuple[Any, list[int]]] = []  # what was issued in C, and its plans
+        self._words = group.links.proxy.schedule_pointers
+        self._dropped: list[tuple[Any, list[int]]] = []  # what was issued in C, and its schedules
 
     def stage(self, number: int, receives: int) -> Operation:
-        """Waits, within a plan, until this many receives of a stage are complete."""
+        """Waits, within a schedule, until this many receives of a stage are complete."""
         return WaitValue(self._words.stages[number], receives)
 
     def open_gate(self, value: int) -> Operation:
-        """Lets the plan's sends go that wait for `value`."""
+        """Lets the schedule's sends go that wait for `value`."""
         return WriteValue(self._words.gate, value)
 
     def end(self, stages: int = 0) -> list[Operation]:
-        """Waits for the end of the plan, and resets the words that it and the stream have written.
+        """Waits for the end of the schedule, and resets the words that it and the stream have written.
 
         Args:
-            stages: how many stages the plan has; if any, the gate was used too.
+            stages: how many stages the schedule has; if any, the gate was used too.
         """
         words = self._words
         used = [words.done, *words.stages[:stages], *([words.gate] if stages else [])]
         return [WaitValue(words.done, 1), *(WriteValue(word, 0) for word in used)]
 
     def prepare(self, steps: Sequence[Step]) -> StreamOperations:
-        """What a stream does, with plans' numbers in place of the plans.
+        """What a stream does, with schedules' numbers in place of the schedules.
 
         Raises:
             ResourceError: no numbers are left.
@@ -61,8 +61,8 @@ class PlanRings:
         numbers: list[int] = []
         operations: list[Operation] = []
         for step in steps:
-            if isinstance(step, ProxyPlan):
-                numbers.append(proxy.add_plan(step))
+            if isinstance(step, Schedule):
+                numbers.append(proxy.add_schedule(step))
                 operations.append(WriteValue(self._words.bell, numbers[-1]))
             else:
                 operations.append(step)
@@ -71,7 +71,7 @@ class PlanRings:
         return ring
 
     def _remove_dropped(self) -> None:
-        """Removes plans once there are many, as it waits for all that was rung."""
+        """Removes schedules once there are many, as it waits for all that was rung."""
         last = self._group.launches.last_stream
         if len(self._dropped) < _MOST_DROPPED or last is None or self._group.runtime.is_capturing(last):
             return
@@ -82,4 +82,4 @@ class PlanRings:
         event.synchronize()
         for prepared, numbers in dropped:
             for number in () if prepared.captured else numbers:
-                self._group.links.proxy.remove_plan(number)
+                self._group.links.proxy.remove_schedule(number)

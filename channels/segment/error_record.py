@@ -40,13 +40,13 @@ WAITS = {
 }
 """The object of a kernel's wait, by ProxycclWaitKind."""
 
-PLAN_WAITS = {
-    lib.PROXYCCL_WAIT_PLAN_POST: "rank {peer} to join plan {plan}",
-    lib.PROXYCCL_WAIT_PLAN_DATA: "the data of rank {peer} in plan {plan}",
-    lib.PROXYCCL_WAIT_PLAN_SEND: "the end of its sends to rank {peer} in plan {plan}",
-    lib.PROXYCCL_WAIT_PLAN_GATE: "its stream to open the gate of plan {plan}",
+SCHEDULE_WAITS = {
+    lib.PROXYCCL_WAIT_SCHEDULE_POST: "rank {peer} to join schedule {schedule}",
+    lib.PROXYCCL_WAIT_SCHEDULE_DATA: "the data of rank {peer} in schedule {schedule}",
+    lib.PROXYCCL_WAIT_SCHEDULE_SEND: "the end of its sends to rank {peer} in schedule {schedule}",
+    lib.PROXYCCL_WAIT_SCHEDULE_GATE: "its stream to open the gate of schedule {schedule}",
 }
-"""What a proxy waits for in a plan, by ProxycclWaitKind."""
+"""What a proxy waits for in a schedule, by ProxycclWaitKind."""
 
 SM_CALLS = {
     lib.PROXYCCL_SM_PUT: "put",
@@ -120,9 +120,9 @@ def _timed_out(of: _Account) -> CommunicatorError:
     if record.wait == lib.PROXYCCL_WAIT_NONE:
         message = f"{of.who} waited too long in the bootstrap{of.peer and f' for a call{of.peer}'}"
         return of.error(WaitTimeoutError, "bootstrap", message)
-    if record.wait in PLAN_WAITS:
-        what = PLAN_WAITS[record.wait].format(peer=record.peer, plan=record.expected)
-        return of.error(WaitTimeoutError, "plan", f"the proxy of {of.who} waited too long for {what}")
+    if record.wait in SCHEDULE_WAITS:
+        what = SCHEDULE_WAITS[record.wait].format(peer=record.peer, schedule=record.expected)
+        return of.error(WaitTimeoutError, "schedule", f"the proxy of {of.who} waited too long for {what}")
     what, on, details = WAITS.get(record.wait, "its peers"), of.on, {}
     if record.wait == lib.PROXYCCL_WAIT_EXECUTION:
         what, on, details = _execution_place(record.channel or 0), "", {"channel": None}
@@ -161,9 +161,9 @@ def _bad_trigger(of: _Account) -> CommunicatorError:
     return of.error(TriggerError, operation, of.with_cause(message), offset=record.offset)
 
 
-def _bad_plan(of: _Account) -> CommunicatorError:
-    message = f"the proxy of {of.who} refused plan {of.record.expected}{of.peer and f' with rank {of.record.peer}'}"
-    return of.error(TriggerError, "plan", of.with_cause(message))
+def _bad_schedule(of: _Account) -> CommunicatorError:
+    message = f"the proxy of {of.who} refused schedule {of.record.expected}{of.peer and f' with rank {of.record.peer}'}"
+    return of.error(TriggerError, "schedule", of.with_cause(message))
 
 
 def _out_of_range(of: _Account) -> CommunicatorError:
@@ -235,7 +235,7 @@ _EXCEPTIONS: dict[int, Callable[[_Account], CommunicatorError]] = {
     lib.PROXYCCL_ERROR_PROXY_LOST: _proxy_lost,
     lib.PROXYCCL_ERROR_TRANSPORT: _transfer_failed,
     lib.PROXYCCL_ERROR_BAD_TRIGGER: _bad_trigger,
-    lib.PROXYCCL_ERROR_BAD_PLAN: _bad_plan,
+    lib.PROXYCCL_ERROR_BAD_SCHEDULE: _bad_schedule,
     lib.PROXYCCL_ERROR_OUT_OF_RANGE: _out_of_range,
     lib.PROXYCCL_ERROR_SHARED_WAIT: _shared_wait,
     lib.PROXYCCL_ERROR_SIGNAL_VALUE: _signal_value,

@@ -1,4 +1,4 @@
-// reduce_arrived: the reduction after a plan's transfers. Every peer's values are in memory of this rank.
+// reduce_arrived: the reduction after a schedule's transfers. Every peer's values are in memory of this rank.
 //
 // The stream launches it when they have (channels/schedules/DESIGN.md), so it waits for nothing. It needs few blocks.
 #ifndef PROXYCCL_REDUCE_ARRIVED_H

@@ -14,13 +14,13 @@ from typing import Any
 
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ProxyLostError
 from proxyccl.device.runtime import PinnedMemory, Runtime
-from proxyccl.proxy.daemon.client_rdma import DaemonRdma
+from proxyccl.proxy.daemon.client_remote import DaemonRemote
 from proxyccl.proxy.daemon.connection import DaemonAddress, DaemonConnection, daemon_process, missing_in_daemon
 from proxyccl.proxy.daemon.protocol import (
     AddMemory,
     AddPinnedMemory,
-    AddPlan,
-    AddRdmaMemory,
+    AddRemoteMemory,
+    AddSchedule,
     ChannelReserved,
     ConnectCopy,
     Connected,
@@ -31,12 +31,12 @@ from proxyccl.proxy.daemon.protocol import (
     MemoryAdded,
     Open,
     Opened,
-    OpenRdma,
-    PlanAdded,
+    OpenRemote,
     RemoveMemory,
-    RemovePlan,
+    RemoveSchedule,
     ReserveChannel,
     ReserveElsewhere,
+    ScheduleAdded,
     SetChannel,
 )
 from proxyccl.proxy.fifo import Fifo
@@ -50,8 +50,8 @@ from proxyccl.proxy.interface import (
 )
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import ObservedView
-from proxyccl.proxy.plan import PlanPointers, PlanWait, ProxyPlan
 from proxyccl.proxy.ring import require_ring_size
+from proxyccl.proxy.schedule import Schedule, SchedulePointers, ScheduleWait
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.thread import IdlePolicy
@@ -171,7 +171,7 @@ class DaemonClient:
     # -- read here, in shared memory ---
 
     def _watch_turns(self) -> TurnWatch:
-        return TurnWatch(self._shared.plan_words, self._threads)
+        return TurnWatch(self._shared.schedule_words, self._threads)
 
     def _words_of(self, channel: int) -> SharedWords | ProxyService:
         return self._own if self._own is not None and channel in self._own_channels else self._shared
@@ -209,11 +209,11 @@ class DaemonClient:
             return None
         return self._observed.outstanding(channel)
 
-    def plan_waits(self) -> list[PlanWait]:
-        """What plans that make no progress wait for; empty if the daemon's memory cannot be opened."""
+    def schedule_waits(self) -> list[ScheduleWait]:
+        """What schedules that make no progress wait for; empty if the daemon's memory cannot be opened."""
         if self._daemon.is_closed:
             raise ClosedError("the proxy service is closed")
-        return [] if self._observed is None else self._observed.plan_waits()
+        return [] if self._observed is None else self._observed.schedule_waits()
 
     def flushed_pointer(self, channel: int) -> int:
         """The device's address of a channel's flush word."""
@@ -233,12 +233,12 @@ class DaemonClient:
         return self._shared.memory_limits_pointer
 
     @property
-    def plan_pointers(self) -> PlanPointers:
-        """The words through which streams ring plans."""
-        return self._shared.plan_pointers
+    def schedule_pointers(self) -> SchedulePointers:
+        """The words through which streams ring schedules."""
+        return self._shared.schedule_pointers
 
     def check_turns(self, timeout: float) -> None:
-        """Loses the daemon, as `Proxy.check_turns` fails a proxy. Handlers run elsewhere, and hold up no plan."""
+        """Loses the daemon, as `Proxy.check_turns` fails a proxy. Handlers run elsewhere, and hold up no schedule."""
         if self._daemon.is_open and self._turns.look_for_streams() > timeout:
             self._daemon.give_up(f"has run none of the proxy for {timeout:g} s while a stream waited")
 
@@ -247,7 +247,7 @@ class DaemonClient:
         return self._daemon.stopped()
 
     def end_waits(self) -> None:
-        """Ends the waits of streams for plans and their stages, for after a failure."""
+        """Ends the waits of streams for schedules and their stages, for after a failure."""
         self._shared.end_waits()
 
     def counters(self, channel: int) -> ChannelCounters:
@@ -266,11 +266,11 @@ class DaemonClient:
         if handle is None:
             raise ArgumentError("memory", "the node daemon reaches memory only by a handle")
         try:
-            request: AddMemory | AddRdmaMemory = AddMemory(handle() if nbytes else b"", nbytes, key)
+            request: AddMemory | AddRemoteMemory = AddMemory(handle() if nbytes else b"", nbytes, key)
         except ArgumentError:
             if not self._takes_private:
                 raise
-            request = AddRdmaMemory(base, nbytes, key)  # the daemon refuses to copy from it, or to it
+            request = AddRemoteMemory(base, nbytes, key)  # the daemon refuses to copy from it, or to it
         first = self._daemon.ask(request, MemoryAdded).first
         self._repeat(first, lambda own: own.add_memory(base, nbytes, first=first))
         return first
@@ -288,9 +288,9 @@ class DaemonClient:
             if self._own is not None:
                 add(self._own)
 
-    def add_rdma_memory(self, address: int, nbytes: int, key: int) -> int:
+    def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
         """Registers memory that RDMA reaches by an address and a key. Raises ResourceError when no ids are left."""
-        return self._daemon.ask(AddRdmaMemory(address, nbytes, key), MemoryAdded).first
+        return self._daemon.ask(AddRemoteMemory(address, nbytes, key), MemoryAdded).first
 
     def remove_memory(self, first: int, nbytes: int) -> None:
         """Returns ids. Triggers must no longer name them."""
@@ -327,11 +327,11 @@ class DaemonClient:
                 return self._spare_channels.pop()
         return self._daemon.ask(ReserveElsewhere(), ChannelReserved).channel
 
-    def open_rdma(
+    def open_remote(
         self, options: TransportOptions, signals: range, *, near: int | None = None, local_rank: int = 0
-    ) -> DaemonRdma:
-        """Has the daemon open an RDMA device for this rank. Arguments and errors as of `Proxy.open_rdma`."""
-        return DaemonRdma(self._daemon, OpenRdma.of(options, signals, near, local_rank), self._timeout)
+    ) -> DaemonRemote:
+        """Has the daemon open a network device for this rank. Arguments and errors as of `Proxy.open_remote`."""
+        return DaemonRemote(self._daemon, OpenRemote.of(options, signals, near, local_rank), self._timeout)
 
     def reserve_channel(self, connection: Connection) -> int:
         """A channel id for a connection's ring. Triggers on it are refused until `set_channel`."""
@@ -350,14 +350,14 @@ class DaemonClient:
     def set_channel(
         self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
     ) -> None:
-        """Puts a channel in use. Its signals count up a word: on a connection that copies `handle` names it, by RDMA
-        `remote_semaphore` does.
+        """Puts a channel in use. Its signals count up a word: on a connection that copies `handle` names it, between
+        hosts `remote_semaphore` does.
         """
         if connection.pointer is not None:
             self._own_service().set_channel(channel, connection, remote_semaphore)
             return
         request = SetChannel(channel, connection.number, address=remote_semaphore)
-        if not find_transport(connection.transport).uses_rdma:
+        if not find_transport(connection.transport).is_remote:
             if handle is None:
                 raise ArgumentError("handle", "the node daemon copies to a semaphore only by a handle")
             request = SetChannel(channel, connection.number, word=handle())
@@ -374,14 +374,14 @@ class DaemonClient:
         elif self._daemon.is_open:
             self._daemon.ask(FreeChannels(freed, connection.number), Done)
 
-    def add_plan(self, plan: ProxyPlan) -> int:
-        """Sets a plan in the daemon. Returns its number. Arguments and errors as of `Proxy.add_plan`."""
-        return self._daemon.ask(AddPlan(plan), PlanAdded).number
+    def add_schedule(self, schedule: Schedule) -> int:
+        """Sets a schedule in the daemon. Returns its number. Arguments and errors as of `Proxy.add_schedule`."""
+        return self._daemon.ask(AddSchedule(schedule), ScheduleAdded).number
 
-    def remove_plan(self, number: int) -> None:
-        """Frees a plan in the daemon. No stream may ring it any more."""
+    def remove_schedule(self, number: int) -> None:
+        """Frees a schedule in the daemon. No stream may ring it any more."""
         if self._daemon.is_open:
-            self._daemon.ask(RemovePlan(number), Done)
+            self._daemon.ask(RemoveSchedule(number), Done)
 
     def add_handler(self, handler: Handler) -> int:
         """A channel whose triggers go to a function in this process, through its own rings and threads."""

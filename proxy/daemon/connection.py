@@ -45,8 +45,8 @@ from proxyccl.proxy.daemon.protocol import (
     Hello,
     HelloAnswer,
     Missing,
-    RdmaMissing,
     Refused,
+    RemoteMissing,
     Reply,
     WriteReport,
     socket_path,
@@ -183,27 +183,27 @@ def daemon_process(path: Path) -> int:
 
 
 def missing_in_daemon(timeout: float) -> tuple[str, dict[str, str]]:
-    """The reason why this process can't use a daemon, and by RDMA transport why it has no RDMA there; empty if it
+    """The reason why this process can't use a daemon, and by remote transport why it has none there; empty if it
     can."""
-    rdma_transports = [name for name, transport in TRANSPORTS.items() if transport.uses_rdma]
+    remote_transports = [name for name, transport in TRANSPORTS.items() if transport.is_remote]
     try:
         connection, _ = NodeDaemon(socket_path()).connect(timeout)
     except RuntimeUnavailableError as error:
-        return str(error), dict.fromkeys(rdma_transports, "there is no node daemon")
+        return str(error), dict.fromkeys(remote_transports, "there is no node daemon")
     with connection:
         try:
             limit_waits(connection, timeout, timeout)
-            send(connection, REQUESTS, RdmaMissing())
+            send(connection, REQUESTS, RemoteMissing())
             message = receive(connection, REPLIES, _DAEMON)
         except (OSError, ProtocolError) as error:
-            return "", dict.fromkeys(rdma_transports, f"{_DAEMON} does not answer rdma_missing: {error}")
+            return "", dict.fromkeys(remote_transports, f"{_DAEMON} does not answer remote_missing: {error}")
     match message:
         case None:
-            return "", dict.fromkeys(rdma_transports, f"{_DAEMON} hung up")
+            return "", dict.fromkeys(remote_transports, f"{_DAEMON} hung up")
         case Missing(missing=missing), _:
-            return "", {name: missing.get(name, f"{_DAEMON} has no such transport") for name in rdma_transports}
+            return "", {name: missing.get(name, f"{_DAEMON} has no such transport") for name in remote_transports}
         case reply, _:
-            return "", dict.fromkeys(rdma_transports, f"{_DAEMON} answered rdma_missing with {reply}")
+            return "", dict.fromkeys(remote_transports, f"{_DAEMON} answered remote_missing with {reply}")
 
 
 class DaemonConnection:

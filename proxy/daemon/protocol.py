@@ -27,17 +27,17 @@ from proxyccl.device.errors import (
 from proxyccl.proxy._engine import ffi as engine
 from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
 from proxyccl.proxy.fabric.options import FabricOptions
-from proxyccl.proxy.interface import Connection, ProxyFailure, RdmaEndpointInfo
+from proxyccl.proxy.interface import Connection, EndpointInfo, ProxyFailure
 from proxyccl.proxy.observe.publications import Description
-from proxyccl.proxy.plan import ProxyPlan
-from proxyccl.proxy.plan_table import MAX_PLANS
+from proxyccl.proxy.schedule import Schedule
+from proxyccl.proxy.schedule_table import MAX_SCHEDULES
 from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Trigger
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.workers import MAX_RINGS
 
-VERSION = 10
+VERSION = 11
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = MAX_RINGS + 1
 """Descriptors in a frame: the control segment's and the rings'."""
@@ -50,7 +50,7 @@ _SEGMENT_ALIGNMENT = 128
 
 Rank = Annotated[int, Meta(ge=0, le=2**31)]
 MemoryId = Annotated[int, Meta(ge=0, le=MAX_MEMORIES - 1)]
-PlanNumber = Annotated[int, Meta(ge=1, le=MAX_PLANS - 1)]
+ScheduleNumber = Annotated[int, Meta(ge=1, le=MAX_SCHEDULES - 1)]
 ChannelId = Annotated[int, Meta(ge=0, le=MAX_CHANNELS - 1)]
 Nbytes = Annotated[int, Meta(ge=0, le=2**62)]
 PositiveNbytes = Annotated[int, Meta(ge=1, le=2**62)]
@@ -90,7 +90,7 @@ class Request(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field=
         return str(self.__struct_config__.tag)
 
 
-class RdmaMissing(Request, frozen=True):
+class RemoteMissing(Request, frozen=True):
     """The reason why the daemon cannot use RDMA. Answered by `Missing`."""
 
 
@@ -113,7 +113,7 @@ class Open(Request, frozen=True):
         shared_offset: of `SharedWords` in the control segment.
         description: the rank that the service works for.
         semaphores_offset: of the words that peers signal in the control segment, by channel id; None for a service
-            without plans.
+            without schedules.
         ring_per_connection: see `ProxyService`.
     """
 
@@ -146,7 +146,7 @@ class AddPinnedMemory(Request, frozen=True):
     handle: bytes
 
 
-class AddRdmaMemory(Request, frozen=True):
+class AddRemoteMemory(Request, frozen=True):
     """Memory that RDMA reaches by an address and a key. Answered by `MemoryAdded`."""
 
     address: Uint64
@@ -167,8 +167,8 @@ class ConnectCopy(Request, frozen=True):
     transport: str = "copy"
 
 
-class ConnectRdma(Request, frozen=True):
-    """A connection over an RDMA endpoint that is connected. Answered by `Connected`."""
+class ConnectRemote(Request, frozen=True):
+    """A remote connection, over an endpoint that is connected. Answered by `Connected`."""
 
     peer: Rank
 
@@ -190,7 +190,7 @@ class SetChannel(Request, frozen=True):
         channel: its id.
         connection: number of its connection.
         word: handle of the 8 bytes that its signals count up, on a connection that copies.
-        address: their address as the peer knows it, on a connection by RDMA.
+        address: their address as the peer knows it, on a remote connection.
     """
 
     channel: ChannelId
@@ -206,16 +206,16 @@ class FreeChannels(Request, frozen=True):
     connection: Uint64
 
 
-class AddPlan(Request, frozen=True):
-    """A plan that the client's streams may ring. Answered by `PlanAdded`."""
+class AddSchedule(Request, frozen=True):
+    """A schedule that the client's streams may ring. Answered by `ScheduleAdded`."""
 
-    plan: ProxyPlan
+    schedule: Schedule
 
 
-class RemovePlan(Request, frozen=True):
-    """Frees a plan. Answered by `Done`."""
+class RemoveSchedule(Request, frozen=True):
+    """Frees a schedule. Answered by `Done`."""
 
-    number: PlanNumber
+    number: ScheduleNumber
 
 
 class Drain(Request, frozen=True):
@@ -230,8 +230,8 @@ class Close(Request, frozen=True):
     timeout: Seconds
 
 
-class OpenRdma(Request, frozen=True):
-    """An RDMA device for this client. Answered by `Done`.
+class OpenRemote(Request, frozen=True):
+    """A network device for this client. Answered by `Done`.
 
     Attributes:
         rdma: `RdmaOptions`, by field.
@@ -261,19 +261,19 @@ class OpenRdma(Request, frozen=True):
         return TransportOptions(RdmaOptions(**rdma), FabricOptions(**fabric))
 
     @classmethod
-    def of(cls, options: TransportOptions, signals: range, near: int | None, local_rank: int) -> OpenRdma:
+    def of(cls, options: TransportOptions, signals: range, near: int | None, local_rank: int) -> OpenRemote:
         """The request for these options."""
         return cls(asdict(options.rdma), asdict(options.fabric), (signals.start, signals.stop), near, local_rank)
 
 
-class RdmaUnsupportedReason(Request, frozen=True):
-    """The reason why a transport's RDMA cannot reach the memory of the rank's device. Answered by `RdmaSupport`."""
+class RemoteUnsupportedReason(Request, frozen=True):
+    """The reason why a transport's RDMA cannot reach the memory of the rank's device. Answered by `RemoteSupport`."""
 
     transport: str
 
 
 class MakeEndpoint(Request, frozen=True):
-    """The client's endpoint of an RDMA connection to a peer. Answered by `EndpointMade`."""
+    """The client's endpoint of a remote connection to a peer. Answered by `EndpointMade`."""
 
     peer: Rank
     transport: str
@@ -283,12 +283,12 @@ class ConnectEndpoint(Request, frozen=True):
     """Connects the client's endpoint to the peer's. Answered by `Done`."""
 
     peer: Rank
-    end: RdmaEndpointInfo
+    end: EndpointInfo
     timeout: Seconds
 
 
 class Expose(Request, frozen=True):
-    """Lets peers reach the client's memory by RDMA. Answered by `Exposed`."""
+    """Lets peers on other hosts reach the client's memory. Answered by `Exposed`."""
 
     handle: bytes
     nbytes: PositiveNbytes
@@ -353,10 +353,10 @@ class ChannelReserved(Reply, frozen=True):
     ring: Annotated[int, Meta(ge=0, le=MAX_RINGS - 1)] | None = None
 
 
-class PlanAdded(Reply, frozen=True):
-    """A plan's number."""
+class ScheduleAdded(Reply, frozen=True):
+    """A schedule's number."""
 
-    number: PlanNumber
+    number: ScheduleNumber
 
 
 class Drained(Reply, frozen=True):
@@ -371,7 +371,7 @@ class Closed(Reply, frozen=True):
     ended: bool
 
 
-class RdmaSupport(Reply, frozen=True):
+class RemoteSupport(Reply, frozen=True):
     """The reason why RDMA cannot reach the device's memory; empty if it can."""
 
     unsupported_reason: str
@@ -380,11 +380,11 @@ class RdmaSupport(Reply, frozen=True):
 class EndpointMade(Reply, frozen=True):
     """The client's endpoint, for the peer."""
 
-    end: RdmaEndpointInfo
+    end: EndpointInfo
 
 
 class Exposed(Reply, frozen=True):
-    """Memory that peers reach; see `proxyccl.proxy.interface.RdmaMemory`. `number` is for `Withdraw`."""
+    """Memory that peers reach; see `proxyccl.proxy.interface.ExposedMemory`. `number` is for `Withdraw`."""
 
     number: Uint64
     address: Uint64
@@ -450,7 +450,7 @@ class Failed(Reply, frozen=True):
     status: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
     reason: str
     peer: Uint64 | None
-    plan: Uint32 = 0
+    schedule: Uint32 = 0
     wait: Uint32 = 0
     offset: Uint64 = 0
 
@@ -465,7 +465,7 @@ class Failed(Reply, frozen=True):
             failure.status,
             failure.reason,
             failure.peer,
-            failure.plan,
+            failure.schedule,
             failure.wait,
             failure.offset,
         )
@@ -480,7 +480,7 @@ class Failed(Reply, frozen=True):
             self.status,
             self.reason,
             peer=self.peer,
-            plan=self.plan,
+            schedule=self.schedule,
             wait=self.wait,
             offset=self.offset,
         )
@@ -493,19 +493,19 @@ class Ending(Reply, frozen=True):
 ServiceRequest: TypeAlias = (
     AddMemory
     | AddPinnedMemory
-    | AddRdmaMemory
+    | AddRemoteMemory
     | RemoveMemory
     | ConnectCopy
-    | ConnectRdma
+    | ConnectRemote
     | ReserveChannel
     | ReserveElsewhere
     | SetChannel
     | FreeChannels
-    | AddPlan
-    | RemovePlan
+    | AddSchedule
+    | RemoveSchedule
     | Drain
-    | OpenRdma
-    | RdmaUnsupportedReason
+    | OpenRemote
+    | RemoteUnsupportedReason
     | MakeEndpoint
     | ConnectEndpoint
     | Expose
@@ -513,7 +513,7 @@ ServiceRequest: TypeAlias = (
 )
 """The requests that need an open service."""
 
-AnyRequest: TypeAlias = RdmaMissing | WriteReport | Open | Close | ServiceRequest
+AnyRequest: TypeAlias = RemoteMissing | WriteReport | Open | Close | ServiceRequest
 
 AnyReply: TypeAlias = (
     Done
@@ -522,10 +522,10 @@ AnyReply: TypeAlias = (
     | MemoryAdded
     | Connected
     | ChannelReserved
-    | PlanAdded
+    | ScheduleAdded
     | Drained
     | Closed
-    | RdmaSupport
+    | RemoteSupport
     | EndpointMade
     | Exposed
     | Refused

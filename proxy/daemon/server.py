@@ -46,7 +46,7 @@ class DaemonOptions:
 
     Attributes:
         threads: number of threads that run the workers of all clients.
-        cores: cores that the threads may run on; None for any. Cores near the GPUs or RDMA devices answer soonest.
+        cores: cores that the threads may run on; None for any. Cores near the GPUs or network devices answer soonest.
         idle: the policy of an idle thread.
     """
 

@@ -36,8 +36,8 @@ from proxyccl.proxy.daemon.protocol import (
     Missing,
     Open,
     Opened,
-    RdmaMissing,
     Refused,
+    RemoteMissing,
     ServiceRequest,
     WriteReport,
 )
@@ -196,9 +196,9 @@ class Session:
             close_all(descriptors)
         return structs.replace(answer, request=request.request)
 
-    def _do(self, request: RdmaMissing | Open | Close | ServiceRequest, descriptors: list[int]) -> AnyReply:
+    def _do(self, request: RemoteMissing | Open | Close | ServiceRequest, descriptors: list[int]) -> AnyReply:
         match request:
-            case RdmaMissing():
+            case RemoteMissing():
                 return Missing(missing_transports())
             case Open():
                 return self._open(request, descriptors)

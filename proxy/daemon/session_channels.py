@@ -80,7 +80,7 @@ class SessionChannels:
 
     def _set(self, request: SetChannel, connection: Connection) -> Done:
         self._require(request.channel, connection)
-        if not find_transport(connection.transport).uses_rdma:
+        if not find_transport(connection.transport).is_remote:
             self._set_copied(request, connection)
             return Done()
         if request.address == 0 or request.address % _SEMAPHORE_BYTES:

@@ -1,4 +1,4 @@
-"""The memory that the daemon maps for one client: registered with its proxy, or exposed to peers by RDMA.
+"""The memory that the daemon maps for one client: registered with its proxy, or exposed to peers on other hosts.
 
 Regardless of the client's requests, memory stays mapped as long as a worker may be using it.
 """
@@ -15,7 +15,7 @@ from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.proxy.daemon.protocol import (
     AddMemory,
     AddPinnedMemory,
-    AddRdmaMemory,
+    AddRemoteMemory,
     Done,
     MemoryAdded,
     RemoveMemory,
@@ -46,15 +46,15 @@ class SessionMemories:
         self._registered: dict[int, tuple[int, _Unmap | None]] = {}
         self._retired: list[_Unmap] = []  # unmap what the worker may still be using
 
-    def handle(self, request: AddMemory | AddPinnedMemory | AddRdmaMemory | RemoveMemory) -> MemoryAdded | Done:
+    def handle(self, request: AddMemory | AddPinnedMemory | AddRemoteMemory | RemoveMemory) -> MemoryAdded | Done:
         """Carries out a request."""
         match request:
             case AddMemory():
                 return self._add_mapped(request)
             case AddPinnedMemory(handle=handle):
                 return self._add_pinned(handle)
-            case AddRdmaMemory(address=address, nbytes=nbytes, key=key):
-                return self._register(nbytes, None, lambda: self._proxy.add_rdma_memory(address, nbytes, key))
+            case AddRemoteMemory(address=address, nbytes=nbytes, key=key):
+                return self._register(nbytes, None, lambda: self._proxy.add_remote_memory(address, nbytes, key))
             case RemoveMemory(first=first):
                 return self._remove(first)
 

@@ -12,17 +12,17 @@ from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.daemon.protocol import (
     AddMemory,
     AddPinnedMemory,
-    AddPlan,
-    AddRdmaMemory,
+    AddRemoteMemory,
+    AddSchedule,
     AnyReply,
     ConnectCopy,
-    ConnectRdma,
+    ConnectRemote,
     Drain,
     Drained,
     FreeChannels,
     Open,
     RemoveMemory,
-    RemovePlan,
+    RemoveSchedule,
     ReserveChannel,
     ReserveElsewhere,
     ServiceRequest,
@@ -30,8 +30,8 @@ from proxyccl.proxy.daemon.protocol import (
 )
 from proxyccl.proxy.daemon.session_channels import SessionChannels
 from proxyccl.proxy.daemon.session_memories import SessionMemories
-from proxyccl.proxy.daemon.session_plans import SessionPlans
-from proxyccl.proxy.daemon.session_rdma import SessionRdma
+from proxyccl.proxy.daemon.session_remote import SessionRemote
+from proxyccl.proxy.daemon.session_schedules import SessionSchedules
 from proxyccl.proxy.fifo import Ring
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.ring import ring_bytes
@@ -53,7 +53,7 @@ def require_descriptors(request: Open, count: int) -> None:
 
 
 class SessionService:
-    """A client's service with its memories, channels, plans and RDMA.
+    """A client's service with its memories, channels, schedules and remote links.
 
     Args:
         request: the client's request.
@@ -108,8 +108,8 @@ class SessionService:
         self._has_left = has_left
         self._memories = SessionMemories(self.proxy, runtime)
         self._channels = SessionChannels(self.proxy, runtime, self._memories)
-        self._plans = SessionPlans(self.proxy)
-        self._rdma = SessionRdma(self.proxy, self._memories, has_left)
+        self._schedules = SessionSchedules(self.proxy)
+        self._remote = SessionRemote(self.proxy, self._memories, has_left)
 
     def handle(self, request: ServiceRequest) -> AnyReply:
         """Carries out a request.
@@ -119,18 +119,18 @@ class SessionService:
             ProxyCCLError: it cannot be carried out.
         """
         match request:
-            case AddMemory() | AddPinnedMemory() | AddRdmaMemory() | RemoveMemory():
+            case AddMemory() | AddPinnedMemory() | AddRemoteMemory() | RemoveMemory():
                 return self._memories.handle(request)
             case ConnectCopy() | ReserveChannel() | ReserveElsewhere() | SetChannel() | FreeChannels():
                 return self._channels.handle(request)
-            case AddPlan() | RemovePlan():
-                return self._plans.handle(request)
-            case ConnectRdma(peer=peer):
-                return self._channels.add(self._rdma.open_connection(peer))
+            case AddSchedule() | RemoveSchedule():
+                return self._schedules.handle(request)
+            case ConnectRemote(peer=peer):
+                return self._channels.add(self._remote.open_connection(peer))
             case Drain(timeout=timeout):
                 return Drained(self.drain(timeout))
             case _:
-                return self._rdma.handle(request)
+                return self._remote.handle(request)
 
     def drain(self, timeout: float) -> bool:
         """Waits until all triggers in the rings are done; not for a client that has left."""
@@ -142,5 +142,5 @@ class SessionService:
             steps.callback(self._segment.close)
             steps.callback(self._memories.close)
             steps.callback(self._channels.close)
-            steps.callback(self._rdma.close)
+            steps.callback(self._remote.close)
             steps.callback(self._memories.unmap_retired)

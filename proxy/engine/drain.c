@@ -77,12 +77,12 @@ static uint64_t names_of(ProxycclTrigger trigger) {
   return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1) | (trigger.word0 & 1ull << PROXYCCL_GET_SHIFT);
 }
 
-/* 1 if the transport would copy from or to memory that only RDMA reaches. */
-static int copies_rdma_only(const ProxycclTransport *transport, const Route *route) {
+/* 1 if the transport would copy from or to memory that only a remote link reaches. */
+static int copies_remote_only(const ProxycclTransport *transport, const Route *route) {
   const int is_get = (route->op & PROXYCCL_OP_GET) != 0;
   const ProxycclMemory *own = is_get ? route->dst : route->src, *peer = is_get ? route->src : route->dst;
-  return (own->rdma_only && transport->copies & PROXYCCL_COPIES_OWN) ||
-         (peer->rdma_only && transport->copies & PROXYCCL_COPIES_PEER);
+  return (own->remote_only && transport->copies & PROXYCCL_COPIES_OWN) ||
+         (peer->remote_only && transport->copies & PROXYCCL_COPIES_PEER);
 }
 
 /* CONTINUE, or why the thread returns to Python. */
@@ -100,8 +100,8 @@ static ALWAYS_INLINE ProxycclOutcome find_route(ProxycclService *service, Proxyc
   if (route->channel->connection == NULL) return refuse(info, "the channel id is not in use");
   if (route->op == PROXYCCL_OP_CUSTOM) return refuse(info, "the trigger carries no operation");
   const ProxycclTransport *transport = route->channel->connection->transport;
-  if (route->op & PROXYCCL_OP_DATA && copies_rdma_only(transport, route))
-    return refuse(info, "only RDMA reaches a memory that the trigger names, but its channel copies");
+  if (route->op & PROXYCCL_OP_DATA && copies_remote_only(transport, route))
+    return refuse(info, "only a remote link reaches a memory that the trigger names, but its channel copies");
   route->transfer = route->op & PROXYCCL_OP_GET ? transport->get : transport->put;
   route->names = names_of(trigger);
   return CONTINUE;

@@ -5,15 +5,15 @@
  * workers in turn, of one service or of many. The engine knows nothing of Python, drivers and ranks; it moves data
  * through connections (transport.h).
  *
- * service.c has the tables, worker.c what other threads ask of a worker, plan.c, drain.c and poll.c what a worker does
- * in its turn, thread.c the turns and the idling.
+ * service.c has the tables, worker.c what other threads ask of a worker, schedule.c, drain.c and poll.c what a worker
+ * does in its turn, thread.c the turns and the idling.
  */
 #ifndef PROXYCCL_ENGINE_H
 #define PROXYCCL_ENGINE_H
 
 #include "observe.h"
 #include "outcome.h"
-#include "plan.h"
+#include "schedule.h"
 #include "proxyccl/control.h"
 #include "proxyccl/trigger.h"
 #include "transport.h"
@@ -47,7 +47,7 @@ typedef struct ProxycclExitInfo {
   int32_t status;                 /* the transport's or the driver's */
   const char *reason;             /* static text: why a trigger is refused, or what failed */
   ProxycclConnection *connection; /* the connection that failed, or the trigger's; NULL if none is concerned */
-  uint32_t plan;                  /* number of the plan that failed; 0 if none is concerned */
+  uint32_t schedule;              /* number of the schedule that failed; 0 if none is concerned */
   uint32_t wait;                  /* after a time-out: the ProxycclWaitKind */
   uint32_t of_source;             /* 1: the trigger is refused for its source, otherwise for its destination */
 } ProxycclExitInfo;
@@ -64,7 +64,7 @@ void proxyccl_service_destroy(ProxycclService *service); /* after its workers en
 /* Set table entries: `flushed` and `completed` are words of the channel (handles.h). While workers run, if no trigger
  * names the id yet, otherwise while they are paused. 0, or EINVAL for an id that is out of range. */
 int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
-                                uint32_t rdma_only, char *host);
+                                uint32_t remote_only, char *host);
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
                                  uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed, uint64_t *completed);
@@ -72,14 +72,15 @@ int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t
 /* A word that a peer's proxy signals; everything put before its value is visible with it. */
 uint64_t proxyccl_word_acquire(const uint64_t *word);
 
-/* Before workers run: lets streams ring plans in. `semaphores` are the own words, by channel id, that peers signal. */
-void proxyccl_service_set_plan_words(ProxycclService *service, ProxycclPlanWords *words, const uint64_t *semaphores);
+/* Before workers run: lets streams ring schedules in. `semaphores`: the own words that peers signal, by channel id. */
+void proxyccl_service_set_schedule_words(ProxycclService *service, ProxycclScheduleWords *words,
+                                         const uint64_t *semaphores);
 /* Ends the waits of streams, for after a failure. `words` may be NULL. */
-void proxyccl_plan_words_end_waits(ProxycclPlanWords *words);
-/* Sets plans, also while workers run. 0, or EINVAL for an id that is out of range, EEXIST, ENOMEM. */
-int proxyccl_service_add_plan(ProxycclService *service, uint32_t number, const ProxycclPlanSteps *steps);
+void proxyccl_schedule_words_end_waits(ProxycclScheduleWords *words);
+/* Sets schedules, also while workers run. 0, or EINVAL for an id that is out of range, EEXIST, ENOMEM. */
+int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, const ProxycclScheduleSteps *steps);
 /* No stream rings it any more. 0, or EBUSY while it runs. */
-int proxyccl_service_remove_plan(ProxycclService *service, uint32_t number);
+int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number);
 
 /* `stats` must be zeroed, and outlive the worker. All workers of a service are made before one of them runs. */
 ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats);

@@ -27,22 +27,21 @@ typedef struct ProxycclChannelPlace {
 #define PROXYCCL_PLACE_HANDLER 0xffffffffu /* in place of a connection: a Python handler */
 
 typedef struct ProxycclConnectionStats {
-  uint64_t issued;    /* triggers, and sends of plans */
+  uint64_t issued;    /* triggers, and sends of schedules */
   uint64_t completed; /* of these, from the first, that were seen to be complete */
   uint64_t errors;
   uint32_t in_use;
   uint32_t peer; /* or PROXYCCL_NO_PEER */
   char transport[16];
-  uint64_t plan_wait; /* what a plan that idles, or was stopped, waits for here: a ProxycclWaitKind (control.h) and the
-                         plan's number below it; 0: nothing */
+  uint64_t schedule_wait; /* what an idle or stopped schedule waits for: a ProxycclWaitKind above its number, or 0 */
   uint64_t reserved;
 } ProxycclConnectionStats;
 
-#define PROXYCCL_PLAN_WAIT_SHIFT 32 /* of the kind in `plan_wait` */
+#define PROXYCCL_SCHEDULE_WAIT_SHIFT 32 /* of the kind in `schedule_wait` */
 
 /* A trigger as it was in its ring, but with parity 0; or a mark, which has parity 1. A mark's word 0 is the time by
- * CLOCK_MONOTONIC in ns; its word 1 has a ProxycclTraceMark and a number. A plan's send is recorded as the trigger that
- * would do the same. */
+ * CLOCK_MONOTONIC in ns; its word 1 has a ProxycclTraceMark and a number. A schedule's send is recorded as the trigger
+ * that would do the same. */
 typedef struct ProxycclTraceRecord {
   uint64_t word0, word1;
 } __attribute__((aligned(16))) ProxycclTraceRecord;
@@ -55,7 +54,7 @@ typedef enum ProxycclTraceMark {
   PROXYCCL_MARK_COMPLETED = 2, /* of the triggers before it that connection number >> 32 was given, the last number %
                                   2^32 are not complete, all others are */
   PROXYCCL_MARK_HANDLED = 3,   /* the handler of channel number has returned from the last trigger before it */
-  PROXYCCL_MARK_PLAN = 4       /* the triggers after it come from no ring: they are sends of plan number */
+  PROXYCCL_MARK_SCHEDULE = 4   /* the triggers after it come from no ring: they are sends of schedule number */
 } ProxycclTraceMark;
 
 typedef struct ProxycclWorkerStats {

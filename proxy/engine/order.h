@@ -10,7 +10,7 @@
 
 #include "proxyccl/control.h"
 
-struct Plan;
+struct Schedule;
 
 /* -- counters and statistics: each has one writer, and readers in other processes ---
  *
@@ -30,7 +30,7 @@ static inline void counter_set(uint64_t *counter, uint64_t value) {
  * waitComplete, a waiting stream or a peer's worker acquires it: everything complete here is visible there. */
 static inline void word_store(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
-/* Pairings flush, staged-message, bell, post and gate, acquire. A stream, the RDMA device or the CPU stored the word
+/* Pairings flush, staged-message, bell, post and gate, acquire. A stream, an adapter or the CPU stored the word
  * after the events that it reports. */
 static inline uint64_t word_load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
@@ -55,21 +55,24 @@ static inline void list_grow(uint32_t *count) { __atomic_store_n(count, *count +
 /* Pairing worker-list, acquire, by the worker. */
 static inline uint32_t list_count(const uint32_t *count) { return __atomic_load_n(count, __ATOMIC_ACQUIRE); }
 
-/* -- plans --- */
+/* -- schedules --- */
 
-/* Pairing schedule, release: all of a plan before its place in the table. */
-static inline void plan_publish(struct Plan **place, struct Plan *plan) {
-  __atomic_store_n(place, plan, __ATOMIC_RELEASE);
+/* Pairing schedule, release: all of a schedule before its place in the table. */
+static inline void schedule_publish(struct Schedule **place, struct Schedule *schedule) {
+  __atomic_store_n(place, schedule, __ATOMIC_RELEASE);
 }
 
 /* Pairing schedule, acquire. */
-static inline struct Plan *plan_load(struct Plan **place) { return __atomic_load_n(place, __ATOMIC_ACQUIRE); }
+static inline struct Schedule *schedule_load(struct Schedule **place) {
+  return __atomic_load_n(place, __ATOMIC_ACQUIRE);
+}
 
-/* Pairing schedule-start, release, by worker 0: the plan's number before the count of plans that were started. */
-static inline void plan_start(uint32_t *started) { __atomic_store_n(started, *started + 1, __ATOMIC_RELEASE); }
+/* Pairing schedule-start, release, by worker 0: the schedule's number before the count of schedules that were started.
+ */
+static inline void schedule_start(uint32_t *started) { __atomic_store_n(started, *started + 1, __ATOMIC_RELEASE); }
 
 /* Pairing schedule-start, acquire, by the other workers. */
-static inline uint32_t plans_started(const uint32_t *started) { return __atomic_load_n(started, __ATOMIC_ACQUIRE); }
+static inline uint32_t schedules_started(const uint32_t *started) { return __atomic_load_n(started, __ATOMIC_ACQUIRE); }
 
 /* Pairing schedule-end: the transfers that each worker saw complete, before the last one's report. Returns how many are
  * left. */

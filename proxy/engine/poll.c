@@ -50,8 +50,8 @@ ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *i
   if (++worker->polled >= connections) worker->polled = 0;
   for (uint32_t i = 0; i < connections; ++i) {
     ProxycclConnection *connection = worker->connections[i];
-    /* A plan learns by words that its sends are complete. Each poll that calls a driver would keep it from them. */
-    if (worker->run.plan != NULL && i != worker->polled) {
+    /* A schedule learns by words that its sends are complete. Each poll that calls a driver would keep it from them. */
+    if (worker->run.schedule != NULL && i != worker->polled) {
       *outstanding |= !connection->transport->idle(connection);
       continue;
     }

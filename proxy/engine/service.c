@@ -14,16 +14,16 @@ ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCount
 
 void proxyccl_service_destroy(ProxycclService *service) {
   if (service == NULL) return;
-  for (uint32_t number = 0; number < PROXYCCL_MAX_PLANS; ++number) free(service->plans[number]);
+  for (uint32_t number = 0; number < PROXYCCL_MAX_SCHEDULES; ++number) free(service->schedules[number]);
   free(service);
 }
 
 uint64_t proxyccl_word_acquire(const uint64_t *word) { return word_load(word); }
 
 int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
-                                uint32_t rdma_only, char *host) {
+                                uint32_t remote_only, char *host) {
   if (id >= PROXYCCL_MAX_MEMORIES) return EINVAL;
-  service->memories[id] = (ProxycclMemory){base, bytes, key, rdma_only, host};
+  service->memories[id] = (ProxycclMemory){base, bytes, key, remote_only, host};
   return 0;
 }
 

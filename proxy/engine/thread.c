@@ -134,8 +134,8 @@ static void end_turns(ProxycclWorker *worker) {
     counter_set(&worker->service->words->turns[worker->number].count, PROXYCCL_NO_MORE_TURNS);
 }
 
-/* A worker's turn: steps of a plan, up to POLL_INTERVAL triggers of each ring, and a poll of its connections. CONTINUE,
- * or why the thread returns. Sets *progress if anything happened, *busy if triggers or steps were taken,
+/* A worker's turn: steps of a schedule, up to POLL_INTERVAL triggers of each ring, and a poll of its connections.
+ * CONTINUE, or why the thread returns. Sets *progress if anything happened, *busy if triggers or steps were taken,
  * *any_outstanding if work is. */
 static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, int *progress,
                                  int *busy, int *any_outstanding) {
@@ -148,9 +148,9 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
   /* Before any trigger is taken: those after an abort may name memory that is gone, or carry garbage of a kernel that
    * was stopped. */
   if (abort_is_up(worker->service->control)) {
-    proxyccl_worker_show_plan_waits(worker);
+    proxyccl_worker_show_schedule_waits(worker);
     /* Whoever checks after its stream knows of the failure by now. */
-    proxyccl_plan_words_end_waits(worker->service->words);
+    proxyccl_schedule_words_end_waits(worker->service->words);
     return PROXYCCL_EXIT_ABORTED;
   }
   if (stop & STOP_AT_ONCE) return PROXYCCL_EXIT_ABORTED;
@@ -158,8 +158,8 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
   if (pause & 1) return CONTINUE;
   const int status = enter_context(thread, worker);
   if (status != 0) return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "making the device current");
-  const ProxycclOutcome of_plan = proxyccl_worker_run_plan(worker, info, &done, &running);
-  if (of_plan != CONTINUE) return of_plan;
+  const ProxycclOutcome of_schedule = proxyccl_worker_run_schedule(worker, info, &done, &running);
+  if (of_schedule != CONTINUE) return of_schedule;
   for (uint32_t visited = 0; visited < rings; ++visited) {
     const ProxycclOutcome result =
         proxyccl_worker_visit_ring(worker, &worker->rings[worker->current], info, &done, &held);

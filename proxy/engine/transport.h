@@ -14,11 +14,11 @@
 
 /* One memory id. A memory longer than a window has consecutive ids, one for each window. */
 typedef struct ProxycclMemory {
-  char *base;         /* address of the window, as the transport reaches it */
-  uint64_t bytes;     /* from `base` to the end of the memory; 0: the id is not in use */
-  uint64_t key;       /* an RDMA key, or the transport's own */
-  uint32_t rdma_only; /* only RDMA reaches it, by its key: no copy of this process may use `base` */
-  char *host;         /* address of the window for the CPU; NULL: the CPU may not touch the memory */
+  char *base;           /* address of the window, as the transport reaches it */
+  uint64_t bytes;       /* from `base` to the end of the memory; 0: the id is not in use */
+  uint64_t key;         /* a remote key, or the transport's own */
+  uint32_t remote_only; /* only a remote link reaches it, by its key: no copy of this process may use `base` */
+  char *host;           /* address of the window for the CPU; NULL: the CPU may not touch the memory */
 } ProxycclMemory;
 
 typedef struct ProxycclConnection ProxycclConnection;
@@ -28,7 +28,7 @@ enum { PROXYCCL_COPIES_OWN = 1, PROXYCCL_COPIES_PEER = 2 };
 
 typedef struct ProxycclTransport {
   const char *name;
-  uint32_t copies; /* sides where the engine refuses rdma_only memory */
+  uint32_t copies; /* sides where the engine refuses remote_only memory */
   /* The name of an option that is out of range, or NULL. `options` is the transport's own struct. */
   const char *(*refused)(const void *options);
   /* A connection with options that are not refused. What they name must outlive it. NULL with errno: ENOMEM, or ENOSYS

@@ -4,7 +4,7 @@
 
 #include "engine.h"
 #include "order.h"
-#include "plan.h"
+#include "schedule.h"
 #include "ring.h"
 #include "trace.h"
 
@@ -22,26 +22,26 @@ struct Channel {
   uint64_t *remote_semaphore;
   uint64_t *flushed;
   uint64_t *completed;
-  uint64_t outbound; /* what the peer's word holds: signals sent, or a plan's post; the engine is its only writer */
-  uint64_t taken;    /* what plans have taken of the own word: signals, or the last post */
+  uint64_t outbound; /* what the peer's word holds: signals sent, or a schedule's post; the engine is its only writer */
+  uint64_t taken;    /* what schedules have taken of the own word: signals, or the last post */
   /* While triggers are not known to be complete: all issued ones, and the first of them that will be. */
   Extent issued, awaited;
   Channel *next_unfinished; /* in its connection's list */
   int unfinished;           /* it is in that list */
 };
 
-typedef struct Plan Plan; /* plan.c */
+typedef struct Schedule Schedule; /* schedule.c */
 
 struct ProxycclService {
   ProxycclControl *control;
   ProxycclCounters *counters;
-  ProxycclPlanWords *words;   /* NULL: no stream rings */
-  const uint64_t *semaphores; /* the own words of the channels, which peers' proxies signal */
+  ProxycclScheduleWords *words; /* NULL: no stream rings */
+  const uint64_t *semaphores;   /* the own words of the channels, which peers' proxies signal */
   uint32_t worker_count;
-  uint32_t current; /* number of the plan that was started last */
-  uint32_t started; /* plans that were started; pairing schedule-start */
+  uint32_t current; /* number of the schedule that was started last */
+  uint32_t started; /* schedules that were started; pairing schedule-start */
   uint32_t parts;   /* workers that have not ended their part of it; pairing schedule-end */
-  Plan *plans[PROXYCCL_MAX_PLANS];
+  Schedule *schedules[PROXYCCL_MAX_SCHEDULES];
   ProxycclMemory memories[PROXYCCL_MEMORY_IDS];
   Channel channels[PROXYCCL_MAX_CHANNELS];
 };
@@ -54,14 +54,14 @@ typedef struct {
   ProxycclCounters *counters;
 } TimedFlush;
 
-/* A worker's part of the plan that runs. */
+/* A worker's part of the schedule that runs. */
 typedef struct {
-  Plan *plan;          /* NULL: none runs */
+  Schedule *schedule;  /* NULL: none runs */
   uint32_t left;       /* steps that are not complete */
   uint32_t idle_polls; /* since the last progress */
   uint64_t idle_since; /* time; 0 before the clock was read */
   int shown;           /* observers are shown what it waits for */
-} PlanRun;
+} ScheduleRun;
 
 enum { STOP_WHEN_DONE = 1, STOP_AT_ONCE = 2 };
 
@@ -78,9 +78,9 @@ struct ProxycclWorker {
   uint32_t ring_count, connection_count; /* pairing worker-list */
   uint32_t current;                      /* ring to visit next, also after a return to Python */
   uint32_t number;                       /* in its service; worker 0 looks at the bell */
-  uint32_t joined;                       /* plans that it has begun or found begun; worker 0 counts none */
-  uint32_t polled;                       /* the connection to poll next while a plan runs */
-  PlanRun run;
+  uint32_t joined;                       /* schedules that it has begun or found begun; worker 0 counts none */
+  uint32_t polled;                       /* the connection to poll next while a schedule runs */
+  ScheduleRun run;
   int handling;  /* a Python handler has the current ring's next trigger */
   int stop;      /* STOP_… flags, pairing request */
   Request drain; /* to report that nothing is left to do */
@@ -103,16 +103,16 @@ static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t c
 ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info,
                                            uint32_t *progress, int *held);
 
-/* Takes a plan as far as it can go now, after it has looked at the bell if none runs. Adds to *progress what it did,
- * and sets *running if a plan goes on. CONTINUE, or why the thread returns. */
-ProxycclOutcome proxyccl_worker_run_plan(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
-                                         int *running);
+/* Takes a schedule as far as it can go now, after it has looked at the bell if none runs. Adds to *progress what it
+ * did, and sets *running if a schedule goes on. CONTINUE, or why the thread returns. */
+ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
+                                             int *running);
 
-/* Shows observers what the plan that runs, if any, waits for: for each connection whether it is a part of that. */
-void proxyccl_worker_show_plan_waits(ProxycclWorker *worker);
+/* Shows observers what the schedule that runs, if any, waits for: for each connection whether it is a part of that. */
+void proxyccl_worker_show_schedule_waits(ProxycclWorker *worker);
 
-/* Polls every connection, or one in turn while a plan runs, and shows observers how far each has come. Adds completions
- * to *progress; *outstanding says whether work is outstanding. CONTINUE, or why the thread returns. */
+/* Polls every connection, or one in turn while a schedule runs, and shows observers how far each has come. Adds
+ * completions to *progress; *outstanding says whether work is outstanding. CONTINUE, or why the thread returns. */
 ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                      int *outstanding);
 

@@ -10,7 +10,7 @@ from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
 from proxyccl.proxy.gpu_writes import require_ordered
-from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.staging import RemoteWriteTargets
 
 _PROBE_BYTES = 4096
@@ -32,7 +32,7 @@ class FabricContext:
         RuntimeUnavailableError: no provider can be used; the message says why.
     """
 
-    def __init__(self, setup: RdmaSetup, options: FabricOptions) -> None:
+    def __init__(self, setup: RemoteSetup, options: FabricOptions) -> None:
         self.runtime = setup.runtime
         self.options = options
         self.write_targets = RemoteWriteTargets()

@@ -43,10 +43,10 @@ _CONNECTIONS: tuple[tuple[str, str, str, Callable[[ConnectionView], float]], ...
 )
 _CHANNELS: tuple[tuple[str, str, str, Callable[[ChannelView], float]], ...] = (
     ("channel_triggers_total", "counter", "Triggers acted on.", lambda c: c.triggers),
-    ("channel_puts_total", "counter", "Triggers and sends of plans that put data.", lambda c: c.puts),
+    ("channel_puts_total", "counter", "Triggers and sends of schedules that put data.", lambda c: c.puts),
     ("channel_gets_total", "counter", "Triggers that got data.", lambda c: c.gets),
     ("channel_bytes_total", "counter", "Bytes put and got.", lambda c: c.bytes),
-    ("channel_signals_total", "counter", "Triggers and sends of plans that signalled.", lambda c: c.signals),
+    ("channel_signals_total", "counter", "Triggers and sends of schedules that signalled.", lambda c: c.signals),
     ("channel_flushes_total", "counter", "Triggers that flushed.", lambda c: c.flushes),
     ("channel_errors_total", "counter", "Triggers that failed.", lambda c: c.errors),
 )

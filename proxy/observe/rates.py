@@ -32,16 +32,16 @@ class ChannelRates(Message, frozen=True):
         worker: the worker that serves it.
         connection: number of its connection in that worker; None for a handler.
         triggers: since it was made.
-        signals: since it was made; plans' sends signal too.
+        signals: since it was made; schedules' sends signal too.
         triggers_per_s: of all operations.
-        puts_per_s: triggers that put data, and sends of plans that did.
+        puts_per_s: triggers that put data, and sends of schedules that did.
         gets_per_s: triggers that got data.
         bytes_per_s: bytes that its puts and gets moved.
         ring: number of its ring.
         ring_full: slots of the ring that hold a trigger now.
         ring_size: slots of the ring.
-        outstanding: triggers and plans' sends of its connection, over all the connection's channels, that are not seen
-            to be complete.
+        outstanding: triggers and schedules' sends of its connection, over all the connection's channels, that are not
+            seen to be complete.
         completed: those of its connection that are complete.
         flush_us: mean time from issue to completion of timed flushes; None if there were none.
         timed_flushes: number of timed flushes.

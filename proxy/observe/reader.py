@@ -20,9 +20,9 @@ from proxyccl.device.memory.shared_memory import open_descriptor
 from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Message
 from proxyccl.proxy.observe.publications import Publication
-from proxyccl.proxy.observe.segment import observed_bytes, outstanding_in, peer_of, plan_waits_in
-from proxyccl.proxy.plan import PlanWait
+from proxyccl.proxy.observe.segment import observed_bytes, outstanding_in, peer_of, schedule_waits_in
 from proxyccl.proxy.ring import RingContents, RingMemory, ring_bytes
+from proxyccl.proxy.schedule import ScheduleWait
 from proxyccl.proxy.trigger import MAX_CHANNELS
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -75,7 +75,7 @@ class ConnectionView(Message, frozen=True):
         number: its number in that worker.
         peer: the rank that it leads to; None if that is not known.
         transport: the transport's name.
-        completed: triggers, and sends of plans, that were seen to be complete.
+        completed: triggers, and sends of schedules, that were seen to be complete.
         outstanding: those that are not, as of the worker's last poll.
         errors: failures.
     """
@@ -98,9 +98,9 @@ class ChannelView(Message, frozen=True):
         worker: the worker that serves them.
         connection: number, in that worker, of the connection that they go over; None for a Python handler.
         triggers: acted on, of all operations.
-        puts: triggers that put data, and sends of plans that did.
+        puts: triggers that put data, and sends of schedules that did.
         bytes: bytes that the puts and gets moved.
-        signals: triggers that signalled, and sends of plans, all of which do.
+        signals: triggers that signalled, and sends of schedules, all of which do.
         flushes: triggers that flushed.
         flush_ns: sum of the times of timed flushes, from issue to completion.
         timed_flushes: flushes that were timed: those that had to wait, one at a time on each connection.
@@ -199,7 +199,7 @@ def _as_observed(at: Any) -> _engine.ProxycclObservedPointer:
 
 
 class ObservedView(_Mapped["_engine.ProxycclObservedPointer"]):
-    """The observed segment of a service in another process: its channels and plans.
+    """The observed segment of a service in another process: its channels and schedules.
 
     Args:
         handle: of its `ObservedSegment`, in hexadecimal.
@@ -217,9 +217,9 @@ class ObservedView(_Mapped["_engine.ProxycclObservedPointer"]):
         """See `outstanding_in`."""
         return outstanding_in(self.pointer, channel)
 
-    def plan_waits(self) -> list[PlanWait]:
-        """See `plan_waits_in`."""
-        return plan_waits_in(self.pointer, self._workers)
+    def schedule_waits(self) -> list[ScheduleWait]:
+        """See `schedule_waits_in`."""
+        return schedule_waits_in(self.pointer, self._workers)
 
 
 class Observer:

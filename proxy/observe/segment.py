@@ -12,7 +12,7 @@ from typing import Any
 from proxyccl.device._native import lib as native
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.proxy import _engine
-from proxyccl.proxy.plan import PlanWait
+from proxyccl.proxy.schedule import ScheduleWait
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -43,8 +43,8 @@ def outstanding_in(observed: _engine.ProxycclObservedPointer, channel: int) -> i
     return int(stats.issued - completed)
 
 
-def plan_waits_in(observed: _engine.ProxycclObservedPointer, workers: int) -> list[PlanWait]:
-    """The waits of plans that make no progress, or were stopped: at most one for each connection.
+def schedule_waits_in(observed: _engine.ProxycclObservedPointer, workers: int) -> list[ScheduleWait]:
+    """The waits of schedules that make no progress, or were stopped: at most one for each connection.
 
     Args:
         observed: a pointer to a ProxycclObserved.
@@ -53,10 +53,10 @@ def plan_waits_in(observed: _engine.ProxycclObservedPointer, workers: int) -> li
     found = []
     for worker in range(workers):
         for stats in itertools.takewhile(lambda stats: stats.in_use, observed.workers[worker].connections):
-            word = int(stats.plan_wait)
+            word = int(stats.schedule_wait)
             if word:
-                kind, plan = divmod(word, 1 << lib.PROXYCCL_PLAN_WAIT_SHIFT)
-                found.append(PlanWait(kind, peer_of(stats), plan))
+                kind, schedule = divmod(word, 1 << lib.PROXYCCL_SCHEDULE_WAIT_SHIFT)
+                found.append(ScheduleWait(kind, peer_of(stats), schedule))
     return found
 
 
@@ -97,9 +97,9 @@ class ObservedSegment:
         """See `outstanding_in`."""
         return outstanding_in(self._observed, channel)
 
-    def plan_waits(self) -> list[PlanWait]:
-        """See `plan_waits_in`."""
-        return plan_waits_in(self._observed, self._workers)
+    def schedule_waits(self) -> list[ScheduleWait]:
+        """See `schedule_waits_in`."""
+        return schedule_waits_in(self._observed, self._workers)
 
     def close(self) -> None:
         """Frees the segment. The workers must have ended."""

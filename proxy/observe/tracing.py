@@ -38,16 +38,16 @@ _TICKET = (1 << 48) - 1
 
 @dataclass(slots=True)
 class TracedTrigger:
-    """The history of one trigger, or of one send of a plan. Times are those of CLOCK_MONOTONIC in nanoseconds.
+    """The history of one trigger, or of one send of a schedule. Times are those of CLOCK_MONOTONIC in nanoseconds.
 
-    A send of a plan did not come through a ring: it has a plan in place of a ring and a ticket. Triggers that a
+    A send of a schedule did not come through a ring: it has a schedule in place of a ring and a ticket. Triggers that a
     worker handled within one clock reading divide its time evenly among them.
 
     Attributes:
         worker: the worker that handled it.
         ring: number of the ring that it came through; None for a send.
         ticket: its ticket there; None for a send.
-        plan: number of the plan that it is a send of; None for a trigger.
+        schedule: number of the schedule that it is a send of; None for a trigger.
         trigger: the trigger; for a send, the trigger that would do the same.
         look: number of the worker's clock reading.
         seen_ns: when the worker found it.
@@ -58,7 +58,7 @@ class TracedTrigger:
     worker: int
     ring: int | None
     ticket: int | None
-    plan: int | None
+    schedule: int | None
     trigger: Trigger
     look: int
     seen_ns: int
@@ -72,7 +72,7 @@ class ServiceTrace:
 
     Attributes:
         publication: the service.
-        triggers: and sends of plans, in the order in which they were issued, worker by worker.
+        triggers: and sends of schedules, in the order in which they were issued, worker by worker.
         routes: peer and transport of each channel that was in use; None and "handler" for a handler.
         lost: least number of records that were overwritten before they were fetched, or never written.
         left_out: triggers that were fetched but not kept, because the allowance was used up.
@@ -98,7 +98,7 @@ class TraceDecoder:
         self._connections = connections
         self._ring: int | None = None
         self._ticket: int | None = None  # of the next trigger
-        self._plan: int | None = None  # of the next send; if there is neither, it is not known what the next record is
+        self._schedule: int | None = None  # of the next send; with neither, the next record is unknown
         self._looked = 0
         self._look = 0
         self._unissued: list[TracedTrigger] = []
@@ -113,17 +113,17 @@ class TraceDecoder:
         self._unissued.clear()
         self._outstanding.clear()
         self._handled.clear()
-        self._ring = self._ticket = self._plan = None
+        self._ring = self._ticket = self._schedule = None
 
     def feed(self, records: list[list[int]]) -> None:
         """Reads records, each of two words."""
         for word0, word1 in records:
             if word1 & _PARITY:
                 self._mark(word1 >> lib.PROXYCCL_MARK_SHIFT & _KIND, word1 & _NUMBER, word0)
-            elif self._ticket is None and self._plan is None:
+            elif self._ticket is None and self._schedule is None:
                 self.lost += 1
             else:
-                source = (self._ring, self._ticket, self._plan)
+                source = (self._ring, self._ticket, self._schedule)
                 traced = TracedTrigger(self._worker, *source, Trigger.decode(word0, word1), self._look, 0, 0)
                 self._unissued.append(traced)
                 if self._ticket is not None:
@@ -131,9 +131,9 @@ class TraceDecoder:
 
     def _mark(self, kind: int, number: int, now: int) -> None:
         if kind == lib.PROXYCCL_MARK_SEEN:
-            self._ring, self._ticket, self._plan, self._looked = number >> 48, number & _TICKET, None, now
-        elif kind == lib.PROXYCCL_MARK_PLAN:
-            self._ring, self._ticket, self._plan, self._looked = None, None, number, now
+            self._ring, self._ticket, self._schedule, self._looked = number >> 48, number & _TICKET, None, now
+        elif kind == lib.PROXYCCL_MARK_SCHEDULE:
+            self._ring, self._ticket, self._schedule, self._looked = None, None, number, now
         elif kind == lib.PROXYCCL_MARK_ISSUED:
             self._issued(now)
         elif kind == lib.PROXYCCL_MARK_COMPLETED:

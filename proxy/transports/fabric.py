@@ -11,8 +11,8 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric import library
 from proxyccl.proxy.fabric.context import FabricContext
 from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
-from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
-from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
+from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.engine_connection import (
     EngineConnection,
@@ -21,7 +21,7 @@ from proxyccl.proxy.transports.engine_connection import (
     fill,
     require_accepted,
 )
-from proxyccl.proxy.transports.transport import RdmaFunctions, Transport
+from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -67,20 +67,20 @@ def _error_text(connection: Any) -> str:
 
 
 class _Endpoint:
-    """See `RdmaEndpoint`. All peers reach the rank's single endpoint."""
+    """See `TransportEndpoint`. All peers reach the rank's single endpoint."""
 
     def __init__(self, device: FabricContext) -> None:
         self._device = device
         segment = device.registered_segment
         self._options: FabricConnectionOptions | None = None
-        self.info = RdmaEndpointInfo(device.endpoint.address, segment.address, segment.key)
+        self.info = EndpointInfo(device.endpoint.address, segment.address, segment.key)
 
-    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         if theirs.ring_bytes:
             raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
         self._options = self._device.endpoint.connect(theirs.endpoint, theirs.rkey)
 
-    def connection_options(self, theirs: RdmaEndpointInfo) -> FabricConnectionOptions:
+    def connection_options(self, theirs: EndpointInfo) -> FabricConnectionOptions:
         if self._options is None:
             raise ArgumentError("endpoint", "it is not connected")
         return self._options
@@ -89,7 +89,7 @@ class _Endpoint:
         """Does nothing: the endpoint is the device's."""
 
 
-def open_fabric(setup: RdmaSetup, options: TransportOptions) -> FabricContext:
+def open_fabric(setup: RemoteSetup, options: TransportOptions) -> FabricContext:
     """Opens the endpoint, which `fabric` and `staged_fabric` share."""
     return FabricContext(setup, options.fabric)
 
@@ -98,12 +98,12 @@ def _unsupported_reason(device: FabricContext) -> str:
     return device.unsupported_reason()
 
 
-def _expose(device: FabricContext, ptr: int, nbytes: int, handle: bytes) -> RdmaMemory:
+def _expose(device: FabricContext, ptr: int, nbytes: int, handle: bytes) -> ExposedMemory:
     made = device.register(ptr, nbytes, handle or None)
-    return RdmaMemory(TRANSPORT.name, made.address, made.key, made.local_key, True, made)
+    return ExposedMemory(TRANSPORT.name, made.address, made.key, made.local_key, True, made)
 
 
-def _withdraw(device: FabricContext, memory: RdmaMemory) -> None:
+def _withdraw(device: FabricContext, memory: ExposedMemory) -> None:
     device.endpoint.release(memory.owner)
 
 
@@ -113,7 +113,7 @@ TRANSPORT = Transport(
     status_text=_status_text,
     statuses=range(lib.PROXYCCL_FABRIC_FAILED, 2 * lib.PROXYCCL_FABRIC_FAILED),
     error_text=_error_text,
-    rdma=RdmaFunctions(
+    remote=RemoteFunctions(
         missing=library.missing,
         open=open_fabric,
         unsupported_reason=_unsupported_reason,

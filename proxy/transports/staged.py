@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from proxyccl.proxy.interface import RdmaEndpointInfo
+from proxyccl.proxy.interface import EndpointInfo
 from proxyccl.proxy.staging import StagingArea
 from proxyccl.proxy.transports import verbs
 from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, staged_over
@@ -22,10 +22,10 @@ class _Wire:
         self._endpoint = device.device.endpoint()
         self.address = self._endpoint.address
 
-    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         self._endpoint.connect(theirs.endpoint, timeout, given_up)
 
-    def options(self, theirs: RdmaEndpointInfo) -> VerbsOptions:
+    def options(self, theirs: EndpointInfo) -> VerbsOptions:
         return self._endpoint.engine_options(theirs.rkey)
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy import _engine
-from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
 from proxyccl.proxy.staging import RemoteWriteTargets, StagedOptions, StagingArea
 from proxyccl.proxy.transports.copy import make_copy_options
 from proxyccl.proxy.transports.engine_connection import (
@@ -79,11 +79,11 @@ class Wire(Protocol):
         """Its address for the peer."""
         ...
 
-    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
-        """Connects it to the peer's. See `RdmaContext.connect_endpoint`."""
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+        """Connects it to the peer's. See `RemoteContext.connect_endpoint`."""
         ...
 
-    def options(self, theirs: RdmaEndpointInfo) -> Any:
+    def options(self, theirs: EndpointInfo) -> Any:
         """Options of the wire's own transport, for signals to the peer's area."""
         ...
 
@@ -112,7 +112,7 @@ class StagedDevice(Protocol):
 
 
 class StagedEndpoint:
-    """See `RdmaEndpoint`: a wire, and this rank's staging area at its end, which it owns.
+    """See `TransportEndpoint`: a wire, and this rank's staging area at its end, which it owns.
 
     Args:
         device: the wire's device.
@@ -131,18 +131,18 @@ class StagedEndpoint:
         except ProxyCCLError:
             area.close()
             raise
-        self.info = RdmaEndpointInfo(
+        self.info = EndpointInfo(
             self._wire.address, device.segment.host_ptr, remote_key, area=address, ring_bytes=area.ring_bytes
         )
 
-    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
-        """See `RdmaEndpoint`."""
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+        """See `TransportEndpoint`."""
         if not theirs.ring_bytes:
             raise ArgumentError("peer", "its end of the connection is not staged, but this end is")
         self._wire.connect(theirs, timeout, given_up)
 
-    def connection_options(self, theirs: RdmaEndpointInfo) -> StagedOptions:
-        """See `RdmaEndpoint`."""
+    def connection_options(self, theirs: EndpointInfo) -> StagedOptions:
+        """See `TransportEndpoint`."""
         base, words = self._device.segment.host_ptr, self._device.signals
         return self._area.engine_options(
             self._wire.options(theirs),
@@ -161,11 +161,11 @@ class StagedEndpoint:
             steps.callback(self._wire.close)
 
 
-def _expose(transport: str, device: StagedDevice, ptr: int, nbytes: int) -> RdmaMemory:
-    return RdmaMemory(transport, ptr, device.write_targets.add(ptr, nbytes), 0, True, None)
+def _expose(transport: str, device: StagedDevice, ptr: int, nbytes: int) -> ExposedMemory:
+    return ExposedMemory(transport, ptr, device.write_targets.add(ptr, nbytes), 0, True, None)
 
 
-def _withdraw(device: StagedDevice, memory: RdmaMemory) -> None:
+def _withdraw(device: StagedDevice, memory: ExposedMemory) -> None:
     device.write_targets.remove(memory.key)
 
 

@@ -13,7 +13,7 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric import library
 from proxyccl.proxy.fabric.context import FabricContext
 from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
-from proxyccl.proxy.interface import RdmaEndpointInfo
+from proxyccl.proxy.interface import EndpointInfo
 from proxyccl.proxy.staging import StagingArea
 from proxyccl.proxy.transports import fabric
 from proxyccl.proxy.transports.staged_connection import StagedEndpoint, staged_over
@@ -33,10 +33,10 @@ class _Wire:
         self._options: FabricConnectionOptions | None = None
         self.address = device.endpoint.address
 
-    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         self._options = self._endpoint.connect(theirs.endpoint, theirs.rkey)
 
-    def options(self, theirs: RdmaEndpointInfo) -> FabricConnectionOptions:
+    def options(self, theirs: EndpointInfo) -> FabricConnectionOptions:
         if self._options is None:
             raise ArgumentError("endpoint", "it is not connected")
         return self._options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.transports import copy, fabric, staged, staged_fabric, verbs
-from proxyccl.proxy.transports.transport import RdmaFunctions, Transport
+from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
 
 TRANSPORTS: dict[str, Transport] = {
     record.name: record
@@ -27,28 +27,28 @@ def find_transport(name: str) -> Transport:
 
 
 def find_copying_transport(name: str) -> Transport:
-    """The transport of a name, which copies within a host. Raises ArgumentError if it uses RDMA, or does not exist."""
+    """The transport of a name, which copies within a host. Raises ArgumentError if it is remote, or does not exist."""
     found = find_transport(name)
-    if found.uses_rdma:
-        copying = (each.name for each in TRANSPORTS.values() if not each.uses_rdma)
-        raise ArgumentError("transport", f"{name!r} uses RDMA; expected one of {', '.join(copying)}")
+    if found.is_remote:
+        copying = (each.name for each in TRANSPORTS.values() if not each.is_remote)
+        raise ArgumentError("transport", f"{name!r} is remote; expected one of {', '.join(copying)}")
     return found
 
 
-def rdma_functions(name: str) -> RdmaFunctions:
+def remote_functions(name: str) -> RemoteFunctions:
     """A transport's RDMA functions, by its name. Raises ArgumentError if it does not use RDMA, or does not exist."""
     found = TRANSPORTS.get(name)
-    if found is None or found.rdma is None:
-        by_rdma = (each.name for each in TRANSPORTS.values() if each.uses_rdma)
-        raise ArgumentError("transport", f"{name!r} does not use RDMA; expected one of {', '.join(by_rdma)}")
-    return found.rdma
+    if found is None or found.remote is None:
+        remote = (each.name for each in TRANSPORTS.values() if each.is_remote)
+        raise ArgumentError("transport", f"{name!r} is not remote; expected one of {', '.join(remote)}")
+    return found.remote
 
 
 def missing_transports() -> dict[str, str]:
     """The requirements that this machine lacks for each transport that uses RDMA, in words; empty if none."""
-    by_rdma = {name: each.rdma.missing for name, each in TRANSPORTS.items() if each.rdma is not None}
-    answers = {missing: missing() for missing in by_rdma.values()}  # transports of one device share it
-    return {name: answers[missing] for name, missing in by_rdma.items()}
+    remote = {name: each.remote.missing for name, each in TRANSPORTS.items() if each.remote is not None}
+    answers = {missing: missing() for missing in remote.values()}  # transports of one device share it
+    return {name: answers[missing] for name, missing in remote.items()}
 
 
 def text_of_status(status: int) -> str:

@@ -10,25 +10,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
-from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
+from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.engine_connection import EngineConnection, EngineRuntime
 
 
-class RdmaEndpoint(Protocol):
+class TransportEndpoint(Protocol):
     """This rank's endpoint of a connection to one peer."""
 
     @property
-    def info(self) -> RdmaEndpointInfo:
+    def info(self) -> EndpointInfo:
         """The rank's message to the peer about it."""
         ...
 
-    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
-        """See `RdmaContext.connect_endpoint`. It stops waiting once `given_up` returns True."""
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+        """See `RemoteContext.connect_endpoint`. It stops waiting once `given_up` returns True."""
         ...
 
-    def connection_options(self, theirs: RdmaEndpointInfo) -> Any:
+    def connection_options(self, theirs: EndpointInfo) -> Any:
         """The options for `Transport.connect`. The endpoint must be connected, and outlive that connection."""
         ...
 
@@ -38,19 +38,19 @@ class RdmaEndpoint(Protocol):
 
 
 @dataclass(frozen=True)
-class RdmaFunctions:
+class RemoteFunctions:
     """A transport's RDMA functions. They take the device that `open` returned, which has a method `close`.
 
     Attributes:
         missing: returns the requirements that this machine lacks for the transport, in words; empty if none.
         open: opens the device. Transports with the same `open` share one device of a rank. Raises as the first call of
-            `RdmaContext` does.
+            `RemoteContext` does.
         unsupported_reason: returns the reason why the device can't register the memory of the rank's GPU; empty if it
         can, or need
             not. Raises ResourceError.
         make_endpoint: makes an endpoint on the device.
         expose: lets peers reach memory of this rank; takes the device, address, size in bytes and handle. Raises as
-            `RdmaContext.expose`.
+            `RemoteContext.expose`.
         withdraw: ends `expose`.
         registers_source: whether a put's source must be exposed too.
         refusal: error text for memory of `{rank}` that could not be exposed because of `{reason}`.
@@ -60,11 +60,11 @@ class RdmaFunctions:
     """
 
     missing: Callable[[], str]
-    open: Callable[[RdmaSetup, TransportOptions], Any]
+    open: Callable[[RemoteSetup, TransportOptions], Any]
     unsupported_reason: Callable[[Any], str]
-    make_endpoint: Callable[[Any], RdmaEndpoint]
-    expose: Callable[[Any, int, int, bytes], RdmaMemory]
-    withdraw: Callable[[Any, RdmaMemory], None]
+    make_endpoint: Callable[[Any], TransportEndpoint]
+    expose: Callable[[Any, int, int, bytes], ExposedMemory]
+    withdraw: Callable[[Any, ExposedMemory], None]
     registers_source: bool
     refusal: str
     withdraws_at_once: bool = False
@@ -92,10 +92,10 @@ class Transport:
     connect: Callable[[EngineRuntime, Any], EngineConnection]
     status_text: Callable[[int], str]
     statuses: range
-    rdma: RdmaFunctions | None = None
+    remote: RemoteFunctions | None = None
     error_text: Callable[[Any], str] = _no_error_text
 
     @property
-    def uses_rdma(self) -> bool:
-        """Whether it reaches peers by RDMA, through endpoints and exposed memory."""
-        return self.rdma is not None
+    def is_remote(self) -> bool:
+        """Whether it reaches peers on other hosts, through endpoints and exposed memory."""
+        return self.remote is not None

@@ -8,8 +8,8 @@ from typing import Any
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy import _engine
-from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
-from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
+from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.engine_connection import (
     EngineConnection,
@@ -18,7 +18,7 @@ from proxyccl.proxy.transports.engine_connection import (
     fill,
     require_accepted,
 )
-from proxyccl.proxy.transports.transport import RdmaFunctions, Transport
+from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
 from proxyccl.proxy.verbs.context import VerbsContext
 from proxyccl.proxy.verbs.device_memory import register_device_memory, unsupported_reason
 from proxyccl.proxy.verbs.devices import missing
@@ -93,20 +93,20 @@ def _status_text(status: int) -> str:
 
 
 class _Endpoint:
-    """See `RdmaEndpoint`."""
+    """See `TransportEndpoint`."""
 
     def __init__(self, device: VerbsContext) -> None:
         segment = device.segment
         registration = device.registrations.register(segment.host_ptr, segment.nbytes)
         self._endpoint = device.device.endpoint()
-        self.info = RdmaEndpointInfo(self._endpoint.address, segment.host_ptr, registration.rkey)
+        self.info = EndpointInfo(self._endpoint.address, segment.host_ptr, registration.rkey)
 
-    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         if theirs.ring_bytes:
             raise ArgumentError("peer", "its end of the connection is staged, but this end is not")
         self._endpoint.connect(theirs.endpoint, timeout, given_up)
 
-    def connection_options(self, theirs: RdmaEndpointInfo) -> VerbsOptions:
+    def connection_options(self, theirs: EndpointInfo) -> VerbsOptions:
         return self._endpoint.engine_options(theirs.rkey)
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ def missing_for_verbs() -> str:
     return missing() or ""
 
 
-def open_verbs(setup: RdmaSetup, options: TransportOptions) -> VerbsContext:
+def open_verbs(setup: RemoteSetup, options: TransportOptions) -> VerbsContext:
     """Opens the device, which `verbs` and `staged` share."""
     return VerbsContext(setup, options.rdma)
 
@@ -127,13 +127,13 @@ def _unsupported_reason(device: VerbsContext) -> str:
     return unsupported_reason(device.registrations, device.runtime, device.options.gpu_writes)
 
 
-def _expose(device: VerbsContext, ptr: int, nbytes: int, handle: bytes) -> RdmaMemory:
+def _expose(device: VerbsContext, ptr: int, nbytes: int, handle: bytes) -> ExposedMemory:
     gpu_writes = device.options.gpu_writes
     made = register_device_memory(device.registrations, device.runtime, gpu_writes, ptr, nbytes, handle or None)
-    return RdmaMemory(TRANSPORT.name, made.address, made.rkey, made.lkey, made.address == ptr, made)
+    return ExposedMemory(TRANSPORT.name, made.address, made.rkey, made.lkey, made.address == ptr, made)
 
 
-def _withdraw(device: VerbsContext, memory: RdmaMemory) -> None:
+def _withdraw(device: VerbsContext, memory: ExposedMemory) -> None:
     device.registrations.release(memory.owner)
 
 
@@ -142,7 +142,7 @@ TRANSPORT = Transport(
     connect=_connect,
     status_text=_status_text,
     statuses=range(lib.PROXYCCL_VERBS_COMPLETION, 2 * lib.PROXYCCL_VERBS_COMPLETION),
-    rdma=RdmaFunctions(
+    remote=RemoteFunctions(
         missing=missing_for_verbs,
         open=open_verbs,
         unsupported_reason=_unsupported_reason,

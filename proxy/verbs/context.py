@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.staging import RemoteWriteTargets
 from proxyccl.proxy.verbs.devices import choose_device, rdma_devices
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
@@ -27,7 +27,7 @@ class VerbsContext:
         RuntimeUnavailableError: no device can be used; the message says why.
     """
 
-    def __init__(self, setup: RdmaSetup, options: RdmaOptions) -> None:
+    def __init__(self, setup: RemoteSetup, options: RdmaOptions) -> None:
         self.runtime = setup.runtime
         self.segment = setup.segment
         self.signals = setup.signals

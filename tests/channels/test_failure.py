@@ -101,7 +101,7 @@ def outcomes(ended: list[Ended]) -> dict[int, list[str]]:
         "killed_in_a_kernel",
         "killed_in_a_dispatch",
         "killed_before_a_registration",
-        *(f"killed_before_it_is_mapped:{memory}" for memory in ("plans", "semaphores")),
+        *(f"killed_before_it_is_mapped:{memory}" for memory in ("schedules", "semaphores")),
     ],
 )
 def test_a_killed_rank_is_named_on_the_others(scenario: str) -> None:
@@ -305,11 +305,11 @@ def test_a_put_outside_registered_memory_moves_nothing(
 
 
 @pytest.mark.parametrize("end", ["source", "destination"])
-def test_memory_that_rdma_alone_knows_is_not_copied(end: str) -> None:
+def test_memory_that_remote_links_alone_know_is_not_copied(end: str) -> None:
     def body(comm: Communicator) -> BaseException | None:
         memory = comm.register(comm.empty(SIZE, "uint8"))
         channels, kernels = comm.proxy_channels(memory), comm.compile(PUSH)
-        remote = comm.proxy.add_rdma_memory(4096, SIZE, 17)  # no address of this process
+        remote = comm.proxy.add_remote_memory(4096, SIZE, 17)  # no address of this process
         ends = (memory.peer_id(1 - comm.rank), remote) if end == "source" else (remote, memory.id)
         meet(comm)
         if comm.rank == 0:
@@ -320,7 +320,7 @@ def test_memory_that_rdma_alone_knows_is_not_copied(end: str) -> None:
 
     errors = run_ranks(2, body)
     assert all(isinstance(error, TriggerError) for error in errors), errors
-    assert "only RDMA reaches a memory that the trigger names" in str(errors[0])
+    assert "only a remote link reaches a memory that the trigger names" in str(errors[0])
 
 
 def test_the_error_of_a_refused_put_says_what_it_was() -> None:

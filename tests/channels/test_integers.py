@@ -141,9 +141,9 @@ def test_a_root_of_numpy_is_the_same_repeated_call(ranks: Ranks) -> None:
         x = ones(comm)
         for _ in range(3):
             comm.broadcast(x, 1)
-        kept = len(comm.collectives.plans._prepared)
+        kept = len(comm.collectives.call_cache._prepared)
         comm.broadcast(x, np.int64(1))
-        assert len(comm.collectives.plans._prepared) == kept
+        assert len(comm.collectives.call_cache._prepared) == kept
 
     ranks.run(body)
 

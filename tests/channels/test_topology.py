@@ -144,27 +144,27 @@ def test_integers_come_out_of_a_hierarchy_as_on_one_node() -> None:
 # -- what moves the data ---
 
 VERBS, FABRIC = ("verbs", "staged"), ("fabric", "staged_fabric")
-RDMA = {"missing": dict.fromkeys((*VERBS, *FABRIC), "")}
+REMOTE = {"missing": dict.fromkeys((*VERBS, *FABRIC), "")}
 
 
 def test_copies_within_a_node_and_rdma_between(runtime: Runtime, own: RankInfo) -> None:
-    here, there = replace(own, **RDMA), replace(own, host="elsewhere", **RDMA)
+    here, there = replace(own, **REMOTE), replace(own, host="elsewhere", **REMOTE)
     topology = Topology.find(0, processes(here, here, there, there), runtime, None)
     assert topology.transports() == {1: "copy", 2: "verbs", 3: "verbs"}
-    assert topology.uses_rdma()
+    assert topology.has_remote_pairs()
 
 
 def test_rehearsed_nodes_use_rdma_where_there_is_some(runtime: Runtime, own: RankInfo) -> None:
-    with_rdma = Topology.find(0, processes(*[replace(own, **RDMA)] * 4), runtime, 2)
-    assert with_rdma.transports() == {1: "copy", 2: "verbs", 3: "verbs"}
+    with_remote = Topology.find(0, processes(*[replace(own, **REMOTE)] * 4), runtime, 2)
+    assert with_remote.transports() == {1: "copy", 2: "verbs", 3: "verbs"}
     without = Topology.find(0, processes(*[own] * 4), runtime, 2)
     assert without.transports() == {1: "copy", 2: "copy", 3: "copy"}
-    assert not without.uses_rdma()
+    assert not without.has_remote_pairs()
 
 
 def test_a_pair_is_staged_where_a_rank_can_not_register(runtime: Runtime, own: RankInfo) -> None:
     choice = encode_choice({(0, 3): "verbs", (1, 3): "staged", (2, 4): "copy"}, 6)
-    infos = processes(*[replace(own, transport=choice, **RDMA)] * 6)
+    infos = processes(*[replace(own, transport=choice, **REMOTE)] * 6)
     found = Topology.find(0, infos, runtime, 2)
     assert found.transports() == {1: "copy", 2: "verbs", 3: "verbs", 4: "verbs", 5: "verbs"}
     told = found.with_unsupported_reasons([{"verbs": reason} for reason in ("", "", "no way", "no way", "", "")])
@@ -176,22 +176,22 @@ def test_a_pair_is_staged_where_a_rank_can_not_register(runtime: Runtime, own: R
 
 
 def test_a_staged_pair_uses_rdma(runtime: Runtime, own: RankInfo) -> None:
-    infos = processes(*[replace(own, transport=encode_choice("staged", 2), **RDMA)] * 2)
+    infos = processes(*[replace(own, transport=encode_choice("staged", 2), **REMOTE)] * 2)
     topology = Topology.find(0, infos, runtime, None)
     assert topology.transports() == {1: "staged"}
-    assert topology.uses_rdma()
+    assert topology.has_remote_pairs()
 
 
-def test_hosts_without_rdma_are_told_what_is_missing(runtime: Runtime, own: RankInfo) -> None:
+def test_hosts_without_a_remote_transport_are_told_what_is_missing(runtime: Runtime, own: RankInfo) -> None:
     lacks = {**dict.fromkeys(VERBS, "there is no RDMA device"), **dict.fromkeys(FABRIC, "there is no libfabric")}
     there = replace(own, host="elsewhere", missing=lacks)
-    topology = Topology.find(0, processes(replace(own, **RDMA), there), runtime, None)
+    topology = Topology.find(0, processes(replace(own, **REMOTE), there), runtime, None)
     message = "ranks 0 and 1: rank 1 lacks it: there is no RDMA device; there is no libfabric"
     with pytest.raises(RuntimeUnavailableError, match=message):
         topology.transports()
-    bystander = Topology.find(2, processes(replace(own, **RDMA), there, replace(own, **RDMA)), runtime, None)
+    bystander = Topology.find(2, processes(replace(own, **REMOTE), there, replace(own, **REMOTE)), runtime, None)
     with pytest.raises(RuntimeUnavailableError, match="rank 1 lacks it"):
-        bystander.uses_rdma()  # every rank hears of it
+        bystander.has_remote_pairs()  # every rank hears of it
 
 
 def test_hosts_without_rdma_use_a_fabric_and_rehearsed_nodes_do_not(runtime: Runtime, own: RankInfo) -> None:
@@ -208,7 +208,7 @@ def test_hosts_without_rdma_use_a_fabric_and_rehearsed_nodes_do_not(runtime: Run
 
 def test_a_pair_is_forced_on_either_transport(runtime: Runtime, own: RankInfo) -> None:
     choice = encode_choice({(1, 0): "verbs", (0, 2): "copy"}, 4)
-    infos = processes(*[replace(own, transport=choice, **RDMA)] * 4)
+    infos = processes(*[replace(own, transport=choice, **REMOTE)] * 4)
     assert Topology.find(0, infos, runtime, 2).transports() == {1: "verbs", 2: "copy", 3: "verbs"}
 
 

@@ -23,14 +23,14 @@ from proxyccl import (
     TriggerError,
     WaitTimeoutError,
 )
-from proxyccl.channels.collectives import plans, reduce_plans
-from proxyccl.channels.schedules import rings as plan_rings
+from proxyccl.channels.collectives import call_cache, reduce_schedules
+from proxyccl.channels.schedules import rings as schedule_rings
 from proxyccl.device import open_runtime
 from proxyccl.device._native import lib
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.arrays.view import ArrayView
 from proxyccl.device.stream_operations import CopyBytes, Operation, StreamOperations, WaitValue, WriteValue
-from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, PlanWait, ProxyPlan
+from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend, ScheduleWait
 from proxyccl.proxy.trigger import MAX_MEMORIES
 from support import hanging
 from support.device_arrays import barrier, on_device, on_host
@@ -77,7 +77,7 @@ def test_ranks_may_give_arrays_of_different_kinds(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("kinds", [("empty", "empty"), ("private", "private")], ids="-".join)
-def test_a_call_may_take_several_plans(kinds: tuple[Kind, Kind]) -> None:
+def test_a_call_may_take_several_schedules(kinds: tuple[Kind, Kind]) -> None:
     def body(comm: Communicator) -> None:
         comm.collectives.by_proxy().longest_round = 1000
         calls = SpanCalls(comm, 2345 * comm.world_size, kinds)
@@ -104,8 +104,8 @@ def test_little_goes_through_pinned_memory(kinds: tuple[Kind, Kind]) -> None:
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in-place"])
 def test_reduces_in_pieces_and_rounds(kind: Kind, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any length beside those of pieces and rounds; what one crossing carries too."""
-    monkeypatch.setattr(reduce_plans, "_SHORTEST_PIECE", 1024)
-    monkeypatch.setattr(reduce_plans, "_ONE_CROSSING", 2048)
+    monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
+    monkeypatch.setattr(reduce_schedules, "_ONE_CROSSING", 2048)
     counts = (1, 3, 500, 1031, 4096, 10_007)
 
     def body(comm: Communicator) -> None:
@@ -165,7 +165,7 @@ def test_moves_megabytes(ranks: Ranks, collective: str) -> None:
 
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all", "broadcast", "reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("more", [0, 1])
-def test_between_nodes_kernels_move_short_shares_and_plans_longer_ones(collective: str, more: int) -> None:
+def test_between_nodes_kernels_move_short_shares_and_schedules_longer_ones(collective: str, more: int) -> None:
     longest = open_runtime(RUNTIME).launch_defaults.proxied_kernel_bytes
     nodes = max(world_sizes(1, 2, 3))
     count = longest + more if collective != "all_reduce" else (longest + more) * nodes
@@ -176,7 +176,7 @@ def test_between_nodes_kernels_move_short_shares_and_plans_longer_ones(collectiv
         request = collectives.request(collective, None, None, False)
         chosen = collectives.choose(collective, request, as_dtype("uint8"), max(call.sizes(nodes)))
         if nodes > 1 and collective != "all_reduce":
-            assert collectives.goes_by_plan(chosen) == (more > 0 or longest == 0)
+            assert collectives.goes_by_schedule(chosen) == (more > 0 or longest == 0)
         if count > 0:
             call.run(comm)
         if longest > 0:
@@ -214,7 +214,7 @@ def test_calls_queued_on_one_stream_run_in_order(ranks: Ranks) -> None:
 
 
 def test_two_groups_at_once() -> None:
-    """Neither's calls wait for the other's; in the daemon one thread may run the plans of both."""
+    """Neither's calls wait for the other's; in the daemon one thread may run the schedules of both."""
     size, share, rounds = max(world_sizes(1, 2)), 5000, 100
     together = threading.Barrier(2 * size)  # reading an array waits for the whole device, so all are done by then
 
@@ -235,7 +235,7 @@ def test_two_groups_at_once() -> None:
             ended.result()
 
 
-def test_several_workers_share_a_plan() -> None:
+def test_several_workers_share_a_schedule() -> None:
     size = max(world_sizes(1, 2, 3))
 
     def body(comm: Communicator) -> None:
@@ -246,7 +246,7 @@ def test_several_workers_share_a_plan() -> None:
     run_ranks(size, body, fifos=3, proxy_threads=3)
 
 
-def test_plans_and_kernels_triggers_take_turns(ranks: Ranks) -> None:
+def test_schedules_and_kernels_triggers_take_turns(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         calls = SpanCalls(comm, 1000 * comm.world_size)
         x = on_device(comm, np.empty(1000, np.float32))
@@ -272,7 +272,7 @@ def test_ranks_as_processes(size: int) -> None:
 failure_of = functools.partial(hanging.caught, within=SHORT + 5)  # with room for a busy machine
 
 
-def test_a_rank_that_never_comes_is_named_with_the_plan() -> None:
+def test_a_rank_that_never_comes_is_named_with_the_schedule() -> None:
     size = max(world_sizes(2, 3), default=2)
     failed = threading.Event()
 
@@ -293,14 +293,14 @@ def test_a_rank_that_never_comes_is_named_with_the_plan() -> None:
     errors = run_ranks(size, body)
     for rank, error in enumerate(errors):
         assert isinstance(error, WaitTimeoutError), (rank, error)
-        assert "waited too long for rank 1 to join plan 1" in str(error)
+        assert "waited too long for rank 1 to join schedule 1" in str(error)
         assert error.peer == 1
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_a_killed_rank_is_named_on_the_others(collective: str) -> None:
     size, victim = processes(3), 1
-    ended = run_processes(size, PROGRAMS / "failure.py", f"killed_in_a_plan:{collective}")
+    ended = run_processes(size, PROGRAMS / "failure.py", f"killed_in_a_schedule:{collective}")
     lines = [line for process in ended for line in process.stdout.splitlines()]
     for rank in range(size):
         if rank == victim:
@@ -320,35 +320,35 @@ def channel_to_itself(comm: Communicator) -> int:
 
 
 def ring(comm: Communicator, number: int) -> None:
-    words, stream = comm.proxy.plan_pointers, comm.runtime.create_stream()
+    words, stream = comm.proxy.schedule_pointers, comm.runtime.create_stream()
     operations = [WriteValue(words.bell, number), WaitValue(words.done, 1), WriteValue(words.done, 0)]
     StreamOperations(comm.runtime, operations)(stream)
     comm.synchronize(stream)
 
 
-def test_a_stream_works_between_the_stages_of_a_plan() -> None:
+def test_a_stream_works_between_the_stages_of_a_schedule() -> None:
     """What a stage has brought is copied on by the stream, and sent once more when it opens the gate."""
     pieces = 3
 
     def body(comm: Communicator) -> None:
         first, second, third = (comm.empty(pieces, "uint64").fill(0) for _ in range(3))
         ids = [comm.register(array).id for array in (first, second, third)]
-        channel, words, stream = channel_to_itself(comm), comm.proxy.plan_pointers, comm.runtime.create_stream()
+        channel, words, stream = channel_to_itself(comm), comm.proxy.schedule_pointers, comm.runtime.create_stream()
         between = comm.empty(pieces, "uint64").fill(0)
-        plan = ProxyPlan(
+        schedule = Schedule(
             sends=(
-                *(PlanSend(channel, ids[0], 8 * i, 8, dst_memory=ids[1], dst_offset=8 * i) for i in range(pieces)),
+                *(ScheduleSend(channel, ids[0], 8 * i, 8, dst_memory=ids[1], dst_offset=8 * i) for i in range(pieces)),
                 *(
-                    PlanSend(channel, ids[1], 8 * i, 8, dst_memory=ids[2], dst_offset=8 * i, gate=i + 1)
+                    ScheduleSend(channel, ids[1], 8 * i, 8, dst_memory=ids[2], dst_offset=8 * i, gate=i + 1)
                     for i in range(pieces)
                 ),
             ),
             receives=(
-                *(PlanReceive(channel, stage=i) for i in range(pieces)),
-                PlanReceive(channel, sends=pieces),
+                *(ScheduleReceive(channel, stage=i) for i in range(pieces)),
+                ScheduleReceive(channel, sends=pieces),
             ),
         )
-        operations: list[Operation] = [WriteValue(words.bell, comm.proxy.add_plan(plan))]
+        operations: list[Operation] = [WriteValue(words.bell, comm.proxy.add_schedule(schedule))]
         for i in range(pieces):
             operations += [
                 WaitValue(words.stages[i], 1),
@@ -370,42 +370,42 @@ def test_a_stream_works_between_the_stages_of_a_plan() -> None:
     run_ranks(1, body)
 
 
-def test_what_a_plan_waits_for_is_shown_in_the_order_of_its_steps() -> None:
+def test_what_a_schedule_waits_for_is_shown_in_the_order_of_its_steps() -> None:
     """First the data of a stage, then the stream that is to open the gate, then data of no stage, then nothing."""
 
     def body(comm: Communicator) -> None:
-        proxy, words, channel = comm.proxy, comm.proxy.plan_pointers, channel_to_itself(comm)
+        proxy, words, channel = comm.proxy, comm.proxy.schedule_pointers, channel_to_itself(comm)
         source, target = (comm.register(comm.empty(64, "uint8")).id for _ in range(2))
-        number = proxy.add_plan(
-            ProxyPlan(
-                sends=(PlanSend(channel, source, 0, 64, dst_memory=target, gate=1),),
-                receives=(PlanReceive(channel, stage=0), PlanReceive(channel)),
+        number = proxy.add_schedule(
+            Schedule(
+                sends=(ScheduleSend(channel, source, 0, 64, dst_memory=target, gate=1),),
+                receives=(ScheduleReceive(channel, stage=0), ScheduleReceive(channel)),
             )
         )
         count = ctypes.c_uint64.from_address(comm.group.control.semaphore_host(channel))
         streams = [comm.runtime.create_stream() for _ in range(2)]
         resets = [WriteValue(word, 0) for word in (words.done, words.stages[0], words.gate)]
-        assert proxy.plan_waits() == []
+        assert proxy.schedule_waits() == []
         StreamOperations(comm.runtime, [WriteValue(words.bell, number), WaitValue(words.done, 1), *resets])(streams[0])
 
         def shown(kind: int) -> None:
-            wait_for(lambda: proxy.plan_waits() == [PlanWait(kind, 0, number)], f"it waits for kind {kind}")
+            wait_for(lambda: proxy.schedule_waits() == [ScheduleWait(kind, 0, number)], f"it waits for kind {kind}")
 
-        shown(lib.PROXYCCL_WAIT_PLAN_DATA)
+        shown(lib.PROXYCCL_WAIT_SCHEDULE_DATA)
         count.value = 1
-        shown(lib.PROXYCCL_WAIT_PLAN_GATE)
+        shown(lib.PROXYCCL_WAIT_SCHEDULE_GATE)
         StreamOperations(comm.runtime, [WriteValue(words.gate, 1)])(streams[1])
-        shown(lib.PROXYCCL_WAIT_PLAN_DATA)
+        shown(lib.PROXYCCL_WAIT_SCHEDULE_DATA)
         count.value = 2
         comm.synchronize(streams[0])
-        assert proxy.plan_waits() == []
+        assert proxy.schedule_waits() == []
 
     run_ranks(1, body)
 
 
-def test_a_plan_that_is_not_there_is_refused() -> None:
+def test_a_schedule_that_is_not_there_is_refused() -> None:
     def body(comm: Communicator) -> None:
-        with pytest.raises(TriggerError, match=r"refused plan 77.*that is not there"):
+        with pytest.raises(TriggerError, match=r"refused schedule 77.*that is not there"):
             ring(comm, 77)
 
     run_ranks(1, body)
@@ -418,7 +418,7 @@ def test_a_plan_that_is_not_there_is_refused() -> None:
         ({"src_offset": 1 << 63}, "leaves its source memory"),
         ({"dst_offset": 1}, "leaves the receiver's memory"),
         ({"src_memory": 300}, "leaves its source memory"),
-        ({"channel": 900}, "channel id of the plan is not in use"),
+        ({"channel": 900}, "channel id of the schedule is not in use"),
     ],
 )
 def test_what_a_send_may_not_do_is_refused_before_anything_moves(send: dict[str, int], reason: str) -> None:
@@ -432,8 +432,8 @@ def test_what_a_send_may_not_do_is_refused_before_anything_moves(send: dict[str,
             "dst_memory": comm.register(target).id,
             **send,
         }
-        number = comm.proxy.add_plan(ProxyPlan(sends=(PlanSend(**steps),)))
-        with pytest.raises(TriggerError, match=rf"refused plan {number}.*{reason}"):
+        number = comm.proxy.add_schedule(Schedule(sends=(ScheduleSend(**steps),)))
+        with pytest.raises(TriggerError, match=rf"refused schedule {number}.*{reason}"):
             ring(comm, number)
         assert (target.numpy() == 2).all()
 
@@ -441,57 +441,58 @@ def test_what_a_send_may_not_do_is_refused_before_anything_moves(send: dict[str,
 
 
 @pytest.mark.parametrize(
-    "plan",
+    "schedule",
     [
-        ProxyPlan(posts=(PlanPost(1024, 0, 0),)),
-        ProxyPlan(posts=(PlanPost(0, 512, 0),)),
-        ProxyPlan(posts=(PlanPost(0, 511, 1 << 32),)),
-        ProxyPlan(sends=(PlanSend(0, 0, 0, 1),)),
-        ProxyPlan(sends=(PlanSend(0, 512, 0, 1, dst_memory=0),)),
-        ProxyPlan(sends=(PlanSend(0, 0, 0, 1, post_channel=1024),)),
-        ProxyPlan(receives=(PlanReceive(1024),)),
+        Schedule(posts=(SchedulePost(1024, 0, 0),)),
+        Schedule(posts=(SchedulePost(0, 512, 0),)),
+        Schedule(posts=(SchedulePost(0, 511, 1 << 32),)),
+        Schedule(sends=(ScheduleSend(0, 0, 0, 1),)),
+        Schedule(sends=(ScheduleSend(0, 512, 0, 1, dst_memory=0),)),
+        Schedule(sends=(ScheduleSend(0, 0, 0, 1, post_channel=1024),)),
+        Schedule(receives=(ScheduleReceive(1024),)),
     ],
     ids=repr,
 )
-def test_a_plan_with_ids_out_of_range_is_refused(plan: ProxyPlan) -> None:
+def test_a_schedule_with_ids_out_of_range_is_refused(schedule: Schedule) -> None:
     def body(comm: Communicator) -> None:
-        with pytest.raises(ArgumentError, match="plan"):
-            comm.proxy.add_plan(plan)
+        with pytest.raises(ArgumentError, match="schedule"):
+            comm.proxy.add_schedule(schedule)
 
     run_ranks(1, body)
 
 
-def test_plans_are_numbered_anew_when_they_are_removed() -> None:
+def test_schedules_are_numbered_anew_when_they_are_removed() -> None:
     def body(comm: Communicator) -> None:
-        numbers = [comm.proxy.add_plan(ProxyPlan()) for _ in range(3)]
+        numbers = [comm.proxy.add_schedule(Schedule()) for _ in range(3)]
         assert len(set(numbers)) == 3
         for number in numbers:
             ring(comm, number)
-            comm.proxy.remove_plan(number)
-        assert comm.proxy.add_plan(ProxyPlan()) > 0
+            comm.proxy.remove_schedule(number)
+        assert comm.proxy.add_schedule(Schedule()) > 0
 
     run_ranks(1, body)
 
 
-def test_a_plan_that_runs_is_not_removed() -> None:
+def test_a_schedule_that_runs_is_not_removed() -> None:
     def body(comm: Communicator) -> None:
         proxy, stream, channel = comm.proxy, comm.runtime.create_stream(), channel_to_itself(comm)
         source, target = (comm.register(comm.empty(64, "uint8")).id for _ in range(2))
-        plan = ProxyPlan(
-            sends=(PlanSend(channel, source, 0, 64, dst_memory=target),), receives=(PlanReceive(channel, sends=2),)
+        schedule = Schedule(
+            sends=(ScheduleSend(channel, source, 0, 64, dst_memory=target),),
+            receives=(ScheduleReceive(channel, sends=2),),
         )
         sent = ctypes.c_uint64.from_address(comm.group.control.semaphore_host(channel))
-        number = proxy.add_plan(plan)
-        bell, done = proxy.plan_pointers.bell, proxy.plan_pointers.done
+        number = proxy.add_schedule(schedule)
+        bell, done = proxy.schedule_pointers.bell, proxy.schedule_pointers.done
         StreamOperations(comm.runtime, [WriteValue(bell, number), WaitValue(done, 1), WriteValue(done, 0)])(stream)
         deadline = time.monotonic() + 30
         while sent.value != 1:  # then it waits for a second send
             assert time.monotonic() < deadline
-        with pytest.raises(ResourceError, match=f"plan {number} runs"):
-            proxy.remove_plan(number)
+        with pytest.raises(ResourceError, match=f"schedule {number} runs"):
+            proxy.remove_schedule(number)
         sent.value = 2
         comm.synchronize(stream)
-        proxy.remove_plan(number)
+        proxy.remove_schedule(number)
 
     run_ranks(1, body)
 
@@ -512,7 +513,7 @@ def test_calls_that_differ_are_named() -> None:
 
 
 def test_memory_that_was_freed_is_not_named_again(ranks: Ranks) -> None:
-    """A plan names memory by an id, which goes with the memory; what takes its place has others."""
+    """A schedule names memory by an id, which goes with the memory; what takes its place has others."""
 
     def body(comm: Communicator) -> None:
         used = []
@@ -541,20 +542,20 @@ def test_many_arrays_leave_memory_ids_for_stages() -> None:
     run_ranks(max(world_sizes(1, 2)), body)
 
 
-def test_plans_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_rings, "_MOST_DROPPED", 8)
-    monkeypatch.setattr(plans, "_KEPT", 4)
+def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_rings, "_MOST_DROPPED", 8)
+    monkeypatch.setattr(call_cache, "_KEPT", 4)
 
     def body(comm: Communicator) -> None:
         removed: list[int] = []
-        remove = comm.proxy.remove_plan
+        remove = comm.proxy.remove_schedule
 
         def record(number: int) -> None:
             remove(number)
             removed.append(number)
 
         with monkeypatch.context() as recording:
-            recording.setattr(comm.proxy, "remove_plan", record)
+            recording.setattr(comm.proxy, "remove_schedule", record)
             calls = SpanCalls(comm, 200 * comm.world_size)
             for seed in range(60):
                 calls.run("all_gather", 1 + seed, seed)

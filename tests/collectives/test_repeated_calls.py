@@ -57,12 +57,12 @@ def repeated(comm: Communicator, x: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
-def test_the_plans_are_not_asked(kind: str) -> None:
+def test_the_call_cache_is_not_asked(kind: str) -> None:
     def body(comm: Communicator) -> None:
         x = ARRAYS[kind](comm, COUNT)
         repeated(comm, x)
         with pytest.MonkeyPatch.context() as patch:
-            patch.delattr(comm.collectives, "plans")
+            patch.delattr(comm.collectives, "call_cache")
             comm.all_reduce(x)
 
     run_ranks(2, body)

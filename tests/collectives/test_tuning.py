@@ -323,7 +323,7 @@ def test_measuring_ends_when_the_time_is_over(cache: Path) -> None:
 def test_tuning_gives_all_ranks_the_same_tables_and_right_results(cache: Path) -> None:
     def body(comm: Communicator) -> Selector:
         x = on_device(comm, np.ones(3000, np.float32))
-        comm.all_reduce(x)  # a plan from before the tuning must not survive it
+        comm.all_reduce(x)  # a call prepared before the tuning must not survive it
         selector = comm.tune(sizes=(1024, 16384), iterations=1)
         assert comm.collectives.selector == selector
         for count in (10, 3000, 30000):

@@ -122,7 +122,9 @@ def channels_of(comm: Communicator) -> Any:
 
 
 def exchange(comm: Communicator) -> float:
-    """A kernel of each rank puts and signals to every other rank by triggers, then a plan runs: what that reduces."""
+    """A kernel of each rank puts and signals to every other rank by triggers, then a schedule runs: what that
+    reduces.
+    """
     channels, kernels = channels_of(comm)
     for channel in channels:
         kernels["put_signals"](1, 1, channel, 20)
@@ -189,11 +191,13 @@ def test_memory_that_the_daemon_can_not_reach_is_refused_by_name() -> None:
 
 
 @pytest.mark.usefixtures("daemon")
-def test_what_the_daemon_lacks_for_rdma_is_told_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_daemon_lacks_for_remote_transports_is_told_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     lacks = missing() or pytest.skip("there is RDMA: tests/rdma/soft_roce/test_daemon.py")
     # What the ranks lack themselves does not count.
     monkeypatch.setattr(meeting, "missing_transports", lambda: {"verbs": "", "staged": ""})
-    with pytest.raises(RuntimeUnavailableError, match=f"no RDMA between ranks .* lacks it: {re.escape(lacks)}"):
+    with pytest.raises(
+        RuntimeUnavailableError, match=f"no remote transport between ranks .* lacks it: {re.escape(lacks)}"
+    ):
         run_ranks(2, lambda comm: None, transport="verbs")
 
 

@@ -37,7 +37,7 @@ from proxyccl.proxy.daemon.client import missing_in_daemon
 from proxyccl.proxy.daemon.protocol import LAYOUT, LONGEST_FRAME, VERSION, socket_path
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
 from proxyccl.proxy.fabric.options import FabricOptions
-from proxyccl.proxy.interface import RdmaEndpointInfo
+from proxyccl.proxy.interface import EndpointInfo
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.verbs.options import RdmaOptions
 from support.daemons import RunningDaemon, daemon_inside, running_daemon
@@ -180,21 +180,28 @@ def test_ids_of_another_client_are_none_of_this_ones(daemon: RunningDaemon, byst
         {"do": "add_pinned_memory"},
         {"do": "add_pinned_memory", "handle": 3},
         {"do": "add_pinned_memory", "handle": b"\0", "nbytes": 1},
-        {"do": "add_rdma_memory", "address": 4096, "nbytes": 1, "key": 1 << 64},
-        {"do": "add_rdma_memory", "address": -1, "nbytes": 1, "key": 0},
-        {"do": "rdma_unsupported_reason", "transport": "verbs"},
+        {"do": "add_remote_memory", "address": 4096, "nbytes": 1, "key": 1 << 64},
+        {"do": "add_remote_memory", "address": -1, "nbytes": 1, "key": 0},
+        {"do": "remote_unsupported_reason", "transport": "verbs"},
         {"do": "make_endpoint", "peer": 1, "transport": "verbs"},
-        {"do": "connect_endpoint", "peer": 1, "end": structs.asdict(RdmaEndpointInfo(b"", 0, 0)), "timeout": 1},
-        {"do": "connect_rdma", "peer": 1},
+        {"do": "connect_endpoint", "peer": 1, "end": structs.asdict(EndpointInfo(b"", 0, 0)), "timeout": 1},
+        {"do": "connect_remote", "peer": 1},
         {"do": "expose", "handle": b"\0", "nbytes": 1, "transport": "verbs"},
         {"do": "withdraw", "number": 0},
-        {"do": "open_rdma", **OPTIONS, "rdma": {"device": "mlx5_0"}, "signals": [0, 8], "near": None, "local_rank": 0},
-        {"do": "open_rdma", **OPTIONS, "signals": [0], "near": None, "local_rank": 0},
-        {"do": "add_plan"},
-        {"do": "add_plan", "plan": {"posts": [{"channel": -1, "memory": 0, "offset": 0}]}},
-        {"do": "add_plan", "plan": {"sends": [{"channel": 0, "src_memory": 0}]}},
-        {"do": "remove_plan", "number": 0},
-        {"do": "remove_plan", "number": 1},
+        {
+            "do": "open_remote",
+            **OPTIONS,
+            "rdma": {"device": "mlx5_0"},
+            "signals": [0, 8],
+            "near": None,
+            "local_rank": 0,
+        },
+        {"do": "open_remote", **OPTIONS, "signals": [0], "near": None, "local_rank": 0},
+        {"do": "add_schedule"},
+        {"do": "add_schedule", "schedule": {"posts": [{"channel": -1, "memory": 0, "offset": 0}]}},
+        {"do": "add_schedule", "schedule": {"sends": [{"channel": 0, "src_memory": 0}]}},
+        {"do": "remove_schedule", "number": 0},
+        {"do": "remove_schedule", "number": 1},
         {"do": "write_report"},
         {"do": "write_report", "cause": ["all is wrong"]},
     ],
@@ -216,7 +223,7 @@ def test_a_request_that_makes_no_sense_ends_its_client(daemon: RunningDaemon, re
     [
         (
             {"do": "fly"},
-            "do: unknown value 'fly'; expected one of rdma_missing, write_report, open, close, ",
+            "do: unknown value 'fly'; expected one of remote_missing, write_report, open, close, ",
         ),
         ({}, "field 'do' is missing"),
         ({"do": "drain"}, "field 'timeout' is missing"),
@@ -228,7 +235,7 @@ def test_a_request_that_makes_no_sense_ends_its_client(daemon: RunningDaemon, re
             "channels[1]: expected int <= 1023, got 1024",
         ),
         (
-            {"do": "add_rdma_memory", "address": 1 << 64, "nbytes": 1, "key": 0},
+            {"do": "add_remote_memory", "address": 1 << 64, "nbytes": 1, "key": 0},
             "address: expected an integer of at most",
         ),
         ({"do": "add_memory", "key": 0, "handle": "@", "nbytes": 1}, "handle: Invalid base64 encoded string, got '@'"),
@@ -325,10 +332,10 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
                 client.set_channel(used),
                 {"do": "free_channels", "channels": [used["channel"]], "connection": 0},
                 {"do": "drain", "timeout": 0.001},
-                {"do": "add_plan", "plan": client.plan(used)},
-                {"do": "remove_plan", "number": rng.randrange(1, 4)},
-                {"do": "add_rdma_memory", "address": 4096, "nbytes": 64, "key": 1},
-                {"do": "open_rdma", **OPTIONS, "signals": [0, 8], "near": 0, "local_rank": 0},
+                {"do": "add_schedule", "schedule": client.schedule(used)},
+                {"do": "remove_schedule", "number": rng.randrange(1, 4)},
+                {"do": "add_remote_memory", "address": 4096, "nbytes": 64, "key": 1},
+                {"do": "open_remote", **OPTIONS, "signals": [0, 8], "near": 0, "local_rank": 0},
                 {"do": "make_endpoint", "peer": 1, "transport": "staged"},
                 {"do": "expose", "handle": handle, "nbytes": 64, "transport": "verbs"},
                 OPEN,
@@ -377,22 +384,22 @@ def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(daemon: Running
     assert daemon.settles(before), (before, daemon.resources())
 
 
-def test_tables_that_change_under_a_plan_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
-    """A client that rings a plan again and again, and takes back what the plan names."""
+def test_tables_that_change_under_a_schedule_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
+    """A client that rings a schedule again and again, and takes back what the schedule names."""
     before = daemon.resources()
     for attempt in range(60):
         with RawClient(daemon) as client:
             assert client.opens()
             used = client.use()
             assert client.say(client.set_channel(used, offset=1024)) == DONE
-            added = client.say({"do": "add_plan", "plan": client.plan(used)})
+            added = client.say({"do": "add_schedule", "schedule": client.schedule(used)})
             assert added is not None
-            with Ringing(client.plan_words, added["number"]):
+            with Ringing(client.schedule_words, added["number"]):
                 change = (
                     client.set_channel(used, offset=1024),
                     {"do": "free_channels", "channels": [used["channel"]], "connection": 0},
                     {"do": "remove_memory", "first": used["first"]},
-                    {"do": "remove_plan", "number": added["number"]},
+                    {"do": "remove_schedule", "number": added["number"]},
                 )[attempt % 4]
                 for _ in range(10):
                     if client.say(change) != DONE:  # taken back twice, or the failure is told first
@@ -401,11 +408,11 @@ def test_tables_that_change_under_a_plan_do_no_harm(daemon: RunningDaemon, bysta
     assert daemon.settles(before), (before, daemon.resources())
 
 
-def test_a_plan_without_the_words_of_peers_is_refused(daemon: RunningDaemon) -> None:
+def test_a_schedule_without_the_words_of_peers_is_refused(daemon: RunningDaemon) -> None:
     with RawClient(daemon) as client:
         assert client.open(semaphores_offset=None) is not None
         used = client.use()
-        refused = client.say({"do": "add_plan", "plan": client.plan(used)})
+        refused = client.say({"do": "add_schedule", "schedule": client.schedule(used)})
         assert refused is not None
         assert refused["error"] == "argument"
 

@@ -68,13 +68,13 @@ def test_a_stop_while_the_end_of_a_session_is_noticed_is_not_lost(
         assert returned
 
 
-def test_what_is_closed_has_no_rdma_either(client: RawClient) -> None:
+def test_what_is_closed_has_no_remote_links_either(client: RawClient) -> None:
     assert client.opens()
     assert client.say({"do": "close", "timeout": 1}) == {"kind": "closed", "ended": True}
-    refused = client.say({"do": "rdma_unsupported_reason", "transport": "verbs"})
+    refused = client.say({"do": "remote_unsupported_reason", "transport": "verbs"})
     assert refused is not None
     assert refused["error"] == "protocol"
-    assert refused["message"] == "rdma_unsupported_reason: no proxy is open; expected open first"
+    assert refused["message"] == "remote_unsupported_reason: no proxy is open; expected open first"
 
 
 @pytest.mark.parametrize("place", ["the client's memory", "what observers find it by"])
@@ -100,7 +100,7 @@ def test_a_service_that_can_not_be_made_leaves_nothing(
 @pytest.mark.parametrize(
     ("transport", "message"),
     [
-        ("verbs", "'verbs' uses RDMA; expected one of copy"),
+        ("verbs", "'verbs' is remote; expected one of copy"),
         ("pigeon", "'pigeon' is unknown; expected one of copy, "),
     ],
 )

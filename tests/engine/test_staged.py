@@ -24,7 +24,7 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import Observer
-from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, ProxyPlan
+from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 from proxyccl.proxy.staging import RemoteWriteTargets
 from proxyccl.proxy.transports.table import find_transport
 from support.devices import rank_runtime
@@ -89,27 +89,27 @@ class Stuck:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_plans_of_two_ends_exchange_their_memories(wire: MakeWire) -> None:
+def test_schedules_of_two_ends_exchange_their_memories(wire: MakeWire) -> None:
     size, rounds = 10_007, 20
     with Ends(size, channels=2, wire=wire) as ends:
         first, second = ends
         numbers = []
         for end, other in ((first, second), (second, first)):
             posts, sends = end.channels
-            plan = ProxyPlan(
-                posts=(PlanPost(posts, other.destination_id, 0),),
-                sends=(PlanSend(sends, end.source_id, 1, size - 1, post_channel=posts, dst_offset=1),),
-                receives=(PlanReceive(sends),),
+            schedule = Schedule(
+                posts=(SchedulePost(posts, other.destination_id, 0),),
+                sends=(ScheduleSend(sends, end.source_id, 1, size - 1, post_channel=posts, dst_offset=1),),
+                receives=(ScheduleReceive(sends),),
             )
-            numbers.append(end.service.add_plan(plan))
+            numbers.append(end.service.add_schedule(schedule))
         for _ in range(rounds):
             first.destination.fill(0)
             second.destination.fill(0)
-            words = [end.service._shared.plan_words for end in ends]
-            for plan_words, number in zip(words, numbers, strict=True):
-                plan_words.done = 0
-                plan_words.bell = number
-            ends.wait(lambda words=words: all(each.done == 1 for each in words), "both plans")
+            words = [end.service._shared.schedule_words for end in ends]
+            for schedule_words, number in zip(words, numbers, strict=True):
+                schedule_words.done = 0
+                schedule_words.bell = number
+            ends.wait(lambda words=words: all(each.done == 1 for each in words), "both schedules")
             for end, other in ((first, second), (second, first)):
                 assert end.destination.numpy()[0] == 0
                 assert (end.destination.numpy()[1:] == other.source.numpy()[1:]).all()

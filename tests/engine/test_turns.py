@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def words() -> Any:
-    words = ffi.new("ProxycclPlanWords *")
+    words = ffi.new("ProxycclScheduleWords *")
     words.turns[0].count = words.turns[1].count = 7
     return words
 

@@ -127,7 +127,7 @@ def test_memory_of_the_peer_is_no_place_to_get_to() -> None:
     with loop_of(np.zeros(8, np.uint8), memory(8)) as loop:
         (peer,) = loop.peers
         loop.producer.push(Trigger(GET, peer.channels[0], 4, peer.source_id, 0, peer.destination_id, 0))
-        assert "only RDMA reaches a memory" in loop.fails().reason
+        assert "only a remote link reaches a memory" in loop.fails().reason
 
 
 @pytest.mark.parametrize("order", [JOINED, ORDERED], ids=["joined", "ordered"])

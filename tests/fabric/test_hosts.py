@@ -199,6 +199,6 @@ def test_a_cut_network_ends_the_job(tmp_path: Path) -> None:
 def test_hosts_without_libfabric_are_told_what_to_install(hosts: Hosts, tmp_path: Path) -> None:
     outputs = Job(hosts, [1, 1], tmp_path, "collectives", PROXYCCL_LIBFABRIC="/nowhere/libfabric.so.1").outputs()
     for output, words in itertools.product(
-        outputs, ("no RDMA between ranks", "libfabric can't be loaded", "apt install")
+        outputs, ("no remote transport between ranks", "libfabric can't be loaded", "apt install")
     ):
         assert words in output, output

@@ -211,7 +211,7 @@ def test_each_of_several_workers_has_its_own_numbers() -> None:
         for way in view.connections:
             of_way = [channel for channel in view.channels if view.connection_of(channel) == way]
             pushed = [channel for channel in of_way if channel.triggers]
-            sent = [channel for channel in of_way if channel.signals and not channel.triggers]  # by the plan
+            sent = [channel for channel in of_way if channel.signals and not channel.triggers]  # by the schedule
             assert [(each.triggers, each.puts, each.bytes, each.signals) for each in pushed] == [(2, 1, 100, 1)]
             assert [(each.puts, each.bytes, each.signals, each.errors) for each in sent] == [(1, x.nbytes, 1, 0)]
             assert way.completed == sum(channel.triggers for channel in pushed) + len(sent)
@@ -379,7 +379,7 @@ def test_top_shows_a_running_job_as_json_and_as_a_table() -> None:
     run_ranks(2, body)
 
 
-def test_top_shows_what_plans_move() -> None:
+def test_top_shows_what_schedules_move() -> None:
     def body(comm: Communicator) -> None:
         x = on_device(comm, np.ones(999, np.float32))
         before = None

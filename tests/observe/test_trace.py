@@ -157,8 +157,8 @@ def test_a_collective_is_recorded_on_every_rank_and_worker() -> None:
         assert {trace.routes[id][0] for id, count in sends.items() if count} == {0, 1, 2} - {comm.rank}
         assert {t.worker for t in trace.triggers} == {0, 1}
         assert {(t.ring, t.ticket) for t in trace.triggers} == {(None, None)}, "no kernel pushed them"
-        (plan,) = {t.plan for t in trace.triggers}
-        assert plan is not None
+        (schedule,) = {t.schedule for t in trace.triggers}
+        assert schedule is not None
         for t in trace.triggers:
             assert t.completed_ns is not None
             assert t.seen_ns <= t.issued_ns <= t.completed_ns
@@ -218,7 +218,7 @@ def test_only_one_observer_traces_a_service() -> None:
 # -- reading records ---
 
 SEEN, ISSUED, COMPLETED = lib.PROXYCCL_MARK_SEEN, lib.PROXYCCL_MARK_ISSUED, lib.PROXYCCL_MARK_COMPLETED
-PLAN = lib.PROXYCCL_MARK_PLAN
+SCHEDULE = lib.PROXYCCL_MARK_SCHEDULE
 
 
 def mark(kind: int, now: int, number: int = 0) -> list[int]:
@@ -239,11 +239,11 @@ def test_triggers_that_share_a_look_at_the_clock_divide_its_time() -> None:
     ]
 
 
-def test_sends_of_plans_have_a_plan_in_place_of_a_ticket() -> None:
+def test_sends_of_schedules_have_a_schedule_in_place_of_a_ticket() -> None:
     decoder = TraceDecoder(0, {0: 0})
-    decoder.feed([mark(SEEN, 10, 7), put(), mark(ISSUED, 20), mark(PLAN, 30, 5), put(), mark(ISSUED, 40)])
+    decoder.feed([mark(SEEN, 10, 7), put(), mark(ISSUED, 20), mark(SCHEDULE, 30, 5), put(), mark(ISSUED, 40)])
     decoder.feed([mark(COMPLETED, 50, 0), mark(SEEN, 60, 8), put(), mark(ISSUED, 70)])
-    assert [(t.ring, t.ticket, t.plan, t.seen_ns, t.issued_ns, t.completed_ns) for t in decoder.triggers] == [
+    assert [(t.ring, t.ticket, t.schedule, t.seen_ns, t.issued_ns, t.completed_ns) for t in decoder.triggers] == [
         (0, 7, None, 10, 20, 50),
         (None, None, 5, 30, 40, 50),
         (0, 8, None, 60, 70, None),

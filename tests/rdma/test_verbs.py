@@ -27,7 +27,7 @@ from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import Observer
 from proxyccl.proxy.observe.tracing import Tracer
-from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, ProxyPlan
+from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 from proxyccl.proxy.transports.table import find_transport
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
 from support.bare_writes import verbs_write
@@ -90,23 +90,23 @@ def test_a_put_of_any_length_arrives_whole(size: int, max_message: int, depth: i
 
 @needs_transport
 @pytest.mark.parametrize("fetch_add", [False, True], ids=["write", "fetch-add"])
-def test_a_plan_posts_then_sends_where_its_peer_posted(fetch_add: bool) -> None:
+def test_a_schedule_posts_then_sends_where_its_peer_posted(fetch_add: bool) -> None:
     """The test plays the peer: it posts, and signals in the end."""
     source, destination = memory(5000), np.zeros(5000, np.uint8)
     service = {"semaphores_offset": ControlSegment.semaphore_offset(0)}
     with Loop(source, destination, channels=2, fetch_add=fetch_add, service=service, send_depth=4) as loop:
         peer, shared = loop.peers[0], loop.service._shared
-        words = shared.plan_words
+        words = shared.schedule_words
         posts, sends = peer.channels
         posted, signalled = (
             ctypes.c_uint64.from_address(shared.memory.host_ptr + ControlSegment.semaphore_offset(channel))
             for channel in (posts, sends)
         )
-        number = loop.service.add_plan(
-            ProxyPlan(
-                posts=(PlanPost(posts, 5, (1 << 32) + 7),),
-                sends=(PlanSend(sends, peer.source_id, 100, 4000, post_channel=posts, dst_offset=50),),
-                receives=(PlanReceive(sends),),
+        number = loop.service.add_schedule(
+            Schedule(
+                posts=(SchedulePost(posts, 5, (1 << 32) + 7),),
+                sends=(ScheduleSend(sends, peer.source_id, 100, 4000, post_channel=posts, dst_offset=50),),
+                receives=(ScheduleReceive(sends),),
             )
         )
         for call in (1, 2, 3):
@@ -121,7 +121,7 @@ def test_a_plan_posts_then_sends_where_its_peer_posted(fetch_add: bool) -> None:
             time.sleep(0.02)
             assert words.done == 0
             signalled.value = call
-            loop.wait(lambda: words.done == 1, "the plan's end")
+            loop.wait(lambda: words.done == 1, "the schedule's end")
         counters = loop.service.counters(sends)
         assert (counters.puts, counters.bytes, counters.signals) == (3, 12_000, 3)
 

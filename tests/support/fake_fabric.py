@@ -113,7 +113,7 @@ class FakeFabricPeer(FakePeer):
         self.connection = service.connect("fabric", options, peer=rank)
         self.source_id = service.add_memory(source.ctypes.data, source.nbytes, SOURCE_KEY)
         base = 0 if offsets else destination.ctypes.data
-        self.destination_id = service.add_rdma_memory(base, destination.nbytes, TARGET_KEY)
+        self.destination_id = service.add_remote_memory(base, destination.nbytes, TARGET_KEY)
         self.channels = [service.reserve_channel(self.connection) for _ in range(channels)]
         words = 0 if offsets else self.words.ctypes.data
         for i, channel in enumerate(self.channels):

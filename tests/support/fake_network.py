@@ -11,10 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
-from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
+from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.transports import table, verbs
-from proxyccl.proxy.transports.transport import RdmaFunctions
+from proxyccl.proxy.transports.transport import RemoteFunctions
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
 from support.fake_verbs import FakeDevice
 
@@ -35,7 +35,7 @@ class FakeNetwork:
         self._keys = itertools.count(1)
         self._memories: dict[int, tuple[int, int]] = {}  # by key: address and size
         self._devices: list[FakeDevice] = []
-        functions = RdmaFunctions(
+        functions = RemoteFunctions(
             missing=lambda: "",
             open=lambda setup, _: _Opened(self, setup),
             unsupported_reason=lambda _: "",
@@ -45,7 +45,7 @@ class FakeNetwork:
             registers_source=True,
             refusal="{rank}: {reason}",
         )
-        monkeypatch.setitem(table.TRANSPORTS, "verbs", replace(verbs.TRANSPORT, rdma=functions))
+        monkeypatch.setitem(table.TRANSPORTS, "verbs", replace(verbs.TRANSPORT, remote=functions))
 
     def register(self, address: int, nbytes: int) -> int:
         """Makes memory of this process known to all devices. Returns its key."""
@@ -77,9 +77,9 @@ class FakeNetwork:
         with device:
             pass
 
-    def _expose(self, ptr: int, nbytes: int) -> RdmaMemory:
+    def _expose(self, ptr: int, nbytes: int) -> ExposedMemory:
         key = self.register(ptr, nbytes)
-        return RdmaMemory("verbs", ptr, key, key, True, None)
+        return ExposedMemory("verbs", ptr, key, key, True, None)
 
 
 def _tell(device: FakeDevice, key: int, address: int, nbytes: int) -> None:
@@ -89,7 +89,7 @@ def _tell(device: FakeDevice, key: int, address: int, nbytes: int) -> None:
 class _Opened:
     """What a rank has open."""
 
-    def __init__(self, network: FakeNetwork, setup: RdmaSetup) -> None:
+    def __init__(self, network: FakeNetwork, setup: RemoteSetup) -> None:
         self.network, self.segment = network, setup.segment.host_ptr
         self.key = network.register(self.segment, setup.segment.nbytes)
 
@@ -98,16 +98,16 @@ class _Opened:
 
 
 class _Endpoint:
-    """See `RdmaEndpoint`."""
+    """See `TransportEndpoint`."""
 
     def __init__(self, opened: _Opened) -> None:
         self._network, self._device = opened.network, opened.network.device()
-        self.info = RdmaEndpointInfo(b"", opened.segment, opened.key)
+        self.info = EndpointInfo(b"", opened.segment, opened.key)
 
-    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+    def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         """There is nothing to connect."""
 
-    def connection_options(self, theirs: RdmaEndpointInfo) -> VerbsOptions:
+    def connection_options(self, theirs: EndpointInfo) -> VerbsOptions:
         return VerbsOptions(
             qp=self._device.qp,
             send_depth=_SEND_DEPTH,

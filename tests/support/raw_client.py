@@ -96,8 +96,8 @@ class RawClient:
         word = self.buffer.export(self.buffer.ptr + offset, nbytes)
         return {"do": "set_channel", "channel": used["channel"], "connection": used["connection"], "word": word}
 
-    def plan(self, used: dict[str, Any]) -> dict[str, Any]:
-        """A plan that copies some bytes of the buffer on the channel of `use`."""
+    def schedule(self, used: dict[str, Any]) -> dict[str, Any]:
+        """A schedule that copies some bytes of the buffer on the channel of `use`."""
         send = {
             "channel": used["channel"],
             "src_memory": used["first"],
@@ -109,9 +109,9 @@ class RawClient:
         return {"sends": [send]}
 
     @property
-    def plan_words(self) -> Any:
-        """The words through which a stream and its plans meet."""
-        return SharedWords(self.segment, OFFSET).plan_words
+    def schedule_words(self) -> Any:
+        """The words through which a stream and its schedules meet."""
+        return SharedWords(self.segment, OFFSET).schedule_words
 
     def ended(self) -> bool:
         """Whether the daemon has hung up."""
@@ -122,7 +122,7 @@ class RawClient:
 
 
 class Ringing:
-    """A thread that writes a plan's number to the bell again and again, within the block."""
+    """A thread that writes a schedule's number to the bell again and again, within the block."""
 
     def __init__(self, words: Any, number: int) -> None:
         self._words, self._number = words, number

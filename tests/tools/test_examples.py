@@ -98,7 +98,7 @@ def test_the_interchange_says_in_one_line_what_rdma_lacks(world_size: int) -> No
     done = run_mpi(world_size, EXAMPLES / "gpu_data_interchange.py")
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("gpu_data_interchange.py: ")]
-    assert "no RDMA between ranks" in line
+    assert "no remote transport between ranks" in line
     assert str(missing()) in line
     assert "Traceback" not in done.stderr
     assert "Success" not in done.stdout

@@ -24,7 +24,7 @@ enum ProxycclErrorCode {
   PROXYCCL_ERROR_PROXY_LOST = 9,     /* the node daemon that runs a rank's proxy ended */
   PROXYCCL_ERROR_OUT_OF_RANGE = 10,  /* the range of an SmChannel's call leaves its memory */
   PROXYCCL_ERROR_SHARED_WAIT = 11,   /* two threads wait on one channel at the same time */
-  PROXYCCL_ERROR_BAD_PLAN = 12,      /* a plan names an unused id, or leaves its memory */
+  PROXYCCL_ERROR_BAD_SCHEDULE = 12,  /* a schedule names an unused id, or leaves its memory */
   PROXYCCL_ERROR_TRANSFER_SIZE = 13, /* a rank receives another number of bytes than its peer sends */
   PROXYCCL_ERROR_PARENT = 14,        /* the communicator that this one was split from has ended */
   PROXYCCL_ERROR_CONTEXT_LOST = 15,  /* an error has ended a rank's context on its GPU */
@@ -52,10 +52,10 @@ enum ProxycclWaitKind {
   PROXYCCL_WAIT_PACKET = 6,
   PROXYCCL_WAIT_GRID = 7,
   /* Of the proxy, which describes no wait: */
-  PROXYCCL_WAIT_PLAN_POST = 8,
-  PROXYCCL_WAIT_PLAN_DATA = 9,
-  PROXYCCL_WAIT_PLAN_SEND = 10,
-  PROXYCCL_WAIT_PLAN_GATE = 11,
+  PROXYCCL_WAIT_SCHEDULE_POST = 8,
+  PROXYCCL_WAIT_SCHEDULE_DATA = 9,
+  PROXYCCL_WAIT_SCHEDULE_SEND = 10,
+  PROXYCCL_WAIT_SCHEDULE_GATE = 11,
   /* Of kernels again: */
   PROXYCCL_WAIT_CONDITION = 12, /* a condition of a user's kernel (mscclpp/poll_device.hpp) */
   PROXYCCL_WAIT_EXECUTION = 13, /* in an operation of an execution plan; `channel` says which (execution.h) */
@@ -84,7 +84,7 @@ typedef struct ProxycclErrorRecord {
   uint32_t operation; /* bits of a trigger's operation, if there is one; out of range: ProxycclSmCall */
   uint32_t channel;   /* channel id, or PROXYCCL_NO_CHANNEL */
   int32_t status;     /* a driver's or transport's own status */
-  uint64_t expected;  /* value waited for: ticket, semaphore value or packet flag; of a plan: its number */
+  uint64_t expected;  /* value waited for: ticket, semaphore value or packet flag; of a schedule: its number */
   uint64_t seen;      /* value last seen; out of range: the memory's size in bytes */
   uint64_t offset;    /* byte offset of the transfer that failed */
   uint64_t size;      /* its size in bytes */

@@ -1,4 +1,4 @@
-// ProxyChannel: one thread pushes triggers; the proxy moves the data by copy engine or RDMA.
+// ProxyChannel: one thread pushes triggers; the proxy moves the data by copy engine or network.
 //
 // Names and argument order are those of MSCCL++'s PortChannelDeviceHandle. Offsets and sizes are in bytes, of any
 // alignment; an offset counts from the start of a memory: the peer's (destination) or own (source).

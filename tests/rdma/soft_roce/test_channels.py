@@ -31,7 +31,9 @@ def bytes_of(rank: int, size: int) -> np.ndarray:
 
 
 def test_ranks_of_a_node_copy_and_nodes_use_rdma(nodes: Ranks) -> None:
-    """Every rank writes to every other. A numpy array is private to its process: only RDMA reaches that of a peer."""
+    """Every rank writes to every other. A numpy array is private to its process: only a remote link reaches that of a
+    peer.
+    """
     part = 3001
 
     def body(comm: Communicator) -> None:

@@ -99,7 +99,7 @@ def test_a_key_that_is_none_of_the_client_ends_its_job_alone(daemon: RunningDaem
         memory = comm.register(comm.empty(100, "uint8"))
         if comm.rank == 0:
             address, key = stolen[0]
-            memory._id = comm.proxy.add_rdma_memory(address, 100, key)
+            memory._id = comm.proxy.add_remote_memory(address, 100, key)
         channels = comm.proxy_channels(memory)
         if comm.rank == 0:
             comm.compile(KERNELS, "put_only")(1, 1, channels, 100)

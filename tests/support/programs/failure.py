@@ -98,7 +98,7 @@ def killed_in_a_collective(algorithm: str) -> None:
     comm.close()
 
 
-def killed_in_a_plan(collective: str) -> None:
+def killed_in_a_schedule(collective: str) -> None:
     comm = opened()
     calls, stream = SpanCalls(comm, 100_000 * comm.world_size), comm.runtime.create_stream()
     x, out = calls.spans(collective, 100_000, 1, in_place=False)
@@ -162,7 +162,7 @@ def killed_before_it_is_mapped(what: str) -> None:
     """The victim is killed when all have exchanged handles, and before another rank has mapped its memory."""
     comm = Communicator(bootstrap, timeout=TIMEOUT)
     pids = [int(data) for data in meet(str(os.getpid()).encode())]
-    owner, name = (comm.runtime, "open_pinned") if what == "plans" else (comm.group.mappings, "acquire")
+    owner, name = (comm.runtime, "open_pinned") if what == "schedules" else (comm.group.mappings, "acquire")
     map_memory = getattr(owner, name)
 
     def mapped_late(handle: bytes) -> object:
@@ -173,7 +173,7 @@ def killed_before_it_is_mapped(what: str) -> None:
         return map_memory(handle)
 
     setattr(owner, name, mapped_late)
-    report(lambda: all_reduce(comm, algorithm="proxy" if what == "plans" else "ring"))
+    report(lambda: all_reduce(comm, algorithm="proxy" if what == "schedules" else "ring"))
     comm.close()
 
 
@@ -281,7 +281,7 @@ SCENARIOS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
         killed_in_a_collective,
-        killed_in_a_plan,
+        killed_in_a_schedule,
         killed_in_a_kernel,
         killed_in_a_dispatch,
         killed_before_the_communicator,

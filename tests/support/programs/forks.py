@@ -73,7 +73,7 @@ def call_everything() -> None:
         lambda: setattr(comm, "timeout", 0.001),
         lambda: comm.group.exchange.barrier("by a child"),
         lambda: proxy.drain(1.0),
-        lambda: proxy.add_plan(None),  # type: ignore[arg-type]  # it is refused first
+        lambda: proxy.add_schedule(None),  # type: ignore[arg-type]  # it is refused first
         comm.runtime.synchronize,
         stream.synchronize,
     ]

@@ -231,7 +231,9 @@ def ring() -> None:
 
 
 def copy_streams() -> None:
-    """The proxy's copies in threads of their own, as a copy engine makes them: for plans, and for kernels' triggers."""
+    """The proxy's copies in threads of their own, as a copy engine makes them: for schedules, and for kernels'
+    triggers.
+    """
 
     def body(comm: Communicator) -> None:
         moe = DispatchCombine(
@@ -304,7 +306,7 @@ def pinned_memory() -> None:
     run(2, body, runtime=HostRuntime(async_copies=True))
 
 
-def plans() -> None:
+def schedules() -> None:
     """Arrays that streams write before each call and read after it, and peers' proxies write meanwhile."""
     share, rounds = 777, 4
 
@@ -608,7 +610,7 @@ def planted_reused_outbox() -> None:
     run(2, body)
 
 
-def planted_write_beside_a_plan() -> None:
+def planted_write_beside_a_schedule() -> None:
     def body(comm: Communicator) -> None:
         calls, other = SpanCalls(comm, 1000), comm.runtime.create_stream()
         x, out = calls.spans("all_gather", 500, 0, in_place=False)

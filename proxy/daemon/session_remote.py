@@ -1,4 +1,4 @@
-"""RDMA for one client of the daemon. Each client has its own device context, so its keys work only for it."""
+"""Remote links of one client of the daemon. Each client has its own device context, so its keys work only for it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from proxyccl.proxy.daemon.protocol import (
     Expose,
     Exposed,
     MakeEndpoint,
-    OpenRdma,
-    RdmaSupport,
-    RdmaUnsupportedReason,
+    OpenRemote,
+    RemoteSupport,
+    RemoteUnsupportedReason,
     Withdraw,
 )
 from proxyccl.proxy.daemon.session_memories import SessionMemories
-from proxyccl.proxy.interface import Connection, RdmaMemory
+from proxyccl.proxy.interface import Connection, ExposedMemory
 from proxyccl.proxy.service import ProxyService
-from proxyccl.proxy.service_rdma import ServiceRdma
-from proxyccl.proxy.transports.table import rdma_functions
+from proxyccl.proxy.service_remote import ServiceRemote
+from proxyccl.proxy.transports.table import remote_functions
 
 
-class SessionRdma:
-    """The client's RDMA device, endpoints and exposed memory.
+class SessionRemote:
+    """The client's network device, endpoints and exposed memory.
 
     Args:
         proxy: the client's service.
@@ -38,19 +38,19 @@ class SessionRdma:
         self._proxy = proxy
         self._memories = memories
         self._has_left = has_left
-        self._context: ServiceRdma | None = None
-        self._exposed: dict[int, tuple[RdmaMemory, bytes]] = {}  # with the handle, by number
+        self._context: ServiceRemote | None = None
+        self._exposed: dict[int, tuple[ExposedMemory, bytes]] = {}  # with the handle, by number
         self._next = 0
 
     def handle(
-        self, request: OpenRdma | RdmaUnsupportedReason | MakeEndpoint | ConnectEndpoint | Expose | Withdraw
-    ) -> Done | RdmaSupport | EndpointMade | Exposed:
+        self, request: OpenRemote | RemoteUnsupportedReason | MakeEndpoint | ConnectEndpoint | Expose | Withdraw
+    ) -> Done | RemoteSupport | EndpointMade | Exposed:
         """Carries out a request."""
         match request:
-            case OpenRdma():
+            case OpenRemote():
                 return self._open(request)
-            case RdmaUnsupportedReason(transport=transport):
-                return RdmaSupport(self._opened.unsupported_reason(transport))
+            case RemoteUnsupportedReason(transport=transport):
+                return RemoteSupport(self._opened.unsupported_reason(transport))
             case MakeEndpoint(peer=peer, transport=transport):
                 return EndpointMade(self._opened.make_endpoint(peer, transport))
             case ConnectEndpoint(peer=peer, end=end, timeout=timeout):
@@ -62,15 +62,15 @@ class SessionRdma:
                 return self._withdraw(number)
 
     @property
-    def _opened(self) -> ServiceRdma:
+    def _opened(self) -> ServiceRemote:
         if self._context is None:
-            raise ProtocolError("no RDMA device is open; expected open_rdma first")
+            raise ProtocolError("no network device is open; expected open_remote first")
         return self._context
 
-    def _open(self, request: OpenRdma) -> Done:
+    def _open(self, request: OpenRemote) -> Done:
         if self._context is not None:
-            raise ProtocolError("open_rdma: an RDMA device is open already")
-        self._context = self._proxy.open_rdma(
+            raise ProtocolError("open_remote: a network device is open already")
+        self._context = self._proxy.open_remote(
             request.options,
             range(*request.signals),
             near=request.near,
@@ -100,14 +100,14 @@ class SessionRdma:
         if number not in self._exposed:
             raise ProtocolError(f"number: this client has no exposed memory {number}")
         exposed, handle = self._exposed.pop(number)
-        if rdma_functions(exposed.transport).withdraws_at_once:
+        if remote_functions(exposed.transport).withdraws_at_once:
             self._opened.withdraw(exposed)  # refuses peers' data from now on, and waits for data in flight
             self._memories.retire(functools.partial(self._memories.unmap, handle))
         else:
             self._memories.retire(functools.partial(self._forget, exposed, handle))
         return Done()
 
-    def _forget(self, exposed: RdmaMemory, handle: bytes) -> None:
+    def _forget(self, exposed: ExposedMemory, handle: bytes) -> None:
         self._opened.withdraw(exposed)
         self._memories.unmap(handle)
 

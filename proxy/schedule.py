@@ -1,4 +1,4 @@
-"""Plans: what a rank's proxy does for one call that a stream rings in (engine/plan.h).
+"""Schedules: a rank's proxy runs one for a call that a stream rings in (engine/schedule.h).
 
 The protocol is in channels/schedules/DESIGN.md.
 """
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.codec import Message, Uint32, Uint64
 
-STAGES: int = lib.PROXYCCL_PLAN_STAGES
-"""Words that count the receives of a plan."""
+STAGES: int = lib.PROXYCCL_SCHEDULE_STAGES
+"""Words that count the receives of a schedule."""
 
 
-class PlanPost(Message, frozen=True):
-    """Lets a peer write to memory of this rank. The peer's plan sends in answer.
+class SchedulePost(Message, frozen=True):
+    """Lets a peer write to memory of this rank. The peer's schedule sends in answer.
 
     Attributes:
         channel: a channel to the peer that is used for posts alone.
@@ -28,7 +28,7 @@ class PlanPost(Message, frozen=True):
     offset: Uint64
 
 
-class PlanSend(Message, frozen=True):
+class ScheduleSend(Message, frozen=True):
     """Copies to a peer, and signals after that.
 
     Attributes:
@@ -52,7 +52,7 @@ class PlanSend(Message, frozen=True):
     gate: Uint64 = 0
 
 
-class PlanReceive(Message, frozen=True):
+class ScheduleReceive(Message, frozen=True):
     """Waits until a peer's sends have come.
 
     Attributes:
@@ -66,25 +66,25 @@ class PlanReceive(Message, frozen=True):
     stage: Uint32 | None = None
 
 
-class ProxyPlan(Message, frozen=True):
+class Schedule(Message, frozen=True):
     """The steps of one rank. They are taken as soon as they can be, in any order, except sends on one channel."""
 
-    posts: tuple[PlanPost, ...] = ()
-    sends: tuple[PlanSend, ...] = ()
-    receives: tuple[PlanReceive, ...] = ()
+    posts: tuple[SchedulePost, ...] = ()
+    sends: tuple[ScheduleSend, ...] = ()
+    receives: tuple[ScheduleReceive, ...] = ()
 
 
 @dataclass(frozen=True)
-class PlanPointers:
+class SchedulePointers:
     """The device's addresses of the words through which streams and the proxy meet.
 
-    A stream writes a plan's number to `bell`, and waits until `done` is at least 1. When a plan has stages, the stream
-    may wait in between until a stage has counted its receives, and write to `gate` how far gated sends may go. In the
-    end it writes 0 to all that it waited for, and to the gate.
+    A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. When a schedule has stages, the
+    stream may wait in between until a stage has counted its receives, and write to `gate` how far gated sends may go.
+    In the end it writes 0 to all that it waited for, and to the gate.
 
     Attributes:
-        bell: a plan's number.
-        done: 1 when the plan is complete, and after a failure.
+        bell: a schedule's number.
+        done: 1 when the schedule is complete, and after a failure.
         gate: what gated sends wait for.
         stages: the receives of each stage that are complete.
     """
@@ -95,15 +95,15 @@ class PlanPointers:
     stages: tuple[int, ...]
 
 
-class PlanWait(Message, frozen=True):
-    """What a plan that makes no progress waits for.
+class ScheduleWait(Message, frozen=True):
+    """What a schedule that makes no progress waits for.
 
     Attributes:
         kind: ProxycclWaitKind (control.h).
         peer: the rank that it waits for, or whose sends do not end; None if that is not known.
-        plan: its number.
+        schedule: its number.
     """
 
     kind: int
     peer: int | None
-    plan: int
+    schedule: int

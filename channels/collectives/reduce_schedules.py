@@ -1,4 +1,4 @@
-"""Reductions by proxy: plans move what is to be reduced, and kernels of few blocks reduce what has come.
+"""Reductions by proxy: schedules move what is to be reduced, and kernels of few blocks reduce what has come.
 
 Each rank reduces one share of the elements. The share is cut into pieces: one is reduced while the next is on its way,
 and in an all_reduce goes back to all ranks while the one after that is reduced. A short all_reduce takes one crossing:
@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from proxyccl.channels.collectives.by_proxy import ByProxy, others, rounds
-from proxyccl.channels.collectives.table import REDUCTION_OF_PLANS
+from proxyccl.channels.collectives.table import REDUCTION_OF_SCHEDULES
 from proxyccl.channels.schedules.rings import Step
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.kernel import Launch
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
-from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, ProxyPlan
+from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 
 _SLOT_ALIGNMENT = 128
 _PIECE_ALIGNMENT = 128  # elements
@@ -57,7 +57,7 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
     steps: list[Step] = []
     for begin, count in rounds(target.size, by_proxy.longest_round // (ranks * itemsize)):
         part = _Reduction(by_proxy, source, op, _Shares(begin, target.size, (count,) * ranks))
-        steps += [*part.copies_in, ProxyPlan(part.posts(), part.sends(), part.receives())]
+        steps += [*part.copies_in, Schedule(part.posts(), part.sends(), part.receives())]
         steps += [*part.reduce(target.ptr + begin * itemsize), *by_proxy.rings.end(len(part.pieces))]
     return by_proxy.rings.prepare(steps)
 
@@ -76,7 +76,7 @@ def prepare_all_reduce(by_proxy: ByProxy, source: ArrayView, target: ArrayView, 
 
 
 def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares) -> list[Step]:
-    """The steps of one plan. What a rank has reduced goes from its output to its peers' outputs."""
+    """The steps of one schedule. What a rank has reduced goes from its output to its peers' outputs."""
     links, memories, rank, peers = by_proxy.links, by_proxy.memories, by_proxy.group.rank, others(by_proxy.group)
     itemsize, nbytes = source.dtype.itemsize, sum(shares.lengths) * source.dtype.itemsize
     part = _Reduction(by_proxy, source, op, shares)
@@ -84,7 +84,7 @@ def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, o
     found = memories.target(target.ptr + start, nbytes)
     output = memories.found_or_staged(found, "target", nbytes)
     sends = tuple(
-        PlanSend(
+        ScheduleSend(
             links.sends[peer],
             output.memory.source_id(peer),
             output.offset + own + begin * itemsize,
@@ -96,12 +96,12 @@ def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, o
         for number, (begin, most) in enumerate(part.pieces)
         for peer in peers
     )
-    posts = tuple(PlanPost(links.posts[peer], output.memory.id_at(peer), output.offset) for peer in peers)
-    receives = tuple(PlanReceive(links.sends[peer], sends=len(part.pieces)) for peer in peers)
-    plan = ProxyPlan((*part.posts(), *posts), (*part.sends(), *sends), (*part.receives(), *receives))
+    posts = tuple(SchedulePost(links.posts[peer], output.memory.id_at(peer), output.offset) for peer in peers)
+    receives = tuple(ScheduleReceive(links.sends[peer], sends=len(part.pieces)) for peer in peers)
+    schedule = Schedule((*part.posts(), *posts), (*part.sends(), *sends), (*part.receives(), *receives))
     copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # none in place
     end = by_proxy.rings.end(len(part.pieces))
-    return [*part.copies_in, plan, *part.reduce(output.ptr + own), *end, *copies_out]
+    return [*part.copies_in, schedule, *part.reduce(output.ptr + own), *end, *copies_out]
 
 
 def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> list[Step]:
@@ -111,25 +111,25 @@ def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: s
         memories.source(source.ptr, nbytes), "source", nbytes
     )
     slots = _Slots(by_proxy, source.dtype, op, nbytes)
-    plan = ProxyPlan(
+    schedule = Schedule(
         posts=slots.posts(links.posts),
         sends=tuple(
-            PlanSend(
+            ScheduleSend(
                 links.sends[peer], sent.memory.source_id(peer), sent.offset, nbytes, post_channel=links.posts[peer]
             )
             for peer in peers
         ),
-        receives=tuple(PlanReceive(links.sends[peer]) for peer in peers),
+        receives=tuple(ScheduleReceive(links.sends[peer]) for peer in peers),
     )
     copy_in = CopyBytes(sent.ptr, source.ptr, nbytes)  # none in place
-    return [copy_in, plan, *by_proxy.rings.end(), slots.reduce(source.ptr, target.ptr, source.size)]
+    return [copy_in, schedule, *by_proxy.rings.end(), slots.reduce(source.ptr, target.ptr, source.size)]
 
 
 class _Slots:
     """Memory of this rank in which what peers send to reduce comes, each in a slot of its own.
 
     Args:
-        by_proxy: what plans are made with.
+        by_proxy: what schedules are made with.
         dtype: of the elements.
         op: the operator.
         nbytes: most that a peer sends.
@@ -141,17 +141,19 @@ class _Slots:
         self._slot_bytes = _round_up(nbytes, _SLOT_ALIGNMENT)
         size = len(self._peers) * self._slot_bytes
         self._memory = by_proxy.memories.pinned("scratch", size) or by_proxy.memories.stage("scratch", size)
-        kernel = REDUCTION_OF_PLANS
+        kernel = REDUCTION_OF_SCHEDULES
         self._kernel = self._group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
 
     def offset(self, peer: int) -> int:
         """Where a peer's slot begins, in bytes: slots are in the order of ranks."""
         return (peer if peer < self._group.rank else peer - 1) * self._slot_bytes
 
-    def posts(self, channels: Mapping[int, int]) -> tuple[PlanPost, ...]:
+    def posts(self, channels: Mapping[int, int]) -> tuple[SchedulePost, ...]:
         """Lets each peer write to its slot, by a channel to that peer."""
         memory, offset = self._memory.memory, self._memory.offset
-        return tuple(PlanPost(channels[peer], memory.id_at(peer), offset + self.offset(peer)) for peer in self._peers)
+        return tuple(
+            SchedulePost(channels[peer], memory.id_at(peer), offset + self.offset(peer)) for peer in self._peers
+        )
 
     def reduce(self, own: int, result: int, count: int, begin: int = 0) -> Launch:
         """Reduces elements of this rank, at `own`, and those that begin `begin` bytes into each slot."""
@@ -165,10 +167,10 @@ class _Slots:
 
 
 class _Reduction:
-    """What a rank sends its peers to reduce, and reduces itself, in one plan.
+    """What a rank sends its peers to reduce, and reduces itself, in one schedule.
 
     Args:
-        by_proxy: what plans are made with.
+        by_proxy: what schedules are made with.
         source: input of this rank.
         op: the operator.
         shares: of the ranks.
@@ -197,15 +199,15 @@ class _Reduction:
             for peer in self._peers
         ]
 
-    def posts(self) -> tuple[PlanPost, ...]:
+    def posts(self) -> tuple[SchedulePost, ...]:
         """Lets peers write to the slots."""
         return self._slots.posts(self._by_proxy.links.scratch_posts)
 
-    def sends(self) -> tuple[PlanSend, ...]:
+    def sends(self) -> tuple[ScheduleSend, ...]:
         """Sends every peer what it is to reduce, piece by piece."""
         links = self._by_proxy.links
         return tuple(
-            PlanSend(
+            ScheduleSend(
                 links.sends[peer],
                 self._inputs[peer].memory.source_id(peer),
                 self._inputs[peer].offset + begin * self._itemsize,
@@ -217,11 +219,11 @@ class _Reduction:
             for peer in self._peers
         )
 
-    def receives(self) -> tuple[PlanReceive, ...]:
+    def receives(self) -> tuple[ScheduleReceive, ...]:
         """Takes what peers send, a stage for each piece."""
         channels = self._by_proxy.links.sends
         return tuple(
-            PlanReceive(channels[peer], stage=number) for number in range(len(self.pieces)) for peer in self._peers
+            ScheduleReceive(channels[peer], stage=number) for number in range(len(self.pieces)) for peer in self._peers
         )
 
     def reduce(self, result: int) -> list[Step]:

@@ -1,4 +1,4 @@
-"""A rank's RDMA: its endpoint for each peer that RDMA reaches, and the peers' endpoints."""
+"""A rank's links to peers on other hosts: its endpoint for each, and the peers' endpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Codec, Message
-from proxyccl.proxy.interface import Connection, Proxy, RdmaContext, RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, Proxy, RemoteContext
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.verbs.address import EndpointAddress
@@ -30,14 +30,14 @@ class _Answer(Message, frozen=True):
 
     failure: str = ""
     unsupported_reasons: dict[str, str] = msgspec.field(default_factory=dict)
-    endpoints: dict[int, RdmaEndpointInfo] = msgspec.field(default_factory=dict)
+    endpoints: dict[int, EndpointInfo] = msgspec.field(default_factory=dict)
 
 
-_ANSWER = Codec(_Answer, 16 << 20, "RDMA answer")
+_ANSWER = Codec(_Answer, 16 << 20, "remote set-up answer")
 
 
-class Rdma:
-    """Brings up RDMA by `probe`, then `connect_endpoints`. If any two ranks need RDMA, all ranks call both together.
+class RemoteLinks:
+    """Brings up remote links by `probe`, then `connect_endpoints`. If any two ranks need one, all ranks call both.
 
     Args:
         runtime: whose device memory peers access.
@@ -63,10 +63,10 @@ class Rdma:
         self._topology = topology
         self._proxy = proxy
         self._options = options
-        self._context: RdmaContext | None = None
+        self._context: RemoteContext | None = None
         self._transports: dict[int, str] = {}
-        self._own: dict[int, RdmaEndpointInfo] = {}
-        self._theirs: dict[int, RdmaEndpointInfo] = {}
+        self._own: dict[int, EndpointInfo] = {}
+        self._theirs: dict[int, EndpointInfo] = {}
 
     def probe(self, transports: dict[int, str]) -> list[dict[str, str]]:
         """Opens the transports' devices, and checks whether they can register this rank's device memory.
@@ -83,7 +83,7 @@ class Rdma:
         """
 
         def answer() -> _Answer:
-            used = _rdma_transports(transports)
+            used = _remote_transports(transports)
             if not used:
                 return _Answer()
             context = self._open()
@@ -92,7 +92,7 @@ class Rdma:
         return [theirs.unsupported_reasons for theirs in self._together(answer)]
 
     def connect_endpoints(self, transports: dict[int, str]) -> None:
-        """Makes a queue pair to each peer that RDMA reaches, and pinned memory where transfers are staged.
+        """Makes an endpoint for each peer on another host, and pinned memory where transfers are staged.
 
         Args:
             transports: to every other rank.
@@ -107,10 +107,10 @@ class Rdma:
         answers = self._together(self._make_endpoints)
 
         def connect() -> _Answer:
-            for peer in _rdma_peers(transports):
+            for peer in _remote_peers(transports):
                 theirs = answers[peer].endpoints.get(rank)
                 if theirs is None:
-                    raise ArgumentError("transport", f"rank {peer} has no queue pair for rank {rank}")
+                    raise ArgumentError("transport", f"rank {peer} has no endpoint for rank {rank}")
                 self._theirs[peer] = theirs
                 self._opened().connect_endpoint(peer, theirs, self._exchange.timeout)
             return _Answer()
@@ -126,19 +126,19 @@ class Rdma:
             mine = step()
         except ProxyCCLError as error:
             failure, mine = error, _Answer(failure=str(error))
-        answers = self._exchange.all_gather(mine, _ANSWER, "RDMA set-up")
+        answers = self._exchange.all_gather(mine, _ANSWER, "remote set-up")
         if failure is not None:
             raise failure
         for peer, theirs in enumerate(answers):
             if theirs.failure:
-                raise RuntimeUnavailableError(f"no RDMA on rank {peer}: {theirs.failure}")
+                raise RuntimeUnavailableError(f"no remote transport on rank {peer}: {theirs.failure}")
         return answers
 
-    def _open(self) -> RdmaContext:
+    def _open(self) -> RemoteContext:
         near = self._runtime.numa_node()
         first = self._control.semaphore_offset(0)
         lower = range(self._exchange.rank)
-        self._context = self._proxy().open_rdma(
+        self._context = self._proxy().open_remote(
             self._options,
             range(first, first + self._control.semaphores_bytes),
             near=process_numa_node() if near is None else near,
@@ -146,21 +146,21 @@ class Rdma:
         )
         return self._context
 
-    def _opened(self) -> RdmaContext:
+    def _opened(self) -> RemoteContext:
         if self._context is None:
-            raise ClosedError("no RDMA device is open")
+            raise ClosedError("no network device is open")
         return self._context
 
     def _make_endpoints(self) -> _Answer:
         self._own = {
-            peer: self._opened().make_endpoint(peer, self._transports[peer]) for peer in _rdma_peers(self._transports)
+            peer: self._opened().make_endpoint(peer, self._transports[peer]) for peer in _remote_peers(self._transports)
         }
         return _Answer(endpoints=self._own)
 
     @property
     def transports(self) -> list[str]:
-        """The RDMA transports that are in use, in the table's order."""
-        return _rdma_transports(self._transports) if self._context is not None else []
+        """The remote transports that are in use, in the table's order."""
+        return _remote_transports(self._transports) if self._context is not None else []
 
     @property
     def used(self) -> bool:
@@ -168,19 +168,19 @@ class Rdma:
         return self._context is not None
 
     def queue_pairs(self, peer: int) -> tuple[int, int]:
-        """The numbers of the queue pairs that connect this rank and a peer by RDMA: this rank's, the peer's."""
+        """The numbers of the queue pairs that connect this rank and a peer over verbs: this rank's, the peer's."""
         own, theirs = (EndpointAddress.decode(ends[peer].endpoint).qp_number for ends in (self._own, self._theirs))
         return own, theirs
 
     def connect(self, peer: int) -> Connection:
-        """The proxy's connection to a peer over its queue pair."""
+        """The proxy's connection to a peer over its endpoint."""
         return self._opened().open_connection(peer)
 
-    def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> RdmaMemory:
-        """Lets peers access memory of this rank's runtime. See `RdmaContext.expose`."""
+    def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> ExposedMemory:
+        """Lets peers access memory of this rank's runtime. See `RemoteContext.expose`."""
         return self._opened().expose(ptr, nbytes, transport, handle)
 
-    def withdraw(self, memory: RdmaMemory) -> None:
+    def withdraw(self, memory: ExposedMemory) -> None:
         """Ends `expose`."""
         if self._context is not None:
             self._context.withdraw(memory)
@@ -190,16 +190,16 @@ class Rdma:
         return self._theirs[peer].segment + self._control.semaphore_offset(channel)
 
     def close(self) -> None:
-        """Frees queue pairs, registrations and the device. The proxy must have ended."""
+        """Frees endpoints, registrations and the device. The proxy must have ended."""
         if self._context is not None:
             self._context.close()
             self._context = None
 
 
-def _rdma_transports(transports: dict[int, str]) -> list[str]:
+def _remote_transports(transports: dict[int, str]) -> list[str]:
     used = set(transports.values())
-    return [name for name, transport in TRANSPORTS.items() if transport.uses_rdma and name in used]
+    return [name for name, transport in TRANSPORTS.items() if transport.is_remote and name in used]
 
 
-def _rdma_peers(transports: dict[int, str]) -> list[int]:
-    return [peer for peer, transport in transports.items() if TRANSPORTS[transport].uses_rdma]
+def _remote_peers(transports: dict[int, str]) -> list[int]:
+    return [peer for peer, transport in transports.items() if TRANSPORTS[transport].is_remote]

@@ -1,4 +1,4 @@
-"""Plans: collective calls with their arguments packed, kept so that the same call issues with one call into C.
+"""A cache of collective calls: their arguments stay packed, so that the same call issues with one call into C.
 
 Before a launch, what must agree between ranks is compared through the control segments' call logs.
 """
@@ -40,7 +40,7 @@ def call_key(options: tuple[Any, ...], x: Any, out: Any) -> Key | None:
     return None if source is None or target is None else (options, source, target)
 
 
-def copy_plan(group: Group, source: ArrayView, target: ArrayView) -> StreamOperations:
+def copy_launchable(group: Group, source: ArrayView, target: ArrayView) -> StreamOperations:
     """What a collective of one rank does: a copy, or nothing in place."""
     return StreamOperations(group.runtime, [CopyBytes(target.ptr, source.ptr, source.nbytes)])
 
@@ -62,15 +62,15 @@ class _Prepared:
     ranges: tuple[tuple[int, int], ...]
 
 
-class Plans:
-    """The plans of one group's collectives."""
+class CallCache:
+    """The calls that one group's collectives have made."""
 
     def __init__(self, group: Group) -> None:
         self._launches = group.launches
         self._runtime = group.runtime
         self._on_host = group.runtime.name == "host"
         # A guard is of arrays that their owner may free, and another take the place of, while they are registered.
-        self._plans: dict[Key, tuple[Launchable, AllocationGuard | None]] = {}
+        self._launchables: dict[Key, tuple[Launchable, AllocationGuard | None]] = {}
         self._prepared: dict[Key, _Prepared] = {}
         self._changes = 0  # of what is known of arrays
         self._lock = threading.RLock()  # of these three; of an array's end one may hear anywhere, also in here
@@ -108,33 +108,33 @@ class Plans:
         self,
         call: CollectiveCall,
         arrays: tuple[ArrayView, ...],
-        make_plan: Callable[[], Launchable],
+        prepare: Callable[[], Launchable],
         stream: StreamLike,
         key: Key | None,
     ) -> None:
-        """Compares the call with the other ranks', makes or finds its plan, and launches it."""
+        """Compares the call with the other ranks', prepares it or finds it prepared, and launches it."""
         self._runtime.stream_handle(stream)  # refuses an invalid stream before anything is agreed
         fields = self._launches.agree(call)
         if call.count == 0:
             return
         launched = (call, *(view.ptr for view in arrays))
         self._symmetric.update()
-        changes = self._changes  # read first: what comes meanwhile may not be in the plan
-        plan, guard = self._plans.get(launched, (None, None))
-        if plan is None or (guard is not None and not guard.holds):
-            # Read first too: replies that come meanwhile are not in the plan.
+        changes = self._changes  # read first: it may miss what comes meanwhile
+        launchable, guard = self._launchables.get(launched, (None, None))
+        if launchable is None or (guard is not None and not guard.holds):
+            # Read first too: it misses replies that come meanwhile.
             settled = all(self._symmetric.is_settled(view) for view in arrays)
             with self._exchange.telling():
-                plan = make_plan()
+                launchable = prepare()
             guard = self._symmetric.guard(arrays)
-            if settled or isinstance(plan, StreamOperations):  # a plan of the proxy waits for the replies itself
-                self._keep(self._plans, launched, (plan, guard), changes)
+            if settled or isinstance(launchable, StreamOperations):  # a schedule waits for the replies itself
+                self._keep(self._launchables, launched, (launchable, guard), changes)
             else:
                 key = None
-        self._launches.launch(plan, stream, tuple(view.owner for view in arrays))
+        self._launches.launch(launchable, stream, tuple(view.owner for view in arrays))
         if key is not None:
             ranges = tuple((view.ptr, view.nbytes) for view in arrays)
-            self._keep(self._prepared, key, _Prepared(encode_fields(fields), plan, guard, ranges), changes)
+            self._keep(self._prepared, key, _Prepared(encode_fields(fields), launchable, guard, ranges), changes)
 
     def _keep(self, cache: dict[Key, Any], key: Key, value: object, changes: int) -> None:
         """Keeps what was made after this many changes, unless there was another since."""
@@ -146,22 +146,22 @@ class Plans:
             cache[key] = value
 
     def _forget(self, start: int, end: int) -> None:
-        """Forgets the plans with arrays of which peers may now know more or less."""
+        """Forgets calls with arrays of which peers may now know more or less."""
         with self._lock:
             self._changes += 1
             self._launches.prepared_calls.clear()
-            for launched in list(self._plans):
+            for launched in list(self._launchables):
                 if any(start <= ptr < end for ptr in launched[1:]):
-                    self._plans.pop(launched, None)
-            kept = {id(plan) for plan, _ in list(self._plans.values())}
+                    self._launchables.pop(launched, None)
+            kept = {id(launchable) for launchable, _ in list(self._launchables.values())}
             for key, prepared in list(self._prepared.items()):
                 if id(prepared.launch) not in kept:
                     self._prepared.pop(key, None)
 
     def clear(self) -> None:
-        """Forgets all plans, also one that is being made."""
+        """Forgets all launchables, also one that is being made."""
         with self._lock:
             self._changes += 1
-            self._plans.clear()
+            self._launchables.clear()
             self._prepared.clear()
             self._launches.prepared_calls.clear()

@@ -1,4 +1,4 @@
-"""A rank's RDMA in the node daemon: the same methods as in its own process, requested over the socket."""
+"""A rank's remote links in the node daemon: the same methods as in its own process, requested over the socket."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from proxyccl.proxy.daemon.connection import DaemonConnection
 from proxyccl.proxy.daemon.protocol import (
     Connected,
     ConnectEndpoint,
-    ConnectRdma,
+    ConnectRemote,
     Done,
     EndpointMade,
     Expose,
     Exposed,
     MakeEndpoint,
-    OpenRdma,
-    RdmaSupport,
-    RdmaUnsupportedReason,
+    OpenRemote,
+    RemoteSupport,
+    RemoteUnsupportedReason,
     Withdraw,
 )
-from proxyccl.proxy.interface import Connection, RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory
 
 
-class DaemonRdma:
-    """See `proxyccl.proxy.interface.RdmaContext` for the methods.
+class DaemonRemote:
+    """See `proxyccl.proxy.interface.RemoteContext` for the methods.
 
     Args:
         daemon: the connection to the daemon, which opens a device for it.
@@ -32,37 +32,37 @@ class DaemonRdma:
         timeout: gives the seconds that the registration of memory may take.
     """
 
-    def __init__(self, daemon: DaemonConnection, request: OpenRdma, timeout: Callable[[], float]) -> None:
+    def __init__(self, daemon: DaemonConnection, request: OpenRemote, timeout: Callable[[], float]) -> None:
         self._daemon = daemon
         self._timeout = timeout
         daemon.ask(request, Done)
 
     def unsupported_reason(self, transport: str) -> str:
         """The reason why a transport's device can't register the memory of the rank's GPU; empty if it can."""
-        return self._daemon.ask(RdmaUnsupportedReason(transport), RdmaSupport).unsupported_reason
+        return self._daemon.ask(RemoteUnsupportedReason(transport), RemoteSupport).unsupported_reason
 
-    def make_endpoint(self, peer: int, transport: str) -> RdmaEndpointInfo:
+    def make_endpoint(self, peer: int, transport: str) -> EndpointInfo:
         """This rank's endpoint of a connection to a peer."""
         return self._daemon.ask(MakeEndpoint(peer, transport), EndpointMade).end
 
-    def connect_endpoint(self, peer: int, theirs: RdmaEndpointInfo, timeout: float) -> None:
+    def connect_endpoint(self, peer: int, theirs: EndpointInfo, timeout: float) -> None:
         """Makes the end ready to send to the peer's."""
         self._daemon.ask(ConnectEndpoint(peer, theirs, timeout), Done, takes=timeout)
 
     def open_connection(self, peer: int) -> Connection:
         """The daemon's connection to a peer, over a connected endpoint."""
-        return self._daemon.ask(ConnectRdma(peer), Connected).connection(peer)
+        return self._daemon.ask(ConnectRemote(peer), Connected).connection(peer)
 
-    def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> RdmaMemory:
+    def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> ExposedMemory:
         """Lets peers reach memory of this process, which the daemon maps."""
         if not handle:
             raise ArgumentError("memory", "the node daemon reaches memory by a handle alone, and this has none")
         exposed = self._daemon.ask(Expose(handle, nbytes, transport), Exposed, takes=self._timeout())
-        return RdmaMemory(
+        return ExposedMemory(
             transport, exposed.address, exposed.key, exposed.local_key, exposed.copied, owner=exposed.number
         )
 
-    def withdraw(self, memory: RdmaMemory) -> None:
+    def withdraw(self, memory: ExposedMemory) -> None:
         """Ends `expose`."""
         if self._daemon.is_open:
             self._daemon.ask(Withdraw(memory.owner), Done)

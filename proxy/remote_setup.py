@@ -8,7 +8,7 @@ from proxyccl.device.runtime import PinnedMemory, Runtime
 
 
 @dataclass(frozen=True)
-class RdmaSetup:
+class RemoteSetup:
     """The rank for which a device is opened.
 
     Attributes:

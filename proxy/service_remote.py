@@ -1,4 +1,4 @@
-"""One rank's use of RDMA, for a service in this process: devices, endpoints, and memory that peers reach."""
+"""One rank's remote links, for a service in this process: devices, endpoints, and memory that peers reach."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.proxy import _engine
-from proxyccl.proxy.interface import Connection, RdmaEndpointInfo, RdmaMemory
-from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory
+from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.transport_options import TransportOptions
-from proxyccl.proxy.transports.table import rdma_functions
-from proxyccl.proxy.transports.transport import RdmaEndpoint
+from proxyccl.proxy.transports.table import remote_functions
+from proxyccl.proxy.transports.transport import TransportEndpoint
 
 _MOST_ENDPOINTS: int = _engine.lib.PROXYCCL_MAX_CONNECTIONS
 
@@ -29,13 +29,13 @@ class Connect(Protocol):
 @dataclass
 class _PeerEndpoint:
     transport: str
-    endpoint: RdmaEndpoint
-    theirs: RdmaEndpointInfo | None = None
+    endpoint: TransportEndpoint
+    theirs: EndpointInfo | None = None
     used: bool = False  # a connection is open over it
 
 
-class ServiceRdma:
-    """See `proxyccl.proxy.interface.RdmaContext` for the methods.
+class ServiceRemote:
+    """See `proxyccl.proxy.interface.RemoteContext` for the methods.
 
     Args:
         connect: makes the service's connections.
@@ -46,18 +46,18 @@ class ServiceRdma:
         ArgumentError: the words to signal leave the control segment.
     """
 
-    def __init__(self, connect: Connect, setup: RdmaSetup, options: TransportOptions) -> None:
+    def __init__(self, connect: Connect, setup: RemoteSetup, options: TransportOptions) -> None:
         signals, segment = setup.signals, setup.segment
         if not 0 <= signals.start <= signals.stop <= segment.nbytes:
             raise ArgumentError("signals", f"must lie within the {segment.nbytes} bytes of the control segment")
         self._connect = connect
         self._setup = setup
         self._options = options
-        self._devices: dict[Callable[[RdmaSetup, TransportOptions], Any], Any] = {}  # by the function that opened them
+        self._devices: dict[Callable[[RemoteSetup, TransportOptions], Any], Any] = {}  # by `open`
         self._endpoints: dict[int, _PeerEndpoint] = {}  # by peer
 
     def _device(self, transport: str) -> Any:
-        open_device = rdma_functions(transport).open
+        open_device = remote_functions(transport).open
         if open_device not in self._devices:
             self._devices[open_device] = open_device(self._setup, self._options)
         return self._devices[open_device]
@@ -65,21 +65,21 @@ class ServiceRdma:
     def unsupported_reason(self, transport: str) -> str:
         """The reason why a transport's device can't register the runtime's device memory; empty if it can, or need
         not."""
-        return rdma_functions(transport).unsupported_reason(self._device(transport))
+        return remote_functions(transport).unsupported_reason(self._device(transport))
 
-    def make_endpoint(self, peer: int, transport: str) -> RdmaEndpointInfo:
+    def make_endpoint(self, peer: int, transport: str) -> EndpointInfo:
         """Makes this rank's endpoint of a connection to a peer."""
-        functions = rdma_functions(transport)
+        functions = remote_functions(transport)
         if peer in self._endpoints:
             raise ArgumentError("peer", f"rank {peer} has an endpoint here already")
         if len(self._endpoints) == _MOST_ENDPOINTS:
-            raise ResourceError(f"a rank has at most {_MOST_ENDPOINTS} RDMA connections")
+            raise ResourceError(f"a rank has at most {_MOST_ENDPOINTS} remote connections")
         endpoint = functions.make_endpoint(self._device(transport))
         self._endpoints[peer] = _PeerEndpoint(transport, endpoint)
         return endpoint.info
 
     def connect_endpoint(
-        self, peer: int, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool] = lambda: False
+        self, peer: int, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool] = lambda: False
     ) -> None:
         """Connects this rank's endpoint to the peer's. It stops waiting once `given_up` returns True."""
         own = self._endpoint(peer)
@@ -102,13 +102,13 @@ class ServiceRdma:
             raise ArgumentError("peer", f"rank {peer} has no endpoint here; make it first")
         return self._endpoints[peer]
 
-    def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> RdmaMemory:
+    def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> ExposedMemory:
         """Lets peers reach memory of this rank."""
-        return rdma_functions(transport).expose(self._device(transport), ptr, nbytes, handle)
+        return remote_functions(transport).expose(self._device(transport), ptr, nbytes, handle)
 
-    def withdraw(self, memory: RdmaMemory) -> None:
+    def withdraw(self, memory: ExposedMemory) -> None:
         """Ends `expose`."""
-        functions = rdma_functions(memory.transport)
+        functions = remote_functions(memory.transport)
         if functions.open in self._devices:  # otherwise it is closed, which withdrew everything
             functions.withdraw(self._devices[functions.open], memory)
 

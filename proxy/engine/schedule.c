@@ -1,5 +1,5 @@
-/* What workers do with plans: each takes the steps of its own connections as far as they can go now. See plan.h. */
-#include "plan.h"
+/* What workers do with schedules: each takes the steps of its own connections as far as they can go. See schedule.h. */
+#include "schedule.h"
 
 #include <errno.h>
 #include <stdlib.h>
@@ -8,11 +8,11 @@
 #include "worker.h"
 
 enum {
-  POLLS_PER_CLOCK = 16,    /* polls of a plan without progress between two readings of the clock */
+  POLLS_PER_CLOCK = 16,    /* polls of a schedule without progress between two readings of the clock */
   OFFSET_BITS = 32,        /* of a post */
   MOST_RECEIVES = 1 << 30, /* no stage has more */
   SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
-  SHOWN_AFTER_NS = 1000000 /* without progress, observers are shown what a plan waits for: a short plan never is */
+  SHOWN_AFTER_NS = 1000000 /* of no progress: then observers see the wait; short schedules end before */
 };
 
 typedef enum { POST, MEET, SEND, RECEIVE } StepKind;
@@ -24,117 +24,118 @@ typedef struct Step {
   uint32_t channel;
   uint64_t value; /* the post of a meeting that is complete; else what the step's word holds when it is complete */
   union {
-    ProxycclPlanPost post;
+    ProxycclSchedulePost post;
     struct {
-      ProxycclPlanSend send;
+      ProxycclScheduleSend send;
       const struct Step *meeting; /* NULL: it waits for none */
       const struct Step *before;  /* the send before it on its channel, or NULL */
     };
-    ProxycclPlanReceive receive;
+    ProxycclScheduleReceive receive;
   };
 } Step;
 
-struct Plan {
+struct Schedule {
   uint32_t number;
   uint32_t count;
   Step steps[]; /* posts, then meetings, sends, and receives: in the order in which they are looked at */
 };
 
-/* -- the table of plans --- */
+/* -- the table of schedules --- */
 
 static int is_memory(uint32_t first, uint64_t offset) {
   return first < PROXYCCL_MAX_MEMORIES && offset >> OFFSET_BITS < PROXYCCL_MAX_MEMORIES - first;
 }
 
-static int is_accepted(const ProxycclPlanSteps *given) {
+static int is_accepted(const ProxycclScheduleSteps *given) {
   int accepted = 1;
   for (uint32_t i = 0; i < given->post_count; ++i) {
-    const ProxycclPlanPost *post = &given->posts[i];
+    const ProxycclSchedulePost *post = &given->posts[i];
     accepted &= post->channel < PROXYCCL_MAX_CHANNELS && is_memory(post->memory, post->offset);
   }
   for (uint32_t i = 0; i < given->send_count; ++i) {
-    const ProxycclPlanSend *send = &given->sends[i];
+    const ProxycclScheduleSend *send = &given->sends[i];
     const int posted = send->post_channel != PROXYCCL_NO_ID;
     accepted &= send->channel < PROXYCCL_MAX_CHANNELS && is_memory(send->src_memory, 0);
     accepted &= !posted || send->post_channel < PROXYCCL_MAX_CHANNELS;
     accepted &= send->dst_memory == PROXYCCL_NO_ID ? posted : is_memory(send->dst_memory, 0);
   }
   for (uint32_t i = 0; i < given->receive_count; ++i) {
-    const ProxycclPlanReceive *receive = &given->receives[i];
+    const ProxycclScheduleReceive *receive = &given->receives[i];
     accepted &= receive->channel < PROXYCCL_MAX_CHANNELS;
-    accepted &= receive->stage == PROXYCCL_NO_ID || receive->stage < PROXYCCL_PLAN_STAGES;
+    accepted &= receive->stage == PROXYCCL_NO_ID || receive->stage < PROXYCCL_SCHEDULE_STAGES;
   }
   return accepted;
 }
 
-static Step *add_step(Plan *plan, StepKind kind, uint32_t channel) {
-  Step *step = &plan->steps[plan->count++];
+static Step *add_step(Schedule *schedule, StepKind kind, uint32_t channel) {
+  Step *step = &schedule->steps[schedule->count++];
   step->kind = kind;
   step->channel = channel;
   return step;
 }
 
 /* The meeting with the peer that posts on a channel; it is made for the first send that needs it. */
-static const Step *meeting_on(Plan *plan, uint32_t channel) {
-  for (uint32_t i = 0; i < plan->count; ++i)
-    if (plan->steps[i].kind == MEET && plan->steps[i].channel == channel) return &plan->steps[i];
-  return add_step(plan, MEET, channel);
+static const Step *meeting_on(Schedule *schedule, uint32_t channel) {
+  for (uint32_t i = 0; i < schedule->count; ++i)
+    if (schedule->steps[i].kind == MEET && schedule->steps[i].channel == channel) return &schedule->steps[i];
+  return add_step(schedule, MEET, channel);
 }
 
 /* The last send on a channel so far, or NULL. */
-static const Step *last_send_on(const Plan *plan, uint32_t channel) {
-  for (uint32_t i = plan->count; i-- > 0;)
-    if (plan->steps[i].kind == SEND && plan->steps[i].channel == channel) return &plan->steps[i];
+static const Step *last_send_on(const Schedule *schedule, uint32_t channel) {
+  for (uint32_t i = schedule->count; i-- > 0;)
+    if (schedule->steps[i].kind == SEND && schedule->steps[i].channel == channel) return &schedule->steps[i];
   return NULL;
 }
 
-static void add_steps(Plan *plan, const ProxycclPlanSteps *given) {
+static void add_steps(Schedule *schedule, const ProxycclScheduleSteps *given) {
   for (uint32_t i = 0; i < given->post_count; ++i)
-    add_step(plan, POST, given->posts[i].channel)->post = given->posts[i];
+    add_step(schedule, POST, given->posts[i].channel)->post = given->posts[i];
   for (uint32_t i = 0; i < given->send_count; ++i)
-    if (given->sends[i].post_channel != PROXYCCL_NO_ID) meeting_on(plan, given->sends[i].post_channel);
+    if (given->sends[i].post_channel != PROXYCCL_NO_ID) meeting_on(schedule, given->sends[i].post_channel);
   for (uint32_t i = 0; i < given->send_count; ++i) {
-    const ProxycclPlanSend *send = &given->sends[i];
-    const Step *before = last_send_on(plan, send->channel);
-    Step *step = add_step(plan, SEND, send->channel);
+    const ProxycclScheduleSend *send = &given->sends[i];
+    const Step *before = last_send_on(schedule, send->channel);
+    Step *step = add_step(schedule, SEND, send->channel);
     step->send = *send;
     step->before = before;
-    if (send->post_channel != PROXYCCL_NO_ID) step->meeting = meeting_on(plan, send->post_channel);
+    if (send->post_channel != PROXYCCL_NO_ID) step->meeting = meeting_on(schedule, send->post_channel);
   }
   for (uint32_t i = 0; i < given->receive_count; ++i)
-    add_step(plan, RECEIVE, given->receives[i].channel)->receive = given->receives[i];
+    add_step(schedule, RECEIVE, given->receives[i].channel)->receive = given->receives[i];
 }
 
-void proxyccl_service_set_plan_words(ProxycclService *service, ProxycclPlanWords *words, const uint64_t *semaphores) {
+void proxyccl_service_set_schedule_words(ProxycclService *service, ProxycclScheduleWords *words,
+                                         const uint64_t *semaphores) {
   service->words = words;
   service->semaphores = semaphores;
 }
 
-int proxyccl_service_add_plan(ProxycclService *service, uint32_t number, const ProxycclPlanSteps *given) {
-  if (service->words == NULL || number == 0 || number >= PROXYCCL_MAX_PLANS || !is_accepted(given)) return EINVAL;
-  if (service->plans[number] != NULL) return EEXIST;
+int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, const ProxycclScheduleSteps *given) {
+  if (service->words == NULL || number == 0 || number >= PROXYCCL_MAX_SCHEDULES || !is_accepted(given)) return EINVAL;
+  if (service->schedules[number] != NULL) return EEXIST;
   const size_t most = (size_t)given->post_count + 2 * (size_t)given->send_count + given->receive_count;
-  Plan *plan = calloc(1, sizeof *plan + most * sizeof(Step));
-  if (plan == NULL) return ENOMEM;
-  plan->number = number;
-  add_steps(plan, given);
-  plan_publish(&service->plans[number], plan);
+  Schedule *schedule = calloc(1, sizeof *schedule + most * sizeof(Step));
+  if (schedule == NULL) return ENOMEM;
+  schedule->number = number;
+  add_steps(schedule, given);
+  schedule_publish(&service->schedules[number], schedule);
   return 0;
 }
 
-int proxyccl_service_remove_plan(ProxycclService *service, uint32_t number) {
-  if (number >= PROXYCCL_MAX_PLANS) return EINVAL;
+int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number) {
+  if (number >= PROXYCCL_MAX_SCHEDULES) return EINVAL;
   if (parts_left(&service->parts) != 0 && service->current == number) return EBUSY;
-  free(service->plans[number]);
-  service->plans[number] = NULL;
+  free(service->schedules[number]);
+  service->schedules[number] = NULL;
   return 0;
 }
 
 /* -- words --- */
 
-void proxyccl_plan_words_end_waits(ProxycclPlanWords *words) {
+void proxyccl_schedule_words_end_waits(ProxycclScheduleWords *words) {
   if (words == NULL) return;
-  for (uint32_t stage = 0; stage < PROXYCCL_PLAN_STAGES; ++stage) word_store(&words->stages[stage], MOST_RECEIVES);
+  for (uint32_t stage = 0; stage < PROXYCCL_SCHEDULE_STAGES; ++stage) word_store(&words->stages[stage], MOST_RECEIVES);
   word_store(&words->done, 1);
 }
 
@@ -142,7 +143,7 @@ void proxyccl_plan_words_end_waits(ProxycclPlanWords *words) {
 
 /* A post is a number that counts the posts of one pair of ranks, the id of the window that the memory begins in, and
  * the offset in that window. So one store tells all, and a word that nobody posted to holds number 0. */
-static uint64_t next_post(uint64_t last, const ProxycclPlanPost *post) {
+static uint64_t next_post(uint64_t last, const ProxycclSchedulePost *post) {
   const uint64_t sequence = (last >> SEQUENCE_SHIFT) + 1, window = post->memory + (post->offset >> OFFSET_BITS);
   return sequence << SEQUENCE_SHIFT | window << OFFSET_BITS | (post->offset & 0xffffffffu);
 }
@@ -173,13 +174,13 @@ static const char *refusal(const ProxycclTransport *transport, const ProxycclMem
   if (bytes == 0) return NULL;
   if (src_offset > src->bytes || bytes > src->bytes - src_offset) return "a send leaves its source memory";
   if (dst_offset > dst->bytes || bytes > dst->bytes - dst_offset) return "a send leaves the receiver's memory";
-  if ((src->rdma_only && transport->copies & PROXYCCL_COPIES_OWN) ||
-      (dst->rdma_only && transport->copies & PROXYCCL_COPIES_PEER))
-    return "only RDMA reaches a memory that a send names, but its channel copies";
+  if ((src->remote_only && transport->copies & PROXYCCL_COPIES_OWN) ||
+      (dst->remote_only && transport->copies & PROXYCCL_COPIES_PEER))
+    return "only a remote link reaches a memory that a send names, but its channel copies";
   return NULL;
 }
 
-/* Not after the copies of the connection's stream: nothing that is under way concerns the peer's plan. */
+/* Not after the copies of the connection's stream: nothing that is under way concerns the peer's schedule. */
 static ProxycclOutcome issue_post(Step *step, Channel *channel, ProxycclExitInfo *info) {
   ProxycclConnection *connection = channel->connection;
   const uint64_t previous = channel->outbound, value = channel->outbound = next_post(previous, &step->post);
@@ -199,14 +200,14 @@ typedef struct {
 
 /* Where a send goes, once its meeting is complete. */
 static Place destination(const Step *step) {
-  const ProxycclPlanSend *send = &step->send;
+  const ProxycclScheduleSend *send = &step->send;
   if (send->dst_memory != PROXYCCL_NO_ID) return (Place){send->dst_memory, send->dst_offset};
   const uint64_t post = step->meeting->value;
   return (Place){post >> OFFSET_BITS & (PROXYCCL_MEMORY_IDS - 1), send->dst_offset + (post & 0xffffffffu)};
 }
 
 static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel *channel, ProxycclExitInfo *info) {
-  const ProxycclPlanSend *send = &step->send;
+  const ProxycclScheduleSend *send = &step->send;
   ProxycclConnection *connection = channel->connection;
   const ProxycclTransport *transport = connection->transport;
   ProxycclCounters *counters = &service->counters[step->channel];
@@ -214,7 +215,7 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
   const ProxycclMemory *src = &service->memories[send->src_memory], *dst = &service->memories[place.memory];
   int status = 0;
   const char *reason = refusal(transport, dst, place.offset, src, send->src_offset, send->bytes);
-  if (reason != NULL) return fail(connection, PROXYCCL_ERROR_BAD_PLAN, 0, reason, info);
+  if (reason != NULL) return fail(connection, PROXYCCL_ERROR_BAD_SCHEDULE, 0, reason, info);
   if (send->bytes > 0) status = transport->put(connection, dst, place.offset, src, send->src_offset, send->bytes);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "put", info);
   step->value = ++channel->outbound;
@@ -255,7 +256,7 @@ static ProxycclOutcome take_step(ProxycclService *service, Step *step, uint32_t 
   const StepState before = step->state;
   ProxycclOutcome result = CONTINUE;
   if (channel->connection == NULL)
-    return fail(NULL, PROXYCCL_ERROR_BAD_PLAN, 0, "a channel id of the plan is not in use", info);
+    return fail(NULL, PROXYCCL_ERROR_BAD_SCHEDULE, 0, "a channel id of the schedule is not in use", info);
   switch (step->kind) {
     case POST:
       if (has_room(channel->connection)) result = issue_post(step, channel, info);
@@ -279,7 +280,7 @@ static ProxycclOutcome take_step(ProxycclService *service, Step *step, uint32_t 
   return result;
 }
 
-/* -- a worker's part of a plan --- */
+/* -- a worker's part of a schedule --- */
 
 /* Whether a step is this worker's: no other touches its state. Steps of channels that are not in use are worker 0's,
  * which refuses them. */
@@ -296,7 +297,7 @@ enum {
   PHASE_MEETINGS,
   PHASE_SENDS,
   PHASE_STAGES, /* receives, each stage a phase */
-  PHASE_GATE = PHASE_STAGES + PROXYCCL_PLAN_STAGES,
+  PHASE_GATE = PHASE_STAGES + PROXYCCL_SCHEDULE_STAGES,
   PHASE_RECEIVES /* of no stage: what peers send behind gates of their own, if any */
 };
 
@@ -309,44 +310,44 @@ static uint32_t phase_of(const ProxycclService *service, const Step *step) {
 
 /* The ProxycclWaitKind of a step. */
 static uint32_t wait_of(const ProxycclService *service, const Step *step) {
-  if (step->kind == MEET) return PROXYCCL_WAIT_PLAN_POST;
-  if (step->kind == RECEIVE) return PROXYCCL_WAIT_PLAN_DATA;
-  return phase_of(service, step) == PHASE_GATE ? PROXYCCL_WAIT_PLAN_GATE : PROXYCCL_WAIT_PLAN_SEND;
+  if (step->kind == MEET) return PROXYCCL_WAIT_SCHEDULE_POST;
+  if (step->kind == RECEIVE) return PROXYCCL_WAIT_SCHEDULE_DATA;
+  return phase_of(service, step) == PHASE_GATE ? PROXYCCL_WAIT_SCHEDULE_GATE : PROXYCCL_WAIT_SCHEDULE_SEND;
 }
 
 /* The first of the steps that the part that runs waits for. NULL: their channels are not in use any more. */
 static const Step *awaited_step(const ProxycclWorker *worker) {
-  const Plan *plan = worker->run.plan;
+  const Schedule *schedule = worker->run.schedule;
   const Step *found = NULL;
-  for (uint32_t i = 0; i < plan->count; ++i) {
-    const Step *step = &plan->steps[i];
+  for (uint32_t i = 0; i < schedule->count; ++i) {
+    const Step *step = &schedule->steps[i];
     if (!is_own(worker, step) || step->state == COMPLETE) continue;
     if (found == NULL || phase_of(worker->service, step) < phase_of(worker->service, found)) found = step;
   }
   return found;
 }
 
-void proxyccl_worker_show_plan_waits(ProxycclWorker *worker) {
+void proxyccl_worker_show_schedule_waits(ProxycclWorker *worker) {
   const ProxycclService *service = worker->service;
-  const Plan *plan = worker->run.plan;
-  if (plan == NULL) return;
+  const Schedule *schedule = worker->run.schedule;
+  if (schedule == NULL) return;
   const Step *awaited = awaited_step(worker);
   if (awaited == NULL) return;
   const uint32_t phase = phase_of(service, awaited);
-  for (uint32_t i = 0; i < plan->count; ++i) {
-    const Step *step = &plan->steps[i];
+  for (uint32_t i = 0; i < schedule->count; ++i) {
+    const Step *step = &schedule->steps[i];
     const ProxycclConnection *connection = service->channels[step->channel].connection;
     if (connection == NULL || !is_own(worker, step) || step->state == COMPLETE || phase_of(service, step) != phase)
       continue;
-    counter_set(&worker->stats->connections[connection->number].plan_wait,
-                (uint64_t)wait_of(service, step) << PROXYCCL_PLAN_WAIT_SHIFT | plan->number);
+    counter_set(&worker->stats->connections[connection->number].schedule_wait,
+                (uint64_t)wait_of(service, step) << PROXYCCL_SCHEDULE_WAIT_SHIFT | schedule->number);
   }
   worker->run.shown = 1;
 }
 
-static void hide_plan_waits(ProxycclWorker *worker) {
+static void hide_schedule_waits(ProxycclWorker *worker) {
   const uint32_t connections = list_count(&worker->connection_count);
-  for (uint32_t i = 0; i < connections; ++i) counter_set(&worker->stats->connections[i].plan_wait, 0);
+  for (uint32_t i = 0; i < connections; ++i) counter_set(&worker->stats->connections[i].schedule_wait, 0);
   worker->run.shown = 0;
 }
 
@@ -354,7 +355,7 @@ static void hide_plan_waits(ProxycclWorker *worker) {
 
 /* The trigger that would do what a send does. It can't tell of 2 GiB or more. */
 static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *step) {
-  const ProxycclPlanSend *send = &step->send;
+  const ProxycclScheduleSend *send = &step->send;
   const Place place = destination(step);
   const uint64_t most = (1u << PROXYCCL_SIZE_BITS) - 1, size = send->bytes > most ? most : send->bytes;
   const uint64_t ids = PROXYCCL_MEMORY_IDS - 1; /* an empty send may have any offset */
@@ -373,7 +374,7 @@ static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *st
 static uint64_t trace_send(ProxycclWorker *worker, const Step *step, uint64_t seen_ns) {
   Trace *trace = &worker->trace;
   trace_begin();
-  trace_mark(trace, worker->stats, PROXYCCL_MARK_PLAN, worker->run.plan->number, seen_ns);
+  trace_mark(trace, worker->stats, PROXYCCL_MARK_SCHEDULE, worker->run.schedule->number, seen_ns);
   trace_trigger(trace_next(trace, worker->stats), trigger_of(worker->service, step));
   ++trace->next;
   const uint64_t issued_ns = now_ns();
@@ -384,10 +385,10 @@ static uint64_t trace_send(ProxycclWorker *worker, const Step *step, uint64_t se
 
 /* -- the run of a part --- */
 
-static void begin_part(ProxycclWorker *worker, Plan *plan) {
-  worker->run = (PlanRun){.plan = plan};
-  for (uint32_t i = 0; i < plan->count; ++i) {
-    Step *step = &plan->steps[i];
+static void begin_part(ProxycclWorker *worker, Schedule *schedule) {
+  worker->run = (ScheduleRun){.schedule = schedule};
+  for (uint32_t i = 0; i < schedule->count; ++i) {
+    Step *step = &schedule->steps[i];
     if (!is_own(worker, step)) continue;
     step->state = WAITING;
     if (step->kind == RECEIVE) step->value = worker->service->channels[step->channel].taken += step->receive.sends;
@@ -395,15 +396,15 @@ static void begin_part(ProxycclWorker *worker, Plan *plan) {
   }
 }
 
-/* The plan that begins for this worker now, or NULL. Worker 0 takes it from the bell and tells the others. */
-static ProxycclOutcome find_plan(ProxycclWorker *worker, Plan **plan, ProxycclExitInfo *info) {
+/* The schedule that begins for this worker now, or NULL. Worker 0 takes it from the bell and tells the others. */
+static ProxycclOutcome find_schedule(ProxycclWorker *worker, Schedule **schedule, ProxycclExitInfo *info) {
   ProxycclService *service = worker->service;
-  *plan = NULL;
+  *schedule = NULL;
   if (worker->number != 0) {
-    const uint32_t started = plans_started(&service->started);
+    const uint32_t started = schedules_started(&service->started);
     if (started == worker->joined) return CONTINUE;
     worker->joined = started;
-    *plan = plan_load(&service->plans[service->current]);
+    *schedule = schedule_load(&service->schedules[service->current]);
     return CONTINUE;
   }
   if (service->words == NULL || parts_left(&service->parts) != 0) return CONTINUE;
@@ -412,76 +413,77 @@ static ProxycclOutcome find_plan(ProxycclWorker *worker, Plan **plan, ProxycclEx
   word_store(&service->words->running,
              number); /* before the bell falls silent: one of the two tells that a stream waits */
   word_store(&service->words->bell, 0);
-  *plan = number < PROXYCCL_MAX_PLANS ? plan_load(&service->plans[number]) : NULL;
-  if (*plan == NULL) {
-    info->plan = (uint32_t)number;
-    return fail(NULL, PROXYCCL_ERROR_BAD_PLAN, 0, "a stream rang a plan that is not there", info);
+  *schedule = number < PROXYCCL_MAX_SCHEDULES ? schedule_load(&service->schedules[number]) : NULL;
+  if (*schedule == NULL) {
+    info->schedule = (uint32_t)number;
+    return fail(NULL, PROXYCCL_ERROR_BAD_SCHEDULE, 0, "a stream rang a schedule that is not there", info);
   }
   service->current = (uint32_t)number;
   service->parts = service->worker_count;
-  plan_start(&service->started);
+  schedule_start(&service->started);
   return CONTINUE;
 }
 
 static ProxycclOutcome time_out(ProxycclWorker *worker, ProxycclExitInfo *info) {
-  static const char *const reasons[] = {[PROXYCCL_WAIT_PLAN_POST] = "no post came",
-                                        [PROXYCCL_WAIT_PLAN_DATA] = "no data came",
-                                        [PROXYCCL_WAIT_PLAN_SEND] = "a send is not complete",
-                                        [PROXYCCL_WAIT_PLAN_GATE] = "the stream did not open the gate"};
+  static const char *const reasons[] = {[PROXYCCL_WAIT_SCHEDULE_POST] = "no post came",
+                                        [PROXYCCL_WAIT_SCHEDULE_DATA] = "no data came",
+                                        [PROXYCCL_WAIT_SCHEDULE_SEND] = "a send is not complete",
+                                        [PROXYCCL_WAIT_SCHEDULE_GATE] = "the stream did not open the gate"};
   const ProxycclService *service = worker->service;
   const Step *step = awaited_step(worker);
-  info->plan = worker->run.plan->number;
-  if (step == NULL) return fail(NULL, PROXYCCL_ERROR_BAD_PLAN, 0, "a channel id of the plan is not in use", info);
+  info->schedule = worker->run.schedule->number;
+  if (step == NULL)
+    return fail(NULL, PROXYCCL_ERROR_BAD_SCHEDULE, 0, "a channel id of the schedule is not in use", info);
   ProxycclConnection *connection = service->channels[step->channel].connection;
   info->wait = wait_of(service, step);
-  return fail(info->wait == PROXYCCL_WAIT_PLAN_GATE ? NULL : connection, PROXYCCL_ERROR_TIMEOUT, 0, reasons[info->wait],
-              info);
+  return fail(info->wait == PROXYCCL_WAIT_SCHEDULE_GATE ? NULL : connection, PROXYCCL_ERROR_TIMEOUT, 0,
+              reasons[info->wait], info);
 }
 
 /* What a turn without progress comes to. The clock is read now and then. */
 static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
-  PlanRun *run = &worker->run;
+  ScheduleRun *run = &worker->run;
   if (++run->idle_polls % POLLS_PER_CLOCK != 0) return CONTINUE;
   const uint64_t now = now_ns();
   if (run->idle_since == 0) run->idle_since = now;
   const uint64_t idle_ns = now - run->idle_since;
-  if (!run->shown && idle_ns > SHOWN_AFTER_NS) proxyccl_worker_show_plan_waits(worker);
+  if (!run->shown && idle_ns > SHOWN_AFTER_NS) proxyccl_worker_show_schedule_waits(worker);
   return idle_ns > worker->service->control->timeout_ns ? time_out(worker, info) : CONTINUE;
 }
 
 static void note_progress(ProxycclWorker *worker) {
   worker->run.idle_since = worker->run.idle_polls = 0;
-  if (worker->run.shown) hide_plan_waits(worker);
+  if (worker->run.shown) hide_schedule_waits(worker);
 }
 
 static void end_part(ProxycclWorker *worker) {
-  worker->run.plan = NULL;
+  worker->run.schedule = NULL;
   if (part_end(&worker->service->parts) != 0) return;
   word_store(&worker->service->words->running, 0);
   word_store(&worker->service->words->done, 1);
 }
 
-ProxycclOutcome proxyccl_worker_run_plan(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
-                                         int *running) {
+ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
+                                             int *running) {
   ProxycclOutcome result;
   uint32_t steps = 0;
-  if (worker->run.plan == NULL) {
-    Plan *plan;
-    result = find_plan(worker, &plan, info);
-    if (result != CONTINUE || plan == NULL) return result;
-    begin_part(worker, plan);
+  if (worker->run.schedule == NULL) {
+    Schedule *schedule;
+    result = find_schedule(worker, &schedule, info);
+    if (result != CONTINUE || schedule == NULL) return result;
+    begin_part(worker, schedule);
     ++*progress;
   }
-  const PlanRun *run = &worker->run;
+  const ScheduleRun *run = &worker->run;
   uint64_t traced_ns = trace_wanted(worker->stats); /* 0: nobody traces; else when the next send was seen */
-  for (uint32_t i = 0; i < run->plan->count; ++i) {
-    Step *step = &run->plan->steps[i];
+  for (uint32_t i = 0; i < run->schedule->count; ++i) {
+    Step *step = &run->schedule->steps[i];
     if (!is_own(worker, step) || step->state == COMPLETE) continue;
     const int issuable = step->kind == SEND && step->state == WAITING;
     result = take_step(worker->service, step, &steps, info);
     if (traced_ns != 0 && issuable && step->state != WAITING) traced_ns = trace_send(worker, step, traced_ns);
     if (result != CONTINUE) {
-      info->plan = run->plan->number;
+      info->schedule = run->schedule->number;
       return result;
     }
     worker->run.left -= step->state == COMPLETE;

@@ -1,4 +1,4 @@
-"""Moving bytes by proxy: all_gather, all_to_all and broadcast as plans, without a kernel."""
+"""Moving bytes by proxy: all_gather, all_to_all and broadcast as schedules, without a kernel."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from proxyccl.channels.collectives.by_proxy import ByProxy, rounds
-from proxyccl.channels.schedules.memory import PlanSpan, Side
+from proxyccl.channels.schedules.memory import ScheduleSpan, Side
 from proxyccl.channels.schedules.rings import Step
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
-from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, ProxyPlan
+from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def prepare_move(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share:
     """What a stream does for a collective that moves bytes.
 
     Args:
-        by_proxy: what plans are made with.
+        by_proxy: what schedules are made with.
         source: input of this rank.
         target: its output.
         share: bytes that one rank sends to one.
@@ -67,7 +67,7 @@ def prepare_move(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share:
 
 
 class _Round:
-    """One plan of a call. Each side of it may be staged.
+    """One schedule of a call. Each side of it may be staged.
 
     Args:
         room: bytes that suffice to stage a side, the same on all ranks.
@@ -92,17 +92,17 @@ class _Round:
         ]
         kept = part.kept
         stays = [] if kept is None else [CopyBytes(target.ptr + kept.offset, source.ptr + part.kept_from, kept.nbytes)]
-        return [*dict.fromkeys(copies_in), self._plan(), *stays, *self._by_proxy.rings.end(), *copies_out]
+        return [*dict.fromkeys(copies_in), self._schedule(), *stays, *self._by_proxy.rings.end(), *copies_out]
 
-    def _plan(self) -> ProxyPlan:
+    def _schedule(self) -> Schedule:
         links = self._by_proxy.links
-        return ProxyPlan(
+        return Schedule(
             posts=tuple(
-                PlanPost(links.posts[receive.peer], place.memory.id_at(receive.peer), place.offset)
+                SchedulePost(links.posts[receive.peer], place.memory.id_at(receive.peer), place.offset)
                 for receive, place in zip(self._part.receives, self._outputs, strict=True)
             ),
             sends=tuple(
-                PlanSend(
+                ScheduleSend(
                     links.sends[send.peer],
                     place.memory.source_id(send.peer),
                     place.offset,
@@ -111,10 +111,12 @@ class _Round:
                 )
                 for send, place in zip(self._part.sends, self._inputs, strict=True)
             ),
-            receives=tuple(PlanReceive(links.sends[receive.peer]) for receive in self._part.receives),
+            receives=tuple(ScheduleReceive(links.sends[receive.peer]) for receive in self._part.receives),
         )
 
-    def _places(self, side: Side, transfers: Sequence[Transfer], find: Callable[[], PlanSpan | None]) -> list[PlanSpan]:
+    def _places(
+        self, side: Side, transfers: Sequence[Transfer], find: Callable[[], ScheduleSpan | None]
+    ) -> list[ScheduleSpan]:
         """Where each transfer begins: in the array, whose memory `find` gives; else staged, one after the other."""
         memories = self._by_proxy.memories
         if not transfers and not memories.staged_together:
@@ -130,10 +132,10 @@ class _Round:
         place = box or memories.found_or_staged(found, side, self._room if memories.staged_together else end)
         return [place.at(transfer.offset if place is found else packed[transfer.offset]) for transfer in transfers]
 
-    def _find_source(self) -> PlanSpan | None:
+    def _find_source(self) -> ScheduleSpan | None:
         return self._by_proxy.memories.source(self._source.ptr, self._source.nbytes)
 
-    def _find_target(self) -> PlanSpan | None:
+    def _find_target(self) -> ScheduleSpan | None:
         """None also where what comes would overwrite what is still to be sent."""
         source, target, part = self._source, self._target, self._part
         sends = [(source.ptr + send.offset, send.nbytes) for send in part.sends]
