@@ -89,7 +89,7 @@ test-faults: $(VENV)/.installed
 WITH_RDMA_CACHE = sh -c 'cp -r build/rdma-cache /run && PROXYCCL_CACHE=/run/rdma-cache exec "$$0" "$$@"'
 test-rdma: $(VENV)/.installed
 	@if reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_machine.py build/soft-roce); then \
-	  $(BIN)/python tests/support/fetch_fabric.py build/fabric; \
+	  $(BIN)/python tests/support/packages/fetch_fabric.py build/fabric; \
 	  PROXYCCL_CACHE=$(CURDIR)/build/rdma-cache $(BIN)/python $(SOFT_ROCE)/kernels.py && \
 	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- $(WITH_RDMA_CACHE) $(BIN)/pytest $(RDMA_PYTEST) tests/rdma/soft_roce && \
 	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- $(WITH_RDMA_CACHE) $(BIN)/python tests/rdma/soft_roce/two_machines.py; \
@@ -185,10 +185,10 @@ bench-rdma: $(VENV)/.installed bare-writes
 # Writes through libfabric, beside iperf3 and fi_pingpong, which are fetched where they can be; and all_reduce between two
 # hosts of two ranks, which are network namespaces of this machine, beside MPI and gloo.
 bench-fabric: $(VENV)/.installed .venv-torch/.installed bare-writes
-	$(BIN)/python tests/support/fetch_network_peers.py build/network-peers || test $$? = 2
-	$(BIN)/python tests/support/run_on_hosts.py -- $(BIN)/python \
+	$(BIN)/python tests/support/packages/fetch_network_peers.py build/network-peers || test $$? = 2
+	$(BIN)/python tests/support/hosts/run_on_hosts.py -- $(BIN)/python \
 	  benchmarks/fabric_writes.py --provider tcp --interface lo --peers build/network-peers --json $(RESULTS)/fabric_writes.json
-	$(BIN)/python tests/support/run_on_hosts.py 2 2 -- env MPI4PY_LIBMPI=$(CURDIR)/$(VENV)/lib/libmpi.so.12 \
+	$(BIN)/python tests/support/hosts/run_on_hosts.py 2 2 -- env MPI4PY_LIBMPI=$(CURDIR)/$(VENV)/lib/libmpi.so.12 \
 	  .venv-torch/bin/python -m mpi4py \
 	  benchmarks/host_collectives.py --collectives all_reduce --gloo --sizes 1K 8K 64K 512K 4M 16M 64M \
 	  --json $(RESULTS)/between_hosts_4.json
@@ -217,7 +217,7 @@ wheel: $(VENV)/.wheel-tools
 DOCS := build/docs
 DOXYGEN := build/doxygen
 docs: $(VENV)/.docs-tools
-	@command -v doxygen > /dev/null || $(BIN)/python tests/support/fetch_packages.py $(DOXYGEN) doxygen
+	@command -v doxygen > /dev/null || $(BIN)/python tests/support/packages/fetch_packages.py $(DOXYGEN) doxygen
 	@mkdir -p $(DOCS)/doxygen
 	PATH="$$PATH:$(DOXYGEN)/usr/bin" LD_LIBRARY_PATH="$$LD_LIBRARY_PATH:$$(echo $(DOXYGEN)/usr/lib/*-linux-gnu)" doxygen docs/Doxyfile
 	$(BIN)/python docs/public_names.py $(DOCS)/doxygen/xml
@@ -253,18 +253,18 @@ $(ROCM_ON_CUDA)/lib/libamdhip64.so: tests/support/hip/amdhip64_on_cuda.cpp tests
 $(ROCM_ON_CUDA)/lib/libhiprtc.so: tests/support/hip/hiprtc_on_cuda.cpp tests/support/hip/hip_api.h
 	$(FORWARD)
 
-# The device that the tests of the verbs transport post to (tests/support/verbs).
+# The device that the tests of the verbs transport post to (tests/support/fakes).
 FAKE_VERBS := build/fake-verbs
 fake-verbs: $(FAKE_VERBS)/libfake_device.so
-$(FAKE_VERBS)/libfake_device.so: tests/support/verbs/fake_device.c tests/support/verbs/fake_device.h
+$(FAKE_VERBS)/libfake_device.so: tests/support/fakes/fake_device.c tests/support/fakes/fake_device.h
 	mkdir -p $(@D) && $(CC) -std=gnu11 -O2 -Wall -Wextra -fPIC -shared -pthread -Ibuild/rdma-headers/usr/include $(filter %.c,$^) -o $@
 
 # The endpoint that the tests of the fabric transport write to, and a library whose providers reach GPUs
-# (tests/support/fabric).
+# (tests/support/fakes).
 FAKE_FABRIC := build/fake-fabric
 fake-fabric: $(FAKE_FABRIC)/libfake_endpoint.so $(FAKE_FABRIC)/libfake_library.so
-$(FAKE_FABRIC)/libfake_endpoint.so: tests/support/fabric/fake_endpoint.h
-$(FAKE_FABRIC)/libfake_%.so: tests/support/fabric/fake_%.c
+$(FAKE_FABRIC)/libfake_endpoint.so: tests/support/fakes/fake_endpoint.h
+$(FAKE_FABRIC)/libfake_%.so: tests/support/fakes/fake_%.c
 	mkdir -p $(@D) && $(CC) -std=gnu11 -O2 -Wall -Wextra -fPIC -shared -pthread -Ibuild/fabric-headers/usr/include $(filter %.c,$^) -ldl -o $@
 
 # The loops that benchmarks compare proxied writes with. No part of the package.
@@ -282,9 +282,9 @@ $(VENV)/.locked: requirements.lock $(GPU_LOCK)
 	touch $@
 
 $(VENV)/.built: $(VENV)/.locked $(SOURCES)
-	@reason=$$($(BIN)/python tests/support/fetch_headers.py build/rdma-headers libibverbs-dev) || \
+	@reason=$$($(BIN)/python tests/support/packages/fetch_headers.py build/rdma-headers libibverbs-dev) || \
 	  { [ $$? = 2 ] && echo "The engine is built without the transport verbs: $$reason"; }
-	@reason=$$($(BIN)/python tests/support/fetch_headers.py build/fabric-headers libfabric-dev) || \
+	@reason=$$($(BIN)/python tests/support/packages/fetch_headers.py build/fabric-headers libfabric-dev) || \
 	  { [ $$? = 2 ] && echo "The engine is built without the transport fabric: $$reason"; }
 	$(PIP_INSTALL) --no-build-isolation --no-deps --editable . --config-settings editable_mode=strict
 	touch $@

@@ -21,7 +21,7 @@ from proxyccl import (
 from proxyccl.device._native import lib
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy.trigger import WINDOW_BYTES
-from support.random_transfers import run_random_transfers
+from support.cases.random_transfers import run_random_transfers
 from support.ranks import Gate, Ranks
 from support.running import impatient
 

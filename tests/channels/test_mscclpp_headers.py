@@ -10,7 +10,7 @@ import pytest
 
 from proxyccl import AbortedError, Array, Communicator, CompileError, WaitTimeoutError
 from support.device_arrays import barrier, on_host
-from support.mscclpp_kernels import MSCCLPP_KERNELS
+from support.kernels.mscclpp import MSCCLPP_KERNELS
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.hip

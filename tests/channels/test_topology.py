@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from proxyccl import ArgumentError, Array, Communicator, Runtime, RuntimeUnavailableError, ThreadBootstrap
 from proxyccl.channels.joining.topology import RANK_INFO, RankInfo, Topology, encode_choice
+from support.cases.reference import ALGORITHMS, MOVES, Call
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import most_ranks, rank_runtime, require_devices
 from support.ranks import Ranks
-from support.reference import ALGORITHMS, MOVES, Call
 from support.running import TIMEOUT, run_ranks
 
 

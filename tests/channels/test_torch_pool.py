@@ -17,10 +17,10 @@ from proxyccl import Array, ClosedError, Communicator, RuntimeUnavailableError
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.memory.memory_pool import MemoryPool
 from proxyccl.torch_tensors.pools import PoolUse, require_torch
+from support.cases.memory import registered
 from support.devices import RUNTIME, world_sizes
-from support.memory import registered
+from support.fakes.torch import MemPool, make_torch
 from support.running import run_ranks, wait_for
-from support.torch_stand_in import MemPool, make_torch
 
 
 @pytest.fixture

@@ -33,14 +33,14 @@ from proxyccl.device.stream_operations import CopyBytes, Operation, StreamOperat
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend, ScheduleWait
 from proxyccl.proxy.trigger import MAX_MEMORIES
 from support import hanging
+from support.cases.reference import Call
+from support.cases.span_calls import COLLECTIVES, KINDS, Kind, SpanCalls, allocate
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import RUNTIME, processes, world_sizes
 from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
-from support.reference import Call
 from support.running import TIMEOUT, impatient, run_mpi, run_ranks, wait_for
-from support.span_calls import COLLECTIVES, KINDS, Kind, SpanCalls, allocate
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
 

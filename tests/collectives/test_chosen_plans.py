@@ -13,8 +13,7 @@ from proxyccl import ArgumentError, Communicator, ExecutionPlan, MismatchError, 
 from proxyccl.channels.collectives import tuned, tuning
 from proxyccl.channels.collectives.selection import CASES, Case
 from proxyccl.tools.tune import in_words
-from support.device_arrays import on_device, on_host
-from support.plan_documents import (
+from support.cases.plan_documents import (
     Ops,
     RankView,
     all_gather,
@@ -25,6 +24,7 @@ from support.plan_documents import (
     move,
     own,
 )
+from support.device_arrays import on_device, on_host
 from support.ranks import Ranks
 from support.running import run_ranks
 

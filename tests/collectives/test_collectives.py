@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from proxyccl import Communicator
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
+from support.cases.reference import ALGORITHMS, BITWISE_OPS, DTYPES, MOVES, OPS, SOME_DTYPES, Call, ops_of
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import processes, runtime_with_blocks, world_sizes
 from support.paths import PROGRAMS
 from support.ranks import Ranks
-from support.reference import ALGORITHMS, BITWISE_OPS, DTYPES, MOVES, OPS, SOME_DTYPES, Call, ops_of
 from support.running import run_mpi
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # as many of them as there are devices for

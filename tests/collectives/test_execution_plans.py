@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 
 from proxyccl import ArgumentError, Communicator, ExecutionPlan, MismatchError, WaitTimeoutError
 from proxyccl.device.arrays.array import as_view
-from support.device_arrays import on_device, on_host
-from support.devices import RUNTIME
-from support.graphs import Graph
-from support.plan_documents import (
+from support.cases.graphs import Graph
+from support.cases.plan_documents import (
     NOP,
     Ops,
     RankView,
@@ -35,6 +33,8 @@ from support.plan_documents import (
     own,
     port_packets,
 )
+from support.device_arrays import on_device, on_host
+from support.devices import RUNTIME
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.hip

@@ -13,12 +13,12 @@ import pytest
 
 from proxyccl import ArgumentError, Array, Communicator
 from proxyccl.device import open_runtime
+from support.cases.memory import registered, room_for
+from support.cases.reference import Call
 from support.device_arrays import barrier
 from support.devices import RUNTIME, world_sizes
-from support.foreign_memory import ForeignMemory
-from support.memory import registered, room_for
+from support.fakes.foreign_memory import ForeignMemory
 from support.ranks import Ranks
-from support.reference import Call
 from support.running import wait_for
 
 pytestmark = pytest.mark.hip

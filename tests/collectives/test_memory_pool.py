@@ -13,15 +13,15 @@ from proxyccl.channels.symmetric import SymmetricMemory
 from proxyccl.device import open_runtime
 from proxyccl.device.arrays.view import ArrayView
 from proxyccl.device.memory.memory_pool import MemoryPool
+from support.cases.memory import make_call, registered, room_for, symmetric, view_of
+from support.cases.reference import Call
+from support.cases.span_calls import Kind, SpanCalls
 from support.device_arrays import barrier
 from support.devices import RUNTIME, processes, world_sizes
-from support.foreign_memory import ForeignMemory
-from support.memory import make_call, registered, room_for, symmetric, view_of
+from support.fakes.foreign_memory import ForeignMemory
 from support.paths import PROGRAMS
 from support.ranks import Ranks
-from support.reference import Call
 from support.running import run_mpi, wait_for
-from support.span_calls import Kind, SpanCalls
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from proxyccl import AbortedError, ArgumentError, ClosedError, Communicator, MismatchError
+from support.cases.reference import Call
 from support.ranks import Ranks
-from support.reference import Call
 from support.running import run_ranks
 
 pytestmark = pytest.mark.host_only(reason="on GPUs no call waits")

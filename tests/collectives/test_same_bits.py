@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from proxyccl import Communicator
+from support.cases.reference import OPS, numpy_dtype
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import runtime_with_blocks, world_sizes
 from support.ranks import Ranks
-from support.reference import OPS, numpy_dtype
 
 pytestmark = pytest.mark.hip
 

@@ -13,11 +13,11 @@ from proxyccl import ArgumentError, Communicator
 from proxyccl.device import open_runtime
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import as_dtype
+from support.cases.memory import download, make_call, registered, room_for, symmetric, upload, view_of
+from support.cases.reference import DTYPES, MOVES, Call, poison
 from support.device_arrays import barrier
 from support.devices import runtime_with_blocks, world_sizes
-from support.memory import download, make_call, registered, room_for, symmetric, upload, view_of
 from support.ranks import Ranks
-from support.reference import DTYPES, MOVES, Call, poison
 from support.running import wait_for
 
 LONG = open_runtime().launch_defaults.meeting_bytes  # of a share from which on ranks meet before they send

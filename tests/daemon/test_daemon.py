@@ -31,6 +31,7 @@ from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.reader import Observer
 from proxyccl.proxy.verbs.devices import missing
 from support import hanging
+from support.cases.span_calls import SpanCalls
 from support.daemons import RunningDaemon, running_daemon
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import most_ranks, processes, require_devices
@@ -38,7 +39,6 @@ from support.paths import EXAMPLES, PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
 from support.running import TIMEOUT, impatient, run_alone, run_mpi, run_ranks, wait_for
-from support.span_calls import SpanCalls
 
 PROGRAM = PROGRAMS / "failure.py"
 SHORT = 3.0

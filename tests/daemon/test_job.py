@@ -28,7 +28,7 @@ from proxyccl.proxy.processes import start_of
 from support.daemons import daemon_inside
 from support.device_arrays import on_device, on_host
 from support.devices import rank_runtime, require_devices
-from support.fake_staging import seen_as
+from support.fakes.staging import seen_as
 from support.paths import PROGRAMS
 from support.processes import run_processes, shared_memory_names
 from support.running import TIMEOUT, run_alone, run_mpi, run_ranks, wait_for

@@ -41,7 +41,7 @@ from proxyccl.proxy.interface import EndpointInfo
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.verbs.options import RdmaOptions
 from support.daemons import RunningDaemon, daemon_inside, running_daemon
-from support.raw_client import DONE, DRAINED, HELLO, OFFSET, OPEN, Flood, RawClient, Ringing, frame_of
+from support.fakes.raw_client import DONE, DRAINED, HELLO, OFFSET, OPEN, Flood, RawClient, Ringing, frame_of
 from support.running import TIMEOUT, run_ranks, wait_for
 
 OPTIONS = {"rdma": asdict(RdmaOptions()), "fabric": asdict(FabricOptions())}

@@ -37,10 +37,10 @@ from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import PARITY_SHIFT
 from support.daemons import RunningDaemon, daemon_inside, running_daemon
 from support.device_arrays import barrier
+from support.fakes.raw_client import DONE, RawClient, frame_of
 from support.hanging import hang
 from support.observing import KERNELS, channels_of
 from support.ranks import Gate
-from support.raw_client import DONE, RawClient, frame_of
 from support.running import TIMEOUT, impatient, run_alone, run_ranks, wait_for
 
 NAMED: dict[str, Any] = {"description": {"job": "0badcafe", "rank": 5, "world_size": 8, "program": "raw"}}

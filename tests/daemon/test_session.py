@@ -23,7 +23,7 @@ from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.workers import Workers
 from support.daemons import RunningDaemon, daemon_inside
-from support.raw_client import DONE, OFFSET, RawClient
+from support.fakes.raw_client import DONE, OFFSET, RawClient
 from support.running import TIMEOUT, run_ranks, wait_for
 
 pytestmark = pytest.mark.host_only(reason="a raw client's memory is the host's")

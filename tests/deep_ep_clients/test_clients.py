@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from proxyccl import Communicator  # noqa: E402
-from support.deep_ep_clients import CLIENTS, Mixture, megatron, nemo, require_close  # noqa: E402
+from support.cases.deep_ep_clients import CLIENTS, Mixture, megatron, nemo, require_close  # noqa: E402
 from support.devices import runtime_with_blocks, torch_device  # noqa: E402
 from support.processes import run_processes  # noqa: E402
 from support.ranks import Ranks  # noqa: E402

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 import deep_ep  # noqa: E402
 
 from proxyccl import ArgumentError, CapacityError, ClosedError, Communicator  # noqa: E402
-from support.deep_ep_clients import Mixture, quantized  # noqa: E402
-from support.deep_ep_oracle import Arrived, same, signature  # noqa: E402
+from support.cases.deep_ep_clients import Mixture, quantized  # noqa: E402
+from support.cases.deep_ep_oracle import Arrived, same, signature  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 

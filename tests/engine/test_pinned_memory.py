@@ -22,8 +22,8 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.trigger import WINDOW_BYTES
 from support.device_arrays import barrier
-from support.fake_staging import OtherCalls, seen_as
-from support.fake_verbs import Producer, value_trigger
+from support.fakes.staging import OtherCalls, seen_as
+from support.fakes.verbs import Producer, value_trigger
 from support.running import TIMEOUT, run_ranks, wait_for
 
 LIMIT = int(_engine.lib.PROXYCCL_CPU_COPY_BYTES)

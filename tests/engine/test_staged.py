@@ -1,6 +1,6 @@
 """The staged transports: memory that the device between hosts can't register, through pinned memory on both sides.
 
-Two proxies in this process, over devices that copy memory and are strict about every limit (fake_staging.py).
+Two proxies in this process, over devices that copy memory and are strict about every limit (support/fakes/staging.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, Sch
 from proxyccl.proxy.staging import RemoteWriteTargets
 from proxyccl.proxy.transports.table import find_transport
 from support.devices import rank_runtime
-from support.fake_staging import COPY, EVENT_QUERY, End, Ends, LateStreams, seen_as
-from support.fake_verbs import bytes_of_value
-from support.fake_wires import AddingVerbsWire, FabricWire, FakeWire, JoinedFabricWire, UnorderedFabricWire, VerbsWire
+from support.fakes.staging import COPY, EVENT_QUERY, End, Ends, LateStreams, seen_as
+from support.fakes.verbs import bytes_of_value
+from support.fakes.wires import AddingVerbsWire, FabricWire, FakeWire, JoinedFabricWire, UnorderedFabricWire, VerbsWire
 from support.ranks import Gate
 
 lib = _engine.lib

@@ -11,7 +11,7 @@ import pytest
 from proxyccl import Communicator, EPAll2AllLayer
 from proxyccl.channels.expert_parallel import geometry
 from proxyccl.device._native import ffi
-from support.layer_cases import Case, check_layer, dispatch_of, plan_of, run_ranks, same_rows
+from support.cases.expert_layer import Case, check_layer, dispatch_of, plan_of, run_ranks, same_rows
 from support.running import TIMEOUT
 
 pytestmark = pytest.mark.host_only(reason="writes flags and counters, which only the host runtime's CPU can")

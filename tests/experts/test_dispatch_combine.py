@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from proxyccl import ArgumentError, Communicator, DispatchCombine, MismatchError, WaitTimeoutError
 from proxyccl.device.arrays.array import as_view
 from support import running
+from support.cases.reference import numpy_dtype, poison, unit_roundoff
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import most_ranks, runtime_with_blocks
 from support.paths import EXAMPLES
 from support.ranks import Ranks
-from support.reference import numpy_dtype, poison, unit_roundoff
 from support.running import TIMEOUT, impatient, run_mpi
 
 run_ranks = functools.partial(running.run_ranks, make_runtime=runtime_with_blocks)

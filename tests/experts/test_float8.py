@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, Communicator, EPAll2AllLayer
 from proxyccl.channels.expert_parallel import geometry
+from support.cases.reference import numpy_dtype
 from support.device_arrays import on_device, on_host, overwrite
-from support.reference import numpy_dtype
 from support.running import run_ranks
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)

@@ -12,7 +12,7 @@ from proxyccl import Communicator, CommunicatorError
 from proxyccl.channels.expert_parallel import geometry
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.device._native import ffi
-from support.layer_cases import Case, plan_of, run_ranks
+from support.cases.expert_layer import Case, plan_of, run_ranks
 from support.running import TIMEOUT, impatient
 
 pytestmark = pytest.mark.host_only(reason="fills tables with numbers that lead anywhere")

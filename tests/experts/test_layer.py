@@ -24,9 +24,7 @@ from proxyccl import (
 from proxyccl.channels.expert_parallel import geometry
 from proxyccl.device._native import ffi
 from proxyccl.device.kernel import Launch
-from support.device_arrays import on_device, on_host
-from support.devices import most_ranks, runtime_with_blocks
-from support.layer_cases import (
+from support.cases.expert_layer import (
     DTYPES,
     ROUTINGS,
     Case,
@@ -41,9 +39,11 @@ from support.layer_cases import (
     same_layout,
     same_numbers,
 )
+from support.cases.reference import numpy_dtype, unit_roundoff
+from support.device_arrays import on_device, on_host
+from support.devices import most_ranks, runtime_with_blocks
 from support.paths import PROGRAMS
 from support.ranks import Ranks, collect_garbage
-from support.reference import numpy_dtype, unit_roundoff
 from support.running import run_mpi
 
 # -- worlds: links, nodes and sizes ---

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from support.expert_oracle import Routing
-from support.layer_cases import (
+from support.cases.expert_layer import (
     Case,
     plan_of,
 )
+from support.cases.expert_oracle import Routing
 
 
 def test_the_oracle_gives_what_was_worked_out_by_hand() -> None:

@@ -18,8 +18,7 @@ from proxyccl import (
     MismatchError,
     WaitTimeoutError,
 )
-from support.device_arrays import on_device, on_host
-from support.layer_cases import (
+from support.cases.expert_layer import (
     Case,
     Plan,
     check,
@@ -32,6 +31,7 @@ from support.layer_cases import (
     same_numbers,
     same_rows,
 )
+from support.device_arrays import on_device, on_host
 from support.ranks import Ranks
 from support.running import TIMEOUT, impatient
 

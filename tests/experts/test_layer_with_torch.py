@@ -11,7 +11,7 @@ import pytest
 from proxyccl import (
     Communicator,
 )
-from support.layer_cases import (
+from support.cases.expert_layer import (
     DTYPES,
     Case,
     Values,
@@ -20,8 +20,8 @@ from support.layer_cases import (
     same,
     same_numbers,
 )
+from support.cases.reference import numpy_dtype
 from support.ranks import Ranks
-from support.reference import numpy_dtype
 
 
 @pytest.fixture(scope="module")

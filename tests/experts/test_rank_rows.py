@@ -15,10 +15,10 @@ from proxyccl import ArgumentError, CapacityError, Communicator, EPAll2AllLayer
 from proxyccl.channels.expert_parallel import geometry
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.device._native import lib
+from support.cases.reference import numpy_dtype
 from support.device_arrays import on_device, on_host, overwrite
 from support.devices import most_ranks, runtime_with_blocks
 from support.ranks import Ranks
-from support.reference import numpy_dtype
 from support.running import run_ranks
 
 Values = NDArray[Any]

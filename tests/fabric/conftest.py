@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.fabric_packages import load_if_here, unavailable_reason
+from support.packages.fabric import load_if_here, unavailable_reason
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from proxyccl import ArgumentError, Operation, Trigger
 from proxyccl.proxy import _engine
 from proxyccl.proxy.transports.table import find_transport
-from support.fake_fabric import FakeFabricPeer
-from support.fake_verbs import Loop, bytes_of_value
+from support.fakes.fabric import FakeFabricPeer
+from support.fakes.verbs import Loop, bytes_of_value
 from support.running import TIMEOUT
 
 lib = _engine.lib

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.networks import Hosts, hosts_or_skip
+from support.hosts.networks import Hosts, hosts_or_skip
 from support.once import run_make
 from support.paths import ROOT
 

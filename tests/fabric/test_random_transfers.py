@@ -6,7 +6,7 @@ import pytest
 
 from proxyccl import Communicator, FabricOptions
 from proxyccl.proxy import _engine
-from support.random_transfers import run_random_transfers
+from support.cases.random_transfers import run_random_transfers
 from support.ranks import Ranks
 
 pytestmark = [

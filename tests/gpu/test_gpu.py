@@ -40,16 +40,16 @@ from proxyccl.device.memory.memory_pool import MemoryPool
 from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
 from proxyccl.proxy.trigger import MAX_CHANNELS
 from proxyccl.torch_tensors.pools import PoolUse
+from support.cases.expert_oracle import Routing
+from support.cases.graphs import Graph, Replayed
+from support.cases.memory import registered
+from support.cases.reference import ALGORITHMS, DTYPES, Call
 from support.daemons import running_daemon
 from support.device_arrays import on_device, on_host
 from support.devices import RUNTIME, device_count, rank_runtime
-from support.expert_oracle import Routing
-from support.graphs import Graph, Replayed
-from support.memory import registered
 from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
-from support.reference import ALGORITHMS, DTYPES, Call
 from support.running import TIMEOUT, impatient, run_alone, run_mpi, run_ranks, wait_for
 
 pytestmark = pytest.mark.gpu_only

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support.checkers import checkers
+from support.models.checkers import checkers
 from support.once import made_once, shared_directory
 from support.paths import ROOT, TESTS
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from support.checkers import checkers
+from support.models.checkers import checkers
+from support.models.planted_bugs import Bug, copy_sources, plant, replace
 from support.once import made_once, shared_directory
 from support.paths import ROOT, TESTS
-from support.planted_bugs import Bug, copy_sources, plant, replace
 
 pytestmark = pytest.mark.host_only(reason="explores the host's platform header")
 

@@ -11,7 +11,7 @@ from numba import cuda, int64, types
 
 import proxyccl.numba as pn
 from proxyccl import ArgumentError
-from support import numba_kernels as kernels
+from support.kernels import numba as kernels
 
 pytestmark = pytest.mark.host_only(reason="a compiler alone")
 

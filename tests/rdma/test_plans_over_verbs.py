@@ -9,8 +9,8 @@ import pytest
 
 from proxyccl import Communicator, ExecutionPlan
 from proxyccl.proxy import _engine
-from support.fake_network import FakeNetwork
-from support.plan_documents import all_gather, all_reduce_of_nodes, port_packets
+from support.cases.plan_documents import all_gather, all_reduce_of_nodes, port_packets
+from support.fakes.network import FakeNetwork
 from support.ranks import Ranks
 
 pytestmark = [

@@ -39,7 +39,7 @@ from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device, missing, p
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.options import MTUS
 from proxyccl.proxy.verbs.registrations import Registrations
-from support import pyverbs_stand_in
+from support.fakes import pyverbs as pyverbs_stand_in
 
 pytestmark = pytest.mark.own_proxy(reason="a stand-in for RDMA, in its own process")
 

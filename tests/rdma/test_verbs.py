@@ -31,7 +31,7 @@ from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, Sch
 from proxyccl.proxy.transports.table import find_transport
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
 from support.bare_writes import verbs_write
-from support.fake_verbs import (
+from support.fakes.verbs import (
     LKEY,
     RKEY,
     SIGNAL_RKEY,

@@ -21,7 +21,7 @@ import pytest
 from proxyccl.device.build.compile_cache import INCLUDE_DIR, KERNEL_DIR, shipped_source
 from proxyccl.device.build.kernel_names import kernel_names, kernels_of_image
 from proxyccl.device.errors import RuntimeUnavailableError
-from support.device_sources import (
+from support.kernels.device_sources import (
     ACCESSES,
     ALGORITHMS,
     HIDDEN_KERNELS,
@@ -31,7 +31,7 @@ from support.device_sources import (
     reductions_of,
     shipped_without_dtype,
 )
-from support.mscclpp_kernels import MSCCLPP_KERNELS
+from support.kernels.mscclpp import MSCCLPP_KERNELS
 from support.paths import ROOT, TESTS
 
 try:

@@ -17,7 +17,7 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.memory.memory_pool import MemoryPool, Segment
 from proxyccl.device.runtime import AllocationCalls, Runtime
-from support.foreign_memory import ForeignMemory, allocate, free
+from support.fakes.foreign_memory import ForeignMemory, allocate, free
 
 pytestmark = pytest.mark.hip
 

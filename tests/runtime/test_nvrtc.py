@@ -12,7 +12,7 @@ import pytest
 
 from proxyccl.device.build.compile_cache import KERNEL_DIR, shipped_source
 from proxyccl.device.build.kernel_names import kernel_names, kernels_of_image
-from support.device_sources import (
+from support.kernels.device_sources import (
     ACCESSES,
     ALGORITHMS,
     HIDDEN_KERNELS,
@@ -22,8 +22,8 @@ from support.device_sources import (
     reductions_of,
     shipped_without_dtype,
 )
-from support.mscclpp_kernels import MSCCLPP_KERNELS
-from support.nvrtc import CUBIN, PTX, Nvrtc
+from support.kernels.mscclpp import MSCCLPP_KERNELS
+from support.kernels.nvrtc import CUBIN, PTX, Nvrtc
 
 pytestmark = pytest.mark.host_only(reason="a compiler alone")
 

@@ -10,7 +10,7 @@ import pytest
 from proxyccl.device.memory import memory_pool
 from proxyccl.device.memory.places import ALLOCATE, FREE, Places
 from proxyccl.device.runtime import Runtime
-from support.torch_stand_in import PluggableAllocator
+from support.fakes.torch import PluggableAllocator
 
 pytestmark = pytest.mark.hip
 

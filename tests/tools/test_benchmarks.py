@@ -18,7 +18,7 @@ from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.tools import bench_ring
 from proxyccl.tools.options import show_size, size
-from support.nvrtc import CUBIN, Nvrtc
+from support.kernels.nvrtc import CUBIN, Nvrtc
 from support.paths import ROOT
 from support.running import run_alone, run_mpi
 

@@ -16,7 +16,7 @@ import pytest
 from proxyccl.device.build.kernel_names import kernel_names
 from proxyccl.proxy.verbs.devices import missing
 from support.devices import ON_HOST, RUNTIME, processes, world_sizes
-from support.nvrtc import CUBIN, Nvrtc
+from support.kernels.nvrtc import CUBIN, Nvrtc
 from support.paths import EXAMPLES
 from support.running import run_mpi
 

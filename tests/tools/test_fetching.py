@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.debian_packages import UnavailableError, fill_once
+from support.packages.debian import UnavailableError, fill_once
 
 
 def test_one_of_many_fills_a_directory_that_appears_complete(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.networks import INTERFACE, Hosts, hosts_or_skip
+from support.hosts.networks import INTERFACE, Hosts, hosts_or_skip
 
 pytest.importorskip("torch")
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from proxyccl.torch import StoreBootstrap  # noqa: E402
 from proxyccl.torch.process_group import IS_BACKEND  # noqa: E402
-from support.boards import check_boards  # noqa: E402
+from support.cases.boards import check_boards  # noqa: E402
 from support.processes import run_processes  # noqa: E402
 
 PROGRAM = Path(__file__).parent / "programs" / "shrink.py"

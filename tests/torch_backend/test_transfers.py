@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from proxyccl.torch.endpoints import Endpoints  # noqa: E402
-from support import torch_on_hip  # noqa: E402
+from support.fakes import torch_on_hip  # noqa: E402
 from support.paths import ROOT  # noqa: E402
 from support.torch_groups import TIMEOUT, run  # noqa: E402
 

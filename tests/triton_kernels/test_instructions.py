@@ -19,10 +19,10 @@ from proxyccl import RuntimeUnavailableError
 from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
 from proxyccl.triton import compiled as compiled_kernels
 from proxyccl.triton.compiled import target_of
+from support.kernels.triton_compiling import compile_accesses, without_interpreter
 from support.locks import one_at_a_time
 from support.once import shared_directory
 from support.paths import PROGRAMS
-from support.triton_compiling import compile_accesses, without_interpreter
 
 pytestmark = pytest.mark.host_only(reason="a compiler alone")
 

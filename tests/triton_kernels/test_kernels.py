@@ -32,11 +32,11 @@ from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.channels.segment.control import LAST_QUESTION, KernelWait
 from proxyccl.device._native import ffi, lib
 from proxyccl.triton import turns
-from support import triton_kernels as kernels
+from support.kernels import triton as kernels
+from support.kernels.triton_compiling import without_interpreter
 from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.running import TIMEOUT, impatient, run_ranks
-from support.triton_compiling import without_interpreter
 
 HOST_ONLY = pytest.mark.host_only(reason="the ring is the test's own")
 

@@ -6,7 +6,7 @@ import pytest
 
 import proxyccl.triton as pt
 from proxyccl import ArgumentError, Communicator
-from support import triton_kernels as kernels
+from support.kernels import triton as kernels
 from support.running import run_ranks
 
 pytestmark = pytest.mark.gpu_only

@@ -20,8 +20,8 @@ from proxyccl.device.arrays.array import as_view, fingerprint
 from proxyccl.device.arrays.dlpack import export_dlpack
 from proxyccl.device.arrays.dtypes import DTYPES as ALL_DTYPES
 from proxyccl.device.arrays.dtypes import as_dtype, from_dlpack_type
+from support.cases.reference import DTYPES, numpy_dtype
 from support.devices import ON_HOST, RUNTIME, rank_runtime
-from support.reference import DTYPES, numpy_dtype
 from support.running import run_ranks
 
 SHARED = pytest.mark.host_only(reason="numpy does not reach a GPU's memory")

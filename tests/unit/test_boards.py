@@ -8,7 +8,7 @@ from pathlib import Path
 from proxyccl import FileBootstrap
 from proxyccl.channels.joining.survivors import SegmentBoard
 from proxyccl.channels.segment.rendezvous import Rendezvous
-from support.boards import check_boards
+from support.cases.boards import check_boards
 
 RANKS = 3
 

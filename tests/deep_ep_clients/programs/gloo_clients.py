@@ -22,7 +22,7 @@ def run(rank: int, store: str) -> None:
     """One rank."""
     import deep_ep
 
-    from support.deep_ep_clients import CLIENTS, Mixture, require_close
+    from support.cases.deep_ep_clients import CLIENTS, Mixture, require_close
     from support.devices import ON_HOST
 
     device = torch.device("cpu") if ON_HOST else torch.device("cuda", rank % torch.cuda.device_count())

@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).parents[3] / "packages" / "deep_ep"), str(Pat
 import deep_ep  # noqa: E402
 
 from proxyccl import Communicator, CommunicatorError  # noqa: E402
-from support.deep_ep_clients import Mixture, experts_of, only_received, require_close, sums_of_experts  # noqa: E402
+from support.cases.deep_ep_clients import Mixture, experts_of, only_received, require_close, sums_of_experts  # noqa: E402
 from support.processes import FileBootstrap  # noqa: E402
 
 torch.set_num_threads(1)

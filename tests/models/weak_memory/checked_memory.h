@@ -61,7 +61,7 @@ void checked_yield(CheckedSite site);
 /* The address that stands for this thread's stack frame: its Fiber lies where platform_host.h looks for it. */
 void* checked_frame(void);
 
-/* Number of the planted bug that this run has; 0: none. See tests/support/planted_bugs.py. */
+/* Number of the planted bug that this run has; 0: none. See tests/support/models/planted_bugs.py. */
 extern int checked_planted;
 
 /* Ends the exploration with a trace unless `condition` holds. */

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from proxyccl import Communicator
+from support.cases.span_calls import COLLECTIVES, Kind, SpanCalls
 from support.ranks import Ranks
 from support.soft_roce.nodes import LOCAL, RANKS, TIMEOUT, rdma_of
-from support.span_calls import COLLECTIVES, Kind, SpanCalls
 
 STAGED = {(a, b): "staged" for a in range(LOCAL) for b in range(LOCAL, RANKS)}
 

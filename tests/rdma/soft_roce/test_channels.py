@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator
-from support.random_transfers import run_random_transfers
+from support.cases.random_transfers import run_random_transfers
 from support.ranks import Ranks
 from support.soft_roce.kernels import KERNELS
 from support.soft_roce.nodes import two_nodes

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator, DispatchCombine
+from support.cases.reference import MOVES, Call
 from support.ranks import Ranks
-from support.reference import MOVES, Call
 from support.running import run_ranks
 from support.soft_roce.nodes import RANKS, two_nodes
 from support.soft_roce.wire import Wire

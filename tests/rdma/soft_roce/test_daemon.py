@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from proxyccl import AbortedError, Communicator, TransportError
+from support.cases.reference import Call
 from support.daemons import RunningDaemon, running_daemon
 from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
-from support.reference import Call
 from support.soft_roce.kernels import KERNELS
 from support.soft_roce.nodes import LOCAL, RANKS, TIMEOUT, failure_of, rdma_of
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator, ExecutionPlan
-from support.plan_documents import all_gather, all_reduce_of_nodes, port_packets
+from support.cases.plan_documents import all_gather, all_reduce_of_nodes, port_packets
 from support.ranks import Ranks
 from support.soft_roce.nodes import LOCAL, RANKS, TIMEOUT, rdma_of
 

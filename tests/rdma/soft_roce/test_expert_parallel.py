@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from proxyccl import Communicator, EPAll2AllLayer
-from support.expert_oracle import Routing
+from support.cases.expert_oracle import Routing
 from support.soft_roce.nodes import LOCAL, RANKS, two_nodes
 
 HIDDEN, TOPK, EXPERTS, MAX_TOKENS = 16, 3, 2 * RANKS, 16

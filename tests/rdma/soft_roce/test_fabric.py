@@ -12,7 +12,7 @@ import pytest
 
 from proxyccl import Communicator, FabricOptions
 from proxyccl.proxy import _engine
-from support.fabric_packages import load_if_here
+from support.packages.fabric import load_if_here
 from support.ranks import Ranks
 from support.soft_roce.nodes import TIMEOUT
 from support.soft_roce.wire import INTERFACES, Wire

@@ -10,9 +10,9 @@ import pytest
 from proxyccl import AbortedError, Array, Communicator, Runtime
 from proxyccl.proxy.transports import verbs
 from proxyccl.proxy.verbs.registrations import Registrations
-from support.random_transfers import run_random_transfers
+from support.cases.random_transfers import run_random_transfers
+from support.cases.reference import Call
 from support.ranks import Ranks
-from support.reference import Call
 from support.soft_roce.kernels import KERNELS
 from support.soft_roce.nodes import LOCAL, RANKS, TIMEOUT, rdma_of
 from support.soft_roce.wire import DEVICES

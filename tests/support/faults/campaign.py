@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from support.faults.case import FAULTS, HARMLESS, LASTING_DESCRIPTORS, LINK_FAULTS, Case
 from support.faults.report import Outcome, Report
 from support.faults.surroundings import Surroundings
-from support.networks import Hosts
+from support.hosts.networks import Hosts
 from support.processes import processes_with
 
 _RANK = Path(__file__).parent / "rank.py"

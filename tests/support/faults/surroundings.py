@@ -14,7 +14,7 @@ from pathlib import Path
 from proxyccl import CompileError
 from proxyccl.device.host import find_compiler
 from support.faults.case import LINK_FAULTS, Case
-from support.networks import Hosts
+from support.hosts.networks import Hosts
 
 _CLOCK = Path(__file__).with_name("jumping_clock.c")
 _FULL_DISK = 'mount -t tmpfs -o size=4k,mode=700 full "$0" && head -c 4096 /dev/zero > "$0/filling" && exec "$@"'

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from support.debian_packages import Apt, UnavailableError, fetch_program, fill_once, require_x86_64, unpack
+from support.packages.debian import Apt, UnavailableError, fetch_program, fill_once, require_x86_64, unpack
 
 PACKAGES = ("libhiprtc6", "libhiprtc-builtins6", "libamd-comgr3")  # the last two it opens when it compiles
 LIBRARIES = Path("root/usr/lib/x86_64-linux-gnu")

@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from proxyccl import Communicator
-from support.span_calls import COLLECTIVES, SpanCalls
+from support.cases.span_calls import COLLECTIVES, SpanCalls
 
 with Communicator() as comm:
     calls = SpanCalls(comm, 100_000 * comm.world_size)

@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from proxyccl import Communicator
-from support.reference import ALGORITHMS, MOVES, Call
+from support.cases.reference import ALGORITHMS, MOVES, Call
 
 with Communicator(timeout=60) as comm:
     algorithms = ALGORITHMS if comm.topology.all_accessible() else ("two_shot", "ring", "proxy")

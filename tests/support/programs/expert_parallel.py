@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from proxyccl import EPAll2AllLayer
-from support.expert_oracle import Routing
+from support.cases.expert_oracle import Routing
 
 HIDDEN, TOPK, MAX_TOKENS = 24, 3, 20
 kind, local_world_size = sys.argv[1], int(sys.argv[2])

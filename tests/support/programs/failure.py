@@ -18,9 +18,9 @@ import numpy as np
 
 from proxyccl import Bootstrap, Communicator, EPAll2AllLayer, MpiBootstrap, ProxyCCLError, Trigger
 from proxyccl.channels import group
+from support.cases.span_calls import SpanCalls
 from support.device_arrays import on_device
 from support.processes import FileBootstrap
-from support.span_calls import SpanCalls
 
 VICTIM = 1
 TIMEOUT = 60.0

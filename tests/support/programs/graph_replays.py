@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 import numpy as np
 
 from proxyccl import Communicator, Stream
-from support.graphs import Graph, Replayed
-from support.reference import ALGORITHMS, DTYPES, OPS, Call
+from support.cases.graphs import Graph, Replayed
+from support.cases.reference import ALGORITHMS, DTYPES, OPS, Call
 
 COLLECTIVES = ("all_reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 TOGETHER = 100  # replays between two looks at the clock

@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from proxyccl import Communicator
 from proxyccl.device.memory.memory_pool import MemoryPool
+from support.cases.memory import make_call, registered, room_for
+from support.cases.reference import Call
 from support.device_arrays import barrier
-from support.foreign_memory import ForeignMemory
-from support.memory import make_call, registered, room_for
-from support.reference import Call
+from support.fakes.foreign_memory import ForeignMemory
 from support.running import wait_for
 
 

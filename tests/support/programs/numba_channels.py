@@ -12,7 +12,7 @@ from numba import cuda
 
 import proxyccl.numba as pn
 from proxyccl import Communicator, WaitTimeoutError
-from support import numba_kernels as kernels
+from support.kernels import numba as kernels
 
 with Communicator() as comm:
     cuda.select_device(comm.runtime.device)

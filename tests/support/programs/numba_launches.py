@@ -30,7 +30,7 @@ from numba.cuda.cudadrv import devices
 import proxyccl.numba as pn
 from proxyccl import Communicator
 from proxyccl.device.arrays.array import Array
-from support import numba_kernels as kernels
+from support.kernels import numba as kernels
 from support.running import run_ranks
 
 CONTEXT = SimpleNamespace(device=SimpleNamespace(compute_capability=(9, 0)))

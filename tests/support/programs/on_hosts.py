@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from proxyccl import Communicator, DispatchCombine, ExecutionPlan, FileBootstrap, ProxyCCLError
-from support.plan_documents import all_gather, all_reduce_of_nodes, port_packets
+from support.cases.plan_documents import all_gather, all_reduce_of_nodes, port_packets
 
 
 def collectives(comm: Communicator) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 import proxyccl.device
 from proxyccl import Communicator, DispatchCombine, EPAll2AllLayer, WaitTimeoutError
 from proxyccl.device.host import HostRuntime
+from support.cases.span_calls import COLLECTIVES, SpanCalls
 from support.devices import runtime_with_blocks
 from support.ranks import Ranks
 from support.running import impatient, run_ranks
-from support.span_calls import COLLECTIVES, SpanCalls
 
 KERNELS = Path(proxyccl.device.__file__).parent / "kernels"
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from proxyccl import ArgumentError
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.triton import TritonKernel
-from support import triton_kernels as kernels
+from support.kernels import triton as kernels
 
 
 class StandIn(GpuRuntime):

@@ -13,7 +13,7 @@ import numpy as np
 
 import proxyccl.triton as pt
 from proxyccl import Communicator, CommunicatorError
-from support import triton_kernels as kernels
+from support.kernels import triton as kernels
 from support.processes import FileBootstrap
 
 bootstrap = FileBootstrap.from_environment()

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from kernel_image import uncompressed
 from kernel_modules import MODULES, in_load_order
 
-from support.debian_packages import (
+from support.packages.debian import (
     INSTALLED,
     Apt,
     UnavailableError,

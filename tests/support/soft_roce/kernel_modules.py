@@ -5,7 +5,7 @@ from __future__ import annotations
 import lzma
 from pathlib import Path
 
-from support.debian_packages import UnavailableError
+from support.packages.debian import UnavailableError
 
 MODULES = (
     *("virtio_pci", "virtio_console", "virtio_net"),

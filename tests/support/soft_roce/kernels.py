@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
     import gpu_data_interchange
 
-    from support import random_transfers
+    from support.cases import random_transfers
 
     runtime = open_runtime("host")
     for source in (KERNELS, random_transfers.KERNEL, gpu_data_interchange.KERNEL):

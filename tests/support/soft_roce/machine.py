@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from fetch_machine import DIRECTORY, fetch
 from initramfs import Initramfs
 
-from support.debian_packages import UnavailableError
+from support.packages.debian import UnavailableError
 
 HERE = Path(__file__).resolve().parent
 ROOT = DIRECTORY / "root"

@@ -1,4 +1,4 @@
-"""Two ends of a staged connection in this process, each with a proxy service and a wire of its own (fake_wires.py)."""
+"""Two ends of a staged connection in this process, each with a proxy service and a wire of its own (wires.py)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.staging import RemoteWriteTargets, StagedOptions, staged_area_bytes
 from proxyccl.proxy.trigger import Operation
 from support.devices import rank_runtime
-from support.fake_verbs import OwnTriggers, Producer
-from support.fake_wires import FakeWire, VerbsWire
+from support.fakes.verbs import OwnTriggers, Producer
+from support.fakes.wires import FakeWire, VerbsWire
 from support.running import TIMEOUT, wait_for
 
 

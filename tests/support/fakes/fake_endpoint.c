@@ -18,7 +18,7 @@ typedef struct {
 } Part;
 
 typedef struct {
-  void* context;
+  void *context;
   uint64_t number;
   size_t part_count;
   Part parts[MAX_PARTS];
@@ -31,7 +31,7 @@ typedef struct {
 } Memory;
 
 typedef struct {
-  void* context;
+  void *context;
   int error;
 } Completion;
 
@@ -42,53 +42,53 @@ struct FakeEndpoint {
   struct fi_ops_cq reads;
   pthread_mutex_t lock;
   uint32_t depth, ordered, joined, held, completed, dawdle, random;
-  Request* taken;
-  Completion* completions;
+  Request *taken;
+  Completion *completions;
   uint64_t max_message;
   int64_t allowed;
   uint64_t failing;
   int failing_error;
-  const char* breach;
+  const char *breach;
   Memory memories[MAX_MEMORIES];
   uint32_t memory_count;
   FakeFabricCounts counts;
-  FakeFabricSignal* signals;
+  FakeFabricSignal *signals;
 };
 
-static FakeEndpoint* of_queue(struct fid_cq* queue) {
-  return (FakeEndpoint*)((char*)queue - offsetof(FakeEndpoint, queue));
+static FakeEndpoint *of_queue(struct fid_cq *queue) {
+  return (FakeEndpoint *)((char *)queue - offsetof(FakeEndpoint, queue));
 }
 
-static void note(FakeEndpoint* self, const char* breach) {
+static void note(FakeEndpoint *self, const char *breach) {
   if (self->breach == NULL) self->breach = breach;
 }
 
 /* The address of a range, or NULL. */
-static void* reach(const FakeEndpoint* self, uint64_t key, uint64_t address, uint64_t bytes) {
+static void *reach(const FakeEndpoint *self, uint64_t key, uint64_t address, uint64_t bytes) {
   for (uint32_t i = 0; i < self->memory_count; ++i) {
-    const Memory* memory = &self->memories[i];
+    const Memory *memory = &self->memories[i];
     const uint64_t offset = memory->offsets ? address : address - memory->base;
     if (memory->key == key && offset <= memory->bytes && bytes <= memory->bytes - offset)
-      return (void*)(memory->base + offset);
+      return (void *)(memory->base + offset);
   }
   return NULL;
 }
 
-static int carry_out_part(FakeEndpoint* self, const Request* write, const Part* part) {
-  void* target = reach(self, part->key, part->target, part->bytes);
+static int carry_out_part(FakeEndpoint *self, const Request *write, const Part *part) {
+  void *target = reach(self, part->key, part->target, part->bytes);
   if (target == NULL) return FI_EACCES;
   if (reach(self, part->descriptor, part->source, part->bytes) == NULL) return FI_EFAULT;
   if (write->reads) {
-    memcpy((void*)part->source, target, part->bytes);
+    memcpy((void *)part->source, target, part->bytes);
     return 0;
   }
-  memcpy(target, (void*)part->source, part->bytes);
+  memcpy(target, (void *)part->source, part->bytes);
   /* Signals and values are the writes of what is in the memory of requests; signals have 8 bytes. */
   if (part->source >= (uint64_t)write->context && part->source < (uint64_t)write->context + 128) {
     if (part->bytes != 8) return 0;
     if (self->counts.signals == MAX_SIGNALS) note(self, "more signals than the fake endpoint notes");
     self->signals[self->counts.signals++ % MAX_SIGNALS] =
-        (FakeFabricSignal){(uint64_t)target, *(uint64_t*)target, self->counts.bytes};
+        (FakeFabricSignal){(uint64_t)target, *(uint64_t *)target, self->counts.bytes};
   } else {
     self->counts.bytes += part->bytes;
   }
@@ -96,19 +96,19 @@ static int carry_out_part(FakeEndpoint* self, const Request* write, const Part* 
 }
 
 /* Its parts in their order, if there are several: only a joined endpoint takes those. */
-static int carry_out(FakeEndpoint* self, const Request* write) {
+static int carry_out(FakeEndpoint *self, const Request *write) {
   if (write->number == self->failing) return self->failing_error;
   int error = 0;
   for (size_t i = 0; i < write->part_count && error == 0; ++i) error = carry_out_part(self, write, &write->parts[i]);
   return error;
 }
 
-static uint32_t draw(FakeEndpoint* self) {
+static uint32_t draw(FakeEndpoint *self) {
   self->random = self->random * 1664525u + 1013904223u;
   return self->random >> 16;
 }
 
-static void advance(FakeEndpoint* self) {
+static void advance(FakeEndpoint *self) {
   uint32_t most = self->dawdle != 0 ? draw(self) % (self->dawdle + 1) : self->depth;
   for (; most > 0 && self->held > 0 && self->allowed != 0; --most) {
     uint32_t chosen = draw(self) % self->held;
@@ -123,8 +123,8 @@ static void advance(FakeEndpoint* self) {
   }
 }
 
-static ssize_t take(struct fid_ep* fid, const struct fi_msg_rma* message, uint64_t flags, int reads) {
-  FakeEndpoint* self = (FakeEndpoint*)fid;
+static ssize_t take(struct fid_ep *fid, const struct fi_msg_rma *message, uint64_t flags, int reads) {
+  FakeEndpoint *self = (FakeEndpoint *)fid;
   ssize_t status = 0;
   pthread_mutex_lock(&self->lock);
   const size_t parts = message->iov_count;
@@ -151,7 +151,7 @@ static ssize_t take(struct fid_ep* fid, const struct fi_msg_rma* message, uint64
     if (reads && (flags & FI_DELIVERY_COMPLETE || !awaited))
       note(self, "a read with a completion that it does not have");
     self->counts.reads += (uint64_t)reads;
-    Request* taken = &self->taken[self->held++];
+    Request *taken = &self->taken[self->held++];
     *taken = (Request){.context = message->context,
                        .number = empty ? 0 : self->counts.requests,
                        .part_count = parts,
@@ -166,17 +166,17 @@ static ssize_t take(struct fid_ep* fid, const struct fi_msg_rma* message, uint64
   return status;
 }
 
-static ssize_t writemsg(struct fid_ep* fid, const struct fi_msg_rma* message, uint64_t flags) {
+static ssize_t writemsg(struct fid_ep *fid, const struct fi_msg_rma *message, uint64_t flags) {
   return take(fid, message, flags, 0);
 }
 
-static ssize_t readmsg(struct fid_ep* fid, const struct fi_msg_rma* message, uint64_t flags) {
+static ssize_t readmsg(struct fid_ep *fid, const struct fi_msg_rma *message, uint64_t flags) {
   return take(fid, message, flags, 1);
 }
 
-static ssize_t read_completions(struct fid_cq* queue, void* buffer, size_t count) {
-  FakeEndpoint* self = of_queue(queue);
-  struct fi_cq_entry* entries = buffer;
+static ssize_t read_completions(struct fid_cq *queue, void *buffer, size_t count) {
+  FakeEndpoint *self = of_queue(queue);
+  struct fi_cq_entry *entries = buffer;
   ssize_t taken = 0;
   pthread_mutex_lock(&self->lock);
   ++self->counts.polls;
@@ -194,8 +194,8 @@ static ssize_t read_completions(struct fid_cq* queue, void* buffer, size_t count
   return taken;
 }
 
-static ssize_t read_error(struct fid_cq* queue, struct fi_cq_err_entry* entry, uint64_t flags) {
-  FakeEndpoint* self = of_queue(queue);
+static ssize_t read_error(struct fid_cq *queue, struct fi_cq_err_entry *entry, uint64_t flags) {
+  FakeEndpoint *self = of_queue(queue);
   (void)flags;
   pthread_mutex_lock(&self->lock);
   *entry = (struct fi_cq_err_entry){
@@ -205,14 +205,14 @@ static ssize_t read_error(struct fid_cq* queue, struct fi_cq_err_entry* entry, u
   return 1;
 }
 
-static const char* words(struct fid_cq* queue, int error, const void* data, char* buffer, size_t bytes) {
+static const char *words(struct fid_cq *queue, int error, const void *data, char *buffer, size_t bytes) {
   (void)queue, (void)error, (void)data;
   strncpy(buffer, "the fake provider's words", bytes);
   return buffer;
 }
 
-FakeEndpoint* fake_endpoint_open(uint32_t depth, uint32_t ordered, uint32_t joined, uint64_t max_message) {
-  FakeEndpoint* self = calloc(1, sizeof *self);
+FakeEndpoint *fake_endpoint_open(uint32_t depth, uint32_t ordered, uint32_t joined, uint64_t max_message) {
+  FakeEndpoint *self = calloc(1, sizeof *self);
   self->depth = depth;
   self->ordered = ordered;
   self->joined = joined;
@@ -233,44 +233,44 @@ FakeEndpoint* fake_endpoint_open(uint32_t depth, uint32_t ordered, uint32_t join
   return self;
 }
 
-void fake_endpoint_close(FakeEndpoint* self) {
+void fake_endpoint_close(FakeEndpoint *self) {
   free(self->taken);
   free(self->completions);
   free(self->signals);
   free(self);
 }
 
-uintptr_t fake_endpoint_fid(FakeEndpoint* self) { return (uintptr_t)&self->endpoint; }
-uintptr_t fake_endpoint_queue(FakeEndpoint* self) { return (uintptr_t)&self->queue; }
-const char* fake_endpoint_breach(const FakeEndpoint* self) { return self->breach; }
+uintptr_t fake_endpoint_fid(FakeEndpoint *self) { return (uintptr_t)&self->endpoint; }
+uintptr_t fake_endpoint_queue(FakeEndpoint *self) { return (uintptr_t)&self->queue; }
+const char *fake_endpoint_breach(const FakeEndpoint *self) { return self->breach; }
 
-void fake_endpoint_counts(FakeEndpoint* self, FakeFabricCounts* counts) {
+void fake_endpoint_counts(FakeEndpoint *self, FakeFabricCounts *counts) {
   pthread_mutex_lock(&self->lock);
   *counts = self->counts;
   pthread_mutex_unlock(&self->lock);
 }
 
-void fake_endpoint_register(FakeEndpoint* self, uint64_t key, uint64_t base, uint64_t bytes, uint32_t offsets) {
+void fake_endpoint_register(FakeEndpoint *self, uint64_t key, uint64_t base, uint64_t bytes, uint32_t offsets) {
   self->memories[self->memory_count++] = (Memory){key, base, bytes, (int)offsets};
 }
 
-void fake_endpoint_allow(FakeEndpoint* self, int64_t requests) {
+void fake_endpoint_allow(FakeEndpoint *self, int64_t requests) {
   pthread_mutex_lock(&self->lock);
   self->allowed = requests;
   pthread_mutex_unlock(&self->lock);
 }
 
-void fake_endpoint_dawdle(FakeEndpoint* self, uint32_t most, uint32_t seed) {
+void fake_endpoint_dawdle(FakeEndpoint *self, uint32_t most, uint32_t seed) {
   self->dawdle = most;
   self->random = seed;
 }
 
-void fake_endpoint_fail(FakeEndpoint* self, uint64_t request, int32_t error) {
+void fake_endpoint_fail(FakeEndpoint *self, uint64_t request, int32_t error) {
   self->failing = request;
   self->failing_error = error;
 }
 
-int fake_endpoint_signal(FakeEndpoint* self, uint64_t number, FakeFabricSignal* signal) {
+int fake_endpoint_signal(FakeEndpoint *self, uint64_t number, FakeFabricSignal *signal) {
   if (number >= self->counts.signals) return 0;
   *signal = self->signals[number];
   return 1;

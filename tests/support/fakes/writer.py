@@ -1,8 +1,9 @@
-"""Libraries in C that stand in for devices, built by make from support/NAME."""
+"""Libraries in C that stand in for devices, built by make, and the calls that they share."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -14,10 +15,10 @@ from support.paths import ROOT
 
 @functools.cache
 def load(name: str, stem: str) -> tuple[Any, Any]:
-    """cffi's view of the library of `tests/support/NAME/STEM.h`: ffi and lib."""
+    """cffi's view of the library of STEM.h, which `make fake-NAME` builds: ffi and lib."""
     run_make(f"fake-{name}")
     ffi = cffi.FFI()
-    header = (ROOT / f"tests/support/{name}/{stem}.h").read_text()
+    header = Path(__file__).with_name(f"{stem}.h").read_text()
     ffi.cdef("\n".join(line for line in header.split("\n") if not line.startswith("#")))
     return ffi, ffi.dlopen(str(ROOT / f"build/fake-{name}/lib{stem}.so"))
 

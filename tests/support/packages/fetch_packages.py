@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from support.debian_packages import fetch_program, fill_once, unpack_with_dependencies
+from support.packages.debian import fetch_program, fill_once, unpack_with_dependencies
 
 
 def fetch(directory: Path, packages: Sequence[str]) -> None:

@@ -14,10 +14,10 @@ from proxyccl import (
     EPAll2AllLayer,
 )
 from support import running
+from support.cases.expert_oracle import Routing
+from support.cases.reference import numpy_dtype, poison
 from support.device_arrays import on_device, on_host
 from support.devices import runtime_with_blocks
-from support.expert_oracle import Routing
-from support.reference import numpy_dtype, poison
 
 run_ranks = functools.partial(running.run_ranks, make_runtime=runtime_with_blocks)
 Values = NDArray[Any]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from proxyccl import Communicator, Stream
-from support.reference import Call, poison
+from support.cases.reference import Call, poison
 
 
 def checked(result: tuple[Any, ...]) -> Any:

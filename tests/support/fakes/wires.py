@@ -1,4 +1,4 @@
-"""What joins the two ends of a staged connection in tests (fake_staging.py): a device of one end that copies memory."""
+"""What joins the two ends of a staged connection in tests (staging.py): a device of one end that copies memory."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
-from support.fake_fabric import SOURCE_KEY, TARGET_KEY, FakeEndpoint
-from support.fake_verbs import LKEY, RKEY, SCRATCH_LKEY, FakeDevice
+from support.fakes.fabric import SOURCE_KEY, TARGET_KEY, FakeEndpoint
+from support.fakes.verbs import LKEY, RKEY, SCRATCH_LKEY, FakeDevice
 
 
 class FakeWire(Protocol):

@@ -1,4 +1,4 @@
-"""Ranks of one process that reach each other through fake devices of the verbs transport (fake_verbs.py)."""
+"""Ranks of one process that reach each other through fake devices of the verbs transport (verbs.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.transports import table, verbs
 from proxyccl.proxy.transports.transport import RemoteFunctions
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
-from support.fake_verbs import FakeDevice
+from support.fakes.verbs import FakeDevice
 
 _SEND_DEPTH = 16
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from proxyccl import Communicator
-from support.deep_ep_clients import Mixture
+from support.cases.deep_ep_clients import Mixture
 from support.devices import torch_device
 
 Tensor = Any

@@ -13,11 +13,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from support.debian_packages import UnavailableError
-from support.fabric_packages import unavailable_reason
-from support.networks import INTERFACE, Hosts
+from support.hosts.networks import INTERFACE, Hosts
+from support.packages.debian import UnavailableError
+from support.packages.fabric import unavailable_reason
 
 _CONGESTION_CONTROL = "cubic"
 _SECONDS = 900

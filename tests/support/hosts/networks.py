@@ -17,10 +17,10 @@ from typing import NoReturn
 import pytest
 
 from proxyccl.proxy import _engine
-from support.debian_packages import UnavailableError
-from support.fabric_packages import PACKAGES, environment, unavailable_reason
+from support.hosts.secure_shell import SecureShell
+from support.packages.debian import UnavailableError
+from support.packages.fabric import PACKAGES, environment, unavailable_reason
 from support.paths import ROOT
-from support.secure_shell import SecureShell
 
 INTERFACE = "eth0"
 _STEP_SECONDS = 30

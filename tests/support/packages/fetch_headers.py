@@ -14,9 +14,9 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from support.debian_packages import Apt, fetch_program, fill_once, machine_suite, unpack
+from support.packages.debian import Apt, fetch_program, fill_once, machine_suite, unpack
 
 HEADERS = {"libibverbs-dev": "infiniband/verbs.h", "libfabric-dev": "rdma/fabric.h"}
 """By package, the header that tells whether its headers are there."""

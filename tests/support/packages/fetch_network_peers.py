@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from support.debian_packages import fetch_program
-from support.fetch_fabric import fetch
+from support.packages.debian import fetch_program
+from support.packages.fetch_fabric import fetch
 
 if __name__ == "__main__":
     fetch_program(lambda directory: fetch(directory, ("iperf3", "libfabric-bin", "libfabric1")))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.debian_packages import UNAVAILABLE, UnavailableError
+from support.packages.debian import UNAVAILABLE, UnavailableError
 from support.paths import ROOT
 
 _SECONDS = 280  # less than a test may take

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.debian_packages import UnavailableError
-from support.fetched_packages import FetchedPackages, installed_program
+from support.packages.debian import UnavailableError
+from support.packages.fetched import FetchedPackages, installed_program
 
 _PACKAGES = FetchedPackages("openssh", "fetch_packages.py", "openssh-server", "openssh-client")
 _STEP_SECONDS = 30

@@ -1,4 +1,4 @@
-"""The endpoint that the tests of the fabric transport write to (support/fabric), and a peer that a service reaches
+"""The endpoint that tests of the fabric transport write to (fake_endpoint.c), and a peer that a service reaches
 through one."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from proxyccl import ProxyService
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
-from support.fake_library import FakeWriter
-from support.fake_verbs import FakePeer
+from support.fakes.verbs import FakePeer
+from support.fakes.writer import FakeWriter
 
 SOURCE_KEY, TARGET_KEY, SIGNAL_KEY, REQUESTS_KEY = 0x11, 1 << 40, 0x33, 0x44
 PEER = 3

@@ -8,9 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from support.debian_packages import fetch_program, fill_once, unpack_with_dependencies
+from support.packages.debian import fetch_program, fill_once, unpack_with_dependencies
 
 PACKAGES = ("libfabric1", "iproute2")
 

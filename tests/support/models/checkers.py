@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.debian_packages import Apt, UnavailableError, fill_once, machine_suite, require_x86_64, unpack
+from support.packages.debian import Apt, UnavailableError, fill_once, machine_suite, require_x86_64, unpack
 from support.paths import ROOT
 
 DIRECTORY = ROOT / "build/checkers"

@@ -11,7 +11,7 @@ from proxyccl import Array, Runtime
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.memory import memory_pool
 from proxyccl.device.memory.memory_pool import MemoryPool
-from support.torch_stand_in import PluggableAllocator
+from support.fakes.torch import PluggableAllocator
 
 _allocator = PluggableAllocator(memory_pool.library(), memory_pool.ALLOCATE, memory_pool.FREE)
 

@@ -1,4 +1,4 @@
-"""The device that the tests of the verbs transport post to (support/verbs), and a proxy service in front of some."""
+"""The device that the tests of the verbs transport post to (fake_device.c), and a proxy service in front of some."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from proxyccl.proxy.trigger import MAX_MEMORIES, Operation
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
 from proxyccl.tools import ring_loops
 from support.devices import rank_runtime
-from support.fake_library import FakeWriter
+from support.fakes.writer import FakeWriter
 from support.running import TIMEOUT, wait_for
 
 LKEY, RKEY, SIGNAL_RKEY, SCRATCH_LKEY = 0x11, 0x22, 0x33, 0x44

@@ -7,8 +7,8 @@ import functools
 import os
 from pathlib import Path
 
-from support.debian_packages import UnavailableError
-from support.fetched_packages import FetchedPackages, installed_program
+from support.packages.debian import UnavailableError
+from support.packages.fetched import FetchedPackages, installed_program
 
 LIBRARY = "libfabric.so.1"
 PACKAGES = FetchedPackages("fabric", "fetch_fabric.py")

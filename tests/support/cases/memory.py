@@ -11,8 +11,8 @@ import numpy as np
 from proxyccl import Array, Communicator
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import as_dtype
+from support.cases.reference import Call, Values, numpy_dtype, poison
 from support.device_arrays import barrier
-from support.reference import Call, Values, numpy_dtype, poison
 from support.running import TIMEOUT
 
 

@@ -1,0 +1,33 @@
+/* An endpoint of libfabric in this process's memory, for tests of the fabric transport. It is strict about what it is
+ * given, and tells what it was asked to do. */
+#ifndef FAKE_ENDPOINT_H
+#define FAKE_ENDPOINT_H
+
+#include <stdint.h>
+
+typedef struct FakeEndpoint FakeEndpoint;
+
+typedef struct {
+  uint64_t requests, empty, joined, executed, awaited, refused, polls, reads, signals, bytes;
+} FakeFabricCounts;
+
+typedef struct {
+  uint64_t remote, value, bytes_before;
+} FakeFabricSignal;
+
+/* It refuses writes beyond `depth` for now. Unordered: it carries out what it holds in any order. Joined: writes may
+ * have two parts, which it carries out in their order. A write has at most `max_message` bytes. */
+FakeEndpoint *fake_endpoint_open(uint32_t depth, uint32_t ordered, uint32_t joined, uint64_t max_message);
+void fake_endpoint_close(FakeEndpoint *endpoint);
+uintptr_t fake_endpoint_fid(FakeEndpoint *endpoint);
+uintptr_t fake_endpoint_queue(FakeEndpoint *endpoint);
+const char *fake_endpoint_breach(const FakeEndpoint *endpoint);
+void fake_endpoint_counts(FakeEndpoint *endpoint, FakeFabricCounts *counts);
+/* Own memory under a descriptor, or the peer's under a key. `offsets`: peers name it from 0. */
+void fake_endpoint_register(FakeEndpoint *endpoint, uint64_t key, uint64_t base, uint64_t bytes, uint32_t offsets);
+void fake_endpoint_allow(FakeEndpoint *endpoint, int64_t requests);
+void fake_endpoint_dawdle(FakeEndpoint *endpoint, uint32_t most, uint32_t seed);
+void fake_endpoint_fail(FakeEndpoint *endpoint, uint64_t request, int32_t error);
+int fake_endpoint_signal(FakeEndpoint *endpoint, uint64_t number, FakeFabricSignal *signal);
+
+#endif
