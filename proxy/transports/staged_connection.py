@@ -191,15 +191,15 @@ def staged_over(
         statuses: as in `Transport`.
         error_text: likewise; None for the wire's.
     """
-    assert wire.rdma is not None  # a wire leads to another host
+    assert wire.remote is not None  # a wire leads to another host
     return Transport(
         name,
         connect=lambda engine, options: _connect(engine, name, options, native_options(options.wire), needs),
         status_text=lambda status: _status_text(status) if status in STATUSES else wire.status_text(status),
         statuses=statuses,
         error_text=error_text or wire.error_text,
-        rdma=dataclasses.replace(
-            wire.rdma,
+        remote=dataclasses.replace(
+            wire.remote,
             unsupported_reason=lambda device: "",  # the memory that is registered is the host's
             make_endpoint=make_endpoint,
             expose=lambda device, ptr, nbytes, handle: _expose(name, device, ptr, nbytes),
