@@ -206,7 +206,7 @@ class Communicator:
         Raises:
             ArgumentError: the ranks are not different ranks of this communicator, or this rank is not among them.
             MismatchError: members gave different lists.
-            WaitTimeoutError: not all members came within the time. This communicator goes on.
+            WaitTimeoutError: not all members arrived within the time. This communicator stays usable.
             ResourceError: there are too few descriptors. This communicator goes on, here and on the other members,
                 which get an AbortedError.
             RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap can't join some of its ranks.
@@ -241,7 +241,7 @@ class Communicator:
             ExcludedError: this rank arrived too late, and the others continued without it.
             MismatchError: a rank excludes others.
             ClosedError: this communicator is closed, or was shrunk before.
-            PeerLostError: more ranks were lost than the call can bear while it waits for them.
+            PeerLostError: ranks were lost in each of the call's attempts.
             ResourceError: there are too few descriptors. This communicator is closed, and the others go on.
             RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap has no board (`Bootstrap`).
         """
@@ -929,8 +929,8 @@ class Communicator:
 
         Raises:
             ArgumentError: `data` is not bytes, or `purpose` not a text.
-            WaitTimeoutError: not all ranks came within the time-out.
-            MismatchError: a rank came for another purpose, or has closed the communicator.
+            WaitTimeoutError: not all ranks arrived within the time-out.
+            MismatchError: a rank calls with another purpose, or has closed the communicator.
         """
         self._group.failure.require_usable()
         if not isinstance(data, bytes | bytearray | memoryview):

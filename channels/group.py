@@ -458,7 +458,7 @@ class Group:
                 other._watcher.announce(Presence.PRESENT)
 
     def _late(self, peer: int, operation: str, what: str, timeout: float) -> CommunicatorError:
-        """Ends the group as a peer did not do something in time. Returns the exception."""
+        """Ends the group because a peer did not do something in time. Returns the exception."""
         late = WaitTimeoutError(
             f"{operation}: rank {peer} did not {what} within {timeout:g} s",
             rank=self.rank,

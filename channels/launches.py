@@ -179,7 +179,7 @@ class Launches:
         forget(self._default_handle)
 
     def _refuse(self, status: int, kept: tuple[Any, Launchable]) -> None:
-        """Raises what a call's status means that is not 0."""
+        """Raises the error for a nonzero status."""
         call, launch = kept
         if status > 0:
             launch.check(status)

@@ -9,7 +9,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 def find_integer(value: Any) -> int | None:
-    """The number that an object with ``__index__`` stands for, else None. True and False are not numbers here."""
+    """The value of an object with ``__index__``, else None. True and False are not numbers here."""
     if type(value) is int:
         return value
     # A tensor of bool has an index, which numpy's do not.

@@ -129,8 +129,8 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 
 def wait_elsewhere(wait: Callable[[], None], look: Callable[[], None] | None = None) -> None:
-    """Makes a call that waits in C for long, and raises what that raises. For the main thread another thread makes it,
-    where it goes on if the main thread is interrupted.
+    """Makes a call that may wait long in C, and raises its exceptions. For the main thread another thread makes it,
+    and it continues there if the main thread is interrupted.
 
     Args:
         wait: the call.

@@ -40,7 +40,7 @@ class Planned(Collective):
         gpu, lead = self._plan.document.gpus[0], source.shape[0] if source.shape else 1
         if lead * gpu.output_chunks % gpu.input_chunks:
             raise ArgumentError(
-                "out", f"expected an array: {gpu.output_chunks}/{gpu.input_chunks} of {lead} rows are no rows"
+                "out", f"expected an array: {gpu.output_chunks}/{gpu.input_chunks} of {lead} rows are not whole rows"
             )
         return (lead * gpu.output_chunks // gpu.input_chunks, *source.shape[1:])
 

@@ -13,7 +13,7 @@ OPS = ("sum", "prod", "min", "max", "avg", *BITWISE_OPS)
 
 
 def require_op(op: str) -> None:
-    """Raises ArgumentError for what is no operator."""
+    """Raises ArgumentError if the name is not an operator."""
     if not isinstance(op, str) or op not in OPS:
         raise ArgumentError("op", f"unknown op {op!r}; expected one of {', '.join(OPS)}")
 

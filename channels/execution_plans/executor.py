@@ -285,7 +285,7 @@ class _Resources:
     def _places(
         self, source: ArrayView, target: ArrayView, reached: Reached
     ) -> tuple[list[CopyBytes], int, int, list[CopyBytes]]:
-        """Copies before the kernel, where it finds input and output, and copies behind it.
+        """Copies before the kernel, where it finds input and output, and copies after it.
 
         What the plan does not write of an output keeps what it held.
         """

@@ -112,7 +112,7 @@ class Geometry:
     Args:
         shape: of the workspace.
         nodes, local_size: the kernels' nodes, and the ranks of each.
-        output_room: the size of an output buffer that is to hold so many bytes.
+        output_room: the size of an output buffer that is to hold this many bytes.
 
     Attributes:
         announces: what a dispatch announces: "ids", "masks" or "shared_masks"; or "counts", which are sent.

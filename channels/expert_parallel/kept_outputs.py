@@ -78,7 +78,7 @@ class KeptOutputs(OutputBuffers):
         return NO_BUFFER if taken.passed else taken
 
     def close(self) -> None:
-        """Ends the use of the memory. Arrays that are still there keep it."""
+        """Ends the use of the memory. Remaining arrays keep it."""
         if self._places is not None:
             self._places.close()
             self._places = None

@@ -99,13 +99,13 @@ class Exchange:
         self._ended = True
 
     def _tell(self, error: Exception) -> None:
-        if self._ended or (self._guard is not None and self._guard[0].inherited):  # its peers heard by its end
+        if self._ended or (self._guard is not None and self._guard[0].inherited):  # its peers learned of it by its end
             return
         reason = f"{type(error).__name__}: {error}"
         longest = _TELLING_SECONDS if self._guard is None else _TELLING_OPEN_SECONDS
         everyone: list[bytes] = []
         self.made += 1
-        with contextlib.suppress(ProxyCCLError, OSError):  # whoever does not hear it finds that this rank stays away
+        with contextlib.suppress(ProxyCCLError, OSError):  # a peer that misses it notices the absence
             message = _FAILED + reason.encode()[:_LONGEST_REASON]
             everyone = self._bootstrap.all_gather(message, min(self.timeout, longest), self._give_up_wait)
         in_step = bool(everyone) and all(theirs.startswith(_FAILED) for theirs in everyone)

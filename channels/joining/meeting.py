@@ -189,10 +189,10 @@ def meet_apart(
         mapping_of: around the mapping of a rank's memory; it raises the cause of a failure (`Group.mapping_of`).
 
     Raises:
-        WaitTimeoutError: not all members came within the time.
+        WaitTimeoutError: not all members arrived within the time.
         AbortedError: a member can't take part.
         ResourceError: this rank can't, as there are too few descriptors.
-        MismatchError: they came with different lists.
+        MismatchError: they passed different lists.
         RuntimeUnavailableError: they are on several hosts, and the bootstrap can't join some ranks alone.
     """
     whole.runtime.activate()
@@ -224,7 +224,7 @@ def meet_apart(
         if not part.spans_hosts:
             bootstrap = _mailboxes(part.rank, control, segments)
             exchange = Exchange(bootstrap, timeout, refusals.check)
-        # All have found all, and mapped all: the invitation goes, and none of the segments can be gone.
+        # All have found and mapped all: the invitation is withdrawn, and none of the segments can be gone.
         answers = exchange.all_gather((list(members), secrets.token_hex(4)), _PART, "split")
         for peer, (theirs, _) in enumerate(answers):
             if theirs != list(members):
@@ -404,7 +404,7 @@ class _Refusals:
 def _key(members: Sequence[int], number: int, purpose: str = "split") -> int:
     """A name, in 64 bits, of the number-th meeting of these ranks."""
     digest = hashlib.sha256(repr((purpose, sorted(members), number)).encode()).digest()
-    return int.from_bytes(digest[:8], "little") | 1  # 0 is no key
+    return int.from_bytes(digest[:8], "little") | 1  # 0 is not a key
 
 
 def _find_handles(

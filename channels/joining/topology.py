@@ -284,7 +284,7 @@ def encode_choice(choice: TransportChoice, world_size: int) -> str:
         raise ArgumentError(argument, f"must be a name, or a dict of names by pairs of ranks, not {choice!r}")
     for pair, name in choice.items():
         if not isinstance(name, str) or name not in TRANSPORTS:
-            raise ArgumentError(argument, f"{name!r} is none of {', '.join(TRANSPORTS)}")
+            raise ArgumentError(argument, f"{name!r} is not one of {', '.join(TRANSPORTS)}")
         given = [find_integer(rank) for rank in find_items(pair) or ()]
         ranks = sorted(rank for rank in given if rank is not None and 0 <= rank < max(world_size, 2))
         if len(given) != 2 or len(ranks) != 2 or ranks[0] == ranks[1]:

@@ -242,7 +242,7 @@ class Listener:
 
 
 def _begin_call(calls: selectors.BaseSelector, address: str, port: int) -> int:
-    """Returns 0, or the status of what can't even begin."""
+    """Returns 0, or the status of a call that can't even begin."""
     try:
         connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:

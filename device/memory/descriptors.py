@@ -40,7 +40,7 @@ def naming_exhaustion(what: str) -> Iterator[None]:
 
 
 def require_descriptors(count: int) -> None:
-    """Raises OSError unless this process can open so many more. Another thread may take them later."""
+    """Raises OSError unless this process can open this many more. Another thread may take them later."""
     opened: list[int] = []
     try:
         opened.append(os.eventfd(0, os.EFD_CLOEXEC))

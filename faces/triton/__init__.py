@@ -1,6 +1,6 @@
 """Kernels in Triton: ``import proxyccl.triton as pt``.
 
-A ``@triton.jit`` function calls what is named here: it pushes triggers, signals and waits over ProxyChannels, and
+A ``@triton.jit`` function calls the names of this module: it pushes triggers, signals and waits over ProxyChannels, and
 reaches peers' memory over SmChannels. `compile` makes it a kernel to launch, on NVIDIA, on AMD, and on the host runtime
 through Triton's interpreter.
 """

@@ -28,7 +28,7 @@ class DaemonRemote:
 
     Args:
         daemon: the connection to the daemon, which opens a device for it.
-        request: which device.
+        request: names the device.
         timeout: gives the seconds that the registration of memory may take.
     """
 
@@ -56,7 +56,7 @@ class DaemonRemote:
     def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> ExposedMemory:
         """Lets peers reach memory of this process, which the daemon maps."""
         if not handle:
-            raise ArgumentError("memory", "the node daemon reaches memory by a handle alone, and this has none")
+            raise ArgumentError("memory", "the node daemon reaches memory only by a handle, and this has none")
         exposed = self._daemon.ask(Expose(handle, nbytes, transport), Exposed, takes=self._timeout())
         return ExposedMemory(
             transport, exposed.address, exposed.key, exposed.local_key, exposed.copied, owner=exposed.number

@@ -75,7 +75,7 @@ class DaemonAddress(Protocol):
             timeout: seconds for each step.
 
         Raises:
-            RuntimeUnavailableError: there is no such daemon; the message says what to do.
+            RuntimeUnavailableError: there is no such daemon; the message says how to start it.
             ResourceError: there are too few descriptors.
         """
         ...
@@ -134,7 +134,7 @@ def introduce(address: str, timeout: float) -> tuple[socket.socket, HelloAnswer]
     Raises:
         RuntimeUnavailableError: the daemon does not accept this process.
         ResourceError: there are too few descriptors.
-        OSError, ProtocolError: there is none, or it does not answer.
+        OSError, ProtocolError: there is no daemon, or it does not answer.
     """
     with naming_exhaustion("a connection to the node daemon"):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -360,7 +360,7 @@ class DaemonConnection:
         self._on_failure(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, reason))
 
     def give_up(self, what: str) -> None:
-        """Loses a daemon that lives, or may live. `what` it does, or does not do, follows the name of its process."""
+        """Loses a daemon that lives, or may live. `what` describes the symptom, after the name of its process."""
         stopped = f"; it {_STOPPED}" if is_stopped(self.daemon) else ""
         self._lose(f"process {self.daemon} {what}{stopped}")
 

@@ -63,7 +63,7 @@ def test_a_launch_follows_one_on_a_closed_stream(by_number: bool) -> None:
 
 
 def test_what_waits_for_all_launches_waits_for_those_on_closed_streams() -> None:
-    """Memory is freed, and a module loaded, behind them."""
+    """Memory is freed, and a module loaded, after them."""
 
     def body(comm: Communicator) -> None:
         runtime, words, waited = comm.runtime, Words(comm), threading.Event()

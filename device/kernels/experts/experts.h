@@ -98,7 +98,7 @@ typedef struct ProxycclReceivedRows {
   uint32_t rows;          /* rows that this rank receives */
   uint32_t bad_rank;      /* the first rank with a bad expert id, or PROXYCCL_NO_PEER */
   uint32_t bad_slot;      /* the first such slot of that rank */
-  uint32_t bad_index;     /* 1 if full_scatter_indices were no permutation of this rank's rows, or too few */
+  uint32_t bad_index;     /* 1 if full_scatter_indices were not a permutation of this rank's rows, or too few */
   uint32_t most_rows;     /* of any rank, or padded of any expert, in any dispatch, since the CPU last set it to 0 */
   uint32_t wanted_tokens; /* the most of any rank; see ProxycclDispatch */
 } ProxycclReceivedRows;
