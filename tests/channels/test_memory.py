@@ -427,7 +427,7 @@ def test_memory_that_its_owner_could_cut_short_is_refused(tmp_path: Path) -> Non
     os.ftruncate(unsealed, 8192)
     file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     for descriptor in (unsealed, file):
-        with pytest.raises(ArgumentError, match="no shared memory"):
+        with pytest.raises(ArgumentError, match="not ProxyCCL's shared memory"):
             SharedMemory.adopt(descriptor, 4096)
         with pytest.raises(OSError, match="descriptor"):
             os.fstat(descriptor)  # it was closed

@@ -197,7 +197,7 @@ def test_there_are_two_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match="cta_policy: 'none' is not one of 'default', 'zero'"):
         run_ranks(1, lambda _: None, cta_policy="none")
     monkeypatch.setenv("PROXYCCL_CTA_POLICY", "efficiency")
-    with pytest.raises(ArgumentError, match="PROXYCCL_CTA_POLICY: 'efficiency' is none of"):
+    with pytest.raises(ArgumentError, match="PROXYCCL_CTA_POLICY: 'efficiency' is not one of"):
         run_ranks(1, lambda _: None)
 
 

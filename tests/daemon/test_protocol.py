@@ -621,7 +621,7 @@ def test_what_a_killed_daemon_left_is_replaced_and_a_file_is_not(tmp_path: Path)
         assert path.is_socket()
     assert not path.exists()
     path.write_text("precious")
-    with pytest.raises(ArgumentError, match="no socket"):
+    with pytest.raises(ArgumentError, match="not a socket"):
         Daemon(path)
     assert path.read_text() == "precious"
 
