@@ -119,13 +119,13 @@ def test_what_can_not_be_a_directory_is_refused_by_name(directory: Any) -> None:
     [
         (3, 3, "rank: must be an integer from 0 to 2, not 3"),
         (-1, 3, "rank: must be an integer from 0 to 2, not -1"),
-        (0, 0, "world_size: must be a positive integer, not 0"),
+        (0, 0, "world_size: must be an integer from 1 to 1048576, not 0"),
         ("0", 3, "rank: must be an integer from 0 to 2, not '0'"),
         (0.0, 3, "rank: must be an integer from 0 to 2, not 0.0"),
         (True, 3, "rank: must be an integer from 0 to 2, not True"),
         (None, 3, "rank: must be an integer from 0 to 2, not None"),
-        (0, "3", "world_size: must be a positive integer, not '3'"),
-        (0, None, "world_size: must be a positive integer, not None"),
+        (0, "3", "world_size: must be an integer from 1 to 1048576, not '3'"),
+        (0, None, "world_size: must be an integer from 1 to 1048576, not None"),
     ],
 )
 def test_a_rank_that_does_not_fit_is_refused(directory: Path, rank: Any, world_size: Any, refusal: str) -> None:

@@ -68,7 +68,7 @@ class FakeWriter:
         self._call("allow", requests)
 
     def dawdle(self, most: int, seed: int) -> None:
-        """Carries out at most so many at each poll, and mostly fewer; an endpoint also refuses some for now."""
+        """Carries out at most this many at each poll, and mostly fewer; an endpoint also refuses some for now."""
         self._call("dawdle", most, seed)
 
     @property
