@@ -172,7 +172,7 @@ class Geometry:
         e.return_rails = areas.take(nodes * places * e.partial_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
         e.loadable = areas.take(2 * 8 * local_size * blocks)
-        e.output_scales = aligned(e.output_rows * config.hidden)  # behind rows in float8
+        e.output_scales = aligned(e.output_rows * config.hidden)  # after rows in float8
         scaled = e.output_scales + e.output_rows * shape.scale_bytes if shape.scale_bytes else 0
         e.output_bytes = output_room(max(e.output_rows * config.hidden * config.token.itemsize, scaled))
         e.outputs = areas.take(e.output_buffers * e.output_bytes)

@@ -19,5 +19,5 @@ def without_interpreter() -> dict[str, str]:
 def compile_accesses(directory: Path, architectures: list[str]) -> None:
     """Writes what each kernel of programs/triton_accesses.py becomes: ``directory / architecture / kernel``."""
     program = [sys.executable, str(PROGRAMS / "triton_accesses.py"), str(directory), *architectures]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=200, check=False, env=without_interpreter())
+    done = subprocess.run(program, capture_output=True, text=True, timeout=280, check=False, env=without_interpreter())
     assert done.returncode == 0, done.stderr
