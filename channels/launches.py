@@ -203,7 +203,9 @@ class Launches:
         field = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
         name = CALL_FIELDS[field]
         here, there = describe_call(mine), describe_call(theirs)
-        if name != "shape":
+        if name == "collective":
+            cause = f"{here[name]} here, {there[name]} on rank {peer}"
+        elif name != "shape":
             cause = (
                 f"{here['collective']} with {name} {here[name]} here, "
                 f"{there['collective']} with {name} {there[name]} on rank {peer}"

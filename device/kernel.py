@@ -164,6 +164,10 @@ class Kernel:
             if not -(1 << (bits - 1)) <= number < 1 << bits:
                 raise ArgumentError(argument, f"{number} does not fit in {bits} bits")
             return int(number & ((1 << bits) - 1)).to_bytes(size, "little")
+        if hasattr(value, "device_pointer") and hasattr(value, "__getitem__"):
+            raise ArgumentError(
+                argument, f"expected a struct of {size} bytes, not a {type(value).__name__}; pass one of its elements"
+            )
         try:
             raw = bytes(memoryview(getattr(value, "device_handle", value)))
         except TypeError:

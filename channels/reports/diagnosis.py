@@ -17,7 +17,7 @@ from datetime import datetime
 import msgspec
 
 from proxyccl.channels.reports import daemons
-from proxyccl.channels.reports.render import arguments_text, call_text, counted, wait_text, where
+from proxyccl.channels.reports.render import call_text, counted, wait_text, where, with_arguments
 from proxyccl.channels.reports.report import Call, Report, Wait
 from proxyccl.device._native import lib
 from proxyccl.proxy.codec import Message
@@ -250,7 +250,7 @@ class _WaitGraph:
             for number in sorted(calls):
                 kinds: dict[str, list[int]] = {}
                 for rank, call in sorted(calls[number].items()):
-                    text = f"{call.fields.get('collective', '?')} ({arguments_text(call)})"
+                    text = with_arguments(call.fields.get("collective", "?"), call)
                     kinds.setdefault(text, []).append(rank)
                 if len(kinds) > 1:
                     text = f"Ranks differ in call #{number}{self._inside(name)}."
@@ -361,7 +361,7 @@ class _WaitGraph:
             return []
         last = f"its last call is {call_text(own)}" if own is not None else "it has called nothing yet"
         name = self._name(self._node(report.communicator, report.rank))
-        return [f"{name} has not called {call_text(furthest)} ({arguments_text(furthest)}); {last}"]
+        return [f"{name} has not called {with_arguments(call_text(furthest), furthest)}; {last}"]
 
     def _signals(self, report: Report, edge: _Edge) -> list[str]:
         """How many signals this rank's proxy has sent to the channel on which the other rank waits for one."""

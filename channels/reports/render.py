@@ -24,8 +24,15 @@ def call_text(call: Call) -> str:
 
 
 def arguments_text(call: Call) -> str:
-    """The arguments that must agree between ranks."""
-    return ", ".join(f"{name} {value}" for name, value in call.fields.items() if name != "collective")
+    """The arguments that must agree between ranks. A barrier has none."""
+    given = {} if call.fields.get("collective") == "barrier" else call.fields
+    return ", ".join(f"{name} {value}" for name, value in given.items() if name != "collective")
+
+
+def with_arguments(name: str, call: Call) -> str:
+    """A call under some name, and its arguments in parentheses."""
+    arguments = arguments_text(call)
+    return f"{name} ({arguments})" if arguments else name
 
 
 def wait_text(wait: Wait) -> str:
@@ -119,7 +126,7 @@ def render(report: Report) -> str:
     section("kernels wait for", [wait_text(wait) for wait in report.waits], "nothing")
     if report.proxy_waits:
         section("its proxy waits for", [wait.what for wait in report.proxy_waits], "")
-    calls = [f"{call_text(call)}: {arguments_text(call)}" for call in report.calls]
+    calls = [": ".join(filter(None, (call_text(call), arguments_text(call)))) for call in report.calls]
     section("last collective calls", calls, "none")
     for number, ring in enumerate(report.rings):
         lines.extend(ring_lines(number, ring))

@@ -687,6 +687,9 @@ def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: boo
         assert isinstance(error, MismatchError), errors
         assert error.argument == field
         assert field in str(error)
+    if field == "collective":
+        both = ("all_reduce here, broadcast on rank", "broadcast here, all_reduce on rank")
+        assert any(text in str(error) for error in errors for text in both)
 
 
 # -- what runs out ---

@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from proxyccl import Communicator, ProxyCCLError, ThreadBootstrap
 from proxyccl.channels.reports.diagnosis import Diagnosis, Finding, diagnose
 from proxyccl.channels.reports.find import find
-from proxyccl.channels.reports.report import Report
+from proxyccl.channels.reports.render import with_arguments
+from proxyccl.channels.reports.report import Call, Report
 from proxyccl.proxy.processes import start_of
 from proxyccl.proxy.reports.document import Member
 from support.device_arrays import on_device
@@ -420,6 +421,12 @@ def test_of_many_that_wait_for_one_some_are_shown(hang: Path) -> None:
     finding = found(diagnosis, "waits_for")
     assert len(finding.waiting) == 28
     assert finding.reasons[-1] == "and 20 more"
+
+
+def test_a_barrier_is_shown_without_arguments() -> None:
+    fields = {"collective": "barrier", "dtype": "uint8", "op": "sum", "algorithm": "any", "root": "0", "count": "1"}
+    assert with_arguments("barrier #3", Call(3, fields)) == "barrier #3"
+    assert with_arguments("reduce #4", Call(4, {"collective": "reduce", "root": "2"})) == "reduce #4 (root 2)"
 
 
 def silent(hang: Path, member: Member) -> str:
