@@ -141,6 +141,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Changes the bound of every wait from now on."""
+        self._require_process()
         self._timeout = timeout
         self._endpoints.set_timeout(timeout.total_seconds())
 
@@ -238,10 +239,13 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def abort(self) -> None:
         """Ends the group on all ranks. Does not wait."""
+        self._require_process()
         self._endpoints.abort("torch aborted the process group")
 
     def shutdown(self) -> None:
-        """Ends the group on this rank, after its own work. Does not wait for other ranks."""
+        """Ends the group on this rank, after its own work. Does not wait for other ranks. Nothing in a fork's child."""
+        if not self._process.is_here:
+            return
         with self._lock:
             executors = list(self._executors.values())
         for executor in executors:
@@ -253,6 +257,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         _alive.discard(self)
 
     # -- issuing calls ---
+
+    def _require_process(self) -> None:
+        """Raises in a fork's child, before any lock is taken: a thread of the parent's may have held it at the fork."""
+        with torch_errors():
+            self._process.require("the process group")
 
     def _issue(
         self,
@@ -276,8 +285,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             blocks: whether the end of a device's call is waited for on the CPU.
             flow: for a single transfer, the peer and whether it is a send: it runs concurrently with other calls.
         """
-        with torch_errors():
-            self._process.require("the process group")
+        self._require_process()
         self._sequence += 1
         waits = opts is not None and not getattr(opts, "asyncOp", True)
         if device.type == "cpu":

@@ -64,9 +64,9 @@ def test_all_reduce_of_bool_complex_and_bits() -> None:
 @pytest.mark.parametrize(
     ("tensor", "op", "error", "message"),
     [
-        (torch.ones(2), dist.ReduceOp.BAND, ValueError, "no BAND of torch.float32; expected integers"),
-        (torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX, ValueError, "no MAX of complex numbers"),
-        (torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG, ValueError, "no AVG of bool"),
+        (torch.ones(2), dist.ReduceOp.BAND, ValueError, "BAND of torch.float32 is not supported; expected integers"),
+        (torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX, ValueError, "op: MAX of complex is not supported"),
+        (torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG, ValueError, "op: AVG of bool is not supported"),
         (torch.ones(2, dtype=torch.float8_e5m2), dist.ReduceOp.SUM, TypeError, "float8_e5m2 can't be reduced"),
         (torch.eye(2).to_sparse(), dist.ReduceOp.SUM, RuntimeError, "expected a dense tensor"),
     ],
