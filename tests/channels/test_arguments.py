@@ -309,11 +309,13 @@ def test_shapes_may_be_numpy_integers(ranks: Ranks) -> None:
 # -- kernels ---
 
 KERNELS = r"""
-#include "proxyccl/proxyccl.h"
 extern "C" __global__ void take(int i, unsigned char b, float f, double d, const int* p) {
   if (threadIdx.x == 0 && p) ((int*)p)[0] = i + b + (int)f + (int)d;
 }
 extern "C" __global__ void other() {}
+"""
+TAKES_ONE = """
+#include "proxyccl/proxyccl.h"
 extern "C" __global__ void one(proxyccl::SmChannelDeviceHandle channel) {}
 """
 
@@ -348,7 +350,7 @@ def test_a_wrong_argument_of_a_launch_is_named(
 def test_a_set_of_channels_is_not_taken_for_one(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(ArgumentError, match=r"args\[0\].*not a ChannelSet; pass one of its elements"):
-            comm.compile(KERNELS, "one")(1, 1, comm.sm_channels(comm.empty(4)))
+            comm.compile(TAKES_ONE, "one")(1, 1, comm.sm_channels(comm.empty(4)))
 
     ranks.run(body)
 
