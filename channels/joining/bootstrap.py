@@ -15,6 +15,7 @@ import numpy as np
 
 from proxyccl.channels import array_libraries
 from proxyccl.channels.liveness.program_end import watch_mpi
+from proxyccl.channels.segment.rendezvous import ranks_missing
 from proxyccl.device.errors import ArgumentError, PeerLostError, WaitTimeoutError
 from proxyccl.device.integers import as_integer
 
@@ -217,12 +218,7 @@ class MpiSubset:
                 return [found[rank] for rank in range(self.world_size)]
             give_up()
             if time.monotonic() > deadline:
-                raise WaitTimeoutError(
-                    f"the bootstrap's all_gather over MPI: ranks {missing} did not come in time",
-                    rank=self.rank,
-                    peer=missing[0],
-                    operation="bootstrap",
-                )
+                raise ranks_missing("the bootstrap's all_gather over MPI", missing, self.rank)
             time.sleep(pause)
             pause = min(pause + 2e-5, 1e-3)
 
@@ -269,12 +265,7 @@ class ThreadBootstrap:
                 give_up()
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(self.world_size)) - set(contributions))
-                    raise WaitTimeoutError(
-                        f"the bootstrap's all_gather: ranks {missing} did not come in time",
-                        rank=self.rank,
-                        peer=missing[0],
-                        operation="bootstrap",
-                    )
+                    raise ranks_missing("the bootstrap's all_gather", missing, self.rank)
                 meeting.changed.wait(0.02)
             result = [contributions[rank] for rank in range(self.world_size)]
             meeting.fetched[number] = meeting.fetched.get(number, 0) + 1

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from proxyccl.channels.joining.bootstrap import require_place
 from proxyccl.channels.joining.survivors import Board
-from proxyccl.device.errors import ArgumentError, ExchangeError, ResourceError, UntrustedPathError, WaitTimeoutError
+from proxyccl.channels.segment.rendezvous import ranks_missing
+from proxyccl.device.errors import ArgumentError, ExchangeError, ResourceError, UntrustedPathError
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.private_directories import open_private, read_private
 
@@ -80,12 +81,7 @@ class FileBootstrap:
                 break
             give_up()
             if time.monotonic() > deadline:
-                raise WaitTimeoutError(
-                    f"the bootstrap's all_gather over {self._directory}: ranks {missing} did not come in time",
-                    rank=self.rank,
-                    peer=missing[0],
-                    operation="bootstrap",
-                )
+                raise ranks_missing(f"the bootstrap's all_gather over {self._directory}", missing, self.rank)
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
         # All ranks have reached the round before this one, so they have read the one before that.

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from proxyccl.channels.joining.bootstrap import Bootstrap
 from proxyccl.channels.joining.exchange import Exchange
@@ -237,21 +237,17 @@ def meet_apart(
         undo.pop_all()
         if not part.spans_hosts:
             whole.control.rendezvous.withdraw(place)
-    return Meeting(
-        whole.runtime,
-        exchange,
-        control,
-        segments,
-        {},
-        part,
-        answers[0][1],
-        whole.place,
-        whole.proxy_options,
-        whole.transport_options,
-        bootstrap,
-        True,
-        whole.linger,
-        tuple(members),
+    return replace(
+        whole,
+        exchange=exchange,
+        control=control,
+        segments=segments,
+        pids={},
+        topology=part,
+        job=answers[0][1],
+        bootstrap=bootstrap,
+        owns_bootstrap=True,
+        members=tuple(members),
     )
 
 
@@ -319,21 +315,17 @@ def _meeting_of_survivors(
     else:
         bootstrap = _mailboxes(part.rank, control, segments)
     pids = {peer: part.ranks[peer].pid for peer in segments if part.ranks[peer].pid != os.getpid()}
-    return Meeting(
-        whole.runtime,
-        Exchange(bootstrap, timeout),
-        control,
-        segments,
-        pids,
-        part,
-        assembly.token,
-        whole.place,
-        whole.proxy_options,
-        whole.transport_options,
-        bootstrap,
-        True,
-        whole.linger,
-        assembly.members,
+    return replace(
+        whole,
+        exchange=Exchange(bootstrap, timeout),
+        control=control,
+        segments=segments,
+        pids=pids,
+        topology=part,
+        job=assembly.token,
+        bootstrap=bootstrap,
+        owns_bootstrap=True,
+        members=assembly.members,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from proxyccl.device.errors import ProxyCCLError, ResourceError, WaitTimeoutError
@@ -22,6 +22,16 @@ MOST_INVITATIONS: int = lib.PROXYCCL_INVITATIONS - _MOST_REFUSALS
 MOST_DECISIONS: int = lib.PROXYCCL_DECISIONS
 _FIRST_PAUSE_SECONDS = 1e-5
 _LONGEST_PAUSE_SECONDS = 1e-3
+
+
+def ranks_missing(exchange: str, missing: Sequence[int], rank: int) -> WaitTimeoutError:
+    """The error of a rank for which some others did not come to an exchange, described in words, in time."""
+    return WaitTimeoutError(
+        f"{exchange}: ranks {list(missing)} did not come in time",
+        rank=rank,
+        peer=missing[0] if missing else None,
+        operation="bootstrap",
+    )
 
 
 class Rendezvous:
@@ -136,12 +146,7 @@ class Mailboxes:
     def _late(self) -> WaitTimeoutError:
         letter = ffi.new("ProxycclLetter *")
         missing = [peer for peer, rendezvous in self._peers.items() if not rendezvous.read(self._letters, letter)]
-        return WaitTimeoutError(
-            f"the bootstrap's all_gather over mailboxes: ranks {missing} did not come in time",
-            rank=self.rank,
-            peer=missing[0] if missing else None,
-            operation="bootstrap",
-        )
+        return ranks_missing("the bootstrap's all_gather over mailboxes", missing, self.rank)
 
     def close(self) -> None:
         """Nothing to free: the control segment holds the mailbox."""

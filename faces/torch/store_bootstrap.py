@@ -9,6 +9,7 @@ from typing import Any
 
 from proxyccl.channels.joining.bootstrap import require_place
 from proxyccl.channels.joining.survivors import Board
+from proxyccl.channels.segment.rendezvous import ranks_missing
 from proxyccl.device.errors import PeerLostError, WaitTimeoutError
 from torch.distributed import DistError, PrefixStore
 
@@ -62,12 +63,7 @@ class StoreBootstrap:
 
     def _late(self, keys: list[str]) -> WaitTimeoutError:
         missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        return WaitTimeoutError(
-            f"the bootstrap's all_gather over torch's store: ranks {missing} did not come in time",
-            rank=self.rank,
-            peer=missing[0] if missing else None,
-            operation="bootstrap",
-        )
+        return ranks_missing("the bootstrap's all_gather over torch's store", missing, self.rank)
 
     def subset(self, members: Sequence[int], key: int) -> StoreBootstrap:
         """The bootstrap of some ranks. See `Bootstrap`."""
