@@ -22,7 +22,7 @@ PROXYCCL_DEVICE T atomicLoad(const T* p, MemoryOrder order) {
 
 /// Stores a number of 4 or 8 bytes.
 /// @param p      its address
-/// @param value  what is stored
+/// @param value  the value to store
 /// @param order  relaxed, release or sequentially consistent
 template <class T, ThreadScope Scope = scopeSystem>
 PROXYCCL_DEVICE void atomicStore(T* p, T value, MemoryOrder order) {

@@ -9,8 +9,8 @@ namespace mscclpp {
 
 /// Copies bytes. A group of threads calls it together; each copies its part. It orders nothing.
 ///
-/// Any alignment and any number of bytes will do, and every byte is copied: the widest accesses that both addresses
-/// allow are used, whatever Alignment says.
+/// Works for any alignment and any number of bytes, and copies every byte. It uses the widest accesses that both
+/// addresses allow, whatever Alignment says.
 template <int Alignment = 16, bool CopyRemainder = true>
 PROXYCCL_DEVICE void copy(void* dst, const void* src, uint64_t bytes, uint32_t threadId, uint32_t numThreads) {
   static_assert(Alignment == 4 || Alignment == 8 || Alignment == 16, "Alignment must be 4, 8 or 16");

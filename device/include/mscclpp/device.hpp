@@ -2,7 +2,7 @@
 //
 // The headers in this folder have MSCCL++'s names and signatures, and are written for ProxyCCL's channels: a kernel
 // written for MSCCL++ compiles unchanged. Two things differ throughout. Waits are bounded by the communicator's
-// time-out, so the bounds that MSCCL++ counts in spins (maxSpinCount) are taken and not used. And where MSCCL++ aborts
+// time-out, so MSCCL++'s bounds in spins (maxSpinCount) are accepted and ignored. And where MSCCL++ aborts
 // the kernel, the communicator ends with an exception. See docs/coming_from_mscclpp.md.
 #ifndef MSCCLPP_DEVICE_HPP_
 #define MSCCLPP_DEVICE_HPP_

@@ -25,7 +25,7 @@ struct alignas(16) ProxyTrigger {
   /// @param dstOffset   in bytes
   /// @param src         memory id of the source
   /// @param srcOffset   in bytes
-  /// @param bytes       how many
+  /// @param bytes       number of bytes
   /// @param semaphoreId the channel's id: `channel` of its handle
   PROXYCCL_DEVICE ProxyTrigger(TriggerType type, MemoryId dst, uint64_t dstOffset, MemoryId src, uint64_t srcOffset,
                                uint64_t bytes, SemaphoreId semaphoreId) {

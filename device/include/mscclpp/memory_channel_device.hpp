@@ -1,6 +1,6 @@
 // MemoryChannelDeviceHandle: proxyccl::SmChannelDeviceHandle with MSCCL++'s member names and signatures.
 //
-// The two have one layout, so what `Communicator.sm_channels` makes is passed to a kernel that takes either.
+// The two have the same layout, so a kernel may take the handles of `Communicator.sm_channels` as either.
 #ifndef MSCCLPP_MEMORY_CHANNEL_DEVICE_HPP_
 #define MSCCLPP_MEMORY_CHANNEL_DEVICE_HPP_
 
@@ -28,8 +28,8 @@ struct ChannelPacket<LL8Packet> {
 struct BaseMemoryChannelDeviceHandle {
   MemoryDevice2DeviceSemaphoreDeviceHandle semaphore_;
   void* dst_;           // the peer's memory
-  void* src_;           // own memory
-  void* packetBuffer_;  // own memory that the peer's putPackets() fills
+  void* src_;           // local memory
+  void* packetBuffer_;  // local memory that the peer's putPackets() fills
   ProxycclControl* control_;
   uint64_t dstBytes_, srcBytes_, packetBufferBytes_;
   uint32_t peer_, channel_;
@@ -69,7 +69,7 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
     mscclpp::copy<Alignment, CopyRemainder>(to, from, bytes, threadId, numThreads);
   }
 
-  /// Copies own memory (the origin) to the peer's (the target). A group of threads calls it together.
+  /// Copies local memory (the origin) to the peer's (the target). A group of threads calls it together.
   template <int Alignment = 16, bool CopyRemainder = true>
   PROXYCCL_DEVICE void put(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,
                            uint32_t numThreads) const {
@@ -80,8 +80,8 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
     handle().put(offset, originBytes, threadId, numThreads);
   }
 
-  /// Copies the peer's memory (here called the target) to own memory (the origin). proxyccl's get() takes the offset of
-  /// own memory first.
+  /// Copies the peer's memory (here called the target) to local memory (the origin). proxyccl's get() takes the offset
+  /// of local memory first.
   template <int Alignment = 16, bool CopyRemainder = true>
   PROXYCCL_DEVICE void get(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,
                            uint32_t numThreads) const {
@@ -92,13 +92,13 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
     handle().get(offset, originBytes, threadId, numThreads);
   }
 
-  /// Writes own memory as packets to the peer's memory.
+  /// Writes local memory as packets to the peer's memory.
   template <class Packet = LL16Packet>
   PROXYCCL_DEVICE void putPackets(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,
                                   uint32_t numThreads, uint32_t flag) const {
     handle().putPackets<PacketOf<Packet>>(targetOffset, originOffset, originBytes, threadId, numThreads, flag);
   }
-  /// Waits for the packets in the packet buffer (here called the target) and writes their data to own memory.
+  /// Waits for the packets in the packet buffer (here called the target) and writes their data to local memory.
   template <class Packet = LL16Packet>
   PROXYCCL_DEVICE void unpackPackets(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes,
                                      uint32_t threadId, uint32_t numThreads, uint32_t flag, int64_t = -1) const {
@@ -117,7 +117,7 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
   }
 
  private:
-  // The packet as the channel knows it: of the same layout.
+  // The channel's own packet type, which has the same layout.
   template <class Packet>
   using PacketOf = typename detail::ChannelPacket<Packet>::Type;
 

@@ -14,7 +14,7 @@ struct LL16Packet : proxyccl::LL16Packet {
   LL16Packet() = default;
   PROXYCCL_DEVICE LL16Packet(uint2 value, uint32_t flag) : proxyccl::LL16Packet{value.x, flag, value.y, flag} {}
 
-  /// Stores 8 bytes of data and the flag, which is not 0 and not the packet's last.
+  /// Stores 8 bytes of data and the flag, which is neither 0 nor the packet's previous one.
   PROXYCCL_DEVICE void write(uint32_t first, uint32_t second, uint32_t flag) {
     proxyccl::LL16Packet::write({first, second}, flag);
   }
@@ -24,7 +24,7 @@ struct LL16Packet : proxyccl::LL16Packet {
   PROXYCCL_DEVICE void write(uint2 value, uint32_t flag) { write(value.x, value.y, flag); }
 
   /// Loads the packet once.
-  /// @return whether it does not have this flag yet, as in MSCCL++; if it has, `data` is its payload
+  /// @return true if the packet does not have this flag yet, as in MSCCL++; otherwise `data` is its payload
   PROXYCCL_DEVICE bool readOnce(uint32_t flag, uint2& data) const {
     const Words words = load();
     const proxyccl::LL16Packet::Payload payload = words.payload();
@@ -67,7 +67,7 @@ using PacketPayload = typename Packet::Payload;
 /// @param bytes       a multiple of the payload's size
 /// @param threadId    the calling thread's number in the group
 /// @param numThreads  threads in the group
-/// @param flag        not 0, and not the packets' last
+/// @param flag        not 0, and not the packets' previous one
 template <class Packet = LL16Packet>
 PROXYCCL_DEVICE void copyToPackets(void* target, const void* origin, uint64_t bytes, uint32_t threadId,
                                    uint32_t numThreads, uint32_t flag) {

@@ -1,6 +1,6 @@
 // PortChannelDeviceHandle: proxyccl::ProxyChannelDeviceHandle with MSCCL++'s signatures.
 //
-// The two have one layout, so what `Communicator.proxy_channels` makes is passed to a kernel that takes either. A
+// The two have the same layout, so a kernel may take the handles of `Communicator.proxy_channels` as either. A
 // semaphore's id is the channel's: both count from 0 in one proxy.
 #ifndef MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
 #define MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
@@ -12,12 +12,12 @@ namespace mscclpp {
 
 /// A channel whose calls name both memories.
 struct BasePortChannelDeviceHandle : proxyccl::ProxyChannelDeviceHandle {
-  /// Starts a copy from own memory to the peer's. One thread calls it.
+  /// Starts a copy from local memory to the peer's. One thread calls it.
   /// @param dstId      the peer's memory: in Python RegisteredMemory.peer_id(peer)
   /// @param dstOffset  in bytes
-  /// @param srcId      own memory: in Python RegisteredMemory.source_id(peer)
+  /// @param srcId      local memory: in Python RegisteredMemory.source_id(peer)
   /// @param srcOffset  in bytes
-  /// @param size       how many bytes
+  /// @param size       number of bytes
   PROXYCCL_DEVICE void put(MemoryId dstId, uint64_t dstOffset, MemoryId srcId, uint64_t srcOffset,
                            uint64_t size) const {
     ours().put(dstId, dstOffset, srcId, srcOffset, size);
@@ -43,7 +43,7 @@ struct BasePortChannelDeviceHandle : proxyccl::ProxyChannelDeviceHandle {
                                              int64_t = -1) const {
     putWithSignalAndFlush(dstId, offset, srcId, offset, size);
   }
-  /// Waits until what was given to the channel before is complete.
+  /// Waits until all earlier operations on the channel are complete.
   PROXYCCL_DEVICE void flush(int64_t = -1) const { ours().flush(); }
   /// Consumes the peer's next signal if it has arrived.
   PROXYCCL_DEVICE bool poll() const { return ours().poll(); }
@@ -60,7 +60,7 @@ struct BasePortChannelDeviceHandle : proxyccl::ProxyChannelDeviceHandle {
   PROXYCCL_DEVICE const proxyccl::ProxyChannelDeviceHandle& ours() const { return *this; }
 };
 
-/// A channel between two memories that it knows.
+/// A channel between two memories that are fixed when it is made.
 struct PortChannelDeviceHandle : BasePortChannelDeviceHandle {
   PROXYCCL_DEVICE void put(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     ours().put(dstOffset, srcOffset, size);
@@ -77,7 +77,7 @@ struct PortChannelDeviceHandle : BasePortChannelDeviceHandle {
   PROXYCCL_DEVICE void putWithSignalAndFlush(uint64_t offset, uint64_t size) const {
     ours().putWithSignalAndFlush(offset, size);
   }
-  /// Refused, as the base's.
+  /// Not supported either.
   template <class Value>
   PROXYCCL_DEVICE void atomicAdd(uint64_t, Value) const {
     static_assert(sizeof(Value) == 0, "PortChannel::atomicAdd is not offered: no transport adds atomically");

@@ -1,4 +1,4 @@
-// The header of host code. Kernels that include it mean the device's side.
+// MSCCL++'s host header. Kernels that include it need the device side.
 #ifndef MSCCLPP_SM_CHANNEL_HPP_
 #define MSCCLPP_SM_CHANNEL_HPP_
 

@@ -1,4 +1,4 @@
-// SwitchChannelDeviceHandle: the name alone. Multicast by a switch is not offered, and using it does not compile.
+// SwitchChannelDeviceHandle, in name only: multicast by a switch is not supported, and using it does not compile.
 #ifndef MSCCLPP_SWITCH_CHANNEL_DEVICE_HPP_
 #define MSCCLPP_SWITCH_CHANNEL_DEVICE_HPP_
 

@@ -1,10 +1,9 @@
 /* The control block, through which a rank's kernels, its proxy and its peers stop one another.
  *
  * There is one per rank, in pinned host memory that the other ranks of its host map too. A device-side wait reads
- * `abort` while it spins, and `timeout_ns` to know when to give up. The first that gives up files the error record and
- * sets `abort` on all ranks of the host, on its own last. A wait that is stopped, or queried by the CPU, writes to
- * `waits` what it waits for.
- * Plain C, shared with the engine and with Python.
+ * `abort` while it spins, and `timeout_ns` to know when to give up. The first wait that gives up files the error
+ * record, then sets `abort` on every rank of the host, its own last. A wait that is stopped, or that the CPU asks
+ * about, describes itself in `waits`. Plain C, shared with the engine and with Python.
  */
 #ifndef PROXYCCL_CONTROL_H
 #define PROXYCCL_CONTROL_H
@@ -25,7 +24,7 @@ enum ProxycclErrorCode {
   PROXYCCL_ERROR_OUT_OF_RANGE = 10,  /* the range of an SmChannel's call leaves its memory */
   PROXYCCL_ERROR_SHARED_WAIT = 11,   /* two threads wait on one channel at the same time */
   PROXYCCL_ERROR_BAD_SCHEDULE = 12,  /* a schedule names an unused id, or leaves its memory */
-  PROXYCCL_ERROR_TRANSFER_SIZE = 13, /* a rank receives another number of bytes than its peer sends */
+  PROXYCCL_ERROR_TRANSFER_SIZE = 13, /* a rank expects another number of bytes than its peer sends */
   PROXYCCL_ERROR_PARENT = 14,        /* the communicator that this one was split from has ended */
   PROXYCCL_ERROR_CONTEXT_LOST = 15,  /* an error has ended a rank's context on its GPU */
   PROXYCCL_ERROR_SIGNAL_VALUE = 16   /* a signal's value is not above the semaphore's count */
@@ -51,12 +50,12 @@ enum ProxycclWaitKind {
   PROXYCCL_WAIT_PROXY_SIGNAL = 5,
   PROXYCCL_WAIT_PACKET = 6,
   PROXYCCL_WAIT_GRID = 7,
-  /* Of the proxy, which describes no wait: */
+  /* The proxy's waits, which it does not describe in `waits`: */
   PROXYCCL_WAIT_SCHEDULE_POST = 8,
   PROXYCCL_WAIT_SCHEDULE_DATA = 9,
   PROXYCCL_WAIT_SCHEDULE_SEND = 10,
   PROXYCCL_WAIT_SCHEDULE_GATE = 11,
-  /* Of kernels again: */
+  /* More waits of kernels: */
   PROXYCCL_WAIT_CONDITION = 12, /* a condition of a user's kernel (mscclpp/poll_device.hpp) */
   PROXYCCL_WAIT_EXECUTION = 13, /* in an operation of an execution plan; `channel` says which (execution.h) */
   PROXYCCL_WAIT_COMPLETION = 14
@@ -66,7 +65,7 @@ enum ProxycclWaitKind {
 enum ProxycclPresence {
   PROXYCCL_PRESENT = 0,
   PROXYCCL_CLOSING_ANOTHER = 1, /* it waits for another communicator to close */
-  PROXYCCL_LEFT = 2,            /* it has closed the communicator and accesses no memory any more */
+  PROXYCCL_LEFT = 2,            /* it has closed the communicator and no longer accesses memory */
   PROXYCCL_STOPPED = 3          /* the communicator has failed, and its kernels and its proxy have ended */
 };
 
@@ -90,7 +89,7 @@ typedef struct ProxycclErrorRecord {
   uint64_t size;      /* its size in bytes */
 } ProxycclErrorRecord;
 
-/* The answer of one wait of a kernel to a question of the CPU. */
+/* One kernel wait's answer to a question from the CPU. */
 typedef struct ProxycclWait {
   uint32_t claimed;  /* number of the question: the first wait to store it claims this place and fills it … */
   uint32_t answered; /* … then publishes it by storing the number here */
@@ -105,19 +104,19 @@ typedef struct ProxycclWait {
 /* A wait's place in ProxycclControl.waits: its peer modulo PROXYCCL_WAIT_PEERS; if it has no peer, its kind. */
 enum { PROXYCCL_WAIT_PEERS = 64, PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 15 };
 
-/* The number of the question that an abort asks all waits. */
+/* The question number of an abort, which every wait answers. */
 #define PROXYCCL_LAST_QUESTION 0xffffffffu
 
 typedef struct ProxycclControl {
   uint32_t abort; /* 0, or the ProxycclErrorCode for which all waits must end */
-  uint32_t asked; /* number of the CPU's question what kernels wait for; 0 while it asks none */
+  uint32_t asked; /* number of the CPU's question about what kernels wait for; 0 while it asks nothing */
   uint32_t rank;
   uint32_t failed_rank; /* one more than the rank of this host that failed first, whose record says why; 0: none */
   uint64_t timeout_ns;
-  struct ProxycclControl* const* peers; /* those of the host's other ranks, at addresses of this rank's device */
+  struct ProxycclControl* const* peers; /* the other ranks' of this host, as this rank's device maps them */
   uint32_t peer_count;
   uint32_t presence;  /* ProxycclPresence, written by this rank's CPU and read by its peers' */
-  uint32_t exchanges; /* how many exchanges of the bootstrap a rank that has left took part in */
+  uint32_t exchanges; /* how many bootstrap exchanges the rank took part in before it left */
   uint32_t reserved;
   ProxycclErrorRecord error;
   ProxycclWait waits[PROXYCCL_WAIT_PLACES];

@@ -35,9 +35,9 @@ PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_
 }
 
 /// Copies bytes. A group of threads calls it together, and each copies its part. It orders nothing.
-/// @param dst      where to; the ranges must not overlap
-/// @param src      where from
-/// @param bytes    how many; any alignment will do, and the widest accesses that both addresses allow are used
+/// @param dst      destination; the ranges must not overlap
+/// @param src      source
+/// @param bytes    number of bytes, of any alignment; it uses the widest accesses that both addresses allow
 /// @param thread   the calling thread's number in the group: 0 to threads - 1
 /// @param threads  threads in the group
 PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, uint32_t thread, uint32_t threads) {

@@ -2,8 +2,8 @@
 //
 // An element is moved in pieces of its type's alignment, at most 16 bytes each, and each piece by one relaxed access of
 // system scope. So an element whose size is its alignment (a number, a pointer, int4, a packet) is never seen half
-// written. Only the host runtime splits an access of 16 bytes into two of 8; that no GPU does is an assumption. A
-// longer element may be seen half written.
+// written. The host runtime splits an access of 16 bytes into two of 8; we assume that no GPU does. A longer element
+// may be seen half written.
 #ifndef PROXYCCL_ELEMENT_H
 #define PROXYCCL_ELEMENT_H
 
@@ -32,7 +32,7 @@ struct PieceOf<8> {
   using Type = uint64_t;
 };
 
-// An element as the pieces in which it is moved.
+// The pieces in which an element is moved.
 template <class T>
 struct Pieces {
   static_assert(__is_trivially_copyable(T), "its bytes are moved: the element must be trivially copyable");
@@ -64,7 +64,7 @@ PROXYCCL_DEVICE T loadElement(const T* from) {
   return __builtin_bit_cast(T, value);
 }
 
-/// Stores an element; otherwise as loadElement().
+/// Stores an element; otherwise like loadElement().
 template <class T>
 PROXYCCL_DEVICE void storeElement(T* to, const T& element) {
   using Piece = typename Pieces<T>::Piece;

@@ -18,7 +18,7 @@ namespace proxyccl {
 constexpr uint64_t kNoTicket = ~0ull;
 
 struct Fifo : ProxycclFifo {
-  /// Pushes one trigger; waits while the ring is full. Any thread may call it, and any number at once.
+  /// Pushes one trigger; waits while the ring is full. Any number of threads may call it at once.
   ///
   /// Triggers of one thread are executed in the order of its pushes. The proxy's transfer sees what the thread wrote
   /// before.
@@ -26,9 +26,9 @@ struct Fifo : ProxycclFifo {
   /// @param control  the control block of the communicator; null for the module's
   /// @return the trigger's ticket; kNoTicket if the communicator has ended or the ring stayed full until the time-out
   PROXYCCL_DEVICE uint64_t push(ProxycclTrigger trigger, Control* control) const {
-    // The abort word is not read, as that would cost every push a trip to the host: if nobody drains the ring any more
-    // it fills up, and the wait for room ends. The cached tail is loaded together with the ticket, not after it.
-    // Relaxed order is enough: the fence after it (orderBeforeTrigger) makes it an acquire.
+    // The abort word is not read here, because every push would pay for a trip to the host. If nobody drains the ring,
+    // it fills up, and the wait for room notices the abort. The load of the cached tail overlaps with the fetch of the
+    // ticket. Relaxed order is enough: the fence after it (orderBeforeTrigger) makes it an acquire.
     const uint64_t known_tail = loadRelaxedDevice(tail_cache);
     const uint64_t ticket = fetchAddRelaxedDevice<uint64_t>(head, 1);
     orderBeforeTrigger();

@@ -23,16 +23,16 @@ typedef struct ProxycclFifo {
 /* A counting semaphore between one writer (the peer, or its proxy) and one waiter. */
 typedef struct ProxycclSemaphore {
   uint64_t* inbound;        /* the peer's count of signals, as it arrives here */
-  uint64_t* expected;       /* two words in own device memory: signals consumed, then whether a thread waits */
+  uint64_t* expected;       /* two words in local device memory: signals consumed, then whether a thread waits */
   uint64_t* remote_inbound; /* the peer's `inbound`, if it is mapped */
-  uint64_t* outbound;       /* in own device memory: signals sent */
+  uint64_t* outbound;       /* in local device memory: signals sent */
 } ProxycclSemaphore;
 
 typedef struct ProxycclSmChannel {
   ProxycclSemaphore semaphore;
   char* dst;           /* the peer's memory, mapped */
-  char* src;           /* own memory */
-  char* packet_buffer; /* own memory that the peer's putPackets() fills */
+  char* src;           /* local memory */
+  char* packet_buffer; /* local memory that the peer's putPackets() fills */
   ProxycclControl* control;
   uint64_t dst_bytes;
   uint64_t src_bytes;

@@ -1,7 +1,7 @@
 // Low-latency packets: data and a flag in one store, so that the data needs no separate signal (NCCL's LL protocol).
 //
-// A reader waits until the packet's flags equal its own. A flag must differ from the last one of the same packet. Flag
-// 0 is refused, as fresh memory holds it.
+// A reader waits until the packet's flags equal its own. A flag must differ from the packet's previous one. Flag 0 is
+// refused, because fresh memory holds it.
 #ifndef PROXYCCL_PACKET_H
 #define PROXYCCL_PACKET_H
 
@@ -68,7 +68,7 @@ struct alignas(8) LL8Packet {
 using LLPacket = LL16Packet;
 
 /// Waits for a packet with this flag. Any thread may call it.
-/// @param packet   the packet, in own memory
+/// @param packet   the packet, in local memory
 /// @param flag     the sender's
 /// @param control  the communicator's control block; null for the module's
 /// @param peer     the rank that sends it, for the error record if it does not arrive

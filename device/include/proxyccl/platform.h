@@ -2,16 +2,16 @@
 //
 // Each platform_*.h defines:
 //   PROXYCCL_DEVICE           a function that runs on the device, inlined
-//   PROXYCCL_OUT_OF_LINE      one that is long or runs seldom: not inlined, to keep run-time compilation short
+//   PROXYCCL_OUT_OF_LINE      one that is long or rarely runs: not inlined, to keep run-time compilation short
 //   PROXYCCL_ON_HOST          1 where GPU threads are fibers on a CPU, else 0
 //   PROXYCCL_WARP_SIZE        lanes that run together
 //   PROXYCCL_LOAD/STORE/FETCH_ADD/EXCHANGE/COMPARE_EXCHANGE(pointer, …, ORDER, SCOPE)
 //   the CUDA names that kernels use: __global__, __device__, __shared__, threadIdx, …, __syncthreads()
-//   namespace proxyccl: defaultControl (the control block of waits that are given none; may be null),
+//   namespace proxyccl: defaultControl (the control block for waits that are not given one; may be null),
 //   inGlobal, spinHint, nanoseconds, shuffle, ballotWarp, syncWarp, countBits, store128, prefetch, fenceSystem,
 //   orderBeforeTrigger, storePacket128, loadPacket128, storeRelaxed128, loadRelaxed128, halfToFloat, floatToHalf,
 //   dynamicShared
-//   kSpinsPerCheck, kFirstCheck: how often, and from which on, a wait's spins check the abort word and the clock
+//   kSpinsPerCheck, kFirstCheck: how often, and from which spin on, a wait checks the abort word and the clock
 //   PROXYCCL_LOADS_NEED_NO_RELEASE, if storeReleaseLoadsSystem is a relaxed store there
 //   syncThreadsSystem, syncThreadsDevice: __syncthreads after which one thread's release at that scope covers what the
 //   whole block wrote
@@ -57,8 +57,8 @@ template <class T>
 PROXYCCL_DEVICE void storeRelaxedSystem(T* p, T v) {
   PROXYCCL_STORE(p, v, RELAXED, SYSTEM);
 }
-// Orders less than a release: before it are the stores of kernels before this one, and loads whose values the block has
-// used before its last barrier. It does not order stores of this kernel.
+// Weaker than a release: it comes after the stores of earlier kernels, and after loads whose values the block has used
+// before its last barrier. It does not order stores of this kernel.
 template <class T>
 PROXYCCL_DEVICE void storeReleaseLoadsSystem(T* p, T v) {
 #ifdef PROXYCCL_LOADS_NEED_NO_RELEASE
@@ -96,7 +96,7 @@ PROXYCCL_DEVICE bool compareExchangeSystem(T* p, T expected, T desired) {
   return PROXYCCL_COMPARE_EXCHANGE(p, &expected, desired, SYSTEM);
 }
 
-/// Calls body(i) for each i < n, the work shared by a group of threads.
+/// Calls body(i) for each i < n, with the work divided among a group of threads.
 /// @param n        number of calls
 /// @param thread   the calling thread's number in the group: 0 to threads - 1
 /// @param threads  threads in the group

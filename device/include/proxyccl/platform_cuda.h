@@ -8,12 +8,12 @@
 #define PROXYCCL_WARP_SIZE 32
 #define PROXYCCL_DEVICE __device__ __forceinline__
 #define PROXYCCL_OUT_OF_LINE static __device__ __noinline__
-// A kernel begins when what those before it stored is there for all, and a value that was used has been loaded. The
-// fence of a release takes 2 to 2.7 us on an H100 even if nothing is under way.
+// When a kernel begins, everyone sees the stores of the kernels before it, and a value that was used has been loaded.
+// The fence of a release takes 2 to 2.7 us on an H100 even if nothing is in flight.
 #define PROXYCCL_LOADS_NEED_NO_RELEASE
 
-// NVRTC's built-in atomics: libcu++ would cost a second a compile.
-// They take no pointer to const, not even to load.
+// NVRTC's built-in atomics: libcu++ would add a second to each compilation.
+// They do not accept a pointer to const, not even for a load.
 #define PROXYCCL_LOAD(p, ORDER, SCOPE) \
   __nv_atomic_load_n(::proxyccl::withoutConst(p), __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
 #define PROXYCCL_STORE(p, v, ORDER, SCOPE) __nv_atomic_store_n(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
@@ -39,7 +39,7 @@ PROXYCCL_DEVICE T* withoutConst(const T* p) {
   return const_cast<T*>(p);
 }
 
-// Returns the same address, and tells the compiler that it is in global memory: accesses become faster.
+// Returns the same address, and tells the compiler that it is in global memory, which makes accesses faster.
 template <class T>
 PROXYCCL_DEVICE T* inGlobal(T* p) {
   __builtin_assume(__isGlobal(p));
@@ -64,7 +64,7 @@ PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
 PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 PROXYCCL_DEVICE void syncWarp() { __syncwarp(); }
 PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__popcll(bits)); }
-// One access, which NVRTC makes of a plain store only at times. The address is aligned to 16 bytes.
+// A single access; NVRTC makes one of a plain store only sometimes. The address is aligned to 16 bytes.
 PROXYCCL_DEVICE void store128(void* p, uint64_t low, uint64_t high) {
   asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(low), "l"(high) : "memory");
 }
@@ -80,8 +80,8 @@ PROXYCCL_DEVICE void* dynamicShared() {
 }
 
 // From sm_90 on, storeTrigger()'s release is split into this fence and a relaxed store. The fence takes as long as the
-// fetch of the ticket, and the two overlap. Before, the first of two words is stored relaxed: this fence orders it
-// after the load that found room, which the branch between them does not do in PTX.
+// fetch of the ticket, and the two overlap. Before sm_90, the first of two words is stored relaxed: this fence orders
+// it after the load that found room, which the branch between them does not do in PTX.
 PROXYCCL_DEVICE void orderBeforeTrigger() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.acq_rel.sys;" ::: "memory");
@@ -112,7 +112,7 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(*low), "=l"(*high) : "l"(p) : "memory");
 }
 
-// 16 bytes of data without a flag: one access, which is never seen half written.
+// 16 bytes of data without a flag: a single access, which is never seen half written.
 PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) {
   asm volatile(
       "{\n\t.reg .b128 value;\n\t"

@@ -24,7 +24,7 @@
    __hip_atomic_compare_exchange_strong(p, expected, desired, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE, \
                                         PROXYCCL_HIP_SCOPE_##SCOPE))
 
-// The two parts of a memory order: the release, which is a fence before the access, and the order that is left for the
+// The two parts of a memory order: the release, which is a fence before the access, and the order that remains for the
 // access.
 #define PROXYCCL_HIP_RELEASE_RELAXED(SCOPE) static_cast<void>(0)
 #define PROXYCCL_HIP_RELEASE_RELEASE(SCOPE) ::proxyccl::hip::release##SCOPE()
@@ -43,7 +43,7 @@ __device__ __attribute__((weak)) ProxycclControl* proxyccl_default_control = nul
 namespace proxyccl {
 namespace hip {
 
-// Waits until all stores of this wave have arrived, a write-back of the cache included. The compiler ends a release
+// Waits until all stores of this wave have arrived, including a write-back of the cache. The compiler ends a release
 // with this wait only if it knows of a store in flight. It counts neither the write-back nor a store in assembly
 // (storePacket128) as one. So each release here is a fence followed by this wait.
 PROXYCCL_DEVICE void drainStores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
@@ -113,8 +113,8 @@ typedef volatile __attribute__((address_space(1))) HipVector4 HipGlobalVector4;
 #else
 #define PROXYCCL_HIP_SYSTEM_SCOPE " sc0 sc1"
 #endif
-// In assembly, as the compiler waits after a volatile store until it has arrived: packets to seven peers would take
-// seven trips in turn. s_nop is needed, as the hardware reads the second half of the data one instruction later.
+// In assembly, because the compiler waits for each volatile store to arrive: packets to seven peers would take seven
+// trips in turn. s_nop is needed because the hardware reads the second half of the data one instruction later.
 PROXYCCL_DEVICE void storePacket128(uint64_t* p, uint64_t low, uint64_t high) {
   const HipVector2 pair = {low, high};
   asm volatile("global_store_dwordx4 %0, %1, off" PROXYCCL_HIP_SYSTEM_SCOPE "\n\ts_nop 0" ::"v"(p),
@@ -127,7 +127,7 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   *low = pair.x;
   *high = pair.y;
 }
-// The hardware moves an aligned dwordx4 as one.
+// The hardware moves an aligned dwordx4 in one piece.
 PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
 PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
 

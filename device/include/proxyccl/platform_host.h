@@ -12,13 +12,13 @@ struct ProxycclControl;
 
 #define PROXYCCL_ON_HOST 1
 #define PROXYCCL_WARP_SIZE 32
-// The compiler chooses what to inline: with forced inlining the shipped kernels take twice as long to compile and run
-// no faster.
+// The compiler chooses what to inline: forced inlining doubles the shipped kernels' compile time and does not make them
+// faster.
 #define PROXYCCL_DEVICE inline
 #define PROXYCCL_OUT_OF_LINE inline
 
-// Launches go through an entry point with another name (kernel.h). Kernels are hidden, as a visible one could clash
-// with a symbol of the process, such as wait().
+// Launches go through an entry point with another name (kernel.h). Kernels are hidden, because a visible one could
+// clash with a symbol of the process, such as wait().
 #ifndef PROXYCCL_FIND_KERNELS  // otherwise the source is only preprocessed, and the word marks its kernels
 #define __global__ __attribute__((visibility("hidden")))
 #endif
@@ -81,7 +81,7 @@ PROXYCCL_DEVICE T fromBits(uint64_t bits) {
 
 template <size_t... I>
 struct Indices {};
-// 0 to N - 1. By hand, since g++ and clang++ have different builtins for it.
+// 0 to N - 1. Written out, because g++ and clang++ have different builtins for it.
 template <size_t N, size_t... I>
 struct IndicesBelow : IndicesBelow<N - 1, N - 1, I...> {};
 template <size_t... I>
@@ -123,8 +123,8 @@ PROXYCCL_DEVICE T* inGlobal(T* p) {
 PROXYCCL_DEVICE ProxycclControl* defaultControl() { return host::self()->default_control; }
 PROXYCCL_DEVICE void spinHint(uint32_t spins) { host::self()->api->spin(host::self(), spins); }
 PROXYCCL_DEVICE uint64_t nanoseconds() { return host::self()->api->nanoseconds(); }
-// Here a spin is a turn of the scheduler, and on a busy machine lasts a time slice. A kernel that has been told to stop
-// may have hundreds of waits to come, so each checks before it spins.
+// A spin here is a turn of the scheduler, which lasts a time slice on a busy machine. A kernel that has been told to
+// stop may have hundreds of waits to come, so each checks before it spins.
 constexpr uint32_t kSpinsPerCheck = 8, kFirstCheck = 0;
 
 template <class T>
@@ -154,7 +154,7 @@ PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1
   __atomic_store_n(slot + 1, word1, __ATOMIC_RELEASE);
 }
 
-// Each half of a packet holds data and flag, so two accesses of 8 bytes will do.
+// Each half of a packet holds data and flag, so two accesses of 8 bytes suffice.
 PROXYCCL_DEVICE void storePacket128(uint64_t* p, uint64_t low, uint64_t high) {
   __atomic_store_n(p, low, __ATOMIC_RELAXED);
   __atomic_store_n(p + 1, high, __ATOMIC_RELAXED);
@@ -164,11 +164,11 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   *high = __atomic_load_n(p + 1, __ATOMIC_RELAXED);
 }
 
-// Two accesses: neither C++ nor the sanitizers know a lock-free one of 16 bytes.
+// Two accesses, because neither C++ nor the sanitizers have a lock-free one of 16 bytes.
 PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
 PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
 
-// By hand, since not every C++ compiler has a 16-bit float.
+// Written out, because not every C++ compiler has a 16-bit float.
 PROXYCCL_DEVICE float halfToFloat(uint16_t bits) {
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
   // The exponents' biases differ by 112; the multiplication is exact and makes subnormal halves normal.
@@ -185,7 +185,7 @@ PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
     half = 0x7e00;
   } else if (magnitude >= 0x477ff000) {  // rounds to infinity: 65520 and more
     half = 0x7c00;
-  } else if (magnitude < 0x38800000) {  // subnormal: next to 0.5 a float's last bit is worth what a half's is here
+  } else if (magnitude < 0x38800000) {  // subnormal: near 0.5 a float's last bit has the weight of a half's here
     half = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) + 0.5f) - 0x3f000000;
   } else {
     half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;

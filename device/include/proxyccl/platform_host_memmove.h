@@ -2,9 +2,8 @@
  *
  * From about 2 KiB to the size of a core's cache, glibc copies with `rep movsb` where the CPU says that it is fast.
  * AMD's Zen 3 and Zen 4 say so, but there it is 4 to 15 times slower where the target lies at a slightly higher offset
- * in its page than the source (https://sourceware.org/bugzilla/show_bug.cgi?id=30994). Arrays of numpy lie like that
- * next to memory of ours: malloc puts large blocks 16 bytes after the start of a page.
- * Plain C, shared with the engine.
+ * in its page than the source (https://sourceware.org/bugzilla/show_bug.cgi?id=30994). numpy's arrays lie like that
+ * relative to our memory: malloc puts large blocks 16 bytes after the start of a page. Plain C, shared with the engine.
  */
 #ifndef PROXYCCL_PLATFORM_HOST_MEMMOVE_H
 #define PROXYCCL_PLATFORM_HOST_MEMMOVE_H
@@ -17,12 +16,12 @@ static inline void proxyccl_memmove(void* dst, const void* src, size_t bytes) {
   enum { kPage = 4096, kClose = 64, kShort = 2048, kAtOnce = 8 * sizeof(ProxycclCopiedVector) };
   const size_t distance = (size_t)((uintptr_t)dst - (uintptr_t)src);
   size_t done = 0;
-  /* The loop goes upwards, so the target must not begin inside of the source. */
+  /* The loop goes upwards, so the target must not begin inside the source. */
   if (bytes >= kShort && distance >= bytes && distance % kPage < kClose) {
     for (; done + kAtOnce <= bytes; done += kAtOnce) {
       const ProxycclCopiedVector* from = (const ProxycclCopiedVector*)((const char*)src + done);
       ProxycclCopiedVector* to = (ProxycclCopiedVector*)((char*)dst + done);
-      /* Loads come first: one after a store to the same offset in a page would wait for it. */
+      /* Loads come first: a load after a store to the same offset in a page would wait for that store. */
       const ProxycclCopiedVector a = from[0], b = from[1], c = from[2], d = from[3];
       const ProxycclCopiedVector e = from[4], f = from[5], g = from[6], h = from[7];
       to[0] = a, to[1] = b, to[2] = c, to[3] = d;

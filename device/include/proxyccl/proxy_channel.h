@@ -1,14 +1,14 @@
 // ProxyChannel: one thread pushes triggers; the proxy moves the data by copy engine or network.
 //
 // Names and argument order are those of MSCCL++'s PortChannelDeviceHandle. Offsets and sizes are in bytes, of any
-// alignment; an offset counts from the start of a memory: the peer's (destination) or own (source).
+// alignment; an offset counts from the start of a memory: the peer's (destination) or the local one (source).
 //
-// One thread calls for its whole block: several threads that call put() make several puts. A put carries what the
-// calling thread wrote before it, and what its block wrote before a syncThreadsSystem(). The operations of one thread
-// on a channel are executed in the order of its calls: a get reads what earlier puts on the channel wrote, and the data
-// of a get is there before a later put reads it and before a later signal arrives. Over a fabric without an order of
-// writes, puts overtake one another, and so do gets. A range that leaves its memory moves nothing and ends the
-// communicator with a TriggerError.
+// One thread makes a call for its whole block; if several threads call put(), they make several puts. A put carries
+// what the calling thread wrote before it, and what its block wrote before a syncThreadsSystem(). The operations of one
+// thread on a channel are executed in the order of its calls: a get reads what earlier puts on the channel wrote, and a
+// get's data arrives before a later put reads it and before a later signal arrives. Over a fabric that does not order
+// writes, puts may overtake one another, and so may gets. If a range leaves its memory, nothing moves and the
+// communicator ends with a TriggerError.
 //
 // A put or get has a ticket. isComplete() and waitComplete() tell when it and all operations before it on the channel
 // are complete; that needs no flush. The ticket is kNoTicket if the call could not push.
@@ -21,7 +21,7 @@
 
 namespace proxyccl {
 
-/// A trigger with these fields, for Fifo::push (trigger.h).
+/// Makes a trigger for Fifo::push (trigger.h).
 /// @param op          bits of PROXYCCL_OP_DATA, _SIGNAL and _FLUSH; _DATA | _GET for a get; PROXYCCL_OP_CUSTOM for a
 ///                    Python handler
 /// @param channel     channel id
@@ -46,7 +46,7 @@ PROXYCCL_DEVICE ProxycclTrigger makeTrigger(uint32_t op, uint32_t channel, uint3
   return trigger;
 }
 
-/// The same with a value in the place of a source.
+/// The same with a value instead of a source.
 /// @param value  1, 2, 4 or 8 bytes
 PROXYCCL_DEVICE ProxycclTrigger makeValueTrigger(uint32_t op, uint32_t channel, uint32_t dst_memory,
                                                  uint64_t dst_offset, uint64_t value, uint32_t bytes) {
@@ -57,43 +57,43 @@ PROXYCCL_DEVICE ProxycclTrigger makeValueTrigger(uint32_t op, uint32_t channel, 
 }
 
 struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
-  /// Starts a copy from own memory to the peer's and returns at once, unless the ring is full.
+  /// Starts a copy from local memory to the peer's and returns at once, unless the ring is full.
   ///
   /// The source may be overwritten when the put is complete. The peer may read the data after a signal() that follows
   /// it.
-  /// @param dstOffset  where in the peer's memory, in bytes
-  /// @param srcOffset  from where in own memory, in bytes
-  /// @param size       how many bytes
+  /// @param dstOffset  offset in the peer's memory, in bytes
+  /// @param srcOffset  offset in local memory, in bytes
+  /// @param size       number of bytes
   /// @return its ticket, for isComplete() and waitComplete()
   PROXYCCL_DEVICE uint64_t put(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return push(PROXYCCL_OP_DATA, dst_memory, dstOffset, src_memory, srcOffset, size);
   }
   /// The same with one offset for both memories.
   PROXYCCL_DEVICE uint64_t put(uint64_t offset, uint64_t size) const { return put(offset, offset, size); }
-  /// The same between other memories than the channel's own two.
+  /// The same between memories other than the channel's two.
   /// @param dstMemory  the peer's memory: in Python RegisteredMemory.peer_id(peer)
-  /// @param srcMemory  own memory: in Python RegisteredMemory.source_id(peer)
+  /// @param srcMemory  local memory: in Python RegisteredMemory.source_id(peer)
   PROXYCCL_DEVICE uint64_t put(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
                                uint64_t size) const {
     return push(PROXYCCL_OP_DATA, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
-  /// Starts a copy from the peer's memory to own memory and returns at once, unless the ring is full. The peer's
+  /// Starts a copy from the peer's memory to local memory and returns at once, unless the ring is full. The peer's
   /// kernels take no part.
   ///
-  /// After the wait() for a signal it reads what the peer wrote before that signal. The data may be read when the get
-  /// is complete. A signal() after it tells the peer that its memory may be overwritten.
-  /// @param dstOffset  where in own memory, in bytes: the target comes first, as in put()
-  /// @param srcOffset  from where in the peer's memory, in bytes
-  /// @param size       how many bytes
+  /// After the wait() for a signal, a get reads what the peer wrote before that signal. The data may be read when the
+  /// get is complete. A signal() after it tells the peer that its memory may be overwritten.
+  /// @param dstOffset  offset in local memory, in bytes: the target comes first, as in put()
+  /// @param srcOffset  offset in the peer's memory, in bytes
+  /// @param size       number of bytes
   /// @return its ticket, for isComplete() and waitComplete()
   PROXYCCL_DEVICE uint64_t get(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_GET, src_memory, dstOffset, dst_memory, srcOffset, size);
   }
   /// The same with one offset for both memories.
   PROXYCCL_DEVICE uint64_t get(uint64_t offset, uint64_t size) const { return get(offset, offset, size); }
-  /// The same between other memories than the channel's own two.
-  /// @param dstMemory  own memory: in Python RegisteredMemory.source_id(peer)
+  /// The same between memories other than the channel's two.
+  /// @param dstMemory  local memory: in Python RegisteredMemory.source_id(peer)
   /// @param srcMemory  the peer's memory: in Python RegisteredMemory.peer_id(peer)
   PROXYCCL_DEVICE uint64_t get(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
                                uint64_t size) const {
@@ -101,9 +101,9 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   /// Writes a value of 1, 2, 4 or 8 bytes to the peer's memory. It travels in the trigger, so nothing is read later.
-  /// @param dstOffset  where in the peer's memory, in bytes, of any alignment
-  /// @param value      of any type that is trivially copyable
-  /// @return its ticket, as put()
+  /// @param dstOffset  offset in the peer's memory, in bytes, of any alignment
+  /// @param value      of any trivially copyable type
+  /// @return its ticket, as for put()
   template <class T>
   PROXYCCL_DEVICE uint64_t putValue(uint64_t dstOffset, T value) const {
     return pushValue(PROXYCCL_OP_DATA, dstOffset, value);
@@ -117,9 +117,9 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
   PROXYCCL_DEVICE void signal() const { push(PROXYCCL_OP_SIGNAL, 0, 0, 0, 0, 0); }
 
-  /// Raises the peer's semaphore to `value` instead, as that many signals would; ordered as signal(). The peer
-  /// awaits it by waitUntil(value), or by as many calls of wait().
-  /// @param value  above all counts before, or the communicator ends with a TriggerError
+  /// Raises the peer's semaphore to `value`, as that many signals would; ordered like signal(). The peer waits for it
+  /// with waitUntil(value), or with as many calls of wait().
+  /// @param value  greater than every earlier count, or the communicator ends with a TriggerError
   PROXYCCL_DEVICE void signal(uint64_t value) const {
     Fifo{fifo}.push(makeValueTrigger(PROXYCCL_OP_SIGNAL, channel, 0, 0, value, 8), control);
   }
@@ -132,7 +132,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   PROXYCCL_DEVICE uint64_t putWithSignal(uint64_t offset, uint64_t size) const {
     return putWithSignal(offset, offset, size);
   }
-  /// The same between other memories than the channel's own two.
+  /// The same between memories other than the channel's two.
   PROXYCCL_DEVICE uint64_t putWithSignal(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
                                          uint64_t size) const {
     return push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstMemory, dstOffset, srcMemory, srcOffset, size);
@@ -153,11 +153,11 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool flush() const { return waitFlushed(push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0)); }
 
-  /// Asks for a flush and returns at once: the kernel may work on before it needs the sources again.
+  /// Requests a flush and returns at once, so the kernel can go on until it needs the sources again.
   /// @return its ticket, for isFlushed() and waitFlushed(); kNoTicket if the communicator has ended
   PROXYCCL_DEVICE uint64_t flushAsync() const { return push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0); }
 
-  /// Whether the flush with this ticket is complete. It never waits, as poll().
+  /// Whether the flush with this ticket is complete. Like poll(), it never waits.
   /// @param ticket  from flushAsync()
   PROXYCCL_DEVICE bool isFlushed(uint64_t ticket) const {
     return ticket != kNoTicket && loadAcquireSystem(flushed) > ticket;
@@ -165,7 +165,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
 
   /// Waits for the flush with this ticket.
   /// @param ticket  from flushAsync(); for kNoTicket it returns false at once
-  /// @return as flush()
+  /// @return see flush()
   PROXYCCL_DEVICE bool waitFlushed(uint64_t ticket) const {
     // The word holds a ticket, not a count: two threads that flush the same channel may push in either order, and the
     // later ticket's completion implies the earlier's. The load pairs with the transport's write of the word, after
@@ -176,8 +176,9 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
                                [&](uint64_t* seen) { return (*seen = loadAcquireSystem(flushed)) > ticket; });
   }
 
-  /// Whether the operation with this ticket and all before it on the channel are complete, as flush() says. It never
-  /// waits, as poll(). No flush is needed; over a fabric, one makes puts and signals known to be complete sooner.
+  /// Whether the operation with this ticket and all before it on the channel are complete, in the sense of flush().
+  /// Like poll(), it never waits. It needs no flush, but over a fabric a flush reveals sooner that puts and signals are
+  /// complete.
   /// @param ticket  from any call on this channel that returns one
   PROXYCCL_DEVICE bool isComplete(uint64_t ticket) const {
     return ticket != kNoTicket && loadAcquireSystem(completed) > ticket;
@@ -185,7 +186,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
 
   /// Waits until isComplete().
   /// @param ticket  from any call on this channel that returns one; for kNoTicket it returns false at once
-  /// @return as flush()
+  /// @return see flush()
   PROXYCCL_DEVICE bool waitComplete(uint64_t ticket) const {
     if (ticket == kNoTicket) return false;
     const WaitFor what = {PROXYCCL_WAIT_COMPLETION, peer, channel, ticket + 1};
@@ -193,26 +194,26 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
                                [&](uint64_t* seen) { return (*seen = loadAcquireSystem(completed)) > ticket; });
   }
 
-  /// For the channel of a Python handler: sends it three numbers of the user's own.
+  /// For a channel with a Python handler: sends the handler three numbers, which mean what the program decides.
   /// @param size       what the handler sees as the trigger's size
-  /// @param dstOffset  … as its destination offset
-  /// @param srcOffset  … as its source offset
+  /// @param dstOffset  what it sees as the destination offset
+  /// @param srcOffset  what it sees as the source offset
   /// @return the trigger's ticket, for Fifo::sync and waitComplete(), which waits for the handler; kNoTicket if the
   /// communicator has ended or the ring stayed full
   PROXYCCL_DEVICE uint64_t custom(uint32_t size, uint32_t dstOffset = 0, uint32_t srcOffset = 0) const {
     return Fifo{fifo}.push(makeTrigger(PROXYCCL_OP_CUSTOM, channel, 0, dstOffset, 0, srcOffset, size), control);
   }
 
-  /// Waits for the peer's next signal and consumes it. After that the data that the peer put before the signal may be
-  /// read. One thread calls it; the others of its block go on after a __syncthreads(). If two threads wait at once it
-  /// is undefined which signals they take; the host runtime then ends the communicator with a TriggerError.
+  /// Waits for the peer's next signal and consumes it. After that, the data that the peer put before the signal may be
+  /// read. One thread calls it; the others in its block continue after a __syncthreads(). If two threads wait at once
+  /// it is undefined which signals they take; the host runtime then ends the communicator with a TriggerError.
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const {
     return semaphoreHandle().wait(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel);
   }
 
-  /// Waits until the peer's signals have come to `value`, and consumes them. If they were consumed before, it returns
-  /// true at once. Otherwise as wait().
+  /// Waits until the peer's signals have reached `value`, and consumes them. If they were consumed before, it returns
+  /// true at once. Otherwise like wait().
   /// @param value  a count of signals since the channel was made
   PROXYCCL_DEVICE bool waitUntil(uint64_t value) const {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel, value);

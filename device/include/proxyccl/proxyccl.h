@@ -1,4 +1,4 @@
-// Everything a user's kernel needs.
+// Everything that a kernel needs.
 #ifndef PROXYCCL_PROXYCCL_H
 #define PROXYCCL_PROXYCCL_H
 

@@ -1,8 +1,8 @@
 // Element types and reduction operations.
 //
 // Each type names its accumulator: 16-bit floats accumulate in float, and a result is rounded once. A kernel that has
-// the contributions of all ranks reduces them in rank order, so that every rank gets the same bits. That holds for all
-// values but NaNs, which finishReduction() therefore makes one.
+// the contributions of all ranks reduces them in rank order, so that every rank gets the same bits. NaNs are the
+// exception, so finishReduction() replaces them all by the same one.
 #ifndef PROXYCCL_REDUCE_H
 #define PROXYCCL_REDUCE_H
 
@@ -87,10 +87,10 @@ struct Avg {
   }
   template <class A>
   static PROXYCCL_DEVICE A finish(A a, uint32_t ranks) {
-    return a / static_cast<decltype(a + a)>(ranks);  // 8 bits need not hold the number of ranks
+    return a / static_cast<decltype(a + a)>(ranks);  // 8 bits may not hold the number of ranks
   }
 };
-// Of integers' bits.
+// Bitwise, for integers.
 struct Band : Unscaled {
   template <class A>
   static PROXYCCL_DEVICE A combine(A a, A b) {
@@ -110,7 +110,7 @@ struct Bxor : Unscaled {
   }
 };
 
-// A value with every NaN replaced by the one without sign and payload.
+// Replaces a NaN by the one without sign and payload.
 template <class A>
 PROXYCCL_DEVICE A withOneNan(A value) {
   return value;
@@ -123,8 +123,8 @@ PROXYCCL_DEVICE double withOneNan(double value) {
 }
 
 // The result of a reduction, from combine()'s result for all ranks' values. A sum or product of two NaNs has the sign
-// and payload of either, by the device and by the order in which the compiler passes the operands, which differs from
-// one loop to the next. So a NaN result has neither.
+// and payload of one of them. Which one depends on the device and on the order in which the compiler passes the
+// operands, and that differs between loops. So a NaN result gets neither.
 template <class T, class Op>
 PROXYCCL_DEVICE T finishReduction(typename Element<T>::Accumulator combined, uint32_t ranks) {
   return Element<T>::narrow(withOneNan(Op::finish(combined, ranks)));

@@ -8,15 +8,15 @@
 namespace proxyccl {
 
 struct Semaphore : ProxycclSemaphore {
-  /// Adds one at the peer. One thread at a time calls it.
+  /// Adds one to the count at the peer. One thread at a time calls it.
   ///
   /// The release pairs with the acquire in the peer's wait() and poll(): once the signal is visible, so is what this
   /// thread wrote before, and what its block wrote before a syncThreadsSystem(). Only this side writes
-  /// `remote_inbound`, so a store of the count is enough, with no atomic across the link.
+  /// `remote_inbound`, so a store of the count is enough, without an atomic across the link.
   PROXYCCL_DEVICE void signal() const { storeReleaseSystem<uint64_t>(remote_inbound, ++*outbound); }
 
-  /// Raises the count at the peer to `value`, which must be above all counts before; ordered as signal(). One thread at
-  /// a time calls it.
+  /// Raises the count at the peer to `value`, which must be greater than every earlier count; ordered like signal().
+  /// One thread at a time calls it.
   PROXYCCL_DEVICE void signal(uint64_t value) const { storeReleaseSystem(remote_inbound, *outbound = value); }
 
   /// The same without ordering: for a signal that announces no data.
@@ -33,8 +33,8 @@ struct Semaphore : ProxycclSemaphore {
     return waitUntil(control, kind, peer, channel, *expected + 1);
   }
 
-  /// Waits until the count has come to `value`, and consumes all signals up to it. If they were consumed before, it
-  /// returns true at once. Otherwise as wait().
+  /// Waits until the count has reached `value`, and consumes all signals up to it. If they were consumed before, it
+  /// returns true at once. Otherwise like wait().
   PROXYCCL_DEVICE bool waitUntil(Control* control, uint32_t kind, uint32_t peer, uint32_t channel,
                                  uint64_t value) const {
     if (*expected >= value) return true;

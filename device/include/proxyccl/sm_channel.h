@@ -2,10 +2,10 @@
 //
 // Names and argument order are those of MSCCL++'s MemoryChannelDeviceHandle. The target of an operation is where data
 // goes, the origin where it comes from. Offsets and sizes are in bytes, of any alignment; an offset counts from the
-// start of the peer's memory (`dst`) or of own memory (`src`).
+// start of the peer's memory (`dst`) or of local memory (`src`).
 //
 // If a range leaves its memory, nothing moves, and the communicator ends with a TriggerError that names the call, the
-// offset and the memory. The kernel gets no error and goes on to its end.
+// offset and the memory. The kernel itself sees no error and runs to its end.
 #ifndef PROXYCCL_SM_CHANNEL_H
 #define PROXYCCL_SM_CHANNEL_H
 
@@ -21,7 +21,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   ///
   /// The access is relaxed: it orders nothing. It is one access if sizeof(T) == alignof(T) <= 16 (element.h). The index
   /// is not checked against the memory's size: this is for inner loops.
-  /// @tparam T      any type that is trivially copyable
+  /// @tparam T      any trivially copyable type
   /// @param  index  which element, counted in T from the start of the peer's memory, which is aligned to T
   /// @return the element
   template <class T>
@@ -29,22 +29,22 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     return loadElement(reinterpret_cast<const T*>(dst) + index);
   }
 
-  /// Writes one element of the peer's memory; otherwise as read(). A signal() after it tells the peer that the element
-  /// is there.
+  /// Writes one element of the peer's memory; otherwise like read(). A signal() after it tells the peer that the
+  /// element is there.
   /// @param index  which element, counted in T
-  /// @param value  what is written
+  /// @param value  the value to write
   template <class T>
   PROXYCCL_DEVICE void write(uint64_t index, const T& value) const {
     storeElement(reinterpret_cast<T*>(dst) + index, value);
   }
 
-  /// Copies own memory to the peer's. A group of threads calls it together; each copies its part.
+  /// Copies local memory to the peer's. A group of threads calls it together; each copies its part.
   ///
   /// When the call returns, the thread's part may still be in flight. The peer may read the data after a signal() that
-  /// follows a syncThreadsSystem() of the block; own memory may be written again at once.
-  /// @param targetOffset  where in the peer's memory, in bytes
-  /// @param originOffset  from where in own memory, in bytes
-  /// @param bytes         how many
+  /// follows a syncThreadsSystem() of the block; local memory may be written again at once.
+  /// @param targetOffset  offset in the peer's memory, in bytes
+  /// @param originOffset  offset in local memory, in bytes
+  /// @param bytes         number of bytes
   /// @param threadId      the calling thread's number in the group: 0 to numThreads - 1
   /// @param numThreads    threads in the group
   PROXYCCL_DEVICE void put(uint64_t targetOffset, uint64_t originOffset, uint64_t bytes, uint32_t threadId,
@@ -57,13 +57,13 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     put(offset, offset, bytes, threadId, numThreads);
   }
 
-  /// Copies the peer's memory to own memory. A group of threads calls it together; each copies its part.
+  /// Copies the peer's memory to local memory. A group of threads calls it together; each copies its part.
   ///
-  /// After the wait() for a signal it reads what the peer wrote before that signal. When the call returns, a thread may
-  /// read its own part. After a __syncthreads() the group may read all parts.
-  /// @param targetOffset  where in own memory, in bytes: the target comes first, as in put()
-  /// @param originOffset  from where in the peer's memory, in bytes
-  /// @param bytes         how many
+  /// After the wait() for a signal, a get reads what the peer wrote before that signal. When the call returns, a thread
+  /// may read its own part. After a __syncthreads() the group may read all parts.
+  /// @param targetOffset  offset in local memory, in bytes: the target comes first, as in put()
+  /// @param originOffset  offset in the peer's memory, in bytes
+  /// @param bytes         number of bytes
   /// @param threadId      the calling thread's number in the group: 0 to numThreads - 1
   /// @param numThreads    threads in the group
   PROXYCCL_DEVICE void get(uint64_t targetOffset, uint64_t originOffset, uint64_t bytes, uint32_t threadId,
@@ -76,16 +76,16 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     get(offset, offset, bytes, threadId, numThreads);
   }
 
-  /// Writes own memory as packets to the peer's memory. A group of threads calls it together.
+  /// Writes local memory as packets to the peer's memory. A group of threads calls it together.
   ///
   /// It needs no fence and no signal: the peer's getPackets() with the same flag waits for each packet.
   /// @tparam Packet      LL16Packet (16 bytes that carry 8) or LL8Packet (8 that carry 4): twice `bytes` are written
-  /// @param packetOffset where in the peer's memory, in bytes; a multiple of sizeof(Packet)
-  /// @param dataOffset   from where in own memory, in bytes; a multiple of the payload's size
-  /// @param bytes        how many bytes of data; a multiple of the payload's size
+  /// @param packetOffset offset in the peer's memory, in bytes; a multiple of sizeof(Packet)
+  /// @param dataOffset   offset in local memory, in bytes; a multiple of the payload's size
+  /// @param bytes        bytes of data; a multiple of the payload's size
   /// @param threadId     the calling thread's number in the group: 0 to numThreads - 1
   /// @param numThreads   threads in the group
-  /// @param flag         not 0, and not the last flag of these packets; 0 ends the communicator with a TriggerError
+  /// @param flag         not 0, and not the previous flag of these packets; 0 ends the communicator with a TriggerError
   template <class Packet = LL16Packet>
   PROXYCCL_DEVICE void putPackets(uint64_t packetOffset, uint64_t dataOffset, uint64_t bytes, uint32_t threadId,
                                   uint32_t numThreads, uint32_t flag) const {
@@ -99,14 +99,14 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     forEach(count, threadId, numThreads, [&](size_t i) { packets[i].write(payloads[i], flag); });
   }
 
-  /// Waits for the packets that the peer puts into this rank's packet buffer, and writes their data to own memory. A
+  /// Waits for the packets that the peer puts into this rank's packet buffer, and writes their data to local memory. A
   /// group of threads calls it together, each for its part. After a __syncthreads() the group may read all parts.
   ///
   /// If a wait fails, zeros are written, and the communicator ends or has ended; a time-out ends it with a
   /// WaitTimeoutError.
-  /// @param packetOffset where in the packet buffer, in bytes: the sender's packetOffset, if the buffer is its target
-  /// @param dataOffset   where in own memory, in bytes
-  /// @param bytes        how many bytes of data
+  /// @param packetOffset offset in the packet buffer, in bytes: the sender's packetOffset, if the buffer is its target
+  /// @param dataOffset   offset in local memory, in bytes
+  /// @param bytes        bytes of data
   /// @param threadId     the calling thread's number in the group: 0 to numThreads - 1
   /// @param numThreads   threads in the group
   /// @param flag         the sender's
@@ -131,9 +131,9 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// syncThreadsSystem().
   PROXYCCL_DEVICE void signal() const { semaphoreHandle().signal(); }
 
-  /// Raises the peer's semaphore to `value` instead, as that many signals would; ordered as signal(). The peer
-  /// awaits it by waitUntil(value), or by as many calls of wait(). One thread at a time calls it.
-  /// @param value  above all counts before, or the communicator ends with a TriggerError
+  /// Raises the peer's semaphore to `value`, as that many signals would; ordered like signal(). The peer waits for it
+  /// with waitUntil(value), or with as many calls of wait(). One thread at a time calls it.
+  /// @param value  greater than every earlier count, or the communicator ends with a TriggerError
   PROXYCCL_DEVICE void signal(uint64_t value) const {
     const uint64_t count = *semaphore.outbound;
     if (value > count)
@@ -145,14 +145,14 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// The same for a signal that announces no data: it orders nothing. One thread at a time calls it.
   PROXYCCL_DEVICE void relaxedSignal() const { semaphoreHandle().relaxedSignal(); }
 
-  /// Waits for the peer's next signal and consumes it. One thread calls it; the others of its block go on after a
+  /// Waits for the peer's next signal and consumes it. One thread calls it; the others in its block continue after a
   /// __syncthreads(). If two threads wait at once it is undefined which signals they take; the host runtime then ends
   /// the communicator with a TriggerError.
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const { return semaphoreHandle().wait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel); }
 
-  /// Waits until the peer's signals have come to `value`, and consumes them. If they were consumed before, it returns
-  /// true at once. Otherwise as wait().
+  /// Waits until the peer's signals have reached `value`, and consumes them. If they were consumed before, it returns
+  /// true at once. Otherwise like wait().
   /// @param value  a count of signals since the channel was made
   PROXYCCL_DEVICE bool waitUntil(uint64_t value) const {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel, value);

@@ -7,7 +7,7 @@
 
 namespace proxyccl {
 
-// Zero-initialised device memory, such as a __device__ global, is a ready barrier.
+// Zero-initialised device memory, such as a __device__ global, is a barrier that is ready for use.
 struct DeviceSyncer {
   uint32_t arrived;
   uint32_t generation;
@@ -44,10 +44,10 @@ struct DeviceSemaphore {
   /// Adds one, after the block's writes before a syncThreadsDevice(). One thread of a block calls it.
   PROXYCCL_DEVICE void release() { fetchAddAcqRelDevice<int32_t>(&count, 1); }
 
-  /// Waits until the count is positive and takes one. One thread of a block calls it. What was written before the
-  /// release() that it takes may then be read.
+  /// Waits until the count is positive and takes one. One thread of a block calls it. Data written before the matching
+  /// release() may then be read.
   /// @param control  the communicator's control block; null for the module's
-  /// @param what     what the wait is about, for the error record
+  /// @param what     describes the wait, for the error record
   /// @return false if the communicator has ended or the time-out passed; then nothing is taken
   PROXYCCL_DEVICE bool acquire(Control* control = nullptr,
                                WaitFor what = {PROXYCCL_WAIT_GRID, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, 1}) {

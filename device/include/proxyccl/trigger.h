@@ -23,7 +23,7 @@
 #include "proxyccl/types.h"
 
 /* Operations are bits: putWithSignalAndFlush is one trigger with all three. A trigger with no bit set goes to the
- * Python handler of its channel. GET goes with DATA, and is the one bit that does not lie in the field `operation`. */
+ * Python handler of its channel. GET is used with DATA, and is the only bit outside the field `operation`. */
 enum {
   PROXYCCL_OP_CUSTOM = 0,
   PROXYCCL_OP_DATA = 1,

@@ -29,7 +29,7 @@ PROXYCCL_DEVICE Control* controlOr(Control* given) { return given != nullptr ? g
 /// @param given  the communicator's control block; null for the module's
 PROXYCCL_DEVICE bool aborted(const Control* given = nullptr) {
   const Control* control = given != nullptr ? given : defaultControl();
-  // The acquire orders what this thread does next after spreadAbort() has named the failed rank to all.
+  // The acquire makes sure that spreadAbort() has named the failed rank to all before this thread does anything else.
   return control != nullptr && loadRelaxedSystem(&control->abort) != PROXYCCL_OK &&
          loadAcquireSystem(&control->abort) != PROXYCCL_OK;
 }
@@ -42,7 +42,7 @@ struct Transfer {
 
 // Names this rank as failed to the CPUs of all ranks of the host, then raises their abort words, its own last.
 //
-// A kernel whose wait has ended this way goes on with incomplete data and signals its peers, so their waits may
+// A kernel whose wait has ended this way continues with incomplete data and signals its peers, so their waits may
 // succeed. Therefore every rank has the name before any wait ends: a rank that has used such data finds out at its next
 // check.
 PROXYCCL_DEVICE void spreadAbort(Control* control, uint32_t code) {
@@ -100,8 +100,9 @@ PROXYCCL_OUT_OF_LINE void describeWait(Control* control, uint32_t question, Wait
   storeReleaseSystem(&wait->answered, question);
 }
 
-// Checks the abort word and the clock of a wait that has spun for long. Returns when the wait began, which is `started`
-// unless that is 0; or 0 if the wait must be given up. Out of line: it is called seldom, from many places.
+// Checks the abort word and the clock for a wait that has spun for a while. Returns the time at which the wait began
+// (`started` unless that is 0), or 0 if the wait must be given up. Out of line, because it is called rarely and from
+// many places.
 PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t seen, uint64_t started) {
   Control* control = controlOr(given);
   if (control != nullptr) {
@@ -124,7 +125,7 @@ PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t s
 
 /// Spins until ready(&seen) is true. Any thread may call it.
 /// @param given  the communicator's control block; null for the module's
-/// @param what   what the wait is about, for the error record
+/// @param what describes the wait, for the error record
 /// @param ready  called repeatedly; stores the value that it saw in *seen
 /// @return false if the communicator has ended or the time-out passed: the caller must then give up its work. A
 ///         time-out files the error record with the value last seen
