@@ -1,21 +1,21 @@
-// All-reduce over a single lane: by the proxy, or where some peers are reached through it. What is short may go that
-// way between mapped ranks too, as a part of a hierarchy.
+// All-reduce over a single lane, for ranks of which some or all are reached through the proxy. As part of a hierarchy,
+// short data may also go this way between mapped ranks.
 //
-// Each rank reduces one share of the data for all, in rank order, and hands the result round: 2 (n-1)/n times the bytes
+// Each rank reduces one share of the data for all, in rank order, and distributes the result: 2 (n-1)/n times the bytes
 // in two crossings. A pipeline over pieces lets the transfers overlap. In step k the grid
-//   1. scatters piece k + 1: to each peer what that is to reduce;
+//   1. scatters piece k + 1: each peer gets the part that it reduces;
 //   2. waits for the peers' scattered parts of piece k, reduces it, and distributes the result;
 //   3. waits for the peers' results of piece k - 1, and stores them.
-// Each of the two kinds of data has PROXYCCL_PIPELINE_DEPTH buffers of its own, taken in turn, and nothing guards them
-// but this. A rank that is about to
-//   - scatter piece k + 1 has finished step k - 1, so it has every peer's results of piece k - 2: those have reduced
-//     that piece, and its buffer is free;
-//   - hand round the results of piece k has every peer's data of piece k, which those scattered after they had finished
-//     step k - 2: they have stored the results of piece k - 3, and its buffer is free.
+// Each of the two kinds of data has its own PROXYCCL_PIPELINE_DEPTH buffers, used in turn. Only the following guards
+// them. A rank that is about to
+//   - scatter piece k + 1 has finished step k - 1, so it has every peer's results of piece k - 2: the peers have
+//     reduced that piece, and its buffer is free;
+//   - distribute the results of piece k has every peer's data of piece k, which the peers scattered after they had
+//     finished step k - 2: they have stored the results of piece k - 3, and its buffer is free.
 // Data for the proxy to send is staged in buffers that are reused in the same way: data that has arrived has been read.
-// From one kernel to the next: a rank that starts one has seen all results of the one before, so all peers have reduced
-// all their data; and it hands no results round before it has every peer's first data of this kernel, which those send
-// when they have ended the one before.
+// Across kernels: a rank that starts a kernel has seen all results of the previous one, so all peers have reduced all
+// their data. It distributes results only once it has every peer's first data of this kernel, which peers send after
+// they have ended the previous one.
 #ifndef PROXYCCL_ALL_REDUCE_BY_PROXY_H
 #define PROXYCCL_ALL_REDUCE_BY_PROXY_H
 
@@ -25,8 +25,8 @@
 
 namespace proxyccl {
 
-// In one crossing, (n-1) times the bytes: for data so short that crossings count, over links without packets. Where
-// all peers are mapped, by one block.
+// One crossing, (n-1) times the bytes: for data so short that crossings dominate, over links without packets. Where all
+// peers are mapped, one block does it.
 template <class T, class Op>
 PROXYCCL_DEVICE void allReduceInOneRound(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   Exchange exchange(team);

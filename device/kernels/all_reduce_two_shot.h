@@ -1,33 +1,32 @@
 // Two-shot all-reduce where all peers are mapped: each rank reduces one share of the data for all, in rank order,
-// accumulated in the wide type and rounded once, and hands the result round. 2 (n-1)/n times the bytes in two
+// accumulated in the wide type and rounded once, and distributes the result. 2 (n-1)/n times the bytes in two
 // crossings.
 //
-// All data that crosses a link is stored, not loaded: NVLink carries stores faster. A rank stores to each peer's
-// scratch memory what that peer is to reduce, straight from its input, and stores results straight to the peers'
-// outputs, where all are reached (outputs.h), otherwise to their scratch memory.
+// All data that crosses a link is stored, not loaded: NVLink carries stores faster. A rank stores the part that a peer
+// reduces to that peer's scratch memory, straight from its input. It stores results straight to the peers' outputs if
+// all are reached (outputs.h), otherwise to their scratch memory.
 //
-// Threads take units of 16 bytes, all of the grid's threads in turn: memory and links are faster if blocks touch
-// neighbouring addresses at a time. On the host a thread's units lie side by side. A unit is the same thread's in every
-// phase and on every rank, so a block waits only for the blocks of its number.
+// The grid's threads take units of 16 bytes in turn: memory and links are faster if blocks touch neighbouring addresses
+// at the same time. On the host a thread's units are contiguous. A unit belongs to the same thread in every phase and
+// on every rank, so a block waits only for blocks with its own number.
 //
 // Data that does not fit into scratch memory goes in pieces. In step k a block
 //   1. waits for the peers' scattered parts of piece k, and scatters piece k + 1;
-//   2. reduces piece k, and hands the result round;
+//   2. reduces piece k, and distributes the result;
 //   3. waits for the peers' results of piece k - 1 in its scratch memory, and stores them to its output.
-// Where results go to outputs, part 3 and the posts for it fall away. Instead the ranks meet at the end.
-// Each of the two kinds of data has PROXYCCL_PIPELINE_DEPTH buffers of its own, taken in turn, and nothing guards them
-// but this. A rank that is about to
-//   - scatter piece k + 1 has every peer's data of piece k, which those posted when they had reduced piece k - 2: its
-//     buffer is free;
-//   - hand round the results of piece k has every peer's data of piece k, which those posted when they had finished
-//   step
-//     k - 2: they have stored the results of piece k - 3, and its buffer is free.
-// An output is written when its rank's data of the same piece has arrived: its kernel runs, so nothing before it uses
-// the array any more, and has read the data that an in-place result replaces.
-// From one kernel to the next, whatever the grid of each: a rank that starts one has seen the end of all peers' steps
-// of the one before, by their results or in the last meeting, so all peers have reduced all their data; and it hands no
-// results round before it has every peer's first data of this kernel, which those send when they have ended the one
-// before.
+// Where results go to outputs, part 3 and its posts are skipped. Instead the ranks meet at the end.
+// Each of the two kinds of data has its own PROXYCCL_PIPELINE_DEPTH buffers, used in turn. Only the following guards
+// them. A rank that is about to
+//   - scatter piece k + 1 has every peer's data of piece k, which the peers posted when they had reduced piece k - 2:
+//     its buffer is free;
+//   - distribute the results of piece k has every peer's data of piece k, which the peers posted when they had finished
+//     step k - 2: they have stored the results of piece k - 3, and its buffer is free.
+// An output is written when its rank's data of the same piece has arrived: its kernel runs, so earlier work no longer
+// uses the array, and the kernel has read the data that an in-place result replaces.
+// Across kernels, whatever their grids: a rank that starts a kernel has seen the end of all peers' steps of the
+// previous one, by their results or in the last meeting, so all peers have reduced all their data. It distributes
+// results only once it has every peer's first data of this kernel, which peers send after they have ended the previous
+// one.
 #ifndef PROXYCCL_ALL_REDUCE_TWO_SHOT_H
 #define PROXYCCL_ALL_REDUCE_TWO_SHOT_H
 
@@ -81,7 +80,7 @@ class TwoShot {
     outputs_.tell();
     scatter(0);
     links_.post();
-    // While the data is on its way.
+    // While the data is in flight.
     const bool reached = outputs_.learn();
     // Both ends of a link count the same sequence: data 0; then in each step data k + 1 and, if they are posted,
     // results k.
@@ -109,7 +108,7 @@ class TwoShot {
 
   PROXYCCL_DEVICE uint64_t thread() const { return static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
   PROXYCCL_DEVICE uint64_t threads() const { return static_cast<uint64_t>(gridDim.x) * blockDim.x; }
-  // The i-th rank after this one: all ranks begin with another peer.
+  // The i-th rank after this one: each rank begins with a different peer.
   PROXYCCL_DEVICE uint32_t after(uint32_t i) const {
     const uint32_t rank = team_.rank + i;
     return rank < team_.world_size ? rank : rank - team_.world_size;
@@ -186,7 +185,7 @@ class TwoShot {
 
   PROXYCCL_DEVICE void reduce(uint64_t k, bool reached) const {
     const uint64_t begin = beginOf(k, team_.rank), count = sizeOf(k, team_.rank);
-    // To each rank, the own one last.
+    // To each rank, this one last.
     auto target = [&](uint32_t rank) {
       if (reached) return reinterpret_cast<T*>(outputs_.of(rank)) + begin;
       return rank == team_.rank ? out_ + begin : slot(rank, kResult, k, team_.rank);
@@ -228,8 +227,8 @@ class TwoShot {
   }
 
 #if !PROXYCCL_ON_HOST
-  // Combines kUnits units source(rank)(u) of all ranks, in rank order, and calls store(rank, u, sum) for each rank, the
-  // own one last.
+  // Combines kUnits units source(rank)(u) of all ranks, in rank order, and calls store(rank, u, sum) for each rank,
+  // this one last.
   template <uint32_t kUnits, class Source, class Store>
   PROXYCCL_DEVICE void reduceUnits(Source source, Store store) const {
     Bytes16 results[kUnits];

@@ -25,7 +25,7 @@ PROXYCCL_DEVICE void finishKernel(const ProxycclTeam& team, uint64_t rounds) {
   storeRelaxedDevice<uint64_t>(&counters.round, counters.round + rounds);
 }
 
-// Out of line: one thread calls it, and seldom. Inlined, it would add to the registers of all threads.
+// Out of line: one thread calls it, and rarely. Inlined, it would cost all threads registers.
 PROXYCCL_OUT_OF_LINE void postThroughProxy(const ProxycclProxyChannel* handle, uint64_t dst_offset, uint64_t src_offset,
                                            uint64_t bytes) {
   const ProxyChannelDeviceHandle channel{*handle};
@@ -199,7 +199,7 @@ class Exchange {
     lane_.sync();
   }
 
-  // A post without data, and the wait for every peer's: by all threads, outside of rounds.
+  // Posts without data, and waits for every peer's post. Called by all threads, outside rounds.
   PROXYCCL_DEVICE void post() const {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;
@@ -210,13 +210,13 @@ class Exchange {
     if (lane_.handles(peer)) lane_.await(peer);
     lane_.sync();
   }
-  // The next swap() waits for a post of each peer that was not awaited, too.
+  // Makes the next swap() also wait for a post of each peer that was not awaited.
   PROXYCCL_DEVICE void oweAwait() { ++owed_; }
 
   PROXYCCL_DEVICE const char* inbox(uint32_t peer) const { return lane_.inbox(buffer(round_ - 1), peer); }
 
   // Calls piece(offset, length) for this lane's share of `total` elements of `size` bytes, as few times as the slots
-  // allow. All lanes make equally many calls. Their shares are equal up to rounding to cache lines.
+  // allow. All lanes make the same number of calls. Their shares are equal up to rounding to cache lines.
   template <class Piece>
   PROXYCCL_DEVICE void forEachPiece(uint64_t total, uint64_t size, Piece piece) const {
     if (total == 0) return;

@@ -4,8 +4,8 @@
 // the steps without waiting for one another, except at steps that say so: steps of single threads, such as waits for
 // several channels, then overlap.
 //
-// A wait that fails is not the end of the kernel: it goes on with incomplete data, all its later waits end at once, and
-// the CPU raises the error (wait.h).
+// A failed wait does not end the kernel: it continues with incomplete data, all its later waits end at once, and the
+// CPU raises the error (wait.h).
 #ifndef PROXYCCL_EXECUTE_PLAN_H
 #define PROXYCCL_EXECUTE_PLAN_H
 
@@ -16,9 +16,9 @@
 
 namespace proxyccl {
 
-// A block's part of the plan, in shared memory. As members of an object that functions take by reference it would lie
-// in each thread's local memory, where an acquire empties its cache and a release has to wait for it: a microsecond a
-// step.
+// A block's part of the plan, in shared memory. As members of an object that functions take by reference, it would be
+// in each thread's local memory. An acquire would then empty its cache and a release wait for it, which costs a
+// microsecond per step.
 class PlanBlock {
  public:
   static PROXYCCL_DEVICE PlanBlock& own() {
@@ -78,7 +78,7 @@ class PlanBlock {
 
 // Out of line: they are large, and called from several places.
 
-// Number p of a source's payloads; waits for it if it comes in a packet.
+// Payload number p of a source; waits for it if it comes in a packet.
 PROXYCCL_OUT_OF_LINE LL16Packet::Payload receivePayload(const ProxycclStep& step, uint32_t source, size_t p) {
   const PlanBlock& block = PlanBlock::own();
   const char* from = block.at(step, source, 0);
@@ -91,7 +91,7 @@ PROXYCCL_OUT_OF_LINE LL16Packet::Payload receivePayload(const ProxycclStep& step
   return payload;
 }
 
-// Packet by packet: a thread waits for its own packets alone. Loops have no such steps, so there is no offset.
+// Packet by packet: a thread waits only for its own packets. Loops have no such steps, so there is no offset.
 template <class T, class Op>
 PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t bytes) {
   const PlanBlock& block = PlanBlock::own();
@@ -116,8 +116,8 @@ PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t byte
   });
 }
 
-// Combines aligned ranges, except the remainder by 16 bytes, and returns the number of values combined. A source may
-// lie across a link, so a thread has the loads of two sources in flight, and several of each.
+// Combines aligned ranges, except the remainder by 16 bytes, and returns the number of values combined. A source may be
+// across a link, so a thread has the loads of two sources in flight, and several of each.
 template <class T, class Op>
 PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const ProxycclStep& step, [[maybe_unused]] uint64_t offset,
                                         [[maybe_unused]] uint64_t count) {
@@ -177,7 +177,7 @@ template <class T>
 class PlanExecutor {
  public:
   PROXYCCL_DEVICE void run() const {
-    // Few numbers are kept from step to step, as they too would lie in local memory (PlanBlock).
+    // Few numbers are kept from step to step, because they too would be in local memory (PlanBlock).
     uint32_t i = 0, loop = kNoLoop, turn = 0;
     for (;;) {
       const ProxycclStep& step = block().step(i);

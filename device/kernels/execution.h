@@ -1,5 +1,5 @@
-/* An execution plan as the kernel reads it (execute_plan.h): what MSCCL++'s JSON says of one rank, worked out for one
- * size of arrays. Python fills it (channels/execution_plans). Plain C.
+/* An execution plan as the kernel reads it (execute_plan.h): MSCCL++'s JSON for one rank, worked out for one size of
+ * arrays. Python fills it (channels/execution_plans). Plain C.
  */
 #ifndef PROXYCCL_EXECUTION_H
 #define PROXYCCL_EXECUTION_H
@@ -41,7 +41,7 @@ typedef struct ProxycclOperand {
   uint64_t address;    /* or an offset, by `base` */
   uint32_t base;       /* ProxycclBase */
   uint32_t packets;    /* it holds packets (LL16Packet), which take twice the bytes */
-  uint32_t alternates; /* it lies in scratch memory whose halves serve every other execution */
+  uint32_t alternates; /* it is in scratch memory, whose halves alternate between executions */
   uint32_t reserved;
 } ProxycclOperand;
 

@@ -1,8 +1,8 @@
 /* Parameters of send_receive.h: the ranks, and one call. Plain C.
  *
- * A *flow* leads from one rank to one other. It has `lanes` lanes, each with a ring of slots in the receiver's scratch
+ * A *flow* leads from one rank to another. It has `lanes` lanes, each with a ring of slots in the receiver's scratch
  * memory and a link. The link's signals count pieces in the one direction and credits, for slots that were read, in the
- * other. So a flow needs nobody but its two ranks, and flows never wait for one another.
+ * other. So a flow involves only its two ranks, and flows never wait for one another.
  */
 #ifndef PROXYCCL_FLOWS_H
 #define PROXYCCL_FLOWS_H

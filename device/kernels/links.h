@@ -1,4 +1,4 @@
-// A block's links where all peers are mapped: to the blocks of its number on every rank. Thread p handles rank p.
+// A block's links where all peers are mapped: to the blocks with its number on every rank. Thread p handles rank p.
 #ifndef PROXYCCL_LINKS_H
 #define PROXYCCL_LINKS_H
 
@@ -9,7 +9,7 @@ namespace proxyccl {
 
 class Links {
  public:
-  // Loads what the first post needs: it would wait for it otherwise.
+  // Loads in advance what the first post would otherwise wait for.
   PROXYCCL_DEVICE explicit Links(const ProxycclTeam& team) : control_(team.control) {
     const uint32_t peer = threadIdx.x;
     handles_ = peer < team.world_size && peer != team.rank;

@@ -1,4 +1,4 @@
-// all_gather, all_to_all, broadcast and barrier: bytes are moved, none is looked at.
+// all_gather, all_to_all, broadcast and barrier: they move bytes without interpreting them.
 //
 // `bytes` is one rank's contribution for one rank. In-place calls are those of NCCL: all_gather with
 // in = out + rank * bytes, all_to_all and broadcast with in = out.
@@ -15,7 +15,8 @@
 
 namespace proxyccl {
 
-// By all threads: whether every output is reached. A rank whose own is not knows the answer, and goes on at once.
+// By all threads: whether every output is reached. A rank whose own output is not reached knows the answer, and goes on
+// at once.
 PROXYCCL_DEVICE bool meet(const ProxycclTeam& team, Exchange& exchange, const Outputs& outputs) {
   if (!team.meet) return false;
   outputs.tell();
@@ -116,7 +117,7 @@ PROXYCCL_TEAM_KERNEL all_gather(const ProxycclTeam team, const char* in, char* o
   proxyccl::gatherBytes(team, in, out, bytes);
 }
 
-// In place nothing is stored to outputs: each is still to be read.
+// In place, nothing is stored to outputs directly, because each must still be read.
 PROXYCCL_TEAM_KERNEL all_to_all(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
   proxyccl::exchangeBytes(team, in, out, bytes);
 }

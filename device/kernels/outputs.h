@@ -1,10 +1,10 @@
-// Where the peers' output arrays lie, for a team whose members are all mapped. Each rank tells every peer the address
-// at which that peer reaches its output, or null to all; so all ranks see whether every output is reached, and do the
-// same.
+// The addresses of the peers' output arrays, for a team whose members are all mapped. Each rank tells every peer the
+// address at which that peer reaches its output, or tells all of them null. So all ranks see whether every output is
+// reached, and act alike.
 //
-// The blocks of one number tell each other in packets, which need no post. There are two packets a peer, taken by the
-// parity of a block's epoch: a rank tells again in the kernel after the next, which it starts when all blocks have
-// ended this one.
+// Blocks with the same number tell each other in packets, which need no post. There are two packets per peer, chosen by
+// the parity of a block's epoch: a rank uses a packet again in the kernel after the next, which it starts when all
+// blocks have ended this one.
 #ifndef PROXYCCL_OUTPUTS_H
 #define PROXYCCL_OUTPUTS_H
 
@@ -18,7 +18,7 @@ class Outputs {
   PROXYCCL_DEVICE explicit Outputs(const ProxycclTeam& team)
       : team_(team), peer_(threadIdx.x), flag_(peer_ < team.world_size ? team.epochs[blockIdx.x] + 1 : 0) {}
 
-  // Whether all peers reach the own output.
+  // Whether all peers reach this rank's output.
   PROXYCCL_DEVICE bool ownIsReached() const { return team_.reached_at[team_.rank] != nullptr; }
 
   // By all threads.
@@ -37,7 +37,7 @@ class Outputs {
       if (outputs()[rank] == nullptr) return false;
     return true;
   }
-  // In place of learn(), where the own output is not reached, and so the answer is known.
+  // Instead of learn(), where this rank's output is not reached, so the answer is known.
   PROXYCCL_DEVICE void ignore() const { endEpoch(); }
 
   // After learn(): a rank's output.

@@ -16,9 +16,9 @@ typedef struct ProxycclPacketTeam {
   uint32_t rank;
   uint32_t world_size;
   uint32_t slot_packets;
-  /* The call's shape, computed by the host, as division is slow on a device. A rank exchanges `packets` packets with
-   * each peer. A block moves `epoch_packets` of them (at most slot_packets) in each of `call_epochs` epochs. The blocks
-   * may move more packets than there are: the last ones are padding. */
+  /* The call's shape, computed by the host, because division is slow on a device. A rank exchanges `packets` packets
+   * with each peer. A block moves `epoch_packets` of them (at most slot_packets) in each of `call_epochs` epochs. The
+   * blocks may move more packets than there are: the last ones are padding. */
   uint32_t epoch_packets;
   uint32_t call_epochs;
   uint32_t reserved;

@@ -1,10 +1,10 @@
 // The common part of the packet algorithms: their scratch memory, and values as packet payloads.
 //
 // Blocks are independent: each has its own epoch and its own packets on every rank, and exchanges packets only with the
-// peers' blocks of the same number. All ranks launch the same grid, so these blocks advance alike. A block that a call
-// does not use keeps its epoch, on all ranks.
+// peers' blocks with the same number. All ranks launch the same grid, so these blocks advance alike. A block that a
+// call does not use keeps its epoch, on all ranks.
 //
-// A packet's place is used again two epochs later, by any rank and any algorithm. No flag guards it; the following
+// A packet's place is used again two epochs later, by any rank and any algorithm. No flag guards it, but the following
 // does. Let rank x write in epoch e + 2 where rank y read in epoch e.
 //   - Epoch e + 2 in a later kernel than e + 1: x has finished the kernel of e + 1, so it has received data that y sent
 //     in that kernel. So y had started that kernel, and had ended the kernel of epoch e.
@@ -136,8 +136,8 @@ class PacketLanes {
     return readPacket(&slotIn(team_.scratch, slot)[p], flag(), team_.control, peer);
   }
   // Calls use(rank, payload) for every rank in turn: with `own` for this rank, and with the packet in slot first_slot +
-  // rank for every other. Packets of several ranks are loaded at once, as a load takes longer than the wait for the
-  // data.
+  // rank for every other. Packets of several ranks are loaded at once, because a load takes longer than the wait for
+  // the data.
   template <class Use>
   PROXYCCL_DEVICE void receiveFromAll(uint32_t first_slot, uint64_t p, LL16Packet::Payload own, Use&& use) const {
     for (uint32_t first = 0; first < team_.world_size; first += kAtOnce) {

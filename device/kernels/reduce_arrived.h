@@ -1,6 +1,7 @@
-// reduce_arrived: the reduction after a schedule's transfers. Every peer's values are in memory of this rank.
+// reduce_arrived: the reduction after a schedule's transfers. Every peer's values have arrived in this rank's memory.
 //
-// The stream launches it when they have (channels/schedules/DESIGN.md), so it waits for nothing. It needs few blocks.
+// The stream launches it when they have arrived (channels/schedules/DESIGN.md), so it waits for nothing. It needs few
+// blocks.
 #ifndef PROXYCCL_REDUCE_ARRIVED_H
 #define PROXYCCL_REDUCE_ARRIVED_H
 

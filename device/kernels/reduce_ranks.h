@@ -1,4 +1,4 @@
-// The combination of values that lie in one place a rank: the bandwidth-bound reductions use it on a round's data.
+// The combination of values that each rank has in one place: the bandwidth-bound reductions use it on a round's data.
 #ifndef PROXYCCL_REDUCE_RANKS_H
 #define PROXYCCL_REDUCE_RANKS_H
 
@@ -31,7 +31,7 @@ struct alignas(kCount * sizeof(T)) Pack {
 };
 
 #if PROXYCCL_ON_HOST
-// Values that lie side by side, which a thread combines at a time on the host.
+// The number of contiguous values that a thread combines at a time on the host.
 template <class T>
 struct Run {
   const T* values;
@@ -101,8 +101,8 @@ PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint32_t divisor, uin
 template <class T>
 using Unit = Pack<T, 16 / sizeof(T)>;
 
-// When the units of a rank are loaded: in its turn, or while those of the rank before are on their way, which holds
-// more link data in flight and more in registers.
+// When the units of a rank are loaded: in its turn, or while those of the previous rank are in flight, which keeps more
+// data in flight and more in registers.
 enum class Loads { kInTurn, kAhead };
 
 // Combines unit u, for all u < kUnits, of all ranks in rank order: source(rank)(u). Units are held as bytes: as values,
@@ -119,7 +119,7 @@ PROXYCCL_DEVICE void combineUnits(uint32_t ranks, uint32_t divisor, Source sourc
     for (uint32_t u = 0; u < kUnits; ++u) next[u] = __builtin_bit_cast(Bytes16, from(u));
   };
   if (kLoads == Loads::kAhead) loadNext(0);
-  // Whatever is indexed by a loop that is not unrolled lies in memory, not in registers.
+  // An array that a loop indexes without unrolling is in memory, not in registers.
 #pragma unroll 1
   for (uint32_t rank = 0; rank < ranks; ++rank) {
     if (kLoads == Loads::kInTurn) loadNext(rank);

@@ -1,6 +1,6 @@
 // reduce_scatter: each rank gets one share of the reduction, in one crossing.
 //
-// Every rank stores to each peer's scratch memory what that peer is to reduce, straight from its input, and reduces in
+// Every rank stores the part that a peer reduces to that peer's scratch memory, straight from its input. It reduces in
 // rank order straight into its output.
 #ifndef PROXYCCL_REDUCE_SCATTER_H
 #define PROXYCCL_REDUCE_SCATTER_H
@@ -11,7 +11,7 @@
 
 namespace proxyccl {
 
-// `count` elements a rank: in holds world_size * count, out count.
+// `count` elements per rank: in holds world_size * count, out count.
 template <class T, class Op>
 PROXYCCL_DEVICE void reduce_scatter(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   Exchange exchange(team);

@@ -1,4 +1,4 @@
-// Float8 elements that share a scale, as a group of threads makes them of 128 values.
+// Float8 elements that share a scale: a group of threads makes them from 128 values.
 //
 // The format is e4m3 without infinities (OCP 8-bit floating point, E4M3), whose greatest value is 448. With m the
 // greatest magnitude of the 128 values, the scale is m / 448 and an element is its value times 448 / m. If all values
@@ -48,7 +48,7 @@ PROXYCCL_DEVICE float greaterMagnitude(float greatest, float value) {
   const float magnitude = value < 0 ? -value : value;
   return magnitude > greatest ? magnitude : greatest;
 #else
-  return fmaxf(greatest, fabsf(value));  // one instruction, which compilers don't make of the above
+  return fmaxf(greatest, fabsf(value));  // one instruction, which compilers do not make from the above
 #endif
 }
 
@@ -63,7 +63,7 @@ struct ScaledPart {
   struct alignas(16) Values {
     T at[kEach];
   };
-  struct alignas(4) Elements {  // as rows are, if scales lie between them
+  struct alignas(4) Elements {  // like rows with scales between them
     uint8_t at[kEach];
   };
   static_assert(kBlocks > 0, "a block has too many lanes");
@@ -118,7 +118,7 @@ PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t fir
 #ifdef PROXYCCL_HAS_FLOATS_TO_E4M3
 // The same for 16-bit elements, aligned and all of them numbers, in a third of the instructions: magnitudes are
 // compared as integers, two at a time, and a thread has twice the elements. A group makes kParts parts at once, each
-// step for all of them, as a thread would wait for each step of one part alone.
+// step for all of them, because with one part alone a thread would wait for each step.
 template <class T, uint32_t kParts>
 class ScaledNumbers {
  public:
@@ -128,7 +128,7 @@ class ScaledNumbers {
     uint32_t at[kEach / 4];
   };
 
-  // By a group: loads blocks [first, last), at most kParts * kBlocks. What is past them is zeros.
+  // By a group: loads blocks [first, last), at most kParts * kBlocks. Past them it loads zeros.
   PROXYCCL_DEVICE void load(const Group& group, const T* row, uint32_t first, uint32_t last) {
     const Half* words = inGlobal(reinterpret_cast<const Half*>(row));
 #pragma unroll
@@ -196,7 +196,7 @@ class ScaledNumbers {
 template <uint32_t kParts, class T, class StoreParts, class StoreScale>
 PROXYCCL_DEVICE void scaleBlocks(const Group& group, const T* row, uint32_t first, uint32_t last, bool aligned,
                                  StoreParts storeParts, StoreScale storeScale) {
-  // Each thread makes the scale of one block, as that costs a division. They are stored side by side.
+  // Each thread makes the scale of one block, because that costs a division. They are stored side by side.
   auto storeScales = [&](uint32_t lanes, float kept) {
     const uint32_t block = first + group.lane % lanes * (kGroupLanes / lanes) + group.lane / lanes;
     if (block < last) storeScale(block, scaleOf(kept));

@@ -1,10 +1,10 @@
-// send_receive: transfers between pairs of ranks, of any sizes, in one launch. No rank waits for one that it exchanges
-// nothing with.
+// send_receive: transfers between pairs of ranks, of any sizes, in one launch. A rank waits only for ranks that it
+// exchanges data with.
 //
 // Each block works on one lane of one transfer. The sender writes a piece into a slot of the receiver's scratch memory
 // and signals; the receiver copies it out and signals back, which is a credit. The sender waits for a credit before
-// each piece but the first PROXYCCL_FLOW_SLOTS of a flow's life. So a slot is written again only when it was read, and
-// where the proxy sends, its staging slot is reused only when the put from it is complete.
+// each piece except the first PROXYCCL_FLOW_SLOTS of a flow's life. So a slot is written again only after it was read,
+// and where the proxy sends, its staging slot is reused only when the put from it is complete.
 #ifndef PROXYCCL_SEND_RECEIVE_H
 #define PROXYCCL_SEND_RECEIVE_H
 

@@ -5,7 +5,7 @@
 #include "proxyccl/kernel.h"
 #include "proxyccl/proxyccl.h"
 
-// Signals the peer; with a value that is not 0 it raises the count to that.
+// Signals the peer; a nonzero value raises the count to it.
 extern "C" __global__ void signal_peer(const proxyccl::ProxyChannelDeviceHandle channel, uint64_t value) {
   if (threadIdx.x != 0 || blockIdx.x != 0) return;
   if (value == 0)

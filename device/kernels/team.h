@@ -1,8 +1,8 @@
 /* Parameters of the shipped collectives that describe the ranks.
  *
- * Plain C. Links are a table [lanes][world_size]. Where every peer is mapped each block has a lane of its own, and
- * blocks never wait for one another inside a collective. Where some are reached through the proxy there is one lane, on
- * which all blocks work together: copy engines and the proxy's thread like few large pieces.
+ * Plain C. Links are a table [lanes][world_size]. Where every peer is mapped, each block has its own lane, and blocks
+ * never wait for one another inside a collective. Where some are reached through the proxy, there is one lane, on which
+ * all blocks work together: copy engines and the proxy's thread are faster with few large pieces.
  */
 #ifndef PROXYCCL_TEAM_H
 #define PROXYCCL_TEAM_H
@@ -47,7 +47,7 @@ typedef struct ProxycclTeamCounters {
 typedef struct ProxycclTeam {
   uint32_t rank;       /* among the members */
   uint32_t world_size; /* their number */
-  uint32_t divisor;    /* what an average divides by: the members, or all for whom each has combined a part */
+  uint32_t divisor;    /* of an average: the number of members, or of all ranks whose parts they combine */
   uint32_t lanes;
   ProxycclControl* control;
   ProxycclLink* links;
@@ -57,8 +57,8 @@ typedef struct ProxycclTeam {
   uint64_t exchange_bytes; /* bytes from all peers that a buffer for rounds holds */
   uint64_t pipeline_bytes; /* the same of a pipeline's */
   uint64_t outputs_offset, staging_offset;
-  /* The shape of a call in pieces, worked out by the host, as division is slow on a device. In elements: a rank reduces
-   * a share, in pieces. */
+  /* The shape of a call in pieces, worked out by the host, because division is slow on a device. In elements: a rank
+   * reduces a share, in pieces. */
   uint64_t share, piece, pieces;
   uint64_t slot_bytes; /* of a slot for a peer's piece */
   uint32_t meet; /* whether ranks learn of each other's outputs before they send anything; the same on all ranks */

@@ -1,6 +1,6 @@
-// The ranks of one node send each other what few tokens chose as packets, which need no fence and no separate flag.
-// Every block reads all packets and counts for itself, so no rank waits for another's counts. What a choice is differs:
-// experts/announcement_ids.h, experts/announcement_masks.h.
+// If tokens are few, the ranks of a node send each other their choices as packets, which need neither a fence nor a
+// separate flag. Every block reads all packets and counts for itself, so no rank waits for another's counts. Choices
+// are ids (experts/announcement_ids.h) or masks (experts/announcement_masks.h).
 //
 // Packets of one parity, with the same layout on each rank: [ranks][1 + choice_packets] a head and choices,
 // [ranks][weight_packets] weights. Every announcement sends all of them, so announcement n + 2 overwrites announcement
@@ -15,8 +15,8 @@ namespace proxyccl {
 
 class Announcement {
  public:
-  // Announcements count from 1. A flag is the low 32 bits of the number. Fresh memory holds flag 0, so 1 << 31 stands
-  // for it, which no announcement near by has.
+  // Announcements count from 1. A flag is the low 32 bits of the number. Fresh memory holds flag 0, so 1 << 31 replaces
+  // it, which no nearby announcement has.
   PROXYCCL_DEVICE Announcement(const ProxycclExperts& experts, uint64_t number)
       : e_(experts),
         flag_(static_cast<uint32_t>(number) != 0 ? static_cast<uint32_t>(number) : 1u << 31),
@@ -27,7 +27,7 @@ class Announcement {
   PROXYCCL_DEVICE uint32_t outputBuffer(uint32_t source) const { return heads()[source] >> 16 & 0xffff; }
   PROXYCCL_DEVICE uint32_t wantedTokens(uint32_t source) const { return static_cast<uint32_t>(heads()[source] >> 32); }
 
-  // What travels with a slot. Waits until its packet has come.
+  // The value that travels with a slot. Waits for its packet.
   PROXYCCL_DEVICE uint64_t carried(uint32_t source, uint32_t slot) const {
     const uint32_t each = sizeof(LL16Packet::Payload) / e_.weight_bytes;
     return awaitPacket(source, front() + slot / each) >> slot % each * 8 * e_.weight_bytes;
@@ -37,7 +37,7 @@ class Announcement {
   // Packets of one rank that come before its weights.
   PROXYCCL_DEVICE uint32_t front() const { return 1 + e_.choice_packets; }
   PROXYCCL_DEVICE uint32_t packetsOfRank() const { return front() + e_.weight_packets; }
-  // What the block keeps of all ranks' front packets: their heads, and after them their choices.
+  // All ranks' front packets, as the block keeps them: heads, then choices.
   static PROXYCCL_DEVICE uint64_t* heads() {
     __shared__ uint64_t words[PROXYCCL_ANNOUNCED_PAYLOADS];
     return words;
@@ -66,15 +66,16 @@ class Announcement {
     for (uint32_t packet = begin + thread; packet < end; packet += threads)
       sendPacket(peers, packet, bitsOfPacket(packet));
   }
-  // What is in a packet of a rank. Waits until it has come.
+  // The payload of a rank's packet. Waits for the packet.
   PROXYCCL_DEVICE uint64_t awaitPacket(uint32_t source, uint32_t packet) const {
     return bitsOf(readPacket(packets(e_.workspace) + placeOf(source, packet), flag_, e_.control, source));
   }
   // Called by `threads` threads: waits for the front packets of all ranks but one, and calls keep(source, packet,
-  // payload) for each. Returns false to a thread whose packets did not come.
+  // payload) for each. Returns false to a thread whose packets did not arrive.
   template <class Keep>
   PROXYCCL_DEVICE bool awaitAllBut(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
-    // A packet each takes less code, which a short kernel finds in no cache: 1 us of a dispatch of 128 tokens.
+    // One packet per thread takes less code, and a short kernel's code is in no cache yet: this saves 1 us of a
+    // dispatch of 128 tokens.
     if (e_.world_size * front() <= threads) return awaitEach<1>(known, thread, threads, keep);
     return awaitEach<4>(known, thread, threads, keep);
   }
@@ -83,7 +84,7 @@ class Announcement {
   const uint32_t flag_;
 
  private:
-  // The same with this many loads of one thread in flight.
+  // The same with this many loads in flight per thread.
   template <uint32_t kAtOnce, class Keep>
   PROXYCCL_DEVICE bool awaitEach(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
     const uint32_t all = e_.world_size * front();

@@ -21,8 +21,8 @@ class IdAnnouncement : public Announcement {
                 [&](uint32_t packet) { return bitsOfPacket(call, packet); });
   }
 
-  // Called by the block: waits for all ranks. Threads may ask what they chose after the next barrier. Returns false to
-  // a thread whose packets did not come.
+  // Called by the block: waits for all ranks. Threads may read their choices after the next barrier. Returns false to a
+  // thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await() const {
     return awaitAllBut(PROXYCCL_NO_PEER, threadIdx.x, blockDim.x,
                        [&](uint32_t source, uint32_t packet, uint64_t payload) {
@@ -30,8 +30,8 @@ class IdAnnouncement : public Announcement {
                        });
   }
 
-  // Calls body(source, slot, expert) for each slot of `sources` ranks from `first` on, the work shared by `threads`
-  // callers. Slots past a rank's tokens have the id that drops a slot.
+  // Calls body(source, slot, expert) for each slot of `sources` ranks from `first` on, with the work divided among
+  // `threads` callers. Slots past a rank's tokens have the id that drops a slot.
   template <class Body>
   PROXYCCL_DEVICE void forEachSlot(uint32_t first, uint32_t sources, uint32_t thread, uint32_t threads,
                                    Body body) const {

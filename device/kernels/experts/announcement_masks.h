@@ -1,5 +1,5 @@
-// Announcements with a row for each rank: for each rank a mask of the tokens that go there. Two words do what 256
-// packets of ids would do for 128 tokens, and positions are counted bits.
+// Announcements with a row for each rank: for each rank a mask of the tokens that go there. For 128 tokens, two words
+// replace 256 packets of ids, and positions are counts of bits.
 //
 // A rank's choices are a packet for each block that announces, with the first slot of its share whose id is out of
 // range, or ~0; then for each rank a packet for every 64 tokens.
@@ -10,14 +10,14 @@
 
 namespace proxyccl {
 
-// Of few tokens block 0 announces all, and every block finds its rank's masks by itself. Of many each block announces a
-// share, and takes its rank's masks as those of the others.
+// If tokens are few, block 0 announces all of them, and every block computes its own rank's masks. If they are many,
+// each block announces a share, and reads its own rank's masks like those of the others.
 template <bool kShared>
 class MaskAnnouncement : public Announcement {
  public:
   using Announcement::Announcement;
 
-  // Called by the block, before a barrier and then anything else.
+  // Called by the block before anything else; a barrier must follow.
   PROXYCCL_DEVICE void clear() const {
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < countWords(); i += blockDim.x) counts()[i] = 0;
@@ -25,8 +25,8 @@ class MaskAnnouncement : public Announcement {
     for (uint32_t i = threadIdx.x; i < e_.world_size; i += blockDim.x) badSlots()[i] = ~0u;
   }
 
-  // Called by the block: finds what this rank's tokens choose, or its share of them. It may be read after the next
-  // barrier.
+  // Called by the block: finds the choices of this rank's tokens, or of its share of them. They may be read after the
+  // next barrier.
   PROXYCCL_DEVICE void collect(const ProxycclDispatch& call) const {
     if (threadIdx.x == 0) heads()[e_.rank] = headOf(call);
     const Choices choices(e_, call);
@@ -59,8 +59,8 @@ class MaskAnnouncement : public Announcement {
     }
   }
 
-  // Called by the block, a barrier behind collect() and ExpertTeam::loadLookup(): sends what it announces. The last
-  // group sends the masks, for which all wait, and the others the weights.
+  // Called by the block, a barrier after collect() and ExpertTeam::loadLookup(): sends its announcement. The last group
+  // sends the masks, for which everyone waits, and the others send the weights.
   PROXYCCL_DEVICE void send(const Group& group, const ProxycclDispatch& call) const {
     if (blockIdx.x >= announcers()) return;
     const Share share = this->share();
@@ -100,8 +100,8 @@ class MaskAnnouncement : public Announcement {
   }
 
   // Called by `threads` threads: waits for all ranks, but not for this one if the block has collected all of its masks.
-  // The block may ask what they chose after its next barrier; of many tokens, after sumUp() and another. Returns false
-  // to a thread whose packets did not come.
+  // The block may read their choices after its next barrier or, if tokens are many, after sumUp() and another one.
+  // Returns false to a thread whose packets did not arrive.
   PROXYCCL_DEVICE bool await(bool has_collected, uint32_t thread, uint32_t threads) const {
     const uint32_t known = has_collected && !kShared ? e_.rank : PROXYCCL_NO_PEER;
     return awaitAllBut(known, thread, threads, [&](uint32_t source, uint32_t packet, uint64_t payload) {
@@ -116,7 +116,7 @@ class MaskAnnouncement : public Announcement {
       }
     });
   }
-  // Called by `threads` threads when all masks are there: counts the bits before every few words of them.
+  // Called by `threads` threads when all masks have arrived: counts the bits before every few words of them.
   PROXYCCL_DEVICE void sumUp(uint32_t thread, uint32_t threads) const {
 #pragma unroll 1
     for (uint32_t i = thread; i < 2 * e_.world_size; i += threads) {
@@ -138,7 +138,7 @@ class MaskAnnouncement : public Announcement {
     bool is_first;  // of its token's slots for that rank
   };
   // Called by each of `threads` threads: calls body(source, slot, choice) for every slot of all sources for which
-  // wanted(source, slot). Waits until their packets have come.
+  // wanted(source, slot). Waits for their packets.
   template <class Wanted, class Body>
   PROXYCCL_DEVICE void forEachChoice(uint32_t thread, uint32_t threads, Wanted wanted, Body body) const {
     const uint32_t slots = e_.max_tokens * e_.topk, all = e_.world_size * slots;
@@ -154,7 +154,7 @@ class MaskAnnouncement : public Announcement {
   class Mask {
    public:
     PROXYCCL_DEVICE bool has(uint32_t token) const { return words_[token / 32] >> token % 32 & 1; }
-    // How many of the tokens before this one it has.
+    // The number of its tokens before this one.
     PROXYCCL_DEVICE uint32_t countBefore(uint32_t token) const {
       const uint32_t word = token / 32, sum = kShared ? word / PROXYCCL_SUMMED_WORDS : 0;
       uint32_t count = kShared ? sums_[sum] : 0;
@@ -222,7 +222,7 @@ class MaskAnnouncement : public Announcement {
     if (word != 0) atomicAdd(&counts()[i / 2], countBits(word) << i % 2 * 16);
   }
 
-  // -- what the block keeps after the heads ---
+  // -- kept by the block after the heads ---
   PROXYCCL_DEVICE uint32_t pairs() const { return (e_.max_tokens + kTokensOfPair - 1) / kTokensOfPair; }
   PROXYCCL_DEVICE uint32_t words() const { return 2 * pairs(); }
   PROXYCCL_DEVICE uint32_t sums() const { return (words() + PROXYCCL_SUMMED_WORDS - 1) / PROXYCCL_SUMMED_WORDS; }

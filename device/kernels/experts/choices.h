@@ -1,4 +1,5 @@
-// What the caller's slots choose, as a dispatch counts them: experts, or the ranks of a token with a row for each.
+// The choices of the caller's slots, as a dispatch counts them: experts, or ranks where a token has a row for each
+// rank.
 #ifndef PROXYCCL_EXPERT_CHOICES_H
 #define PROXYCCL_EXPERT_CHOICES_H
 
@@ -35,8 +36,8 @@ class Choices {
   // Whether a token has a row for each rank. A repeated dispatch takes the ids that its dispatch counted.
   PROXYCCL_DEVICE bool byRank() const { return e_.chosen_per_rank != 0 && call_.redispatch == 0; }
 
-  // Where a slot goes, of which later slots of a token with a row for each rank don't count: its expert, or the rank of
-  // that. What drops a slot is their number, and what is out of range -1.
+  // Where a slot goes: its expert, or that expert's rank where a token has a row for each rank (of which id() counts
+  // only the first slot). The number of experts or ranks if the slot is dropped, -1 if its id is out of range.
   PROXYCCL_DEVICE int32_t target(uint32_t slot) const {
     const int64_t expert = given(slot);
     if (call_.redispatch) return static_cast<int32_t>(expert);  // as a dispatch has stored it
@@ -56,7 +57,8 @@ class Choices {
     return isFirst(slot, static_cast<uint32_t>(found)) ? found : none;
   }
 
-  // What travels with a slot: its weight, or with a row for each rank its ProxycclExpertChoice. It has weight_bytes.
+  // Whether a value of weight_bytes travels with each slot: its weight or, with a row for each rank, its
+  // ProxycclExpertChoice.
   PROXYCCL_DEVICE bool areCarried() const { return byRank() || call_.weights != nullptr; }
   PROXYCCL_DEVICE uint64_t carried(uint32_t slot) const {
     if (!byRank()) return loadRaw(call_.weights + static_cast<uint64_t>(slot) * e_.weight_bytes, e_.weight_bytes);
@@ -114,7 +116,7 @@ class Choices {
   PROXYCCL_DEVICE void loadIds(uint32_t first, uint32_t begin, int64_t* ids) const {
     const int64_t* wide = reinterpret_cast<const int64_t*>(call_.expert_ids) + first + begin;
     const int32_t* narrow = reinterpret_cast<const int32_t*>(call_.expert_ids) + first + begin;
-    // All of one width: a branch between two loads would let the second wait.
+    // All of one width: a branch between two loads would make the second wait.
     if (call_.id_bytes == 8) {
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) ids[i] = begin + i < e_.topk ? wide[i] : -1;

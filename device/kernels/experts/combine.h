@@ -44,7 +44,7 @@ PROXYCCL_DEVICE Bytes16 narrowWord(const A* sum) {
 }
 
 // Called by a group: words [begin, end) of the sum of kCount rows, each times its weight. The compiler must know the
-// count: otherwise loads would stand behind branches and wait for one another.
+// count: otherwise loads would come after branches and wait for one another.
 template <class T, uint32_t kCount>
 PROXYCCL_DEVICE void sumWords(char* out, char* const* rows, const float* weights, uint32_t begin, uint32_t end) {
   using A = typename Element<T>::Accumulator;
@@ -187,15 +187,15 @@ class Combine {
     __syncthreads();
   }
 
-  // Called by every group: takes the next item of one stage until none is left. Each stage lists an item's rows in its
-  // own way. They are summed here, so that the long code is there once.
+  // Called by every group: takes the items of one stage until there are no more. Each stage lists an item's rows in its
+  // own way. They are summed here, so that the long code exists only once.
   PROXYCCL_DEVICE void run(CombineStage stage, const Group& group, uint32_t* next_item) const {
     const uint32_t ranks = team_->world_size, most = team_.mostItems();
     const uint32_t sources = stage == CombineStage::send ? ranks : stage == CombineStage::sum_node ? team_->nodes : 1;
     for (;;) {
       const uint32_t next = group.next(next_item);
       if (next >= most * sources) return;
-      // Ranks are sent to in turn. Tokens of other nodes come first, as their sums travel further.
+      // Sends to ranks in turn. Tokens of other nodes come first, because their sums travel further.
       uint32_t item = next % most, source = team_->rank;
       if (stage == CombineStage::send) {
         item = next / ranks;
@@ -230,13 +230,13 @@ class Combine {
     }
   }
 
-  // Called by the block when it has sent: raises its flag on every rank of the node. There is one release for all rows,
-  // as a release waits for all stores in flight.
+  // Called by the block when it has sent: raises its flag on every rank of the node. One release covers all rows,
+  // because a release waits for all stores in flight.
   PROXYCCL_DEVICE void raiseReturned() const {
     syncThreadsSystem();
     if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.returned(team_->local_rank, block_), number_);
   }
-  // Called by the block: waits until all ranks of the node have sent their rows, or said that they can be loaded.
+  // Called by the block: waits until all ranks of the node have sent their rows, or announced that they can be loaded.
   PROXYCCL_DEVICE void awaitSenders() const {
     if (threadIdx.x < team_->local_size) {
       const uint32_t l = threadIdx.x, rank = team_.nearRank(l);
@@ -263,14 +263,14 @@ class Combine {
     for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x)
       cachedRows()[s] = findSlotRow(team_->rank, own_.begin + s / topk_, s % topk_);
   }
-  // Called by the block: waits until all have loaded the rows that they load from here.
+  // Called by the block: waits until all other ranks have loaded their rows from here.
   PROXYCCL_DEVICE void awaitLoaded() const {
     if (call_.rows_buffer != 0 && threadIdx.x < team_->local_size)
       team_.await(team_.summed(threadIdx.x, block_), number_, team_.nearRank(threadIdx.x));
   }
 
-  // Called by a group when no item is left. The last group acquires the sums of all others and posts them; the proxy
-  // reads them after the release of that post.
+  // Called by a group when there are no more items. The last group acquires the sums of all others and posts them; the
+  // proxy reads them after the release of that post.
   PROXYCCL_DEVICE void post(const Group& group, uint32_t* finished) const {
     if (team_->nodes == 1 || group.lane != 0) return;
     if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
@@ -296,8 +296,8 @@ class Combine {
   }
 
  private:
-  // Called by one thread: waits until a rank of the node has said where its rows are, and keeps it for the block.
-  // Returns whether they can be loaded.
+  // Called by one thread: waits until a rank of the node has announced where its rows are, and keeps that for the
+  // block. Returns whether they can be loaded.
   PROXYCCL_DEVICE bool awaitLoadable(uint32_t local) const {
     const uint64_t flag = team_.loadable(number_, local, block_);
     team_.await(flag, number_ << kBufferBits, team_.nearRank(local));
@@ -345,7 +345,8 @@ class Combine {
     return block_ * team_->return_segment_bytes + place * stride_;
   }
   // Offset of the row of slot k of token i of a source, which comes from a rank of the node, in the workspace of the
-  // rank that sums it. There is a place for each slot; or for each rank of the node, where a token has one row of each.
+  // rank that sums it. There is a place for each slot or, where a token has one row per rank, for each rank of the
+  // node.
   PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k, uint32_t from) const {
     const uint32_t places = by_rank_ ? team_->local_size : topk_;
     const uint64_t segment = places * team_->return_segment_bytes;
@@ -497,7 +498,7 @@ PROXYCCL_DEVICE void expert_combine(const ProxycclExperts& experts, const Proxyc
   if (sends && call.rows_buffer == 0) combine.awaitSummed();
   if (receives) combine.cacheRows();
   __syncthreads();
-  if (has_failed) return;  // the layout is not that of a dispatch: its numbers would lead anywhere
+  if (has_failed) return;  // no dispatch has written the layout: its numbers are arbitrary
 #pragma unroll 1
   for (uint32_t number = 0; number < kCombineStages; ++number) {
     const CombineStage stage = static_cast<CombineStage>(number);

@@ -4,7 +4,7 @@
 //
 // A rank counts its own slots by expert, segment by segment, and sends the counts to all ranks. From the counts of all
 // ranks each rank computes the row of every slot that comes to it, while rows are already on their way. If tokens are
-// few, ranks send what they choose instead of counts (experts/announcement.h), and every rank counts that.
+// few, ranks send their choices instead of counts (experts/announcement.h), and every rank counts those.
 #ifndef PROXYCCL_EXPERT_DISPATCH_H
 #define PROXYCCL_EXPERT_DISPATCH_H
 
@@ -31,7 +31,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
     has_failed = call.redispatch ? loadRelaxedDevice<uint32_t>(&experts.counters->has_failed) : 0;
   }
   dispatch.begin();
-  if (has_failed) return;  // the layout is not that of a dispatch: its numbers would lead anywhere
+  if (has_failed) return;  // no dispatch has written the layout: its numbers are arbitrary
   if constexpr (dispatch.kMasks)
     if (dispatch.storesMasked()) return dispatch.storeMaskedRows(group, &next_row);
   // The last thread's group is the last that has something to send.
@@ -54,7 +54,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
     if (!receives) syncThreadsSystem();
     if (group.number == Group::count() - 1) dispatch.publishSent(group);
   }
-  // One thread does it, as the store waits for the bus: only that thread's group receives later.
+  // One thread does it, because the store waits for the bus: only that thread's group receives later.
   if (gathers && complete && blockIdx.x == 0 && threadIdx.x == 0) dispatch.publishReceivedRows(gathered);
   if (!complete) dispatch.giveUp();
   if (!receives || !complete) return;

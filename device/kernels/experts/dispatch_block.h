@@ -1,6 +1,6 @@
 // MoE dispatch as one block sees it: its data, where the data lies, and when it may be written.
 //
-// What the block does is in the other files, in the order of a row's way: experts/dispatch_counts.h,
+// Its steps are in the other files, in the order in which a row goes through them: experts/dispatch_counts.h,
 // experts/dispatch_ids.h or experts/dispatch_masks.h, then experts/dispatch_send.h and experts/dispatch_receive.h, or
 // experts/dispatch_store.h if there are output buffers. experts/dispatch.h calls them in order.
 #ifndef PROXYCCL_EXPERT_DISPATCH_BLOCK_H
@@ -16,8 +16,9 @@ constexpr bool kIsSame = false;
 template <class T>
 constexpr bool kIsSame<T, T> = true;
 
-// What a kernel for dispatches does: what is announced, which needs one node, or with void nothing; and of which
-// elements it makes float8 rows where it stores them in output buffers. With void it stores rows as they are.
+// The variant of a dispatch kernel. A is the kind of announcement, which needs a single node; with void it announces
+// nothing. T is the type of the elements that it turns into float8 rows in output buffers; with void it stores rows as
+// they are.
 template <class A, class T = void>
 struct DispatchMode {
   using Announces = A;
@@ -30,7 +31,7 @@ struct AnnouncementIf {
 };
 template <>
 struct AnnouncementIf<void> {
-  using Type = Announcement;  // which says nothing
+  using Type = Announcement;  // empty
 };
 
 // One dispatch, as one block sees it.
@@ -62,11 +63,11 @@ class Dispatch {
         topk_(experts.topk),
         own_(Segment::of(call.tokens, segment_, experts.segments)) {}
 
-  // Called by the block, before anything else. What other ranks wait for is sent first. Different threads do each part.
+  // Called by the block, before anything else. Sends first what other ranks wait for. Different threads do each part.
   PROXYCCL_DEVICE void begin() const;
 
-  // Called by the block: waits for what all ranks choose. Then it knows where the rows of its slots begin. Returns
-  // false to all threads if something did not come.
+  // Called by the block: waits for the choices of all ranks. After that it knows where the rows of its slots begin.
+  // Returns false to all threads if anything did not arrive.
   PROXYCCL_DEVICE bool gather(const Group& group, Gathered* gathered) const {
     if constexpr (kMasks) {
       return awaitMasks(gathered);
@@ -83,8 +84,8 @@ class Dispatch {
   // Called by one thread per node: waits for the routing from this rank's counterpart on that node, and raises its
   // flags on this rank's node.
   PROXYCCL_DEVICE void forwardRouting() const;
-  // Does what gather() does with counts. bases()[expert * ranks + source] is the first row of this block's slots of a
-  // source for an expert of this rank.
+  // gather() with counts. bases()[expert * ranks + source] is the first row of this block's slots of a source for an
+  // expert of this rank.
   PROXYCCL_DEVICE bool gatherCounts(const Group& group, Gathered* gathered) const;
   // Called by the block: sets the segments of all sources and this rank's range of rows. `rows` is from gatherCounts().
   PROXYCCL_DEVICE void prepareReceive(uint32_t rows) const;
@@ -93,8 +94,8 @@ class Dispatch {
   // Called by the block, with how many rows each of this rank's experts gets from each source, and how many of them
   // come before this block's: makes the first the rows of this block's slots. Returns the number of rows.
   PROXYCCL_DEVICE uint32_t placeRows(uint32_t* first, const uint32_t* before) const;
-  // Called by the block, with how many rows each of this rank's experts gets from each source: counts what is missing
-  // to a multiple of the alignment as rows of the last source. Block 0 tells the CPU how many rows each expert has.
+  // Called by the block, with how many rows each of this rank's experts gets from each source: counts the padding up to
+  // a multiple of the alignment as rows of the last source. Block 0 tells the CPU how many rows each expert has.
   PROXYCCL_DEVICE void alignExperts(uint32_t* rows) const;
   // Called by one block: writes the counts of all ranks to the descriptor, and stores the most rows of any rank, or
   // padded of any expert.
@@ -108,8 +109,8 @@ class Dispatch {
   // rank of the node. One release takes less time than one for each group, and few rows arrive so close together that
   // no receiver would have started earlier.
   PROXYCCL_DEVICE void publishSent(const Group& group) const;
-  // Called by every group when it has nothing else to do: receives the next item that no group has received, until none
-  // is left.
+  // Called by every group when it has nothing else to do: receives the next item that no group has received, until
+  // there are no more.
   PROXYCCL_DEVICE void receive(const Group& group, uint32_t* next_item, const Gathered& gathered) const;
 
   // Called by every block: writes the descriptor's entries of all tokens, with a row for each rank on one node. A token
@@ -122,8 +123,8 @@ class Dispatch {
     }
   }
 
-  // Called by each of `threads` threads of the grid, with a row for each rank: says of the rows past the last that they
-  // chose nothing.
+  // Called by each of `threads` threads of the grid, with a row for each rank: marks the rows past the last as having
+  // chosen nothing.
   PROXYCCL_DEVICE void clearPastEnd(uint32_t rows, uint32_t thread, uint32_t threads) const;
 
   // -- rows in output buffers (experts/dispatch_store.h) ---
@@ -133,7 +134,7 @@ class Dispatch {
     constexpr uint32_t kBoth = PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
     return kMasks && storesRows() && (call_.phases & kBoth) == kBoth;
   }
-  // Called by the block when it has announced masks, or sent its counts: does all that remains.
+  // Called by the block when it has announced masks, or sent its counts: does the rest.
   PROXYCCL_DEVICE void storeMaskedRows(const Group& group, uint32_t* next_item) const {
     if constexpr (kSharedMasks) {
       storeManyRows(group);
@@ -145,11 +146,11 @@ class Dispatch {
   // Called by a group: waits until the blocks with this number have stored their rows on all ranks.
   PROXYCCL_DEVICE void awaitStored(const Group& group) const;
 
-  // Whether a call says at its end that it has read its slabs. Otherwise the next one says so.
+  // Whether a call announces at its end that it has read its slabs. Otherwise the next call does.
   static PROXYCCL_DEVICE constexpr bool acknowledges() { return !kAnnounced || kSharedMasks; }
   // Called by the block when it has received: lets the node's ranks write their slabs again.
   PROXYCCL_DEVICE void acknowledge() const;
-  // Called by the block where something did not come: what this call would have written to its layout is not there.
+  // Called by the block if something did not arrive: this call has not written its layout.
   PROXYCCL_DEVICE void giveUp() const {
     if (threadIdx.x == 0) storeRelaxedDevice<uint32_t>(&team_->counters->has_failed, 1);
   }
@@ -159,7 +160,7 @@ class Dispatch {
       storeRelaxedDevice<uint64_t>(&team_->counters->routings, team_->counters->routings + 1);
   }
 
-  // Whether the block has no segment of its own.
+  // Whether the block has no segment.
   PROXYCCL_DEVICE bool onlySends() const { return blockIdx.x >= team_->segments; }
   PROXYCCL_DEVICE bool movesRows() const { return call_.phases & PROXYCCL_EXPERT_RECEIVE; }
   // Whether describeSlots() writes the descriptor's entries, and not receive().
@@ -171,7 +172,7 @@ class Dispatch {
   // Numbers the slots of each expert in order, stores them, and counts them. In a tile of slots each expert has one bit
   // per slot; a slot's number is how many of its expert's bits are set before its own.
   PROXYCCL_DEVICE void countSlots(uint32_t n, uint32_t* counts, uint32_t experts) const;
-  // Called by the block, with a row for each rank: of the kept targets of each token only the first of each stays.
+  // Called by the block, with a row for each rank: keeps only the first of each token's equal targets.
   PROXYCCL_DEVICE void dropLaterTargets() const;
   // The id under which slot s of this block's tokens counts; the number of experts, or more, if it does not.
   PROXYCCL_DEVICE uint32_t countedId(uint32_t s) const;
@@ -181,7 +182,7 @@ class Dispatch {
   PROXYCCL_DEVICE void storeSlot(uint32_t s, const ProxycclExpertSlot& slot) const {
     toNode([&](char* routing) { slotsOf(routing)[s] = slot; });
   }
-  // Where the slots of this block's tokens go, kept while they are counted.
+  // Whether the block keeps the targets of its tokens' slots while it counts them.
   PROXYCCL_DEVICE bool keepsTargets() const {
     return own_.tokens * topk_ <= PROXYCCL_KEPT_TARGETS && team_.experts() < 0xffff;
   }
@@ -193,13 +194,13 @@ class Dispatch {
   PROXYCCL_DEVICE void placeTokens() const;
   // Called by the block, before counts are added to what it clears.
   PROXYCCL_DEVICE void clearOutgoing() const;
-  // Called by the block: waits for the counts of all ranks. Returns false to all threads if they did not come.
+  // Called by the block: waits for the counts of all ranks. Returns false to all threads if they did not arrive.
   PROXYCCL_DEVICE bool awaitRouting() const;
   // Called by the block after it: for each rank and segment of this rank's tokens, the first row there.
   PROXYCCL_DEVICE void placeOutgoing() const;
   // The same for each source and its segments: the first row here. Returns the number of this rank's rows.
   PROXYCCL_DEVICE uint32_t placeIncoming() const;
-  // What placeOutgoing() has found, and placeIncoming(): [world_size][segments].
+  // The results of placeOutgoing() and placeIncoming(): [world_size][segments].
   PROXYCCL_DEVICE uint32_t* firstRowsThere() const {
     const uint32_t n = 2 * team_->world_size * team_->segments;
     return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(blockIdx.x) * n;
@@ -212,26 +213,27 @@ class Dispatch {
   PROXYCCL_DEVICE void storeItems(const Group& group, Stored stored, uint32_t n, Find find) const;
   // Called by the block when it knows where the rows of many tokens go: stores them and writes the descriptor's
   // entries. Some blocks store at peers; of each, some groups first call describe(thread, threads), while the link is
-  // busy with the others' rows. The other blocks store the rows that stay here, as a multiprocessor's stores to its own
-  // memory would wait behind those that a link holds up. Where rows are made in float8, that takes longer than storing
-  // them: all blocks do all. Groups take the next item from a counter, as not all multiprocessors store equally fast.
+  // busy with the others' rows. The other blocks store the rows that stay here, because a multiprocessor's stores to
+  // its own memory would wait behind those that a link holds up. Converting rows to float8 takes longer than storing
+  // them, so then all blocks do both. Groups take the next item from a counter, because not all multiprocessors store
+  // equally fast.
   template <class Describe, class Find>
   PROXYCCL_DEVICE void storeInTurns(const Group& group, uint32_t rows, uint32_t n, Describe describe, Find find) const;
-  // Whether a block stores rows that stay and rows of peers.
+  // Whether each block stores both rows that stay and rows for peers.
   PROXYCCL_DEVICE bool storesAll() const { return team_->blocks == 1 || kQuantizes; }
-  // How many blocks store at peers: the first.
+  // The number of blocks that store at peers: the first ones.
   PROXYCCL_DEVICE uint32_t storingBlocks() const { return storesAll() ? team_->blocks : team_->senders; }
   static PROXYCCL_DEVICE uint32_t describingGroups() { return Group::count() < 4 ? Group::count() : 4; }
   // With counts, called by `threads` threads: writes the descriptor's entries.
   PROXYCCL_DEVICE void describeAll(uint32_t thread, uint32_t threads) const;
-  // With masks, of few tokens: block 0 writes the descriptor's entries, and if there are others, they store the rows,
-  // as loads wait behind stores that a link holds up. And of many.
+  // With masks, for few tokens: block 0 writes the descriptor's entries, and the other blocks, if any, store the rows,
+  // because loads wait behind stores that a link holds up. Then the same for many tokens.
   PROXYCCL_DEVICE void storeFewRows(const Group& group, uint32_t* next_item) const;
   PROXYCCL_DEVICE void storeManyRows(const Group& group) const;
-  // What describeSlots() does; with masks for the slots of all blocks, by `threads` threads.
+  // describeSlots() with counts; and with masks for the slots of all blocks, by `threads` threads.
   PROXYCCL_DEVICE void describeCounted() const;
   PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
-  // With masks, called by `threads` threads: writes what the descriptor has of this rank's own slots.
+  // With masks, called by `threads` threads: writes the descriptor's entries of this rank's own slots.
   PROXYCCL_DEVICE void describeSent(uint32_t thread, uint32_t threads) const;
   // A token's row on this rank, whether slot k is the first that brings it here, and what the slot chose.
   struct OwnChoice {
@@ -242,11 +244,11 @@ class Dispatch {
   };
   // Called by one thread, with a row for each rank: writes the descriptor's entries of slot k of a source's token.
   PROXYCCL_DEVICE void describeSlot(uint32_t source, uint64_t token, uint32_t k, const OwnChoice& own) const;
-  // With counts, what that takes. The segment's rows begin at `first`.
+  // With counts, the choice that describeSlot() takes. The segment's rows begin at `first`.
   template <class SlotOf>
   PROXYCCL_DEVICE OwnChoice findOwnChoice(uint32_t k, uint32_t first, uint64_t carried, SlotOf slotOf) const;
-  // Called by a group: stores an item of a segment, which is a piece of a token's row and its scales, wherever
-  // find(i, &rank, &row) says for i < n.
+  // Called by a group: stores an item of a segment, which is a piece of a token's row and its scales, at each place
+  // that find(i, &rank, &row) gives for i < n.
   template <class Find>
   PROXYCCL_DEVICE void storeRow(const Group& group, uint64_t token, const Segment& segment, uint32_t item, uint32_t n,
                                 Find find) const;
@@ -255,7 +257,8 @@ class Dispatch {
                                       uint32_t n, Find find) const;
   // Finds where candidate i < world_size for a row of a token of this rank is: another rank's first, this rank's last.
   PROXYCCL_DEVICE bool findMasked(uint32_t token, uint32_t i, uint32_t* rank, int32_t* row) const;
-  // What a thread holds of the block's rows before it knows where they go: loads take about as long as announcements.
+  // The words of the block's rows that a thread holds before it knows where they go: loads take about as long as
+  // announcements.
   static constexpr uint32_t kHeldWords = PROXYCCL_ON_HOST ? 64 : 10;
   PROXYCCL_DEVICE bool holdsRows() const {
     const uint64_t misaligned = reinterpret_cast<uintptr_t>(call_.input) | call_.row_bytes;
@@ -290,15 +293,15 @@ class Dispatch {
   template <class RowsOf>
   PROXYCCL_DEVICE void writeTotals(const Group& group, uint32_t rows, RowsOf rowsOf) const;
 
-  // What gather() does with announcements. Then prepareReceive() has nothing left to do.
+  // gather() with announcements. prepareReceive() then has nothing to do.
   PROXYCCL_DEVICE bool awaitIds(Gathered* gathered) const;
   PROXYCCL_DEVICE bool awaitMasks(Gathered* gathered) const;
   // A slot's position is how many slots before it in its segment have the same expert.
   PROXYCCL_DEVICE void numberOwnSlots() const;
   // Called by block 0, with a row for each rank: adds up the choices of each of this rank's experts.
   PROXYCCL_DEVICE void countChosen() const;
-  // With masks, when they have come: finds where this rank's rows begin on each rank, and rows of each source here;
-  // and, after a barrier of the block, what comes.
+  // With masks, when they have arrived: finds where this rank's rows begin on each rank, and rows of each source here;
+  // and, after a barrier of the block, the totals.
   PROXYCCL_DEVICE void placeLeaving(const Group& group) const;
   PROXYCCL_DEVICE void placeArriving(uint32_t thread, uint32_t threads) const;
   PROXYCCL_DEVICE Gathered arriving() const;
@@ -310,9 +313,9 @@ class Dispatch {
   PROXYCCL_DEVICE int32_t within(uint64_t row) const {
     return row < call_.capacity ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
-  // Whether the CPU asks for them: only if it also waits for the number of rows, and calls another kernel for these.
+  // Whether the CPU wants them: only if it also waits for the number of rows, and launches another kernel for these.
   PROXYCCL_DEVICE bool tellsChosen() const { return team_->chosen_per_rank != 0 && !movesRows(); }
-  // Called by a group of each block: does what writeCounts() does, from the announcements.
+  // Called by a group of each block: writeCounts() from the announcements.
   PROXYCCL_DEVICE void writeAnnouncedCounts(const Group& group, uint32_t rows) const {
     awaitPreviousReaders(group);
     if constexpr (kMasks) {
@@ -389,12 +392,12 @@ class Dispatch {
     return ids;
   }
 
-  // What the block's threads find in the announcements.
+  // Findings of the block's threads in the announcements.
   struct AnnouncedState {
     uint32_t
         bad_slot;  // the first with a bad expert id, with its rank in the upper 16 bits, or ~0; with masks the rank
     uint32_t wanted_tokens;
-    bool incomplete;  // a packet did not come
+    bool incomplete;  // a packet did not arrive
   };
   static PROXYCCL_DEVICE AnnouncedState& announcedState() {
     __shared__ AnnouncedState state;
@@ -458,7 +461,7 @@ class Dispatch {
     return call_.layout.sent_places + static_cast<uint64_t>(node) * team_->max_tokens + own_.begin;
   }
 
-  // -- what the block shares ---
+  // -- shared by the block ---
   static PROXYCCL_DEVICE uint32_t* tokensOf() {
     __shared__ uint32_t tokens[PROXYCCL_MAX_EXPERT_RANKS];
     return tokens;
@@ -547,7 +550,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::begin() const {
   team_.loadLookup();
   if constexpr (kMasks)
     if (routes) announced_.send(Group(), call_);
-  if (kSharedMasks && routes) __syncthreads();  // what comes is kept where the block's own was read
+  if (kSharedMasks && routes) __syncthreads();  // arriving masks are kept where the block's own were read
   if (!acknowledges() && (routes || call_.redispatch))
     raiseRead((threadIdx.x + blockDim.x / 2) % blockDim.x, number_ - 1);
   if (!acknowledges() && call_.redispatch) {

@@ -1,5 +1,5 @@
-// The kernel of dispatches that send counts. A file of its own, as are those of the others: a layer needs one of them,
-// and each takes long to compile.
+// The kernel of dispatches that send counts. Each kind has its own file, because a layer needs only one of them and
+// each takes long to compile.
 #ifndef PROXYCCL_EXPERT_DISPATCH_KERNEL_H
 #define PROXYCCL_EXPERT_DISPATCH_KERNEL_H
 

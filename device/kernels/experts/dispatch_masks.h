@@ -1,5 +1,5 @@
 // Dispatch by announced masks, with a row for each rank: every block knows which tokens go where, and a row's number is
-// how many tokens are before it. With output buffers rows are stored as soon as the masks of all ranks have come.
+// the number of tokens before it. With output buffers rows are stored as soon as the masks of all ranks have arrived.
 #ifndef PROXYCCL_EXPERT_DISPATCH_MASKS_H
 #define PROXYCCL_EXPERT_DISPATCH_MASKS_H
 
@@ -158,8 +158,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
   const uint32_t pieces = stores && holdsRows() ? segment.tokens * piecesOfRow() : 0;
   const bool waits = group.number == holding;
   Bytes16 held[kHeldWords];
-  // One group waits while the others load. It holds nothing meanwhile: a wait calls functions, and what a thread keeps
-  // over a call lies in memory.
+  // One group waits while the others load. It holds nothing meanwhile, because a wait calls functions, and values that
+  // live across a call are in memory.
   if (waits) {
     if (!announced_.await(true, group.lane, kGroupLanes)) announcedState().incomplete = true;
     group.sync();

@@ -11,8 +11,8 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::receive(const Group& group, uint32_t* next_item, const Gathered& gathered) const {
   if (crossesNodes() && group.number == Group::count() - 1 && movesRows()) forwardRows(group);
   const uint32_t ranks = team_->world_size;
-  // With announcements, groups without a row to copy write the descriptor's tables. The counts come before all rows, as
-  // they take one group longest; the other tables come after the rows.
+  // With announcements, groups without a row to copy write the descriptor's tables. The counts come before all rows,
+  // because they keep one group busy longest; the other tables come after the rows.
   const bool describes = describesApart(), counts = kAnnounced && describes;
   const uint32_t most = team_.mostItems();
   const uint32_t copies = (movesRows() && !storesRows()) || !describes ? most * ranks : 0;
@@ -210,7 +210,7 @@ template <class SlotOf>
 PROXYCCL_DEVICE typename Dispatch<Mode>::OwnChoice Dispatch<Mode>::findOwnChoice(uint32_t k, uint32_t first,
                                                                                  uint64_t carried,
                                                                                  SlotOf slotOf) const {
-  // The token's row, if it has one here, is that of the slot in which this rank stands.
+  // The token's row, if it has one here, is that of the slot that names this rank.
   const auto choice = __builtin_bit_cast(ProxycclExpertChoice, carried);
   uint32_t at = topk_, position = 0;
 #pragma unroll 8

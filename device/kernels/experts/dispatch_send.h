@@ -18,7 +18,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::send(const Group& group, uint32_t block, ui
     for (uint32_t part = group.number * blocks + block; part < parts; part += blocks * Group::count())
       sendItem(group, part, round);
   if (!crossesNodes() || group.lane != 0) return;
-  // The last group to come has acquired all others' rows, and the proxy reads them after that group's release.
+  // The last group to arrive has acquired all others' rows, and the proxy reads them after that group's release.
   if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
   for (uint32_t node = 0; node < team_->nodes; ++node) {
     if (node == team_->node) continue;

@@ -2,8 +2,8 @@
 // on every rank that gets it, right where the caller reads it.
 //
 // A rank says in its routing, or in its announcement, in which of its buffers it wants the rows. It does so when its
-// stream has come to this dispatch, so nothing before it uses the buffer any more. Rows in float8 are made as they are
-// stored: once for each token.
+// stream has reached this dispatch, so earlier work no longer uses the buffer. Rows are converted to float8 as they are
+// stored, once for each token.
 #ifndef PROXYCCL_EXPERT_DISPATCH_STORE_H
 #define PROXYCCL_EXPERT_DISPATCH_STORE_H
 
@@ -209,7 +209,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const {
-  if (blockIdx.x == team_->blocks - 1) {  // what is told of the counts takes one block some time
+  if (blockIdx.x == team_->blocks - 1) {  // reporting the counts takes a block some time
     Gathered gathered;
     if (!gatherCounts(group, &gathered)) return giveUp();
     if ((call_.phases & PROXYCCL_EXPERT_GATHER) && threadIdx.x == 0) publishReceivedRows(gathered);

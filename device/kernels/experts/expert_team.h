@@ -1,9 +1,9 @@
 // Geometry of the expert-parallel kernels (experts/experts.h): segments, groups of threads, items of work, flags.
 //
-// A group is the threads that move one piece of a row together: a warp, or one fiber on a CPU, where one copies faster
-// than many. Block b handles segment b of every source, on every rank alike, so flags are per block. What a dispatch
-// sends is cut into parts, one for each sending group if some blocks only send. Each part has a flag that says how many
-// of its items have arrived.
+// A group consists of the threads that move one piece of a row together: a warp, or a single fiber on a CPU, where one
+// copies faster than many. Block b handles segment b of every source, on every rank alike, so flags are per block. What
+// a dispatch sends is cut into parts, one for each sending group if some blocks only send. Each part has a flag that
+// says how many of its items have arrived.
 #ifndef PROXYCCL_EXPERT_TEAM_H
 #define PROXYCCL_EXPERT_TEAM_H
 
@@ -29,8 +29,7 @@ PROXYCCL_DEVICE uint64_t flagValue(uint64_t call, uint64_t items) { return call 
 // value that is still awaited; every other difference is that of a flag that has not reached it.
 constexpr uint64_t kHalfOfAll = 1ull << 63;  // for flags that every call raises
 // For flags that say how many items have arrived, which not every call raises. Calls wait for each other, so no flag is
-// more than one call ahead; one that was not raised for a long time is taken for an old one until its number comes
-// round.
+// more than one call ahead. A flag that was not raised for a long time counts as old until its number wraps around.
 constexpr uint64_t kTwoCalls = 2ull << kItemBits;
 PROXYCCL_DEVICE bool hasReached(uint64_t seen, uint64_t value, uint64_t ahead) { return seen - value < ahead; }
 
@@ -137,7 +136,7 @@ struct Segment {
     const uint32_t begin = source_tokens * number / segments;
     Segment segment = {begin, source_tokens * (number + 1) / segments - begin, 0};
 #if !PROXYCCL_ON_HOST
-    // Derived from the source's number of tokens alone: all ranks know that, and all must agree.
+    // Derived only from the source's number of tokens, which all ranks know, because all must agree.
     const uint32_t most = longest(source_tokens, segments);
     while (segment.pieces() < kMaxPieces && most * segment.pieces() < 2 * Group::count()) ++segment.pieces_log2;
 #endif
@@ -169,7 +168,7 @@ struct Piece {
   }
 };
 
-// Out of line: many places wait, and a short call takes as long as loading its code.
+// Out of line: many places wait, and loading code takes as long as a short call.
 PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer,
                                     uint64_t ahead) {
   waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, PROXYCCL_NO_CHANNEL, value},
@@ -183,11 +182,11 @@ class ExpertTeam {
   PROXYCCL_DEVICE const ProxycclExperts& operator*() const { return e_; }
 
   PROXYCCL_DEVICE uint32_t experts() const { return e_.world_size * e_.experts_per_rank; }
-  // Called by the block, before anything else: copies to shared memory what is looked up for every row, as an acquire
-  // empties a GPU's cache of device memory.
+  // Called by the block, before anything else: copies values that are looked up for every row to shared memory, because
+  // an acquire empties a GPU's cache of device memory.
   PROXYCCL_DEVICE void loadLookup() const {
     Lookup& lookup = ExpertTeam::lookup();
-    // The last threads do it, as the first ones usually have something else to load, and wait for that.
+    // The last threads do it, because the first ones usually wait for other loads.
     const uint32_t first = blockDim.x - 1 - threadIdx.x;
     for (uint32_t i = first; i < e_.world_size; i += blockDim.x) lookup.places[i] = e_.places[i];
     for (uint32_t i = first; i < e_.local_size; i += blockDim.x) {
@@ -271,16 +270,17 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t summed(uint32_t local, uint32_t block) const {
     return e_.summed + 8ull * (local * e_.blocks + block);
   }
-  // Says that the rows of a rank of the node for a combine are there, and in which of its output buffers. By the parity
-  // of the combine: a rank raises that of combine n + 2 after it has ended n + 1, for which it needed every rank's flag
-  // n + 1, raised after that had ended combine n.
+  // Says that the rows of a rank of the node for a combine are ready, and in which of its output buffers. Indexed by
+  // the parity of the combine: a rank raises the flag of combine n + 2 after it has ended n + 1, for which it needed
+  // every rank's flag n + 1, and each rank raised that after it had ended combine n.
   PROXYCCL_DEVICE uint64_t loadable(uint64_t call, uint32_t local, uint32_t block) const {
     return e_.loadable + 8ull * ((call % 2 * e_.local_size + local) * e_.blocks + block);
   }
   PROXYCCL_DEVICE void raise(uint32_t local, uint64_t flag, uint64_t value) const {
     storeReleaseSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
-  // The same, if what it tells is that the block has loaded something, or what kernels before this one stored.
+  // The same for a flag that says only that the block has loaded something, or that covers only stores of earlier
+  // kernels.
   PROXYCCL_DEVICE void raiseBehindLoads(uint32_t local, uint64_t flag, uint64_t value) const {
     storeReleaseLoadsSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
@@ -339,7 +339,7 @@ PROXYCCL_DEVICE void finishExperts(const ProxycclExperts& e, uint64_t* calls, bo
   if (threadIdx.x == 0 && last) advance(e, calls);
 }
 
-// What a kernel takes besides ProxycclExperts.
+// A kernel's other parameter, besides ProxycclExperts.
 template <class Kernel>
 struct CallOf;
 template <class Call>

@@ -1,7 +1,8 @@
-/* What expert parallelism's kernels share with the host: the layer's geometry and memory, and one call's arguments.
+/* Definitions that the expert-parallel kernels share with the host: the layer's geometry and memory, and one call's
+ * arguments.
  *
  * Plain C. A slot is one expert choice of one token. Each rank's tokens are cut into segments of consecutive tokens;
- * block b of every rank handles segment b of every source, so blocks wait for others only to get the counts. A large
+ * block b of every rank handles segment b of every source, so blocks wait for other blocks only for the counts. A large
  * dispatch has fewer segments than blocks; the other blocks only send. A small one sends no counts: it announces its
  * choices to all ranks (experts/announcement.h), and every block counts for itself.
  *
@@ -9,9 +10,9 @@
  * words that peers store and this rank polls) and slabs. A slab is what one source sends to one rank or node: for each
  * segment its routing, then for each segment its tokens' rows.
  *
- * With a row for each rank, what these kernels call an expert is a rank, and experts_per_rank is 1. A dispatch counts
- * the ranks that a token goes to, each once (experts/choices.h). What the token chose there, a ProxycclExpertChoice,
- * takes the place of a slot's weight, so every rank that gets the token's routing has all its choices.
+ * With a row for each rank, these kernels' experts are ranks, and experts_per_rank is 1. A dispatch counts the ranks
+ * that a token goes to, each once (experts/choices.h). The token's choice there, a ProxycclExpertChoice, takes the
+ * place of a slot's weight, so every rank that gets the token's routing has all its choices.
  *
  * With a row for each rank on one node, a rank can also have output buffers in its workspace
  * (experts/dispatch_store.h): senders store rows right there once they know all counts, and combine loads rows from
@@ -39,8 +40,8 @@ enum {
   PROXYCCL_EXPERT_THREADS = 512, /* threads of a block on a GPU; at most as many elsewhere */
   PROXYCCL_MAX_EXPERT_RANKS = 256,
   PROXYCCL_SCALED_ELEMENTS = 128, /* elements that share a scale, if rows are sent in float8 */
-  /* What a block can keep of announcements: slots of all ranks, slots of its own segments, slots of one segment, and
-   * experts. */
+  /* How much of announcements a block can keep: slots of all ranks, slots of its own segments, slots of one segment,
+   * and experts. */
   PROXYCCL_ANNOUNCED_SLOTS = 8192,
   PROXYCCL_ANNOUNCED_OWN_SLOTS = 2048,
   PROXYCCL_ANNOUNCED_SEGMENT_SLOTS = 256,
@@ -112,7 +113,7 @@ typedef struct ProxycclExpertCounters {
   uint32_t has_failed; /* a dispatch gave up before it wrote its layout, and calls that read layouts must do nothing */
 } ProxycclExpertCounters;
 
-/* What every kernel of a layer takes, by value. */
+/* The parameter that every kernel of a layer takes, by value. */
 typedef struct ProxycclExperts {
   uint32_t rank, world_size;
   uint32_t local_rank, local_size, node, nodes;
@@ -184,7 +185,7 @@ typedef struct ProxycclDispatch {
   const char* expert_ids;  /* [tokens][topk] of id_bytes each; of a repeated dispatch those of the layout */
   const char* weights;     /* [tokens][topk], or null; float32 with a row for each rank */
   const int32_t* scatter;  /* [scatter_tokens][topk], or null */
-  uint64_t scatter_tokens; /* of all ranks, as the caller has them: what a stopped rank has sent may say more */
+  uint64_t scatter_tokens; /* of all ranks, as the caller has them: a stopped rank's data may claim more */
   char* output;            /* [capacity][row_bytes - scale_bytes] */
   char* output_scales;     /* [capacity][scale_bytes] */
   char* output_weights;    /* [capacity], or null; with a row for each rank [capacity][topk] */

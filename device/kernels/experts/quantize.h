@@ -17,7 +17,7 @@ PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombi
   const T* rows = reinterpret_cast<const T*>(call.rows);
   const bool aligned = reinterpret_cast<uintptr_t>(rows) % 16 == 0;
   const uint32_t groups = gridDim.x * Group::count(), number = blockIdx.x * Group::count() + group.number;
-  // The part is advanced by addition, as a division takes about as long as an access.
+  // The part is advanced by addition, because a division takes about as long as an access.
   uint32_t part = number % parts;
   for (uint32_t token = number / parts; token < call.tokens; token += groups / parts) {
     const uint32_t first = part * kBlocks, last = first + kBlocks < blocks ? first + kBlocks : blocks;
@@ -25,7 +25,7 @@ PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombi
     scaleBlocks<2>(
         group, rows + token * call.hidden, first, last, aligned,
         [&](const auto& parts, uint32_t at, uint32_t end) {
-          struct alignas(4) Words {  // rows are not aligned to more, as there are scales between them
+          struct alignas(4) Words {  // rows are not aligned to more, because of the scales between them
             uint32_t at[sizeof(parts[0]) / 4];
           };
 #pragma unroll
