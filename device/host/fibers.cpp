@@ -1,8 +1,8 @@
 // Threads of a block as fibers of one OS thread: creation, switching, barriers, warp exchanges.
 //
-// This file is never instrumented by ThreadSanitizer, whose fiber calls it makes when the sanitizer is in the
-// process: a switch does not synchronise, a barrier does. So the sanitizer sees each GPU thread as a thread and finds
-// a kernel's races. It is told of no order that a GPU would not keep: an address that two unrelated meetings shared
+// This file is never instrumented by ThreadSanitizer, but calls its fiber functions when the sanitizer is in the
+// process: a switch does not synchronise, a barrier does. So the sanitizer sees each GPU thread as a thread and finds a
+// kernel's races. It learns only of orders that a GPU would keep too: an address that two unrelated meetings shared
 // would hide the races between them.
 #include "link_old_symbols.h"
 
@@ -27,7 +27,8 @@ void __tsan_acquire(void* address) __attribute__((weak));
 void __tsan_release(void* address) __attribute__((weak));
 }
 
-// The loader's own: the address of a module's thread-local memory in the calling thread, allocated if need be.
+// The loader's function: returns the address of a module's thread-local memory in the calling thread, and allocates it
+// if necessary.
 struct TlsIndex {
   unsigned long module, offset;
 };
@@ -125,7 +126,7 @@ struct FiberState : Fiber {
   uint32_t exchange_mask, exchange_source;
   bool exchange_is_ballot;
   uint64_t exchange_value, exchange_result;
-  // Addresses that stand, for the sanitizer, for this fiber's arrival at a barrier and its release from it.
+  // Addresses by which the sanitizer knows this fiber's arrival at a barrier and its release from it.
   uint64_t arrived, released;
 };
 static_assert(sizeof(FiberState) <= kFiberSlot, "a fiber's description must fit its slot");
@@ -141,13 +142,13 @@ struct Block {
   uint32_t live, runnable, at_barrier;
   uint32_t idle_turns, idle_rounds;
   bool deadlocked;
-  FiberState* interrupted;  // the fiber that the thread goes on with when it has looked around
+  FiberState* interrupted;  // the fiber with which the thread continues after it has looked around
   void* host_stack_pointer;
   void* host_sanitizer;
   uint64_t started, ended;  // addresses by which the sanitizer knows that all fibers start after, and end before, this
 };
 
-// The stacks of one OS thread, kept from block to block.
+// The stacks of one OS thread, reused by its blocks.
 class StackPool {
  public:
   ~StackPool() {
@@ -212,7 +213,7 @@ void linkAfter(FiberState* position, FiberState* fiber) {
   ++fiber->block->runnable;
 }
 
-// Takes the running fiber off the list and runs the next; returns when somebody linked it again.
+// Takes the running fiber off the list and runs the next; returns once it is linked again.
 void suspend(FiberState* fiber) {
   FiberState* next = fiber->next;
   Block* block = fiber->block;
@@ -288,7 +289,7 @@ bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberSta
       fiber->exchange_result = bits;
     } else {
       const uint32_t source = fiber->exchange_source;
-      // Reading a lane that takes no part is undefined on a GPU; here it gives the reader's own value.
+      // Reading a lane that does not take part is undefined on a GPU; here it gives the reader's own value.
       fiber->exchange_result =
           members >> source & 1 ? laneOf(block, warp_index, source)->exchange_value : fiber->exchange_value;
     }
@@ -327,7 +328,7 @@ uint32_t ballotLanes(Fiber* fiber, uint32_t mask, uint32_t predicate) {
 void spin(Fiber* base, uint32_t spins) {
   auto* fiber = static_cast<FiberState*>(base);
   Block* block = fiber->block;
-  if (spins == 0) block->idle_rounds = 0;        // a fresh wait: the one before it succeeded
+  if (spins == 0) block->idle_rounds = 0;        // a new wait: the previous one succeeded
   if (++block->idle_turns >= block->runnable) {  // every fiber has spun since anything happened
     block->idle_turns = 0;
     backOff(block->idle_rounds++);
@@ -360,8 +361,7 @@ const EmulatorApi kApi = {syncBlock, shuffleLanes, ballotLanes, spin, nowNanosec
   --block->live;
   warp.live &= ~(1u << fiber->lane);
   block->idle_rounds = 0;
-  // Fibers that waited for this thread no longer need to wait. Its place in the list is kept until they are linked
-  // after it.
+  // Fibers that waited for this thread need not wait any longer. It stays in the list until they are linked after it.
   if (block->live > 0 && block->at_barrier == block->live) releaseBarrier(block, fiber);
   for (uint32_t lane = 0; lane < kWarp && warp.waiting; ++lane)
     if (warp.waiting >> lane & 1)
@@ -401,8 +401,8 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   if (shared.size() < launch.shared_bytes + 64) shared.resize(launch.shared_bytes + 64);
   void* dynamic_shared = reinterpret_cast<void*>((reinterpret_cast<uint64_t>(shared.data()) + 63) & ~uint64_t{63});
 
-  // What kernels declare __shared__ is thread-local, and the loader allocates it at the first access. If that were a
-  // fiber's, a sanitizer would take the allocation for a write that races with the other fibers.
+  // Kernels' __shared__ variables are thread-local, and the loader allocates them at the first access. If a fiber made
+  // that access, a sanitizer would take the allocation for a write that races with the other fibers.
   if (launch.tls_module != 0) {
     TlsIndex index = {launch.tls_module, 0};
     __tls_get_addr(&index);
@@ -457,7 +457,7 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   for (FiberState* fiber : block.fibers) {
     auto* canary = reinterpret_cast<uint64_t*>(StackPool::base(fiber) + kCanaryOffset);
     overflowed |= *canary != kCanary;
-    *canary = kCanary;  // the stack is used again
+    *canary = kCanary;  // the stack is reused
   }
   if (overflowed) return BlockResult::kStackOverflow;
   return block.deadlocked ? BlockResult::kDeadlock : BlockResult::kDone;

@@ -20,12 +20,12 @@ struct Launch {
 
 enum class BlockResult { kDone, kDeadlock, kStackOverflow };
 
-// Between two polls of a wait, `rounds` of which have passed without effect: lets a helper work, if there is one with
-// work to do. Otherwise gives the core away: at first by yielding, which costs the waiter least, then by sleeping, so
-// that many waiting ranks on few cores do not starve the one that works.
+// Called between two polls of a wait, after `rounds` polls without success: lets a helper with work to do run.
+// Otherwise it gives up the core: first by yielding, which costs the waiter least, then by sleeping, so that many
+// waiting ranks on few cores do not starve the one that works.
 void backOff(uint32_t rounds);
 
-// Marks that the calling thread runs work of a stream itself, which it may interrupt to look around.
+// Marks that the calling thread runs a stream's work itself, which it may interrupt to look around.
 class RunsHere {
  public:
   explicit RunsHere(void* stream);
@@ -34,8 +34,8 @@ class RunsHere {
   RunsHere& operator=(const RunsHere&) = delete;
 };
 
-// Whether the calling thread is to look around now, in a wait of which `rounds` have passed. Then it calls
-// lookAround(), on its own stack and without locks but the stream's.
+// Whether the calling thread should look around now, after `rounds` polls of a wait. If so, it calls lookAround(), on
+// its own stack and holding only the stream's lock.
 bool timeToLook(uint32_t rounds);
 void lookAround();
 // The same in a wait that sleeps for kBetweenLooks at a time.

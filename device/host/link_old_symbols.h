@@ -1,8 +1,8 @@
-// Links the host runtime to old versions of symbols of glibc and libstdc++, so that a wheel that was built on a new
-// system loads on an old one too, from glibc 2.27 on. To be included first: it changes what headers refer to.
+// Links the host runtime to old versions of symbols of glibc and libstdc++, so that a wheel built on a new system also
+// loads on an old one, from glibc 2.27 on. Include it first: it changes the symbols that headers refer to.
 //
-// A linker takes the newest version of each symbol. What is new in those is not needed here. Only `make wheel` defines
-// PROXYCCL_LINK_OLD_SYMBOLS: a toolchain that links libstdc++ statically has no versions of its symbols.
+// A linker takes the newest version of each symbol. Nothing here needs what is new in those. Only `make wheel` defines
+// PROXYCCL_LINK_OLD_SYMBOLS: in a toolchain that links libstdc++ statically, its symbols have no versions.
 #ifndef PROXYCCL_HOST_LINK_OLD_SYMBOLS_H
 #define PROXYCCL_HOST_LINK_OLD_SYMBOLS_H
 
@@ -31,7 +31,8 @@ PROXYCCL_LINK("_ZNSt18condition_variable4waitERSt11unique_lockISt5mutexE",
 // A container that is too large throws std::bad_alloc, as before GCC 11, and not std::bad_array_new_length.
 PROXYCCL_LINK("_ZSt28__throw_bad_array_new_lengthv", "_ZSt17__throw_bad_allocv@GLIBCXX_3.4");
 
-// Since glibc 2.32 it says whether std::shared_ptr needs atomic operations. Here it does: the runtime has threads.
+// Since glibc 2.32 it tells std::shared_ptr whether it needs atomic operations. Here it does, because the runtime has
+// threads.
 #if __has_include(<sys/single_threaded.h>)
 #include <sys/single_threaded.h>
 static constexpr char proxyccl_single_threaded = 0;

@@ -31,7 +31,7 @@ int proxyccl_host_memory_create(int* descriptor, size_t bytes) {
 
 namespace {
 
-constexpr uintptr_t kHugePage = 2 << 20;  // of x86-64, and of arm64 with pages of 4 KiB; others gain nothing here
+constexpr uintptr_t kHugePage = 2 << 20;  // on x86-64, and on arm64 with 4 KiB pages; other systems gain nothing here
 constexpr int kCollapse = 25;             // MADV_COLLAPSE of Linux 6.1, which older headers lack
 constexpr uintptr_t kMovedAtOnce = 32 << 20;
 constexpr std::chrono::seconds kMovingTime(2);
@@ -61,13 +61,14 @@ Mappings& mappings() {
   return all;
 }
 
-// A fork's child has the mappings, and no other thread that could let go of the lock.
+// A fork's child inherits the mappings, but not the thread that could release the lock.
 [[maybe_unused]] const int kForksWait = pthread_atfork(
     [] { mappings().mutex.lock(); }, [] { mappings().mutex.unlock(); }, [] { mappings().mutex.unlock(); });
 
 uintptr_t roundUp(uintptr_t value, uintptr_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// mmap of a whole file. What has room for a huge page begins at a multiple of one: elsewhere the kernel maps none.
+// mmap of a whole file. A file with room for a huge page is mapped at a multiple of its size; elsewhere the kernel uses
+// none.
 void* mapAligned(int descriptor, size_t bytes) {
   constexpr int kProtection = PROT_READ | PROT_WRITE;
   void* mapping = mmap(nullptr, bytes, kProtection, MAP_SHARED, descriptor, 0);
@@ -125,7 +126,7 @@ void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes) {
   end -= end % kHugePage;
   const auto deadline = std::chrono::steady_clock::now() + kMovingTime;
   for (uintptr_t piece = roundUp(ptr, kHugePage); piece < end; piece += kMovedAtOnce) {
-    // If the kernel can't, or has none left, pages stay as they are.
+    // If the kernel can't, or has run out of huge pages, pages stay as they are.
     madvise(reinterpret_cast<void*>(piece), std::min(kMovedAtOnce, end - piece), kCollapse);
     if (std::chrono::steady_clock::now() > deadline) return;
   }

@@ -6,7 +6,7 @@
  * table serves all three runtimes.
  *
  *   fibers.cpp   threads of a block as fibers of one OS thread
- *   waiting.cpp  what a thread does while it waits
+ *   waiting.cpp  a thread's actions while it waits
  *   streams.cpp  streams, events and launches
  *   memory.cpp   memory that other processes can map
  */
@@ -27,7 +27,7 @@ enum {
   PROXYCCL_HOST_INVALID_VALUE = 1,
   PROXYCCL_HOST_NOT_FOUND = 500,
   PROXYCCL_HOST_NOT_READY = 600,
-  PROXYCCL_HOST_IN_HANDLER = 601, /* a signal's handler may not use what it interrupts */
+  PROXYCCL_HOST_IN_HANDLER = 601, /* a signal handler may not use the object that it interrupts */
   PROXYCCL_HOST_LAUNCH_FAILED = 719,
   PROXYCCL_HOST_MAX_THREADS_PER_BLOCK = 1024,
   PROXYCCL_HOST_MAX_RESIDENT_BLOCKS = 512,
@@ -35,23 +35,23 @@ enum {
   PROXYCCL_HOST_BUFFER_ID = 7 /* the attribute that is a mapping's number; the value is CUDA's and HIP's */
 };
 
-/* Who runs a stream's operations, which are run in order, one at a time. */
+/* Which thread runs a stream's operations, in order and one at a time. */
 enum {
-  /* A thread of the stream's own. */
+  /* The stream's own thread. */
   PROXYCCL_HOST_QUEUED,
   /* The calling thread, before the call returns. For a proxy's stream, which one thread uses: it takes no launch and no
    * wait. */
   PROXYCCL_HOST_INLINE,
-  /* The same, launches and waits included; other threads' calls wait meanwhile. As with a queue, what failed is told by
-   * query and synchronize. */
+  /* The same, including launches and waits; other threads' calls wait meanwhile. As with a queue, query and synchronize
+   * report failures. */
   PROXYCCL_HOST_IN_CALLER
 };
 int proxyccl_host_stream_create(void** stream, int kind);
 int proxyccl_host_stream_destroy(void* stream); /* waits for queued work */
 int proxyccl_host_stream_query(void* stream);
 int proxyccl_host_stream_synchronize(void* stream);
-/* The same for some milliseconds at most, after which it returns PROXYCCL_HOST_NOT_READY: the caller looks around and
- * calls again. *target is 0 in the first call, and says from then on what the wait is for. */
+/* The same for at most some milliseconds, after which it returns PROXYCCL_HOST_NOT_READY: the caller looks around and
+ * calls again. *target is 0 in the first call; from then on it identifies the wait. */
 int proxyccl_host_stream_await(void* stream, uint64_t* target, unsigned milliseconds);
 int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned flags);
 
@@ -76,16 +76,16 @@ int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStream
 void proxyccl_host_add_helper(int (*help)(void*, int), void* argument);
 void proxyccl_host_remove_helper(void* argument); /* nobody is in it any more */
 
-/* Has one thread call look(stream) every 50 ms while what it runs itself on a stream (PROXYCCL_HOST_IN_CALLER) waits.
- * It is called on the thread's own stack, between two steps of that work, which goes on when it returns. Meanwhile
- * what runs in its caller is refused to this thread. */
+/* Makes one thread call look(stream) every 50 ms while work that it runs itself on a stream (PROXYCCL_HOST_IN_CALLER)
+ * waits. The call is made on the thread's own stack, between two steps of that work, which continues when it returns.
+ * Meanwhile this thread may not run other work of such streams. */
 void proxyccl_host_look_around(uint64_t thread, void (*look)(void* stream));
 /* Whether the calling thread is in look(). */
 int proxyccl_host_is_looking(void);
 
 /* A module is one use of a shared object, which stays loaded: several modules of one have different control blocks. */
 int proxyccl_host_module_load(void** module, const char* path); /* error text by dlerror */
-int proxyccl_host_module_unload(void* module);                  /* what was queued still runs */
+int proxyccl_host_module_unload(void* module);                  /* queued work still runs */
 const char* proxyccl_host_module_error(void);
 int proxyccl_host_module_function(void** function, void* module, const char* name); /* lives as long as the module */
 /* The address of a variable; proxyccl_default_control is each module's own. NULL if there is none. */
@@ -96,7 +96,8 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
                          unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** parameters,
                          void** extra);
 
-/* Anonymous shared memory: lives while a descriptor or a mapping does, so nothing is left when a process is killed. */
+/* Anonymous shared memory: it lives as long as a descriptor or a mapping does, so nothing remains when a process is
+ * killed. */
 int proxyccl_host_memory_create(int* descriptor, size_t bytes);
 int proxyccl_host_memory_map(void** address, int descriptor, size_t bytes);
 int proxyccl_host_memory_unmap(void* address, size_t bytes);
@@ -105,7 +106,7 @@ int proxyccl_host_memory_unmap(void* address, size_t bytes);
  * for memory that was not mapped here. */
 void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes);
 
-/* The same as a driver's calls. What was allocated is freed by its address. */
+/* The same as a driver's calls. Memory is freed by its address. */
 int proxyccl_host_allocate(uint64_t* ptr, size_t bytes);
 int proxyccl_host_free(uintptr_t ptr);
 /* The allocation of proxyccl_host_allocate that contains an address. Returns PROXYCCL_HOST_NOT_FOUND if there is none.

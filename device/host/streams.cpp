@@ -1,7 +1,7 @@
 // Streams, events and launches of the host runtime.
 //
-// A stream is a queue and the thread that works it off, or it runs everything in the calling thread. A launch gives
-// each block but the first an OS thread from a pool, since the blocks of a communication kernel wait for one another.
+// A stream is a queue with a thread that executes it, or it runs everything in the calling thread. A launch gives each
+// block except the first an OS thread from a pool, because the blocks of a communication kernel wait for one another.
 #include "link_old_symbols.h"
 
 #include <dlfcn.h>
@@ -29,7 +29,8 @@ namespace proxyccl {
 namespace host {
 namespace {
 
-// Threads that run blocks. It grows to as many as wait to run and never blocks a submitter.
+// Threads that run blocks. It grows to as many threads as there are blocks waiting to run, and never blocks a
+// submitter.
 class BlockThreads {
  public:
   // Never destroyed: at exit, detached threads may still be parked in it.
@@ -113,8 +114,8 @@ struct Module {
 int runLaunch(const Launch& launch) {
   const uint32_t blocks = launch.grid.x * launch.grid.y * launch.grid.z;
   const uint32_t resident = std::min<uint32_t>(blocks, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS);
-  // Each thread has a block of its own to begin with. Were they all taken from the queue, one thread might run several
-  // in turn, in an order that hides their races from a sanitizer.
+  // Each thread begins with its own block. If all blocks came from the queue, one thread might run several in turn, in
+  // an order that hides their races from a sanitizer.
   std::atomic<uint32_t> next{resident};
   std::atomic<bool> failed{false};
   auto work = [&](uint32_t first) {
@@ -194,7 +195,7 @@ class Stream {
     return status;
   }
 
-  // Waits for `longest` at most. *target is one more than the number of operations that must be done, or 0 for all
+  // Waits for at most `longest`. *target is one more than the number of operations that must be done, or 0 for all
   // queued now.
   int await(uint64_t* target, std::chrono::milliseconds longest) {
     if (kind_ == PROXYCCL_HOST_IN_CALLER && proxyccl_host_is_looking()) return PROXYCCL_HOST_IN_HANDLER;
@@ -206,7 +207,7 @@ class Stream {
   }
 
  private:
-  // While an operation runs in another caller, this returns false in the end.
+  // Returns false if another caller's operation runs for longer than that.
   bool lockWithin(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds longest) const {
     if (kind_ != PROXYCCL_HOST_IN_CALLER) {
       lock.lock();
@@ -224,7 +225,7 @@ class Stream {
   void noteStatus(int status) {
     if (status_ == PROXYCCL_HOST_SUCCESS) status_ = status;
   }
-  // Tells a failure once; later work on the stream is not condemned by it.
+  // Reports a failure once; it does not affect later work on the stream.
   int takeStatus() {
     const int status = status_;
     status_ = PROXYCCL_HOST_SUCCESS;
@@ -282,7 +283,7 @@ class Event {
     std::unique_lock<std::mutex> lock(mutex_);
     host::waitFor(lock, changed_, [&] { return completed_ >= record; });
   }
-  // Waits for `longest` at most. *target is one more than the record, or 0 for the last one now.
+  // Waits for at most `longest`. *target is one more than the record's number, or 0 for the last record so far.
   int await(uint64_t* target, std::chrono::milliseconds longest) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (*target == 0) *target = recorded_ + 1;
@@ -453,7 +454,7 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
       shared_bytes > PROXYCCL_HOST_MAX_SHARED_BYTES || !asStream(stream)->mayWait())
     return PROXYCCL_HOST_INVALID_VALUE;
 
-  // The arguments are copied, as a driver does: the caller's may be gone when the launch runs.
+  // Copies the arguments, like a driver, because the caller's may be gone when the launch runs.
   const auto* kernel = static_cast<Function*>(function);
   const uint32_t count = kernel->parameters[0];
   struct Arguments {

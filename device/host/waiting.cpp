@@ -1,12 +1,13 @@
 // A thread's actions while a kernel or a stream waits: it helps, or yields the core. And its actions when a kernel
 // ends.
 //
-// A proxy of this process is such a helper. Where ranks outnumber cores, a thread that waits for its proxy would only
-// have to give its core to the proxy's thread, and to get it back. It does the proxy's work itself instead. A kernel
-// that finds its peers' data there does not wait. What it pushed would lie in its ring until the proxy's thread wakes,
-// while the peers wait for it.
+// A proxy of this process is a helper. Where ranks outnumber cores, a thread that waits for its proxy would have to
+// give its core to the proxy's thread and then get it back. It does the proxy's work itself instead. A kernel whose
+// peers' data has already arrived does not wait, so its triggers would stay in the ring until the proxy's thread wakes,
+// while the peers wait for them.
 //
-// And it looks around: Python runs the handlers of signals in its main thread alone, which may be what waits.
+// A waiting thread also looks around: Python runs signal handlers only in its main thread, and that may be the one that
+// waits.
 #include "link_old_symbols.h"
 
 #include <pthread.h>
@@ -33,7 +34,7 @@ class Helpers {
   // Never destroyed: at exit, threads may still wait.
   static Helpers& instance() { return *current(); }
 
-  // In a fork's child: the proxies are the parent's. The lock may be another thread's, which is not there.
+  // In a fork's child: the proxies are the parent's. The lock may be held by a thread that the child does not have.
   static void startAnew() { current() = new Helpers(); }
 
   void add(int (*help)(void*, int), void* argument) {
@@ -118,7 +119,7 @@ bool mayLook() { return running_here != nullptr; }
 bool timeToLook(uint32_t rounds) {
   if (rounds < kYields || !mayLook()) return false;
   const Clock::time_point now = Clock::now();
-  if (looked == Clock::time_point{}) looked = now;  // most waits end before there is anything to look for
+  if (looked == Clock::time_point{}) looked = now;  // most waits end before it is time to look
   if (now - looked < kBetweenLooks) return false;
   looked = now;
   return true;

@@ -1,5 +1,5 @@
-/* Whether addresses still lie in the allocations that they lay in: a driver numbers allocations, and gives an address
- * again but never a number. */
+/* Checks that addresses are still in the same allocations: a driver numbers allocations, and may reuse an address but
+ * never a number. */
 #ifndef PROXYCCL_ALLOCATION_GUARD_H
 #define PROXYCCL_ALLOCATION_GUARD_H
 

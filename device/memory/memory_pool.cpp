@@ -1,4 +1,4 @@
-// One table of segments a device. No call of a driver is made with its lock held: drivers wait for kernels.
+// One table of segments per device. No driver call is made with its lock held, because drivers wait for kernels.
 #include "memory_pool.h"
 
 #include <mutex>
@@ -43,8 +43,7 @@ uint64_t remove(Device& device, Segment** link) {
   return ptr;
 }
 
-// The device's context as the thread's current one, in the capture mode that allows allocating, for as long as it
-// lives.
+// While it lives, makes the device's context the thread's current one, in the capture mode that allows allocating.
 class InContext {
  public:
   explicit InContext(const ProxycclPoolCalls& calls) : calls_(calls), mode_(calls.relaxed) {
@@ -81,7 +80,7 @@ uint64_t allocate(const ProxycclPoolCalls& calls, size_t bytes) {
   return calls.allocate_with_flags(&ptr, bytes, calls.flags) == 0 ? reinterpret_cast<uintptr_t>(ptr) : 0;
 }
 
-// The library asks for no status. A device that frees nothing has failed, and says so to its next caller.
+// The library asks for no status. If a device can't free memory it has failed, and reports that to its next caller.
 void free_memory(const ProxycclPoolCalls& calls, uint64_t ptr) {
   const InContext context(calls);
   if (!context.failed()) calls.free(ptr);
@@ -134,7 +133,7 @@ void proxyccl_pool_free(void* ptr, ssize_t, int number, void*) {
   const uint64_t address = reinterpret_cast<uintptr_t>(ptr);
   {
     const std::lock_guard<std::mutex> lock(device->mutex);
-    // Freed memory keeps its address until the driver has it back.
+    // Freed memory keeps its address until it is returned to the driver.
     Segment** link =
         find_link(*device, [address](const ProxycclSegment& each) { return each.ptr == address && !each.freed; });
     if (*link == nullptr) return;

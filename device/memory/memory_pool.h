@@ -1,11 +1,11 @@
 /* Memory that another library allocates and frees through two C functions, and that communicators offer to peers.
  *
- * A library's caching allocator calls the two functions with its own lock held, maybe without Python's lock. Code that
- * waited for Python's lock there could deadlock with a Python thread that waits for the allocator. So nothing here is
- * Python, and each allocation, a segment, is only noted down. Python reads the notes when it next looks.
+ * A library's caching allocator calls the two functions with its own lock held, possibly without the GIL. Code that
+ * waited for the GIL there could deadlock with a Python thread that waits for the allocator. So nothing here is Python,
+ * and each allocation, a segment, is only noted down. Python reads the notes when it next looks.
  *
- * A communicator that offers a segment to its peers holds it. What the library frees is given back to the driver at
- * once if nobody holds it, and otherwise left to whoever ends the last hold.
+ * A communicator that offers a segment to its peers holds it. A segment that the library frees returns to the driver at
+ * once if nobody holds it; otherwise whoever ends the last hold returns it.
  */
 #ifndef PROXYCCL_MEMORY_POOL_H
 #define PROXYCCL_MEMORY_POOL_H
@@ -42,7 +42,7 @@ typedef struct ProxycclPoolCalls {
 } ProxycclPoolCalls;
 
 typedef struct ProxycclSegment {
-  uint64_t number; /* counts up from 1; of this segment alone */
+  uint64_t number; /* counts up from 1; unique to this segment */
   uint64_t ptr;
   uint64_t bytes;
   uint32_t freed; /* the library has freed it, and somebody holds it */
@@ -53,17 +53,17 @@ typedef struct ProxycclSegment {
 int proxyccl_pool_configure(int device, const ProxycclPoolCalls* calls);
 
 /* For the library, by name; the signatures are those of torch.cuda.memory.CUDAPluggableAllocator. `stream` is not used:
- * memory is good on all streams, and freeing waits for all. */
-PROXYCCL_EXPORTED void* proxyccl_pool_allocate(ssize_t bytes, int device, void* stream); /* NULL: there is no room */
+ * memory may be used on all streams, and freeing waits for all of them. */
+PROXYCCL_EXPORTED void* proxyccl_pool_allocate(ssize_t bytes, int device, void* stream); /* NULL: out of memory */
 PROXYCCL_EXPORTED void proxyccl_pool_free(void* ptr, ssize_t bytes, int device, void* stream);
 
-/* How often a device's segments have changed. */
+/* The number of changes of a device's segments. */
 uint64_t proxyccl_pool_changes(int device);
 /* Copies the segments, at most `room` of them. Returns how many there are. */
 size_t proxyccl_pool_segments(int device, ProxycclSegment* segments, size_t room);
 /* Keeps a segment's memory when the library frees it. Returns whether it was not freed before. */
 int proxyccl_pool_hold(int device, uint64_t number);
-/* Ends a hold. Returns the segment's address if the caller is now to free it, else 0. */
+/* Ends a hold. Returns the segment's address if the caller must now free it, else 0. */
 uint64_t proxyccl_pool_release(int device, uint64_t number);
 
 #ifdef __cplusplus

@@ -1,13 +1,13 @@
 /* Places: equal parts of one memory, which another library's caching allocator allocates and frees as if they were
  * whole allocations. So it decides when a place is free again: it knows on which streams its arrays are used.
  *
- * A thread chooses the places that its next allocations come from. If none is left, they get the address after the
- * last: a mark that the caller finds and frees at once. A failure would make the library free what it keeps, and wait
- * for the device.
+ * A thread chooses the places that its next allocations come from. If all are taken, an allocation gets the address
+ * after the last: a mark that the caller recognises and frees at once. A failure would make the library free its cached
+ * memory and wait for the device.
  *
- * The library calls with its own lock held, so nothing here is Python (memory_pool.h). What it has freed, kernels that
- * it queued may still use: drivers wait for them where they free memory. So such a place is idle until somebody who has
- * waited for the device renews it.
+ * The library calls with its own lock held, so nothing here is Python (memory_pool.h). Kernels that it queued may still
+ * use a place that it has freed; where drivers free memory, they wait for such kernels. So a freed place is idle until
+ * somebody who has waited for the device renews it.
  */
 #ifndef PROXYCCL_PLACES_H
 #define PROXYCCL_PLACES_H
@@ -20,15 +20,15 @@ extern "C" {
 
 typedef struct ProxycclPlaces ProxycclPlaces;
 
-/* `count` places of `bytes` each from `start` on. NULL: there is no room. */
+/* `count` places of `bytes` each from `start` on. NULL: out of memory. */
 ProxycclPlaces* proxyccl_places_open(uint64_t start, uint64_t bytes, uint32_t count);
 /* The source of this thread's allocations; NULL for none. */
 void proxyccl_places_choose(ProxycclPlaces* places);
-/* Places that the library has freed and nobody has renewed. */
+/* The number of places that the library has freed and nobody has renewed. */
 uint32_t proxyccl_places_idle(ProxycclPlaces* places);
-/* The library may have the idle ones again. The device must have been waited for since they were freed. */
+/* Lets the library allocate the idle ones again. The caller must have waited for the device since they were freed. */
 void proxyccl_places_renew(ProxycclPlaces* places);
-/* Ends the places, if the library has none of them. Returns whether it did. No thread may have them chosen. */
+/* Closes the places if the library uses none of them. Returns whether it did. No thread may have them chosen. */
 int proxyccl_places_close(ProxycclPlaces* places);
 
 /* For the library, by name; the signatures are those of torch.cuda.memory.CUDAPluggableAllocator. */
