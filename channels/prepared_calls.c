@@ -1,10 +1,10 @@
-/* Calls that were made before, kept so that a repeated one takes next to no Python: it is found by its arrays and
+/* Keeps calls that were made before, so that a repeated one takes next to no Python: it is found by its arrays and
  * options, and issued by one call of the engine.
  *
  * Ranks take turns on the cores, so a rank's next call runs from caches and branch predictors that others have used.
- * There the interpreter needs several times as long as in a loop of its own.
+ * There the interpreter takes several times as long as in a tight loop.
  *
- * An extension of CPython's limited API, not of cffi: it looks into Python's objects.
+ * This is an extension that uses CPython's limited API, not cffi, because it looks into Python objects.
  */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
@@ -18,7 +18,7 @@ enum { PLACES = 512, MOST_DIMENSIONS = 6, MOST_OPTIONS = 6, LONGEST_FORMAT = 8 }
  * memcmp. */
 typedef struct {
   PyTypeObject* type;
-  PyObject* identity; /* of an array that has one, see PreparedCalls; of the others it is NULL, and the rest counts */
+  PyObject* identity; /* of an array that has one, see PreparedCalls; otherwise NULL, and the rest counts */
   void* first;
   Py_ssize_t bytes, dimensions, shape[MOST_DIMENSIONS];
   uint64_t readonly;
@@ -40,7 +40,7 @@ typedef struct {
   PyObject ob_base;
   PyTypeObject* identified;
   PyObject *identity_name, *acquire, *release, *refuse;
-  uintptr_t stream; /* 0: no call is repeated now */
+  uintptr_t stream; /* 0: no call is repeated at present */
   Entry* entries;
 } PreparedCalls;
 
@@ -58,7 +58,7 @@ static int describe(const PreparedCalls* self, PyObject* x, Described* described
   }
   if (!PyObject_CheckBuffer(x)) return 0;
   if (PyObject_GetBuffer(x, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
-    PyErr_Clear(); /* it is not contiguous, or has a type that buffers don't know */
+    PyErr_Clear(); /* it is not contiguous, or buffers do not support its type */
     view->obj = NULL;
     return 0;
   }

@@ -1,5 +1,5 @@
-/* A loop that only writes through an endpoint of libfabric: the provider's limit, for benchmarks to compare the
- * transport with. And one that only polls, as the target of such writes must. */
+/* A loop that only writes through a libfabric endpoint: the provider's limit, with which benchmarks compare the
+ * transport. And a loop that only polls, as the target of such writes must. */
 #ifndef PROXYCCL_FABRIC_LOOP_H
 #define PROXYCCL_FABRIC_LOOP_H
 
@@ -10,7 +10,7 @@ enum { PROXYCCL_FABRIC_BARE_DEPTH = 1024 };
 typedef struct ProxycclFabricBareWrites {
   uintptr_t endpoint, queue; /* fid_ep * and its fid_cq *, on which nothing is outstanding */
   uint64_t peer;             /* fi_addr_t */
-  uint64_t local, remote;    /* where each write reads, and where it goes */
+  uint64_t local, remote;    /* each write's source and target */
   uintptr_t descriptor;      /* of `local` */
   uint64_t key;              /* of `remote` */
   uint64_t bytes;            /* of each write */
@@ -24,7 +24,7 @@ typedef struct ProxycclFabricBareWrites {
 /* Nanoseconds from the first write to the last completion; or the number of libfabric's error, negative. */
 int64_t proxyccl_fabric_bare_writes(const ProxycclFabricBareWrites* options);
 
-/* Polls a queue that has nothing to tell, for so long. 0, or the number of libfabric's error. */
+/* Polls a queue without completions for this long. 0, or the number of libfabric's error. */
 int proxyccl_fabric_bare_serve(uintptr_t queue, uint64_t for_ns);
 
 #endif

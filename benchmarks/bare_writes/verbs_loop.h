@@ -1,4 +1,4 @@
-/* A loop that only posts RDMA writes on a queue pair: the limit of verbs, for benchmarks to compare the transport with.
+/* A loop that only posts RDMA writes on a queue pair: the limit of verbs, with which benchmarks compare the transport.
  */
 #ifndef PROXYCCL_VERBS_LOOP_H
 #define PROXYCCL_VERBS_LOOP_H

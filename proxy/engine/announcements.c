@@ -3,7 +3,7 @@
 
 void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char *handle, uint32_t bytes) {
   ProxycclAnnouncement *own = &table->entries[entry];
-  /* Where versions come round they pass over 0, which an entry has that was never used. */
+  /* Versions that wrap around skip 0, which marks an entry that was never used. */
   const uint32_t version = own->version + 2 != 0 ? own->version + 2 : 2;
   __atomic_store_n(&own->version, version - 1, __ATOMIC_RELAXED);
   /* Pairing announced-handle, release: nothing below becomes visible before the odd version. */

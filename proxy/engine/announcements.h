@@ -1,9 +1,9 @@
-/* Announcements: memory of a rank that the other ranks of its host may map, and where each of them has.
+/* Announcements: memory of a rank that the other ranks of its host may map, and the address at which each of them did.
  *
- * One table a rank, in memory that all ranks of the host map. Its owner announces memory and withdraws it. Each peer
- * maps or unmaps what changed, and replies with the address at which its kernels reach the memory. Where the owner
- * wants it, it also replies with the id by which its proxy knows the memory. A reply names the version that it answers,
- * so a late one does not concern the memory that took its place.
+ * Each rank has one table, in memory that all ranks of the host map. Its owner announces memory and withdraws it. Each
+ * peer maps or unmaps what changed, and replies with the address at which its kernels reach the memory. If the owner
+ * asks for it, the peer also replies with the id by which its proxy knows the memory. A reply names the version that it
+ * answers, so a late one does not concern the memory that took its place.
  */
 #ifndef PROXYCCL_ANNOUNCEMENTS_H
 #define PROXYCCL_ANNOUNCEMENTS_H
@@ -18,13 +18,13 @@ enum {
 
 /* A reply's address if the peer's kernels can't reach the memory. */
 #define PROXYCCL_UNREACHED 1ull
-/* A reply's memory id if the peer's proxy can't have the memory. */
+/* A reply's memory id if the peer's proxy can't register the memory. */
 #define PROXYCCL_NO_MEMORY 0xfffffffeu
 
 typedef struct ProxycclAnnouncement {
   uint32_t version;      /* counts up twice for each change; odd while the handle is being written; 0: never used */
   uint32_t handle_bytes; /* 0: withdrawn */
-  uint32_t for_proxies;  /* the version that the owner wants proxies to have */
+  uint32_t for_proxies;  /* the version that the owner wants proxies to register */
   char handle[PROXYCCL_ANNOUNCED_HANDLE_BYTES];
 } ProxycclAnnouncement;
 
@@ -42,7 +42,7 @@ typedef struct ProxycclAnnouncements {
 
 /* By the owner, one thread at a time: changes an entry. No bytes withdraw what is there. */
 void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char *handle, uint32_t bytes);
-/* How often the table has changed. */
+/* The number of changes of the table. */
 uint64_t proxyccl_announcement_changes(const ProxycclAnnouncements *table);
 /* By a peer: copies an entry. Returns its version, or 0 while it is being written. */
 uint32_t proxyccl_announcement_read(const ProxycclAnnouncements *table, uint32_t entry, ProxycclAnnouncement *copy);
@@ -50,7 +50,7 @@ uint32_t proxyccl_announcement_read(const ProxycclAnnouncements *table, uint32_t
  * PROXYCCL_UNREACHED; 0 for memory that was withdrawn. */
 void proxyccl_announcement_reply(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
                                  uint64_t address);
-/* By the owner: makes an entry's memory known to peers' proxies. */
+/* By the owner: asks peers to register an entry's memory with their proxies. */
 void proxyccl_announce_to_proxies(ProxycclAnnouncements *table, uint32_t entry);
 /* By a peer, for memory that the owner wants proxies to know: the id of a version, or PROXYCCL_NO_MEMORY. */
 void proxyccl_announcement_reply_memory(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,

@@ -68,8 +68,8 @@ int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   return 0;
 }
 
-/* `agree`, and one more look at the failure words: the last before the driver is called. What a peer frees after a
- * failure, no kernel that begins later may use. */
+/* `agree`, and one more look at the failure words, the last before the driver is called: a kernel that begins after a
+ * failure must not use memory that a peer may have freed. */
 static int agree_to_issue(ProxycclCallers *callers, const ProxycclCall *call) {
   const int status = proxyccl_calls_agree(callers, call);
   return status == 0 && failure_is_told(callers->control) ? PROXYCCL_CALL_ABORTED : status;
@@ -79,7 +79,7 @@ static int agree_to_issue(ProxycclCallers *callers, const ProxycclCall *call) {
 static int end_call(const ProxycclCallers *callers, uintptr_t stream, int status) {
   if (callers->synchronize == NULL || stream != callers->waited) return status;
   const int ended = callers->synchronize((void *)stream);
-  /* Even if nothing stopped the kernel here: the received data may come from one that was stopped. */
+  /* Even if nothing stopped the kernel here, because its data may come from a kernel that was stopped. */
   if (failure_is_told(callers->control)) return PROXYCCL_CALL_ABORTED;
   return status != 0 ? status : ended;
 }

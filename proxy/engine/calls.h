@@ -1,8 +1,8 @@
-/* The log of a rank's collective calls, by which ranks find that their calls differ before they wait for each other;
- * and the issue of a call with a prepared launch, or with operations of the stream itself.
+/* The log of a rank's collective calls, which lets ranks find that their calls differ before they wait for each other.
+ * Also issues a call with a prepared launch or with stream operations.
  *
  * The log is a ring in memory that all ranks of the host map. Of two ranks, the one that makes a call later compares
- * the two entries of its number. No call completes before that, as every collective needs every rank.
+ * the two entries of its number. No call completes before that, because every collective needs every rank.
  *
  * A rank that queues further ahead than the log reaches overwrites entries that a peer has yet to compare. So each
  * entry also holds a digest of all calls before it: a difference among those is found with the first entry that both
@@ -17,7 +17,7 @@
 #include "proxyccl/control.h"
 #include "stream_operations.h"
 
-/* Numbers come round: with a call each microsecond after half a year. No rank is that far ahead of another. */
+/* Numbers wrap around: at one call per microsecond, after half a year. No rank is that far ahead of another. */
 enum { PROXYCCL_CALL_LOG_ENTRIES = 256, PROXYCCL_CALL_FIELDS = 7, PROXYCCL_CALL_NUMBER_BITS = 44 };
 
 /* The fields that must agree between ranks, as channels/segment/calls.py names them. */
@@ -47,10 +47,10 @@ typedef struct ProxycclCallers {
 /* DIFFERED: the calls of this number are the same, but earlier ones, which were not compared, are not. */
 enum { PROXYCCL_CALL_ABORTED = -2, PROXYCCL_CALL_DIFFERS = -3, PROXYCCL_CALL_DIFFERED = -4 };
 
-/* From now on, calls on this stream return when they have ended. `synchronize` is the address of the driver's call that
- * waits for a stream. */
+/* From now on, calls on this stream return when their work has ended. `synchronize` is the address of the driver's call
+ * that waits for a stream. */
 void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_t synchronize);
-/* Reads the call with a number from a log. Returns 1 if it is there, otherwise 0. For any thread. */
+/* Reads the call with this number from a log. Returns 1 if it is there, otherwise 0. Any thread may call it. */
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
 /* Logs a call and compares it with the peers' calls of the same number. 0, or one of the above. */
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);

@@ -1,8 +1,8 @@
 /* The stream keeps the order: copies, then the signal after them, then the flush word, each a stream operation. So
  * neither a signal nor a flush makes the engine wait, and a slow link to one peer does not delay other peers' streams.
  *
- * While nothing is outstanding, order needs no stream. The CPU then stores words itself, and copies short data
- * between memories that it may touch, values too. Otherwise a value is copied from a place of its own. */
+ * While nothing is outstanding, order needs no stream. The CPU then stores words and values itself, and copies short
+ * data between memories that it may touch. Otherwise a value is copied from a pinned place that holds only it. */
 #include "copy_transport.h"
 
 #include <stdlib.h>
@@ -43,7 +43,7 @@ static int copy_transfer(ProxycclConnection *base, const ProxycclMemory *dst, ui
   return self->runtime.copy(dst->base + dst_offset, src->base + src_offset, bytes, self->stream);
 }
 
-/* Stores bytes of a value. One store where the address is aligned, as a kernel may poll it. */
+/* Stores bytes of a value. A single store if the address is aligned, because a kernel may poll it. */
 static void store_value(char *address, uint64_t value, uint32_t bytes) {
   if ((uintptr_t)address % bytes != 0)
     memcpy(address, &value, bytes);
@@ -71,7 +71,7 @@ static int copy_put_value(ProxycclConnection *base, const ProxycclMemory *dst, u
   return self->runtime.copy(dst->base + dst_offset, &self->device_values[place], bytes, self->stream);
 }
 
-/* If nothing is outstanding, the store need not follow anything, and the CPU's arrives in half the time. */
+/* If nothing is outstanding, the store need not follow anything, and a store by the CPU arrives in half the time. */
 static int copy_write(ProxycclConnection *base, uint64_t *address, uint64_t value) {
   CopyConnection *self = self_of(base);
   if (copy_idle(base)) {
@@ -87,8 +87,8 @@ static int copy_signal(ProxycclConnection *base, uint64_t *remote, uint64_t valu
   return copy_write(base, remote, value);
 }
 
-/* A failed copy shows in the status of an event after it. One event is enough: it is recorded again when it is
- * complete and more was issued since. */
+/* A failed copy shows in the status of an event after it. One event is enough: it is recorded again once it is complete
+ * and more has been issued. */
 static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
   CopyConnection *self = self_of(base);
   int status;

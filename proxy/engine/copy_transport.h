@@ -5,16 +5,16 @@
 #include <stdint.h>
 
 /* Longest put that the CPU copies, in bytes. A core copies this many from outside its caches in about the 10 us that a
- * GPU's copy engine takes for any. Meanwhile its worker serves no other connection. */
+ * GPU's copy engine takes for any. Its worker serves no other connection meanwhile. */
 enum { PROXYCCL_CPU_COPY_BYTES = 65536 };
 
-enum { PROXYCCL_COPY_VALUES = 512 }; /* values that can be on their way at a time */
+enum { PROXYCCL_COPY_VALUES = 512 }; /* values that can be in flight at a time */
 
 /* They belong to the caller, and no other connection may use them. */
 typedef struct ProxycclCopyOptions {
   void *stream;
   void *event;
-  uint64_t *values;        /* pinned, PROXYCCL_COPY_VALUES of them: values on their way; NULL for none */
+  uint64_t *values;        /* pinned, PROXYCCL_COPY_VALUES of them: values in flight; NULL for none */
   uint64_t *device_values; /* the same for copies */
 } ProxycclCopyOptions;
 

@@ -1,4 +1,4 @@
-/* A worker's work on a ring: it takes triggers out, checks them and has their connections act on them. */
+/* A worker's work on a ring: it takes triggers out, checks them and makes their connections act on them. */
 #include "clock.h"
 #include "worker.h"
 
@@ -23,7 +23,7 @@ static uint32_t value_bytes(ProxycclTrigger trigger) {
   return id < PROXYCCL_MAX_MEMORIES ? 0 : 1u << (id - PROXYCCL_MAX_MEMORIES);
 }
 
-/* A route stays in registers only where nobody is given its address. */
+/* A route stays in registers only if its address is never taken. */
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 /* The common part of the triggers of a run. A kernel's triggers mostly differ only in offsets and sizes, so the ids in
@@ -50,7 +50,7 @@ static ALWAYS_INLINE void publish_counts(Route *route) {
   route->triggers = route->bytes = 0;
 }
 
-/* Notes how far a channel was issued: up to a ticket, which is not among its triggers. */
+/* Notes up to which ticket a channel was issued; the ticket itself is excluded. */
 static ALWAYS_INLINE void note_issued(Channel *channel, uint64_t end) {
   ProxycclConnection *connection = channel->connection;
   channel->issued = (Extent){connection->progress.issued, end};
@@ -71,7 +71,7 @@ static ALWAYS_INLINE void end_run(Route *route, uint32_t taken, uint64_t end) {
   route->first = taken;
 }
 
-/* The direction takes the place of the parity. It means nothing where a trigger transfers nothing or a value. */
+/* The direction takes the place of the parity. It has no meaning if a trigger transfers nothing or a value. */
 static uint64_t names_of(ProxycclTrigger trigger) {
   _Static_assert(PROXYCCL_GET_SHIFT == PROXYCCL_PARITY_SHIFT - PROXYCCL_SRC_MEMORY_SHIFT, "where the parity was");
   return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1) | (trigger.word0 & 1ull << PROXYCCL_GET_SHIFT);
@@ -113,7 +113,7 @@ static void time_flush(ProxycclWorker *worker, const Channel *channel, uint64_t 
   if (timed->flushed == NULL) *timed = (TimedFlush){channel->flushed, awaited, now_ns(), counters};
 }
 
-/* Puts the value that a trigger carries. Not inlined: values are seldom, and the loop has no registers to spare. */
+/* Puts the value that a trigger carries. Not inlined: values are rare, and the loop has no registers to spare. */
 static __attribute__((noinline)) ProxycclOutcome put_value(ProxycclConnection *connection, const ProxycclMemory *dst,
                                                            ProxycclTrigger trigger, ProxycclExitInfo *info) {
   const uint64_t offset = trigger_field(trigger.word1, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
@@ -150,7 +150,7 @@ static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *rout
     }
   }
   ++route->triggers;
-  /* Before the signal or the flush word: whoever sees those finds the trigger in the counters. */
+  /* Before the signal or the flush word: whoever sees those must find the trigger in the counters. */
   if (route->op & (PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH)) publish_counts(route);
   if (route->op & PROXYCCL_OP_SIGNAL) {
     counter_add(&route->counters->signals, 1);

@@ -1,12 +1,12 @@
-/* The proxy engine: drains rings of triggers and issues what they ask for.
+/* The proxy engine: drains rings of triggers and issues their operations.
  *
  * A service has one table of memories, one of channels, and some workers, each of which drains its own rings. All
  * triggers of a channel go through one ring, so their order is kept whatever the number of workers. A thread runs
- * workers in turn, of one service or of many. The engine knows nothing of Python, drivers and ranks; it moves data
+ * workers in turn, of one service or of many. The engine does not know about Python, drivers or ranks; it moves data
  * through connections (transport.h).
  *
- * service.c has the tables, worker.c what other threads ask of a worker, schedule.c, drain.c and poll.c what a worker
- * does in its turn, thread.c the turns and the idling.
+ * service.c has the tables, worker.c other threads' requests to a worker, schedule.c, drain.c and poll.c the work of a
+ * worker's turn, thread.c the turns and the idling.
  */
 #ifndef PROXYCCL_ENGINE_H
 #define PROXYCCL_ENGINE_H
@@ -22,8 +22,8 @@ typedef struct ProxycclService ProxycclService;
 typedef struct ProxycclWorker ProxycclWorker;
 typedef struct ProxycclThread ProxycclThread;
 
-/* Counters of one channel. Only its worker writes them; anybody reads them at any time, other processes too. Those of
- * most triggers share a cache line. */
+/* Counters of one channel. Only its worker writes them; anybody, including other processes, may read them at any time.
+ * The ones that most triggers touch share a cache line. */
 typedef struct ProxycclCounters {
   uint64_t triggers;
   uint64_t puts;
@@ -72,14 +72,15 @@ int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t
 /* A word that a peer's proxy signals; everything put before its value is visible with it. */
 uint64_t proxyccl_word_acquire(const uint64_t *word);
 
-/* Before workers run: lets streams ring schedules in. `semaphores`: the own words that peers signal, by channel id. */
+/* Before workers run: lets streams ring schedules in. `semaphores`: this rank's words that peers signal, by channel id.
+ * */
 void proxyccl_service_set_schedule_words(ProxycclService *service, ProxycclScheduleWords *words,
                                          const uint64_t *semaphores);
 /* Ends the waits of streams, for after a failure. `words` may be NULL. */
 void proxyccl_schedule_words_end_waits(ProxycclScheduleWords *words);
 /* Sets schedules, also while workers run. 0, or EINVAL for an id that is out of range, EEXIST, ENOMEM. */
 int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, const ProxycclScheduleSteps *steps);
-/* No stream rings it any more. 0, or EBUSY while it runs. */
+/* Streams must not ring it any more. 0, or EBUSY while it runs. */
 int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number);
 
 /* `stats` must be zeroed, and outlive the worker. All workers of a service are made before one of them runs. */
@@ -99,8 +100,8 @@ void proxyccl_worker_abandon(ProxycclWorker *worker);
  * proxyccl_worker_drained() returns that of the last request that was answered. */
 uint32_t proxyccl_worker_drain(ProxycclWorker *worker);
 uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
-/* Keeps a worker from its rings and from the service's tables until proxyccl_worker_resume(), so that entries can
- * change which triggers name. Returns the request's number; the worker is paused once proxyccl_worker_paused() returns
+/* Keeps a worker from its rings and from the service's tables until proxyccl_worker_resume(), so that entries that
+ * triggers name can change. Returns the request's number; the worker is paused once proxyccl_worker_paused() returns
  * that. */
 uint32_t proxyccl_worker_pause(ProxycclWorker *worker);
 uint32_t proxyccl_worker_paused(const ProxycclWorker *worker);
@@ -114,13 +115,13 @@ void proxyccl_thread_destroy(ProxycclThread *thread);
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
 /* Runs its workers in turn until one of them exits or needs a handler. The caller must not hold the GIL. */
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
-/* Before it runs: others may help it. `add` and `remove` tell them that they may, and that they may not any more;
- * `remove` returns when nobody does. */
+/* Before it runs: lets others help it. `add` tells them that they may, `remove` that they no longer may; `remove`
+ * returns when nobody does. */
 void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread, int waits), void *thread),
                                void (*remove)(void *thread));
-/* For any other thread, which waits for what the thread's workers may bring, or does not and may have pushed triggers:
- * gives each worker a turn, unless somebody else does. Who does not wait gives them one only if there are triggers.
- * Returns 1 if anything happened. What makes the thread return is left to it. */
+/* For any other thread, which either waits for the results of the thread's workers (`waits`) or may have pushed
+ * triggers: gives each worker a turn, unless somebody else is doing so. A helper that does not wait does it only if
+ * there are triggers. Returns 1 if anything happened. Anything that makes the thread return is left to it. */
 int proxyccl_thread_help(ProxycclThread *thread, int waits);
 
 #endif

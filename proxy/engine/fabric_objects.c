@@ -14,7 +14,7 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 
-/* The oldest that has all of this. A library of any later version behaves as that one did. */
+/* The oldest version that has all of this. Any later library behaves like it. */
 #define INTERFACE FI_VERSION(1, 11)
 #define READS (FI_READ | FI_REMOTE_READ)
 
@@ -46,7 +46,7 @@ int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordere
   struct fi_info *hints = ((Dupinfo *)library->fi_dupinfo)(NULL);
   if (hints == NULL) return ENOMEM;
   hints->caps = FI_RMA | FI_WRITE | FI_REMOTE_WRITE | (reads ? READS : 0);
-  hints->mode = FI_CONTEXT | FI_CONTEXT2; /* requests give a provider the room */
+  hints->mode = FI_CONTEXT | FI_CONTEXT2; /* requests give a provider this space */
   hints->ep_attr->type = FI_EP_RDM;
   hints->domain_attr->threading = FI_THREAD_SAFE; /* workers share the endpoint */
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
@@ -97,7 +97,7 @@ int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, P
       .provider_keys = (info->domain_attr->mr_mode & FI_MR_PROV_KEY) != 0,
       .key_bytes = (uint32_t)info->domain_attr->mr_key_size,
       .depth = (uint32_t)info->tx_attr->size,
-      /* Order may end at a length. */
+      /* A provider may keep the order only up to a length. */
       .max_message =
           ordered && ordered_bytes < info->ep_attr->max_msg_size ? ordered_bytes : info->ep_attr->max_msg_size,
       .bits_per_second = info->nic != NULL && info->nic->link_attr != NULL ? info->nic->link_attr->speed : 0,
@@ -237,7 +237,7 @@ int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordere
   return ENOSYS;
 }
 
-/* Without offers nobody calls the others. */
+/* Without offers, the other functions are never called. */
 int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer) {
   (void)offers, (void)number, (void)offer;
   return 0;

@@ -35,7 +35,7 @@ typedef struct ProxycclFabricOffer {
 typedef struct ProxycclFabricOffers ProxycclFabricOffers;
 int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t reads,
                            uint32_t device_memory, ProxycclFabricOffers **offers);
-/* 1 and the offer of a number from 0, or 0 if there is none. */
+/* Stores the offer of a number from 0. Returns 1, or 0 if there is none. */
 int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer);
 void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers);
 
@@ -49,10 +49,10 @@ typedef struct ProxycclFabricParts {
 int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
                          uint32_t completions, ProxycclFabricEndpoint **endpoint, const char **call);
 void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts);
-/* Nothing may be outstanding that matters, and all memory is deregistered. The first error of what it closes. */
+/* Nothing that matters may be outstanding, and all memory must be deregistered. Returns the first error. */
 int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint);
 
-/* The endpoint's address. `bytes` is the room, then the length. */
+/* The endpoint's address. `bytes` is the capacity, then the length. */
 int proxyccl_fabric_address(const ProxycclFabricEndpoint *endpoint, void *address, uint64_t *bytes);
 /* Makes a peer known. `peer` is set to its fi_addr_t. */
 int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address, uint64_t *peer);
@@ -70,8 +70,8 @@ typedef enum ProxycclFabricOwner {
   PROXYCCL_FABRIC_ROCR = 2
 } ProxycclFabricOwner;
 
-/* Registers memory that peers write, or read if the endpoint makes reads, and that own writes and reads name. `key` is
- * for providers that let the caller choose, `device` is the number of a CUDA device. */
+/* Registers memory that peers write, or read if the endpoint makes reads, and that this rank's writes and reads name.
+ * `key` is for providers that let the caller choose, `device` is the number of a CUDA device. */
 int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
                              ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region);
 int proxyccl_fabric_deregister(uintptr_t region);

@@ -2,15 +2,15 @@
  * `retired` are complete.
  *
  * Where the peer's memory changes in the order of the writes, one completion retires all requests before it. So a
- * request is kept back until the next one or the end of a run of triggers, and only the last of a run asks for one. Nor
- * does that one, if no flush waits after it: over sockets a completion is a message from the peer, which costs both
- * sides as much as a signal does. If nothing has followed such a request for a while, or a flush comes to wait
- * for it, a write of no bytes asks for the completion. Elsewhere each request has a completion of its own.
+ * request is held back until the next one or the end of a run of triggers, and only the last of a run asks for a
+ * completion. Even that one does not if no flush waits for it: over sockets a completion is a message from the peer,
+ * which costs both sides as much as a signal does. If nothing has followed such a request for a while, or a flush comes
+ * to wait for it, a write of no bytes asks for the completion. Elsewhere each request has its own completion.
  *
- * Where also the bytes of one write reach the peer's memory in their order, a signal joins the write that is kept back:
- * it becomes that request's second part, and over sockets one message brings both.
+ * Where also the bytes of one write reach the peer's memory in their order, a signal joins the write that is held back:
+ * it becomes that request's second part, and over sockets one message carries both.
  *
- * No provider promises the order of reads among writes that a channel has. So a run of reads starts when the writes
+ * No provider promises the order between reads and writes that a channel has. So a run of reads starts when the writes
  * before it are complete, and the operations after the run start when its reads are. Each read has its own completion.
  *
  * A completion of a write tells that the data was delivered, as a reliable connection of verbs does: a peer whose
@@ -50,17 +50,17 @@ static const char *fabric_refused(const void *given) {
 enum {
   COMPLETIONS = 16,  /* taken with one call */
   RUNS = 4,          /* completions that a window asks for, so that it never empties to refill */
-  QUIET_NS = 1000000 /* a request that nothing follows has no completion for so long */
+  QUIET_NS = 1000000 /* a request that nothing follows goes without a completion for this long */
 };
 
 typedef struct FabricConnection FabricConnection;
 
-/* `context` is the provider's from the write to the completion. */
+/* `context` belongs to the provider from the write to the completion. */
 typedef struct {
   struct fi_context2 context;
   FabricConnection *connection;
   uint64_t values[PROXYCCL_FABRIC_PARTS]; /* of a part that is a value or a signal: the written value */
-  uint32_t awaited;                       /* it has a completion of its own */
+  uint32_t awaited;                       /* it has its own completion */
   uint32_t state; /* pairing fabric-completion: 0, or its completion's result: DELIVERED or the number of an error */
 } FabricRequest;
 
@@ -77,12 +77,12 @@ struct FabricConnection {
   uint32_t run;   /* most requests without a completion */
   uint32_t quiet; /* requests since the last one with a completion */
   uint64_t made, posted, retired;
-  uint64_t quiet_since; /* when the last request without a completion was posted */
-  int hurried;          /* a flush that is waited for, or a read, follows requests without a completion */
-  int reading;          /* what is outstanding, and made, is reads; otherwise writes */
-  uint64_t looks;       /* as it was at the last poll */
-  uint32_t parts;       /* of the request that is made and not posted, if there is one: … */
-  struct iovec own[PROXYCCL_FABRIC_PARTS];         /* … own memory, … */
+  uint64_t quiet_since;                    /* when the last request without a completion was posted */
+  int hurried;                             /* an awaited flush, or a read, follows requests without a completion */
+  int reading;                             /* the requests that are outstanding, or made, are reads; otherwise writes */
+  uint64_t looks;                          /* as it was at the last poll */
+  uint32_t parts;                          /* of the request that is made and not posted, if there is one: … */
+  struct iovec own[PROXYCCL_FABRIC_PARTS]; /* … local memory, … */
   void *descriptors[PROXYCCL_FABRIC_PARTS];        /* … its descriptors, … */
   struct fi_rma_iov theirs[PROXYCCL_FABRIC_PARTS]; /* … and the peer's memory */
   char text[PROXYCCL_FABRIC_ERROR_TEXT];
@@ -94,7 +94,7 @@ static FabricConnection *self_of(ProxycclConnection *base) { return (FabricConne
 
 static int failed(int error) { return PROXYCCL_FABRIC_FAILED + (error > 0 ? error : EIO); }
 
-/* Pairing fabric-completion, release: whoever takes a completion, for the worker of the request's connection. */
+/* Pairing fabric-completion, release, by whoever takes a completion for the worker of the request's connection. */
 static void request_complete(FabricRequest *request, uint32_t state) {
   __atomic_store_n(&request->state, state, __ATOMIC_RELEASE);
 }
@@ -112,7 +112,7 @@ static void *descriptor_of(const FabricConnection *self, uint64_t key) {
   return key < PROXYCCL_FABRIC_LOCAL_KEYS ? (void *)(uintptr_t)self->options.descriptors[key] : NULL;
 }
 
-/* Posts the request that is kept back, if there is one. */
+/* Posts the request that is held back, if there is one. */
 static int post(FabricConnection *self, int awaited) {
   if (self->posted == self->made) return 0;
   awaited |= self->reading;
@@ -146,7 +146,7 @@ static void begin_request(FabricConnection *self) {
   self->parts = 0;
 }
 
-/* Adds a part to the request that is made: `bytes` of own memory, and of the peer's. */
+/* Adds a part to the request that is being made: `bytes` of local memory, and of the peer's. */
 static void add_part(FabricConnection *self, uint64_t own, uint64_t own_key, uint64_t theirs, uint64_t their_key,
                      uint64_t bytes) {
   const uint32_t part = self->parts++;
@@ -180,7 +180,7 @@ static void make_request(FabricConnection *self, Operation *operation) {
   }
 }
 
-/* 1 if an operation is a signal that is to join the write that is kept back. */
+/* 1 if an operation is a signal that joins the write that is held back. */
 static int joins(const FabricConnection *self, const Operation *operation) {
   return self->options.joined && operation->kind == SIGNAL && !self->reading && self->posted < self->made &&
          self->parts < PROXYCCL_FABRIC_PARTS &&
@@ -223,7 +223,7 @@ static int issue(FabricConnection *self) {
   return 0;
 }
 
-/* Notes an error, in the provider's words too, for the connection whose request it ended. */
+/* Notes an error, with the provider's message, for the connection whose request it ended. */
 static int take_error(FabricConnection *self) {
   struct fi_cq_err_entry entry = {0};
   if (fi_cq_readerr(self->queue, &entry, 0) < 0) return 0; /* another connection's worker took it */
@@ -237,8 +237,8 @@ static int take_error(FabricConnection *self) {
   return 0;
 }
 
-/* 1 if no connection has looked into the queue since this one's last turn: a look may be some calls of the system, and
- * one in a pass over all connections of a worker is enough. It orders nothing. */
+/* 1 if no connection has looked into the queue since this one's last turn: looking may take several system calls, and
+ * once per pass over all connections of a worker is enough. It orders nothing. */
 static int is_to_look(FabricConnection *self) {
   const uint64_t looks = __atomic_load_n(self->options.looks, __ATOMIC_RELAXED);
   const int is_due = looks == self->looks;
@@ -266,8 +266,8 @@ static int retire(FabricConnection *self) {
   for (uint64_t number = self->retired + 1; number <= self->posted; ++number) {
     const FabricRequest *request = request_of(self, number);
     const uint32_t state = request_state(request);
-    if (state != 0 && state != DELIVERED) return failed((int)state); /* each tells of an error */
-    if (!request->awaited) continue; /* the next one with a completion tells that it is complete */
+    if (state != 0 && state != DELIVERED) return failed((int)state); /* each reports an error */
+    if (!request->awaited) continue; /* the next one with a completion shows that it is complete */
     if (state == 0) break;
     self->retired = number;
   }
@@ -371,7 +371,7 @@ static ProxycclConnection *fabric_create(const void *given, const ProxycclRuntim
 
 const ProxycclTransport proxyccl_fabric_transport = {
     .name = "fabric",
-    .copies = PROXYCCL_COPIES_OWN, /* providers over sockets reach own memory by its address alone, with no key */
+    .copies = PROXYCCL_COPIES_OWN, /* providers over sockets reach local memory by its address, without a key */
     .refused = fabric_refused,
     .create = fabric_create,
     .ready = fabric_ready,

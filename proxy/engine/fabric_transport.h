@@ -1,14 +1,14 @@
 /* RMA writes and reads through libfabric, from one endpoint for all peers of a rank.
  *
- * Compiling it needs libfabric's headers; running it needs no link to the library, as writing and polling are calls
- * through the operation tables of the endpoint and of its completion queue. */
+ * Compiling it needs libfabric's headers; running it needs no link to the library, because writing and polling are
+ * calls through the operation tables of the endpoint and of its completion queue. */
 #ifndef PROXYCCL_FABRIC_TRANSPORT_H
 #define PROXYCCL_FABRIC_TRANSPORT_H
 
 #include <stdint.h>
 
-/* A status of this transport is the first value plus the number of libfabric's error, or the second: nothing can be
- * got, as the provider makes no reads. */
+/* A status of this transport is the first value plus the number of libfabric's error, or the second: gets fail, because
+ * the provider does not support reads. */
 enum { PROXYCCL_FABRIC_FAILED = 1 << 20, PROXYCCL_FABRIC_NO_READS = (2 << 20) - 1 };
 
 enum {
@@ -16,7 +16,7 @@ enum {
   PROXYCCL_FABRIC_MOST_DEPTH = 4096,   /* most requests that a connection may have outstanding */
   PROXYCCL_FABRIC_LOCAL_KEYS = 4096,   /* local keys of a rank */
   PROXYCCL_FABRIC_PARTS = 2,           /* most parts of a write: data, and the signal that has joined it */
-  PROXYCCL_FABRIC_ERROR_TEXT = 128     /* bytes of a provider's words on an error */
+  PROXYCCL_FABRIC_ERROR_TEXT = 128     /* bytes of a provider's error message */
 };
 
 typedef struct ProxycclFabricOptions {
@@ -36,16 +36,16 @@ typedef struct ProxycclFabricOptions {
   uint64_t *looks;             /* into the queue, counted by all connections that share it */
 } ProxycclFabricOptions;
 
-/* The key of own memory, a put's source or a get's destination, is its local key: an index, as the key may come from
- * another process. The peer's memory has the peer's key, and as its `base` the address that goes with that key; so has
- * a signal's word. */
+/* The key of local memory, a put's source or a get's destination, is its local key: an index, because the key may come
+ * from another process. The peer's memory has the peer's key, and as its `base` the address that goes with that key; so
+ * has a signal's word. */
 
 /* 1 if this build has the transport: it was built with libfabric's headers. */
 int proxyccl_fabric_built(void);
 
 typedef struct ProxycclConnection ProxycclConnection;
 
-/* The provider's words on the error that ended a connection of this transport; empty if it had none. */
+/* The provider's message about the error that ended a connection of this transport; empty if there is none. */
 const char *proxyccl_fabric_error_text(const ProxycclConnection *connection);
 
 #endif

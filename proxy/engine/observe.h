@@ -1,7 +1,7 @@
 /* A service's memory for observers: other processes map it and read it at any time.
  *
- * Each worker writes its own part with plain 8-byte stores. It does not know whether anybody reads, and does not
- * wait. The channels' counters lie elsewhere (engine.h); the parity of a ring's slots tells how full it is.
+ * Each worker writes its own part with plain 8-byte stores. It neither knows whether anybody reads them nor waits. The
+ * channels' counters are elsewhere (engine.h); the parity of a ring's slots shows how full it is.
  */
 #ifndef PROXYCCL_OBSERVE_H
 #define PROXYCCL_OBSERVE_H
@@ -28,12 +28,12 @@ typedef struct ProxycclChannelPlace {
 
 typedef struct ProxycclConnectionStats {
   uint64_t issued;    /* triggers, and sends of schedules */
-  uint64_t completed; /* of these, from the first, that were seen to be complete */
+  uint64_t completed; /* of these, counted from the first, that were seen to be complete */
   uint64_t errors;
   uint32_t in_use;
   uint32_t peer; /* or PROXYCCL_NO_PEER */
   char transport[16];
-  uint64_t schedule_wait; /* what an idle or stopped schedule waits for: a ProxycclWaitKind above its number, or 0 */
+  uint64_t schedule_wait; /* the wait of an idle or stopped schedule: a ProxycclWaitKind above its number, or 0 */
   uint64_t reserved;
 } ProxycclConnectionStats;
 
@@ -65,8 +65,8 @@ typedef struct ProxycclWorkerStats {
   uint64_t slept_ns;                             /* time asleep */
   uint64_t started_ns;                           /* by CLOCK_MONOTONIC; 0: the worker has ended */
   uint64_t traced __attribute__((aligned(128))); /* records ever written; the last of them are in `records` */
-  /* Written by an observer: it wants records until then, by CLOCK_MONOTONIC; 0: it wants none. The worker zeroes a time
-   * that has passed, so an observer that was killed soon costs nothing. */
+  /* Written by an observer: the time by CLOCK_MONOTONIC until which it wants records; 0: it wants none. The worker
+   * zeroes a time that has passed, so an observer that was killed soon costs nothing. */
   uint64_t trace_until __attribute__((aligned(128)));
   ProxycclConnectionStats connections[PROXYCCL_MAX_CONNECTIONS] __attribute__((aligned(128)));
   ProxycclTraceRecord records[PROXYCCL_TRACE_RECORDS] __attribute__((aligned(4096)));

@@ -1,4 +1,4 @@
-/* Queues for a transport that can't issue everything at once: operations that wait for room, and flushes that wait for
+/* Queues for a transport that can't issue everything at once: operations that wait for space, and flushes that wait for
  * completions. Both keep the connection's order.
  */
 #ifndef PROXYCCL_OPERATIONS_H

@@ -1,6 +1,6 @@
 /* Memory order: each choice of the engine is one operation, named for what it does. Its comment names the pairing that
- * it belongs to; device/include/MEMORY_ORDER.md lists all of them. Those of one file alone are in that file: ring.h,
- * trace.h and observe.c, calls.c, thread.c, staged_transport.c.
+ * it belongs to; device/include/MEMORY_ORDER.md lists all of them. Pairings that only one file uses are in that file:
+ * ring.h, trace.h and observe.c, calls.c, thread.c, staged_transport.c.
  */
 #ifndef PROXYCCL_ORDER_H
 #define PROXYCCL_ORDER_H
@@ -74,8 +74,8 @@ static inline void schedule_start(uint32_t *started) { __atomic_store_n(started,
 /* Pairing schedule-start, acquire, by the other workers. */
 static inline uint32_t schedules_started(const uint32_t *started) { return __atomic_load_n(started, __ATOMIC_ACQUIRE); }
 
-/* Pairing schedule-end: the transfers that each worker saw complete, before the last one's report. Returns how many are
- * left. */
+/* Pairing schedule-end: the transfers that each worker saw complete, before the last one's report. Returns how many
+ * remain. */
 static inline uint32_t part_end(uint32_t *parts) { return __atomic_sub_fetch(parts, 1, __ATOMIC_ACQ_REL); }
 
 /* Pairing schedule-end, acquire. */
@@ -111,7 +111,7 @@ static inline uint32_t request_answered(const Request *request) {
   return __atomic_load_n(&request->answered, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing request, for the request to end: it has no number, its flags are only set. */
+/* Pairing request, for the request to end: it has no number, and its flags are only ever set. */
 static inline void flags_set(int *flags, int flag) { __atomic_fetch_or(flags, flag, __ATOMIC_RELEASE); }
 static inline int flags_load(const int *flags) { return __atomic_load_n(flags, __ATOMIC_ACQUIRE); }
 

@@ -1,9 +1,9 @@
-/* What an attempt in the engine comes to. */
+/* The outcome of an attempt in the engine. */
 #ifndef PROXYCCL_OUTCOME_H
 #define PROXYCCL_OUTCOME_H
 
 typedef enum ProxycclOutcome {
-  WAITS = -1,   /* nothing is done, as there is no room now: the next poll may make some */
+  WAITS = -1,   /* nothing is done, because there is no room: the next poll may make some */
   CONTINUE = 0, /* it is done, and the thread goes on */
   /* Why proxyccl_thread_run returned. The worker does not run again, except after PROXYCCL_EXIT_HANDLER. */
   PROXYCCL_EXIT_STOPPED = 1,   /* the worker was stopped, and its rings are empty */

@@ -11,8 +11,8 @@ static void end_timed_flush(TimedFlush *timed) {
   timed->flushed = NULL;
 }
 
-/* Publishes the progress of the connection's channels for waits on tickets. The first triggers that a channel
- * awaits are fixed when they are issued, so a stream of later ones does not delay the news of them. */
+/* Publishes the progress of the connection's channels for waits on tickets. The first triggers that a channel awaits
+ * are fixed when they are issued, so a stream of later ones does not delay their report. */
 static void show_completed(ProxycclConnection *connection) {
   const uint64_t completed = connection->progress.completed;
   for (Channel **place = &connection->unfinished, *channel; (channel = *place) != NULL;) {
@@ -29,7 +29,7 @@ static void show_completed(ProxycclConnection *connection) {
   }
 }
 
-/* Shows observers how far a connection has come; in a mark too if one traces. */
+/* Shows observers how far a connection has come, also in a mark if one of them traces. */
 static void show_progress(ProxycclWorker *worker, const ProxycclConnection *connection, uint64_t *traced_ns) {
   const ProxycclProgress *progress = &connection->progress;
   ProxycclConnectionStats *stats = &worker->stats->connections[connection->number];
@@ -50,7 +50,8 @@ ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *i
   if (++worker->polled >= connections) worker->polled = 0;
   for (uint32_t i = 0; i < connections; ++i) {
     ProxycclConnection *connection = worker->connections[i];
-    /* A schedule learns by words that its sends are complete. Each poll that calls a driver would keep it from them. */
+    /* A schedule learns from words that its sends are complete. A poll that calls a driver delays its next look at
+     * them. */
     if (worker->run.schedule != NULL && i != worker->polled) {
       *outstanding |= !connection->transport->idle(connection);
       continue;

@@ -1,5 +1,5 @@
-/* Owners never wait for their readers. What a reader copies may be garbage of a process that misbehaves, so sizes are
- * bounded here; messages are checked by who decodes them. */
+/* Owners never wait for their readers. A reader may copy garbage that a faulty process wrote, so sizes are bounded
+ * here; whoever decodes a message checks it. */
 #include "rendezvous.h"
 
 #include <string.h>
@@ -48,7 +48,7 @@ int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, Pro
     if (copy->handle_bytes > PROXYCCL_INVITATION_BYTES) return 0;
     for (uint32_t i = 0; i < copy->handle_bytes; ++i)
       copy->handle[i] = __atomic_load_n(&invitation->handle[i], __ATOMIC_RELAXED);
-    /* Pairing invitation, acquire: who has read a byte of a later handle sees that the key is gone. */
+    /* Pairing invitation, acquire: a reader that has read a byte of a later handle sees that the key is gone. */
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return __atomic_load_n(&invitation->key, __ATOMIC_RELAXED) == key;
   }

@@ -1,8 +1,8 @@
 /* How ranks of a host meet without a bootstrap: through memory that all of them map.
  *
- * Each rank owns one rendezvous. Ranks of a group that are to become a group of their own leave invitations in it, by
- * a key that its members know. Ranks of a group exchange messages through their mailboxes. What one of them proposes
- * for all is decided in the first rank's rendezvous, which outlives that rank as long as others map it.
+ * Each rank owns one rendezvous. Ranks that form a new group leave invitations in it, under a key that the members
+ * know. Ranks of a group exchange messages through their mailboxes. Proposals for the whole group are decided in the
+ * first rank's rendezvous, which outlives that rank as long as others map it.
  */
 #ifndef PROXYCCL_RENDEZVOUS_H
 #define PROXYCCL_RENDEZVOUS_H
@@ -23,8 +23,8 @@ typedef struct ProxycclLetter {
   char data[PROXYCCL_MAILBOX_BYTES];
 } ProxycclLetter;
 
-/* Letters alternate between two places. Who has posted letter k+1 has read everybody's letter k. So letter k+2 may
- * replace letter k when all letters k+1 are there. */
+/* Letters alternate between two places. A rank that has posted letter k+1 has read everybody's letter k. So letter k+2
+ * may replace letter k once all letters k+1 are posted. */
 typedef struct ProxycclMailbox {
   uint64_t posted; /* number of letters */
   ProxycclLetter letters[2];
@@ -49,13 +49,13 @@ int proxyccl_mailbox_read(const ProxycclRendezvous *theirs, uint64_t number, Pro
 
 /* By the owner, one thread at a time: leaves a handle under a key, in a place that holds none. */
 void proxyccl_invite(ProxycclRendezvous *own, uint32_t place, uint64_t key, const char *handle, uint32_t bytes);
-/* By the owner: takes it back. */
+/* By the owner: withdraws it. */
 void proxyccl_invitation_withdraw(ProxycclRendezvous *own, uint32_t place);
 /* By a peer: copies the handle under a key. Returns 1, or 0 if there is none. */
 int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, ProxycclInvitation *copy);
 
-/* By any rank, in the first rank's: decides a question by a nonzero value, unless it is decided. Returns what
- * stands: the value of the rank that came first. */
+/* By any rank, in the first rank's rendezvous: decides a question by a nonzero value, unless it is already decided.
+ * Returns the decision: the value of the rank that came first. */
 uint64_t proxyccl_decide(ProxycclRendezvous *first, uint32_t question, uint64_t value);
 /* The decision; 0 if the question is open. */
 uint64_t proxyccl_decision(const ProxycclRendezvous *first, uint32_t question);

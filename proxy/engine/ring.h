@@ -6,8 +6,8 @@
 
 #include "proxyccl/trigger.h"
 
-/* Slots to prefetch ahead: four cache lines. A full slot lies in the producer's cache, and fetching it takes longer
- * than acting on a trigger. */
+/* Slots to prefetch ahead: four cache lines. A full slot is in the producer's cache, and fetching it takes longer than
+ * acting on a trigger. */
 enum { RING_PREFETCH = 16 };
 
 /* Triggers between two stores to a tail: a store to a line that a GPU polls is expensive. */

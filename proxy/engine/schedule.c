@@ -1,4 +1,4 @@
-/* What workers do with schedules: each takes the steps of its own connections as far as they can go. See schedule.h. */
+/* The workers' part of schedules: each takes the steps of its own connections as far as they can go. See schedule.h. */
 #include "schedule.h"
 
 #include <errno.h>
@@ -12,7 +12,7 @@ enum {
   OFFSET_BITS = 32,        /* of a post */
   MOST_RECEIVES = 1 << 30, /* no stage has more */
   SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
-  SHOWN_AFTER_NS = 1000000 /* of no progress: then observers see the wait; short schedules end before */
+  SHOWN_AFTER_NS = 1000000 /* without progress: then observers see the wait; short schedules end before this */
 };
 
 typedef enum { POST, MEET, SEND, RECEIVE } StepKind;
@@ -22,7 +22,7 @@ typedef struct Step {
   StepKind kind;
   StepState state;
   uint32_t channel;
-  uint64_t value; /* the post of a meeting that is complete; else what the step's word holds when it is complete */
+  uint64_t value; /* a complete meeting's post; else the value of the step's word once it is complete */
   union {
     ProxycclSchedulePost post;
     struct {
@@ -37,7 +37,7 @@ typedef struct Step {
 struct Schedule {
   uint32_t number;
   uint32_t count;
-  Step steps[]; /* posts, then meetings, sends, and receives: in the order in which they are looked at */
+  Step steps[]; /* posts, then meetings, sends, and receives: in the order in which they are visited */
 };
 
 /* -- the table of schedules --- */
@@ -74,7 +74,7 @@ static Step *add_step(Schedule *schedule, StepKind kind, uint32_t channel) {
   return step;
 }
 
-/* The meeting with the peer that posts on a channel; it is made for the first send that needs it. */
+/* The meeting with the peer that posts on a channel; the first send that needs it creates it. */
 static const Step *meeting_on(Schedule *schedule, uint32_t channel) {
   for (uint32_t i = 0; i < schedule->count; ++i)
     if (schedule->steps[i].kind == MEET && schedule->steps[i].channel == channel) return &schedule->steps[i];
@@ -142,7 +142,7 @@ void proxyccl_schedule_words_end_waits(ProxycclScheduleWords *words) {
 /* -- one step --- */
 
 /* A post is a number that counts the posts of one pair of ranks, the id of the window that the memory begins in, and
- * the offset in that window. So one store tells all, and a word that nobody posted to holds number 0. */
+ * the offset in that window. So one store carries everything, and a word without a post holds number 0. */
 static uint64_t next_post(uint64_t last, const ProxycclSchedulePost *post) {
   const uint64_t sequence = (last >> SEQUENCE_SHIFT) + 1, window = post->memory + (post->offset >> OFFSET_BITS);
   return sequence << SEQUENCE_SHIFT | window << OFFSET_BITS | (post->offset & 0xffffffffu);
@@ -180,7 +180,7 @@ static const char *refusal(const ProxycclTransport *transport, const ProxycclMem
   return NULL;
 }
 
-/* Not after the copies of the connection's stream: nothing that is under way concerns the peer's schedule. */
+/* Not after the copies of the connection's stream: nothing in flight concerns the peer's schedule. */
 static ProxycclOutcome issue_post(Step *step, Channel *channel, ProxycclExitInfo *info) {
   ProxycclConnection *connection = channel->connection;
   const uint64_t previous = channel->outbound, value = channel->outbound = next_post(previous, &step->post);
@@ -231,13 +231,13 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
   return CONTINUE;
 }
 
-/* Whether a send is complete. The receiver's word tells it too where it is mapped, which spares a flush. */
+/* Whether a send is complete. Where the receiver's word is mapped, it tells that too and saves a flush. */
 static int is_sent(const Step *step, const Channel *channel) {
   const uint64_t *word = is_mapped(channel->connection) ? channel->remote_semaphore : channel->flushed;
   return word_load(word) >= step->value;
 }
 
-/* Whether a send may be issued. A send overtakes none on its channel: the receiver counts them. */
+/* Whether a send may be issued. A send never overtakes another on its channel, because the receiver counts them. */
 static int may_send(const ProxycclService *service, const Step *step) {
   return (step->meeting == NULL || step->meeting->state == COMPLETE) &&
          (step->before == NULL || step->before->state != WAITING) &&
@@ -249,7 +249,7 @@ static void complete_receive(ProxycclService *service, Step *step) {
   if (step->receive.stage != PROXYCCL_NO_ID) stage_add(&service->words->stages[step->receive.stage]);
 }
 
-/* Takes a step as far as it can go now. Adds to *progress what it did. */
+/* Takes a step as far as it can go now, and adds its progress to *progress. */
 static ProxycclOutcome take_step(ProxycclService *service, Step *step, uint32_t *progress, ProxycclExitInfo *info) {
   Channel *channel = &service->channels[step->channel];
   const uint64_t *inbound = &service->semaphores[step->channel];
@@ -289,16 +289,16 @@ static int is_own(const ProxycclWorker *worker, const Step *step) {
   return (connection == NULL ? 0 : connection->worker) == worker->number;
 }
 
-/* -- what a part waits for --- */
+/* -- the wait of a part --- */
 
-/* A part waits for its incomplete steps of the earliest phase: what comes later may come after those. */
+/* A part waits for its incomplete steps of the earliest phase, because later ones may depend on those. */
 enum {
   PHASE_POSTS,
   PHASE_MEETINGS,
   PHASE_SENDS,
   PHASE_STAGES, /* receives, each stage a phase */
   PHASE_GATE = PHASE_STAGES + PROXYCCL_SCHEDULE_STAGES,
-  PHASE_RECEIVES /* of no stage: what peers send behind gates of their own, if any */
+  PHASE_RECEIVES /* without a stage: peers may send them after gates of their own */
 };
 
 static uint32_t phase_of(const ProxycclService *service, const Step *step) {
@@ -315,7 +315,7 @@ static uint32_t wait_of(const ProxycclService *service, const Step *step) {
   return phase_of(service, step) == PHASE_GATE ? PROXYCCL_WAIT_SCHEDULE_GATE : PROXYCCL_WAIT_SCHEDULE_SEND;
 }
 
-/* The first of the steps that the part that runs waits for. NULL: their channels are not in use any more. */
+/* The first of the steps that the part that runs waits for. NULL: their channels are no longer in use. */
 static const Step *awaited_step(const ProxycclWorker *worker) {
   const Schedule *schedule = worker->run.schedule;
   const Step *found = NULL;
@@ -353,7 +353,7 @@ static void hide_schedule_waits(ProxycclWorker *worker) {
 
 /* -- the trace --- */
 
-/* The trigger that would do what a send does. It can't tell of 2 GiB or more. */
+/* The trigger that would do the same as a send. It can't express 2 GiB or more. */
 static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *step) {
   const ProxycclScheduleSend *send = &step->send;
   const Place place = destination(step);
@@ -370,7 +370,7 @@ static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *st
                (uint64_t)step->channel << PROXYCCL_CHANNEL_SHIFT};
 }
 
-/* Records a send that was just issued. Returns the time. Published at once: a turn may issue any number. */
+/* Records a send that was just issued. Returns the time. Published at once, because a turn may issue any number. */
 static uint64_t trace_send(ProxycclWorker *worker, const Step *step, uint64_t seen_ns) {
   Trace *trace = &worker->trace;
   trace_begin();
@@ -411,7 +411,7 @@ static ProxycclOutcome find_schedule(ProxycclWorker *worker, Schedule **schedule
   const uint64_t number = word_load(&service->words->bell);
   if (number == 0) return CONTINUE;
   word_store(&service->words->running,
-             number); /* before the bell falls silent: one of the two tells that a stream waits */
+             number); /* before the bell is reset: one of the two must show that a stream waits */
   word_store(&service->words->bell, 0);
   *schedule = number < PROXYCCL_MAX_SCHEDULES ? schedule_load(&service->schedules[number]) : NULL;
   if (*schedule == NULL) {
@@ -440,7 +440,7 @@ static ProxycclOutcome time_out(ProxycclWorker *worker, ProxycclExitInfo *info) 
               reasons[info->wait], info);
 }
 
-/* What a turn without progress comes to. The clock is read now and then. */
+/* The outcome of a turn without progress. It reads the clock now and then. */
 static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
   ScheduleRun *run = &worker->run;
   if (++run->idle_polls % POLLS_PER_CLOCK != 0) return CONTINUE;

@@ -12,12 +12,12 @@
  * A message's place is free once it is sent and credited. The wire never waits for a peer's engine, so two engines that
  * wait for each other's credits both return theirs.
  *
- * A get is a message without data, the request. It is credited as any other. The peer notes it, and sends the data in
+ * A get is a message without data, the request. It is credited like any other. The peer notes it, and sends the data in
  * its own messages, the answer, when everything that arrived before the request is placed. Requests are answered in
- * their order, so the requester knows by itself where the data belongs. Until its gets are complete it makes no message
- * of what follows them. The number of noted requests is bounded, so an answer waits only for room in the ring.
+ * order, so the requester itself knows where the data belongs. Until its gets are complete it makes no messages of
+ * later operations. The number of noted requests is bounded, so an answer waits only for room in the ring.
  *
- * A wire over sockets may leave a count half written, its low bytes first, until more of it arrives. Such a count is
+ * A wire over sockets may leave a count half written, its low bytes first, until the rest arrives. Such a count is
  * too low and never too high, so the highest that was read is the one that counts. */
 #include "staged_transport.h"
 
@@ -46,7 +46,7 @@ typedef struct {
 
 _Static_assert(sizeof(Header) == PROXYCCL_STAGED_ALIGN, "messages are aligned to their headers");
 
-/* Each word has two cache lines of its own, as some processors fetch lines in pairs. */
+/* Each word has two cache lines to itself, because some processors fetch lines in pairs. */
 typedef struct {
   uint64_t arrived __attribute__((aligned(128)));  /* by the peer: messages in the ring here */
   uint64_t credited __attribute__((aligned(128))); /* by the peer: messages of this side that it has placed */
@@ -56,7 +56,7 @@ typedef struct {
 
 _Static_assert(sizeof(Words) == PROXYCCL_STAGED_WORDS_BYTES, "the rings begin after the words");
 
-/* A get whose data has not arrived whole, or not all been placed. */
+/* A get whose data has not all arrived, or not all been placed. */
 typedef struct {
   uint64_t destination, bytes; /* of the data that has not arrived */
   uint64_t last;               /* number of the peer's message with the last of the data */
@@ -263,7 +263,7 @@ static int issue(StagedConnection *self) {
   }
 }
 
-/* Has a stream store `count` to `word` after the copies that were issued. */
+/* Makes a stream store `count` to `word` after the copies issued so far. */
 static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint64_t *marked) {
   if (*marked == count) return 0;
   *marked = count;
@@ -321,7 +321,7 @@ static int note_request(StagedConnection *self, const Header *header) {
   return 0;
 }
 
-/* Where the data of an answer belongs, or 0 if it was not asked for. The message is the next to be taken. */
+/* Where the data of an answer belongs, or 0 if nobody asked for it. The message is the next to be taken. */
 static uint64_t take_answer(StagedConnection *self, uint64_t bytes) {
   Asked *get = &self->gets[self->arriving % GETS];
   if (self->arriving == self->asked || bytes > get->bytes) return 0;

@@ -4,7 +4,7 @@
  * Each side of a connection has an area: some words, a ring to send from and a ring to receive in. The sender's engine
  * copies a put in pieces into its ring and writes them into the same place of the receiver's ring. The receiver's
  * engine copies them to their destination, so both engines must run. A get is a request to the peer's engine, which
- * sends the data as it sends a put. */
+ * sends the data like a put. */
 #ifndef PROXYCCL_STAGED_TRANSPORT_H
 #define PROXYCCL_STAGED_TRANSPORT_H
 
@@ -13,8 +13,8 @@
 /* A status of these transports is one of the wire's, or one of the first two values plus the driver's status,
  * or the third plus a ProxycclStagedRefusal. */
 enum {
-  PROXYCCL_STAGED_COPY_OUT = 1 << 17, /* the copy from the source into the own area failed */
-  PROXYCCL_STAGED_COPY_IN = 1 << 18,  /* the copy from the own area to the destination of a peer's put failed */
+  PROXYCCL_STAGED_COPY_OUT = 1 << 17, /* the copy from the source into this side's area failed */
+  PROXYCCL_STAGED_COPY_IN = 1 << 18,  /* the copy from this side's area to the destination of a peer's put failed */
   PROXYCCL_STAGED_REFUSED = 1 << 19   /* a message of the peer was refused */
 };
 
@@ -54,13 +54,13 @@ typedef struct ProxycclStagedOptions {
   uint64_t ring_bytes;                            /* the same on both sides; a multiple of PROXYCCL_STAGED_ALIGN */
   uint64_t chunk_bytes;                           /* most bytes of a put in one message */
   const ProxycclRemoteWriteTarget *write_targets; /* PROXYCCL_STAGED_WRITE_TARGETS of them */
-  uint64_t signals, signals_bytes;                /* own memory with the words that the peer may signal */
-  ProxycclCopyOptions copy_out, copy_in;          /* for copies into the own area, and from it */
+  uint64_t signals, signals_bytes;                /* local memory with the words that the peer may signal */
+  ProxycclCopyOptions copy_out, copy_in;          /* for copies into this side's area, and from it */
 } ProxycclStagedOptions;
 
 typedef struct ProxycclConnection ProxycclConnection;
 
-/* The wire's words on the error that ended a connection of `staged_fabric`; empty if it had none. */
+/* The wire's message about the error that ended a connection of `staged_fabric`; empty if there is none. */
 const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *connection);
 
 /* A put's destination has the peer's own address as its `base` and the key of the peer's range as its key; a signal's

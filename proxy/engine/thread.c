@@ -1,7 +1,7 @@
-/* A thread that runs workers in turn, its idling, and those who help it. See engine.h.
+/* A thread that runs workers in turn, its idling, and its helpers. See engine.h.
  *
- * One at a time runs the workers: the one that has the turn. The thread has it except for a moment after each round,
- * and takes it along when it returns. So nobody helps while a handler or an exit is dealt with. */
+ * One thread at a time runs the workers: the one that has the turn. The proxy thread has it except for a moment after
+ * each round, and keeps it when it returns. So nobody helps while a handler runs or an exit is handled. */
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,7 +17,7 @@ enum {
   TURN_SLEEP_NS = 50000         /* between two tries for the turn, which a helper has for a round */
 };
 
-enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers: to no effect, to some */
+enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers: made no progress, made progress */
 
 #define IDLE_FOR_LONG UINT64_MAX /* an idle time after which a thread sleeps for as long as it may */
 
@@ -25,14 +25,14 @@ enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers: to no effe
 
 struct ProxycclThread {
   ProxycclIdlePolicy idle;
-  ProxycclWorker *added;       /* a stack: any thread pushes, this one takes it whole */
+  ProxycclWorker *added;       /* a stack: any thread pushes, this one takes all of it */
   ProxycclWorker *first, **at; /* its workers, and the link to the one whose turn it is */
   uintptr_t context;           /* the context that a worker made current last */
   void (*end_help)(void *);    /* NULL: nobody else may have the turn */
   int turn;                    /* pairing turn: 1 while somebody has it */
   int helped;                  /* HELPED_… since the thread looked last */
-  ProxycclOutcome found;       /* what a helper's round came to, for the thread to return, and … */
-  ProxycclExitInfo found_info; /* … what it says of it */
+  ProxycclOutcome found;       /* the outcome of a helper's round, for the thread to return, and … */
+  ProxycclExitInfo found_info; /* … its details */
 };
 
 /* Pairing turn, acquire: the effects of the last thread to have the turn. */
@@ -47,7 +47,7 @@ static void push_added(ProxycclThread *thread, ProxycclWorker *worker) {
   while (!__atomic_compare_exchange_n(&thread->added, &worker->next, worker, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
 }
 
-/* Pairing new-worker, acquire. Takes all workers that were added. The first load spares the exchange when there are
+/* Pairing new-worker, acquire. Takes all workers that were added. The first load saves the exchange when there are
  * none. */
 static ProxycclWorker *pop_added(ProxycclThread *thread) {
   if (__atomic_load_n(&thread->added, __ATOMIC_RELAXED) == NULL) return NULL;
@@ -78,7 +78,7 @@ static void sleep_for(uint64_t ns) {
 }
 
 /* Spins, then yields, then sleeps for a part of the time that it has been idle: waking late adds little to that time,
- * and a thread that is idle for long takes hardly any CPU time. Returns the time slept. */
+ * and a thread that is idle for a long time takes hardly any CPU time. Returns the time slept. */
 static uint64_t back_off(const ProxycclIdlePolicy *policy, uint64_t idle_ns, int outstanding) {
   if (idle_ns < policy->spin_ns) {
     return 0;
@@ -117,7 +117,7 @@ static void take_added(ProxycclThread *thread) {
   thread->at = &thread->first;
 }
 
-/* Makes a worker's context current if the last worker's was another. */
+/* Makes a worker's context current if the last worker had a different one. */
 static int enter_context(ProxycclThread *thread, const ProxycclWorker *worker) {
   if (worker->make_current == NULL || worker->context == thread->context) return 0;
   const int status = worker->make_current(worker->context);
@@ -145,8 +145,8 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
   uint32_t done = 0;
   int held = 0, outstanding, running = 0;
   count_turn(worker);
-  /* Before any trigger is taken: those after an abort may name memory that is gone, or carry garbage of a kernel that
-   * was stopped. */
+  /* Before any trigger is taken: triggers after an abort may name memory that is gone, or carry garbage from a stopped
+   * kernel. */
   if (abort_is_up(worker->service->control)) {
     proxyccl_worker_show_schedule_waits(worker);
     /* Whoever checks after its stream knows of the failure by now. */
@@ -255,8 +255,8 @@ static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, int outstanding) 
 }
 
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info) {
-  /* A helper has run the workers, and since then the thread has found no triggers or steps itself. It leaves them to
-   * helpers: where threads outnumber cores, one that wakes takes a core from those who have work. */
+  /* A helper has run the workers, and since then the thread has found no triggers or steps itself. It leaves the work
+   * to helpers: where threads outnumber cores, a thread that wakes takes a core from those with work. */
   int is_helped = 0;
   uint64_t idle_since = 0, counted = 0; /* idle time is counted up to the last reading of the clock */
   uint32_t polls = 0;

@@ -1,7 +1,7 @@
-/* The worker's side of the trace (observe.h): a ring of records that it overwrites, whoever reads it.
+/* The worker's side of the trace (observe.h): a ring of records that it overwrites whether or not anybody reads them.
  *
- * Reading the clock takes longer than most triggers, so triggers that follow each other fast share a reading: as many
- * as took TRACE_CLOCK_INTERVAL_NS together before. A trigger that takes longer has times of its own.
+ * Reading the clock takes longer than most triggers, so triggers in quick succession share a reading: as many as
+ * recently took TRACE_CLOCK_INTERVAL_NS together. A trigger that takes longer has its own times.
  */
 #ifndef PROXYCCL_TRACE_H
 #define PROXYCCL_TRACE_H

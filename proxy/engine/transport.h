@@ -17,13 +17,13 @@ typedef struct ProxycclMemory {
   char *base;           /* address of the window, as the transport reaches it */
   uint64_t bytes;       /* from `base` to the end of the memory; 0: the id is not in use */
   uint64_t key;         /* a remote key, or the transport's own */
-  uint32_t remote_only; /* only a remote link reaches it, by its key: no copy of this process may use `base` */
+  uint32_t remote_only; /* only a remote link reaches it, by its key: copies in this process must not use `base` */
   char *host;           /* address of the window for the CPU; NULL: the CPU may not touch the memory */
 } ProxycclMemory;
 
 typedef struct ProxycclConnection ProxycclConnection;
 
-/* The sides of a transfer that a transport copies in this process: own memory, and the peer's. */
+/* The sides of a transfer that a transport copies in this process: local memory, and the peer's. */
 enum { PROXYCCL_COPIES_OWN = 1, PROXYCCL_COPIES_PEER = 2 };
 
 typedef struct ProxycclTransport {
@@ -31,25 +31,25 @@ typedef struct ProxycclTransport {
   uint32_t copies; /* sides where the engine refuses remote_only memory */
   /* The name of an option that is out of range, or NULL. `options` is the transport's own struct. */
   const char *(*refused)(const void *options);
-  /* A connection with options that are not refused. What they name must outlive it. NULL with errno: ENOMEM, or ENOSYS
-   * in a build without the transport. */
+  /* Makes a connection with options that are not refused. The objects that they name must outlive it. NULL with errno:
+   * ENOMEM, or ENOSYS in a build without the transport. */
   ProxycclConnection *(*create)(const void *options, const ProxycclRuntimeTable *runtime);
   /* Number of triggers, each with a put, a signal and a flush, for which the connection has room now; NULL: any number.
    * The engine issues no more. At 0 it leaves the trigger in its ring and asks again after the next poll. */
   uint32_t (*ready)(const ProxycclConnection *self);
-  /* Moves at least one byte from own memory to the peer's. */
+  /* Moves at least one byte from local memory to the peer's. */
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
-  /* The same from the peer's memory to own memory. */
+  /* The same from the peer's memory to local memory. */
   int (*get)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
-  /* Stores the low `bytes` bytes of a value, 1, 2, 4 or 8 of them: as a put, but nothing is read later. Or it returns
-   * WAITS, and the engine leaves the trigger in its ring. */
+  /* Stores the low `bytes` bytes of a value, 1, 2, 4 or 8 of them: like a put, but nothing is read later. It may return
+   * WAITS, and then the engine leaves the trigger in its ring. */
   int (*put_value)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
                    uint32_t bytes);
   /* Stores `value` to the peer's semaphore word, which holds `previous`: some devices can only add. */
   int (*signal)(ProxycclConnection *self, uint64_t *remote, uint64_t value, uint64_t previous);
-  /* Stores `value` to the own word `flushed` when all earlier operations are complete. */
+  /* Stores `value` to this rank's word `flushed` when all earlier operations are complete. */
   int (*flush)(ProxycclConnection *self, uint64_t *flushed, uint64_t value);
   /* Makes progress and finds failures. Adds the number of completions to *progress. */
   int (*poll)(ProxycclConnection *self, uint32_t *progress);
@@ -73,7 +73,8 @@ struct ProxycclConnection {
   uint32_t worker;            /* the worker's number in its service */
 };
 
-/* For the end of a poll of a transport whose flush is free: has `completed` follow `issued`, by one flush at a time. */
+/* For the end of a poll of a transport whose flush is free: makes `completed` follow `issued`, with one flush at a
+ * time. */
 static inline int proxyccl_mark_progress(ProxycclConnection *self) {
   ProxycclProgress *progress = &self->progress;
   if (progress->completed < progress->marked || progress->marked == progress->issued) return 0;

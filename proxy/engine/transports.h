@@ -1,4 +1,4 @@
-/* All transports by name. The engine knows them by their functions alone (transport.h). */
+/* All transports by name. The engine knows only their functions (transport.h). */
 #ifndef PROXYCCL_TRANSPORTS_H
 #define PROXYCCL_TRANSPORTS_H
 

@@ -10,7 +10,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-/* Copies own memory. 0, or the errno. */
+/* Copies this process's memory. 0, or the errno. */
 static int copy_from(const void *address, void *out, size_t bytes) {
   const struct iovec local = {out, bytes}, remote = {(void *)address, bytes};
   const ssize_t copied = process_vm_readv(getpid(), &local, 1, &remote, 1, 0);

@@ -1,6 +1,6 @@
 /* Finds libibverbs' structures in pyverbs' objects, which don't export them before version 61.
  *
- * The kernel makes all reads, so an address that leads nowhere gives an error and no fault. */
+ * The kernel does all reads, so an invalid address gives an error instead of a fault. */
 #ifndef PROXYCCL_VERBS_OBJECTS_H
 #define PROXYCCL_VERBS_OBJECTS_H
 

@@ -1,8 +1,8 @@
 /* Operations wait in a queue of the connection until the send queue has room. Requests are numbered from 1; all up to
  * number `retired` are complete.
  *
- * A queue pair starts its requests in their order, and carries them out in that order except in one case: the answer
- * of a read may come after later requests. So the first request after a run of reads has a fence: neither it nor later
+ * A queue pair starts its requests in their order, and carries them out in that order except in one case: the response
+ * to a read may come after later requests. So the first request after a run of reads has a fence: neither it nor later
  * ones start before the reads are complete. A read after writes needs none. */
 #include "verbs_transport.h"
 

@@ -1,7 +1,7 @@
 /* RDMA writes and reads on one reliable connected queue pair for each peer.
  *
- * Compiling it needs libibverbs' headers; running it needs no library, as posting and polling are calls through the
- * queue pair's own context. */
+ * Compiling it needs libibverbs' headers; running it needs no library, because posting and polling are calls through
+ * the queue pair's own context. */
 #ifndef PROXYCCL_VERBS_TRANSPORT_H
 #define PROXYCCL_VERBS_TRANSPORT_H
 
@@ -13,8 +13,8 @@ typedef enum ProxycclVerbsSignal {
 } ProxycclVerbsSignal;
 
 /* A status of this transport is an errno of ibv_post_send or ibv_poll_cq, or PROXYCCL_VERBS_COMPLETION plus an
- * ibv_wc_status. Or it is NO_INLINE: a value can't be put, as the device takes no inline data; or NO_READS: nothing can
- * be got, as one of the two devices makes no RDMA reads. */
+ * ibv_wc_status. Or it is NO_INLINE: a value can't be put, because the device does not support inline data; or
+ * NO_READS: gets fail, because one of the two devices does not support RDMA reads. */
 enum {
   PROXYCCL_VERBS_COMPLETION = 1 << 16,
   PROXYCCL_VERBS_NO_INLINE = (2 << 16) - 1,
@@ -35,14 +35,14 @@ typedef struct ProxycclVerbsOptions {
   uint32_t send_depth;   /* work requests that its send queue takes */
   uint32_t cq_depth;     /* completions that its send completion queue takes */
   uint32_t max_message;  /* bytes that one request may carry */
-  uint32_t reads;        /* RDMA reads that the queue pair has outstanding at most; 0: it makes none */
+  uint32_t reads;        /* most RDMA reads that the queue pair may have outstanding; 0: it makes none */
   uint32_t signal;       /* ProxycclVerbsSignal */
   uint32_t signal_rkey;  /* rkey of the memory with the peer's semaphore words */
   uint32_t scratch_lkey; /* FETCH_ADD: lkey of `scratch` */
   uint64_t scratch;      /* FETCH_ADD: 8 registered bytes, aligned to 8, that receive the words' old values */
 } ProxycclVerbsOptions;
 
-/* The key of own memory, a put's source or a get's destination, is its lkey. The peer's memory has the peer's own
+/* The key of local memory, a put's source or a get's destination, is its lkey. The peer's memory has the peer's own
  * address as its `base` and the rkey as its key; a signal's word is the peer's own address too. */
 
 /* 1 if this build has the transport: it was built with libibverbs' headers. */

@@ -25,7 +25,7 @@ static void wake(int signal, siginfo_t *info, void *context) {
 int proxyccl_wake_signal_install(int signal, int eventfd) {
   if (sigaction(signal, NULL, &previous) != 0) return errno;
   descriptor = eventfd;
-  /* System calls of the program's threads go on as if nothing had happened. */
+  /* System calls of the program's threads are restarted. */
   struct sigaction action = {.sa_sigaction = wake, .sa_flags = SA_SIGINFO | SA_RESTART};
   sigemptyset(&action.sa_mask);
   return sigaction(signal, &action, NULL) != 0 ? errno : 0;

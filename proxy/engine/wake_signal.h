@@ -6,8 +6,8 @@
 #ifndef PROXYCCL_WAKE_SIGNAL_H
 #define PROXYCCL_WAKE_SIGNAL_H
 
-/* Has `signal` add one to the eventfd and then call the previous handler, if there was one: MPI libraries install some.
- * Call it once in a process. Returns 0 or an errno. */
+/* Makes `signal` add one to the eventfd and then call the previous handler, if there was one: MPI libraries install
+ * some. Call it once in a process. Returns 0 or an errno. */
 int proxyccl_wake_signal_install(int signal, int eventfd);
 /* Restores the previous handler, unless somebody has installed another one since. */
 void proxyccl_wake_signal_remove(int signal);

@@ -22,8 +22,8 @@ struct Channel {
   uint64_t *remote_semaphore;
   uint64_t *flushed;
   uint64_t *completed;
-  uint64_t outbound; /* what the peer's word holds: signals sent, or a schedule's post; the engine is its only writer */
-  uint64_t taken;    /* what schedules have taken of the own word: signals, or the last post */
+  uint64_t outbound; /* the peer's word: signals sent, or a schedule's post; the engine is its only writer */
+  uint64_t taken;    /* how much of this rank's word schedules have taken: signals, or the last post */
   /* While triggers are not known to be complete: all issued ones, and the first of them that will be. */
   Extent issued, awaited;
   Channel *next_unfinished; /* in its connection's list */
@@ -36,7 +36,7 @@ struct ProxycclService {
   ProxycclControl *control;
   ProxycclCounters *counters;
   ProxycclScheduleWords *words; /* NULL: no stream rings */
-  const uint64_t *semaphores;   /* the own words of the channels, which peers' proxies signal */
+  const uint64_t *semaphores;   /* the channels' words in this rank, which peers' proxies signal */
   uint32_t worker_count;
   uint32_t current; /* number of the schedule that was started last */
   uint32_t started; /* schedules that were started; pairing schedule-start */
@@ -54,7 +54,7 @@ typedef struct {
   ProxycclCounters *counters;
 } TimedFlush;
 
-/* A worker's part of the schedule that runs. */
+/* A worker's part of the running schedule. */
 typedef struct {
   Schedule *schedule;  /* NULL: none runs */
   uint32_t left;       /* steps that are not complete */
@@ -78,12 +78,12 @@ struct ProxycclWorker {
   uint32_t ring_count, connection_count; /* pairing worker-list */
   uint32_t current;                      /* ring to visit next, also after a return to Python */
   uint32_t number;                       /* in its service; worker 0 looks at the bell */
-  uint32_t joined;                       /* schedules that it has begun or found begun; worker 0 counts none */
+  uint32_t joined;                       /* schedules that it has begun or found begun; unused by worker 0 */
   uint32_t polled;                       /* the connection to poll next while a schedule runs */
   ScheduleRun run;
   int handling;  /* a Python handler has the current ring's next trigger */
   int stop;      /* STOP_… flags, pairing request */
-  Request drain; /* to report that nothing is left to do */
+  Request drain; /* to report that there is nothing more to do */
   Request pause; /* odd numbers pause, even numbers resume */
 };
 
@@ -103,12 +103,12 @@ static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t c
 ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info,
                                            uint32_t *progress, int *held);
 
-/* Takes a schedule as far as it can go now, after it has looked at the bell if none runs. Adds to *progress what it
- * did, and sets *running if a schedule goes on. CONTINUE, or why the thread returns. */
+/* Takes a schedule as far as it can go now, after a look at the bell if none runs. Adds its progress to *progress, and
+ * sets *running if a schedule is still running. CONTINUE, or why the thread returns. */
 ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                              int *running);
 
-/* Shows observers what the schedule that runs, if any, waits for: for each connection whether it is a part of that. */
+/* Shows observers the wait of the running schedule, if any: for each connection whether it is part of it. */
 void proxyccl_worker_show_schedule_waits(ProxycclWorker *worker);
 
 /* Polls every connection, or one in turn while a schedule runs, and shows observers how far each has come. Adds
