@@ -69,12 +69,12 @@ def _prepare_two_shot(
 
 
 def _prepare_by_levels(collectives: Collectives, source: ArrayView, target: ArrayView, op: str) -> Launchable:
-    """Each share is reduced inside the node, then between the ranks of one number on all nodes, then gathered inside
-    the node, so a node's data crosses to the others once. Elements left over by even shares go through all ranks
-    together.
+    """Each share is reduced inside the node, then between the ranks with the same number on all nodes, then gathered
+    inside the node, so a node's data crosses to the others once. Elements that do not divide into even shares go
+    through all ranks together.
 
-    What fits one round is reduced whole by every rank, inside the node and then between nodes: a crossing less, and no
-    share is worth one.
+    Data that fits one round is reduced whole by every rank, inside the node and then between nodes. That saves a
+    crossing, and such short shares are not worth one.
     """
     group, dtype = collectives.group, source.dtype
     topology = group.topology

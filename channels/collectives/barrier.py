@@ -1,4 +1,4 @@
-"""barrier: no rank goes on before all have come."""
+"""barrier: no rank continues until all have arrived."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 
 def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bool = False) -> None:
-    """See `Communicator.barrier`. With `intra_node_only` the ranks of each node wait for one another only.
+    """See `Communicator.barrier`. With `intra_node_only` only the ranks of the same node wait for one another.
 
-    It has no arrays, so `run` is not for it.
+    It has no arrays, so it does not use `run`.
     """
     group = collectives.group
     inside = intra_node_only and group.topology.node_count > 1

@@ -1,7 +1,7 @@
 """Collectives that the proxies run on the arrays themselves, rung in by a stream. See channels/schedules/DESIGN.md.
 
 An array that peers' proxies can't reach is staged: the stream copies to and from memory that they reach. Each rank
-decides that by itself, as a peer sends to where the rank posts.
+decides that by itself, because peers send to the place that the rank posts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LONGEST_ROUND = 256 << 20
 
 
 class ByProxy:
-    """What one rank's schedules are made with. All ranks make it together.
+    """The parts from which one rank's schedules are made. All ranks make it together.
 
     Args:
         group: the ranks.
@@ -27,7 +27,7 @@ class ByProxy:
         memories: finds the memory of arrays.
         links: the channels of schedules.
         rings: gives schedules to the proxy.
-        longest_round: most bytes that one schedule stages. A longer call takes several, on all ranks alike.
+        longest_round: most bytes that one schedule stages. A longer call takes several, the same number on all ranks.
     """
 
     def __init__(self, group: Group) -> None:
@@ -38,12 +38,12 @@ class ByProxy:
         self.longest_round = _LONGEST_ROUND
 
     def close(self) -> None:
-        """Frees what the schedules work in. No stream of any rank may ring one any more."""
+        """Frees the schedules' memory. Streams of all ranks must not ring them any more."""
         self.memories.close()
 
 
 def others(group: Group) -> list[int]:
-    """All other ranks, from the next one on, so that not all ranks begin with the same one."""
+    """All other ranks, beginning with the next one, so that not all ranks begin with the same one."""
     return [(group.rank + step) % group.world_size for step in range(1, group.world_size)]
 
 

@@ -1,6 +1,6 @@
-"""A cache of collective calls: their arguments stay packed, so that the same call issues with one call into C.
+"""A cache of collective calls: their arguments stay packed, so that a repeated call is one call into C.
 
-Before a launch, what must agree between ranks is compared through the control segments' call logs.
+Before a launch, the arguments that ranks must agree on are compared through the control segments' call logs.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ _KEPT = 512
 
 
 def call_key(options: tuple[Any, ...], x: Any, out: Any) -> Key | None:
-    """What makes two calls the same; None if the arrays' fingerprints can't tell.
+    """The key under which equal calls are found; None if the arrays' fingerprints can't tell.
 
     Args:
-        options: the collective's name, and what else its callers gave beside arrays and a stream.
+        options: the collective's name, and its other arguments except the arrays and the stream.
         x, out: input and output.
     """
     if out is None:
         return None
-    # As `fingerprint` does: a repeated call runs from cold caches, and each function on its way counts.
+    # Does the same as `fingerprint`, inline: a repeated call runs from cold caches, where each function call counts.
     source = libraries[type(x)].fingerprint(x)
     target = source if out is x else libraries[type(out)].fingerprint(out)
     return None if source is None or target is None else (options, source, target)
 
 
 def copy_launchable(group: Group, source: ArrayView, target: ArrayView) -> StreamOperations:
-    """What a collective of one rank does: a copy, or nothing in place."""
+    """The launchable of a collective of one rank: a copy, or nothing in place."""
     return StreamOperations(group.runtime, [CopyBytes(target.ptr, source.ptr, source.nbytes)])
 
 
 @dataclass(slots=True)
 class _Prepared:
-    """A call that was made, for its repetitions.
+    """A call that was made, kept for its repetitions.
 
     Attributes:
-        fields: what is compared with the other ranks, encoded.
-        launch: what it issues.
-        guard: what tells whether its arrays are still what they were; None if nothing need.
-        ranges: address and size of each array; none once it was repeated.
+        fields: the fields that are compared with the other ranks, encoded.
+        launch: its launchable.
+        guard: checks that its arrays still have the same memory; None if that needs no check.
+        ranges: address and size of each array; empty once it has been repeated.
     """
 
     fields: Any
@@ -69,11 +69,11 @@ class CallCache:
         self._launches = group.launches
         self._runtime = group.runtime
         self._on_host = group.runtime.name == "host"
-        # A guard is of arrays that their owner may free, and another take the place of, while they are registered.
+        # A guard checks arrays that their owner may free, and that others may replace, while they are registered.
         self._launchables: dict[Key, tuple[Launchable, AllocationGuard | None]] = {}
         self._prepared: dict[Key, _Prepared] = {}
-        self._changes = 0  # of what is known of arrays
-        self._lock = threading.RLock()  # of these three; of an array's end one may hear anywhere, also in here
+        self._changes = 0  # of what is known about arrays
+        self._lock = threading.RLock()  # of these three; the end of an array may be noticed anywhere, even in here
         self._symmetric = group.symmetric
         self._exchange = group.exchange
         group.symmetric.listen(self._forget)
@@ -81,7 +81,8 @@ class CallCache:
     def repeat(self, key: Key | None, x: Any, out: Any, stream: StreamLike) -> bool:
         """Issues a call that was made before with arrays of the same fingerprints. False if there was none.
 
-        What it repeats without a stream on the host runtime, `Launches.prepared_calls` repeats from then on.
+        A call that it repeats without a stream on the host runtime is repeated by `Launches.prepared_calls` from then
+        on.
         """
         changes = self._changes
         if key is None or (prepared := self._prepared.get(key)) is None:
@@ -92,8 +93,8 @@ class CallCache:
         for ptr, nbytes in prepared.ranges:
             self._runtime.expect_reuse(ptr, nbytes)
         prepared.ranges = ()
-        # On a GPU nothing need be kept alive: an array's memory is freed after all work (gpu.py), a tensor's reused
-        # in the order of its stream.
+        # On a GPU nothing need be kept alive: an array's memory is freed after all work (gpu.py), and a tensor's is
+        # reused in the order of its stream.
         owners = (x, out) if self._on_host and x is not None else ()
         if stream is None and not self._on_host:
             stream = current_stream(x)
@@ -119,10 +120,10 @@ class CallCache:
             return
         launched = (call, *(view.ptr for view in arrays))
         self._symmetric.update()
-        changes = self._changes  # read first: it may miss what comes meanwhile
+        changes = self._changes  # read first: it may miss changes that happen meanwhile
         launchable, guard = self._launchables.get(launched, (None, None))
         if launchable is None or (guard is not None and not guard.holds):
-            # Read first too: it misses replies that come meanwhile.
+            # Also read first: it misses replies that arrive meanwhile.
             settled = all(self._symmetric.is_settled(view) for view in arrays)
             with self._exchange.telling():
                 launchable = prepare()
@@ -137,7 +138,7 @@ class CallCache:
             self._keep(self._prepared, key, _Prepared(encode_fields(fields), launchable, guard, ranges), changes)
 
     def _keep(self, cache: dict[Key, Any], key: Key, value: object, changes: int) -> None:
-        """Keeps what was made after this many changes, unless there was another since."""
+        """Keeps a value that was made after this many changes, unless there has been another one."""
         with self._lock:
             if changes != self._changes:
                 return
@@ -146,7 +147,7 @@ class CallCache:
             cache[key] = value
 
     def _forget(self, start: int, end: int) -> None:
-        """Forgets calls with arrays of which peers may now know more or less."""
+        """Forgets calls with arrays about which peers may now know more or less."""
         with self._lock:
             self._changes += 1
             self._launches.prepared_calls.clear()
@@ -159,7 +160,7 @@ class CallCache:
                     self._prepared.pop(key, None)
 
     def clear(self) -> None:
-        """Forgets all launchables, also one that is being made."""
+        """Forgets all launchables, including one that is being made."""
         with self._lock:
             self._changes += 1
             self._launchables.clear()

@@ -1,4 +1,4 @@
-"""What describes a collective: what it checks, the shape of its result, and what it launches. `run.py` runs it."""
+"""The description of a collective: its checks, the shape of its result, and its launches. `run.py` runs it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Call:
 
     Attributes:
         x, result: the caller's input, and the array that holds the result, which may be new.
-        source, target: where they lie.
+        source, target: their views.
         op: the operator; None if the collective does not reduce.
         root: the rank; None if the collective has no root.
-        request: the algorithm that the callers ask for.
+        request: the callers' request for an algorithm.
     """
 
     x: Any
@@ -50,7 +50,7 @@ class Collective(ABC):
         reduces: whether callers give an operator.
         rooted: whether callers name a root.
         in_place: whether a call without an output overwrites its input.
-        copies_alone: whether a rank alone only copies the input to the output.
+        copies_alone: whether a single rank only copies the input to the output.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Collective(ABC):
 
     @property
     def table(self) -> str:
-        """The collective whose algorithms it uses."""
+        """The name of the collective whose algorithms it uses."""
         return self.name
 
     def shape(self, group: Group, source: ArrayView) -> tuple[int, ...]:
-        """The shape of the result; by default that of the input. Raises ArgumentError if the input has a wrong one."""
+        """The shape of the result; by default that of the input. Raises ArgumentError if the input's shape is wrong."""
         return source.shape
 
     @abstractmethod
@@ -93,7 +93,7 @@ class Collective(ABC):
         return min(call.source.size, call.target.size)
 
     def entry(self, ranks: int, call: Call) -> CollectiveCall:
-        """What must agree between the ranks."""
+        """The fields on which the ranks must agree."""
         smaller = call.target if call.target.nbytes < call.source.nbytes else call.source
         return CollectiveCall(
             self.name,

@@ -1,4 +1,4 @@
-"""What the collectives of a communicator share: teams, the call cache, and the choice of algorithms."""
+"""The state that the collectives of a communicator share: teams, the call cache, and the choice of algorithms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from proxyccl.proxy.codec import Codec, Message
 
 
 class _Start(Message, frozen=True):
-    """What a rank tells the others before the first collective.
+    """A rank's message to the others before the first collective.
 
     Attributes:
         cta_policy: its standing policy.
@@ -50,8 +50,8 @@ class Collectives:
     Attributes:
         group: the ranks.
         call_cache: calls that were made before.
-        execution_plans: what executes MSCCL++'s plans.
-        repeat_prepared: issues a call without a stream as `repeat` does, without Python: repeat_prepared(x, out,
+        execution_plans: the executor of MSCCL++'s plans.
+        repeat_prepared: issues a call without a stream like `repeat`, but without Python: repeat_prepared(x, out,
             options). False if it can't; then `CallCache.repeat` may.
         unspecified: the request of calls that name neither an algorithm nor a policy nor symmetric memory.
     """
@@ -94,14 +94,14 @@ class Collectives:
         return self._cta_policy
 
     def team(self) -> Team:
-        """The team of all ranks. Made when first used, by all ranks together."""
+        """The team of all ranks. All ranks make it together when it is first used."""
         if self._team is None:
             with self.group.exchange.telling():
                 self._team = Team(self.group)
         return self._team
 
     def by_proxy(self) -> ByProxy:
-        """What this rank's schedules are made with. Made when first used, by all ranks together."""
+        """The parts of this rank's schedules. All ranks make it together when it is first used."""
         if self._by_proxy is None:
             with self.group.exchange.telling():
                 self._by_proxy = ByProxy(self.group)
@@ -110,7 +110,7 @@ class Collectives:
     def levels(self) -> tuple[Team, Team]:
         """Two teams of this rank: the ranks of its node, and those with its number on every node.
 
-        Made when first used, by all ranks together.
+        All ranks make them together when they are first used.
         """
         if self._levels is None:
             topology = self.group.topology
@@ -121,16 +121,16 @@ class Collectives:
         return self._levels
 
     def flows(self) -> Flows:
-        """What transfers between pairs of ranks use. Made when first used, by all ranks together."""
+        """The state of transfers between pairs of ranks. All ranks make it together when it is first used."""
         if self._flows is None:
             with self.group.exchange.telling():
                 self._flows = Flows(self.group)
         return self._flows
 
     def scratch(self, nbytes: int) -> Memory:
-        """At least this many bytes of this rank's own, which its next collective may overwrite."""
+        """At least this many bytes of scratch memory of this rank, which its next collective may overwrite."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
-            # What was there is freed with the last queued call that uses it.
+            # The previous memory is freed with the last queued call that uses it.
             self._scratch = self.group.runtime.allocate(max(nbytes, 1))
         return self._scratch
 
@@ -142,7 +142,7 @@ class Collectives:
         return tuple(name for name in ALGORITHMS_BY_COLLECTIVE[collective] if works.get(name, True))
 
     def request(self, collective: str, algorithm: str | None, cta_policy: str | None, symmetric: bool) -> Request:
-        """What a call asks for, by the caller's arguments and the standing policy. Raises ArgumentError."""
+        """The request of a call, from the caller's arguments and the standing policy. Raises ArgumentError."""
         return request(collective, algorithm, cta_policy, symmetric, self._cta_policy)
 
     def choose(self, collective: str, request: Request, dtype: DType, nbytes: int) -> str:
@@ -150,7 +150,7 @@ class Collectives:
 
         Args:
             collective: its name.
-            request: what the callers ask.
+            request: the callers' request.
             dtype: of the elements.
             nbytes: size of the larger of a rank's input and output.
 
@@ -176,7 +176,7 @@ class Collectives:
     def execution_plan(
         self, collective: str, request: Request, source: ArrayView, target: ArrayView, op: str | None = None
     ) -> ExecutionPlan | None:
-        """The execution plan that the tables name for a call; None if `choose` tells the algorithm. As that, the same
+        """The execution plan that the tables name for a call; None if `choose` tells the algorithm. Like that, the same
         on all ranks if their calls are.
 
         Args:
@@ -193,7 +193,7 @@ class Collectives:
         return chosen
 
     def goes_by_schedule(self, algorithm: str) -> bool:
-        """Whether the proxies run a call without a kernel: they do where they are asked to, and where a peer is not
+        """Whether the proxies run a call without a kernel: they do if the callers ask for it, or if a peer is not
         mapped and kernels don't move data through the proxy.
         """
         return algorithm == "proxy" or not self._kernels_reach_all()
@@ -204,7 +204,7 @@ class Collectives:
 
     @property
     def selector(self) -> Selector:
-        """Which algorithm is used for which call; the same on all ranks.
+        """The tables that choose each call's algorithm; the same on all ranks.
 
         Setting it raises ArgumentError for anything but a `Selector`, and for a launchable that these ranks can't
         execute.
@@ -221,7 +221,7 @@ class Collectives:
         self.call_cache.clear()  # calls prepared by size hold the old choice
 
     def close(self) -> None:
-        """Frees what the kernels work in. No kernel of any rank may use it any more."""
+        """Frees the kernels' memory. Kernels of all ranks must have ended."""
         self.call_cache.clear()
         for part in (self._team, *(self._levels or ()), self._flows, self._by_proxy):
             if part is not None:

@@ -24,14 +24,15 @@ MOST_TRANSFERS: int = lib.PROXYCCL_MAX_TRANSFERS
 """The most transfers of one launch."""
 _MOST_LANES = 8
 _THREADS = 256
-"""Of a block: with them all blocks of a launch are resident at once, on any GPU with 132 multiprocessors or more."""
+"""Per block: with this number all blocks of a launch are resident at once on any GPU with at least 132
+multiprocessors."""
 _LEAST_SLOT_BYTES = 1024
 
 _FLAG = Codec(bool, 16, "flag")
 
 
 def load_kernel(runtime: Runtime) -> Kernel:
-    """The kernel of transfers, loaded unless it is."""
+    """The kernel of transfers; loads it if necessary."""
     (kernel,) = COLLECTIVES["send"]
     return runtime.shipped(kernel.file, kernel.name)
 
@@ -42,12 +43,12 @@ def _round_up(n: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Transfer:
-    """What goes to a peer, or comes from it.
+    """Data that goes to a peer, or comes from it.
 
     Attributes:
         peer: the other rank; this rank itself where `source` is copied to `target`.
-        source: what is sent; None to receive.
-        target: where what comes goes; None to send.
+        source: the data to send; None to receive.
+        target: the place for received data; None to send.
     """
 
     peer: int
@@ -63,7 +64,7 @@ class Transfer:
 
     @property
     def in_place(self) -> bool:
-        """Whether it is a copy that is there already."""
+        """Whether it is a copy of an array to itself."""
         return self.source is not None and self.target is not None and self.source.ptr == self.target.ptr
 
     @property
@@ -77,9 +78,10 @@ class _Last:
     """The latest launch of a flow.
 
     Attributes:
-        stream: that holds it: its handle is good as long as the stream lives.
+        stream: the stream of the launch, kept because its handle is valid only while it lives.
         identity: the stream's (`identify_stream`).
-        event: after it. The stream's end would not do: what was queued there since may wait for the peer.
+        event: recorded after it. Waiting for the whole stream would not do: work that was queued later may wait for the
+        peer.
         captured: whether the event is part of a graph, so that nothing outside the graph can wait for it.
     """
 
@@ -102,7 +104,8 @@ class Flows:
         via_proxy = [peer for peer in range(ranks) if peer != group.rank and not group.topology.accessible[peer]]
         flags = group.exchange.all_gather(not via_proxy, _FLAG, "the first transfer")
         defaults = runtime.launch_defaults
-        # Copy engines and the proxy's thread like few large pieces, so flows through the proxy have one lane.
+        # Copy engines and the proxy's thread are faster with few large pieces, so flows through the proxy have one
+        # lane.
         self._lanes = min(_MOST_LANES, defaults.blocks) if all(flags) else 1
         self._bytes_per_lane = 4 * defaults.bytes_per_block
         slots = self._lanes * ranks * lib.PROXYCCL_FLOW_SLOTS
@@ -135,8 +138,8 @@ class Flows:
         """Issues transfers, none of them empty; with more than `MOST_TRANSFERS`, or several of one flow, by several
         launches.
 
-        Without a stream the call waits on the host runtime, on a stream of its own: others may depend on other calls.
-        `owners` are kept alive until the stream has got past them.
+        Without a stream the call waits on the host runtime, on its own stream, because other streams may depend on
+        other calls. `owners` are kept alive until the stream has passed the launches.
         """
         launches = [self._prepare(part) for part in _parts(transfers, self._rank, self._ranks)]
         if stream is not None or self._runtime.name != "host":
@@ -150,7 +153,7 @@ class Flows:
         except KernelError:
             self._failure.check()
             raise
-        except BaseException as error:  # of a signal's handler, after which the caller's arrays may go
+        except BaseException as error:  # from a signal handler, after which the caller's arrays may go away
             self._failure.abort(f"interrupted by {type(error).__name__}")
             with contextlib.suppress(KernelError):
                 own.synchronize()
@@ -196,14 +199,14 @@ class Flows:
             entry.src = ffi.cast("char *", transfer.source.ptr if transfer.source else 0)
             entry.dst = ffi.cast("char *", transfer.target.ptr if transfer.target else 0)
             entry.bytes, entry.peer = nbytes, transfer.peer
-            entry.lanes = min(self._lanes, -(-nbytes // self._bytes_per_lane))  # both sides work out the same
+            entry.lanes = min(self._lanes, -(-nbytes // self._bytes_per_lane))  # both sides compute the same
             entry.lane_bytes = _round_up(-(-nbytes // entry.lanes), 128)
             blocks += entry.lanes
         threads = min(_THREADS, self._runtime.launch_defaults.threads)
         return self._kernel.prepare(blocks, threads, bytes(ffi.buffer(flows)))
 
     def close(self) -> None:
-        """Frees the memory. No kernel of any rank may use it any more."""
+        """Frees the memory. Kernels of all ranks must have ended."""
         self._scratch.free()
         self._memory.close()
         self._links.close()

@@ -18,7 +18,7 @@ class Links:
         group: whose ranks.
         memory: the scratch memory that peers write to.
         members: the ranks of the table's columns.
-        via_proxy: those that are reached through the proxy; the others but this rank are mapped.
+        via_proxy: those that are reached through the proxy; all others except this rank are mapped.
         lanes: links to each peer.
         proxied_anywhere: whether any rank of the group reaches a peer through the proxy.
 
@@ -61,5 +61,5 @@ class Links:
         return bytes(ffi.buffer(self.table))
 
     def close(self) -> None:
-        """Frees the semaphores. No kernel of any rank may use them any more."""
+        """Frees the semaphores. Kernels of all ranks must have ended."""
         self._semaphores.close()

@@ -15,7 +15,7 @@ from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, Sch
 
 @dataclass(frozen=True)
 class Transfer:
-    """What goes from a rank's input to a peer, or comes from a peer to a rank's output; or stays on the rank.
+    """Bytes that go from a rank's input to a peer, come from a peer to a rank's output, or stay on the rank.
 
     Attributes:
         peer: the other rank.
@@ -35,8 +35,8 @@ class Exchange:
     Attributes:
         sends: from its input, at most one to each peer.
         receives: to its output, at most one from each peer.
-        kept: bytes from `kept_from` in its input on stay, from here on in its output; None if none do.
-        kept_from: in the input, in bytes.
+        kept: the bytes that stay on the rank, at their place in its output; None if none do.
+        kept_from: their offset in the input, in bytes.
     """
 
     sends: tuple[Transfer, ...] = ()
@@ -50,13 +50,13 @@ Part = Callable[[int, int], Exchange]
 
 
 def prepare_move(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share: int, part: Part) -> StreamOperations:
-    """What a stream does for a collective that moves bytes.
+    """The stream operations of a collective that moves bytes.
 
     Args:
-        by_proxy: what schedules are made with.
+        by_proxy: the parts of schedules.
         source: input of this rank.
         target: its output.
-        share: bytes that one rank sends to one.
+        share: bytes that one rank sends to one other.
         part: this rank's part.
     """
     ranks = by_proxy.group.world_size
@@ -80,7 +80,7 @@ class _Round:
         self._outputs = self._places("target", part.receives, self._find_target)
 
     def steps(self) -> list[Step]:
-        """What the stream does. It copies what stays on the rank while the proxy moves the rest."""
+        """The stream's steps. It copies the bytes that stay on the rank while the proxy moves the rest."""
         source, target, part = self._source, self._target, self._part
         copies_in = [
             CopyBytes(place.ptr, source.ptr + send.offset, send.nbytes)
@@ -136,7 +136,7 @@ class _Round:
         return self._by_proxy.memories.source(self._source.ptr, self._source.nbytes)
 
     def _find_target(self) -> ScheduleSpan | None:
-        """None also where what comes would overwrite what is still to be sent."""
+        """None also if received data would overwrite data that has not been sent."""
         source, target, part = self._source, self._target, self._part
         sends = [(source.ptr + send.offset, send.nbytes) for send in part.sends]
         receives = [(target.ptr + receive.offset, receive.nbytes) for receive in part.receives]

@@ -1,4 +1,4 @@
-"""What the collectives that only move bytes have in common."""
+"""The common part of the collectives that only move bytes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The scratch memory through which the packet algorithms work, and the shape of each call.
 
-Every peer's is mapped, so the kernels need no links and no semaphores: a packet is its own signal. What a kernel must
-know it gets as one parameter (packet_team.h).
+Every peer's is mapped, so the kernels need no links and no semaphores: a packet is its own signal. A kernel gets
+everything that it must know as one parameter (packet_team.h).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from proxyccl.device.arrays.dtypes import DType
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 """The most ranks whose addresses the kernels' parameter has room for."""
 SLOT_PACKETS = 2048
-"""Packets that a block may take from a rank in one epoch: 16 KiB of data. Fewer where SCRATCH_BYTES do not suffice."""
+"""Packets that a block may take from a rank in one epoch: 16 KiB of data. Fewer if SCRATCH_BYTES are not enough."""
 SCRATCH_BYTES = 32 * 1024 * 1024
 
 PACKET_BYTES = 16
 _PAYLOAD_BYTES = 8
-_WARP = 64  # lanes of a warp on the target that has most
+_WARP = 64  # lanes of a warp, on the target with the widest one
 
 
 class PacketTeam:
@@ -63,7 +63,7 @@ class PacketTeam:
         return blocks, threads, bytes(ffi.buffer(team))
 
     def close(self) -> None:
-        """Frees the memory. No kernel of any rank may use it any more."""
+        """Frees the memory. Kernels of all ranks must have ended."""
         self._scratch.free()
         self.epochs.close()
 

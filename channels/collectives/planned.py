@@ -20,11 +20,11 @@ from proxyccl.device.errors import ArgumentError
 
 
 class Planned(Collective):
-    """A collective that a plan runs. Arrays may be registered memory, which peers reach where it lies.
+    """A collective that a plan runs. Arrays may be registered memory, which peers reach in place.
 
     Args:
         plan: the plan.
-        collective: what it stands for.
+        collective: the collective that it implements.
     """
 
     copies_alone = False
@@ -47,7 +47,7 @@ class Planned(Collective):
     def check(
         self, collectives: Collectives, x: Any, out: Any, op: str | None, root: int | None, request: Request
     ) -> Call:
-        """See `Collective.check`. An output may have any shape of as many elements as the plan writes."""
+        """See `Collective.check`. An output may have any shape with as many elements as the plan writes."""
         group, given = collectives.group, _array(x)
         collectives.execution_plans.require_executable(self._plan)
         source = input_view(group, given, "x")
@@ -73,10 +73,10 @@ class Planned(Collective):
         return collectives.execution_plans.prepare(self._plan, call.source, call.target, self._reached(call))
 
     def _reached(self, call: Call) -> Reached:
-        """The registered arrays that peers reach where they lie; the same on all ranks, as the call log compares them.
+        """The registered arrays that peers reach in place; the same on all ranks, because the call log compares them.
 
-        Where a plan works in place, that is one array which holds input and output. Where it does not, an input that
-        lies in the output is none of them: the plan would overwrite it.
+        Where a plan works in place, that is one array which holds input and output. Where it does not, an input inside
+        the output is not one of them: the plan would overwrite it.
         """
         plan, x, out = self._plan, call.x, call.result
         if plan.in_place:
@@ -98,7 +98,7 @@ def _array(x: Any) -> Any:
 
 
 class _Execute(Collective):
-    """A program of a plan's own."""
+    """A plan's own program, which is not one of the collectives."""
 
     name = "execute"
 

@@ -24,8 +24,8 @@ _REDUCE = _Reduce()
 def reduce(
     collectives: Collectives, x: Any, op: str, root: int, out: Any, algorithm: str | None, stream: StreamLike
 ) -> Any:
-    """See `Communicator.reduce`. It is an all_reduce whose result the other ranks drop: no shipped kernel sends less
-    for short arrays.
+    """See `Communicator.reduce`. It is an all_reduce whose result the other ranks drop, because no shipped kernel sends
+    less for short arrays.
     """
     group = collectives.group
     root = as_rank(group.world_size, root, "root")

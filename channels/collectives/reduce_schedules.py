@@ -1,7 +1,7 @@
-"""Reductions by proxy: schedules move what is to be reduced, and kernels of few blocks reduce what has come.
+"""Reductions by proxy: schedules move the data, and kernels with few blocks reduce it when it has arrived.
 
-Each rank reduces one share of the elements. The share is cut into pieces: one is reduced while the next is on its way,
-and in an all_reduce goes back to all ranks while the one after that is reduced. A short all_reduce takes one crossing:
+Each rank reduces one share of the elements. The share is cut into pieces: one is reduced while the next is in flight,
+and in an all_reduce its result goes back to all ranks while the next is reduced. A short all_reduce takes one crossing:
 each rank sends all its elements to every other, and all reduce the same values in the same order.
 """
 
@@ -25,16 +25,16 @@ _PIECE_ALIGNMENT = 128  # elements
 _SHORTEST_PIECE = 1 << 20
 _MOST_PIECES = 8
 _ONE_CROSSING = 64 << 10
-"""Bytes that a rank receives up to which one crossing of everything is faster than two of shares."""
+"""Received bytes per rank up to which one crossing of all data is faster than two crossings of shares."""
 
 
 @dataclass(frozen=True)
 class _Shares:
-    """Where the ranks' shares lie among the elements of a call, and how long they are.
+    """The positions and lengths of the ranks' shares among the elements of a call.
 
     Attributes:
         first: number of rank 0's first element.
-        stride: elements from one rank's first to the next one's.
+        stride: elements from the first of one rank to the first of the next.
         lengths: elements of each rank's share; rank 0's is the longest.
     """
 
@@ -47,12 +47,12 @@ class _Shares:
         return self.first + rank * self.stride
 
     def length(self, rank: int, begin: int, most: int) -> int:
-        """How many elements a rank's share has from its element `begin` on, at most `most`."""
+        """The number of elements that a rank's share has from its element `begin` on, at most `most`."""
         return max(0, min(most, self.lengths[rank] - begin))
 
 
 def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
-    """What a stream does for a reduce_scatter: `source` holds as many elements for each rank as `target`."""
+    """The stream operations of a reduce_scatter: `source` holds as many elements for each rank as `target`."""
     ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
     steps: list[Step] = []
     for begin, count in rounds(target.size, by_proxy.longest_round // (ranks * itemsize)):
@@ -63,7 +63,7 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
 
 
 def prepare_all_reduce(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
-    """What a stream does for an all_reduce; `target` may be `source`."""
+    """The stream operations of an all_reduce; `target` may be `source`."""
     ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
     if source.nbytes * (ranks - 1) <= _ONE_CROSSING:
         return by_proxy.rings.prepare(_one_crossing(by_proxy, source, target, op))
@@ -76,7 +76,7 @@ def prepare_all_reduce(by_proxy: ByProxy, source: ArrayView, target: ArrayView, 
 
 
 def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares) -> list[Step]:
-    """The steps of one schedule. What a rank has reduced goes from its output to its peers' outputs."""
+    """The steps of one schedule. A rank's reduced share goes from its output to its peers' outputs."""
     links, memories, rank, peers = by_proxy.links, by_proxy.memories, by_proxy.group.rank, others(by_proxy.group)
     itemsize, nbytes = source.dtype.itemsize, sum(shares.lengths) * source.dtype.itemsize
     part = _Reduction(by_proxy, source, op, shares)
@@ -126,13 +126,13 @@ def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: s
 
 
 class _Slots:
-    """Memory of this rank in which what peers send to reduce comes, each in a slot of its own.
+    """This rank's memory for the data that it reduces: a slot for each peer.
 
     Args:
         by_proxy: what schedules are made with.
         dtype: of the elements.
         op: the operator.
-        nbytes: most that a peer sends.
+        nbytes: most bytes that a peer sends.
     """
 
     def __init__(self, by_proxy: ByProxy, dtype: DType, op: str, nbytes: int) -> None:
@@ -145,7 +145,7 @@ class _Slots:
         self._kernel = self._group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
 
     def offset(self, peer: int) -> int:
-        """Where a peer's slot begins, in bytes: slots are in the order of ranks."""
+        """The offset of a peer's slot in bytes: slots are in the order of ranks."""
         return (peer if peer < self._group.rank else peer - 1) * self._slot_bytes
 
     def posts(self, channels: Mapping[int, int]) -> tuple[SchedulePost, ...]:
@@ -167,7 +167,7 @@ class _Slots:
 
 
 class _Reduction:
-    """What a rank sends its peers to reduce, and reduces itself, in one schedule.
+    """The data that a rank sends its peers to reduce, and its own part of the reduction, in one schedule.
 
     Args:
         by_proxy: what schedules are made with.
@@ -177,7 +177,7 @@ class _Reduction:
 
     Attributes:
         pieces: of the longest share: the offset and the most elements of each.
-        copies_in: what stages the input.
+        copies_in: the steps that stage the input.
     """
 
     def __init__(self, by_proxy: ByProxy, source: ArrayView, op: str, shares: _Shares) -> None:
@@ -204,7 +204,7 @@ class _Reduction:
         return self._slots.posts(self._by_proxy.links.scratch_posts)
 
     def sends(self) -> tuple[ScheduleSend, ...]:
-        """Sends every peer what it is to reduce, piece by piece."""
+        """Sends every peer the part that it reduces, piece by piece."""
         links = self._by_proxy.links
         return tuple(
             ScheduleSend(
@@ -220,14 +220,14 @@ class _Reduction:
         )
 
     def receives(self) -> tuple[ScheduleReceive, ...]:
-        """Takes what peers send, a stage for each piece."""
+        """Receives the peers' data, a stage for each piece."""
         channels = self._by_proxy.links.sends
         return tuple(
             ScheduleReceive(channels[peer], stage=number) for number in range(len(self.pieces)) for peer in self._peers
         )
 
     def reduce(self, result: int) -> list[Step]:
-        """Reduces each piece of the own share when it has come, and opens the gate after it.
+        """Reduces each piece of this rank's share when it has arrived, and opens the gate after it.
 
         Args:
             result: where the reduced share goes.

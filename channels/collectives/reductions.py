@@ -8,7 +8,7 @@ from proxyccl.device.arrays.dtypes import reduction_dtypes
 from proxyccl.device.errors import ArgumentError
 
 BITWISE_OPS = ("band", "bor", "bxor")
-"""Of integers alone."""
+"""Only for integers."""
 OPS = ("sum", "prod", "min", "max", "avg", *BITWISE_OPS)
 
 

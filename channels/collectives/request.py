@@ -1,4 +1,4 @@
-"""What a collective's callers ask of its algorithm. All ranks ask the same: the call log compares it."""
+"""The callers' request for a collective's algorithm, which is the same on all ranks: the call log compares it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _ZERO, _SYMMETRIC = f"{ANY_ALGORITHM}, cta_policy zero", f"{ANY_ALGORITHM}, symm
 
 
 class Request(NamedTuple):
-    """What the callers of one collective call ask.
+    """The request of the callers of one collective call.
 
     Attributes:
-        name: says the rest in words; registered for the call log.
+        name: describes the rest in words; registered for the call log.
         algorithm: the one that they chose, or the name of an execution plan; None leaves it to the library.
-        cta_policy: what the library may choose from.
+        cta_policy: limits the library's choice.
         symmetric: they promise that all ranks' arrays are symmetric memory. Only the choice relies on that.
     """
 

@@ -42,7 +42,7 @@ def run(
     Returns:
         The array that holds the result.
 
-    Raises as `Communicator.all_reduce`.
+    Raises the errors of `Communicator.all_reduce`.
     """
     if algorithm is None and cta_policy is None and symmetric is False:
         request = collectives.unspecified

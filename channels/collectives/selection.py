@@ -1,4 +1,4 @@
-"""Which algorithm for which call: a table by size for each collective, class of element types and kind of arrays."""
+"""The algorithm for each call: a table by size for each collective, class of element types and kind of arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALGORITHMS_BY_COLLECTIVE: dict[str, tuple[str, ...]] = {
 _KNOWN = frozenset(name for names in ALGORITHMS_BY_COLLECTIVE.values() for name in names)
 
 Algorithm = str | ExecutionPlan
-"""What a table chooses: an algorithm of the library by name, or a program's own plan."""
+"""The choice of a table: an algorithm of the library by name, or a program's own plan."""
 
 Elements = Literal["16-bit floats", "other types", "all types"]
 """A class of element types: sums of 16-bit floats travel in float32; collectives that move bytes do not distinguish
@@ -78,12 +78,12 @@ CASES: tuple[Case, ...] = tuple(
 
 @dataclass(frozen=True)
 class SizeTable:
-    """Algorithms by the most bytes that each is used for, in rising order; the last is used beyond.
+    """Algorithms by the most bytes for which each is used, in rising order; the last is used beyond.
 
     Args:
         limits: bytes of the larger of a rank's input and output, each with an algorithm: its name, or an
             `ExecutionPlan`.
-        beyond: the algorithm for what is larger.
+        beyond: the algorithm for larger sizes.
 
     Raises:
         ArgumentError: no collective has such an algorithm, or the limits fall.
@@ -130,10 +130,10 @@ class SizeTable:
 
 @dataclass(frozen=True)
 class Selector:
-    """The tables of all cases. `Communicator.tune` replaces the defaults by what was measured on the machine.
+    """The tables of all cases. `Communicator.tune` replaces the defaults by measurements on the machine.
 
-    A table's plan runs the calls of its sizes that it can execute. The built-in choice serves the others: another
-    operator, or an array that its chunks don't divide.
+    A table's plan runs the calls of its sizes that it can execute. The built-in choice serves the others: those with
+    another operator, or an array that its chunks don't divide.
 
     Raises ArgumentError unless there is a table for each of `CASES` and no other, with algorithms of its collective,
     and for each plan if it can execute none of the calls that the table gives it.
@@ -165,9 +165,9 @@ class Selector:
         Args:
             ranks: the world size.
             runtime: "host", "cuda" or "hip".
-            levels: whether there are several nodes with as many ranks each, and more than one.
-            proxied_kernel_bytes: the share up to which kernels are for all but all_reduce. Longer ones go by proxy, as
-                does an all_reduce without levels. 0: kernels are for all.
+            levels: whether there are several nodes, each with the same number of ranks, and more than one.
+            proxied_kernel_bytes: the largest share for which all collectives except all_reduce use kernels. Longer ones
+                go by proxy, as does an all_reduce without levels. 0: kernels serve all.
         """
         longest = proxied_kernel_bytes * ranks
         limits, beyond = ((), "hierarchical") if levels else (_by_packets(ranks, runtime), "two_shot")
@@ -205,7 +205,7 @@ class Selector:
 
 
 def default_selector(group: Group) -> Selector:
-    """The tables for a group's ranks before any are measured or set; the same on all of them."""
+    """The tables for a group's ranks before any are measured or set; the same on all ranks."""
     topology = group.topology
     return Selector.for_ranks(
         group.world_size,
@@ -216,7 +216,7 @@ def default_selector(group: Group) -> Selector:
 
 
 def _require_plan(plan: ExecutionPlan, case: Case, least: int, most: int | None) -> None:
-    """Raises ArgumentError for a plan that can execute no call of a case from `least` to `most` bytes."""
+    """Raises ArgumentError for a plan that can't execute any call of a case from `least` to `most` bytes."""
     plan.require_collective(case.collective, "tables")
     document = plan.document
     if document.max_message_size < least or (most is not None and document.min_message_size > most):
@@ -235,8 +235,8 @@ def _require_plan(plan: ExecutionPlan, case: Case, least: int, most: int | None)
 def _by_packets(ranks: int, runtime: str) -> tuple[tuple[int, str], ...]:
     """The limits for all_reduce within a node, up to which packets are better than stores.
 
-    For GPUs it is from what was measured on 2 and 4 H200 (benchmarks/results). What a one-shot sends grows with the
-    number of ranks, and so its limit shrinks. Recursive doubling has no detour where that is a power of two.
+    For GPUs it comes from measurements on 2 and 4 H200 (benchmarks/results). The data that a one-shot sends grows with
+    the number of ranks, so its limit shrinks. Recursive doubling needs no extra steps if that is a power of two.
     """
     if runtime == "host":  # there a packet costs more than the crossing that it saves
         return ()
@@ -249,9 +249,9 @@ def _by_packets(ranks: int, runtime: str) -> tuple[tuple[int, str], ...]:
 
 
 def sending_no_sums(algorithm: str, ranks: int) -> str:
-    """What takes the place of an algorithm that sends partial sums, for types whose sums are twice as long as they are.
+    """The algorithm that replaces one that sends partial sums, for types whose sums are twice as long as their values.
 
-    Those are the 16-bit floats. The others send values as they came, or sums that are rounded.
+    Those are the 16-bit floats. The other algorithms send original values, or rounded sums.
     """
     if algorithm == "recursive_doubling":
         return "one_shot" if ranks == 2 else "two_shot_packets"

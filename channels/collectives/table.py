@@ -1,4 +1,4 @@
-"""The shipped collectives: for each its kernels. A new collective is a row here and a file next to this one."""
+"""The kernels of the shipped collectives. A new collective is a row here and a file next to this one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALL_REDUCE_KERNELS: dict[str, CollectiveKernel] = {
 """By algorithm. `hierarchical` is made of other kernels; `two_shot` is `proxy` where a peer is not mapped."""
 
 REDUCTION_OF_SCHEDULES = CollectiveKernel("reduce_arrived.h", "reduce_arrived", reduces=True)
-"""What reduces what the proxies have moved."""
+"""The kernel that reduces data that the proxies have moved."""
 
 _TRANSFERS = (CollectiveKernel("send_receive.h", "send_receive"),)
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 _FLAG = Codec(bool, 16, "flag")
 _SHORTEST_PROXIED_PIECE = 512 * 1024
-"""Bytes below which a piece that the proxy sends is not worth its signal: what a copy engine moves while the next two
-calls into the driver are made."""
+"""Bytes below which a piece that the proxy sends is not worth its signal: as much as a copy engine moves during the
+next two driver calls."""
 _PROXIED_PARTS = 4
-"""Pieces at least of what the proxy sends."""
+"""The least number of pieces into which data for the proxy is cut."""
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -36,13 +36,13 @@ class Team:
 
     Args:
         group: whose ranks.
-        members: the ranks of this rank's team, itself included; None for all. What the kernels call a rank is a
-            number in this list.
+        members: the ranks of this rank's team, itself included; None for all. The kernels' ranks are indices into this
+            list.
 
     Attributes:
-        all_mapped: whether every member's memory is mapped by all: then each block has a lane of its own.
+        all_mapped: whether every member's memory is mapped by all: then each block has its own lane.
         blocks: the most blocks of a kernel of this team.
-        packets: what the packet algorithms use; None where a peer is not mapped, or there are too many.
+        packets: the state of the packet algorithms; None if a peer is not mapped, or there are too many.
     """
 
     def __init__(self, group: Group, *, members: list[int] | None = None) -> None:
@@ -95,14 +95,14 @@ class Team:
         self.packets = PacketTeam(group) if with_packets else None
 
     def grid(self, nbytes: int) -> int:
-        """Blocks for a collective of `nbytes` bytes a rank: few for a short one, which is soonest done."""
+        """Blocks for a collective of `nbytes` bytes a rank: few for a short one, which is then fastest."""
         return max(1, min(self.blocks, -(-nbytes // self._bytes_per_block)))
 
     def parameter(self, *, nbytes: int = 0, reached_at: Sequence[int] | None = None) -> bytes:
         """A kernel's ProxycclTeam.
 
         Args:
-            nbytes: bytes of a share, for kernels that learn of peers' outputs before they send: it pays from
+            nbytes: bytes of a share, for kernels that learn of peers' outputs before they send, which pays from
                 `meeting_bytes` on.
             reached_at: by rank, the address at which its kernels reach this rank's output; None if not all do.
         """
@@ -135,7 +135,7 @@ class Team:
         return team
 
     def close(self) -> None:
-        """Frees the memory. No kernel of any rank may use it any more."""
+        """Frees the memory. Kernels of all ranks must have ended."""
         self._scratch.free()
         self._memory.close()
         self._links.close()

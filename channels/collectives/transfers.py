@@ -1,4 +1,4 @@
-"""Transfers between pairs of ranks: send and recv, grouped or alone, and the collectives that are made of them."""
+"""Transfers between pairs of ranks: send and recv, grouped or alone, and the collectives that consist of them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from proxyccl.device.runtime import Runtime, StreamLike
 class Transfers:
     """Transfers that are issued together, at the end of the ``with`` block that collects them.
 
-    None of them waits for another, so the order of sends and receives within the block does not matter, except with
-    one peer: a rank's sends to a peer meet that peer's receives from it in order. An exception in the block issues
+    None of them waits for another, so the order of sends and receives within the block does not matter, except with the
+    same peer: a rank's sends to a peer match that peer's receives from it in order. An exception in the block issues
     nothing. Made by `Communicator.transfers`.
     """
 
@@ -42,7 +42,7 @@ class Transfers:
         self._own_receives: list[ArrayView] = []
 
     def send(self, x: Any, peer: int) -> None:
-        """Sends an array to a rank, which receives as many bytes. The rank may be this one.
+        """Sends an array to a rank, which must receive the same number of bytes. The rank may be this one.
 
         Args:
             x: any contiguous array.
@@ -59,7 +59,7 @@ class Transfers:
             self._transfers.append(Transfer(peer, source=view))
 
     def recv(self, out: Any, peer: int) -> None:
-        """Receives from a rank. Arguments as of `send`; the array must be writable."""
+        """Receives from a rank. Arguments as for `send`; the array must be writable."""
         view = input_view(self._group, out, "out")
         require_writable(view, "out")
         peer = self._peer(peer)

@@ -1,4 +1,4 @@
-"""Files of measured tables: what `Communicator.tune` found, for later communicators on machines of the same kind."""
+"""Files of tables that `Communicator.tune` measured, for later communicators on machines of the same kind."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class Machine(Message, frozen=True):
-    """What a measurement depends on, as rank 0 sees it. Machines of one kind are equal.
+    """The properties that a measurement depends on, as rank 0 sees them. Machines of one kind are equal.
 
     Attributes:
         cpu: the CPU's name.
         cores: of the machine.
         runtime: "host", "cuda" or "hip".
-        device: the name of rank 0's device, which mostly tells the kind of links too ("H100 PCIe").
+        device: the name of rank 0's device, which usually implies the kind of links ("H100 PCIe").
         nodes: ranks of each node.
         links: how many of rank 0's peers are reached by each kind of link: "mapped", or a transport's name.
         proxy: where rank 0's proxy runs: "thread", "process" or "daemon".
@@ -48,7 +48,7 @@ class Machine(Message, frozen=True):
 
     @classmethod
     def of(cls, group: Group) -> Machine:
-        """That of a group; called by its rank 0."""
+        """The machine of a group; called by its rank 0."""
         topology, runtime = group.topology, group.runtime
         transports = topology.transports()
         links = Counter("mapped" if topology.accessible[peer] else name for peer, name in transports.items())
@@ -75,27 +75,27 @@ class NamedTable(Message, frozen=True):
     beyond: str
 
     def __post_init__(self) -> None:
-        self.table()  # refuses a wrong one where it is decoded
+        self.table()  # refuses an invalid one when it is decoded
 
     def table(self) -> SizeTable:
-        """It."""
+        """The table."""
         return SizeTable(self.limits, self.beyond)
 
 
 class TableOfCase(Message, frozen=True):
-    """One row of a file, and of what rank 0 tells the others."""
+    """One row of a file, and of rank 0's message to the others."""
 
     case: Case
     table: NamedTable
 
 
 class Tuned(Message, frozen=True):
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
-        version: the library's that measured.
-        measured: when, in UTC.
-        machine: where.
+        version: the version of the library that measured.
+        measured: the time, in UTC.
+        machine: the kind of machine.
         tables: one for each case.
     """
 
@@ -123,12 +123,12 @@ def rows_of(selector: Selector) -> tuple[TableOfCase, ...]:
 
 
 def selector_of(rows: tuple[TableOfCase, ...]) -> Selector:
-    """The inverse of `rows_of`. Raises ArgumentError as `Selector` does."""
+    """The inverse of `rows_of`. Raises the ArgumentError of `Selector`."""
     return Selector({row.case: row.table.table() for row in rows})
 
 
 def directory() -> Path:
-    """Where the files lie: ``tuning`` in the directory of compiled kernels."""
+    """The directory of the files: ``tuning`` in the directory of compiled kernels."""
     return cache_dir() / "tuning"
 
 
@@ -139,14 +139,14 @@ def path_of(machine: Machine) -> Path:
 
 
 def files() -> list[Path]:
-    """All files that are complete, by name. Raises OSError."""
+    """All complete files, sorted by name. Raises OSError."""
     where = directory()
     found = where.iterdir() if where.is_dir() else ()
     return sorted(path for path in found if path.suffix == ".json" and not path.name.startswith("."))
 
 
 def save(machine: Machine, selector: Selector) -> Path:
-    """Writes the file for a kind of machine, whole or not at all.
+    """Writes the file for a kind of machine, atomically.
 
     Raises:
         OSError: it can't be written.
@@ -171,12 +171,12 @@ def _opened(where: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def read(path: Path) -> Tuned:
-    """What a file holds, if this version can use it.
+    """The contents of a file, if this version can use it.
 
     Raises:
         OSError: it can't be read.
         UntrustedPathError: other users can change it.
-        ProtocolError: it is not such a file, or is another version's, or lies under another machine's name.
+        ProtocolError: it is not such a file, belongs to another version, or has another machine's name.
     """
     with _opened(path.parent) as descriptor:
         data = read_private(descriptor, path, _CODEC.limit + 1, argument="cache")

@@ -1,4 +1,4 @@
-"""Chooses the algorithms of all collectives by what they take on this machine, now."""
+"""Chooses the algorithms of all collectives by their times on this machine, now."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ Times = Mapping[int, Mapping[Algorithm, float]]
 
 
 def default_sizes(runtime: str) -> tuple[int, ...]:
-    """Bytes that are measured unless the caller names some: 1 KiB to 4 MiB on the host runtime, to 64 MiB on GPUs, by
-    fours.
+    """The sizes to measure unless the caller names some: 1 KiB to 4 MiB on the host runtime, to 64 MiB on GPUs, in
+    steps of four.
     """
     return tuple(1 << shift for shift in range(_SMALLEST, _LARGEST[runtime] + 1, 2))
 
@@ -77,7 +77,7 @@ class _Trial:
         case: the calls.
         algorithm: the algorithm.
         call: makes the call.
-        seconds: what it took on this rank each time.
+        seconds: its times on this rank.
     """
 
     case: Case
@@ -87,7 +87,7 @@ class _Trial:
 
 
 class _Arrays:
-    """Input and output for all cases: a pair that is symmetric, and a pair that is not. All ranks make it together."""
+    """Input and output for all cases: a symmetric pair, and one that is not. All ranks make it together."""
 
     def __init__(self, collectives: Collectives, nbytes: int) -> None:
         self._group = group = collectives.group
@@ -96,7 +96,7 @@ class _Arrays:
             for symmetric in (True, False)
         }
         for array in self._pairs[True]:
-            register(group, array, symmetric=True)  # which waits until all peers have mapped it
+            register(group, array, symmetric=True)  # waits until all peers have mapped it
 
     def part(self, number: int, count: int, dtype: str, *, symmetric: bool) -> Array:
         """The first elements of the input (0) or the output (1)."""
@@ -115,17 +115,17 @@ class _Arrays:
 def measure(
     collectives: Collectives, sizes: Sequence[int], iterations: int, seconds: float
 ) -> dict[Case, dict[int, dict[Algorithm, float]]]:
-    """What each algorithm takes for each case: the median of the slowest rank's times, in seconds.
+    """The time of each algorithm for each case: the median of the slowest rank's times, in seconds.
 
-    When the time is over it ends after the calls in progress. Sizes for which there was no time are missing, but not
-    the first one. All ranks call this together, and all get the same numbers. A
-    single rank measures nothing: its calls are copies, whatever is chosen.
+    When the time is up, it ends after the calls in progress. Sizes for which there was no time are missing, except the
+    first. All ranks call this together, and all get the same numbers. A single rank measures nothing: its calls are
+    copies, whatever the choice.
 
     Args:
         collectives: the ranks'. The plans of its tables are measured too, for the cases that have them.
         sizes: bytes of the larger of a rank's input and output, in rising order.
         iterations: calls of each algorithm at each size.
-        seconds: about how long it may take.
+        seconds: approximate limit of the total time.
     """
     exchange, ends = collectives.group.exchange, time.monotonic() + seconds
     if collectives.group.world_size == 1:
@@ -154,9 +154,7 @@ def _take_turns(
 
     Args:
         collectives, iterations: as for `measure`.
-        trials: what is timed.
-        ends: when the time is over.
-        at_least: iterations that are made even then.
+        trials: the calls to time. ends: the time at which it ends. at_least: iterations that are made even after that.
     """
     for iteration in range(iterations + 1):
         for trial in trials:
@@ -196,7 +194,7 @@ def _trials(collectives: Collectives, arrays: _Arrays, size: int) -> Iterator[_T
 
 
 def _in_and_out(arrays: _Arrays, case: Case, share: int, ranks: int) -> tuple[Array, Array]:
-    """Input and output of a call with this many elements a share."""
+    """Input and output of a call with this many elements per share."""
     shares = {"all_gather": (1, ranks), "reduce_scatter": (ranks, 1)}.get(case.collective, (ranks, ranks))
     x, out = (
         arrays.part(number, count * share, _dtype(case).name, symmetric=case.symmetric)
@@ -235,11 +233,11 @@ def _execution(
 
 
 def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
-    """The table that takes the fastest algorithm for each size measured; halfway between two sizes it changes over.
+    """The table that chooses the fastest algorithm for each measured size; it switches halfway between two sizes.
 
     Args:
-        times: what was measured.
-        beyond: the table for what is larger than the largest size measured; None to go on with the fastest there.
+        times: the measurements. beyond: the table for sizes above the largest one measured; None to continue with the
+        fastest there.
     """
     sizes = sorted(times)
     best = [min(times[size], key=lambda name: times[size][name]) for size in sizes]
@@ -254,9 +252,9 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
 
 
 def selector_from(group: Group, measured: Mapping[Case, Times]) -> Selector:
-    """The tables for these ranks, by what was measured.
+    """The tables for these ranks, from measurements.
 
-    If the largest size measured is as large as `default_sizes` go, what is fastest there is used beyond it too.
+    If the largest measured size is the largest of `default_sizes`, the fastest algorithm there is used beyond it too.
     Otherwise the defaults are.
     """
     defaults = default_selector(group)
@@ -269,7 +267,7 @@ def selector_from(group: Group, measured: Mapping[Case, Times]) -> Selector:
 
 
 def of_library(measured: Mapping[Case, Times]) -> dict[Case, Times]:
-    """What was measured of the library's own algorithms, without plans."""
+    """The measurements of the library's own algorithms, without plans."""
     return {
         case: {
             size: {name: took for name, took in of_size.items() if isinstance(name, str)}
