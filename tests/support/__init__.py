@@ -1,1 +1,1 @@
-"""What the tests stand on: ranks, daemons, fake devices, oracles, and the programs that they start."""
+"""Support for the tests: ranks, daemons, fake devices, oracles, and the programs that they start."""

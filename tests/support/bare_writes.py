@@ -1,4 +1,4 @@
-"""The loops that benchmarks compare proxied writes with (benchmarks/bare_writes), built by make."""
+"""The loops with which benchmarks compare proxied writes (benchmarks/bare_writes), built by make."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Node daemons for tests, as processes of their own."""
+"""Node daemons for tests, as separate processes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class RunningDaemon:
 
     path: Path
     process: subprocess.Popen[bytes]
-    ended: int | None = None  # how, once it is told to
+    ended: int | None = None  # its exit status, once it was told to end
 
     @property
     def log(self) -> str:
-        """What it has written so far."""
+        """Its output so far."""
         return self.path.with_name(self.path.name + ".log").read_text()
 
     def descriptors(self) -> int:
@@ -51,7 +51,7 @@ class RunningDaemon:
         return self.descriptors(), self.mappings(), self.threads()
 
     def settles(self, resources: tuple[int, int, int]) -> bool:
-        """Whether it comes to hold no more than these, in a while: clients are cleaned up when they have gone."""
+        """Whether it holds no more than these after a while: clients are cleaned up when they have gone."""
         deadline = time.monotonic() + _END_SECONDS
         while time.monotonic() < deadline:
             if all(now <= then for now, then in zip(self.resources(), resources, strict=True)):
@@ -68,7 +68,7 @@ class RunningDaemon:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """None of its threads runs within the block."""
+        """Stops all of its threads within the block."""
         os.kill(self.process.pid, signal.SIGSTOP)
         try:
             deadline = time.monotonic() + _END_SECONDS

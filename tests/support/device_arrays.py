@@ -1,8 +1,9 @@
-"""Arrays where a communicator's kernels reach them, and back: the host's are numpy's own, a GPU's are its memory's.
+"""Moves arrays to where a communicator's kernels reach them, and back: numpy's own arrays on the host, device memory on
+a GPU.
 
-On the host a test's numpy array goes in as it is, since any numpy array must do: views, odd offsets, memory that
-nobody allocated for it. On a GPU its values go into memory of the device, and the test holds a view of them that can be
-sliced in the same way.
+On the host a test's numpy array is used directly, because any numpy array must work: views, odd offsets, memory that
+nobody allocated for it. On a GPU its values go into device memory, and the test holds a view of them that can be sliced
+in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from proxyccl import Array, Communicator
 from proxyccl.device.arrays.array import ArrayView
 
 # A driver may free memory only when the device is idle, and a rank that waits for that holds up the others, whose
-# kernels share the device and wait for the rank's next call. So nothing is freed before the communicator goes.
+# kernels share the device and wait for the rank's next call. So nothing is freed before the communicator is.
 _kept: weakref.WeakKeyDictionary[Communicator, list[Array]] = weakref.WeakKeyDictionary()
 
 
@@ -63,7 +64,7 @@ def on_host(x: Any) -> NDArray[Any]:
 
 
 def barrier(comm: Communicator) -> None:
-    """Returns when all ranks have come here and their work is done; on a GPU a barrier alone is only queued."""
+    """Returns when all ranks have arrived and their work is done; on a GPU a barrier alone is only queued."""
     comm.barrier()
     comm.synchronize()
 

@@ -1,7 +1,7 @@
-"""What the tests run on: the runtime that PROXYCCL_RUNTIME names (the host's if it names none), and its devices.
+"""The runtime of the tests, which PROXYCCL_RUNTIME names (the host's if it is not set), and its devices.
 
-On the host every rank has a device of its own. GPUs are few. Ranks that are threads of one process need one each;
-processes may share one, but take turns, which makes every exchange between them slow.
+On the host every rank has its own device. GPUs are few: ranks that are threads of one process need one each; processes
+may share one, but take turns, which makes every exchange between them slow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def device_count() -> int:
 
 
 def rank_runtime(rank: int) -> Runtime:
-    """A runtime of its own on the device that a rank of this number uses."""
+    """A new runtime on the device of the rank with this number."""
     return open_runtime(RUNTIME, local_rank=rank)
 
 
@@ -53,7 +53,7 @@ def most_ranks(*, processes: bool = False) -> int:
 
 
 def require_devices(ranks: int) -> None:
-    """Skips the test where this many ranks that are threads can't have a device each."""
+    """Skips the test if there are fewer devices than ranks that are threads."""
     if not ON_HOST and ranks > most_ranks():
         pytest.skip(f"needs {ranks} devices, and there are {device_count()}")
 

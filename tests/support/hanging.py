@@ -1,4 +1,4 @@
-"""Ranks that hang: kernels that wait, and two ranks of which one waits for what the other never sends."""
+"""Ranks that hang: kernels that wait, and two ranks of which one waits for data that the other never sends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ extern "C" __global__ void wait_mapped(DeviceHandle<SmChannel> channel) { channe
 
 
 def caught(action: Callable[[], object], within: float | None = None) -> ProxyCCLError | None:
-    """What the action raised by name; with `within` it must come in this many seconds."""
+    """The library's error that the action raised; with `within` it must come in this many seconds."""
     started = time.monotonic()
     try:
         action()

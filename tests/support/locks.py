@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Within the block no other process is in a block with this path, a file that is made if it is not there.
+    """Within the block no other process is in a block with this path, a file that is made if necessary.
 
     A process that ends, however it ends, lets the next one in.
     """

@@ -1,4 +1,4 @@
-"""What the tests of counters and traces share: kernels with a known number of triggers, and looks at a communicator's
+"""Support for the tests of counters and traces: kernels with a known number of triggers, and views of a communicator's
 own proxies.
 """
 
@@ -66,8 +66,8 @@ def look(comm: Communicator) -> ServiceView:
 
 
 def wait_until_traced(publication: Publication) -> None:
-    """Waits until a service records all that comes: until it is asked to, and each worker has ended the look at its
-    rings in which that may have come too late.
+    """Waits until a service records everything: until it is asked to, and each worker has ended the pass over its rings
+    that may have been too early to notice.
     """
     with Observer(publication) as observer:
         workers = [observer.worker_stats(number) for number in range(publication.workers)]
@@ -76,7 +76,7 @@ def wait_until_traced(publication: Publication) -> None:
 
 
 def wait_for_looks(publication: Publication) -> None:
-    """Waits until each worker of a service has ended the look at its rings that is under way, and begun another."""
+    """Waits until each worker of a service has ended its current pass over its rings and begun another."""
     with Observer(publication) as observer:
         workers = [observer.worker_stats(number) for number in range(publication.workers)]
         before = [stats.looks for stats in workers]
@@ -85,7 +85,7 @@ def wait_for_looks(publication: Publication) -> None:
 
 
 def command(*arguments: str) -> subprocess.Popen[str]:
-    """The `proxyccl` command in a process of its own."""
+    """Starts the `proxyccl` command in a separate process."""
     return subprocess.Popen(
         [sys.executable, "-m", "proxyccl", *arguments],
         stdout=subprocess.PIPE,
@@ -96,7 +96,7 @@ def command(*arguments: str) -> subprocess.Popen[str]:
 
 
 def output_of(process: subprocess.Popen[str]) -> str:
-    """What a command that ends well prints."""
+    """The output of a command, which must succeed."""
     out, error = process.communicate(timeout=3 * TIMEOUT)
     assert process.returncode == 0, error
     return out

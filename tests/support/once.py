@@ -1,4 +1,4 @@
-"""What is made once for all processes of a test run: pytest-xdist's workers are several."""
+"""Things that are made once for all processes of a test run, because pytest-xdist has several workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shared_directory(factory: pytest.TempPathFactory) -> Path:
 
 
 def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
-    """The directory, which the first process that asks for it makes: `make` fills it while the others wait."""
+    """The directory. The first process that asks for it makes it: `make` fills it while the others wait."""
     done = directory / "made"
     with one_at_a_time(directory.with_name(f"{directory.name}.lock")):
         if not done.exists():
@@ -31,6 +31,6 @@ def made_once(directory: Path, make: Callable[[Path], None]) -> Path:
 
 
 def run_make(target: str) -> None:
-    """Has make bring a target up to date."""
+    """Brings a target up to date with make."""
     with one_at_a_time(ROOT / "build/make.lock"):
         subprocess.run(["make", "--silent", target], cwd=ROOT, check=True, timeout=300)

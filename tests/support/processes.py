@@ -1,6 +1,6 @@
-"""Ranks as plain processes, joined by files: for tests in which one dies and the others live on.
+"""Ranks as plain processes, joined by files: for tests in which one dies and the others continue.
 
-An MPI launcher ends the whole job when a rank dies. This one does not, and shows what a launcher must offer at least.
+An MPI launcher ends the whole job when a rank dies. This one does not, and shows the least that a launcher must offer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FileBootstrap(proxyccl.FileBootstrap):
 
     @classmethod
     def from_environment(cls) -> FileBootstrap:
-        """By what that put there."""
+        """From its environment variables."""
         return cls(os.environ["RENDEZVOUS"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
@@ -37,7 +37,7 @@ class Ended:
 def run_processes(
     world_size: int, program: Path, *arguments: str, timeout: float = 180.0, env: dict[str, str] | None = None
 ) -> list[Ended]:
-    """Runs a program in `world_size` processes and waits for all. Raises TimeoutError, and leaves none behind."""
+    """Runs a program in `world_size` processes and waits for all. Raises TimeoutError, after ending all of them."""
     with tempfile.TemporaryDirectory() as rendezvous:
         shared = {**os.environ, **(env or {}), "RENDEZVOUS": rendezvous, "WORLD_SIZE": str(world_size)}
         processes = [
@@ -64,7 +64,7 @@ def run_processes(
 
 
 def address_space() -> int:
-    """How many bytes of addresses this process has mapped."""
+    """The number of bytes of addresses that this process has mapped."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
 
 
@@ -74,7 +74,7 @@ def processes_with(variable: str, value: str) -> list[int]:
 
 
 def _started(pid: int) -> list[str]:
-    """The environment that a process was started with; nothing of one that has ended."""
+    """The environment that a process was started with; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -1,6 +1,7 @@
 """Ranks that live as long as a test module: communicators are built once and run many cases.
 
-Each rank is one thread that runs what `Ranks.run` hands it. After a failure the next run starts on fresh communicators.
+Each rank is one thread that runs the functions from `Ranks.run`. After a failure the next run starts on fresh
+communicators.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Ranks:
 
     Args:
         world_size: number of ranks.
-        make_runtime: called with each rank for a runtime of its own; by default the communicator opens one.
-        options_of: called with each rank for options that only this one gets.
+        make_runtime: called with each rank for its runtime; by default the communicator opens one.
+        options_of: called with each rank for its own options.
         options: as for `Communicator`.
     """
 
@@ -76,7 +77,7 @@ class Ranks:
     def _everywhere(self, action: Callable[[int], T]) -> list[T]:
         futures: list[Future[T]] = [thread.submit(action, rank) for rank, thread in enumerate(self._threads)]
         errors = [error for future in futures if (error := future.exception(4 * TIMEOUT)) is not None]
-        for error in errors:  # a rank that was only told to stop is not the one to hear first
+        for error in errors:  # a rank that was only told to stop does not have the cause
             if not isinstance(error, AbortedError):
                 raise error
         if errors:
@@ -104,7 +105,7 @@ class Ranks:
 
 
 class _Cycle:
-    """Garbage, one object of it."""
+    """One object of garbage."""
 
     __slots__ = ("__weakref__", "itself")
 
@@ -113,9 +114,9 @@ class _Cycle:
 
 
 def collect_garbage() -> None:
-    """Collects until nothing is left: a finalizer holds what it releases, which is garbage only once it has run.
+    """Collects until there is nothing more to collect: objects that a finalizer holds are garbage only once it has run.
 
-    `gc.collect` does nothing while another thread, maybe that of another rank, collects and runs such a finalizer.
+    `gc.collect` does nothing while another thread, perhaps of another rank, collects and runs such a finalizer.
     """
     while True:
         gone = weakref.ref(_Cycle())
@@ -127,15 +128,15 @@ def collect_garbage() -> None:
 
 
 def open_descriptors() -> int:
-    """Number of file descriptors that this process holds, those of its garbage not counted."""
+    """Number of file descriptors that this process holds, not counting those of its garbage."""
     collect_garbage()
     return len(os.listdir("/proc/self/fd"))
 
 
 def live_threads() -> int:
-    """Number of this process's threads, those without Python included.
+    """Number of this process's threads, including those without Python.
 
-    Those that run blocks are left out: they are kept, and how many ran at once varies.
+    Threads that run blocks are not counted: they are kept, and the number that ran at once varies.
     """
     others = 0
     for path in Path("/proc/self/task").glob("*/comm"):
@@ -145,7 +146,7 @@ def live_threads() -> int:
 
 
 class Gate:
-    """Something that a handler can block on, and that a test opens in the end whatever happens."""
+    """Something that a handler can block on, and that a test opens in the end, whatever happens."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -159,9 +160,9 @@ class Gate:
         self.open()
 
     def open(self) -> None:
-        """Lets everybody through."""
+        """Lets all waiters through."""
         self._open.set()
 
     def wait(self) -> None:
-        """Waits until it is open, at most for a test's time."""
+        """Waits until it is open, for at most a test's time."""
         self._open.wait(4 * TIMEOUT)

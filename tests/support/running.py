@@ -17,21 +17,21 @@ from support.devices import require_devices
 
 T = TypeVar("T")
 TIMEOUT = 60.0
-"""Bound of waits inside tests that are not about time-outs: long, since the machine may be busy."""
+"""Bound of waits inside tests that are not about time-outs: long, because the machine may be busy."""
 SHORT = 2.0
 """A time-out that a test waits for, set when all else is done (`impatient`)."""
 
 
 def impatient(comm: Communicator, seconds: float = SHORT) -> None:
-    """From now on waits of the communicator are short. Its ranks call this when they have set up what they need, for
-    which a busy machine may take longer.
+    """Makes the communicator's waits short from now on. Its ranks call this after their set-up, for which a busy
+    machine may take longer.
     """
     comm.all_gather_bytes(b"")
     comm.timeout = seconds
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:
-    """Waits until something is so, for longer than any single wait of a busy machine."""
+    """Waits until a condition holds, for longer than any single wait on a busy machine."""
     deadline = time.monotonic() + 4 * TIMEOUT
     while not condition():
         assert time.monotonic() < deadline, f"in vain: {what}"
@@ -46,7 +46,7 @@ def run_ranks(
     make_runtime: Callable[[int], Runtime] | None = None,
     **options: Any,
 ) -> list[T]:
-    """Runs body(communicator) in one thread a rank, whose runtime `make_runtime(rank)` makes if it is given.
+    """Runs body(communicator) in one thread per rank, whose runtime `make_runtime(rank)` makes if it is given.
 
     Returns the results by rank, or raises the first rank's exception.
     """

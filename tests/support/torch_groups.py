@@ -1,4 +1,4 @@
-"""Process groups of ProxyCCL whose ranks are threads. For tests that have torch."""
+"""Process groups of ProxyCCL whose ranks are threads, for tests with torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every board of survivors.py must do."""
+"""Checks that every board of survivors.py must pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _QUESTIONS = 20
 
 
 def check_boards(boards: Sequence[Board]) -> None:
-    """Notes are read by all; of answers that all ranks give at once one stands, for all.
+    """All ranks read the notes; of answers that ranks give at once, one wins, on all ranks.
 
     Args:
         boards: of all ranks, by rank.

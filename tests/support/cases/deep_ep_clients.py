@@ -1,11 +1,11 @@
-"""How programs call DeepEP: the same calls in the same order, with `deep_ep` alone.
+"""The calls that programs make to DeepEP, in the same order, with `deep_ep` alone.
 
-Each client runs a mixture of experts whose expert e multiplies by e + 1, so that `expected` says what must come out.
+Each client runs a mixture of experts whose expert e multiplies by e + 1, so `expected` can compute the output.
 
 - vLLM: vllm/model_executor/layers/fused_moe/deepep_{ht,ll}_prepare_finalize.py, and
-  vllm/distributed/device_communicators/all2all.py for how it makes buffers; of DeepEP 2
+  vllm/distributed/device_communicators/all2all.py for how it makes buffers; for DeepEP 2
   vllm/model_executor/layers/fused_moe/prepare_finalize/deepep_v2.py
-- SGLang: python/sglang/srt/layers/moe/token_dispatcher/deepep.py, and of DeepEP 2 deepep_v2.py beside it
+- SGLang: python/sglang/srt/layers/moe/token_dispatcher/deepep.py, and for DeepEP 2 deepep_v2.py beside it
 - Megatron-LM: megatron/core/transformer/moe/fused_a2a.py
 - NeMo: nemo_automodel/components/moe/megatron/fused_a2a.py
 """
@@ -30,8 +30,8 @@ class Mixture:
         tokens: bfloat16 [T, hidden].
         ids: int64 [T, topk], -1 for none.
         weights: float32 [T, topk].
-        experts: of all ranks together.
-        most_tokens: of any rank.
+        experts: number of experts of all ranks together.
+        most_tokens: the most tokens of any rank.
     """
 
     tokens: Tensor
@@ -73,7 +73,7 @@ def dequantized(rows: Tensor, scales: Tensor) -> Tensor:
 
 
 def sums_of_experts(rows: Tensor, ids: Tensor, weights: Tensor, first_expert: int) -> Tensor:
-    """What this rank's experts make of rows, one for each token and rank."""
+    """The results of this rank's experts for rows, one for each token and rank."""
     factors = torch.where(ids >= 0, weights * (ids + first_expert + 1), 0).sum(1, keepdim=True)
     return (rows.float() * factors).to(torch.bfloat16)
 
@@ -246,7 +246,7 @@ class SGLang:
         return combined
 
     def low_latency(self, *, hooks: bool) -> Tensor:
-        """Its path for decoding, with hooks or events, and scales as DeepGEMM takes them."""
+        """Its path for decoding, with hooks or events, and scales in DeepGEMM's layout."""
         buffer, mixture = self.buffer, self.mixture
         buffer.clean_low_latency_buffer(mixture.most_tokens, mixture.tokens.shape[1], mixture.experts)
         (rows, scales), counts, handle, event, hook = buffer.low_latency_dispatch(
@@ -402,7 +402,7 @@ def vllm_elastic(group: Any, mixture: Mixture, *, float8: bool, decoding: bool) 
 
 
 def sglang_elastic(group: Any, mixture: Mixture) -> Tensor:
-    """SGLang's path of DeepEP 2: asynchronous calls, and scales as DeepGEMM takes them."""
+    """SGLang's path of DeepEP 2: asynchronous calls, and scales in DeepGEMM's layout."""
     sizes = {"num_topk": mixture.ids.shape[1], "use_fp8_dispatch": True, "allow_hybrid_mode": True}
     hidden = mixture.tokens.shape[1]
     hint = deep_ep.ElasticBuffer.get_buffer_size_hint(group, mixture.most_tokens, hidden, **sizes)
@@ -477,7 +477,7 @@ class _NemoCombine(torch.autograd.Function):
 
 
 def nemo(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
-    """NeMo's dispatch and combine without a wait on the CPU, with their backward passes; as `megatron`."""
+    """NeMo's dispatch and combine without a wait on the CPU, with their backward passes; like `megatron`."""
     buffer = deep_ep.ElasticBuffer(
         group,
         num_max_tokens_per_rank=mixture.most_tokens,
@@ -514,7 +514,7 @@ CLIENTS: dict[str, Callable[[Any, Mixture], Tensor]] = {
 
 
 def require_close(output: Tensor, mixture: Mixture, *, float8: bool) -> None:
-    """Raises AssertionError if an output differs by more than rounding explains, of float8 or of bfloat16."""
+    """Raises AssertionError if an output differs by more than the rounding of float8 or bfloat16 explains."""
     greatest = mixture.expected.abs().amax(1, keepdim=True).clamp(min=1e-3)
     error = ((output.float() - mixture.expected).abs() / greatest).amax() if len(output) else torch.tensor(0.0)
     assert error < (0.07 if float8 else 0.02), float(error)

@@ -1,4 +1,4 @@
-"""What a rank gets of everyone's mixture, in plain torch, for the tests of DeepEP's interface."""
+"""The rows that a rank gets from everyone's mixture, in plain torch, for the tests of DeepEP's interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def signature(call: Callable[..., Any]) -> str:
 
 
 def same(got: Tensor, expected: Tensor) -> None:
-    """Equal values, shape and type; of float8 equal bits."""
+    """Equal values, shape and type; for float8 equal bits."""
     assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
     if got.dtype == torch.float8_e4m3fn:
         got, expected = got.view(torch.uint8), expected.view(torch.uint8)
@@ -75,7 +75,7 @@ class Arrived:
 
     @property
     def per_expert(self) -> list[int]:
-        """How many tokens chose each expert."""
+        """The number of tokens that chose each expert."""
         return [int((self.ids == expert).sum()) for expert in range(self.experts)]
 
     def expanded(self, alignment: int) -> tuple[Tensor, Tensor]:

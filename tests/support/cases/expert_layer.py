@@ -1,4 +1,4 @@
-"""Calls of the expert-parallel layer whose every output and descriptor field is known: the oracle's."""
+"""Calls of the expert-parallel layer, whose every output and descriptor field is known from the oracle."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Case:
         tokens: number of tokens of each rank.
         local_world_size: ranks of a node; None for all.
         routing: how the experts are chosen.
-        scatter: None, "sorted" (what the layer does by itself) or "random": the full scatter indices that are given.
+        scatter: the full scatter indices to pass: None, "sorted" (the layer's own order) or "random".
         alignment: of the layer's experts, or None.
         spare_tokens: how much larger max_tokens is than the most tokens.
-        spare_rows: None for outputs of the exact size, else how many more rows they have than the most that come.
+        spare_rows: None for outputs of the exact size, else how many rows they have beyond the most that arrive.
         halves: whether dispatch and combine are called in two halves.
     """
 
@@ -103,7 +103,7 @@ class Case:
 
 
 class Plan:
-    """What all ranks of a case put in, and what each must get.
+    """The inputs of all ranks of a case, and the outputs that each must get.
 
     Attributes:
         most_rows: the fixed maximum of rows; None in the exact mode.
@@ -125,7 +125,7 @@ class Plan:
 
     @functools.cached_property
     def inputs(self) -> list[Values]:
-        """Any bytes: what no arithmetic touches arrives as it was, were it no number."""
+        """Any bytes: data without arithmetic arrives unchanged, even if it is not a number."""
         return [self._bytes(tokens, rank, 0) for rank, tokens in enumerate(self.case.tokens)]
 
     @functools.cached_property
@@ -139,7 +139,7 @@ class Plan:
 
     @functools.cached_property
     def results(self) -> list[Values]:
-        """What the experts of each rank make of their rows: anything, since combine is linear in it."""
+        """The results of each rank's experts for their rows: anything, since combine is linear in them."""
         rngs = [np.random.default_rng((self.case.seed, rank, 3)) for rank in range(self.case.ranks)]
         return [
             rng.normal(size=(rows, self.case.hidden)).astype(numpy_dtype(self.case.dtype))
@@ -181,7 +181,7 @@ class Plan:
 
 
 def plan_of(case: Case) -> Plan:
-    """The plan, all of it made: ranks that are threads share it."""
+    """The complete plan, which ranks that are threads share."""
     plan = Plan(case)
     for name in ("rows", "other_rows", "row_weights", "combined", "scaled"):
         getattr(plan, name)
@@ -189,7 +189,7 @@ def plan_of(case: Case) -> Plan:
 
 
 def same(got: Any, expected: Values, what: str) -> None:
-    """Equal bytes, and shape and type."""
+    """Equal bytes, shape and type."""
     values = on_host(got)
     assert (values.dtype, values.shape) == (expected.dtype, expected.shape), what
     if values.tobytes() != expected.tobytes():
@@ -198,19 +198,19 @@ def same(got: Any, expected: Values, what: str) -> None:
 
 
 def same_numbers(got: Any, expected: Values, what: str) -> None:
-    """Equal numbers, in which the zeros of both signs are one."""
+    """Equal numbers; zeros of both signs are equal."""
     same(on_host(got) + np.zeros(1, expected.dtype), expected + np.zeros(1, expected.dtype), what)
 
 
 def same_rows(got: Any, expected: Values, most: int | None, what: str, filled: Values) -> None:
-    """The rows that came are the expected ones, and there are `most` rows, if that is given."""
+    """The rows that arrived are the expected ones, and there are `most` rows, if that is given."""
     values = on_host(got)
     assert values.shape[0] == (len(expected) if most is None else most), what
     same(values[: len(expected)][filled], expected[filled], what)
 
 
 def same_layout(desc: Any, plan: Plan, rank: int) -> None:
-    """All fields of the descriptor; of those by row, the rows that came."""
+    """All fields of the descriptor; for fields by row, the rows that arrived."""
     expected = plan.routing.layout(rank)
     for field in fields(expected):
         got, want = getattr(desc, field.name), getattr(expected, field.name)
@@ -223,7 +223,7 @@ def same_layout(desc: Any, plan: Plan, rank: int) -> None:
 
 
 def placed(comm: Communicator, values: Values, rows: int | None = None) -> Any:
-    """The values after a row of something else, so that odd rows are not aligned; and in front of others, if any."""
+    """The values after a row of other data, so that odd rows are not aligned, and before spare rows, if any."""
     before, behind = 1, 0 if rows is None else rows - len(values)
     padded = np.full((before + len(values) + behind, *values.shape[1:]), 7, values.dtype)
     padded[before : before + len(values)] = values

@@ -1,6 +1,6 @@
-"""What the expert-parallel layer must give on every rank, in plain numpy over all ranks' arguments.
+"""The results of the expert-parallel layer on every rank, in plain numpy over all ranks' arguments.
 
-Sums are made in the order that the layer promises and rounded where it promises, so results are compared for equality.
+Sums are in the order that the layer promises and rounded where it promises, so results are compared for equality.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where the slots of all ranks go. Slots are counted by rank, then token, then k.
+    """The destinations of all ranks' slots. Slots are counted by rank, then token, then k.
 
     Attributes:
         ids: [T, K] of each rank: the expert of each slot; `experts` drops it.
         experts: number of experts of all ranks.
         local_world_size: ranks of a node.
-        max_tokens: as the layer's.
+        max_tokens: the layer's.
         scatter: [sum of T, K]: the row of each slot where the outputs of all ranks follow one another; None for rows
             ordered by expert, then source rank, token and k.
         alignment: each expert's rows begin at a multiple of it.
@@ -97,7 +97,7 @@ class Routing:
         return slice(rank * per_rank, (rank + 1) * per_rank)
 
     def rows_of_experts(self, rank: int) -> list[int]:
-        """How many rows each expert of a rank gets."""
+        """The number of rows that each expert of a rank gets."""
         counts: list[int] = self._counts[self._experts_of(rank)].tolist()
         return counts
 
@@ -214,7 +214,9 @@ class Routing:
         )
 
     def _duplicates(self, rank: int) -> tuple[Integers, Integers]:
-        """Of a rank's rows, the first row of the same token; and for such a first row those of its token, by k."""
+        """For each of a rank's rows, the first row of the same token; and for such a first row the rows of its token,
+        by k.
+        """
         first = np.full(self.rows[rank], -1, np.int32)
         of_token = np.full((self.rows[rank], self.topk), -1, np.int32)
         first_of: dict[int, int] = {}

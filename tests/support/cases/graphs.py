@@ -11,14 +11,14 @@ from support.cases.reference import Call, poison
 
 
 def checked(result: tuple[Any, ...]) -> Any:
-    """What a call of the driver's binding returned besides its status, which must be that of success."""
+    """The results of a call of the driver's binding, without its status, which must be success."""
     status, *values = result
     assert int(status) == 0, status
     return values[0] if values else None
 
 
 class Graph:
-    """Work that was captured from a stream, to be launched on it again and again."""
+    """Work that was captured from a stream, to be launched on it repeatedly."""
 
     def __init__(self, stream: Stream, issue: Callable[[], None]) -> None:
         from cuda.bindings import driver
@@ -40,17 +40,17 @@ class Graph:
 
 
 class Replayed:
-    """A collective call on arrays that stay, so that a graph can hold it.
+    """A collective call on arrays that stay alive, so that a graph can hold it.
 
-    The order is: `issue` once outside of a capture, which makes what a first call makes, `issue` inside, and then for
-    each replay `load`, the graph's launch, a synchronisation and `check`.
+    The order is: `issue` once outside a capture, which makes everything that a first call makes, `issue` inside, and
+    then for each replay `load`, the graph's launch, a synchronisation and `check`.
     """
 
     def __init__(self, comm: Communicator, call: Call, stream: Stream) -> None:
         self._comm, self._call, self._stream = comm, call, stream
         size_in, size_out = call.sizes(comm.world_size)
         self._x = comm.empty(size_in, call.dtype)
-        # In place only where input and output are one array: the others take a view, which is the eager tests' matter.
+        # In place only where input and output are one array: other calls take a view, which the eager tests cover.
         self._out = self._x if call.in_place and size_in == size_out else comm.empty(size_out, call.dtype)
         self.load(call.seed)
 
@@ -59,7 +59,7 @@ class Replayed:
         self._call.issue(self._comm, self._x, None if self._out is self._x else self._out, self._stream)
 
     def load(self, seed: int) -> None:
-        """Writes new values, and poison where the result shall come."""
+        """Writes new values, and poison in the place of the result."""
         self._call = replace(self._call, seed=seed)
         if self._out is not self._x:
             self._out.upload(poison(self._out.size, self._out.dtype.numpy()))
@@ -71,5 +71,5 @@ class Replayed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that go in on this rank."""
+        """Bytes of this rank's input."""
         return self._x.nbytes

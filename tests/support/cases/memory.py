@@ -1,4 +1,4 @@
-"""Calls of collectives on memory of a given kind: where an array lies, and how it is filled and read."""
+"""Calls of collectives on memory of a given kind: the place of an array, and how it is filled and read."""
 
 from __future__ import annotations
 

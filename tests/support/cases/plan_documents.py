@@ -1,7 +1,7 @@
-"""Execution plans for tests: documents in MSCCL++'s format, from what each rank's threadblocks do.
+"""Execution plans for tests: documents in MSCCL++'s format, from the operations of each rank's threadblocks.
 
-A rank has channels to others, those of one type in the order of their ranks, and reaches all their buffers by them;
-every threadblock uses all of them, so a number among a rank's is the same number in its threadblocks.
+A rank has channels to others, those of one type in the order of their ranks, and reaches all their buffers through
+them. Every threadblock uses all of them, so a channel has the same number in all of a rank's threadblocks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 Ops = list[dict[str, Any]]
 Reach = Mapping[str, Sequence[int]]
-"""By type of channel the ranks to which there are some; each by one type."""
+"""By type of channel, the ranks that it reaches; each rank by one type."""
 
 
 class RankView:
-    """What one rank's program is written with."""
+    """Helpers with which one rank's program is written."""
 
     def __init__(self, rank: int, ranks: int, channels_to_each: int, reach: Reach) -> None:
         self.rank, self.ranks, self.reach = rank, ranks, reach
@@ -69,8 +69,8 @@ def document(
     semaphores: tuple[int, ...] = (),
     **fields: Any,
 ) -> dict[str, Any]:
-    """A plan of `ranks` ranks whose program `threadblocks` gives. All reach all by channels of type `kind`, unless
-    `reach` says by rank what they reach.
+    """A plan of `ranks` ranks with the program of `threadblocks`. All ranks reach all others by channels of type
+    `kind`, unless `reach` says for each rank which ones it reaches.
     """
     gpus = []
     for rank in range(ranks):
@@ -127,7 +127,9 @@ def document(
 
 
 def meet(view: RankView, kind: str = "memory") -> Ops:
-    """The ranks that reach each other by channels of a type have come here, and see what the others wrote before."""
+    """A barrier between ranks that reach each other by channels of a type; after it each sees the others' earlier
+    writes.
+    """
     channels = view.all_channels(kind)
     return [NOP, on("signal", channels, kind), on("wait", channels, kind), NOP]
 
@@ -145,7 +147,7 @@ def all_gather(ranks: int, kind: str = "memory", name: str = "put") -> dict[str,
         channels = view.all_channels()
         end = [on("wait", channels, kind)] if signals else meet(view, kind)
         flush = [on("flush", channels, kind)] if kind == "port" and name != "pwsf" else []
-        # Outputs may be written when their rank has come; and inputs are free when all have theirs.
+        # Outputs may be written when their rank has arrived, and inputs are free when all ranks have read them.
         return [
             [
                 *meet(view, kind),
@@ -218,8 +220,8 @@ def all_reduce_by_packets(ranks: int) -> dict[str, Any]:
 def port_packets(ranks: int) -> dict[str, Any]:
     """An all-gather of packets by port channels: every rank packs its input, puts the packets, and unpacks the others'.
 
-    A rank puts into scratch memory that the peer has read in the execution before the last: the halves alternate, and
-    a rank ends an execution when it has every peer's packets.
+    A rank puts into scratch memory that the peer read in the execution before the last: the halves alternate, and a
+    rank ends an execution when it has every peer's packets.
     """
 
     def program(view: RankView) -> list[Ops]:
@@ -247,8 +249,8 @@ def port_packets(ranks: int) -> dict[str, Any]:
 
 
 def all_reduce_of_nodes(ranks: int, local: int) -> dict[str, Any]:
-    """Nodes of `local` ranks each: a share is reduced inside the node by memory channels, sent to the ranks of the same
-    number on the other nodes by port channels, reduced there, and written to all of the node.
+    """Nodes of `local` ranks each: a share is reduced inside the node by memory channels, sent to the ranks with the
+    same number on the other nodes by port channels, reduced there, and written to all of the node.
     """
     nodes = ranks // local
 

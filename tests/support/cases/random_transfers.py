@@ -1,7 +1,7 @@
-"""Random puts, values, gets, signals and flushes of a kernel on a ProxyChannel, and what they must leave behind.
+"""Random puts, values, gets, signals and flushes of a kernel on a ProxyChannel, and their expected results.
 
-Each rank works through steps of its own, on an own array that nobody else touches and on one of its peer's that only it
-touches. What is left is what the steps leave one after another.
+Each rank works through its own steps, on an array that nobody else touches and on one of its peer's that only it
+touches. The result is that of the steps one after another.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _steps(seed: int, count: int, *, values: bool) -> Iterator[tuple[int, int, i
 
 
 def run_random_transfers(comm: Communicator, seed: int, *, count: int = 300, values: bool = True) -> Any:
-    """Works on two ranks at once, and compares what is left. Returns the channel.
+    """Works on two ranks at once, and compares the results. Returns the channel.
 
     Args:
         comm: of two ranks, which call this together.
@@ -93,7 +93,7 @@ def run_random_transfers(comm: Communicator, seed: int, *, count: int = 300, val
     comm.compile(KERNEL, "work")(1, 1, channels, numbers, count, signals[peer], failures)
     comm.synchronize()
     assert failures.numpy()[0] == 0
-    comm.barrier()  # all of the peer's is complete
+    comm.barrier()  # all of the peer's operations are complete
     np.testing.assert_array_equal(own.numpy(), owns[comm.rank])
     np.testing.assert_array_equal(target.numpy(), targets[peer])
     assert channels[0].completed > 0

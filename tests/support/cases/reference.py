@@ -1,4 +1,4 @@
-"""Collective calls as values: what each rank puts in, the call itself, and what must come out.
+"""Collective calls as values: each rank's input, the call itself, and the expected output.
 
 The reference is computed in a wider type (integers exactly), apart from the code under test. Bounds for floating point
 follow from the accumulation that the library promises: n-1 roundings in the accumulator's type and one to the
@@ -26,7 +26,7 @@ DTYPES = tuple(reduction_dtypes())
 SOME_DTYPES = ("float32", "bfloat16", "int8")  # one of each kind of accumulator
 OPS = ("sum", "prod", "min", "max", "avg")
 BITWISE_OPS = ("band", "bor", "bxor")
-_GUARD = 5  # elements after each array that nobody may touch
+_GUARD = 5  # elements around each array that nobody may touch
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,7 +50,7 @@ def unit_roundoff(dtype: np.dtype[Any]) -> float:
 
 
 def poison(count: int, dtype: np.dtype[Any]) -> Values:
-    """An array whose every byte is 0xA5: no sensible number in any type."""
+    """An array whose every byte is 0xA5, which is not a sensible number in any type."""
     return np.full(count * dtype.itemsize, 0xA5, np.uint8).view(dtype)
 
 
@@ -62,7 +62,7 @@ class Call:
         count: elements of one rank's share: of the whole array for all_reduce and broadcast.
         offset: elements before the array in the memory that it is a view of.
         in_place: whether the output is the input (its own share, for all_gather and reduce_scatter).
-        own_memory: whether the arrays lie in memory of `Communicator.empty`.
+        own_memory: whether the arrays are in memory of `Communicator.empty`.
         seed: of the input's values.
         rounded_parts: partial results that are rounded to a 16-bit type before they are combined: the nodes' in a
             hierarchy.
@@ -81,7 +81,7 @@ class Call:
     rounded_parts: int = 0
 
     def sizes(self, world_size: int) -> tuple[int, int]:
-        """Elements that go in and come out, on each rank."""
+        """Elements of each rank's input and output."""
         many = self.count * world_size
         return {
             "all_gather": (self.count, many),
@@ -90,17 +90,17 @@ class Call:
         }.get(self.collective, (self.count, self.count))
 
     def values(self) -> Call:
-        """The call without what its result does not depend on."""
+        """The call without the fields on which its result does not depend."""
         return replace(self, algorithm=None, offset=0, in_place=True, own_memory=False)
 
     def input(self, rank: int, world_size: int) -> Values:
-        """What a rank puts in."""
+        """A rank's input."""
         return _inputs(self.values(), world_size)[rank]
 
     def _base(
         self, comm: Communicator, count: int, values: Values | None = None, at: int = 0, *, extra_offset: int = 0
     ) -> tuple[Any, Any]:
-        """Poisoned memory with a guard before and behind, and the view of `count` elements in it.
+        """Poisoned memory with a guard before and after, and the view of `count` elements in it.
 
         The values, if any, begin at element `at` of the view.
         """
@@ -121,7 +121,7 @@ class Call:
         self.start(comm, stream).finish()
 
     def start(self, comm: Communicator, stream: Any = None) -> Started:
-        """Makes the call on this rank; with a stream its result is there after a synchronisation."""
+        """Makes the call on this rank; with a stream its result is available after a synchronisation."""
         size_in, size_out = self.sizes(comm.world_size)
         values = self.input(comm.rank, comm.world_size)
         if self.in_place:
@@ -142,12 +142,12 @@ class Call:
         return Started(replace(self, rounded_parts=parts), comm, x, out, bases, stream)
 
     def check(self, out: Values, rank: int, world_size: int) -> None:
-        """Raises AssertionError unless `out` is what must come out on a rank."""
+        """Raises AssertionError unless `out` is a rank's expected output."""
         expected, bound = _expected(self.values(), world_size, rank)
         _compare(out, expected, bound, f"rank {rank} of {world_size}: {self}")
 
     def issue(self, comm: Communicator, x: Any, out: Any, stream: Any) -> Any:
-        """Makes the call on arrays of these sizes, with `out` None in place; what it returned."""
+        """Makes the call on arrays of these sizes, with `out` None in place, and returns its result."""
         call = getattr(comm, self.collective)
         options: dict[str, Any] = {"out": out, "algorithm": self.algorithm, "stream": stream}
         if self.collective in ("all_gather", "all_to_all") and out is None:
@@ -232,7 +232,7 @@ def _inputs(call: Call, world_size: int) -> list[Values]:
     if call.collective not in ("all_reduce", "reduce_scatter"):
         return [g.integers(0, 256, size * dtype.itemsize, dtype=np.uint8).view(dtype) for g in generators]
     if dtype.kind in "iu":
-        most = 2 if call.op == "prod" else min(1000, np.iinfo(dtype).max // 16)  # no average of 16 ranks overflows
+        most = 2 if call.op == "prod" else min(1000, np.iinfo(dtype).max // 16)  # so the sum of 16 ranks fits
         return [g.integers(-most if dtype.kind == "i" else 0, most + 1, size).astype(dtype) for g in generators]
     if call.op == "prod":
         return [g.uniform(0.5, 1.5, size).astype(dtype) for g in generators]
@@ -271,7 +271,8 @@ def _reduced(call: Call, inputs: list[Values]) -> tuple[Values, Values | None]:
     bound = growth * magnitude
     if accumulator != dtype:
         smallest = 2.0**-24 if dtype == np.float16 else 0.0  # half precision's subnormals
-        # Each part's rounding is relative to it: the parts of a sum make up its magnitude, a product's errors add up.
+        # Each part's rounding is relative to that part: the parts of a sum make up its magnitude, a product's errors
+        # add up.
         factor = call.rounded_parts if call.op == "prod" else min(call.rounded_parts, 1)
         bound = bound + factor * (unit_roundoff(dtype) * magnitude + call.rounded_parts * smallest / 2)
         bound = bound * (1 + unit_roundoff(dtype)) + unit_roundoff(dtype) * np.abs(exact) + smallest / 2

@@ -1,4 +1,4 @@
-"""Collectives by proxy on parts of arrays: the calls of one rank, each checked against what numpy makes of it."""
+"""Collectives by proxy on parts of arrays: the calls of one rank, each checked against numpy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def values(seed: int, rank: int, nbytes: int) -> NDArray[np.uint8]:
 
 
 def allocate(comm: Communicator, nbytes: int, kind: Kind) -> ArrayView:
-    """An array of bytes; of a private one peers know nothing."""
+    """An array of bytes; peers do not know about a private one."""
     if kind == "private":
         memory = comm.runtime.allocate(nbytes)
         return ArrayView(
@@ -40,12 +40,12 @@ def allocate(comm: Communicator, nbytes: int, kind: Kind) -> ArrayView:
 
 
 class SpanCalls:
-    """Two arrays of each rank, and calls on parts of them that begin elsewhere on every rank.
+    """Two arrays of each rank, and calls on parts of them that begin at different offsets on every rank.
 
     Args:
         comm: the ranks; all make it together.
         most: bytes of the longest input or output.
-        kinds: of the array for inputs, and of that for outputs and for both of a call in place.
+        kinds: of the array for inputs, and of the array for outputs and in-place calls.
         allocate: makes such an array.
     """
 
@@ -66,7 +66,7 @@ class SpanCalls:
         return replace(whole, ptr=whole.ptr + offset, shape=(nbytes,))
 
     def spans(self, collective: str, share: int, seed: int, *, in_place: bool) -> tuple[ArrayView, ArrayView]:
-        """Input and output of a call on this rank; its `share` is what one rank sends to one."""
+        """Input and output of a call on this rank; its `share` is the bytes that one rank sends to one other."""
         comm = self.comm
         whole = share * comm.world_size
         size_in = whole if collective == "all_to_all" else share
@@ -95,7 +95,7 @@ class SpanCalls:
         getattr(self.comm, collective)(x, out=out, algorithm="proxy", stream=stream, **options)
 
     def load(self, x: ArrayView, out: ArrayView, seed: int) -> None:
-        """Writes an input, and poison around it and where the output shall come."""
+        """Writes an input, and poison around it and in the place of the output."""
         for array in self.arrays:
             found = np.full(array.nbytes, POISON, np.uint8)
             if array.owner is x.owner:
@@ -104,7 +104,7 @@ class SpanCalls:
             self.comm.runtime.copy(array.ptr, found.ctypes.data, found.nbytes)
 
     def read(self, number: int) -> NDArray[np.uint8]:
-        """What an array holds."""
+        """The contents of an array."""
         found = np.empty(self.arrays[number].nbytes, np.uint8)
         self.comm.runtime.copy(found.ctypes.data, self.arrays[number].ptr, found.nbytes)
         return found

@@ -1,5 +1,6 @@
-"""The endpoint that tests of the fabric transport write to (fake_endpoint.c), and a peer that a service reaches
-through one."""
+"""The endpoint that tests of the fabric transport write to (fake_endpoint.c), and a peer that a service reaches through
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from support.fakes.writer import FakeWriter
 
 SOURCE_KEY, TARGET_KEY, SIGNAL_KEY, REQUESTS_KEY = 0x11, 1 << 40, 0x33, 0x44
 PEER = 3
-_DESCRIPTORS = 0x7000  # a key's descriptor, counted from this
+_DESCRIPTORS = 0x7000  # a key's descriptor is this plus the key
 
 
 class FakeEndpoint(FakeWriter):
-    """An endpoint to memory of this process. Leaving it asserts that nothing wrong was asked of it."""
+    """An endpoint to memory of this process. Leaving it asserts that all requests were valid."""
 
     _library, _functions, _types = ("fabric", "fake_endpoint"), "fake_endpoint_", "FakeFabric"
 
@@ -33,11 +34,11 @@ class FakeEndpoint(FakeWriter):
         self.add(REQUESTS_KEY, self._requests)
 
     def register(self, key: int, array: NDArray[Any], *, offsets: bool = False) -> None:
-        """Makes an array's memory known under a key, by its addresses or by offsets."""
+        """Registers an array's memory under a key, by its addresses or by offsets."""
         self._call("register", key, array.ctypes.data, array.nbytes, offsets)
 
     def add(self, key: int, array: NDArray[Any]) -> None:
-        """Makes an array's memory known under a local key of the connection."""
+        """Registers an array's memory under a local key of the connection."""
         self._table[key] = _DESCRIPTORS + key
         self.register(_DESCRIPTORS + key, array)
 
@@ -70,7 +71,7 @@ class FakeEndpoint(FakeWriter):
 
 
 class FakeFabricPeer(FakePeer):
-    """A peer with its own fake endpoint: this process's memory, under another's keys.
+    """A peer with its own fake endpoint: this process's memory, under different keys.
 
     Args:
         service: that connects to it.

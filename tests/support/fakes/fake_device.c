@@ -1,5 +1,5 @@
-/* Requests are taken at a post, as a device takes them, and executed in their order at a later poll. A slot of the send
- * queue is free again when a completion of its request, or of a later one, was polled.
+/* Like a device, it takes requests at a post and executes them in order at a later poll. A slot of the send queue is
+ * free again when a completion of its request, or of a later one, has been polled.
  *
  * A read is carried out as late as a device may: when a request with a fence follows, or one of the two is completed.
  */
@@ -39,7 +39,7 @@ struct FakeDevice {
   struct ibv_qp qp;
   pthread_mutex_t lock;
   uint32_t send_depth, cq_depth, reads;
-  Request *queue;          /* request number n lies at n % send_depth */
+  Request *queue;          /* request number n is at n % send_depth */
   Completion *completions; /* likewise, by number of the completion */
   uint64_t posted, executed, freed, completed, polled;
   uint64_t carried_out; /* all reads up to this request's number are */
@@ -269,7 +269,7 @@ uintptr_t fake_qp(const FakeDevice *device) { return (uintptr_t)&device->qp; }
 uintptr_t fake_cq(const FakeDevice *device) { return (uintptr_t)&device->cq; }
 uint32_t fake_qp_num(const FakeDevice *device) { return device->qp.qp_num; }
 
-/* Runs `change` alone. */
+/* Runs `change` under the lock. */
 #define ALONE(change)                    \
   do {                                   \
     pthread_mutex_lock(&device->lock);   \

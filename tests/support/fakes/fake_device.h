@@ -1,5 +1,5 @@
-/* A device that the tests of the verbs transport post to: a queue pair whose requests copy memory of this process, when
- * they are allowed to, and which notes the first breach of any limit. */
+/* A device that the tests of the verbs transport post to: a queue pair that executes requests, when allowed to, as
+ * copies in this process's memory, and notes the first breach of any limit. */
 #ifndef FAKE_DEVICE_H
 #define FAKE_DEVICE_H
 
@@ -33,11 +33,11 @@ void fake_close(FakeDevice *device);
 uintptr_t fake_qp(const FakeDevice *device);
 uintptr_t fake_cq(const FakeDevice *device);
 uint32_t fake_qp_num(const FakeDevice *device);
-/* Memory that requests may name by this key; own memory and the peer's have different ones. */
+/* Memory that requests may name by this key; local memory and the peer's have different keys. */
 void fake_register(FakeDevice *device, uint32_t key, uintptr_t base, uint64_t bytes);
-/* Requests that may be executed from now on, at a poll each; negative: any number. At first: any. */
+/* Requests that may be executed from now on, one at each poll; negative: any number, which is the default. */
 void fake_allow(FakeDevice *device, int64_t requests);
-/* Executes up to a random number of requests, at most `most`, at each poll. 0: all that may be. */
+/* Executes up to a random number of requests, at most `most`, at each poll. 0: all that are allowed. */
 void fake_dawdle(FakeDevice *device, uint32_t most, uint32_t seed);
 /* The request of this number, from 1, fails with an ibv_wc_status. */
 void fake_fail_request(FakeDevice *device, uint64_t number, int status);

@@ -1,5 +1,5 @@
-/* Writes and reads are taken as a provider takes them, and carried out at later polls: their data is read then. Reads
- * are carried out in any order among each other and among writes, whatever order writes keep. */
+/* Takes writes and reads like a provider, and carries them out at later polls, when it also reads their data. Reads are
+ * carried out in any order relative to each other and to writes, even if writes keep their order. */
 #include "fake_endpoint.h"
 
 #include <pthread.h>
@@ -83,7 +83,7 @@ static int carry_out_part(FakeEndpoint *self, const Request *write, const Part *
     return 0;
   }
   memcpy(target, (void *)part->source, part->bytes);
-  /* Signals and values are the writes of what is in the memory of requests; signals have 8 bytes. */
+  /* Signals and values are writes from the memory of requests; signals have 8 bytes. */
   if (part->source >= (uint64_t)write->context && part->source < (uint64_t)write->context + 128) {
     if (part->bytes != 8) return 0;
     if (self->counts.signals == MAX_SIGNALS) note(self, "more signals than the fake endpoint notes");

@@ -1,5 +1,5 @@
-/* An endpoint of libfabric in this process's memory, for tests of the fabric transport. It is strict about what it is
- * given, and tells what it was asked to do. */
+/* An endpoint of libfabric in this process's memory, for tests of the fabric transport. It checks its requests
+ * strictly, and reports them. */
 #ifndef FAKE_ENDPOINT_H
 #define FAKE_ENDPOINT_H
 
@@ -23,7 +23,7 @@ uintptr_t fake_endpoint_fid(FakeEndpoint *endpoint);
 uintptr_t fake_endpoint_queue(FakeEndpoint *endpoint);
 const char *fake_endpoint_breach(const FakeEndpoint *endpoint);
 void fake_endpoint_counts(FakeEndpoint *endpoint, FakeFabricCounts *counts);
-/* Own memory under a descriptor, or the peer's under a key. `offsets`: peers name it from 0. */
+/* Local memory under a descriptor, or the peer's under a key. `offsets`: peers name it by offsets from 0. */
 void fake_endpoint_register(FakeEndpoint *endpoint, uint64_t key, uint64_t base, uint64_t bytes, uint32_t offsets);
 void fake_endpoint_allow(FakeEndpoint *endpoint, int64_t requests);
 void fake_endpoint_dawdle(FakeEndpoint *endpoint, uint32_t most, uint32_t seed);

@@ -1,6 +1,6 @@
-/* libfabric as it is where providers reach GPUs: the real one, whose TCP provider's offers claim to. Memory of a GPU is
- * the host's here, as it is for the HIP runtime over the host's (support/hip), and is registered as such. What it
- * registers for a GPU it prints. */
+/* libfabric with providers that reach GPUs: the real library, whose TCP provider's offers claim that they do. A GPU's
+ * memory is host memory here, as in the HIP runtime over the host's (support/hip), and is registered as such.
+ * Registrations for a GPU are printed. */
 #include <dlfcn.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_domain.h>
@@ -15,7 +15,7 @@ static void *real(const char *name) {
   return found;
 }
 
-/* What the real provider does not know. */
+/* Removes what the real provider does not know. */
 static void strip(struct fi_info *info) {
   info->caps &= ~FI_HMEM;
   info->domain_attr->mr_mode &= ~FI_MR_HMEM;

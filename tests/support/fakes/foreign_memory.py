@@ -1,5 +1,5 @@
-"""Memory that another library allocates through the functions of memory_pool.h, called by name and address as torch
-calls them.
+"""Memory that another library allocates through the functions of memory_pool.h, called by name and address, like torch
+does.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def allocate(nbytes: int, device: int) -> int:
 
 
 def free(ptr: int, nbytes: int, device: int) -> None:
-    """Frees what `allocate` gave."""
+    """Frees memory of `allocate`."""
     _allocator.free(ptr, nbytes, device, None)
 
 
 class ForeignMemory:
-    """Memory of a runtime's device that its owner frees when it likes."""
+    """Memory of a runtime's device that its owner may free at any time."""
 
     def __init__(self, runtime: Runtime, nbytes: int) -> None:
         MemoryPool(runtime)  # makes the functions allocate on this device
@@ -64,7 +64,7 @@ class ForeignMemory:
 
 
 def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
-    """Mappings where the system would put one of this size before it does at this address."""
+    """Mappings in the places that the system would choose for one of this size before this address."""
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     wanted, taken = whole, []
     for _ in range(10_000):
@@ -73,7 +73,7 @@ def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
         if (at, wanted) == (ptr, whole):
             place.close()
             return taken
-        if wanted == whole and ptr < at < ptr + whole:  # there is room behind; take that
+        if wanted == whole and ptr < at < ptr + whole:  # there is room after it; take that
             place.close()
             wanted = at - ptr
             continue

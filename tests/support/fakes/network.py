@@ -22,12 +22,12 @@ _SEND_DEPTH = 16
 
 
 class FakeNetwork:
-    """Takes the place of RDMA by verbs: a device for each pair of ranks and direction, and keys that all of them know.
+    """Replaces RDMA by verbs: a device for each pair of ranks and direction, and keys that all of them know.
 
     Devices dawdle, and are strict about every limit: closing one that broke any fails.
 
     Args:
-        monkeypatch: puts verbs back.
+        monkeypatch: restores verbs.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ class FakeNetwork:
         monkeypatch.setitem(table.TRANSPORTS, "verbs", replace(verbs.TRANSPORT, remote=functions))
 
     def register(self, address: int, nbytes: int) -> int:
-        """Makes memory of this process known to all devices. Returns its key."""
+        """Registers memory of this process with all devices. Returns its key."""
         with self._lock:
             key = next(self._keys)
             self._memories[key] = address, nbytes
@@ -67,7 +67,7 @@ class FakeNetwork:
             return device
 
     def requests(self) -> int:
-        """How many requests the devices have executed."""
+        """The number of requests that the devices have executed."""
         return sum(device.counts.executed for device in self._devices)
 
     def close(self, device: FakeDevice) -> None:
@@ -87,14 +87,14 @@ def _tell(device: FakeDevice, key: int, address: int, nbytes: int) -> None:
 
 
 class _Opened:
-    """What a rank has open."""
+    """A rank's open device."""
 
     def __init__(self, network: FakeNetwork, setup: RemoteSetup) -> None:
         self.network, self.segment = network, setup.segment.host_ptr
         self.key = network.register(self.segment, setup.segment.nbytes)
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Does nothing."""
 
 
 class _Endpoint:

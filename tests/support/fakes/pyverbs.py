@@ -1,4 +1,4 @@
-"""A package `pyverbs` for tests without RDMA: its classes keep what they are given. As the real one it configures the
+"""A package `pyverbs` for tests without RDMA: its classes keep their arguments. Like the real one, it configures the
 root logger when it is imported.
 """
 
@@ -95,7 +95,7 @@ def write(root: Path, *, enums: str = "enums", in_module: bool = True) -> None:
 
     Args:
         enums: the module that has the enumerators.
-        in_module: whether they are in the module too, and not in their classes alone.
+        in_module: whether they are also in the module, and not only in their classes.
     """
     package = root / "pyverbs"
     (package).mkdir()
@@ -111,14 +111,14 @@ def write(root: Path, *, enums: str = "enums", in_module: bool = True) -> None:
 
 
 def device() -> SimpleNamespace:
-    """What its device can do; to be changed by a test."""
+    """The capabilities of its device, which a test may change."""
     import pyverbs.pyverbs_error
 
     return pyverbs.pyverbs_error.device
 
 
 def log() -> list[tuple[str, str]]:
-    """What was opened and closed, in order."""
+    """Names of objects that were opened and closed, in order."""
     import pyverbs.pyverbs_error
 
     return pyverbs.pyverbs_error.log

@@ -1,4 +1,4 @@
-"""A client of the node daemon that says whatever it is told to, and a ring that floods it."""
+"""A client of the node daemon that sends any message, and a ring that floods it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def frame_of(message: dict[str, Any]) -> bytes:
 
 
 class RawClient:
-    """Says what it is told to, true or not."""
+    """Sends any message, true or not."""
 
     def __init__(self, daemon: RunningDaemon) -> None:
         self.connection = daemon.connect()
@@ -61,7 +61,7 @@ class RawClient:
         self.connection.close()
 
     def say(self, frame: bytes | dict[str, Any], *descriptors: int) -> dict[str, Any] | None:
-        """The daemon's answer, or None where it hung up."""
+        """The daemon's answer, or None if it hung up."""
         data = frame if isinstance(frame, bytes) else frame_of(frame)
         try:
             socket.send_fds(self.connection, [data], list(descriptors))
@@ -76,12 +76,12 @@ class RawClient:
         return self.say(OPEN | changed, self.segment.descriptor, self.ring.descriptor)
 
     def opens(self) -> bool:
-        """Whether that is done."""
+        """Whether `open` succeeds."""
         answer = self.open()
         return answer is not None and answer.keys() == {"kind", "observed"}
 
     def use(self) -> dict[str, Any]:
-        """A memory and a channel to itself."""
+        """Sets up a memory and a channel to itself."""
         handle = self.buffer.export(self.buffer.ptr, 4096)
         memory = self.say({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096})
         connection = self.say({"do": "connect_copy", "peer": 0})
@@ -122,7 +122,7 @@ class RawClient:
 
 
 class Ringing:
-    """A thread that writes a schedule's number to the bell again and again, within the block."""
+    """A thread that keeps writing a schedule's number to the bell within the block."""
 
     def __init__(self, words: Any, number: int) -> None:
         self._words, self._number = words, number
@@ -145,7 +145,7 @@ class Ringing:
 
 
 class Flood:
-    """A ring that is always full of one trigger: a thread flips the bits that tell a lap from the next."""
+    """A ring that is always full of one trigger: a thread flips the bits that distinguish laps."""
 
     def __init__(self, ring: SharedMemory, trigger: Trigger) -> None:
         self._stop = threading.Event()

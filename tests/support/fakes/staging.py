@@ -1,4 +1,4 @@
-"""Two ends of a staged connection in this process, each with a proxy service and a wire of its own (wires.py)."""
+"""Two ends of a staged connection in this process, each with its own proxy service and wire (wires.py)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def seen_as(memory: PinnedMemory, kind: type[np.generic]) -> NDArray[Any]:
 
 
 class OtherCalls:
-    """A runtime whose engine makes some other calls than the driver's."""
+    """A runtime that replaces some of the engine's driver calls."""
 
     def __init__(self, runtime: Runtime, **calls: int) -> None:
         self._runtime, self._calls = runtime, calls
@@ -48,7 +48,7 @@ class OtherCalls:
 
 
 class End(OwnTriggers):
-    """One end, with memory that is put from and memory that the other end puts to.
+    """One end, with source memory for puts and memory that the other end puts to.
 
     Args:
         number: 0 or 1; the other end is rank 7 plus its own number.
@@ -59,8 +59,8 @@ class End(OwnTriggers):
         depth: of the wire's queues.
         max_message: bytes of one of the wire's requests.
         wire: makes the wire.
-        runtime: whose memory and copies; None for one of the device that the tests use.
-        calls: of the engine into the runtime that are others than the driver's.
+        runtime: for memory and copies; None for one on the device that the tests use.
+        calls: replacements of the engine's driver calls.
         service: options of the service.
     """
 
@@ -92,7 +92,7 @@ class End(OwnTriggers):
             self.segment.host_pointer,
             self.segment.memory,
             shared_offset=ControlSegment.service_offset,
-            semaphores_offset=self.word_memory.host_ptr - self.segment.memory.host_ptr,  # memory of its own here
+            semaphores_offset=self.word_memory.host_ptr - self.segment.memory.host_ptr,  # separate memory here
             on_failure=self.failures.append,
             **(service or {}),
         )
@@ -145,7 +145,7 @@ class End(OwnTriggers):
         return self.producer.push(self.trigger(operation, size, **where), count)
 
     def taken(self, channel: int = 0) -> int:
-        """Triggers that were taken out of a channel's ring so far."""
+        """Triggers taken out of a channel's ring so far."""
         return self.producer.taken(self.channels[channel])
 
     def fails(self) -> ProxyFailure:
@@ -154,7 +154,7 @@ class End(OwnTriggers):
         return self.failures[0]
 
     def abort(self) -> None:
-        """Has its workers return with whatever is outstanding."""
+        """Makes its workers return whatever is outstanding."""
         if not self.area.closed:
             self.segment.raise_abort(ErrorRecord(native.PROXYCCL_ERROR_LOCAL, 0))
 
@@ -170,9 +170,7 @@ class Ends:
 
     Args:
         nbytes: of each end's memories.
-        options: of each `End`.
-        first: options of the first end alone.
-        second: of the second.
+        options: of each `End`. first: further options of the first end. second: of the second.
     """
 
     def __init__(
@@ -204,7 +202,7 @@ class Ends:
         return iter(self.ends)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits until a condition holds; no proxy must fail before."""
+        """Waits until a condition holds; no proxy may fail before."""
         wait_for(lambda: condition() or any(end.failures for end in self.ends), what)
         assert not any(end.failures for end in self.ends), [end.failures for end in self.ends]
 
@@ -227,9 +225,9 @@ _NOT_READY = 600
 
 
 class LateStreams:
-    """The driver's calls, with streams that do their work late: at a look at an event, some of what its stream has.
+    """The driver's calls, with streams that do their work late: each query of an event does some of its stream's work.
 
-    So streams overtake one another as those of a GPU may. An engine of a thread of its own calls them.
+    So streams overtake one another like a GPU's. An engine with its own thread calls them.
 
     Attributes:
         calls: for `End`.

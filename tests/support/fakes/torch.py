@@ -1,5 +1,5 @@
-"""What `Communicator.memory_pool` uses of torch, without torch: pools that keep what is freed, over an allocator's two
-functions, which are called as torch calls them.
+"""The parts of torch that `Communicator.memory_pool` uses, without torch: pools that keep freed memory, over an
+allocator's two functions, which are called like torch does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PluggableAllocator:
         self.free.restype = None
 
     def allocator(self) -> PluggableAllocator:
-        """What pools take."""
+        """The allocator that pools take."""
         return self
 
 
@@ -31,7 +31,7 @@ class MemPool:
     """torch.cuda.MemPool on the current device.
 
     Attributes:
-        graphs: that use the pool.
+        graphs: number of graphs that use the pool.
     """
 
     SEGMENT = 2 << 20
@@ -45,7 +45,7 @@ class MemPool:
         return 1 + [pool for pool, _ in _in_use].count(self) + self.graphs
 
     def allocate(self, nbytes: int) -> tuple[int, int]:
-        """The address and the size of a segment that nothing else lies in."""
+        """The address and the size of a segment for one tensor alone."""
         size = -(-nbytes // self.SEGMENT) * self.SEGMENT
         unused = self._unused.get(size)
         if unused:
@@ -92,8 +92,7 @@ def make_torch(built_for: str, version: str = "2.11.0", **more: Any) -> Any:
 
     Args:
         built_for: "cuda", "hip" or "cpu".
-        version: torch's.
-        more: other attributes of torch.cuda; None leaves one out.
+        version: torch's. more: other attributes of torch.cuda; None omits one.
     """
     torch: Any = types.ModuleType("torch")
     torch.__version__ = version

@@ -1,7 +1,7 @@
-"""GPUs for a torch that has none: tensors that say that they lie on one, and streams of the HIP runtime.
+"""GPUs for a torch that has none: tensors that claim to be on one, and streams of the HIP runtime.
 
 The HIP runtime's calls go to the host runtime (tests/support/hip), so its devices' memory is the CPU's. The streams are
-as asynchronous as a GPU's.
+asynchronous like a GPU's.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _stream(stream: _Stream | None) -> Iterator[None]:
 
 @functools.cache
 def _tensors_on(number: int) -> type[torch.Tensor]:
-    """The type of tensors on a device; what is made of one has its type."""
+    """The type of tensors on a device; tensors derived from one have its type."""
 
     class OnGpu(torch.Tensor):
         is_cuda, is_cpu = True, False
@@ -91,7 +91,7 @@ def _tensors_on(number: int) -> type[torch.Tensor]:
             return number
 
         def record_stream(self, stream: _Stream) -> None:
-            """Nothing reuses memory here as soon as the CPU has let go of it."""
+            """Does nothing: memory is not reused here as soon as the CPU has released it."""
 
     return OnGpu
 
@@ -102,13 +102,13 @@ def on_gpu(tensor: torch.Tensor, device: int) -> torch.Tensor:
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory, when all that the current stream was given is done."""
+    """The tensor's memory, after all work of the current stream."""
     _current_stream(tensor.device).synchronize()
     return tensor.as_subclass(torch.Tensor)
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has torch, and so the backend, work on such devices for a test."""
+    """Makes torch, and so the backend, use such devices for a test."""
     names = {
         "ExternalStream": _Stream,
         "current_stream": _current_stream,

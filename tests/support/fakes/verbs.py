@@ -25,7 +25,7 @@ LKEY, RKEY, SIGNAL_RKEY, SCRATCH_LKEY = 0x11, 0x22, 0x33, 0x44
 
 
 class FakeDevice(FakeWriter):
-    """A queue pair to memory of this process. Leaving it asserts that no limit was broken."""
+    """A queue pair to memory of this process. Leaving it asserts that no limit was exceeded."""
 
     _library, _functions, _types = ("verbs", "fake_device"), "fake_", "Fake"
 
@@ -39,7 +39,7 @@ class FakeDevice(FakeWriter):
         return self
 
     def register(self, key: int, array: NDArray[Any]) -> None:
-        """Makes an array's memory known under a key."""
+        """Registers an array's memory under a key."""
         self._call("register", key, array.ctypes.data, array.nbytes)
 
     def fail_request(self, number: int, status: int) -> None:
@@ -51,7 +51,7 @@ class FakeDevice(FakeWriter):
         self._call("fail_post", number, error)
 
     def fail_polls(self) -> None:
-        """Polls fail from now on."""
+        """Makes polls fail from now on."""
         self._call("fail_polls")
 
     def status_names(self) -> list[str]:
@@ -71,12 +71,12 @@ def value_trigger(
 
 
 def bytes_of_value(value: int, size: int) -> NDArray[np.uint8]:
-    """What a value of that size is in memory."""
+    """A value of that size as bytes in memory."""
     return np.frombuffer(value.to_bytes(8, "little")[:size], np.uint8)
 
 
 class Producer:
-    """Pushes triggers into the rings of a service, in a kernel's place."""
+    """Pushes triggers into the rings of a service, in place of a kernel."""
 
     def __init__(self, service: ProxyService) -> None:
         self._service = service
@@ -92,7 +92,7 @@ class Producer:
         return first + count - 1
 
     def taken(self, channel: int) -> int:
-        """Triggers that were taken out of a channel's ring so far."""
+        """Triggers taken out of a channel's ring so far."""
         return self._service.fifo_for(channel).taken
 
 
@@ -137,16 +137,16 @@ class OwnTriggers:
 
 
 class FakePeer(OwnTriggers):
-    """A peer with its own fake device: this process's memory, under another's keys.
+    """A peer with its own fake device: this process's memory, under different keys.
 
     Args:
         service: that connects to it.
         source: what puts read.
-        destination: what they write, and what the peer numbers its own.
+        destination: memory that they write, in the peer's numbering its own.
         rank: its rank.
         channels: number of channels to it.
         send_depth: of the send queue.
-        cq_depth: of the completion queue; None for as many.
+        cq_depth: of the completion queue; None for the same.
         max_message: bytes of a request, at most.
         fetch_add: how it is signalled.
         reads: most reads outstanding; 0 if the device makes none.
@@ -260,7 +260,7 @@ class Loop:
         self.wait(lambda: self.peers[peer].flushed(channel) > ticket, "a flush")
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits until a condition holds; the proxy must not fail before."""
+        """Waits until a condition holds; the proxy may not fail before."""
         wait_for(lambda: condition() or bool(self.failures), what)
         assert not self.failures, self.failures[0]
 

@@ -1,4 +1,6 @@
-"""What joins the two ends of a staged connection in tests (staging.py): a device of one end that copies memory."""
+"""The wire between the two ends of a staged connection in tests (staging.py): a device of one end that copies
+memory.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class FakeWire(Protocol):
     peer_key: int
 
     def register(self, area: NDArray[np.uint8], peer_area: NDArray[np.uint8]) -> None:
-        """Makes both areas known to the device."""
+        """Registers both areas with the device."""
         ...
 
     def options(self) -> Any:
@@ -102,7 +104,7 @@ class FabricWire:
 
 
 class JoinedFabricWire(FabricWire):
-    """An endpoint that keeps the order of a write's bytes too."""
+    """An endpoint that also keeps the order of a write's bytes."""
 
     _joined = True
 

@@ -24,17 +24,17 @@ def load(name: str, stem: str) -> tuple[Any, Any]:
 
 
 class FakeWriter:
-    """What carries out requests on memory of this process, and notes what was asked of it that is wrong.
+    """Carries out requests on memory of this process, and notes invalid ones.
 
-    Leaving it asserts that nothing was.
+    Leaving it asserts that there were none.
 
     Args:
         options: for the library's function that opens one.
     """
 
     _library: tuple[str, str]  # name and stem, for `load`
-    _functions: str  # how the names of the library's functions begin
-    _types: str  # and of its types
+    _functions: str  # prefix of the library's functions
+    _types: str  # prefix of its types
 
     def __init__(self, *options: int) -> None:
         self._ffi, self._lib = load(*self._library)
@@ -52,7 +52,7 @@ class FakeWriter:
 
     @property
     def breach(self) -> str | None:
-        """The first wrong thing that was asked of it."""
+        """The first invalid request."""
         text = self._call("breach")
         return self._ffi.string(text).decode() if text else None
 
@@ -64,7 +64,7 @@ class FakeWriter:
         return counts
 
     def allow(self, requests: int) -> None:
-        """Requests that may be carried out from now on; -1: any number."""
+        """Allows this many requests to be carried out from now on; -1: any number."""
         self._call("allow", requests)
 
     def dawdle(self, most: int, seed: int) -> None:

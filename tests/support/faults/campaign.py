@@ -1,11 +1,12 @@
 """Runs cases and checks how each ended. python tests/support/faults/campaign.py --count 1000 --seed 1 --report FILE
 
 With --hosts the ranks are on two hosts, which are network namespaces of this machine, and their link has faults too.
---jobs says how many cases run at once. SIGTERM and Ctrl-C end the campaign and what it runs; its report has what ended.
+--jobs sets how many cases run at once. SIGTERM and Ctrl-C end the campaign and its cases; its report has those that
+ended before.
 
-A finding is a process that did not end in time or ended by what has no name, a stopped daemon that a rank did not
-notice within two time-outs, a wrong result, ranks that disagree who goes on, a harmless fault that somebody noticed, or
-something that is left behind: a process, a descriptor, a file.
+A finding is a process that did not end in time or ended without a named error, a stopped daemon that a rank did not
+notice within two time-outs, a wrong result, ranks that disagree about who goes on, a harmless fault that somebody
+noticed, or something that is left behind: a process, a descriptor, a file.
 """
 
 from __future__ import annotations
@@ -39,15 +40,16 @@ _RANK = Path(__file__).parent / "rank.py"
 _SETTLES_SECONDS = 10.0
 _DIES_SECONDS = 5.0
 _NOTICES_SECONDS = 10.0
-"""That a busy machine may add to the two time-outs within which a stopped daemon is noticed."""
+"""Time that a busy machine may add to the two time-outs within which a stopped daemon is noticed."""
 _MARK = "PROXYCCL_FAULTS_CASE"
 _MOST_OUTPUT = 12_000
-"""Characters that a finding shows of a rank's errors and of a report. Where threads hang stands at the errors' end."""
+"""Characters that a finding shows of a rank's errors and of a report. The places where threads hang are at the end of
+the errors."""
 
 
 @dataclass
 class Rank:
-    """A process and what it said."""
+    """A process and its output."""
 
     process: subprocess.Popen[str]
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -74,7 +76,7 @@ class Rank:
 
 
 def processes_of(mark: str) -> dict[int, str]:
-    """Processes that were started with this mark, and what each is."""
+    """Processes that were started with this mark, and the command of each."""
     found = {}
     for pid in processes_with(_MARK, mark):
         with contextlib.suppress(OSError):
@@ -90,7 +92,7 @@ def kill_all(mark: str) -> None:
 
 
 def where_threads_wait(pid: int) -> str:
-    """What the system tells of a process's threads: their state, where they sleep, and in which call."""
+    """The system's view of a process's threads: their state, where they sleep, and in which call."""
     lines = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
         words = []
@@ -104,15 +106,15 @@ def where_threads_wait(pid: int) -> str:
 
 
 def shared_memory() -> set[str]:
-    """Names of shared memory. The library makes none, so one that is new is a finding, whichever case it is from."""
+    """Names of shared memory. The library makes none, so a new one is a finding, whichever case made it."""
     return {path.name for path in Path("/dev/shm").glob("*proxyccl*")}
 
 
 class Campaign:
-    """Runs cases, in as many threads as call it.
+    """Runs cases, one in each thread that calls it.
 
     Args:
-        directory: for what the cases leave: reports and caches. The cache is shared, as compiling takes seconds.
+        directory: for the cases' reports and caches. The cache is shared, because compiling takes seconds.
         hosts: two hosts for cases on hosts.
     """
 
@@ -129,14 +131,14 @@ class Campaign:
         return self._surroundings.why_not(case)
 
     def stop(self) -> None:
-        """Ends the cases that run; what their `run` returns then says nothing."""
+        """Ends the running cases; the results of their `run` are then meaningless."""
         self._stopped.set()
         while True:
             with self._lock:
                 running = set(self._running)
             if not running:
                 return
-            for mark in running:  # again and again: a rank may just be starting
+            for mark in running:  # repeatedly, because a rank may just be starting
                 kill_all(mark)
             time.sleep(0.05)
 
@@ -180,7 +182,7 @@ class Campaign:
             findings = self._strike(case, ranks)
             findings += self._await_end(ranks, deadline)
         for number, reader in enumerate(readers):
-            reader.join(_SETTLES_SECONDS)  # a process that is left may hold the pipe open
+            reader.join(_SETTLES_SECONDS)  # a remaining process may hold the pipe open
             ranks[number].errors = (here / f"stderr-{number}").read_text(errors="replace")
         findings += self._judge(case, ranks)
         findings += self._leavings(mark)
@@ -204,7 +206,7 @@ class Campaign:
         return Rank(process)
 
     def _strike(self, case: Case, ranks: list[Rank]) -> list[str]:
-        """What happens to the victim, or to its daemon, from outside. Returns findings."""
+        """Does to the victim, or to its daemon, what comes from outside. Returns findings."""
         victim = ranks[case.victim].process.pid
         daemon = (ranks[case.victim].said("ready") or {}).get("daemon")
         strikes = {
@@ -229,7 +231,7 @@ class Campaign:
         return findings
 
     def _await_notice(self, case: Case, ranks: list[Rank]) -> list[str]:
-        """Waits until every rank has met an error, or is done with what needs no daemon."""
+        """Waits until every rank has met an error, or has finished without needing the daemon."""
         deadline = time.monotonic() + 2 * case.timeout + _NOTICES_SECONDS
         while unaware := [
             number
@@ -309,7 +311,7 @@ class Campaign:
                 names = shared_memory() - self._shared_memory
                 late = time.monotonic() > deadline
                 if late:
-                    self._shared_memory |= names  # told once
+                    self._shared_memory |= names  # reported once
             found += [f"shared memory is left, by this case or one beside it: {name}" for name in names]
             if not found or late:
                 return found

@@ -1,4 +1,4 @@
-"""One case of the campaign: which ranks work, how, and what goes wrong. All of it follows from a seed."""
+"""One case of the campaign: its ranks, their work, and the fault. All of it follows from a seed."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ FAULTS = (
     "daemon killed",
     "daemon stopped",
 )
-"""What happens to one rank, or to the daemon that runs the ranks' proxies:
+"""Faults of one rank, or of the daemon that runs the ranks' proxies:
 
-- kill: SIGKILL; stop: it stands still for longer than the time-out; pause: for less
+- kill: SIGKILL; stop: it is stopped for longer than the time-out; pause: for less
 - slow: it sleeps between calls; exit: another thread ends the process; exception: the program raises
 - wrong arguments: one call with another count; garbage: one of its messages has other bytes
 - fork: children that end at once, in different ways; signals: a handler runs every millisecond
 - few descriptors, little memory: limits that are set while it works; no directory: reports and cache can't be written
-- full disk: reports and cache are on a file system that is full; clock jumps: its time of day does, at every reading
+- full disk: reports and cache are on a file system that is full; clock jumps: its time of day jumps at every reading
 """
 LINK_FAULTS = ("link cut", "link pause", "link loss")
-"""What the link between two hosts does: it is cut, for good or for less than the time-out, or it loses packets."""
+"""Faults of the link between two hosts: it is cut, permanently or for less than the time-out, or it loses packets."""
 HARMLESS = ("none", "pause", "slow", "fork", "signals", "no directory", "full disk", "clock jumps", *LINK_FAULTS[1:])
 """Faults that nobody may notice."""
 LASTING_DESCRIPTORS = 3
-"""That a process keeps from its first communicator on: what wakes the thread that reports on a signal, the directory of
-the cache, and the directory that it uses instead where that can't be written."""
+"""The number that a process keeps from its first communicator on: one wakes the thread that reports on a signal, the
+others are the directory of the cache and the one that replaces it if that can't be written."""
 _TIMEOUT_SECONDS = 3.0
 _HARMLESS_TIMEOUT_SECONDS = 15.0
-"""Where no wait may run out: on a busy machine a rank that compiles a kernel takes seconds."""
+"""The time-out if no wait may run out: on a busy machine, compiling a kernel takes seconds."""
 _DAEMON_STARTS_SECONDS = 60.0
-"""Of two daemons, the first one and that after a shrink: each may take half of it (`proxyccl.proxy.daemon.job`)."""
+"""For two daemons, the first and the one after a shrink: each may take half of it (`proxyccl.proxy.daemon.job`)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Case:
     Attributes:
         seed: that it follows from.
         ranks: how many.
-        place: where their proxies run.
+        place: the place of their proxies.
         nodes: ranks of a node; None for one node.
         hosts: whether the ranks are on two hosts, which libfabric joins over TCP.
         fault: one of FAULTS.
@@ -78,7 +78,7 @@ class Case:
 
     @classmethod
     def of(cls, seed: int, fault: str | None = None, *, hosts: bool = False) -> Case:
-        """The case of a seed, with a fault, or with the one whose turn it is."""
+        """The case of a seed, with this fault or the next one in turn."""
         rng = random.Random(seed)
         faults = FAULTS + LINK_FAULTS if hosts else FAULTS
         fault = faults[seed % len(faults)] if fault is None else fault
@@ -90,12 +90,12 @@ class Case:
 
     @property
     def repeats(self) -> bool:
-        """Whether the ranks make the same calls again and again, so that only their streams wait for the daemon."""
+        """Whether the ranks repeat the same calls, so that only their streams wait for the daemon."""
         return self.fault == "daemon stopped" and self.delay > 0.4
 
     @property
     def arguments(self) -> list[str]:
-        """Of rank.py: what gives this case again."""
+        """The arguments of rank.py that reproduce this case."""
         return [str(self.seed), self.fault, *(["hosts"] if self.hosts else [])]
 
     def host(self, rank: int) -> int:
@@ -105,7 +105,7 @@ class Case:
     @property
     def bound(self) -> float:
         """Seconds within which every process must have ended: time-outs of a wait, of a shrink, of its retry and of the
-        end, and what starting takes where cores are shared.
+        end, and the time of starting on shared cores.
         """
         return 90 + 8 * self.timeout + (_DAEMON_STARTS_SECONDS if self.place == "process" else 0)
 

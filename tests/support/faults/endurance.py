@@ -1,11 +1,10 @@
 """Hours of the campaign's work without a fault: what drifts? python tests/support/faults/endurance.py --minutes 60
 
 It runs on the runtime that PROXYCCL_RUNTIME names; of GPUs each rank takes the next. At the end of each tenth of the
-time every rank measures itself: resident memory, descriptors, threads, the CPU time of a step, on CUDA what is in use
-of the device's memory, and the time of a small all_reduce by kernels and by the proxy. Other work on the machine also
-changes times. So the least and the 10th percentile stand beside the median, and a communicator that is made anew for
-each measurement takes turns with the old one: if only the old one becomes slower, it drifts; if both do, the machine
-was busy.
+time every rank measures itself: resident memory, descriptors, threads, the CPU time of a step, on CUDA the device
+memory in use, and the time of a small all_reduce by kernels and by the proxy. Other work on the machine also changes
+times. So the minimum and the 10th percentile are shown beside the median, and a new communicator for each measurement
+takes turns with the old one: if only the old one becomes slower, it drifts; if both do, the machine was busy.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ _BURSTS, _CALLS = 20, 50
 _STEPS = 10
 _SEED = 11
 _MEASURING_SECONDS = 1800
-"""What all measurements may take in the end: a busy machine makes a call take milliseconds."""
+"""The time that all measurements may take: on a busy machine a call takes milliseconds."""
 
 
 def resident_bytes() -> int:
-    """What of this process is in memory."""
+    """This process's resident memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def device_bytes(comm: Communicator) -> int:
-    """What of the memory of the rank's NVIDIA GPU is in use, by whatever process."""
-    from proxyccl.device.gpu.cuda_bindings import cu, ok  # its package is for CUDA alone
+    """Memory in use on the rank's NVIDIA GPU, by any process."""
+    from proxyccl.device.gpu.cuda_bindings import cu, ok  # its package is only for CUDA
 
     comm.synchronize()  # an array without a reference left is freed only then
     with comm.runtime.current():
@@ -52,15 +51,15 @@ def device_bytes(comm: Communicator) -> int:
 
 
 def communicator(meeting: str) -> Communicator:
-    """One of all ranks, which meet in a directory of its own."""
+    """A communicator of all ranks, which meet in a new directory."""
     directory = Path(os.environ["RENDEZVOUS"], meeting)
     return Communicator(FileBootstrap(directory, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
 
 
 def burst(comm: Communicator, algorithm: str | None) -> list[float]:
-    """Times of small all_reduces until their results are there, in us, without the first one's."""
+    """Times of small all_reduces until their results are available, in us, without the first."""
     x, times = comm.empty(64, "float32").fill(1), []
-    queued = comm.runtime.name != "host"  # a GPU's call returns before its result is there
+    queued = comm.runtime.name != "host"  # a GPU's call returns before its result is available
     for _ in range(_CALLS + 1):
         began = time.perf_counter()
         comm.all_reduce(x, algorithm=algorithm)
@@ -71,7 +70,7 @@ def burst(comm: Communicator, algorithm: str | None) -> list[float]:
 
 
 def latencies(communicators: dict[str, Communicator]) -> dict[str, dict[str, float]]:
-    """Least, 10th percentile and median of each communicator's calls, in us."""
+    """Minimum, 10th percentile and median of each communicator's calls, in us."""
     found = {}
     for algorithm in (None, "proxy"):
         times: dict[str, list[float]] = {name: [] for name in communicators}

@@ -1,5 +1,5 @@
-/* A time of day that jumps by up to a day at every reading, both ways, for a process that preloads this. The clocks
- * that only go forward are the system's. */
+/* A time of day that jumps by up to a day at every reading, both ways, for a process that preloads this. Monotonic
+ * clocks are the system's. */
 #define _GNU_SOURCE
 #include <stdatomic.h>
 #include <sys/syscall.h>

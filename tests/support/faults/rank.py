@@ -1,8 +1,8 @@
-"""One rank of a case: works, has its fault, and goes on with the ranks that are left. Prints what it saw, in JSON.
+"""One rank of a case: works, has its fault, and goes on with the remaining ranks. Prints its observations, in JSON.
 
 rank.py SEED FAULT [hosts], further by the environment, as `run_processes` sets it.
 
-It ends with 0 if all that it saw has a name: errors of the library, and after a shrink results that are right.
+It ends with 0 if it saw only named errors of the library, and correct results after a shrink.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _AFTER_SHRINK_STEPS = 5
 _SHRINKS = 4
 _EXIT_STATUS = 7
 _START_SECONDS = 60.0
-"""Within which all ranks must have been started. The time-out of a case counts from then on, as a busy machine starts
-some ranks seconds behind others."""
+"""The time within which all ranks must have started. The time-out of a case counts from then on, because a busy machine
+starts some ranks seconds after others."""
 _LETS_GO_SECONDS = 5.0
 _LEFT_MIB = (12, 64)
-"""Up to which little memory is left: with less than a stack's 8 MiB no thread can be started."""
+"""Limits of the memory that remains: with less than a stack's 8 MiB no thread can be started."""
 
 
 class PlannedError(Exception):
@@ -51,12 +51,12 @@ def say(event: str, **fields: Any) -> None:
 
 
 def descriptors() -> int:
-    """How many this process has open."""
+    """The number of this process's open descriptors."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def show_descriptor(number: int) -> str:
-    """What a descriptor of this process is."""
+    """The target of one of this process's descriptors."""
     try:
         return os.readlink(f"/proc/self/fd/{number}")
     except OSError:
@@ -67,20 +67,20 @@ def show_descriptor(number: int) -> str:
 
 
 def fork_children(rng: random.Random) -> None:
-    """Children that end as programs do: quietly, by an exception's status, and by a signal."""
+    """Forks children that end like programs: normally, with an exception's status, and by a signal."""
     for ending in rng.sample(["quiet", "exit", "kill"], 3):
         child = os.fork()
         if child == 0:
             if ending == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if ending == "exit":
-                sys.exit(3)  # the interpreter's end, with what a library has registered for it
+                sys.exit(3)  # the interpreter's end, with everything that libraries have registered for it
             os._exit(0)
         os.waitpid(child, 0)
 
 
 def write_garbage(rng: random.Random, number: int) -> None:
-    """One of the messages that this process sends from now on has other bytes."""
+    """Corrupts one of the messages that this process sends from now on."""
     encode, sent = Codec.encode, iter(range(number + 1))
 
     def mutated(self: Any, value: Any, **options: Any) -> bytes:
@@ -105,7 +105,7 @@ def limit(kind: int, value: int) -> None:
 
 
 def timed_faults(rng: random.Random) -> dict[str, Callable[[], None]]:
-    """What happens at a time, in a thread of its own."""
+    """Faults that happen at a certain time, in a separate thread."""
     return {
         "exit": lambda: os._exit(_EXIT_STATUS),
         "fork": lambda: fork_children(rng),
@@ -117,7 +117,7 @@ def timed_faults(rng: random.Random) -> dict[str, Callable[[], None]]:
 
 
 def begin_fault(case: Case, rng: random.Random) -> None:
-    """What the victim does before it works."""
+    """The victim's actions before it works."""
     if case.fault == "garbage":
         write_garbage(rng, rng.randrange(80))
     if case.fault == "no directory":
@@ -129,7 +129,7 @@ def begin_fault(case: Case, rng: random.Random) -> None:
 
 
 def in_step_fault(case: Case, comm: Communicator, rng: random.Random) -> None:
-    """What the victim does between two calls, from the time of the fault on."""
+    """The victim's actions between two calls, from the time of the fault on."""
     if case.fault == "slow":
         time.sleep(rng.uniform(0, 0.05))
     if case.fault == "exception":
@@ -142,7 +142,7 @@ def in_step_fault(case: Case, comm: Communicator, rng: random.Random) -> None:
 
 
 def work_until_the_end(case: Case, comm: Communicator, work: Work, rng: random.Random, *, victim: bool) -> int:
-    """Works for its time. Returns the number of steps."""
+    """Works for the case's time. Returns the number of steps."""
     began, steps = time.monotonic(), 0
     timed = timed_faults(rng).get(case.fault) if victim else None
     timer = threading.Timer(case.delay, timed) if timed is not None else None
@@ -170,7 +170,7 @@ def shrink(comm: Communicator) -> Communicator:
 
 
 def go_on(case: Case, comm: Communicator) -> None:
-    """Shrinks, and works with those that are left."""
+    """Shrinks, and works with the remaining ranks."""
     numbers = list(range(case.ranks))
     for attempt in range(_SHRINKS):
         comm = shrink(comm)
@@ -208,7 +208,7 @@ def run(case: Case, rng: random.Random, *, victim: bool) -> int:
         if comm is not None:
             try:
                 go_on(case, comm)
-            except ProxyCCLError as later:  # left behind, or no rank is left to go on with
+            except ProxyCCLError as later:  # left behind, or there is no other rank to go on with
                 say("ended", kind=type(later).__name__, message=str(later))
             comm.close()
     except WrongResultError as error:
@@ -225,8 +225,8 @@ def main(case: Case) -> int:
         begin_fault(case, rng)
     status = run(case, rng, victim=victim)
     signal.setitimer(signal.ITIMER_REAL, 0)  # the interpreter's end takes the handler away
-    gc.collect()  # arrays that the program made live as long as it holds them
-    # What peers reach is kept until they have closed the communicator that failed, too.
+    gc.collect()  # the program's arrays live as long as it holds them
+    # Memory that peers reach is kept until they have closed the failed communicator, too.
     deadline = time.monotonic() + case.timeout + _LETS_GO_SECONDS
     while (after := descriptors()) > before + LASTING_DESCRIPTORS and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,6 @@
-"""What a campaign found, in a file that is whole after every case, so a campaign that is ended early has one too."""
+"""A campaign's findings, in a file that is complete after every case, so even a campaign that is ended early has
+one.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ class Outcome:
     """How a case ended.
 
     Attributes:
-        seconds: that it took.
-        findings: what must not be; empty if all went well.
+        seconds: its duration.
+        findings: its violations; empty if all went well.
     """
 
     case: Case
@@ -32,7 +34,7 @@ class Outcome:
 
 
 def machine() -> str:
-    """Where the campaign runs."""
+    """The campaign's machine."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE") / 1e9
     kernel = f"{platform.system()} {platform.release()}"
     cores = len(os.sched_getaffinity(0))
@@ -40,7 +42,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """What is checked out, if git can tell."""
+    """The checked-out commit, if git can tell."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=7"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
@@ -58,7 +60,7 @@ class Report:
         planned: number of cases.
         jobs: cases that run at once.
         outcomes: in the order of their ends.
-        left_out: how many cases could not be run here, by fault and reason.
+        left_out: number of cases that could not run here, by fault and reason.
     """
 
     path: Path | None
@@ -107,7 +109,7 @@ class Report:
         return sorted(self.outcomes, key=lambda each: each.case.seed)
 
     def _write(self) -> None:
-        """Under another name first: whoever reads the file, or ends this process, finds it whole."""
+        """Writes under a temporary name first, so that the file is always complete."""
         if self.path is None:
             return
         parts = [

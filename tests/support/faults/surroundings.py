@@ -1,4 +1,4 @@
-"""What a case needs around its ranks: compilers, a full disk, a clock that jumps, hosts and a link that fails."""
+"""The surroundings of a case's ranks: compilers, a full disk, a clock that jumps, hosts and a link that fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOSS = ("tbf", "rate", "20mbit", "burst", "4kb", "limit", "8kb")
 
 
 def why_no_mounts() -> str:
-    """Why this process can't mount file systems that others do not see, or ""."""
+    """Why this process can't mount file systems that other processes do not see, or ""."""
     try:
         done = subprocess.run(
             ["unshare", "--mount", "mount", "-t", "tmpfs", "tried", "/tmp"], capture_output=True, text=True, check=False
@@ -34,7 +34,7 @@ def why_no_mounts() -> str:
 
 
 def why_no_kernels() -> str:
-    """Why ranks can't compile a kernel of their own here, or ""."""
+    """Why ranks can't compile their own kernels here, or ""."""
     try:
         find_compiler()
     except CompileError as error:
@@ -53,10 +53,10 @@ def why_no_clock(library: Path) -> str:
 
 
 class Surroundings:
-    """Where the ranks of cases run.
+    """The surroundings in which the ranks of cases run.
 
     Args:
-        directory: for what all cases share.
+        directory: for everything that all cases share.
         hosts: two hosts for ranks on hosts.
     """
 
@@ -78,7 +78,7 @@ class Surroundings:
         return self._no_clock() if case.fault == "clock jumps" else ""
 
     def command(self, case: Case, rank: int, program: list[str], here: Path) -> list[str]:
-        """What starts a rank's program, whose process is the one that this starts."""
+        """The command that starts a rank's program, without another process in between."""
         command = [sys.executable, *program]
         if rank == case.victim and case.fault == "full disk":
             command = ["unshare", "--mount", "sh", "-c", _FULL_DISK, str(self._full(here)), *command]
@@ -87,7 +87,7 @@ class Surroundings:
         return command
 
     def environment(self, case: Case, rank: int, here: Path) -> dict[str, str]:
-        """What a rank has in its environment beside what all have."""
+        """A rank's environment variables beyond those that all ranks have."""
         found = {} if self._hosts is None else dict(self._hosts.environment)
         if rank == case.victim and case.fault == "full disk":
             found["PROXYCCL_CACHE"] = found["PROXYCCL_REPORT_DIR"] = str(self._full(here))
@@ -103,7 +103,7 @@ class Surroundings:
 
     @contextlib.contextmanager
     def link_fault(self, case: Case) -> Iterator[None]:
-        """What the link between the hosts has from now on; when this ends it is whole again."""
+        """The case's link fault between the hosts; the link is intact again when this ends."""
         hosts = self._hosts
         if hosts is None or case.fault not in LINK_FAULTS:
             yield

@@ -1,4 +1,4 @@
-"""Random work whose results every rank verifies: the same on all ranks, as it follows from a number that they share."""
+"""Random work whose results every rank verifies: the same on all ranks, because it follows from a shared number."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ extern "C" __global__ void around(DeviceHandle<ProxyChannel>* channels, int peer
 
 
 class WrongResultError(Exception):
-    """A result is not what it must be."""
+    """A result is wrong."""
 
 
 def _result(comm: Communicator, array: Any) -> Values:
-    """What a call has left in an array. On a GPU the call was only queued, and this raises what went wrong in it."""
+    """The contents of an array after a call. On a GPU the call was only queued, and this raises its errors."""
     if comm.runtime.name != "host":
         comm.synchronize()
     return on_host(array)
 
 
 def _require(comm: Communicator, got: Any, expected: Values, what: str) -> None:
-    """Raises WrongResultError unless a call has left these values, in an array of any shape."""
+    """Raises WrongResultError unless a call has stored these values, in an array of any shape."""
     values = _result(comm, got).reshape(expected.shape)
     if not np.array_equal(values, expected):
         raise WrongResultError(f"{what}: {values.ravel()[:4]} where {expected.ravel()[:4]} must be")
@@ -75,11 +75,13 @@ class Work:
         ]
 
     def step(self) -> None:
-        """Does one thing. Raises what the library raises, and WrongResultError."""
+        """Does one thing. Raises the library's errors, and WrongResultError."""
         self._rng.choice(self._kinds)()
 
     def repeat(self) -> None:
-        """Collectives by proxy of the same arrays each time: from the second time on only the stream asks the proxy."""
+        """Collectives by proxy, with the same arrays each time: from the second time on, only the stream starts the
+        proxy.
+        """
         comm, size, count = self.comm, self.comm.world_size, 3000
         if not self._repeated:
             values = self._everyone(size, count)
@@ -99,22 +101,22 @@ class Work:
         return bool(_result(self.comm, flags)[0])
 
     def close(self) -> None:
-        """Frees what it keeps."""
+        """Frees its arrays."""
         if self._layer is not None:
             self._layer.finalize()
 
     def _everyone(self, *shape: int) -> Values:
-        """Small whole numbers of every rank: all sums of them are exact."""
+        """Small integers of every rank: all sums of them are exact."""
         return self._numbers.integers(0, 50, (self.comm.world_size, *shape)).astype(np.float32)
 
     def _array(self, values: Values, *, reached: bool = False) -> Any:
-        """A new array of these values: on a GPU one of `empty`, on the host numpy's unless peers are to reach it."""
+        """A new array of these values: on a GPU from `empty`, on the host numpy's unless peers must reach it."""
         if reached or self.comm.runtime.name != "host":
             return self.comm.empty(values.shape, values.dtype).upload(values)
         return values.copy()
 
     def _own(self, values: Values) -> Any:
-        """This rank's, sometimes where peers reach it."""
+        """This rank's values, sometimes in memory that peers reach."""
         return self._array(values[self.comm.rank], reached=self._rng.random() < 0.5)
 
     def _algorithm(self) -> str | None:

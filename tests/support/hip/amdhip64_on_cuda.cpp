@@ -1,7 +1,8 @@
-// libamdhip64.so without an AMD GPU: HIP's calls on an NVIDIA GPU, each forwarded to its twin of CUDA's driver API.
+// libamdhip64.so without an AMD GPU: HIP's calls on an NVIDIA GPU, each forwarded to its counterpart in CUDA's driver
+// API.
 //
 // It gives the HIP runtime's Python, hip-python and the proxy's engine a real GPU to run against. Status numbers that
-// the runtime looks at are the same in both; the rest is passed on as it is.
+// the runtime checks are the same in both; others are passed on unchanged.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -46,7 +47,7 @@ void* driver(const char* name) {
 
 hipError_t as(int status) { return static_cast<hipError_t>(status); }
 
-// The primary context of each device, held for the life of the process as HIP's devices are.
+// The primary context of each device, held for the life of the process, like HIP's devices.
 hipError_t primaryContext(int device, CUcontext* context) {
   static std::mutex mutex;
   static auto& contexts = *new std::vector<CUcontext>();
@@ -60,7 +61,7 @@ hipError_t primaryContext(int device, CUcontext* context) {
   return hipSuccess;
 }
 
-// HIP always has a current device, the first unless told otherwise.
+// HIP always has a current device, by default the first.
 hipError_t needCurrent() {
   CUcontext context = nullptr;
   if (const int status = CU(cuCtxGetCurrent, &context)) return as(status);

@@ -1,7 +1,7 @@
 // libamdhip64.so without an AMD GPU: HIP's calls on the host runtime, which is linked in.
 //
 // It gives the HIP runtime's Python, hip-python and the proxy's engine a driver to run against in the ordinary tests.
-// HIP_ON_HOST_DEVICES devices (8) share this machine's memory and differ in name only. As in a real driver, streams
+// HIP_ON_HOST_DEVICES devices (8) share this machine's memory and differ only in name. As in a real driver, streams
 // belong to devices, memory has an owner and a limit, and another process opens it by a handle.
 #include <dlfcn.h>
 #include <elf.h>
@@ -56,7 +56,7 @@ struct Allocation {
   uint64_t id;
 };
 
-std::mutex mutex;  // of all that follows; never destroyed, as threads outlive main
+std::mutex mutex;  // of everything below, which is never destroyed because threads outlive main
 auto& allocations = *new std::map<uintptr_t, Allocation>();
 auto& registered = *new std::map<uintptr_t, size_t>();  // host memory
 auto& allocated = *new std::map<int, size_t>();         // by device
@@ -83,11 +83,11 @@ std::map<uintptr_t, size_t>::iterator registeredOf(const void* pointer) {
   return found;
 }
 
-// What stands in the 64 bytes that a process hands to another.
+// The contents of the 64 bytes that a process hands to another.
 struct IpcHandle {
   uint64_t process;
   uint64_t descriptor;
-  uint64_t filesystem, file;  // whether the descriptor still is what was exported
+  uint64_t filesystem, file;  // to check that the descriptor is still the exported memory
   uint64_t bytes;
   uint64_t id;
 };
@@ -98,7 +98,7 @@ static_assert(sizeof(IpcHandle) <= sizeof(hipIpcMemHandle_t));
 struct Stream {
   void* host = nullptr;
   int device;
-  bool destroyed = false;  // while its last work is under way
+  bool destroyed = false;  // while its last work is in progress
   bool of_thread = false;  // a thread's own default stream
 
   explicit Stream(int device_) : device(device_) { proxyccl_host_stream_create(&host, 0); }
@@ -113,7 +113,7 @@ Stream* createStream() {
   return streams.emplace(stream.get(), stream).first->first;
 }
 
-// What was queued goes on, and the device's synchronisation waits for it still.
+// Queued work continues, and the device's synchronisation still waits for it.
 hipError_t destroyStream(Stream* handle) {
   std::shared_ptr<Stream> stream;
   {
@@ -154,8 +154,8 @@ struct ThreadStreams {
 };
 thread_local ThreadStreams thread_streams;
 
-// The legacy default stream of the current device. What is queued next runs after what threads' own default streams
-// hold; the reverse, that these wait for it, is left out.
+// The legacy default stream of the current device. Work queued next runs after the work in threads' own default
+// streams; the reverse, that these wait for it, is not implemented.
 void* legacyStream() {
   static auto& by_device = *new std::map<int, Stream*>();
   std::vector<std::shared_ptr<Stream>> earlier;
@@ -210,7 +210,7 @@ hipError_t synchronizeDevice(int device) {
   return static_cast<hipError_t>(status);
 }
 
-// The size of a shared object in memory, of which a module's loader gets the address alone.
+// The size of a shared object in memory: a module's loader gets only its address.
 size_t imageBytes(const void* image) {
   const auto* header = static_cast<const Elf64_Ehdr*>(image);
   if (std::memcmp(header->e_ident, ELFMAG, SELFMAG) != 0) return 0;
@@ -421,7 +421,7 @@ HIP_EXPORT hipError_t hipMemcpyAsync(void* dst, const void* src, size_t bytes, i
   return static_cast<hipError_t>(proxyccl_host_copy(dst, src, bytes, hostStream(stream)));
 }
 HIP_EXPORT hipError_t hipMemsetD8Async(hipDeviceptr_t dst, unsigned char value, size_t bytes, hipStream_t stream) {
-  // Zeroed by giving the pages back: a test may want gigabytes of which it uses little.
+  // Zeroed by returning the pages: a test may allocate gigabytes and use few of them.
   if (value == 0 && bytes >= kLargeFill && reinterpret_cast<uintptr_t>(dst) % kPage == 0) {
     if (const int status = proxyccl_host_stream_synchronize(hostStream(stream))) return static_cast<hipError_t>(status);
     const size_t whole = bytes / kPage * kPage;
@@ -498,7 +498,7 @@ HIP_EXPORT hipError_t hipEventElapsedTime(float* milliseconds, hipEvent_t start,
 HIP_EXPORT hipError_t hipModuleLoadData(hipModule_t* module, const void* image) {
   const size_t bytes = imageBytes(image);
   if (bytes == 0) return hipErrorInvalidImage;
-  // Under a name of its own: dlopen takes another file of the same name for the one that it has loaded.
+  // Under a unique name, because dlopen takes another file with the same name for the one that it has loaded.
   char path[] = "/tmp/hip_on_host.XXXXXX";
   const int descriptor = mkostemp(path, O_CLOEXEC);
   if (descriptor < 0) return hipErrorOutOfMemory;
@@ -510,7 +510,7 @@ HIP_EXPORT hipError_t hipModuleLoadData(hipModule_t* module, const void* image) 
     left -= static_cast<size_t>(written);
   }
   close(descriptor);
-  const int status = proxyccl_host_module_load(module, path);  // of a file cut short it makes an error
+  const int status = proxyccl_host_module_load(module, path);  // fails for a truncated file
   unlink(path);
   return status == 0 ? hipSuccess : hipErrorSharedObjectInitFailed;
 }

@@ -1,4 +1,5 @@
-"""Puts AMD's real run-time compiler into a directory: Debian testing's HIPRTC, no root and no system package touched.
+"""Puts AMD's real run-time compiler into a directory: Debian testing's HIPRTC, without root and without touching system
+packages.
 
 PyPI has no HIPRTC, and the stable distributions' ones are too old for gfx942. Debian testing's is built against a newer
 C library than most machines have, so it comes with that and with the loader to start Python under it (about 60 MB down,
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from support.packages.debian import Apt, UnavailableError, fetch_program, fill_once, require_x86_64, unpack
 
-PACKAGES = ("libhiprtc6", "libhiprtc-builtins6", "libamd-comgr3")  # the last two it opens when it compiles
+PACKAGES = ("libhiprtc6", "libhiprtc-builtins6", "libamd-comgr3")  # it opens the last two when it compiles
 LIBRARIES = Path("root/usr/lib/x86_64-linux-gnu")
 LOADER = LIBRARIES / "ld-linux-x86-64.so.2"
 
@@ -25,7 +26,7 @@ LOADER = LIBRARIES / "ld-linux-x86-64.so.2"
 def fill(directory: Path) -> None:
     """Downloads and unpacks into `directory`."""
     with tempfile.TemporaryDirectory(dir=directory) as downloads:
-        # With nothing installed apt takes everything that they need, the C library included.
+        # With nothing installed, apt takes all dependencies, including the C library.
         apt = Apt(Path(downloads), "testing")
         unpack(apt.download_with_dependencies(*PACKAGES), directory / "root")
     # The bindings look for the unversioned name that only a development package has.

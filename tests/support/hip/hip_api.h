@@ -1,6 +1,5 @@
 // The part of HIP's and HIPRTC's binary interface that the HIP runtime uses, as far as the forwarding libraries must
-// know it. Names, numbers and layouts are AMD's (ROCm 6.4); there are no headers to include where ROCm is not
-// installed.
+// know it. Names, numbers and layouts are AMD's (ROCm 6.4); without ROCm there are no headers to include.
 #pragma once
 
 #include <cstddef>

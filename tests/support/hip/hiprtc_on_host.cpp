@@ -26,7 +26,7 @@ std::string readFile(const std::string& path) {
 
 std::string quoted(const std::string& word) { return "'" + word + "'"; }
 
-// A descriptor for each kernel of a preprocessed source, as a code object has them: a symbol called name.kd.
+// A descriptor for each kernel of a preprocessed source, like a code object's: a symbol called name.kd.
 std::string descriptors(const std::string& preprocessed) {
   const std::string word = "__global__";
   std::string made;

@@ -1,8 +1,8 @@
 """Compiles what comes on its standard input with HIPRTC, through hip-python, and disassembles the result.
 
-It runs under another C library than the tests, which HIPRTC needs, so it is a process of its own and imports nothing of
-theirs. A request is a line of JSON {source, options, disassemble}; the answer one of {status, log, code, assembly},
-`code` in base 64, `assembly` of the architecture that `disassemble` names, if any.
+HIPRTC needs another C library than the tests, so this is a separate process and imports none of their modules. A
+request is a line of JSON {source, options, disassemble}; the answer one of {status, log, code, assembly}, `code` in
+base 64, `assembly` of the architecture that `disassemble` names, if any.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Handle(ctypes.Structure):
 
 
 def disassemble(code: bytes, architecture: str) -> str:
-    """The instructions of a code object, as objdump would show them."""
+    """The instructions of a code object, in objdump's format."""
     comgr = ctypes.CDLL(COMGR)
 
     def call(name: str, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Hosts that tests make: network namespaces with a host name of their own, all joined to one switch by veth pairs.
+"""Hosts that tests make: network namespaces with their own host names, all joined to one switch by veth pairs.
 
 The processes of such a host take each other for ranks of one host, and those of other hosts for ranks elsewhere.
 """
@@ -32,8 +32,8 @@ class Hosts:
 
     Args:
         count: number of hosts.
-        ipv4: whether they have IPv4 addresses beside those of IPv6.
-        secure_shell: where sshd, on each host, and its client have their keys; None: there is none.
+        ipv4: whether they have IPv4 addresses in addition to IPv6.
+        secure_shell: directory for the keys of sshd, on each host, and its client; None: there is none.
 
     Raises:
         UnavailableError: this process may not make them, or programs are missing.
@@ -105,15 +105,15 @@ class Hosts:
 
     @property
     def environment(self) -> dict[str, str]:
-        """In which programs find libfabric."""
+        """An environment in which programs find libfabric."""
         return self._environment
 
     def inside(self, host: int) -> list[str]:
-        """What starts a command on a host, which becomes that command."""
+        """The command prefix that starts a command on a host and becomes that command."""
         return self._inside(host + 1)
 
     def start(self, host: int, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-        """Starts Python on a host, where it finds libfabric, with both outputs in a pipe."""
+        """Starts Python, which finds libfabric, on a host with both outputs in a pipe."""
         return self._run(host, [sys.executable, *arguments], {**self._environment, **(env or {})})
 
     def _run(self, host: int, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
@@ -135,7 +135,7 @@ class Hosts:
     ) -> subprocess.Popen[str]:
         """Starts MPICH's mpiexec on the first host, for this many ranks on each: ``mpiexec -f hosts``, by ssh.
 
-        MPI brings a libfabric of its own.
+        MPI brings its own libfabric.
         """
         assert self._secure_shell is not None, "made without secure_shell"
         hosts = directory / "hosts"
@@ -146,7 +146,7 @@ class Hosts:
         return self._run(0, whole, {**os.environ, **(env or {})})
 
     def choose_congestion_control(self, name: str) -> None:
-        """Has TCP on all hosts use a congestion control, such as ``cubic``, and not the machine's."""
+        """Makes TCP on all hosts use a congestion control, such as ``cubic``, instead of the machine's."""
         for place in range(1, len(self._holders)):
             self._tool("sh", place, "-c", f"echo {name} > /proc/sys/net/ipv4/tcp_congestion_control")
 
@@ -159,7 +159,7 @@ class Hosts:
         self._ip(0, "link", "set", f"port{host}", "up")
 
     def disturb(self, host: int, *discipline: str) -> None:
-        """Has a host's packets queued by a discipline of `tc`, such as ``tbf``."""
+        """Queues a host's packets by a discipline of `tc`, such as ``tbf``."""
         self._tool("tc", 0, "qdisc", "add", "dev", f"port{host}", "root", *discipline)
 
     def calm(self, host: int) -> None:
@@ -167,7 +167,7 @@ class Hosts:
         self._tool("tc", 0, "qdisc", "del", "dev", f"port{host}", "root")
 
     def close(self) -> None:
-        """Ends the processes that keep the namespaces, and with them those."""
+        """Ends the processes that hold the namespaces, which ends the namespaces too."""
         try:
             if self._secure_shell is not None:
                 self._secure_shell.close()
@@ -185,7 +185,7 @@ class Hosts:
 
 
 def hosts_or_skip(count: int, *, ipv4: bool = True, secure_shell: Path | None = None) -> Hosts:
-    """This many hosts for a test of the fabric transport, which is skipped if it can't have them."""
+    """This many hosts for a test of the fabric transport, which is skipped if they are not available."""
     if not _engine.lib.proxyccl_fabric_built():
         require_fabric("this build has no fabric transport: libfabric's headers were not there")
     reason = unavailable_reason()

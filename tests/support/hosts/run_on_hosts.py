@@ -1,7 +1,8 @@
 """Benchmarks on hosts that are network namespaces: mpiexec for this many ranks on each, or a program alone on one.
 
-TCP's congestion control is cubic there, Linux's own, whatever the machine's. BBR takes half as much through a machine's
-own network, and not the same for two connections that do the same: it sends at the rate that it has measured before.
+TCP's congestion control is cubic there, Linux's own, whatever the machine's. BBR gets half as much through a machine's
+own network, and differs between two connections that do the same, because it sends at the rate that it has measured
+before.
 
 python run_on_hosts.py [RANKS...] -- PROGRAM [ARGUMENT...]
 """
@@ -25,14 +26,14 @@ _PORT = "29533"
 
 
 def main() -> int:
-    reason = unavailable_reason()  # asking fetches it
+    reason = unavailable_reason()  # this fetches it
     if reason:
         sys.exit(f"there is no libfabric: {reason}")
     split = sys.argv.index("--")
     ranks, command = [int(count) for count in sys.argv[1:split]], sys.argv[split + 1 :]
-    # Names of these hosts are in no directory, so gloo is told what it would look up. OpenMP's threads spin after each
-    # piece of work: with more than one a rank, as torch has by default, they take the cores from everybody. MPICH's UCX
-    # would find these hosts to be one machine, and use its memory.
+    # The names of these hosts can't be resolved, so gloo is told their addresses. OpenMP's threads spin after each
+    # piece of work: with more than one per rank, torch's default, they take the cores from everybody. MPICH's UCX would
+    # find these hosts to be one machine, and use its memory.
     env = {
         "MASTER_ADDR": Hosts.address(0),
         "MASTER_PORT": _PORT,

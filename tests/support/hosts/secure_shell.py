@@ -1,6 +1,6 @@
 """OpenSSH between hosts that tests make: a server on each, and a client that they let in.
 
-The programs are the machine's, else those that are fetched once into build/openssh.
+The programs are the machine's if it has them, else fetched once into build/openssh.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _CLIENT_PROGRAM = """\
 #!/bin/sh
 LD_LIBRARY_PATH={libraries} exec {ssh} -F {config} "$@"
 """
-# sshd, where root starts it, wants a user "sshd" and a directory of its own. Both are made in a mount namespace, which
-# alone sees them, and root's entry there needs no shadow file and has a shell that every machine has.
+# If root starts it, sshd needs a user "sshd" and its own directory. Both are made in a mount namespace, where only it
+# sees them; root's entry there needs no shadow file and has a shell that every machine has.
 _START = """\
 mount --bind {users} /etc/passwd && mount -t tmpfs none /run && mkdir /run/sshd && exec {sshd} -D -e -f {config}
 """
@@ -48,10 +48,10 @@ sshd:*:65533:65534::/run/sshd:/bin/false
 
 
 class SecureShell:
-    """sshd on hosts, and a client that has the key to them all.
+    """sshd on hosts, and a client with the key to all of them.
 
     Args:
-        places: for each host what starts a command on it, which becomes that command.
+        places: for each host, the command prefix that starts a command on it and becomes that command.
         directory: for keys and settings.
 
     Raises:
@@ -121,4 +121,4 @@ class SecureShell:
         for server in self._servers:
             server.wait(_STEP_SECONDS)
             assert server.stderr is not None
-            server.stderr.close()  # and not read to its end: sessions have it too
+            server.stderr.close()  # not read to its end, because sessions have it too

@@ -1,4 +1,4 @@
-"""Sources that every device compiler must take: the shipped kernels, and kernels that use all there is."""
+"""Sources that every device compiler must accept: the shipped kernels, and kernels that use every feature."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ PROXYCCL_EXPORT_KERNEL(ring)
 PROXYCCL_EXPORT_KERNEL(block_and_warp)
 """
 
-# Kernels that only a preprocessor finds, among what is none.
+# Kernels that only a preprocessor finds, among code that only looks like kernels.
 HIDDEN_KERNELS = r"""
 #include "proxyccl/kernel.h"
 #define NAMED(prefix, number) \
@@ -184,8 +184,8 @@ def shipped_without_dtype() -> list[Path]:
 def headers(target: str) -> list[str]:
     """Every shipped header for a target ("cuda", "hip"), as a source would include it.
 
-    The other targets' platforms are left out, and second names of MSCCL++'s headers. So are the files that
-    `shipped_without_dtype` names: what compiles them compiles them alone.
+    Leaves out the other targets' platforms and second names of MSCCL++'s headers, and the files that
+    `shipped_without_dtype` names, which are compiled separately.
     """
     public = {f"{path.parent.name}/{path.name}" for path in INCLUDE_DIR.glob("*/*.h*")}
     kernels = {str(path.relative_to(KERNEL_DIR)) for path in KERNEL_DIR.rglob("*.h")}

@@ -1,4 +1,4 @@
-"""Kernels in MSCCL++'s terms: every header of include/mscclpp and every method that it has."""
+"""Kernels in MSCCL++'s terms: every header of include/mscclpp and every method in them."""
 
 MSCCLPP_KERNELS = r"""
 #include <mscclpp/concurrency.hpp>

@@ -25,5 +25,5 @@ def everything(channels: Any, i: Any, nbytes: Any, out: Any) -> None:
 
 
 def waits(channel: Any, out: Any) -> None:
-    """A wait, and what it returned."""
+    """A wait, and its result."""
     out[0] = pn.wait(channel)

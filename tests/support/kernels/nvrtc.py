@@ -15,7 +15,7 @@ PTX = "-arch=compute_90"
 
 
 class Nvrtc:
-    """The few calls of libnvrtc that a compilation takes."""
+    """The few calls of libnvrtc that a compilation needs."""
 
     def __init__(self) -> None:
         spec = importlib.util.find_spec("nvidia")
@@ -26,7 +26,7 @@ class Nvrtc:
         self._lib = ctypes.CDLL(str(found[0]))
 
     def compile(self, source: str, arch: str) -> bytes:
-        """The cubin (for -arch=sm_*) or the PTX (for -arch=compute_*). A warning fails the test as an error does."""
+        """The cubin (for -arch=sm_*) or the PTX (for -arch=compute_*). A warning fails the test, like an error."""
         program = ctypes.c_void_p()
         options = [f"-I{INCLUDE_DIR}", f"-I{KERNEL_DIR}", "-std=c++17", arch]
         encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))

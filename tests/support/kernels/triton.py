@@ -10,7 +10,7 @@ import proxyccl.triton as pt
 
 @triton.jit
 def laps(channel, count, half):
-    """Sends `count` words one by one, more than the ring has slots, and waits for as many."""
+    """Sends `count` words one by one, more than the ring has slots, and waits for the same number."""
     for i in range(count):
         pt.put_with_signal(channel, half + i * 4, i * 4, 4)
     for _ in range(count):
@@ -20,7 +20,7 @@ def laps(channel, count, half):
 
 @triton.jit
 def to_all(channels, count, rank, nbytes, base, flushed):
-    """A put to each peer, and what flush returned."""
+    """A put to each peer, and the result of flush."""
     for i in range(count):
         channel = pt.channel(channels, i)
         pt.put(channel, base + rank * nbytes, i * nbytes, nbytes)
@@ -39,7 +39,7 @@ def put_and_flush(channel, dst_offset, src_offset, size, out):
 
 @triton.jit
 def put_values(channel, base, number, out):
-    """Values of each size, one behind another, the last with a signal; and what the flushes returned."""
+    """Values of each size, one after another, the last with a signal; and the results of the flushes."""
     pt.put_value(channel, base, number, tl.int8)
     pt.put_value(channel, base + 1, 1.5, tl.float16)
     pt.put_value(channel, base + 3, number * 0.5, tl.float32)
@@ -58,7 +58,7 @@ def put_one_value(channel, offset):
 
 @triton.jit
 def counts(channel, out):
-    """Raises the peer's count to 5 by one signal, which is as five, and awaits the same."""
+    """Raises the peer's count to 5 by one signal, which counts as five, and waits for the same."""
     pt.signal(channel)
     pt.signal(channel, 5)
     tl.store(out, pt.wait_until(channel, 4).to(tl.int32))
@@ -80,14 +80,14 @@ def sm_counts(channel, out):
 
 @triton.jit
 def sm_signals_twice(channel, value):
-    """Two signals of one count, the second of which is refused."""
+    """Two signals with the same count, the second of which is refused."""
     pt.sm_signal(channel, value)
     pt.sm_signal(channel, value)
 
 
 @triton.jit
 def put_elsewhere(channel, dst_memory, src_memory, size):
-    """A put between other memories than the channel's own."""
+    """A put between memories other than the channel's own."""
     pt.put_with_signal(channel, 0, 0, size, dst_memory=dst_memory, src_memory=src_memory)
     pt.wait(channel)
 
@@ -102,7 +102,7 @@ def get_and_wait(channel, dst_offset, src_offset, size, out):
 
 @triton.jit
 def put_get_and_flush(channel, size, own_memory, peer_memory, out):
-    """A put, a get of what it wrote into another own memory, and what their tickets tell."""
+    """A put, a get of its data into another local memory, and the state of their tickets."""
     first = pt.put(channel, 0, 0, size)
     second = pt.get(channel, 0, 0, size, dst_memory=own_memory, src_memory=peer_memory)
     tl.store(out, pt.flush(channel).to(tl.int32))
@@ -111,7 +111,7 @@ def put_get_and_flush(channel, size, own_memory, peer_memory, out):
 
 @triton.jit
 def polls(channel, out):
-    """A signal each way: polls until it is there, then once more."""
+    """A signal each way: polls until it arrives, then once more."""
     pt.signal(channel)
     while (pt.poll(channel) == 0) & (pt.ended(channel) == 0):
         tl.store(out, 1)
@@ -127,14 +127,14 @@ def signals(channel, count):
 
 @triton.jit
 def waits(channel, out):
-    """A wait, and what it returned."""
+    """A wait, and its result."""
     came = pt.wait(channel)
     tl.store(out + tl.program_id(0), came.to(tl.int32))
 
 
 @triton.jit
 def sm_shift(right, left, u, n, BLOCK: tl.constexpr):
-    """Stores own values to the next rank's memory, and doubles those that the previous rank stored here."""
+    """Stores this rank's values to the next rank's memory, and doubles those that the previous rank stored here."""
     i = tl.arange(0, BLOCK)
     far = pt.remote(right, tl.float32)
     fits = (i < n) & (n + i < pt.remote_bytes(right) // 4)
@@ -157,7 +157,7 @@ def packets(right, left, u, out, n, offset, flag, BLOCK: tl.constexpr):
 
 @triton.jit
 def grid_sums(barrier, u, out, rounds):
-    """In each round every program of a grid writes a number, and reads what the others wrote."""
+    """In each round every program of a grid writes a number, and reads the others' numbers."""
     own = tl.program_id(0)
     programs = tl.num_programs(0)
     total = 0
@@ -185,7 +185,7 @@ def scale(x, n, factor, BLOCK: tl.constexpr):
 
 @triton.jit
 def exchange(channel, x, n, BLOCK: tl.constexpr):
-    """A put each way: both ranks must launch it equally often."""
+    """A put each way: both ranks must launch it the same number of times."""
     pt.put_with_signal(channel, n * 4, 0, n * 4)
     pt.wait(channel)
     i = tl.arange(0, BLOCK)

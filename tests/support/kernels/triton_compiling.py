@@ -1,4 +1,4 @@
-"""Compiles kernels in a process of its own: this one may have chosen Triton's interpreter."""
+"""Compiles kernels in a separate process, because this one may have chosen Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from support.paths import PROGRAMS
 
 
 def without_interpreter() -> dict[str, str]:
-    """This process's environment, in which Triton compiles, and keeps what it has compiled beside our kernels."""
+    """This process's environment, but such that Triton compiles, and keeps its compiled kernels beside ours."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return kept | {"TRITON_CACHE_DIR": str(Path(os.environ["PROXYCCL_CACHE"], "triton"))}
 
 
 def compile_accesses(directory: Path, architectures: list[str]) -> None:
-    """Writes what each kernel of programs/triton_accesses.py becomes: ``directory / architecture / kernel``."""
+    """Writes the compiled form of each kernel of programs/triton_accesses.py: ``directory / architecture / kernel``."""
     program = [sys.executable, str(PROGRAMS / "triton_accesses.py"), str(directory), *architectures]
     done = subprocess.run(program, capture_output=True, text=True, timeout=280, check=False, env=without_interpreter())
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The checkers of tests/models: Relacy's headers and SPIN, of Debian. The first test that asks fetches them."""
+"""The checkers of tests/models: Relacy's headers and SPIN, from Debian. The first test that needs them fetches them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PACKAGES = ("relacy-dev", "spin")
 
 
 def checkers() -> Path:
-    """The directory that Debian's packages are unpacked in.
+    """The directory with the unpacked Debian packages.
 
-    Where they are not available the test is skipped, unless PROXYCCL_REQUIRE_MODELS is 1.
+    If they are not available, the test is skipped, unless PROXYCCL_REQUIRE_MODELS is 1.
     """
     try:
         fill_once(DIRECTORY, " ".join(PACKAGES), _fill)

@@ -18,8 +18,8 @@ SOURCES = ("device/include/proxyccl", "proxy/engine")
 
 @dataclass(frozen=True)
 class Bug:
-    """Text of a shipped file, and what stands there instead: a statement if it ends with a semicolon or a brace, an
-    expression otherwise. The scenario is the one that must find it.
+    """Text of a shipped file and its replacement: a statement if it ends with a semicolon or a brace, an expression
+    otherwise. The scenario is the one that must find it.
     """
 
     scenario: str

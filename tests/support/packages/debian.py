@@ -1,6 +1,6 @@
-"""Debian's packages, downloaded and unpacked into a directory: no root and no system package touched.
+"""Debian's packages, downloaded and unpacked into a directory, without root and without touching system packages.
 
-apt runs with directories of its own; the mirror is the one that the machine's own apt uses.
+apt runs with separate directories; the mirror is the one that the machine's own apt uses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNAVAILABLE = 2
 
 
 class UnavailableError(Exception):
-    """This machine can't have it; the message says why."""
+    """It is not available on this machine; the message says why."""
 
 
 def require_x86_64(what: str) -> None:
@@ -43,13 +43,13 @@ def machine_suite() -> str:
 
 
 def debian_mirror() -> str:
-    """The archive that this machine's apt takes Debian from."""
+    """The archive from which this machine's apt takes Debian."""
     if any(shutil.which(program) is None for program in ("apt-get", "dpkg-deb", "tar")):
         raise UnavailableError("there is no apt-get, dpkg-deb or tar here: Debian's packages are what is fetched")
     if not KEYRING.exists():
         raise UnavailableError(f"Debian's keys ({KEYRING}) are missing: apt install debian-archive-keyring")
     targets = run(["apt-get", "indextargets", "--format", "$(REPO_URI)|$(ORIGIN)|$(LABEL)", "Created-By: Packages"], 60)
-    # Nothing is known of origins before the machine's own lists were fetched, as in a fresh container.
+    # The origins are unknown until the machine's own lists have been fetched, as in a fresh container.
     for line in targets.splitlines():
         uri, origin, label = line.split("|")
         if label == "Debian" or (origin in {"", "Debian"} and re.search(r"/debian/?$", uri)):
@@ -74,10 +74,10 @@ def run(command: list[str], timeout: float, *, cwd: Path | None = None, stdin: I
 
 
 class Apt:
-    """apt for one suite of Debian, with its state in a directory of its own.
+    """apt for one suite of Debian, with its state in a separate directory.
 
-    Its downloads lie in that directory. `installed` is the list of packages, in dpkg's form, that are there already; by
-    default none are.
+    Its downloads are in that directory. `installed` is the list of installed packages, in dpkg's form; by default none
+    are.
     """
 
     def __init__(self, directory: Path, suite: str, installed: Path | None = None) -> None:
@@ -100,7 +100,7 @@ class Apt:
             "Acquire::Retries": "2",
             "Acquire::http::Timeout": "20",
             "Acquire::Languages": "none",
-            # apt downloads as a user of its own where it runs as root, and that one may not write here.
+            # If apt runs as root it downloads as another user, who may not write here.
             "APT::Sandbox::User": "",
         }
         self._directory = directory
@@ -109,12 +109,12 @@ class Apt:
         run([*self._get, "update", "--error-on=any"], 300)
 
     def download_with_dependencies(self, *packages: str) -> list[Path]:
-        """The packages and all that they need, unless it is installed."""
+        """The packages and their dependencies that are not installed."""
         run([*self._get, "install", "--download-only", *packages], 600)
         return sorted((self._directory / "cache/archives").glob("*.deb"))
 
     def download(self, package: str) -> Path:
-        """One package without what it needs."""
+        """One package without its dependencies."""
         run([*self._get, "download", package], 600, cwd=self._directory)
         (file,) = self._directory.glob(f"{package}_*.deb")
         return file
@@ -144,23 +144,24 @@ def unpack(packages: list[Path], root: Path) -> None:
 
 
 def unpack_with_dependencies(packages: Sequence[str], directory: Path) -> None:
-    """Downloads packages, and all that they need and is not installed, and unpacks them into `directory`."""
+    """Downloads packages and their dependencies that are not installed, and unpacks them into `directory`."""
     with tempfile.TemporaryDirectory(dir=directory) as downloads:
         unpack(Apt(Path(downloads), machine_suite(), INSTALLED).download_with_dependencies(*packages), directory)
 
 
 def fill_once(directory: Path, contents: str, fill: Callable[[Path], None]) -> None:
-    """Has `fill` fill the directory, unless that was done before with the same `contents`.
+    """Fills the directory with `fill`, unless that was done before with the same `contents`.
 
-    `contents` says what belongs there. `fill` gets an empty directory, which takes its place once it is complete: no
-    process finds a part of what belongs there. Other processes that call this for the same directory wait meanwhile.
+    `contents` describes what belongs there. `fill` gets an empty directory, which takes the place of the old one once
+    it is complete, so no process finds partial contents. Other processes that call this for the same directory wait
+    meanwhile.
     """
     with one_at_a_time(directory.with_name(f"{directory.name}.lock")):
         marker = directory / COMPLETE
         if marker.exists() and marker.read_text() == contents:
             return
         partial = directory.with_name(f"{directory.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # from a process that was killed
         partial.mkdir()
         fill(partial)
         (partial / COMPLETE).write_text(contents)
@@ -171,7 +172,7 @@ def fill_once(directory: Path, contents: str, fill: Callable[[Path], None]) -> N
 def fetch_program(fetch: Callable[[Path], None]) -> None:
     """The program that fetches into the directory of its first argument.
 
-    It exits with 0, or with 2 and the reason on its standard output where that is not available here.
+    It exits with 0, or with 2 and the reason on its standard output if the packages are not available here.
     """
     try:
         fetch(Path(sys.argv[1]).resolve())

@@ -1,4 +1,4 @@
-"""libfabric and `ip` for tests: the machine's, else those that are fetched once into build/fabric."""
+"""libfabric and `ip` for tests: the machine's if it has them, else fetched once into build/fabric."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _loads(library: Path) -> bool:
     return True
 
 
-@functools.cache  # asked before a fetched library is loaded, which is found by its name from then on
+@functools.cache  # called before a fetched library is loaded, because that is found by its name from then on
 def _is_installed() -> bool:
     return _loads(Path(LIBRARY)) and installed_program("ip") is not None
 

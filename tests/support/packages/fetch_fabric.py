@@ -1,4 +1,4 @@
-"""Puts libfabric and the programs that make networks into a directory, as far as they are not installed.
+"""Puts libfabric and the programs that make networks into a directory, if they are not installed.
 
 python fetch_fabric.py DIRECTORY     exits with 0, or with 2 and the reason why they are not available here
 """
@@ -16,7 +16,7 @@ PACKAGES = ("libfabric1", "iproute2")
 
 
 def fetch(directory: Path, packages: tuple[str, ...]) -> None:
-    """Fills `directory` with packages, libfabric1 among them, and what they need, unless that was done before."""
+    """Fills `directory` with packages, libfabric1 among them, and their dependencies, unless that was done before."""
     fill_once(directory, " ".join(packages), lambda directory: _fill(directory, packages))
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from support.packages.debian import Apt, fetch_program, fill_once, machine_suite, unpack
 
 HEADERS = {"libibverbs-dev": "infiniband/verbs.h", "libfabric-dev": "rdma/fabric.h"}
-"""By package, the header that tells whether its headers are there."""
+"""By package, a header whose presence shows that the package is there."""
 
 
 def found_by_the_compiler(header: str) -> bool:

@@ -1,4 +1,4 @@
-"""Puts Debian's packages, and all that they need and is not installed, into a directory.
+"""Puts Debian's packages, and their dependencies that are not installed, into a directory.
 
 python fetch_packages.py DIRECTORY PACKAGE...    exits with 0, or with 2 and the reason why they are not available here
 """

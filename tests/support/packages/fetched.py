@@ -15,11 +15,10 @@ _SECONDS = 280  # less than a test may take
 
 
 class FetchedPackages:
-    """What a directory of build has once `fetch` has filled it.
+    """The contents of a directory of build once `fetch` has filled it.
 
     Args:
-        name: the directory's.
-        program: of this directory, which fetches it.
+        name: the directory's. program: the script in this folder that fetches it.
         arguments: for the program, after the directory.
     """
 
@@ -48,7 +47,7 @@ class FetchedPackages:
         return next(str(path) for place in ("*bin", "usr/*bin") for path in self.directory.glob(f"{place}/{name}"))
 
     def environment(self) -> dict[str, str]:
-        """This process's environment, in which a program finds the libraries that were fetched, if any were."""
+        """This process's environment, in which a program finds the fetched libraries, if any."""
         own = dict(os.environ)
         fetched = [str(path) for path in self.directory.glob("usr/lib/*-linux-gnu")]
         if fetched:
@@ -57,6 +56,6 @@ class FetchedPackages:
 
 
 def installed_program(name: str) -> str | None:
-    """The path of a program of the machine's, of those for administrators too."""
+    """The path of an installed program, including those for administrators."""
     search = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
     return shutil.which(name, path=search)

@@ -29,7 +29,7 @@ with (
         comm.all_reduce(x)
         assert (on_host(x) == members.allreduce(world.rank)).all()
         assert comm.all_gather_bytes(b"x" * comm.rank) == [b"x" * rank for rank in range(comm.world_size)]
-# Some ranks of a bootstrap, in two subsets at once: a long message is under way when the next is looked for.
+# Some ranks of a bootstrap, in two subsets at once: a long message is in flight when the next is probed for.
 bootstrap = MpiBootstrap()
 bootstrap.all_gather(b"", 20, lambda: None)
 members = [world.size - 1, 0]

@@ -33,7 +33,7 @@ if comm.rank == 0:
         sys.stdout.write(f"{type(error).__name__}: {error}\n")
     sys.stdout.write(f"after {'long' if time.monotonic() - began > 10 else 'no time'}\n")
     sys.stdout.flush()
-    os._exit(0)  # what the other rank's status ends is its own program, not this one
+    os._exit(0)  # the other rank's status must end only its own program
 match how:
     case "sys.exit":
         sys.exit(3)

@@ -44,7 +44,7 @@ def exchange(comm: Communicator, nbytes: int) -> None:
         module[kernel](1, 256 if kernel == "sm_put" else 1, channels, nbytes)
         comm.synchronize()
         assert torch.equal(got, theirs), kernel
-        comm.all_gather_bytes(b"")  # nobody frees what the other still writes
+        comm.all_gather_bytes(b"")  # nobody frees memory that the other still writes
 
 
 def run(bootstrap: Any = None) -> None:
@@ -60,12 +60,12 @@ def main() -> None:
     if "--threads" not in sys.argv:
         run()
         return
-    # What kind of handles blocks get, torch finds out with the first one, and not for two threads at once.
+    # torch determines the kind of the blocks' handles with the first one, and not thread-safely.
     for device in range(2):
         torch.zeros(1, device=torch.device("cuda", device))
     with ThreadPoolExecutor(2) as pool:
         errors = [done.exception() for done in [pool.submit(run, b) for b in ThreadBootstrap.create(2)]]
-    for error in filter(None, errors):  # all: one rank's failure ends the other with an error that tells less
+    for error in filter(None, errors):  # all of them: one rank's failure ends the other with a less informative error
         traceback.print_exception(error)
     sys.exit(any(errors))
 

@@ -1,8 +1,8 @@
-"""EPAll2AllLayer on the group that another library has: of MPI or of torch, the whole of it or a part.
+"""EPAll2AllLayer on a group of another library: of MPI or torch, all of its ranks or some.
 
     expert_group.py mpi | torch
 
-In MPI's part the ranks are numbered the other way round.
+In MPI's partial group the ranks are numbered in reverse.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def torch_groups() -> list[tuple[Any, int, int]]:
 
 
 def check(group: Any, rank: int, size: int) -> None:
-    """Tokens come back as the sum of what their experts made of them; the layer closes what it opened."""
+    """Tokens come back as the sum of their experts' results; the layer closes the communicator that it opened."""
     experts = 2 * size
     layer = EPAll2AllLayer(group, TOKENS, HIDDEN, TOPK, rank, experts, size, size, dtype="float32")
     comm = layer.ctx.communicator
@@ -62,7 +62,7 @@ def check(group: Any, rank: int, size: int) -> None:
 
 
 def main(kind: str) -> None:
-    """Checks the layer on every group of the kind, then that a communicator of the caller's stays open."""
+    """Checks the layer on every group of the kind, then that the caller's communicator stays open."""
     groups = {"mpi": mpi_groups, "torch": torch_groups}[kind]()
     for group, rank, size in groups:
         check(group, rank, size)

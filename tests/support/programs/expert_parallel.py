@@ -42,7 +42,7 @@ with EPAll2AllLayer(group, MAX_TOKENS, HIDDEN, TOPK, rank, experts, *node, dtype
         assert np.array_equal(np.asarray(desc.token_dst_scatter_idx), routing.layout(rank).token_dst_scatter_idx)
         assert np.array_equal(layer.combine(output, desc), routing.combine(rows)[rank])
 if kind == "torch":
-    MPI.COMM_WORLD.Barrier()  # a process that ends while another takes leave of it makes that one abort
+    MPI.COMM_WORLD.Barrier()  # a process that ends while another disconnects from it makes that one abort
     torch.distributed.destroy_process_group()
     MPI.COMM_WORLD.Barrier()
 sys.stdout.write(f"rank {rank}: correct\n")

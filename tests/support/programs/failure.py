@@ -76,7 +76,7 @@ def report(action: Callable[[], object]) -> BaseException | None:
 
 
 def all_reduce(comm: Communicator, count: int = 10, algorithm: str | None = None) -> None:
-    """A whole call: on a GPU what goes wrong is heard of when it is waited for."""
+    """A whole call: on a GPU, errors appear when it is waited for."""
     comm.all_reduce(on_device(comm, np.ones(count, np.float32)), algorithm=algorithm)
     comm.synchronize()
 
@@ -94,7 +94,7 @@ def killed_in_a_collective(algorithm: str) -> None:
     if rank == VICTIM:
         die()
     report(lambda: all_reduce(comm, 100_000, algorithm))
-    report(lambda: all_reduce(comm))  # and stays closed for use
+    report(lambda: all_reduce(comm))  # it stays unusable
     comm.close()
 
 
@@ -112,7 +112,7 @@ def killed_in_a_schedule(collective: str) -> None:
     if rank == VICTIM:
         die()
     report(call)
-    report(call)  # and stays closed for use
+    report(call)  # it stays unusable
     comm.close()
 
 
@@ -138,7 +138,7 @@ def killed_in_a_dispatch() -> None:
     if rank == VICTIM:
         die()
     report(lambda: layer.dispatch(tokens, ids))
-    report(lambda: layer.combine(rows, desc))  # and stays closed for use
+    report(lambda: layer.combine(rows, desc))  # it stays unusable
     layer.finalize()
     comm.close()
 

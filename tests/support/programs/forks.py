@@ -1,4 +1,6 @@
-"""Rank 0 forks children, which end in all ways and call all things; the ranks' collectives go on after each of them."""
+"""Rank 0 forks children, which end in all ways and call everything; the ranks' collectives continue after each of
+them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def refused(call: Callable[[], object]) -> None:
 
 
 def call_everything() -> None:
-    signal.alarm(20)  # a call that waits for a thread of the parent's would never end
+    signal.alarm(20)  # a call that waits for one of the parent's threads would never end
     calls: list[Callable[[], object]] = [
         lambda: comm.all_reduce(x, algorithm="ring"),  # prepared
         lambda: comm.all_reduce(registered),
@@ -97,7 +99,7 @@ def leave_with() -> None:
 
 
 def collect() -> None:
-    global comm, part, registered, stream, channels, proxy  # noqa: PLW0603  what the parent has made
+    global comm, part, registered, stream, channels, proxy  # noqa: PLW0603  objects of the parent
     del comm, part, registered, stream, channels, proxy
     gc.collect()
     os._exit(0)

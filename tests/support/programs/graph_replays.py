@@ -1,6 +1,6 @@
 """Replays graphs of mixed collectives of random sizes in random order, on new values, and checks every result.
 
-Started with one process a GPU; Open MPI's mpirun may need --allow-run-as-root:
+Started with one process per GPU; Open MPI's mpirun may need --allow-run-as-root:
 
     mpirun -n 4 python3 -m mpi4py tests/support/programs/graph_replays.py --count 10000
     mpirun -n 4 python3 -m mpi4py tests/support/programs/graph_replays.py --seconds 180
@@ -75,7 +75,7 @@ def main() -> None:
         began, replays, results, nbytes = time.monotonic(), 0, 0, 0
 
         def more() -> bool:
-            """The same on all ranks: the count, or what rank 0's clock says."""
+            """The same on all ranks: by the count, or by rank 0's clock."""
             if options.count is not None:
                 return replays < options.count
             if replays % TOGETHER:

@@ -60,7 +60,7 @@ def killed() -> None:
 
 
 def signalled_while_it_hangs() -> None:
-    """The main threads of all but one rank are in a call that waits when the signal comes; afterwards all is well."""
+    """The main threads of all ranks except one are in a waiting call when the signal comes; afterwards all is well."""
     comm = Communicator(bootstrap, timeout=LONG)
     x = on_device(comm, np.ones(10, np.float32))
     comm.all_reduce(x)
@@ -71,7 +71,7 @@ def signalled_while_it_hangs() -> None:
         comm.all_reduce(x, stream=stream)
     meet()
     if rank == VICTIM:
-        time.sleep(0.5)  # for the others to get into their calls
+        time.sleep(0.5)  # so that the others are in their calls
         for pid in pids:
             os.kill(pid, signal.SIGUSR1)
         await_reports(len(pids))
@@ -95,7 +95,7 @@ def signalled_while_all_is_well() -> None:
 
 
 def signalled_after_other_signals() -> None:
-    """The thread that reports has met signals that the program handles."""
+    """The reporting thread has seen signals that the program handles."""
     signal.signal(signal.SIGALRM, lambda *_: None)
     comm = Communicator(bootstrap, timeout=LONG)
     (reporter,) = (thread for thread in threading.enumerate() if thread.name == "proxyccl-signal")
@@ -119,7 +119,7 @@ def signal_handled_by_the_program() -> None:
 
 
 def forked() -> None:
-    """A child of fork does what a signal does by default, and does not have its parent report."""
+    """A signal has its default effect in a fork's child, and does not make the parent report."""
     comm = Communicator(bootstrap, timeout=LONG)
     child = os.fork()
     if child == 0:

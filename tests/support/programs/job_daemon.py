@@ -1,4 +1,4 @@
-"""Two ranks whose proxies run in a daemon of the job's own. The first starts it and is killed, "alone" or
+"""Two ranks whose proxies run in the job's own daemon. The first starts it and is killed, "alone" or
 "with_a_child" that lives on. They print the daemon's process and the child's.
 """
 
@@ -45,7 +45,7 @@ meet()
 if comm.rank == 0:
     if sys.argv[1] == "with_a_child":  # which holds the socket to the daemon as long as it lives
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child does not need
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which the child does not need
             child = os.fork()
         if child == 0:
             for descriptor in (0, 1, 2):

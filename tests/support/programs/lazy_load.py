@@ -1,6 +1,7 @@
 """Two ranks whose torch launches a kernel for the first time while a proxied collective waits for the other rank.
 
-Run on two processes with nothing of ProxyCCL in the environment. Each rank prints the collectives that were right.
+Run on two processes without ProxyCCL's variables in the environment. Each rank prints the collectives with correct
+results.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FIRST_LAUNCHED: dict[str, Callable[[Any], Any]] = {
     "all_to_all": torch.special.i0e,
     "broadcast": torch.special.ndtri,
 }
-"""A kernel of torch's for each collective, which nothing else launches."""
+"""For each collective a torch kernel that nothing else launches."""
 
 
 def filled(*values: float) -> Any:
@@ -46,7 +47,7 @@ SHARES: dict[str, tuple[list[float], list[float]]] = {
     "all_to_all": ([own] * ranks, everyone),
     "broadcast": ([own], [everyone[0]]),
 }
-"""The value of each share that goes into a collective, and that comes out of it."""
+"""The value of each share of a collective's input and output."""
 
 with Communicator(timeout=60) as comm:
     for collective, first_launched in FIRST_LAUNCHED.items():

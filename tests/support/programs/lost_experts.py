@@ -1,4 +1,4 @@
-"""Tokens go to experts round after round, until a rank is killed; the others go on without its experts.
+"""Tokens go to experts round after round, until a rank is killed; the others continue without its experts.
 
 Each of the others prints its number, those of the lost ranks, and whether each later token came back as the sum of what
 the experts that are left made of it.
@@ -30,7 +30,7 @@ ids = rng.integers(0, ranks * PER_RANK, (TOKENS, TOPK)).astype(np.int32)
 
 
 def step(layer: EPAll2AllLayer) -> bool:
-    """Whether the sums are those of experts of which expert e adds a token e + 1 times."""
+    """Whether the sums are correct: expert e adds a token e + 1 times."""
     group = layer.ctx.communicator
     rows, _, desc = layer.dispatch(on_device(group, tokens), on_device(group, ids))
     own = slice(group.rank * PER_RANK, (group.rank + 1) * PER_RANK)

@@ -40,7 +40,7 @@ def freed_arrays(comm: Communicator, call: Call) -> None:
 
 
 def segments(comm: Communicator, call: Call) -> None:
-    """Each is withdrawn, and unmapped by its peers, before it goes."""
+    """Each segment is withdrawn, and unmapped by the peers, before it is freed."""
     pool, room = MemoryPool(comm.runtime), room_for(call, comm.world_size)
     comm.group.symmetric.follow(pool)
     for seed in range(5):

@@ -37,7 +37,7 @@ CONTEXT = SimpleNamespace(device=SimpleNamespace(compute_capability=(9, 0)))
 
 
 def launched(kernel: Any, *_: Any) -> None:
-    """In place of the launch, which follows once the kernel is compiled and linked for its arguments."""
+    """Replaces the launch, which follows once the kernel is compiled and linked for its arguments."""
     types = ", ".join(str(of) for of in kernel.argument_types)
     print(kernel.fndesc.qualname, types, bytes(kernel.library.get_cubin().code).startswith(b"\x7fELF"), sep=": ")
 

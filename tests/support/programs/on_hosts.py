@@ -1,4 +1,4 @@
-"""A rank of a job on several hosts: does what it is asked for. MPI joins the ranks, or a directory of their starter's.
+"""A rank of a job on several hosts, with the task that its argument names. MPI joins the ranks, or a directory does.
 
 mpiexec -n WORLD_SIZE python -m mpi4py on_hosts.py WHAT
 python on_hosts.py DIRECTORY RANK WORLD_SIZE WHAT
@@ -20,7 +20,7 @@ from support.cases.plan_documents import all_gather, all_reduce_of_nodes, port_p
 
 
 def collectives(comm: Communicator) -> None:
-    """Collectives of a few lengths, in registered memory and in any, and a MoE round trip."""
+    """Collectives of a few lengths, in registered and other memory, and an MoE round trip."""
     n, rank = comm.world_size, comm.rank
     for count in (1, 1000, 300_001):
         x = comm.empty(count, "float32").upload(np.arange(count) % 7 + rank)
@@ -50,7 +50,7 @@ def experts(comm: Communicator) -> None:
 
 
 def plans(comm: Communicator) -> None:
-    """Execution plans whose port channels lead to other hosts, again and again."""
+    """Execution plans whose port channels lead to other hosts, repeatedly."""
     n, local = comm.world_size, comm.local_world_size
     gathers = [ExecutionPlan.load(plan) for plan in (all_gather(n, "port", "pwsf"), port_packets(n))]
     reduce = ExecutionPlan.load(all_reduce_of_nodes(n, local)) if local > 1 else None
@@ -66,7 +66,7 @@ def plans(comm: Communicator) -> None:
 
 
 def flood(comm: Communicator) -> None:
-    """More than the writes that may be outstanding."""
+    """More writes than may be outstanding."""
     for _ in range(20):
         x = comm.empty(50_000, "float32").fill(1)
         comm.all_reduce(x)
@@ -74,7 +74,7 @@ def flood(comm: Communicator) -> None:
 
 
 def loss(comm: Communicator) -> None:
-    """The last rank is killed in the middle; the others say so."""
+    """The last rank is killed in the middle; the others report it."""
 
     def die() -> None:
         if comm.rank == comm.world_size - 1:
@@ -84,7 +84,7 @@ def loss(comm: Communicator) -> None:
 
 
 def go_on(comm: Communicator) -> None:
-    """The last rank is killed in the middle; the others go on without it."""
+    """The last rank is killed in the middle; the others continue without it."""
     loss(comm)
     with comm.shrink() as shrunk:
         collectives(shrunk)
@@ -92,7 +92,7 @@ def go_on(comm: Communicator) -> None:
 
 
 def cut(comm: Communicator) -> None:
-    """Says when it goes on, and goes on until the network ends it."""
+    """Reports that it runs, and runs until the network ends it."""
     _until_it_fails(comm, lambda: print("ready", flush=True))
 
 

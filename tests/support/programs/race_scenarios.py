@@ -1,6 +1,6 @@
-"""What test_sanitizer.py runs under ThreadSanitizer: ranks as threads, few GPU threads.
+"""The scenarios that test_sanitizer.py runs under ThreadSanitizer: ranks as threads, few GPU threads.
 
-The scenarios whose names begin with "planted" hold a race on purpose; the others must be free of them.
+Scenarios whose names begin with "planted" contain a race on purpose; the others must be free of races.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def all_reduce() -> None:
 
 
 def all_reduce_on_streams() -> None:
-    """Queued without a wait between, and longer than one round of packets."""
+    """Queued without waits in between, and longer than one round of packets."""
 
     def body(comm: Communicator) -> None:
         stream = comm.runtime.create_stream()
@@ -76,7 +76,7 @@ def moves() -> None:
 
 
 def transfers() -> None:
-    """Slots of each flow are used again and again, by pieces of one transfer and of the next."""
+    """Slots of each flow are reused, by pieces of one transfer and of the next."""
 
     def body(comm: Communicator) -> None:
         rank, peer = comm.rank, 1 - comm.rank
@@ -92,7 +92,7 @@ def transfers() -> None:
 
 
 def symmetric_memory() -> None:
-    """Results in peers' outputs, in turn with staged calls; all-reduces in one piece and in several."""
+    """Results in peers' outputs, alternating with staged calls; all-reduces in one piece and in several."""
 
     def body(comm: Communicator) -> None:
         ranks, count = comm.world_size, 8 * 1024
@@ -123,7 +123,7 @@ PIECE = 1 << 20  # elements: several pieces of a pipeline's buffers
 
 
 def dispatch_combine() -> None:
-    """Routing, both ways of the rows, and a token count that changes between the rounds that reuse the buffers."""
+    """Routing, rows in both directions, and a token count that changes between the rounds that reuse the buffers."""
 
     def body(comm: Communicator) -> None:
         experts = 2 * comm.world_size
@@ -143,7 +143,7 @@ def dispatch_combine() -> None:
 
 def expert_parallel() -> None:
     """Two layers on one communicator, one of them with blocks that only send, tokens that change between the calls,
-    calls in halves, and a way back of rows.
+    calls in halves, and rows on their way back.
     """
 
     def body(comm: Communicator) -> None:
@@ -231,8 +231,7 @@ def ring() -> None:
 
 
 def copy_streams() -> None:
-    """The proxy's copies in threads of their own, as a copy engine makes them: for schedules, and for kernels'
-    triggers.
+    """The proxy's copies in separate threads, like a copy engine's: for schedules, and for kernels' triggers.
     """
 
     def body(comm: Communicator) -> None:
@@ -282,14 +281,14 @@ extern "C" __global__ void reuse_pinned(DeviceHandle<ProxyChannel>* channels, ui
 
 
 def _pinned(comm: Communicator, nbytes: int) -> tuple[list[int], Any, Any]:
-    """The ids of the own outbox and of the next rank's inbox; the own outbox and inbox."""
+    """The ids of this rank's outbox and of the next rank's inbox; this rank's outbox and inbox."""
     outbox, inbox = (comm.runtime.allocate_pinned(nbytes) for _ in range(2))
     theirs = comm.runtime.open_pinned(comm.all_gather_bytes(inbox.handle)[(comm.rank + 1) % comm.world_size])
     return [comm.proxy.add_pinned_memory(memory) for memory in (outbox, theirs)], outbox, inbox
 
 
 def pinned_memory() -> None:
-    """Outboxes that the CPU copies to inboxes, or the driver where that is more or behind more."""
+    """Outboxes that the CPU copies to inboxes, or the driver if the data is long or follows long data."""
     words = 20_000
 
     def body(comm: Communicator) -> None:
@@ -411,7 +410,9 @@ def channels() -> None:
         direct, proxied = comm.sm_channels(data), comm.proxy_channels(data)
 
         def settle() -> np.ndarray[Any, Any]:
-            """Waits for both ranks' kernels: what a peer may still write must not be read, not even in passing."""
+            """Waits for both ranks' kernels: memory that a peer may still write must not be read, not even in
+            passing.
+            """
             comm.synchronize()
             comm.barrier()
             values = data.numpy()
@@ -471,7 +472,7 @@ def grid() -> None:
 
 
 def timeout() -> None:
-    """The path on which waits give up."""
+    """The path of waits that give up."""
 
     def body(comm: Communicator) -> None:
         comm.collectives.team()  # or the other rank would make it with this one, before it waits in vain

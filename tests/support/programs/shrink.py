@@ -1,7 +1,7 @@
-"""Ranks are killed, some while the others shrink the communicator; the others shrink it until it is theirs alone.
+"""Ranks are killed, some while the others shrink the communicator; the others shrink it until it has only them.
 
-Arguments: by rank, where it is killed, as "1=before 2=joined". Each of the others prints the members, by their first
-numbers, and what the collectives gave.
+Arguments: the place where each victim is killed, as in "1=before 2=joined". Each survivor prints the members, by their
+original numbers, and the results of the collectives.
 """
 
 import os
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from support.processes import FileBootstrap
 
 PLACES: dict[str, tuple[type, str, bool]] = {
-    "comes": (Survivors, "_wait", False),  # has said that it is there, and waits for the others
+    "comes": (Survivors, "_wait", False),  # has announced itself, and waits for the others
     "assembled": (Survivors, "assemble", True),
     "joined": (Survivors, "all_joined", True),
     "starts": (Collectives, "start", False),

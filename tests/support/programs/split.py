@@ -1,4 +1,4 @@
-"""Rank 0 is killed; the others tell what ended a communicator that it was not part of, and one that it was."""
+"""Rank 0 is killed; the others print the errors of a communicator that it was not part of, and of one that it was."""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""A stranger who knows where an endpoint of libfabric is, and not its memory's key, writes to it; prints what came."""
+"""A stranger who knows the address of a libfabric endpoint, but not its memory's key, writes to it; prints what
+arrived.
+"""
 
 from __future__ import annotations
 

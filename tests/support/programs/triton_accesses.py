@@ -1,4 +1,4 @@
-"""Compiles a kernel for each access that synchronises, and those of the examples, for GPUs that are not here.
+"""Compiles a kernel for each access that synchronises, and those of the examples, for GPUs that this machine lacks.
 
 Arguments: a directory, then architectures. Writes directory/architecture/kernel.
 """
@@ -72,7 +72,7 @@ def sync_grid(barrier):
 
 @triton.jit
 def values(proxy, sm, x, n):
-    """The functions by which triggers and signals carry values, and a flush that is awaited later."""
+    """The functions with which triggers and signals carry values, and a flush that is awaited later."""
     pt.put_value(proxy, 8, n, tl.int8)
     pt.put_value(proxy, 8, 1.5, tl.float16)
     pt.put_value_with_signal(proxy, 8, tl.load(x), tl.float32)
@@ -152,7 +152,7 @@ def main() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         nvidia = architecture.startswith("sm_")
         made_for = target_of(architecture) if nvidia else GPUTarget("hip", architecture, 64)
-        # Large kernels take long to compile: all but one for each vendor's newer architecture alone.
+        # Large kernels take long to compile: all except one only for each vendor's newer architecture.
         newer = architecture in ("sm_90", "gfx942")
         chosen = [(kernel, given) for kernel, given in kernels if newer or kernel is not values]
         for kernel, given in chosen + (example_kernels() if newer else []):

@@ -1,4 +1,6 @@
-"""Launches a compiled kernel on a runtime that stands in for a GPU's, and prints what reaches the driver, by launch."""
+"""Launches a compiled kernel on a runtime that stands in for a GPU's, and prints the driver's arguments of each
+launch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from support.kernels import triton as kernels
 
 
 class StandIn(GpuRuntime):
-    """Says what is loaded and launched."""
+    """Prints loads and launches."""
 
     def __init__(self) -> None:
         self.name, self.device, self.info = "cuda", 0, SimpleNamespace(architecture="sm_90")

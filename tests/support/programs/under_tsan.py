@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def use_instrumented(directory: Path) -> None:
-    """Puts the instrumented extension modules in the place of the installed ones."""
+    """Replaces the installed extension modules by the instrumented ones."""
     for name in ("proxyccl.device._native", "proxyccl.proxy._engine"):
         spec = importlib.util.spec_from_file_location(name, directory / f"{name}.so")
         assert spec is not None

@@ -1,6 +1,6 @@
 """A queue pair on one of the machine's devices, alone: pyverbs without the library.
 
-python endpoint.py END DESCRIPTOR      does with one what comes through a pipe
+python endpoint.py END DESCRIPTOR      serves requests from a pipe
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ TIMEOUT = 60.0
 
 
 def gid(address: str) -> str:
-    """The GID that is made of an IPv4 address."""
+    """The GID of an IPv4 address."""
     return ipaddress.IPv6Address(f"::ffff:{address}").exploded
 
 
 def gid_index(context: Context, address: str) -> int:
-    """Where the device's table has it."""
+    """Its index in the device's table."""
     table = [str(context.query_gid(1, index)) for index in range(4)]
     return table.index(gid(address))
 
@@ -74,11 +74,11 @@ class Endpoint:
         attributes.ah_attr = AHAttr(gr=route, is_global=1, port_num=1)
         self._queue_pair.to_rtr(attributes)
         attributes.timeout = 14  # 67 ms
-        attributes.retry_cnt = 6  # Soft-RoCE takes 7 for endless
+        attributes.retry_cnt = 6  # Soft-RoCE takes 7 as infinite
         self._queue_pair.to_rts(attributes)
 
     def write(self, data: bytes) -> int:
-        """Writes into the other's memory; the completion's status."""
+        """Writes into the other's memory. Returns the completion's status."""
         self._memory.write(data, len(data))
         source = SGE(self._memory.buf, len(data), self._memory.lkey)
         request = SendWR(opcode=enums.IBV_WR_RDMA_WRITE, num_sge=1, sg=[source], send_flags=enums.IBV_SEND_SIGNALED)
@@ -92,12 +92,12 @@ class Endpoint:
         raise TimeoutError("no completion")
 
     def received(self) -> bytes:
-        """What the other wrote."""
+        """The data that the other wrote."""
         return bytes(self._memory.read(BYTES, BYTES))
 
 
 def serve(end: int, pipe: Connection) -> None:
-    """Does with an endpoint what comes through the pipe, (method, arguments)."""
+    """Makes the calls that come through the pipe, (method, arguments), on an endpoint."""
     endpoint = Endpoint(end)
     pipe.send(endpoint.address)
     while request := pipe.recv():

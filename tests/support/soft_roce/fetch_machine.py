@@ -1,7 +1,7 @@
-"""Puts what the machine with Soft-RoCE is made of into a directory: no root and no system package touched.
+"""Puts the parts of the machine with Soft-RoCE into a directory, without root and without touching system packages.
 
-That is a kernel, QEMU, and the RDMA packages that are installed inside, all of the Debian release that runs here and
-only what is not installed already (about 100 MB down, 150 MB unpacked).
+These are a kernel, QEMU, and the RDMA packages that are installed inside, all from the Debian release that runs here
+and only if not installed already (about 100 MB down, 150 MB unpacked).
 
     python fetch_machine.py DIRECTORY     exits with 0, or with 2 and the reason why it is not available here
 
@@ -52,7 +52,7 @@ def fill(directory: Path) -> None:
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
         apt = Apt(Path(temporary, "apt"), machine_suite(), INSTALLED)
         unpack(apt.download_with_dependencies(*PACKAGES), root)
-        # By itself: it would have an initramfs made, and what it needs for that is not needed here.
+        # Without its dependencies, which it needs only for making an initramfs.
         unpacked = Path(temporary, "kernel")
         unpack([apt.download(apt.dependency(KERNEL, r"linux-image-\S+"))], unpacked)
         (image,) = unpacked.glob("boot/vmlinuz-*")

@@ -11,7 +11,7 @@ TRAILER = "TRAILER!!!"
 
 
 class Initramfs:
-    """An archive that grows by directories, files and links; names have no leading slash."""
+    """An archive to which directories, files and links are added; names have no leading slash."""
 
     def __init__(self) -> None:
         self._archive = bytearray()
@@ -28,7 +28,7 @@ class Initramfs:
         self._add("dev/console", stat.S_IFCHR | 0o600, device=(5, 1))
 
     def finish(self) -> bytes:
-        """The archive, which is complete then."""
+        """Completes the archive and returns it."""
         self._add(TRAILER, 0)
         return bytes(self._archive)
 

@@ -33,7 +33,7 @@ def dependencies(module: bytes) -> list[str]:
 
 
 def in_load_order(tree: Path) -> dict[str, bytes]:
-    """MODULES and all that they depend on, by name, each after what it needs.
+    """MODULES and their dependencies, by name, each after the modules that it needs.
 
     `tree` is a lib/modules/VERSION. Raises UnavailableError if this kernel lacks one.
     """

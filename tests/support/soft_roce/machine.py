@@ -7,7 +7,7 @@ The command runs in the directory in which this was started. It sees the files o
 may write to them, but what it writes is gone with the machine. Debian's RDMA packages are installed in there, and
 PYTHONPATH lets a virtual environment's Python find pyverbs. The packages are fetched when they are first needed.
 
-What the command writes comes out here, and its exit status is this program's; of two machines, the first that is not 0.
+The command's output appears here, and its exit status is this program's; of two machines, the first nonzero one.
 Status 124 says that the time limit was reached, 125 that a machine did not come up.
 
 In the machine:
@@ -51,7 +51,7 @@ ADDRESSES = ("10.9.0.1", "10.9.0.2")  # those of wire.sh
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a machine is connected: what wire.sh makes of it, QEMU's options for it, and what the command is told."""
+    """A machine's connection: the argument of wire.sh, QEMU's options, and the command's environment."""
 
     script: str
     options: tuple[str, ...]
@@ -92,7 +92,7 @@ def node(number: int, directory: Path) -> Wiring:
 
 
 def installed(program: str) -> str:
-    """A program of the packages, which is among the fetched ones or was installed before."""
+    """A program of the packages, either fetched or installed before."""
     found = shutil.which(program, path=os.pathsep.join((str(ROOT / "usr/bin"), os.environ.get("PATH", os.defpath))))
     if found is None:
         raise UnavailableError(f"Debian's packages have no {program} any more")
@@ -100,7 +100,7 @@ def installed(program: str) -> str:
 
 
 def first_file_system(command: list[str], environment: dict[str, str]) -> bytes:
-    """What the kernel starts with: busybox, modules, init, and what that runs."""
+    """The kernel's first file system: busybox, modules, init, and the command that it runs."""
     archive = Initramfs()
     for directory in ("bin", "dev", "proc", "sys", "modules", "host", "packages", "writable", "new"):
         archive.directory(directory)
@@ -117,7 +117,7 @@ def first_file_system(command: list[str], environment: dict[str, str]) -> bytes:
 
 
 class Machine:
-    """One virtual machine, started by the constructor. Its files lie in `directory`."""
+    """One virtual machine, started by the constructor. Its files are in `directory`."""
 
     def __init__(
         self, directory: Path, command: list[str], wiring: Wiring, *, memory: int, cores: int, name: str | None = None
@@ -160,7 +160,7 @@ class Machine:
         )
 
     def copy_output(self) -> None:
-        """Passes on what the command writes until the machine is off: at once, or by line after the machine's name."""
+        """Passes on the command's output until the machine is off: at once, or by line after the machine's name."""
         assert self._process.stdout is not None
         output = self._process.stdout.fileno()
         for piece in iter(lambda: os.read(output, 1 << 16), b"") if self._name is None else self._process.stdout:
@@ -177,7 +177,7 @@ class Machine:
         return int(status) if status else self._explain(FAILED, "ended before its command did")
 
     def kill(self) -> None:
-        """Ends it, if it has not ended."""
+        """Ends it, if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -189,7 +189,7 @@ class Machine:
         return ("-fsdev", local, "-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}")
 
     def _explain(self, status: int, what: str) -> int:
-        """Writes why there is no exit status of the command, as far as the console tells."""
+        """Writes why the command has no exit status, as far as the console tells."""
         lines = self._console.read_text(errors="replace").splitlines() if self._console.exists() else []
         told = [line for line in lines if "Kernel panic" in line or line.startswith("init: ")]
         name = "the machine" if self._name is None else f"machine {self._name}"
@@ -224,7 +224,7 @@ def run(command: list[str], *, nodes: int, timeout: float, memory: int, cores: i
 
 
 def end(signal_number: int, frame: FrameType | None) -> None:
-    """Ends this program as an exception does, so that no machine is left behind."""
+    """Ends this program with an exception, so that no machine is left behind."""
     sys.exit(128 + signal_number)
 
 

@@ -1,4 +1,4 @@
-"""Ranks as two nodes: each has one of the machine's two devices, so what leaves a node crosses the wire."""
+"""Ranks as two nodes: each has one of the machine's two devices, so all data between nodes crosses the wire."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def two_nodes(local: int = LOCAL, **options: Any) -> Ranks:
 
 
 def failure_of(call: Callable[[], object]) -> ProxyCCLError:
-    """What the call raises, which must come in time."""
+    """The exception of the call, which must come in time."""
     began = time.monotonic()
     with pytest.raises(ProxyCCLError) as caught:
         call()

@@ -14,7 +14,7 @@ WIRE_SCRIPT = Path(__file__).with_name("wire.sh")
 
 
 def run(*command: str) -> str:
-    """A tool's output. Raises CalledProcessError where it fails, with what it wrote in a note."""
+    """A tool's output. Raises CalledProcessError if it fails, with its output in a note."""
     try:
         done = subprocess.run(command, check=True, timeout=30, capture_output=True, text=True)
     except subprocess.CalledProcessError as error:
@@ -24,19 +24,19 @@ def run(*command: str) -> str:
 
 
 def packets_sent(interface: str) -> int:
-    """How many packets have left an end of the wire since the machine started."""
+    """The number of packets that have left an end of the wire since the machine started."""
     return int(Path("/sys/class/net", interface, "statistics/tx_packets").read_text())
 
 
 class Wire:
-    """What is between the two devices; end n is that of device n."""
+    """The wire between the two devices; end n is that of device n."""
 
     def __init__(self) -> None:
         self._disturbed: set[str] = set()
         self._cut = False
 
     def disturb(self, *netem: str) -> None:
-        """Has what leaves either end go through netem, with tc's words: disturb("loss", "3%", "delay", "1ms")."""
+        """Sends packets from either end through netem, with tc's words: disturb("loss", "3%", "delay", "1ms")."""
         for interface in INTERFACES:
             run("tc", "qdisc", "replace", "dev", interface, "root", "netem", *netem)
             self._disturbed.add(interface)
@@ -44,7 +44,7 @@ class Wire:
     def cut(self, end: int) -> None:
         """Sets one end down, until `restore`.
 
-        Both devices' ports go down. What the device of this end sends fails at once; what the other sends is lost.
+        Both devices' ports go down. Requests of this end's device fail at once; those of the other are lost.
         """
         run("ip", "link", "set", INTERFACES[end], "down")
         self._cut = True
