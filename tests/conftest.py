@@ -1,4 +1,4 @@
-"""What pytest shall do for all tests: which ones a runtime has, and where they keep what they compile."""
+"""Settings for all tests: which ones a runtime runs, and the directories of compiled kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.once import shared_directory
 
 PLACE = os.environ.get("PROXYCCL_PROXY", "")
 IN_DAEMON = PLACE == "daemon"
-collect_ignore = ["rdma/soft_roce"]  # runs in a machine of its own: make test-rdma
+collect_ignore = ["rdma/soft_roce"]  # runs in its own virtual machine: make test-rdma
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -22,17 +22,17 @@ OPEN_MPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
-"""What Open MPI wants to be told, and MPICH does unasked: run as root, on more ranks than cores, bound to no core.
+"""Settings for Open MPI that MPICH does not need: run as root, with more ranks than cores, bound to no core.
 Versions 4 and 5 have different names for it.
 """
 NUMPY = {"OPENBLAS_NUM_THREADS": "1"}
-"""Its own threads would only fight a test's ranks for the cores."""
+"""Its own threads would only compete with a test's ranks for the cores."""
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _private_directories(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Compiled kernels of the test run stay out of the user's cache, and pytest-xdist's workers share them; a directory
-    that is named is kept for the next run. Reports stay out of the user's directory too.
+    """Compiled kernels of the test run stay out of the user's cache, and pytest-xdist's workers share them; a named
+    directory is kept for the next run. Reports stay out of the user's directory too.
     """
     os.environ.setdefault("PROXYCCL_CACHE", str(shared_directory(tmp_path_factory) / "cache"))
     os.environ["PROXYCCL_REPORT_DIR"] = str(tmp_path_factory.mktemp("reports"))
@@ -40,8 +40,8 @@ def _private_directories(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _node_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """With PROXYCCL_PROXY=daemon, and none named to use, one daemon serves all ranks of the test run; of a run with
-    pytest-xdist, all ranks of a worker.
+    """With PROXYCCL_PROXY=daemon, and no socket named, one daemon serves all ranks of the test run or, with
+    pytest-xdist, of a worker.
     """
     if not IN_DAEMON or "PROXYCCL_DAEMON_SOCKET" in os.environ:
         yield
@@ -55,14 +55,14 @@ def _node_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What makes sense for a proxy in the rank's process alone gets one, whatever the runtime's default."""
+    """Gives tests that need a proxy in the rank's process one, whatever the runtime's default."""
     if request.node.get_closest_marker("own_proxy") is not None:
         monkeypatch.setenv("PROXYCCL_PROXY", "thread")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.pluginmanager.hasplugin("hypothesispytest"):
-        from hypothesis import settings  # not where every import is slow, in the machine with Soft-RoCE
+        from hypothesis import settings  # not in the machine with Soft-RoCE, where every import is slow
 
         settings.register_profile("busy", deadline=None)
         settings.load_profile("busy")
@@ -76,7 +76,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects, and so counts, what does not make sense on this runtime."""
+    """Deselects, and so counts, tests that do not make sense on this runtime."""
 
     def belongs(item: pytest.Item) -> bool:
         if PLACE in {"process", "daemon"} and item.get_closest_marker("own_proxy"):

@@ -1,4 +1,4 @@
-"""What peers reach of a failed rank's memory is there until no kernel of theirs can reach it."""
+"""The parts of a failed rank's memory that peers map stay until none of their kernels can reach them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.hip
 
 
 class Held:
-    """A `Hold` that a test ends."""
+    """A `Hold` that lasts until the test ends it."""
 
     def __init__(self) -> None:
         self.now = True
@@ -39,7 +39,7 @@ class Held:
 
 @pytest.fixture(autouse=True)
 def no_other_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Communicators of other tests of this process hold nothing here."""
+    """Ignores holds of other tests' communicators in this process."""
     monkeypatch.setattr(unused_memory, "_holds", [])
 
 
@@ -85,7 +85,7 @@ def test_a_gpu_frees_no_memory_that_is_held(held: Held, how: str) -> None:
     run_ranks(1, body)
 
 
-# -- what a failed rank knows of its peers ---
+# -- a failed rank's knowledge of its peers ---
 
 
 class Ranks:
@@ -192,7 +192,9 @@ def collected(ref: Callable[[], object]) -> bool:
 
 
 def use_and_fail(comm: Communicator, what: str) -> Callable[[], object]:
-    """Rank 0's part: it forgets everything when it has closed. Returns a reference to what peers reach."""
+    """Rank 0's part: it drops all its objects after it has closed. Returns a reference to the memory that peers
+    reach.
+    """
     x = comm.empty(1024, "uint8")
     registered, channels = comm.register(x), comm.sm_channels(x)
     announced = comm.group.symmetric.find(x.ptr, x.nbytes)
@@ -212,7 +214,7 @@ def use_and_fail(comm: Communicator, what: str) -> Callable[[], object]:
 
 @pytest.mark.parametrize("what", ["array", "memory", "semaphores"])
 def test_a_failed_rank_keeps_what_a_peers_kernel_may_still_reach(what: str) -> None:
-    """Rank 1 has work queued that nothing stops; rank 0 fails, closes, and forgets everything."""
+    """Rank 1 has queued work that nothing stops; rank 0 fails, closes, and drops all its objects."""
     closed, looked = threading.Event(), threading.Event()
 
     def body(comm: Communicator) -> tuple[bool, bool] | None:
@@ -241,7 +243,7 @@ def test_a_failed_rank_keeps_what_a_peers_kernel_may_still_reach(what: str) -> N
 
 
 def test_ranks_that_shrink_say_that_their_kernels_have_ended() -> None:
-    """Rank 2 closes; the others keep the failed communicator's place until the new one is there."""
+    """Rank 2 closes; the others keep the failed communicator's presence until the new one is ready."""
     closed, shrunk = threading.Event(), threading.Barrier(2)
 
     def body(comm: Communicator) -> list[Presence] | None:
@@ -260,7 +262,9 @@ def test_ranks_that_shrink_say_that_their_kernels_have_ended() -> None:
 
 
 def test_nothing_is_launched_once_a_rank_has_failed() -> None:
-    """Between the ranks' comparison of a call and its launch a module may be loaded, and a peer may fail and free."""
+    """Between the ranks' comparison of a call and its launch, a module may be loaded, and a peer may fail and free
+    memory.
+    """
     compared = threading.Event()
 
     def body(comm: Communicator) -> list[int]:

@@ -1,4 +1,4 @@
-"""Bad input is refused with the argument's name, before anything moves, and the communicator goes on."""
+"""Bad input is refused with the argument's name, before anything moves, and the communicator stays usable."""
 
 from __future__ import annotations
 

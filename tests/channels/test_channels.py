@@ -50,7 +50,7 @@ struct Eight { int4 low, high; };
 template <class T>
 __device__ void exchangeElement(Sm& channel, uint64_t at, const T& mine, T* theirs) {
   Sm there = channel;
-  there.dst += at;  // each type in a place of its own, where index 1 is the second element
+  there.dst += at;  // each type has its own place, where index 1 is the second element
   there.write<T>(1, mine);
   syncThreadsSystem();
   if (threadIdx.x == 0) { channel.signal(); channel.wait(); }
@@ -91,7 +91,7 @@ extern "C" __global__ void sm_signals(Sm* channels, int rank, int* polls) {
     channels[0].signal();
   }
 }
-// One thread polls, and what the peer's polls for is sent by another.
+// One thread polls, and another sends the signal for which the peer's thread polls.
 template <class Channel>
 __device__ void pollWithoutAHint(Channel& channel, int* polls) {
   const uint64_t start = nanoseconds();
@@ -243,7 +243,7 @@ def test_get_reads_the_peers_memory_into_the_own(ranks: Ranks) -> None:
         channels = comm.sm_channels(remote, own)
         barrier(comm)
         kernels = comm.compile(KERNELS)
-        kernels.sm_get(1, 64, channels, 7, 100, 30_001)  # where to, then where from
+        kernels.sm_get(1, 64, channels, 7, 100, 30_001)  # target offset, then source offset
         kernels.sm_get_same(1, 64, channels, 50_000, 100)
         comm.synchronize()
         expected = np.zeros(SIZE, np.uint8)
@@ -292,7 +292,7 @@ def test_elements_may_be_of_any_type_that_can_be_copied(ranks: Ranks) -> None:
         comm.compile(KERNELS, "sm_elements")(1, 1, channels, comm.rank, out)
         comm.synchronize()
         barrier(comm)
-        # What this rank wrote is in the peer's memory, and was read back from there.
+        # This rank's element is in the peer's memory, and was read back from there.
         r, read = 10 * comm.rank, out.numpy().view(types)[0]
         assert read["vector"].tolist() == [r, r + 1, r + 2, r + 3]
         assert read["packet"].tolist() == [1 + comm.rank, 9, 3, 9]
@@ -311,7 +311,7 @@ def test_elements_may_be_of_any_type_that_can_be_copied(ranks: Ranks) -> None:
 @pytest.mark.parametrize(("kernel", "payload"), [("sm_packets16", 8), ("sm_packets8", 4)])
 @pytest.mark.parametrize("count", [1, 3, 64, 1000])
 def test_packets_carry_their_own_signal(ranks: Ranks, kernel: str, payload: int, count: int) -> None:
-    """The same packets again and again, with a new flag each time; even and odd flags, and the largest."""
+    """The same packets repeatedly, with a new flag each time; even and odd flags, and the largest."""
 
     def body(comm: Communicator) -> None:
         nbytes = payload * count

@@ -1,4 +1,4 @@
-"""Ends of communicators: in any order, with nobody waited for who has left, and with abort that never waits."""
+"""Ends of communicators: in any order, without waiting for ranks that have left, and with an abort that never waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAM = TESTS / "support" / "programs" / "failure.py"
 
 
 def with_several(count: int, world_size: int, body: Callable[[list[Communicator]], Any], timeout: float) -> list[Any]:
-    """Runs body(communicators) in one thread a rank, each with `count` communicators of the same ranks."""
+    """Runs body(communicators) in one thread per rank, each with `count` communicators of the same ranks."""
     require_devices(world_size)
     bootstraps = [ThreadBootstrap.create(world_size) for _ in range(count)]
     results: list[Any] = [None] * world_size
@@ -130,7 +130,7 @@ def test_abort_waits_for_nobody() -> None:
 
 
 def test_a_close_that_waits_for_nobody_leaves_memory_to_the_peers() -> None:
-    """Rank 0 closes at once; rank 1 still has the communicator, and ends it in its own time."""
+    """Rank 0 closes at once; rank 1 still has the communicator, and closes it later."""
     rank_0_has_closed = threading.Event()
 
     def body(comm: Communicator) -> None:
@@ -163,7 +163,7 @@ def test_the_timeout_of_a_communicator_can_change() -> None:
                 comm.all_gather_bytes(b"", "nobody else comes")
             seconds = time.monotonic() - started
             timed_out.set()
-        assert timed_out.wait(TIMEOUT)  # who leaves before is missed at once
+        assert timed_out.wait(TIMEOUT)  # a rank that leaves before is missed at once
         comm.close(wait=False)
         return seconds
 
@@ -174,7 +174,7 @@ def test_the_timeout_of_a_communicator_can_change() -> None:
 def test_six_communicators_left_open_end_at_exit(order: str) -> None:
     ended = run_processes(4, PROGRAM, f"exit_with_six:{order}")
     assert [process.returncode for process in ended] == [0] * 4, ended
-    assert not any(process.stderr for process in ended), ended  # where a rank that runs into the time-out says so
+    assert not any(process.stderr for process in ended), ended  # where a rank that times out reports it
 
 
 def test_what_a_rank_announces_reaches_its_peers() -> None:

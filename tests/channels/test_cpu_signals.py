@@ -1,4 +1,4 @@
-"""ProxyChannels from the CPU's program: it signals peers' CPUs and kernels, and waits for them."""
+"""ProxyChannels used by the CPU, which signals peers' CPUs and kernels, and waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits that are given no control block use that of the communicator which compiled their kernel."""
+"""Waits without a control block use that of the communicator that compiled their kernel."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def alone(runtime: Runtime) -> Communicator:
 
 
 def caught(action: Callable[[], object]) -> BaseException | None:
-    """What the action raised by name."""
+    """The library's error that the action raised."""
     try:
         action()
     except ProxyCCLError as error:
@@ -66,7 +66,7 @@ def caught(action: Callable[[], object]) -> BaseException | None:
 
 @pytest.mark.parametrize(
     ("kernel", "awaited", "bound"),
-    # Blocks that wait for their grid give up after those that wait for a peer, who know for which.
+    # Blocks that wait for their grid give up after those that wait for a peer, because the latter know which one.
     [("grid", "the other blocks of the grid", 2 * SHORT), ("packet", "a packet", SHORT)],
 )
 def test_a_wait_ends_in_time_and_is_named_on_all_ranks(kernel: str, awaited: str, bound: float) -> None:
@@ -97,7 +97,7 @@ def test_a_refused_flag_is_told() -> None:
     def body(comm: Communicator) -> BaseException | None:
         channels = comm.sm_channels(comm.empty(16))
         kernel = comm.compile(KERNELS, "flag_0")
-        comm.all_gather_bytes(b"")  # neither has failed before the other is ready for it
+        comm.all_gather_bytes(b"")  # neither fails before the other is ready
         kernel(1, 1, channels[0])
         return caught(comm.synchronize)
 
@@ -105,7 +105,9 @@ def test_a_refused_flag_is_told() -> None:
 
 
 def test_a_wait_looks_early_whether_its_communicator_has_ended() -> None:
-    """On the host runtime before it yields: a kernel with many waits to come would yield a time slice for each."""
+    """On the host runtime it looks before it yields: a kernel with many waits to come would yield a time slice for
+    each.
+    """
     runtime = rank_runtime(0)
     with alone(runtime) as comm:
         polls, stream = comm.empty(1, "int32").fill(0), runtime.create_stream()

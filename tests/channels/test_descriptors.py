@@ -1,4 +1,4 @@
-"""Too few descriptors end the joining of ranks at once, on all of them, with what they were for."""
+"""A lack of descriptors ends the joining of ranks at once, on all of them, with an error that names their purpose."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def exhausted(*_: Any, **__: Any) -> Any:
 
 
 def exhausted_on(thread: str, allowed: Any) -> Any:
-    """What finds no descriptor in the threads whose names begin so."""
+    """A function that finds no descriptor in threads whose names begin like this."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         if threading.current_thread().name.startswith(thread):
@@ -46,7 +46,7 @@ def exhausted_on(thread: str, allowed: Any) -> Any:
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """This process can open nothing."""
+    """This process can't open any descriptor."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
@@ -69,7 +69,7 @@ def test_the_error_names_the_purpose_and_the_limit() -> None:
 
 @pytest.mark.parametrize("where", ["own segment", "peers' segments", "watch", "runtime"])
 def test_all_ranks_hear_at_once_that_one_has_too_few(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 has none left from some step on."""
+    """Rank 1 runs out of descriptors at some step."""
     owner: Any
     owner, name = {
         "own segment": (HostRuntime, "allocate_pinned"),
@@ -139,7 +139,7 @@ def test_all_ranks_hear_at_once_that_one_has_too_few_for_a_call(
             assert re.search("rank 1 can't take part: ResourceError: no descriptor|rank 1 ended", str(raised))
         assert time.monotonic() - began < TIMEOUT / 2
         monkeypatch.undo()
-        if name == "split":  # by which the communicator does not end
+        if name == "split":  # which does not end the communicator
             comm.all_gather_bytes(b"")
             comm.split([1, 0]).all_gather_bytes(b"")
 
@@ -149,7 +149,7 @@ def test_all_ranks_hear_at_once_that_one_has_too_few_for_a_call(
 
 def test_the_communicator_goes_on_where_all_ranks_have_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     all_limited = threading.Barrier(2)
-    monkeypatch.setattr(exchange, "_TELLING_OPEN_SECONDS", TIMEOUT)  # on a busy machine they come apart
+    monkeypatch.setattr(exchange, "_TELLING_OPEN_SECONDS", TIMEOUT)  # on a busy machine they do not come together
 
     def body(comm: Communicator) -> None:
         if comm.rank == 0:

@@ -1,4 +1,6 @@
-"""Each failure ends, within the time-out, in a named exception on every rank that lives; nothing hangs or is left."""
+"""Each failure ends, within the time-out, in a named exception on every living rank; nothing hangs or is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ PROCESSES = processes(3)
 SURVIVORS = [rank for rank in range(PROCESSES) if rank != VICTIM]
 
 
-caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # by what happened, not by the long time-out
+caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # by the event itself, not by the long time-out
 
 
 def ones(comm: Communicator) -> Any:
@@ -61,7 +63,7 @@ def ones(comm: Communicator) -> Any:
 
 
 def meet(comm: Communicator) -> None:
-    """Lets no rank fail before all are ready for it."""
+    """Makes sure that no rank fails before all are ready."""
     comm.all_gather_bytes(b"")
 
 
@@ -70,8 +72,8 @@ def meet(comm: Communicator) -> None:
 
 @pytest.fixture
 def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No process that the test starts, and no name in /dev/shm, outlives it; a daemon of the job's own ends soon after
-    it. Other tests may run beside it.
+    """No process that the test starts, and no name in /dev/shm, outlives it; a job's own daemon ends soon after it.
+    Other tests may run at the same time.
     """
     mark = str(uuid.uuid4())
     monkeypatch.setenv("STARTED_BY_TEST", mark)
@@ -83,7 +85,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def outcomes(ended: list[Ended]) -> dict[int, list[str]]:
-    """What each rank that lived to the end printed."""
+    """The output of each rank that lived to the end."""
     assert all(process.returncode in (0, -9) for process in ended), "\n".join(process.stderr for process in ended)
     lines = "".join(process.stdout for process in ended).splitlines()
     assert not any("late=True" in line for line in lines), lines
@@ -115,7 +117,7 @@ def test_a_killed_rank_is_named_on_the_others(scenario: str) -> None:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_rank_killed_in_the_bootstrap_runs_into_the_time_out() -> None:
-    """Nobody watches a process that has not told its number yet."""
+    """Nobody watches a process that has not announced its process id yet."""
     printed = outcomes(run_processes(PROCESSES, PROGRAM, "killed_before_the_communicator"))
     for rank in SURVIVORS:
         assert printed[rank][0].startswith(f"WaitTimeoutError peer={VICTIM}")
@@ -171,11 +173,11 @@ def test_exit_without_close_is_clean(launcher: str) -> None:
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("scenario", ["killed_in_a_collective:two_shot", "killed_before_the_communicator"])
 def test_a_killed_rank_ends_an_mpi_job(scenario: str) -> None:
-    """The launcher's own policy: it ends the ranks that are left, whatever they caught."""
+    """The launcher's own policy: it ends the remaining ranks, whatever they caught."""
     assert run_mpi(PROCESSES, PROGRAM, scenario, timeout=TIMEOUT).returncode != 0
 
 
-# -- who has failed tells the others ---
+# -- a rank that has failed tells the others ---
 
 GIVE_UP = r"""
 #include "proxyccl/proxyccl.h"
@@ -189,7 +191,7 @@ extern "C" __global__ void hear(DeviceHandle<SmChannel>* channels) { channels[0]
 
 
 def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchers sleep, and the CPU of the rank that gave up looks at nothing: only its kernel can tell the other."""
+    """The watchers sleep, and the CPU of the rank that gave up does not look: only its kernel can tell the other."""
     monkeypatch.setattr(Watcher, "INTERVAL_MS", 60_000)
     checked = threading.Event()
 
@@ -202,7 +204,7 @@ def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.M
             comm.runtime.synchronize()
             checked.wait(TIMEOUT)
             return caught(comm.check)
-        time.sleep(SHORT / 2)  # so that the other's time is over first
+        time.sleep(SHORT / 2)  # so that the other's time is up first
         kernels.hear(1, 1, channels)
         error = caught(comm.synchronize)
         checked.set()
@@ -367,7 +369,7 @@ extern "C" __global__ void getPackets(Sm channel, unsigned long from, unsigned l
 
 @pytest.mark.parametrize(
     ("call", "first", "second", "nbytes", "reason"),
-    [  # the peer's memory has 1024 bytes, the own 512, the packet buffer 256
+    [  # the peer's memory has 1024 bytes, this rank's 512, the packet buffer 256
         ("put", 1024 - 8, 0, 16, "16 bytes at offset 1016 leave the peer's memory of 1024 bytes"),
         ("put", 0, 512 - 8, 16, "16 bytes at offset 504 leave the own memory of 512 bytes"),
         ("put", (1 << 64) - 8, 0, 16, "leave the peer's memory"),
@@ -548,7 +550,7 @@ _Query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 def faulty(runtime: Runtime, **functions: object) -> Runtime:
-    """The runtime with some of the driver's calls that the engine makes replaced."""
+    """The runtime with some of the engine's driver calls replaced."""
     addresses = {name: ctypes.cast(f, ctypes.c_void_p).value or 0 for name, f in functions.items()}
     table = replace(runtime.engine_functions(), **addresses)
     runtime.engine_functions = lambda: table  # type: ignore[method-assign]
@@ -608,7 +610,7 @@ def _no_thread(thread: threading.Thread) -> None:
 
 
 def _no_memory_to_begin(thread: threading.Thread, start: Callable[[threading.Thread], None]) -> None:
-    vars(thread)["_bootstrap"] = lambda: None  # CPython's thread ends so where it finds no memory
+    vars(thread)["_bootstrap"] = lambda: None  # a thread of CPython ends like this if it finds no memory
     start(thread)
 
 
@@ -650,7 +652,7 @@ def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
 
 
 def differing(comm: Communicator, field: str) -> None:
-    """One rank makes another call than the others; each waits for its own."""
+    """One rank makes a different call than the others; each waits for its own."""
     x = on_device(comm, np.ones(12, np.float32))
     whole = on_device(comm, np.ones(12, np.int32))
     calls: dict[str, Callable[[], object]] = {
@@ -692,7 +694,7 @@ def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: boo
         assert any(text in str(error) for error in errors for text in both)
 
 
-# -- what runs out ---
+# -- exhausted resources ---
 
 
 def test_the_509th_memory_id_is_a_resource_error() -> None:
@@ -811,7 +813,7 @@ def test_use_after_a_failure_raises_the_failure_again(use: str) -> None:
 
 
 def test_a_lost_context_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No runtime but a GPU's loses one, so the driver's answer is made up."""
+    """Only a GPU's runtime loses its context, so the driver's answer is simulated."""
 
     def lost() -> bool:
         raise DriverError("cuStreamQuery", 716, "misaligned")
@@ -882,7 +884,7 @@ def _in_every_way(comm: Communicator) -> None:
 
 
 def _until_it_fails(comm: Communicator) -> None:
-    """The exception keeps the array, by the frames of its traceback; the array keeps nothing."""
+    """The exception keeps the array alive, through the frames of its traceback; the array keeps nothing alive."""
     array = comm.empty(1000, "float32").fill(1)
     try:
         comm.barrier()
@@ -900,10 +902,10 @@ def _until_it_fails(comm: Communicator) -> None:
 
 @pytest.mark.parametrize("body", [_in_every_way, _until_it_fails])
 def test_communicators_give_back_descriptors_and_threads(body: Callable[[Communicator], None]) -> None:
-    run_ranks(3, body)  # whatever a process keeps for good
+    run_ranks(3, body)  # warm-up: a process keeps some resources
     descriptors, threads = open_descriptors(), live_threads()
     for _ in range(5):
         run_ranks(3, body)
-        collect_garbage()  # a GPU's memory that is garbage is freed when the device is next waited for
+        collect_garbage()  # garbage in a GPU's memory is freed at the next wait for the device
     assert open_descriptors() <= descriptors
     assert live_threads() <= threads

@@ -1,4 +1,4 @@
-"""Forks of a rank's process: the child's ends and calls leave the communicator alone, which is the parent's."""
+"""Forks of a rank's process: the child's end and calls do not affect the communicator, which is the parent's."""
 
 from __future__ import annotations
 

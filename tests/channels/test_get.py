@@ -95,7 +95,7 @@ def bytes_of(rank: int, size: int = SIZE) -> Any:
 
 
 def run_on_all(comm: Communicator, kernel: str, *arguments: object) -> None:
-    """Runs a kernel on all ranks to its end, or to what ends the communicator."""
+    """Runs a kernel on all ranks until it ends, or until the communicator does."""
     comm.compile(KERNELS, kernel)(1, 1, *arguments)
     comm.synchronize()
     comm.barrier()

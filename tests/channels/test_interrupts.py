@@ -1,4 +1,4 @@
-"""Signals in waits: their handlers run at once. What they raise ends the wait, and the peers' as any exception does.
+"""Signals in waits: their handlers run at once. An exception in one ends the wait, and the peers' like any exception.
 
 Rank 0 is this process's main thread, where Python runs handlers, and rank 1 another, which comes late.
 """
@@ -23,17 +23,17 @@ from support.devices import require_devices, runtime_with_blocks
 from support.running import TIMEOUT
 
 AT_ONCE = 5.0
-"""Seconds: a handler runs within 0.2 on a machine that is not busy, and without looking within TIMEOUT."""
+"""Seconds: on a machine that is not busy a handler runs within 0.2, and within TIMEOUT if waits did not look."""
 Call = Callable[[Communicator], object]
 
 
 class Interrupt(BaseException):
-    """What the handler raises, as Ctrl-C raises KeyboardInterrupt."""
+    """The handler's exception, like KeyboardInterrupt for Ctrl-C."""
 
 
 @contextlib.contextmanager
 def handling(handler: Callable[[], object]) -> Iterator[list[float]]:
-    """Has a signal come soon, and its handler called. Yields the times of the calls."""
+    """Sends a signal soon, whose handler is called. Yields the times of the calls."""
     times: list[float] = []
 
     def handle(_number: int, _frame: FrameType | None) -> None:
@@ -55,7 +55,7 @@ def interrupt() -> None:
 
 
 class Peer:
-    """Rank 1: it makes the same communicator, and does in its own thread what it is told."""
+    """Rank 1: it makes the same communicator, and makes calls on request in its own thread."""
 
     def __init__(self, make: Callable[[int], Any] = lambda _: None) -> None:
         require_devices(2)
@@ -78,18 +78,18 @@ class Peer:
         comm.close(wait=False)
 
     def come(self, call: Call) -> None:
-        """Has rank 1 make a call."""
+        """Makes rank 1 make a call."""
         self._todo.append(call)
         self._told.set()
 
     def ended(self) -> object:
-        """What came of it."""
+        """The call's outcome."""
         self._thread.join(TIMEOUT)
         return self.outcome
 
 
 def every_call(comm: Communicator) -> None:
-    """The calls of CALLS, so that none of them makes anything later."""
+    """The calls of CALLS, so that none of them has to set anything up later."""
     array = on_device(comm, np.ones(100000, np.float32))
     for algorithm in ("one_shot", "ring", "proxy"):
         comm.all_reduce(array, algorithm=algorithm)
@@ -155,7 +155,7 @@ CALLS: dict[str, Call] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_what_a_handler_raises_ends_the_wait_at_once(name: str) -> None:
     peer = Peer()
-    with contextlib.suppress(Interrupt), peer.comm as comm:  # as a program: what is raised leaves the block
+    with contextlib.suppress(Interrupt), peer.comm as comm:  # like a program: exceptions leave the block
         every_call(comm)
         with handling(interrupt) as times:
             with pytest.raises(Interrupt):
@@ -184,7 +184,7 @@ def test_a_wait_for_other_blocks_is_interrupted() -> None:
 def test_a_wait_goes_on_when_the_handler_returns(name: str) -> None:
     peer = Peer()
     every_call(peer.comm)
-    with handling(lambda: peer.come(CALLS[name])) as times:  # rank 1 comes when it has run
+    with handling(lambda: peer.come(CALLS[name])) as times:  # rank 1 makes the call once the handler has run
         assert (CALLS[name](peer.comm) == 2).all()
     assert len(times) == 1
     assert (peer.ended() == 2).all()

@@ -1,4 +1,4 @@
-"""Registered memory: exchange, ids, what can't be shared, and invalid handles."""
+"""Registered memory: exchange, ids, memory that can't be shared, and invalid handles."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_view_into_an_array_is_registered_where_it_lies(ranks: Ranks) -> None:
         part = replace(array.view(), ptr=array.ptr + 400, shape=(100,))
         memory = comm.register(part)
         assert memory.ptr == array.ptr + 400
-        peer = contents(comm.runtime, memory.peer_ptr(1 - comm.rank), 400)  # what the address holds, seen from here
+        peer = contents(comm.runtime, memory.peer_ptr(1 - comm.rank), 400)  # its contents, seen from here
         assert (peer.view(np.int32) == 1 - comm.rank).all()
         barrier(comm)
 
@@ -188,7 +188,7 @@ def test_memory_that_a_failed_rank_freed_is_not_to_blame() -> None:
 
     def body(comm: Communicator) -> None:
         array = allocate(comm.group, 1000, "uint8")
-        memory = register(comm.group, array)  # and not the communicator's, which maps it at once
+        memory = register(comm.group, array)  # not the communicator's method, which maps it at once
         if comm.rank == 1:
             comm.abort("on purpose")
             memory.close()
@@ -373,7 +373,7 @@ def test_idle_mappings_make_way_for_new_memory() -> None:
 
     one, other = HandleCache(open_handle), HandleCache(open_handle)
     one.acquire(b"old")
-    with pytest.raises(ArgumentError):  # in use: nothing makes way
+    with pytest.raises(ArgumentError):  # in use, so it can't be evicted
         other.acquire(b"new")
     one.release(b"old")
     assert other.acquire(b"new") is mapped[b"new"]
@@ -419,7 +419,7 @@ def test_a_driver_that_takes_long_to_map_holds_up_no_other_cache() -> None:
 
 @pytest.mark.host_only(reason="of the host's files")
 def test_memory_that_its_owner_could_cut_short_is_refused(tmp_path: Path) -> None:
-    """A look at what was cut off would end the process that looks."""
+    """Reading a truncated part would end the reading process."""
     memory = SharedMemory.allocate(8192)
     with pytest.raises(PermissionError):
         os.ftruncate(memory.descriptor, 4096)

@@ -1,4 +1,4 @@
-"""Two threads of a rank in one call are told, and an error in a thread of the library ends the communicator by name."""
+"""Two threads of a rank in one call get an error, and an error in a library thread ends the communicator by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels written for MSCCL++ compile unchanged, and do on our channels what they say."""
+"""Kernels written for MSCCL++ compile unchanged, and work on our channels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shared(communicator: Communicator, values: np.ndarray) -> Array:
 
 
 def own_bytes(communicator: Communicator) -> np.ndarray:
-    """2 * HALF bytes that tell rank and place."""
+    """2 * HALF bytes that identify rank and position."""
     return (np.arange(2 * HALF) * 7 + 100 * communicator.rank).astype(np.uint8)
 
 

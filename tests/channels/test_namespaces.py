@@ -1,4 +1,4 @@
-"""Ranks of one host in different PID namespaces, as in containers: they are refused, with what to do."""
+"""Ranks of one host in different PID namespaces, as in containers: they are refused with advice."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_node_daemon_in_another_namespace_is_refused(tmp_path: Path, monkeypat
     with running_daemon(path) as daemon:
         number = daemon.process.pid
         assert daemon_process(path) == number
-        monkeypatch.setattr(connection, "peer_credentials", lambda _: (0, os.geteuid()))  # as from outside of its own
+        monkeypatch.setattr(connection, "peer_credentials", lambda _: (0, os.geteuid()))  # as seen from outside
         refusal = f"another PID namespace, where it is process {number}, .*--pid=host"
         with pytest.raises(RuntimeUnavailableError, match=refusal):
             daemon_process(path)

@@ -1,4 +1,4 @@
-"""Programs that end with a communicator open: with a status that is not 0 the peers are told, as after an exception."""
+"""Programs that end with an open communicator: a nonzero status is reported to the peers, like an exception."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_an_exit_in_another_thread_ends_that_thread_alone(monkeypatch: pytest.Mo
     thread.start()
     thread.join()
     assert not program_end.failed()
-    assert raised == [SystemExit]  # itself, of which Python's own hook says nothing
+    assert raised == [SystemExit]  # the exception itself, which Python's own hook ignores
 
 
 def test_an_exit_in_a_fork_by_another_thread_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:

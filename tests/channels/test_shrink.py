@@ -1,4 +1,4 @@
-"""Communicators of the ranks that are left, and of more: who takes part, what they keep, and what is refused."""
+"""Communicators of the remaining ranks, and of more: their members, what they keep, and refusals."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def call_until_it_fails(comm: Communicator) -> None:
 )
 @pytest.mark.host_only(reason="more processes than most machines have GPUs")
 def test_those_that_are_left_go_on(world_size: int, killed: list[str]) -> None:
-    """Each is one of them for all, or for none, wherever the others ended."""
+    """Every rank counts as a member on all ranks or on none, wherever the others ended."""
     lost = {int(argument[0]) for argument in killed}
     left = [rank for rank in range(world_size) if rank not in lost]
     first = sum(range(1, len(left) + 1))
@@ -133,7 +133,7 @@ def test_a_communicator_that_failed_without_a_loss_goes_on_with_all() -> None:
 
 @pytest.mark.own_proxy(reason="looks into the service")
 def test_a_report_that_is_being_written_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads what the proxy has, which shrink frees."""
+    """It reads the proxy's memory, which shrink frees."""
     collect, freed, groups = reporter.collect, [], []
     writing = [threading.Event(), threading.Event()]
 
@@ -203,7 +203,7 @@ def test_a_late_rank_is_told_that_the_others_went_on() -> None:
 
 
 def test_what_was_shrunk_has_failed_where_a_rank_came_too_late() -> None:
-    """Nobody waits for that rank again, and it does not wait for them."""
+    """Nobody waits for that rank again, and it waits for nobody."""
     gone, together = threading.Event(), threading.Barrier(2)
 
     def body(comm: Communicator) -> None:
@@ -226,7 +226,7 @@ def test_what_was_shrunk_has_failed_where_a_rank_came_too_late() -> None:
 
 
 def test_what_is_lost_in_the_middle_of_a_shrink_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All had agreed and then failed, and the next attempt fails too."""
+    """All ranks had agreed and then failed, and the next attempt fails too."""
 
     def fails(collectives: Collectives) -> None:
         if collectives.group.members:
@@ -246,7 +246,7 @@ def test_what_is_lost_in_the_middle_of_a_shrink_leaves_nothing_behind(monkeypatc
     start = Collectives.start
     monkeypatch.setattr(Collectives, "start", fails)
     monkeypatch.setattr(group, "meet_survivors", meets_once)
-    run_ranks(2, body)  # some descriptors are a process's for good
+    run_ranks(2, body)  # a process keeps some descriptors
     descriptors = open_descriptors()
     run_ranks(2, body)
     assert open_descriptors() <= descriptors
@@ -283,7 +283,7 @@ def test_what_is_no_rank_is_refused(exclude: list[Any], message: str) -> None:
 
 
 def test_arrays_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers map them as before, so that nothing is staged; and they are withdrawn when they go."""
+    """Peers map them as before, so nothing is staged; and they are withdrawn when they are freed."""
     withdrawn = []
     withdraw = SymmetricMemory.withdraw
     monkeypatch.setattr(

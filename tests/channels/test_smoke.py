@@ -16,7 +16,7 @@ PUT_WITH_SIGNAL = r"""
 using namespace proxyccl;
 extern "C" __global__ void exchange(DeviceHandle<ProxyChannel>* channels, int bytes) {
   if (threadIdx.x != 0) return;
-  // The flush makes the own counters final: the peer's signal tells of the peer's trigger alone.
+  // The flush makes this rank's counters final: the peer's signal only shows that the peer's trigger is done.
   channels[0].putWithSignalAndFlush(/*dstOffset=*/bytes, /*srcOffset=*/0, bytes);
   channels[0].wait();
 }

@@ -1,4 +1,4 @@
-"""Communicators of some ranks: who takes part, what they share, and how one's end bears on the other."""
+"""Communicators of some ranks: their members, what they share, and how the end of one affects the other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def total(comm: Communicator, value: float, **options: Any) -> float:
 
 
 def ended(check: Callable[[], None]) -> BaseException:
-    """What `check` raises, as soon as it does."""
+    """The exception of `check`, as soon as it raises one."""
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
         try:
@@ -48,7 +48,7 @@ def ended(check: Callable[[], None]) -> BaseException:
 
 
 def settled() -> tuple[int, int]:
-    """The descriptors and threads of this process, when they have not changed for a while."""
+    """The descriptors and threads of this process, once they have not changed for a while."""
     seen: list[tuple[int, int]] = []
     while len(seen) < 10 or len(set(seen[-10:])) > 1:
         seen.append((open_descriptors(), live_threads()))
@@ -121,7 +121,7 @@ def test_members_that_differ_in_the_list_are_told() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(MismatchError, match=r"ranks: \[., .\] here, \[., .\] on rank"):
             comm.split([0, 1] if comm.rank == 0 else [1, 0])
-        assert total(comm.split([0, 1]), 1) == 2  # a long message too: more than a mailbox holds
+        assert total(comm.split([0, 1]), 1) == 2  # also a long message: more than a mailbox holds
         assert comm.all_gather_bytes(bytes([comm.rank]) * (20000 + comm.rank)) == [bytes(20000), b"\1" * 20001]
 
     run_ranks(2, body)
@@ -173,7 +173,7 @@ def test_an_abort_ends_the_parts_by_the_same_exception() -> None:
 
 
 def test_closing_closes_the_parts_in_any_order() -> None:
-    """Rank 0 closes the whole, rank 1 first a part of it."""
+    """Rank 0 closes the whole communicator, rank 1 first a part of it."""
 
     def body(comm: Communicator) -> None:
         parts = [comm.split([0, 1]) for _ in range(3)]
@@ -200,7 +200,7 @@ def test_closing_closes_the_parts_in_any_order() -> None:
 
 
 def test_a_part_may_end_by_itself_while_the_whole_is_closed() -> None:
-    """A thread frees what it had, and takes it from the list of parts a moment later."""
+    """A thread frees its resources, and removes it from the list of parts a moment later."""
 
     def body(comm: Communicator) -> None:
         part = comm.split([0, 1])

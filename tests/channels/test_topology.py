@@ -1,4 +1,4 @@
-"""Who shares a node with whom, real and rehearsed; and communicators side by side."""
+"""Which ranks share a node, real or rehearsed; and several communicators at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def own(runtime: Runtime) -> RankInfo:
 
 
 def processes(*infos: RankInfo) -> list[RankInfo]:
-    """The same, each in a process of its own."""
+    """The same, each in its own process."""
     return [replace(info, pid=info.pid + rank) for rank, info in enumerate(infos)]
 
 
@@ -141,7 +141,7 @@ def test_integers_come_out_of_a_hierarchy_as_on_one_node() -> None:
     assert run_ranks(4, body, local_world_size=2) == run_ranks(4, body)
 
 
-# -- what moves the data ---
+# -- the choice of transports ---
 
 VERBS, FABRIC = ("verbs", "staged"), ("fabric", "staged_fabric")
 REMOTE = {"missing": dict.fromkeys((*VERBS, *FABRIC), "")}
@@ -191,7 +191,7 @@ def test_hosts_without_a_remote_transport_are_told_what_is_missing(runtime: Runt
         topology.transports()
     bystander = Topology.find(2, processes(replace(own, **REMOTE), there, replace(own, **REMOTE)), runtime, None)
     with pytest.raises(RuntimeUnavailableError, match="rank 1 lacks it"):
-        bystander.has_remote_pairs()  # every rank hears of it
+        bystander.has_remote_pairs()  # every rank learns of it
 
 
 def test_hosts_without_rdma_use_a_fabric_and_rehearsed_nodes_do_not(runtime: Runtime, own: RankInfo) -> None:
@@ -300,7 +300,7 @@ def test_communicators_of_the_same_ranks_are_apart() -> None:
 
 @pytest.mark.hip
 def test_streams_of_the_caller_are_kept_in_order() -> None:
-    """Calls on different streams share scratch memory: they follow one another without the caller's help."""
+    """Calls on different streams share scratch memory, so they follow one another without the caller's help."""
 
     def body(comm: Communicator) -> None:
         streams = [comm.runtime.create_stream() for _ in range(3)]
@@ -326,7 +326,7 @@ def test_a_collective_on_a_stream_does_not_wait_for_the_others() -> None:
         x = on_device(comm, np.full(8, comm.rank + 1.0))
         barrier(comm)
         if comm.rank == 0:
-            comm.all_reduce(x, stream=stream)  # returns, though rank 1 comes only after it hears of that
+            comm.all_reduce(x, stream=stream)  # returns, although rank 1 makes the call only after it learns of that
             comm.all_gather_bytes(b"issued")
         else:
             comm.all_gather_bytes(b"")

@@ -1,6 +1,6 @@
-"""`Communicator.memory_pool`: what it needs of torch, and how long a device's pool lives.
+"""`Communicator.memory_pool`: its requirements on torch, and the lifetime of a device's pool.
 
-With a stand-in for torch; tests/gpu has torch itself, and tests/collectives what becomes of the pool's memory.
+With a stand-in for torch; tests/gpu uses torch itself, and tests/collectives tests the use of the pool's memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Tensor:
 
 
 def left(comm: Communicator) -> int:
-    """Segments of the device's pool that are there."""
+    """The number of segments in the device's pool."""
     return len(MemoryPool(comm.runtime).segments())
 
 
@@ -145,7 +145,7 @@ def test_the_pool_goes_with_the_last_communicator_that_used_it(torch: Any) -> No
 @pytest.mark.gpu_only
 @pytest.mark.hip
 def test_a_pool_that_a_graph_uses_outlives_its_communicators(torch: Any) -> None:
-    """torch ends the process where such a pool is destroyed."""
+    """torch ends the process if such a pool is destroyed."""
     kept: list[Any] = []
 
     def body(comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""Values that travel in triggers: puts of them, and signals that raise a count."""
+"""Values that travel in triggers: puts of values, and signals that raise a count."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ extern "C" __global__ void each_size(Proxy* channels, unsigned long at) {
   channel.wait();
   channel.flush();
 }
-// Puts of memory, and after each a value over its middle: the last value is what stays.
+// Puts of memory, each followed by a value over its middle: the last value stays.
 extern "C" __global__ void in_order(Proxy* channels, int turns, unsigned long bytes) {
   for (int i = 0; i < turns; ++i) {
     channels[0].put(0, 0, bytes);
@@ -78,7 +78,7 @@ SIZE = 4096
 
 
 def run_on_all(comm: Communicator, kernel: str, *arguments: object) -> None:
-    """Runs a kernel on all ranks to its end, or to what ends the communicator."""
+    """Runs a kernel on all ranks until it ends, or until the communicator does."""
     comm.compile(KERNELS, kernel)(1, 1, *arguments)
     comm.synchronize()
     comm.barrier()

@@ -1,4 +1,4 @@
-"""Collectives that the proxies run on the arrays themselves, rung in by streams: results, order, failures."""
+"""Collectives that the proxies run on the arrays themselves, started by streams: results, order, failures."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_little_goes_through_pinned_memory(kinds: tuple[Kind, Kind]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in-place"])
 def test_reduces_in_pieces_and_rounds(kind: Kind, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any length beside those of pieces and rounds; what one crossing carries too."""
+    """Lengths around those of pieces and rounds, and those that fit one crossing."""
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
     monkeypatch.setattr(reduce_schedules, "_ONE_CROSSING", 2048)
     counts = (1, 3, 500, 1031, 4096, 10_007)
@@ -196,7 +196,7 @@ def test_a_thousand_calls_of_all_kinds(ranks: Ranks) -> None:
 
 
 def test_calls_queued_on_one_stream_run_in_order(ranks: Ranks) -> None:
-    """Each gathers what the one before has gathered; nobody waits in between."""
+    """Each gathers the result of the previous one; nobody waits in between."""
     share, rounds = 1000, 50
 
     def body(comm: Communicator) -> None:
@@ -284,7 +284,7 @@ def test_a_rank_that_never_comes_is_named_with_the_schedule() -> None:
         if comm.rank == 1:
             assert failed.wait(60)
             return failure_of(lambda: comm.synchronize(stream))
-        for _ in range(3):  # those after it end too, though each waits for its own turn
+        for _ in range(3):  # later ones end too, although each waits for its own turn
             calls.issue("all_gather", x, out, stream=stream)
         error = failure_of(lambda: comm.synchronize(stream))
         failed.set()
@@ -327,7 +327,7 @@ def ring(comm: Communicator, number: int) -> None:
 
 
 def test_a_stream_works_between_the_stages_of_a_schedule() -> None:
-    """What a stage has brought is copied on by the stream, and sent once more when it opens the gate."""
+    """The stream copies the data of a stage, which is sent again when the stream opens the gate."""
     pieces = 3
 
     def body(comm: Communicator) -> None:
@@ -371,7 +371,7 @@ def test_a_stream_works_between_the_stages_of_a_schedule() -> None:
 
 
 def test_what_a_schedule_waits_for_is_shown_in_the_order_of_its_steps() -> None:
-    """First the data of a stage, then the stream that is to open the gate, then data of no stage, then nothing."""
+    """First the data of a stage, then the stream that must open the gate, then data without a stage, then nothing."""
 
     def body(comm: Communicator) -> None:
         proxy, words, channel = comm.proxy, comm.proxy.schedule_pointers, channel_to_itself(comm)
@@ -513,7 +513,7 @@ def test_calls_that_differ_are_named() -> None:
 
 
 def test_memory_that_was_freed_is_not_named_again(ranks: Ranks) -> None:
-    """A schedule names memory by an id, which goes with the memory; what takes its place has others."""
+    """A schedule names memory by an id, which disappears with the memory; memory in its place has a different id."""
 
     def body(comm: Communicator) -> None:
         used = []

@@ -1,4 +1,4 @@
-"""Tables that choose execution plans: which calls the plans run, which tables are refused, and what measuring does."""
+"""Tables that choose execution plans: which calls the plans run, which tables are refused, and measuring."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BY_READS = ExecutionPlan.load({**all_reduce_by_reads(2), "max_message_size": 409
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the tests' own measured tables lie; none at first. Compiled kernels stay where they are."""
+    """The directory of the tests' own measured tables; empty at first. Compiled kernels stay where they are."""
     monkeypatch.setattr(tuned, "cache_dir", lambda: tmp_path)
     return tmp_path
 
@@ -56,13 +56,13 @@ def with_tables(comm: Communicator, **tables: SizeTable) -> None:
 
 
 def last_algorithm(comm: Communicator) -> str:
-    """That of the last collective call of this rank, as the ranks have compared it."""
+    """The algorithm of this rank's last collective call, as the ranks have compared it."""
     ((_, call),) = comm.group.launches.recent_calls(1)
     return call["algorithm"]
 
 
 def reduced(comm: Communicator, count: int, dtype: str = "float32", **options: Any) -> str:
-    """An all_reduce in place whose result is checked: the algorithm that it was called with."""
+    """Makes an all_reduce in place and checks its result. Returns the algorithm that it used."""
     values = np.arange(count) % 5 + 1
     x = on_device(comm, (values * (comm.rank + 1)).astype(dtype))
     assert comm.all_reduce(x, **options) is x
@@ -105,7 +105,7 @@ def test_a_call_that_the_plan_can_not_execute_has_the_built_in_choice(pair: Rank
         assert reduced(comm, 64) == BY_READS.call_name
         assert reduced(comm, 64, op="max") == "any"
         assert reduced(comm, 61) == "any"  # chunks of 122 bytes
-        assert reduced(comm, 2048) == "any"  # more than the plan is for
+        assert reduced(comm, 2048) == "any"  # larger than the plan's sizes
 
     pair.run(body)
 
@@ -153,7 +153,7 @@ def test_plans_stand_in_the_tables_of_all_collectives_that_take_them(pair: Ranks
             np.testing.assert_array_equal(on_host(result), expected)
             assert last_algorithm(comm) == loaded[collective].call_name
         x = on_device(comm, np.full(16, comm.rank, np.float32))
-        assert comm.all_to_all(x, out=x) is x  # in place, which the plan alone is not
+        assert comm.all_to_all(x, out=x) is x  # in place, which the plan by itself does not support
         comm.synchronize()
         np.testing.assert_array_equal(on_host(x), rows)
 
@@ -186,7 +186,7 @@ def test_ranks_whose_tables_differ_are_told(pair: Ranks) -> None:
         pair.run(body)
 
 
-# -- what is refused ---
+# -- refusals ---
 
 
 def refused(collective: str, table: SizeTable, match: str) -> None:

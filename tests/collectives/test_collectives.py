@@ -1,4 +1,4 @@
-"""What the collectives compute: every algorithm, type and operation, at sizes and offsets that are not round."""
+"""The results of the collectives: every algorithm, type and operation, at sizes and offsets that are not round."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from support.paths import PROGRAMS
 from support.ranks import Ranks
 from support.running import run_mpi
 
-WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # as many of them as there are devices for
-ALL_TYPES = max(world_sizes(1, 2, 3))  # how many ranks reduce and move all types
+WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # as far as there are devices
+ALL_TYPES = max(world_sizes(1, 2, 3))  # the number of ranks that reduce and move all types
 
 
 @pytest.fixture(scope="module", params=world_sizes(*WORLD_SIZES), ids=lambda n: f"{n}-ranks")
@@ -44,7 +44,7 @@ def run_calls(ranks: Ranks, calls: list[Call]) -> None:
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, None])
 def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None) -> None:
-    """In place and not, at counts that leave packets, warps and shares incomplete, in views at odd offsets."""
+    """In place and out of place, at counts that leave packets, warps and shares incomplete, in views at odd offsets."""
     for dtype in DTYPES if ranks.world_size == ALL_TYPES else SOME_DTYPES:
         odd = [("sum", count) for count in (0, 1, 3)] if dtype in SOME_DTYPES else []
         calls = [*odd, *itertools.product(ops_of(dtype), (17, 1000))]
@@ -114,7 +114,7 @@ def test_moves_more_than_the_scratch_memory_holds(ranks: Ranks, collective: str,
 
 @pytest.mark.parametrize("algorithm", sorted(PACKET_ALGORITHMS))
 def test_short_last_epochs_back_to_back_keep_slots_apart(ranks: Ranks, algorithm: str) -> None:
-    """One packet more than fits, again and again: the next call meets threads that had nothing in the last epoch."""
+    """One packet more than fits, repeatedly: the next call meets threads that had nothing in the last epoch."""
     capacity = 8192 * (ranks.world_size if algorithm == "two_shot_packets" else 1)
     run_calls(ranks, [Call("all_reduce", "float32", "sum", algorithm, capacity + 1, seed=i % 3) for i in range(30)])
 
@@ -140,7 +140,7 @@ def calls(world_size: int) -> st.SearchStrategy[Call]:
 
 
 def test_any_sequence_of_calls_gives_the_right_results_twice(ranks: Ranks) -> None:
-    """Slots are reused from call to call with nothing to guard them but the protocol (exchange.h, packets.h)."""
+    """Slots are reused from call to call, guarded only by the protocol (exchange.h, packets.h)."""
 
     @settings(max_examples=12, deadline=None, derandomize=True, print_blob=True)
     @given(st.lists(calls(ranks.world_size), min_size=1, max_size=25))
@@ -194,7 +194,7 @@ def test_results_have_the_documented_shapes(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "world_size",
     [
-        # Through the daemon and on the HIP runtime, every size besides is left to make test-all.
+        # Through the daemon and on the HIP runtime, the other sizes run only in make test-all.
         pytest.param(size, marks=[pytest.mark.daemon, pytest.mark.hip] if size == processes(3) else [])
         for size in world_sizes(1, 2, 3, 5, processes=True)
     ],

@@ -1,4 +1,4 @@
-"""Execution plans in MSCCL++'s format: every operation, in place and not, at several sizes, again and again."""
+"""Execution plans in MSCCL++'s format: every operation, in place and out of place, at several sizes, repeatedly."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def values(rank: int, count: int, dtype: str = "float32", seed: int = 0) -> np.n
 def executed(
     group: Ranks, plan: dict[str, Any], count: int, out_count: int, *, dtype: str = "float32", times: int = 3
 ) -> list[list[np.ndarray]]:
-    """The outputs of some executions on other inputs each: by execution and rank."""
+    """The outputs of some executions, each with different inputs: by execution and rank."""
     loaded = ExecutionPlan.load(plan)
 
     def body(communicator: Communicator) -> list[np.ndarray]:
@@ -124,7 +124,7 @@ def test_packets_alternate_between_the_halves_of_scratch_memory_and_survive_its_
 
 
 def test_calls_of_two_sizes_take_turns_and_scratch_memory_grows_meanwhile(ranks: Ranks) -> None:
-    """A rank that is ahead does not write, for a short call, what another has yet to read of a long one."""
+    """A rank that is ahead in a short call must not overwrite data that another has yet to read in a long one."""
     plan = ExecutionPlan.load(all_reduce_by_packets(RANKS))
     counts = (RANKS * 4, RANKS * 2048)
 
@@ -142,7 +142,7 @@ def test_calls_of_two_sizes_take_turns_and_scratch_memory_grows_meanwhile(ranks:
 
 
 def test_a_repeated_call_uses_the_memory_that_scratch_memory_has_grown_to(ranks: Ranks) -> None:
-    """A rank that repeats a call from before meets ranks whose arrays are new."""
+    """A rank that repeats an earlier call meets ranks whose arrays are new."""
     plan = ExecutionPlan.load(all_reduce_by_packets(RANKS))
     short, long = RANKS * 4, RANKS * 4096
 
@@ -203,7 +203,7 @@ def packets(view: RankView) -> list[Ops]:
 
 
 def copied_packets(view: RankView) -> list[Ops]:
-    """What was summed stays in packets here, and goes to the peer in packets."""
+    """The sum stays in packets here, and goes to the peer in packets."""
     _, peer = exchanged(view)
     sources = [own("i", 0), own("s", 0)]
     return [
@@ -236,7 +236,7 @@ def packets_by_port(view: RankView) -> list[Ops]:
 
 
 def pipelines(view: RankView) -> list[Ops]:
-    """One threadblock copies unit by unit, another puts what was copied; relaxed signals say that all have begun."""
+    """One threadblock copies unit by unit, another puts the copies; relaxed signals show that all have begun."""
     _, peer = exchanged(view)
     first, second = [view.channel(peer, 0)], [view.channel(peer, 1)]
     context = {"unit_size": 64, "num_chunks": 2}
@@ -329,7 +329,7 @@ def test_registered_arrays_are_reached_where_they_lie(ranks: Ranks) -> None:
 
 
 def scattered_and_gathered(view: RankView) -> list[Ops]:
-    """An all-gather that reads no input after the first write to an output, and reaches outputs alone."""
+    """An all-gather that does not read inputs after the first write to an output, and reaches only outputs."""
     put = move("put", [own("i", 0)], [view.at(1 - view.rank, "s", 0)], channel_type="memory")
     copies = [
         move("copy", [own("i", 0)], [own("o", view.rank)]),
@@ -495,7 +495,7 @@ def test_a_plan_has_memory_channels_inside_nodes_and_port_channels_between_them(
 
 def test_a_memory_channel_between_nodes_is_refused_on_all_ranks_with_its_operation(nodes: Ranks) -> None:
     def program(view: RankView) -> list[Ops]:
-        if view.rank == 1:  # inside its node, then to another
+        if view.rank == 1:  # inside its node, then to another node
             return [[*(NOP for _ in range(3)), on("signal", [view.channel(0)]), on("signal", [view.channel(2)])]]
         return [[on("wait", [view.channel(1)])]] if view.rank in (0, 2) else []
 
@@ -549,7 +549,7 @@ def test_ranks_that_execute_different_plans_are_told(pair: Ranks) -> None:
 
 
 def late(communicator: Communicator, plan: dict[str, Any], x: Any) -> str:
-    """What the time-out of an execution says."""
+    """The message of an execution's time-out."""
 
     def execute() -> None:
         communicator.execute(plan, x)
@@ -567,7 +567,7 @@ def test_a_wait_that_is_too_long_names_rank_threadblock_and_operation() -> None:
         x = on_device(communicator, np.zeros(64, np.float32))
         communicator.execute(plan, x)
         communicator.synchronize()
-        if communicator.rank == 1:  # its own wait ends by the other's failure
+        if communicator.rank == 1:  # its wait ends because of the other's failure
             with pytest.raises(WaitTimeoutError):
                 communicator.group.exchange.barrier("a rank that stays away")
             return ""
@@ -702,7 +702,7 @@ def test_arrays_that_do_not_fit_the_plan_are_refused(pair: Ranks, count: int, dt
 
 @st.composite
 def random_plans(draw: st.DrawFn) -> tuple[dict[str, Any], list[tuple[int, int, int]]]:
-    """A plan that puts chunks of inputs to free chunks of outputs, in rounds; and what comes from where."""
+    """A plan that puts chunks of inputs to free chunks of outputs, in rounds; and the origin of each chunk."""
     chunks = draw(st.integers(1, 4))
     free = [(rank, chunk) for rank in range(2) for chunk in range(chunks)]
     moves = []
@@ -726,7 +726,7 @@ def random_plans(draw: st.DrawFn) -> tuple[dict[str, Any], list[tuple[int, int, 
             split = [{**op, "tbg_info": {"tb_id": part, "tbg_size": parts}} for op in ops]
             barrier = {"name": "barrier", "barrier_id": 0, "num_threadblocks": parts}
             around = meet(view, kind) if part == 0 else []
-            # What goes by port is complete when the threadblock that put it has flushed.
+            # Puts by port channels are complete when the threadblock that made them has flushed.
             flush = [on("flush", [view.channel(peer)], kind)] if kind == "port" else []
             blocks.append([*around, barrier, *split, *flush, barrier, *around])
         return blocks
@@ -770,7 +770,7 @@ def test_a_plan_with_any_field_replaced_is_loaded_or_refused(path: tuple[Any, ..
     for step in path[:-1]:
         at = at[step]
     at[path[-1]] = value
-    with contextlib.suppress(ArgumentError):  # and nothing else
+    with contextlib.suppress(ArgumentError):  # and not with another exception
         assert ExecutionPlan.load(plan).world_size == 2
 
 
@@ -790,7 +790,7 @@ def test_a_plan_stands_for_the_algorithm_of_a_collective(pair: Ranks) -> None:
             communicator.all_reduce(x, algorithm=gather)
         with pytest.raises(ArgumentError, match=r"is 'max', but .* works out sum"):
             communicator.all_reduce(x, "max", out=out, algorithm=reduce)
-        communicator.all_reduce(x, algorithm=reduce)  # in place, which the plan alone is not
+        communicator.all_reduce(x, algorithm=reduce)  # in place, which the plan by itself does not support
         communicator.synchronize()
         return on_host(out), on_host(gathered), on_host(x)
 

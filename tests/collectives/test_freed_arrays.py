@@ -1,6 +1,6 @@
-"""Registered arrays that their owner frees: an array at the address later is not taken for them.
+"""Registered arrays that their owner frees: a later array at the same address is not taken for them.
 
-No communicator follows the pool that the memory comes from, so it is freed at once.
+No communicator follows the memory's pool, so the memory is freed at once.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def used(comm: Communicator, call: Call, source: Array) -> tuple[Any, ForeignMem
 
 
 def replaced(comm: Communicator, memory: ForeignMemory, *, here: bool = True) -> ForeignMemory:
-    """Frees memory on each rank in turn and gives what is allocated at its address. Where not `here`, it stays."""
+    """Frees memory on each rank in turn, and returns new memory at its address. If not `here`, the memory stays."""
     found = memory
     for turn in range(comm.world_size):
-        barrier(comm)  # ranks are threads: where one frees memory, another may allocate
+        barrier(comm)  # ranks are threads: while one frees memory, another may allocate
         comm.all_gather_bytes(b"")
         if here and turn == comm.rank:
             memory.close()
@@ -57,7 +57,7 @@ def replaced(comm: Communicator, memory: ForeignMemory, *, here: bool = True) ->
 
 
 def gather(comm: Communicator, call: Call, source: Array, target: Array) -> None:
-    """Makes a call with whole arrays, which the next call with arrays like them repeats."""
+    """Makes a call with whole arrays, which the next call with similar arrays repeats."""
     source.upload(call.input(comm.rank, comm.world_size))
     target.fill(-1)
     barrier(comm)
@@ -68,7 +68,7 @@ def gather(comm: Communicator, call: Call, source: Array, target: Array) -> None
 
 @pytest.mark.parametrize("rank", ["the first rank's", "every rank's"])
 def test_an_array_at_a_freed_arrays_address_is_not_taken_for_it(ranks: Ranks, rank: str) -> None:
-    """Peers would write to the memory that was freed, which they still map."""
+    """Peers would write to the freed memory, which they still map."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:

@@ -36,7 +36,7 @@ CALLS = [
 
 
 def on_own_devices(world_size: int) -> Ranks:
-    """Ranks with a pool each: it is the device's."""
+    """Ranks with a pool each, because a pool belongs to a device."""
     return Ranks(world_size, make_runtime=lambda rank: open_runtime(RUNTIME, rank))
 
 
@@ -47,7 +47,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def follow(comm: Communicator) -> MemoryPool:
-    """What `Communicator.memory_pool` does when torch has made its pool."""
+    """The part of `Communicator.memory_pool` that follows torch's making of its pool."""
     pool = MemoryPool(comm.runtime)
     comm.group.symmetric.follow(pool)
     wait_for(lambda: not freed(comm), "what was freed is withdrawn")  # of an earlier test
@@ -76,7 +76,7 @@ def shown(comm: Communicator, array: Array) -> bool:
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.collective)
 def test_arrays_in_the_pool_are_registered(ranks: Ranks, call: Call) -> None:
-    """The first calls find segments that no peer has mapped; slices begin elsewhere on every rank."""
+    """The first calls find segments that peers have not mapped; slices begin at different offsets on every rank."""
 
     def body(comm: Communicator) -> None:
         pool = follow(comm)
@@ -113,7 +113,7 @@ def test_an_array_that_is_not_in_the_pool_has_all_ranks_stage(ranks: Ranks) -> N
 
 
 def test_segments_that_come_and_go(ranks: Ranks) -> None:
-    """A segment goes when no peer maps it any more. The next one may lie there, and nothing is known of it."""
+    """A segment is freed when no peer maps it any more. The next one may have its address, and is unknown to peers."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -157,7 +157,7 @@ def test_a_freed_segment_stays_while_it_is_registered(ranks: Ranks) -> None:
 
 
 def test_two_communicators_use_one_pool() -> None:
-    """A segment goes when it is withdrawn from both; closing one leaves the other its arrays."""
+    """A segment is freed when both have withdrawn it; closing one leaves the other its arrays."""
     call, size = Call("all_gather", count=LONG // 4, in_place=False), max(world_sizes(2, 3), default=2)
 
     with on_own_devices(size) as first:
@@ -190,13 +190,13 @@ def test_two_communicators_use_one_pool() -> None:
 
 
 def freed(comm: Communicator) -> list[int]:
-    """Segments that were freed and are still there."""
+    """Segments that were freed and still exist."""
     comm.group.symmetric.update()
     return [segment.number for segment in MemoryPool(comm.runtime).segments() if segment.freed]
 
 
 def test_the_proxies_reach_segments(ranks: Ranks) -> None:
-    """A daemon, too, maps what the allocator's functions made."""
+    """A daemon also maps the memory that the allocator's functions made."""
 
     def body(comm: Communicator) -> None:
         pool = follow(comm)
@@ -246,7 +246,7 @@ def test_what_is_freed_behind_its_withdrawal_costs_no_look_at_the_driver(
 
 
 def test_ranks_as_processes() -> None:
-    """Peers map segments in other processes, and so the memory of registered arrays that were freed."""
+    """Peers map segments in other processes, including those of registered arrays that were freed."""
     size = processes(3)
     done = run_mpi(size, PROGRAMS / "memory_pool.py")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Packet flags come round after 2**32 epochs, and slots are reused after two: neither may ever be seen."""
+"""Packet flags wrap around after 2**32 epochs, and slots are reused after two: neither may affect results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that are made again and again with the same arrays, which are issued without Python from the third on."""
+"""Calls that are repeated with the same arrays, which are issued without Python from the third on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 @pytest.mark.parametrize("kind", ARRAYS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_each_call_is_right(ranks: Ranks, collective: str, kind: str) -> None:
-    """A call on a stream comes in between: on another stream than the last, a call waits for that."""
+    """A call on a stream comes in between: a call on a different stream than the last one waits for that."""
     call = Call(collective, count=COUNT, dtype="float32", in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -115,7 +115,7 @@ def test_a_launch_that_overtakes_the_close_leaves_repeated_calls_refused() -> No
         group.failure.close()
         group.launches.end_repeats()
         with pytest.raises(ClosedError):
-            group.launches.launch(lambda _: None, None, ())  # of a thread that found it open
+            group.launches.launch(lambda _: None, None, ())  # by a thread that found it open
         with pytest.raises(ClosedError):
             comm.all_reduce(x)
         group.failure.state = "open"

@@ -1,4 +1,4 @@
-"""All ranks get the same bits of a reduction, whatever was reduced: NaNs, zeros with a sign and infinities too."""
+"""All ranks get the same bits of a reduction, whatever its values: NaNs, signed zeros and infinities too."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 @functools.cache
 def special_values(name: str, rank: int) -> NDArray[Any]:
-    """A row of a rank, shape [COUNT]: NaNs of both signs with payloads of its own, infinities, zeros and a number."""
+    """A row of a rank, shape [COUNT]: NaNs of both signs with the rank's own payloads, infinities, zeros and a
+    number.
+    """
     dtype = numpy_dtype(name)
     bits = np.dtype(f"uint{8 * dtype.itemsize}")
     one_nan = int(np.array(np.nan, dtype).view(bits))
@@ -45,9 +47,9 @@ def special_values(name: str, rank: int) -> NDArray[Any]:
 
 
 def arrays(comm: Communicator, name: str, rows: int, kind: str) -> tuple[Any, Any]:
-    """What goes in, the same values in each row, and memory for one row.
+    """The input, with the same values in each row, and memory for one row.
 
-    Arrays of the kind "own" begin elsewhere on each rank, so that it may combine them in other pieces.
+    Arrays of the kind "own" begin at different offsets on each rank, so that it may combine them in different pieces.
     """
     values = np.tile(special_values(name, comm.rank), rows)
     if kind == "symmetric" and comm.runtime.name == "host":
@@ -62,7 +64,7 @@ def arrays(comm: Communicator, name: str, rows: int, kind: str) -> tuple[Any, An
 @pytest.mark.parametrize("kind", ["own", "symmetric"])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
 def test_all_ranks_get_the_same_bits(ranks: Ranks, collective: str, kind: str) -> None:
-    """By every algorithm that works between the ranks. What is NaN is NaN by each of them."""
+    """By every algorithm that works between the ranks. All of them give NaN for the same elements."""
     algorithms = [*ranks.run(lambda comm: comm.collectives.algorithms(collective))[0], None]
     rows = ranks.world_size if collective == "reduce_scatter" else 1
 

@@ -1,4 +1,6 @@
-"""Arrays of as many elements but other shapes: refused where ranks share rows, taken where only elements count."""
+"""Arrays with the same number of elements but other shapes: refused if ranks share rows, accepted if only elements
+count.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def shaped(comm: Communicator, shape: tuple[int, ...]) -> Any:
 
 
 def refused(comm: Communicator, call: Callable[[], object]) -> MismatchError:
-    """The error of a call. A rank that does not wait for others in it hears of it in the barrier."""
+    """The error of a call. A rank that does not wait for others in it gets the error in the barrier."""
 
     def calls() -> None:
         call()

@@ -1,4 +1,4 @@
-"""Collectives of symmetric memory: arrays that peers reach are written where they lie. Any mixture comes out right."""
+"""Collectives of symmetric memory: arrays that peers reach are written in place. Results are right for any mixture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.devices import runtime_with_blocks, world_sizes
 from support.ranks import Ranks
 from support.running import wait_for
 
-LONG = open_runtime().launch_defaults.meeting_bytes  # of a share from which on ranks meet before they send
+LONG = open_runtime().launch_defaults.meeting_bytes  # bytes of a share from which on ranks meet before they send
 CALLS = [
     Call("all_reduce", algorithm="two_shot"),
     Call("all_reduce"),
@@ -39,7 +39,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def private(comm: Communicator, nbytes: int) -> ArrayView:
-    """Memory of which peers know nothing."""
+    """Memory that peers do not know about."""
     memory = comm.runtime.allocate(nbytes)
     device = (comm.runtime.name, comm.runtime.device)
     return ArrayView(memory.ptr, (nbytes,), as_dtype("uint8"), device, True, memory)
@@ -77,7 +77,7 @@ def test_every_type_is_reduced_in_peers_arrays(ranks: Ranks, dtype: str) -> None
 @pytest.mark.parametrize("who", ["the first rank's", "the last rank's", "no rank's"])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.collective}-{call.algorithm or 'auto'}")
 def test_all_ranks_stage_where_one_array_is_private(ranks: Ranks, call: Call, who: str) -> None:
-    """Again and again, in turn with calls of symmetric arrays only."""
+    """Repeatedly, alternating with calls that use only symmetric arrays."""
     call = replace(call, count=LONG // 4 + 1, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -121,7 +121,7 @@ def staging_memory(comm: Communicator, *, reduces: bool) -> ArrayView:
 
 
 def test_memory_that_is_deregistered_freed_and_allocated_again(ranks: Ranks) -> None:
-    """A new array may lie where a registered one lay: it is not taken for it."""
+    """A new array may have the address of a registered one, and is not taken for it."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:
@@ -160,7 +160,7 @@ def test_arrays_that_were_freed_are_unmapped_by_their_peers(ranks: Ranks) -> Non
                 array.free()
             del array, arrays  # one is freed with its last reference
             wait_for(lambda: not shared._withdrawn, "what was freed is withdrawn")
-            assert len(shared._announced) <= kept  # an array of another test may go meanwhile
+            assert len(shared._announced) <= kept  # an array of another test may be freed meanwhile
             barrier(comm)
 
     ranks.run(body)

@@ -1,4 +1,4 @@
-"""Transfers between pairs of ranks: send, recv, groups of them, and the collectives that are made of them."""
+"""Transfers between pairs of ranks: send, recv, groups of them, and the collectives that consist of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pairs(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def values(sender: int, receiver: int, nbytes: int) -> np.ndarray:
-    """What a rank sends to another."""
+    """The data that a rank sends to another."""
     return np.random.default_rng([sender, receiver, nbytes]).integers(0, 256, nbytes, dtype=np.uint8)
 
 
@@ -68,7 +68,7 @@ def test_sends_arrive_in_order_also_where_they_are_grouped_on_one_side_only(pair
 
 
 def test_a_group_may_name_its_transfers_in_any_order(ranks: Ranks) -> None:
-    """Around a ring, both ways and to oneself, with more bytes than anything but the peer could hold."""
+    """Around a ring, both ways and to oneself, with more bytes than the slots could hold."""
 
     def body(comm: Communicator) -> None:
         rank, n = comm.rank, comm.world_size
@@ -128,7 +128,7 @@ def test_a_transfer_waits_for_no_third_rank() -> None:
 
 
 def test_a_send_waits_for_earlier_sends_and_for_nothing_that_its_stream_was_given_since(pairs: Ranks) -> None:
-    """On one stream each rank has sent and now waits for what the other sends on a second stream."""
+    """On one stream each rank has sent and now waits for the data that the other sends on a second stream."""
 
     def body(comm: Communicator) -> None:
         peer, first, second = 1 - comm.rank, comm.runtime.create_stream(), comm.runtime.create_stream()
@@ -173,7 +173,7 @@ def test_a_size_that_differs_is_named(pairs: Ranks) -> None:
         array = on_device(comm, np.zeros(4 + comm.rank, np.uint8))
         if comm.rank == 0:
             comm.send(array, 1)
-            comm.recv(array, 1)  # so that this rank is still there
+            comm.recv(array, 1)  # so that this rank still exists
         else:
             comm.recv(array, 0)
         comm.synchronize()

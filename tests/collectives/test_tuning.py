@@ -35,7 +35,7 @@ MANY = max(world_sizes(2, 3), default=2)
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the test's own measured tables lie; none at first. Compiled kernels stay where they are."""
+    """The directory of the test's own measured tables; empty at first. Compiled kernels stay where they are."""
     monkeypatch.setattr(tuned, "cache_dir", lambda: tmp_path)
     return tmp_path
 
@@ -90,7 +90,7 @@ def test_the_choice_is_by_collective_type_arrays_and_size() -> None:
     assert chosen == {"float16": "one_shot", "bfloat16": "one_shot", "float32": "ring", "int32": "ring"}
     assert selector.choose("all_reduce", DTYPES["bfloat16"], 101) == "two_shot"
     assert selector.choose("all_reduce", DTYPES["float64"], 1, symmetric=True) == "proxy"
-    for dtype in ("bfloat16", "uint8"):  # of which only bytes are moved
+    for dtype in ("bfloat16", "uint8"):  # for which only bytes are moved
         assert selector.choose("all_to_all", DTYPES[dtype], 101) == "kernels"
         assert selector.choose("all_to_all", DTYPES[dtype], 101, symmetric=True) == "proxy"
 
@@ -113,7 +113,7 @@ def test_by_default_short_types_send_no_sums_and_bytes_are_moved_by_kernels(
 
 
 def chosen_by(comm: Communicator, algorithm: str) -> None:
-    """Has every collective use the same algorithm."""
+    """Makes every collective use the same algorithm."""
     selector = comm.collectives.selector
     for collective in ALGORITHMS_BY_COLLECTIVE:
         selector = selector.with_table(collective, SizeTable((), algorithm))
@@ -161,7 +161,7 @@ def test_kernels_can_be_asked_for_by_name(cache: Path) -> None:
     run_ranks(2, body)
 
 
-# -- what the callers ask ---
+# -- callers' requests ---
 
 
 def test_the_policy_zero_leaves_the_multiprocessors_to_the_program(cache: Path) -> None:
@@ -230,7 +230,7 @@ def test_ranks_that_ask_for_different_things_are_told(cache: Path, option: dict[
             call_and_wait(comm, x, options)
         return str(caught.value)
 
-    # The rank that comes second sees what both asked for.
+    # The second rank to arrive sees both requests.
     assert any(
         re.search(rf"with algorithm {words}\b.* with algorithm any\b", text)
         or re.search(rf"with algorithm any\b.* with algorithm {words}\b", text)
@@ -246,7 +246,7 @@ def proxied_if_symmetric(comm: Communicator) -> Selector:
 
 
 def registered_on_rank_0(comm: Communicator) -> Any:
-    """Ones, in an array that is symmetric memory on rank 0 alone."""
+    """Ones, in an array that is symmetric memory only on rank 0."""
     values = np.ones(3000, np.float32)
     if comm.rank == 0:
         array, symmetric = comm.empty(values.shape, "float32").upload(values), comm.group.symmetric
@@ -256,7 +256,7 @@ def registered_on_rank_0(comm: Communicator) -> Any:
 
 
 def test_no_rank_chooses_by_what_it_alone_knows_of_an_array(cache: Path) -> None:
-    """An array that is registered on some ranks only goes the same way on all of them."""
+    """An array that only some ranks have registered goes the same way on all ranks."""
 
     def body(comm: Communicator) -> None:
         comm.collectives.selector = proxied_if_symmetric(comm)
@@ -349,7 +349,7 @@ def selector_of(comm: Communicator) -> Selector:
 
 
 def save_unlikely(ranks: int) -> tuple[Path, Selector]:
-    """Tables for this many ranks that nobody would measure, and where they lie."""
+    """Tables for this many ranks that nobody would measure, and the path of their file."""
 
     def body(comm: Communicator) -> tuple[Path, Selector]:
         selector = comm.collectives.selector.with_table("all_reduce", UNLIKELY)
@@ -363,7 +363,7 @@ def save_unlikely(ranks: int) -> tuple[Path, Selector]:
 def test_later_communicators_of_as_many_ranks_start_with_the_measured_tables(cache: Path) -> None:
     measured = run_ranks(2, lambda comm: comm.tune(sizes=(1024,), iterations=1))[0]
     assert run_ranks(2, selector_of) == [measured, measured]
-    path, selector = save_unlikely(2)  # in place of those
+    path, selector = save_unlikely(2)  # replaces those
     assert tuned.files() == [path]
     assert path.is_relative_to(cache)
     assert run_ranks(2, selector_of) == [selector, selector]

@@ -73,7 +73,7 @@ def shared_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningD
     with running_daemon(tmp_path_factory.mktemp("daemon") / "socket", "--threads", "2") as running:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("PROXYCCL_DAEMON_SOCKET", str(running.path))
-            run_ranks(min(4, most_ranks()), all_reduce, proxy="daemon")  # whatever a process keeps for good
+            run_ranks(min(4, most_ranks()), all_reduce, proxy="daemon")  # warm-up: a process keeps some resources
         yield running
     assert running.ended == 0, running.log
 

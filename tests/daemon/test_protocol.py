@@ -50,7 +50,7 @@ OPTIONS = {"rdma": asdict(RdmaOptions()), "fabric": asdict(FabricOptions())}
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
     with running_daemon(tmp_path_factory.mktemp("protocol") / "socket") as running:
-        with RawClient(running) as first:  # whatever a process keeps for good
+        with RawClient(running) as first:  # warm-up: a process keeps some resources
             assert first.opens()
             first.use()
         yield running

@@ -86,7 +86,7 @@ def report_of(running: RunningDaemon, directory: Path) -> DaemonReport:
 
 
 def test_the_daemon_reports_on_a_signal_and_goes_on(daemon: RunningDaemon, reports: Path) -> None:
-    run_ranks(2, channels_of)  # whatever a process keeps for good
+    run_ranks(2, channels_of)  # warm-up: a process keeps some resources
     wait_for(lambda: daemon.log.count("has left") == 2, "they have left")
     before = daemon.resources()
     found: list[DaemonReport] = []

@@ -83,7 +83,7 @@ def test_a_service_that_can_not_be_made_leaves_nothing(
 ) -> None:
     owner, name = (os, "dup") if place == "the client's memory" else (Publication, "of_this_process")
     with RawClient(RunningDaemon(Path(client.connection.getpeername()), None)) as other:
-        assert other.open(**NAMED) is not None  # whatever a process keeps for good
+        assert other.open(**NAMED) is not None  # warm-up: a process keeps some resources
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     with monkeypatch.context() as full:
         full.setattr(owner, name, no_descriptor_is_left)

@@ -231,8 +231,7 @@ def ring() -> None:
 
 
 def copy_streams() -> None:
-    """The proxy's copies in separate threads, like a copy engine's: for schedules, and for kernels' triggers.
-    """
+    """The proxy's copies in separate threads, like a copy engine's: for schedules, and for kernels' triggers."""
 
     def body(comm: Communicator) -> None:
         moe = DispatchCombine(
