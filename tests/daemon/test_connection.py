@@ -1,4 +1,4 @@
-"""What a rank makes of a node daemon that sends nonsense: the daemon is lost, and the error says what came."""
+"""A rank's reaction to a node daemon that sends nonsense: the daemon is lost, and the error quotes the message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The node daemon with ranks that work, fail and die, and one that dies itself."""
+"""The node daemon with ranks that work, fail and die, and a daemon that dies itself."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def own_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runn
         yield running
 
 
-caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # by what happened, not by the long time-out
+caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # by the event itself, not by the long time-out
 
 
 def failure_of(comm: Communicator) -> BaseException:
-    """What ends the communicator; it comes soon."""
+    """The error that ends the communicator, which must come soon."""
     deadline = time.monotonic() + TIMEOUT
     while (error := caught(comm.check)) is None:
         assert time.monotonic() < deadline
@@ -114,7 +114,7 @@ def all_reduce(comm: Communicator) -> float:
 
 
 def channels_of(comm: Communicator) -> Any:
-    """One to every other rank, and the kernels."""
+    """A channel to every other rank, and the kernels."""
     channels = comm.proxy_channels(comm.empty(4096, "uint8"))
     kernels = comm.compile(KERNELS)
     comm.all_gather_bytes(b"")
@@ -122,16 +122,14 @@ def channels_of(comm: Communicator) -> Any:
 
 
 def exchange(comm: Communicator) -> float:
-    """A kernel of each rank puts and signals to every other rank by triggers, then a schedule runs: what that
-    reduces.
-    """
+    """A kernel of each rank puts and signals to every other rank by triggers, then a schedule runs. Returns its sum."""
     channels, kernels = channels_of(comm)
     for channel in channels:
         kernels["put_signals"](1, 1, channel, 20)
     for channel in channels:
         kernels["take_signals"](1, 1, channel, 20)
     comm.synchronize()
-    comm.drain()  # what the peers sent has come; the own proxy may still have some to take
+    comm.drain()  # the peers' data has arrived; this rank's proxy may still have triggers to take
     assert [comm.proxy.counters(channel.id).triggers for channel in channels] == [20] * (comm.world_size - 1)
     return all_reduce(comm)
 
@@ -193,7 +191,7 @@ def test_memory_that_the_daemon_can_not_reach_is_refused_by_name() -> None:
 @pytest.mark.usefixtures("daemon")
 def test_what_the_daemon_lacks_for_remote_transports_is_told_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     lacks = missing() or pytest.skip("there is RDMA: tests/rdma/soft_roce/test_daemon.py")
-    # What the ranks lack themselves does not count.
+    # What the ranks themselves lack does not matter.
     monkeypatch.setattr(meeting, "missing_transports", lambda: {"verbs": "", "staged": ""})
     with pytest.raises(
         RuntimeUnavailableError, match=f"no remote transport between ranks .* lacks it: {re.escape(lacks)}"
@@ -300,7 +298,7 @@ def test_a_killed_rank_is_cleaned_up_and_its_peers_are_told(daemon: RunningDaemo
     before = daemon.resources()
     ended = run_processes(processes(3), PROGRAM, scenario)
     lines = "".join(process.stdout for process in ended).splitlines()
-    for rank in range(0, processes(3), 2):  # all but the one that is killed
+    for rank in range(0, processes(3), 2):  # all except the killed one
         assert any(line.startswith(f"rank {rank}: PeerLostError peer=1 late=False") for line in lines), lines
     assert daemon.settles(before), (before, daemon.resources())
     assert run_ranks(2, all_reduce) == [3.0] * 2
@@ -330,7 +328,7 @@ def test_a_client_that_is_killed_with_a_full_ring_is_cleaned_up(daemon: RunningD
 
 
 def test_memory_removed_while_in_use_harms_its_client_alone(daemon: RunningDaemon) -> None:
-    """Garbage of another kind: the daemon must not unmap what its worker is copying from."""
+    """Another kind of garbage: the daemon must not unmap the source of its worker's copy."""
     before = daemon.resources()
 
     def body(comm: Communicator) -> None:
@@ -369,12 +367,12 @@ def _wait_while(own_daemon: RunningDaemon, signal_number: int) -> list[BaseExcep
 def test_a_killed_daemon_ends_its_ranks_waits_by_name(own_daemon: RunningDaemon) -> None:
     errors = _wait_while(own_daemon, signal.SIGKILL)
     assert all(isinstance(error, ProxyLostError) for error in errors), errors
-    # The rank that notices first says how; it tells the others whose daemon is lost.
+    # The rank that notices first gives the reason; it tells the others whose daemon is lost.
     assert any(f"process {own_daemon.process.pid} ended" in str(error) for error in errors), errors
 
 
 def test_a_killed_daemon_ends_the_waits_of_streams(own_daemon: RunningDaemon) -> None:
-    """Calls that are queued ring in vain, and wait for a word that nobody but their rank stores any more."""
+    """Queued calls ring in vain, and wait for a word that now only their rank can store."""
 
     def body(comm: Communicator) -> BaseException | None:
         calls, stream = SpanCalls(comm, 100 * comm.world_size), comm.runtime.create_stream()
@@ -411,7 +409,7 @@ def test_a_stopped_daemon_ends_the_waits_of_streams_at_the_time_out(own_daemon: 
                 comm.all_reduce(x, algorithm="proxy")
             comm.synchronize()
 
-        for _ in range(4):  # from then on calls need no answer of the daemon
+        for _ in range(4):  # later calls need no answer from the daemon
             call()
         comm.all_gather_bytes(b"")
         if comm.rank == 0:
@@ -453,7 +451,7 @@ def test_a_wait_for_a_stopped_daemon_ends_by_its_loss(daemon: RunningDaemon, wai
             comm.synchronize()
 
         error = caught(call)
-        failed.wait()  # it is stopped until both ranks have heard; what is asked later says the same
+        failed.wait()  # it is stopped until both ranks know; later requests get the same error
         stopped.close()
         closing = time.monotonic()
         again = caught(comm.barrier)

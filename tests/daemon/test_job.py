@@ -1,4 +1,4 @@
-"""A job's own daemon: who starts it and who shares it, what ends it, and what is left behind (nothing)."""
+"""A job's own daemon: its start, its sharing and its end, which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OPTIONS = JobOptions(1, None, sorted(os.sched_getaffinity(0)), (5.0, 500.0, 1000
 
 @pytest.fixture(autouse=True)
 def _fresh_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has a daemon of its own: this process forgets the one that it knows."""
+    """Each test has its own daemon: this process forgets the one that it knows."""
     monkeypatch.setattr(proxy_place, "_known_name", "")
 
 
@@ -178,7 +178,7 @@ def test_a_killed_starter_does_not_end_it_for_others_nor_keep_it(scenario: str) 
     children = [int(pid) for what, pid in lines if what == "child"]
     try:
         wait_for_end(daemon)
-        assert all(start_of(child) is not None for child in children)  # it did not wait for one
+        assert all(start_of(child) is not None for child in children)  # it did not wait for the child
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -208,7 +208,7 @@ def test_a_killed_one_is_told_by_name_and_another_is_started() -> None:
 
 
 def test_memory_may_be_given_back_while_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrays are collected at any time: then nobody is there whom an error could tell of the loss."""
+    """Arrays may be collected at any time, when there is nobody to whom an error could report the loss."""
 
     def lost(*_: object, **__: object) -> None:
         raise ProxyLostError("the node daemon is lost")
@@ -300,7 +300,7 @@ def test_a_client_that_comes_while_it_ends_starts_another(monkeypatch: pytest.Mo
     monkeypatch.setattr(job, "_launch", launch)
     monkeypatch.setattr(attendance, "START_SECONDS", 0.05)
     ending, thread = serving("proxyccl-ending")
-    thread.join(TIMEOUT)  # it accepts nobody any more, and still listens
+    thread.join(TIMEOUT)  # it no longer accepts connections, but still listens
     waiting = threading.Timer(0.2, ending.close)
     waiting.start()
     address = JobDaemon("proxyccl-ending", OPTIONS)
@@ -341,7 +341,7 @@ def test_a_rank_whose_device_no_daemon_sees_starts_one(monkeypatch: pytest.Monke
         assert f"{refused[1]}-{rank_runtime(0).device_id}," in name
 
 
-# -- what only the rank's own process can do ---
+# -- work that only the rank's own process can do ---
 
 
 def test_handlers_run_in_the_rank() -> None:
@@ -391,7 +391,7 @@ def test_memory_of_this_process_alone_is_put_to_pinned_memory() -> None:
         theirs = [comm.runtime.open_pinned(handles[i * size : (i + 1) * size]) for i in range(2)]
         ids = [comm.proxy.add_pinned_memory(theirs[0])]
         channel = comm.proxy_channels(comm.empty(16), np.full(1000, comm.rank + 1, np.uint8))[0]
-        ids.append(comm.proxy.add_pinned_memory(theirs[1]))  # known where the proxy in this process is made, and behind
+        ids.append(comm.proxy.add_pinned_memory(theirs[1]))  # known before and after this process's proxy is made
         kernels = comm.compile(KERNELS)
         for first, inbox in zip(ids, inboxes, strict=True):
             kernels["put_to"](1, 1, channel, first, 1000)

@@ -1,4 +1,4 @@
-"""What a client can't do to the node daemon: nonsense is refused or ends that client alone, and nothing is left."""
+"""Attacks of a client on the node daemon: nonsense is refused or ends only that client, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
 
 @pytest.fixture
 def bystander(daemon: RunningDaemon) -> Iterator[RawClient]:
-    """A client that works before and after, and nothing of the other's is left when that has gone."""
+    """A client that works before and after, and checks that the other client leaves nothing behind."""
     with RawClient(daemon) as client:
         assert client.opens()
         client.use()
@@ -147,7 +147,7 @@ def test_descriptors_that_are_no_such_memory_are_refused(daemon: RunningDaemon, 
 
 
 def test_ids_of_another_client_are_none_of_this_ones(daemon: RunningDaemon, bystander: RawClient) -> None:
-    theirs = bystander.use()  # more than the stranger has, so that their numbers are free there
+    theirs = bystander.use()  # more than the stranger has, so their numbers are unused there
     strange = [
         {"do": "remove_memory", "first": theirs["first"]},
         {"do": "reserve_channel", "connection": theirs["connection"]},
@@ -313,7 +313,7 @@ def test_descriptors_without_an_answers_number_are_closed(daemon: RunningDaemon)
 
 
 def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
-    """3,000 frames: valid ones with a part changed, and noise; with descriptors now and then."""
+    """3,000 frames: valid ones with a changed part, and noise; sometimes with descriptors."""
     rng = random.Random(20260101)
     before = daemon.resources()
     sent = 0
@@ -360,7 +360,7 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
 
 
 def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
-    """A client that frees and sets what its triggers name at that moment."""
+    """A client that frees and sets entries that its triggers name at that moment."""
     before = daemon.resources()
     for attempt in range(60):
         with RawClient(daemon) as client:
@@ -377,7 +377,7 @@ def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(daemon: Running
                 {"do": "remove_memory", "first": used["first"]},
             )[attempt % 3]
             for _ in range(10):
-                if client.say(change) != DONE:  # freed twice, or the failure is told first
+                if client.say(change) != DONE:  # freed twice, or the failure is reported first
                     break
             flood.end()
     assert bystander.say({"do": "drain", "timeout": 5}) == DRAINED
@@ -385,7 +385,7 @@ def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(daemon: Running
 
 
 def test_tables_that_change_under_a_schedule_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
-    """A client that rings a schedule again and again, and takes back what the schedule names."""
+    """A client that keeps ringing a schedule, and withdraws the memory that the schedule names."""
     before = daemon.resources()
     for attempt in range(60):
         with RawClient(daemon) as client:
@@ -402,7 +402,7 @@ def test_tables_that_change_under_a_schedule_do_no_harm(daemon: RunningDaemon, b
                     {"do": "remove_schedule", "number": added["number"]},
                 )[attempt % 4]
                 for _ in range(10):
-                    if client.say(change) != DONE:  # taken back twice, or the failure is told first
+                    if client.say(change) != DONE:  # withdrawn twice, or the failure is reported first
                         break
     assert bystander.say({"do": "drain", "timeout": 5}) == DRAINED
     assert daemon.settles(before), (before, daemon.resources())
@@ -440,7 +440,7 @@ def test_a_client_that_says_nothing_keeps_nobody_waiting(daemon: RunningDaemon) 
 
 
 def test_memory_in_the_place_of_removed_memory_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver maps it only when the other is mapped no more, which waits until the worker rests."""
+    """A driver maps it only when the other memory is unmapped, which waits until the worker is idle."""
     open_handle, mapped = HostRuntime.open, []
 
     def open_alone(runtime: HostRuntime, handle: bytes) -> Memory:
@@ -547,7 +547,7 @@ def seen(daemon: Daemon, clients: int) -> bool:
 
 
 def connected(path: Path) -> socket.socket:
-    """A client that says nothing."""
+    """A silent client."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(TIMEOUT)
     connection.connect(os.fspath(path))
@@ -646,7 +646,7 @@ def test_where_the_socket_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_that_can_not_be_are_named(tmp_path: Path, options: dict[str, Any], argument: str) -> None:
     with pytest.raises(ArgumentError, match=argument):
         Daemon(tmp_path / "socket", DaemonOptions(**options))
-    with Daemon(tmp_path / "socket"):  # nothing of the first is left
+    with Daemon(tmp_path / "socket"):  # the first left nothing behind
         pass
 
 

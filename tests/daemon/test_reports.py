@@ -1,4 +1,4 @@
-"""Reports of the node daemon: when it writes them, what is in them, and what the doctor makes of them."""
+"""Reports of the node daemon: when it writes them, their contents, and the doctor's conclusions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ extern "C" __global__ void wait(DeviceHandle<ProxyChannel>* channels) { channels
 
 @pytest.fixture
 def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory where this test's reports go."""
+    """An empty directory for this test's reports."""
     directory = tmp_path / "reports"
     monkeypatch.setenv("PROXYCCL_REPORT_DIR", str(directory))
     return directory
@@ -61,7 +61,7 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def daemon(reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningDaemon]:
-    """One for the ranks of the test, which writes its reports where they do."""
+    """A daemon for the ranks of the test, which writes its reports beside theirs."""
     monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(tmp_path / "socket"))
     monkeypatch.setenv("PROXYCCL_PROXY", "daemon")
     with running_daemon(tmp_path / "socket", "--threads", "2") as running:
@@ -70,19 +70,19 @@ def daemon(reports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def written(directory: Path, count: int = 1) -> list[DaemonReport]:
-    """The daemon's reports, once there are so many."""
+    """The daemon's reports, once there are this many."""
     wait_for(lambda: len(list(directory.glob("*-daemon-*.json"))) >= count, "the daemon reports")
     return find([directory]).daemons
 
 
 def report_of(running: RunningDaemon, directory: Path) -> DaemonReport:
-    """Its first report, which a signal asks for."""
+    """Its first report, requested by a signal."""
     running.process.send_signal(signal.SIGUSR1)
     (report,) = written(directory)
     return report
 
 
-# -- what is in them, and that nothing holds them up ---
+# -- their contents, and that nothing delays them ---
 
 
 def test_the_daemon_reports_on_a_signal_and_goes_on(daemon: RunningDaemon, reports: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_client_that_asks_and_leaves_is_in_the_report(inside: Daemon, reports:
 
 
 def test_no_report_waits_for_the_daemons_lock(inside: Daemon, reports: Path) -> None:
-    """Under which a driver may hang that opens a device."""
+    """A driver that opens a device may hang while it is held."""
     with inside._lock:
         writing = threading.Thread(target=inside.reporter.write, args=("a test",), daemon=True)
         writing.start()
@@ -355,7 +355,7 @@ def test_a_report_that_can_not_be_written_is_logged(
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Report], DaemonReport]:
-    """Of a job of two ranks of which rank 1 waits for rank 0."""
+    """The reports of a job of two ranks, of which rank 1 waits for rank 0."""
     directory = tmp_path_factory.mktemp("sample")
 
     def body(comm: Communicator) -> None:
@@ -418,7 +418,7 @@ def test_a_report_reads_as_text(sample: Sample) -> None:
 
 
 def changed(sample: Sample, rank: int, **changes: Any) -> DaemonReport:
-    """The daemon's report with something else about a rank."""
+    """The daemon's report with changed facts about a rank."""
     ranks, report = sample
     own = report.client_of(ranks[0].communicator, rank)
     return replace(report, clients=[replace(c, **changes) if c is own else c for c in report.clients])
@@ -436,7 +436,7 @@ def client_of(sample: Sample, rank: int) -> Client:
 
 
 def reason_of(sample: Sample, of_daemon: DaemonReport, ranks: list[Report] | None = None) -> str:
-    """What is said of rank 0, which rank 1 waits for, and of its daemon."""
+    """The conclusion about rank 0, for which rank 1 waits, and its daemon."""
     finding = told(ranks or sample[0], of_daemon).findings[0]
     assert finding.about == ["rank 0"]
     (reason,) = (reason for reason in finding.reasons if f"the node daemon, process {sample[1].process.pid}" in reason)

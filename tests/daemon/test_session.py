@@ -1,4 +1,4 @@
-"""What a session of the node daemon keeps of its client, seen from inside the daemon's process."""
+"""The state that a session of the node daemon keeps for its client, seen from inside the daemon's process."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_stop_while_the_end_of_a_session_is_noticed_is_not_lost(
 
     with Daemon(tmp_path / "socket", DaemonOptions(threads=1)) as daemon:
         monkeypatch.setattr(os, "read", overtaken)
-        daemon._wake()  # as a session does that ends
+        daemon._wake()  # like a session that ends
         serving = threading.Thread(target=daemon.serve)
         serving.start()
         serving.join(TIMEOUT)
@@ -146,7 +146,7 @@ def test_pinned_memory_is_mapped_until_it_is_removed_or_its_client_goes(
         return mapped[-1]
 
     monkeypatch.setattr(HostRuntime, "open_pinned", recorded)
-    monkeypatch.setattr(session_memories, "_QUIET_SECONDS", TIMEOUT)  # it is unmapped when the worker rests
+    monkeypatch.setattr(session_memories, "_QUIET_SECONDS", TIMEOUT)  # it is unmapped when the worker is idle
     assert client.opens()
     answers = [client.say({"do": "add_pinned_memory", "handle": handle}) for _ in range(2)]
     first, second = (answer["first"] for answer in answers if answer is not None)

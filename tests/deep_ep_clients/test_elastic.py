@@ -1,4 +1,4 @@
-"""DeepEP 2.1.0's ElasticBuffer: signatures, shapes, types and values of each call, and what is refused."""
+"""DeepEP 2.1.0's ElasticBuffer: signatures, shapes, types and values of each call, and refusals."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def one() -> Iterator[Ranks]:
 
 
 def begun(comm: Communicator, **options: Any) -> tuple[Any, Mixture, Arrived]:
-    """A buffer, this rank's mixture, and what arrives."""
+    """A buffer, this rank's mixture, and the tokens that arrive."""
     mixture = Mixture.of(comm.rank, comm.world_size, torch_device(comm))
     buffer = deep_ep.ElasticBuffer(
         comm, num_max_tokens_per_rank=MOST, hidden=HIDDEN, num_topk=mixture.ids.shape[1], **options
@@ -95,7 +95,7 @@ def dispatched(buffer: Any, mixture: Mixture, x: Any = None, **options: Any) -> 
 
 
 def times(mixture: Mixture, comm: Communicator) -> Any:
-    """float32 [T, 1]: to how many ranks each token goes."""
+    """float32 [T, 1]: the number of ranks to which each token goes."""
     per_rank = mixture.experts // comm.world_size
     goes = [((mixture.ids // per_rank == rank) & (mixture.ids >= 0)).any(1) for rank in range(comm.world_size)]
     return torch.stack(goes, 1).sum(1, keepdim=True).float()
@@ -134,7 +134,7 @@ def test_what_a_dispatch_gives(ranks: Ranks) -> None:
         assert handle.topk_idx is not mixture.ids
         same(handle.topk_idx, mixture.ids)
 
-        # Again by the handle, in other values; and the weights back where they came from.
+        # Again with the handle and other values; and the weights back to their origin.
         again, same_ids, nothing, same_handle, _ = buffer.dispatch(2 * mixture.tokens, handle=handle)
         same(again, 2 * arrived.tokens)
         same(same_ids, ids)

@@ -1,4 +1,4 @@
-"""DeepEP 1.2.1's interface: signatures, shapes, types and values of each call, and what is refused."""
+"""DeepEP 1.2.1's interface: signatures, shapes, types and values of each call, and refusals."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def dispatched(buffer: Any, mixture: Mixture, x: Any = None, **options: Any) -> 
 
 
 def mixture_of(comm: Communicator) -> Mixture:
-    """A rank's, on its device."""
+    """A rank's mixture, on its device."""
     return Mixture.of(comm.rank, comm.world_size, torch_device(comm))
 
 
@@ -124,7 +124,7 @@ def test_what_a_dispatch_gives(ranks: Ranks) -> None:
         same(sources, tokens)
         assert in_rank.shape == (len(mixture.tokens), RANKS)
 
-        # Again by the handle, in other values; and the weights back where they came from.
+        # Again with the handle and other values; and the weights back to their origin.
         again, *nothing, _ = buffer.dispatch(2 * mixture.tokens, handle=handle)
         same(again, 2 * rows)
         assert nothing == [None] * 4
@@ -325,7 +325,7 @@ def test_what_is_refused() -> None:
             "get_local_buffer_tensor": lambda: buffer.get_local_buffer_tensor(torch.int8),
         }.items():
             refused(what, call, NotImplementedError)
-        buffer.low_latency_dispatch(*low_latency, use_nvfp4=False, x_global_scale=None)  # options that are off
+        buffer.low_latency_dispatch(*low_latency, use_nvfp4=False, x_global_scale=None)  # disabled options
         buffer.destroy()
         buffer.destroy()
         refused("destroyed", lambda: buffer.low_latency_dispatch(*low_latency), ClosedError)

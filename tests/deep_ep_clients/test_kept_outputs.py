@@ -1,4 +1,4 @@
-"""What a buffer's dispatch returned stays, though senders store it where they stored others before."""
+"""Outputs of a buffer's dispatch stay valid, although senders store them in reused memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def holds(rows: Any, value: float) -> bool:
 
 
 def lies_in_buffer(rows: Any, handle: Any) -> bool:
-    """Whether the rows were written where they are, and not copied there."""
+    """Whether the rows were written in place, and not copied there."""
     layer = handle.routing.layer
     return layer.ctx.workspace.outputs.holding(as_view(rows, "rows")) != 0
 

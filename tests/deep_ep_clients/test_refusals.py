@@ -1,4 +1,4 @@
-"""Errors name DeepEP's arguments, come before anything moves, and say what became of a handle or a hook."""
+"""Errors name DeepEP's arguments, come before anything moves, and explain the state of a handle or a hook."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refused(argument: str, call: Callable[[], object], match: str = ".") -> None
 
 
 class Given:
-    """A rank's tensors, and calls with good arguments except those that a test gives."""
+    """A rank's tensors, and calls with valid arguments except those that a test passes."""
 
     def __init__(self, comm: Communicator) -> None:
         device = torch_device(comm)
@@ -118,7 +118,7 @@ def test_too_many_rows_of_an_expert_are_told(pair: Ranks, use_fp8: bool) -> None
         with pytest.raises(CapacityError, match=r"^an expert received 32 rows"):
             hook()
         assert counts.tolist() == ([0, 2 * MOST, 0, 0] if comm.rank == 1 else [0] * 4)
-        if comm.rank == 1:  # of rank 0 as many as there is room for, and none of rank 1 after them
+        if comm.rank == 1:  # as many from rank 0 as there is room for, and none from rank 1 after them
             assert handle[1][1].tolist() == [2 * MOST, 2 * MOST << 32]
         given.destroy()
 
@@ -252,7 +252,7 @@ def test_handles_and_hooks_say_what_became_of_them(pair: Ranks) -> None:
         first()
         refused("hook", first, "was called already")
         assert (results == 2).all()
-        assert (combine(more[0], more[2])[0] == 2).all()  # the refused calls took no turn
+        assert (combine(more[0], more[2])[0] == 2).all()  # the refused calls did not count
 
         received, *_, normal, _ = given.normal()
         refused("handle", lambda: combine(rows, normal), "is of a dispatch in normal mode")

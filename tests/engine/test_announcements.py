@@ -1,4 +1,4 @@
-"""The table in which a rank tells the others of its host where memory lies."""
+"""The table in which a rank announces memory to the other ranks of its host."""
 
 from __future__ import annotations
 

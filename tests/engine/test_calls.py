@@ -1,4 +1,4 @@
-"""A repeated call is one call into C: it is compared, launched, and on a stream whose calls wait also waited for."""
+"""A repeated call is one call into C: it is compared and launched and, on a stream whose calls wait, also awaited."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CALL = encode_fields((1,) * lib.PROXYCCL_CALL_FIELDS)
 
 
 class Driver:
-    """A driver that launches, and waits for streams: it notes what it is asked.
+    """A driver that launches, and waits for streams: it notes its calls.
 
     Attributes:
-        done: what it was asked, in order: "launch", or the handle of a stream to wait for.
-        launched, ended: the statuses that it answers.
+        done: its calls, in order: "launch", or the handle of a stream to wait for. launched, ended: the statuses that
+        it returns.
         meanwhile: called during a wait.
     """
 
@@ -88,7 +88,9 @@ def test_a_call_returns_the_first_status_that_is_not_success(driver: Driver) -> 
 
 @pytest.mark.parametrize("word", ["abort", "failed_rank"])
 def test_a_failure_during_the_wait_ends_the_call(driver: Driver, segment: ControlSegment, word: str) -> None:
-    """A rank hears of a failure before any kernel is stopped, and its own may have received what a stopped one sent."""
+    """A rank learns of a failure before any kernel is stopped, and its kernel may have received data from a stopped
+    one.
+    """
     driver.ended = 5
     driver.meanwhile = lambda: setattr(control_of(segment), word, 1)
     assert driver.issue(WAITED) == CALL_ABORTED
@@ -124,7 +126,7 @@ def call_of(value: int) -> Any:
 
 
 def test_a_difference_among_calls_that_were_overwritten_is_found_with_the_first_that_is_compared(pair: Pair) -> None:
-    """Rank 0 is further ahead than the log reaches, and only its first call is another."""
+    """Rank 0 is further ahead than the log reaches, and only its first call differs."""
     ahead, behind = pair.logs
     entries = lib.PROXYCCL_CALL_LOG_ENTRIES
     assert ahead.agree(call_of(7)) == 0

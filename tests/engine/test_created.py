@@ -1,4 +1,4 @@
-"""An engine that has no memory left says so by name."""
+"""An engine that runs out of memory reports it by name."""
 
 from __future__ import annotations
 

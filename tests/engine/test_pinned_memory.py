@@ -1,4 +1,4 @@
-"""Puts between pinned memories: the CPU copies what is short, the driver the rest, and the order stays that of puts."""
+"""Puts between pinned memories: the CPU copies short ones, the driver the others, and their order is kept."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ extern "C" __global__ void take(ProxyChannelDeviceHandle channel, const uint8_t*
 
 
 def pattern(nbytes: int, seed: int) -> NDArray[np.uint8]:
-    """What the kernel `put` writes."""
+    """The bytes that the kernel `put` writes."""
     return (np.arange(nbytes) + seed).astype(np.uint8)
 
 
@@ -84,11 +84,13 @@ def test_a_rank_puts_its_pinned_memory_to_its_peers() -> None:
     run_ranks(2, body)
 
 
-# -- who copies: against calls in a driver's place ---
+# -- who copies, with a fake driver ---
 
 
 class FakeDriver:
-    """The engine's calls: copies and stores of one stream, which are done when its event is asked for and not held."""
+    """The engine's calls: copies and stores of one stream, which are done when its event is queried, unless they are
+    held.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -127,13 +129,13 @@ class FakeDriver:
 
     @property
     def moves(self) -> list[str]:
-        """The copies and stores that it was asked for, in their order."""
+        """The requested copies and stores, in order."""
         return [call for call in self.calls if call != "record"]
 
 
 @dataclass(frozen=True)
 class TwoAddresses:
-    """Pinned memory that the device has at another address than the CPU: there, other bytes lie here."""
+    """Pinned memory with different addresses for the device and the CPU, and different bytes at them."""
 
     device: SharedMemory
     host: SharedMemory
@@ -153,7 +155,7 @@ class TwoAddresses:
 
 
 class Rank:
-    """A service with one channel, whose signals come back to it, over a fake driver."""
+    """A service with one channel to itself, over a fake driver."""
 
     def __init__(self) -> None:
         self.driver = FakeDriver()
@@ -183,7 +185,7 @@ class Rank:
         self._segment.close()
 
     def pinned(self, nbytes: int = SIZE, seed: int = 0) -> tuple[int, TwoAddresses]:
-        """Pinned memory and its id. The device's bytes hold a pattern, the CPU's the same of the next seed."""
+        """Pinned memory and its id. The device's bytes hold a pattern, the CPU's the pattern of the next seed."""
         memory = TwoAddresses(SharedMemory.allocate(nbytes), SharedMemory.allocate(nbytes))
         for i, side in enumerate((memory.device, memory.host)):
             seen_as(side, np.uint8)[:SIZE] = pattern(SIZE, seed + i)
@@ -204,7 +206,7 @@ class Rank:
         return int(ctypes.c_uint64.from_address(self._segment.semaphore_host(self._channel)).value)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        """Waits until a condition holds; the proxy must not fail before."""
+        """Waits until a condition holds; the proxy may not fail before."""
         wait_for(lambda: condition() or bool(self.failures), what)
         assert not self.failures
 
@@ -266,7 +268,7 @@ def test_a_short_put_behind_an_outstanding_copy_keeps_its_place(rank: Rank) -> N
     destination, inbox = rank.pinned(seed=50)
     rank.driver.held.set()
     rank.put(PUT, SIZE, source, destination)
-    rank.put(ALL, 24, source, destination, at=64)  # over the first's bytes
+    rank.put(ALL, 24, source, destination, at=64)  # over the first put's bytes
     expected = [f"copy {SIZE}", "copy 24", "write", "write"]
     rank.wait(lambda: rank.driver.moves == expected, "the driver has both")
     rank.wait(lambda: "record" in rank.driver.calls, "their end is asked for")

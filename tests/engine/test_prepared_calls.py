@@ -32,14 +32,14 @@ class RefusedError(Exception):
 
 
 class Engine:
-    """What issues calls: it notes them and answers with a status.
+    """Issues calls: it notes them and returns a status.
 
     Attributes:
         calls: the prepared calls.
         issued: the arguments of each call, as addresses.
-        status: what the next calls return.
+        status: the result of the next calls.
         meanwhile: called during a call.
-        refused: what `refuse` was given.
+        refused: the arguments of `refuse`.
     """
 
     def __init__(self) -> None:
@@ -208,7 +208,7 @@ def test_arrays_are_not_kept_and_calls_go_with_their_object() -> None:
     assert array() is None
     assert call() is not None
     del engine
-    gc.collect()  # the engine has the calls, and they its method
+    gc.collect()  # the engine refers to the calls, and they to its method
     assert (call(), owner()) == (None, None)
 
 

@@ -1,4 +1,4 @@
-"""One thread of the engine runs the workers of many services: they share its time and nothing else."""
+"""One thread of the engine runs the workers of many services: they share only its time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIGNAL = Operation.SIGNAL
 
 
 class Client:
-    """A service with one channel that leads back to its own memory."""
+    """A service with one channel to its own memory."""
 
     def __init__(self, thread: ProxyThread, runtime: HostRuntime | None = None) -> None:
         self.runtime = runtime or HostRuntime()
@@ -64,7 +64,7 @@ class Client:
         assert self.service.close(TIMEOUT, drained=False)
 
     def push(self, operation: Operation, count: int, channel: int | None = None) -> int:
-        """Pushes from this thread, for a while; returns how many found room."""
+        """Pushes from this thread, for a while. Returns the number that found room."""
         where = self.channel if channel is None else channel
         words = Trigger(operation, where, 8, self.memory, 0, self.memory, HALF).encode()
         found = ring_loops.produce(self.fifo, self.pushed, words, count, TIMEOUT)
@@ -129,7 +129,7 @@ def test_an_aborted_worker_leaves_the_others_running(thread: ProxyThread) -> Non
 
 
 def test_nothing_is_taken_after_a_handler_that_ends_in_abort(thread: ProxyThread) -> None:
-    """What the triggers after it name may be gone by then."""
+    """Later triggers may name memory that is gone by then."""
     with Client(thread) as client:
         calls: list[Trigger] = []
 
@@ -172,9 +172,9 @@ def test_close_drains_or_ends_at_once(
     assert client.service.close(TIMEOUT)
     assert client.signalled == 60
 
-    with Client(thread) as endless:  # its ring is never empty: closed at once all the same, by __exit__
+    with Client(thread) as endless:  # its ring is never empty, but __exit__ closes it at once all the same
         stop = threading.Event()
-        kept = endless.runtime.open_pinned(endless.fifo.pinned.handle)  # the pusher goes on after the service's end
+        kept = endless.runtime.open_pinned(endless.fifo.pinned.handle)  # the pusher continues after the service's end
         slots = endless.fifo.slots_host
         words = Trigger(SIGNAL, endless.channel).encode()
         for slot in range(64):
@@ -230,7 +230,7 @@ Help = Callable[[bool], int]
 
 @contextmanager
 def helped_thread(idle: IdlePolicy) -> Iterator[tuple[ProxyThread, Help]]:
-    """A thread, and what helps it: called by one that waits, or by one that does not."""
+    """A thread, and its helper function: called by a thread that waits, or by one that does not."""
     helpers: dict[int, Callable[[int, int], int]] = {}
     helper = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
     add = ctypes.CFUNCTYPE(None, helper, ctypes.c_void_p)(lambda call, argument: helpers.update({argument: call}))
@@ -267,7 +267,7 @@ def test_helpers_give_the_workers_their_turns_and_handlers_stay_with_the_thread(
 
 
 def test_a_thread_that_is_helped_sleeps_whatever_it_would_yield() -> None:
-    """It would take a core from who helps."""
+    """It would take a core from its helper."""
     with helped_thread(IdlePolicy(yield_us=1e6 * TIMEOUT)) as (thread, help_), Client(thread) as client:
         stats = client.service._workers[0].stats
         until(lambda: stats.looks > 1000)

@@ -1,4 +1,4 @@
-"""Which side of a trigger the engine refuses, by name, id and offset."""
+"""The engine names the side of a trigger that it refuses, with id and offset."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def channel_to_itself(comm: Communicator) -> int:
 
 
 def refused(fields: Callable[[int, int], dict[str, Any]]) -> TriggerError:
-    """What a rank meets that pushes a trigger. `fields` gets the ids of a memory and of the second window of another.
+    """The error of a rank that pushes a trigger. `fields` gets the ids of a memory and of the second window of another.
 
-    Nothing lies in the other one, which must not be touched.
+    The other one has no pages, and must not be touched.
     """
 
     def body(comm: Communicator) -> TriggerError:

@@ -54,7 +54,7 @@ extern "C" __global__ void put_and_flush_each(DeviceHandle<ProxyChannel>* channe
 
 
 def copying_runtime(rank: int) -> Runtime:
-    """A runtime whose copies for the proxy run beside the proxy's thread, as every GPU's do."""
+    """A runtime whose copies for the proxy run beside the proxy's thread, like a GPU's."""
     return HostRuntime(async_copies=True) if ON_HOST else rank_runtime(rank)
 
 
@@ -122,7 +122,7 @@ def test_each_peer_has_a_ring_of_its_own() -> None:
 
 
 def test_the_ring_survives_many_laps_of_transfers() -> None:
-    """Every block puts to another peer again and again through two slots; what arrives is complete."""
+    """Every block puts to a different peer repeatedly through two slots; the data arrives complete."""
 
     def body(comm: Communicator) -> None:
         nbytes, peers, times = 256, comm.world_size - 1, 300
@@ -169,7 +169,7 @@ def test_a_flush_covers_the_puts_before_it(async_copies: bool) -> None:
 
 @pytest.mark.own_proxy(reason="blocks a stream of the proxy's")
 def test_a_flush_does_not_wait_for_other_channels() -> None:
-    """The stream to one peer is held up; a flush to the other completes, and one to the first does not."""
+    """The stream to one peer is held up: a flush to the other completes, and one to the first does not."""
 
     def body(comm: Communicator) -> None:
         array = comm.empty(1024, "uint8").fill(comm.rank)

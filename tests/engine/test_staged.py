@@ -64,7 +64,7 @@ pytestmark = [
 
 
 class Stuck:
-    """Keeps an end's worker, and so all that the end would do, inside of a handler."""
+    """Keeps an end's worker, and so all of the end's work, inside a handler."""
 
     def __init__(self, end: End) -> None:
         self._gate = Gate()
@@ -232,7 +232,7 @@ def test_a_put_of_nothing_makes_no_message() -> None:
 
 @pytest.fixture(params=["inline copies", pytest.param("copy threads", marks=pytest.mark.host_only("its threads"))])
 def runtime(request: pytest.FixtureRequest) -> Runtime:
-    """With copies that are done when they are issued, if it is the host's, and with copies that take their time."""
+    """One with copies that are done when they are issued, if it is the host's, and one with asynchronous copies."""
     return rank_runtime(0) if request.param == "inline copies" else HostRuntime(async_copies=True)
 
 
@@ -247,7 +247,7 @@ def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, r
     rng = random.Random(seed)
     ring_bytes = rng.choice([128, 192, 1024, 65536])
     chunk_bytes, max_message = rng.choice([1, 50, 64, 500, 4096]), rng.choice([7, 64, 4096])
-    longest = min(300, 20 * min(chunk_bytes, max_message))  # tens of messages a put; more would only take longer
+    longest = min(300, 20 * min(chunk_bytes, max_message))  # tens of messages per put; more would only take longer
     with Ends(
         1 << 12,
         channels=3,
@@ -364,7 +364,7 @@ def test_a_put_is_seen_complete_when_the_peer_has_placed_it(tmp_path: Path, monk
         assert len(views) == 2
 
         def progress() -> list[tuple[int, int]]:
-            """Of the end that sends; the other's has nothing."""
+            """The progress of the end that sends; the other has none."""
             found = ((way.completed, way.outstanding) for view in views for way in view.snapshot().connections)
             return [each for each in found if each != (0, 0)]
 
@@ -398,7 +398,7 @@ def test_an_end_that_stalls_holds_back_its_ring_alone() -> None:
         with Stuck(there):
             flood = threading.Thread(target=here.push, args=(PUT | SIGNAL, size), kwargs={"count": puts})
             flood.start()
-            # Messages of 128 bytes; after them wait 256 operations, of which a trigger may make three.
+            # Messages of 128 bytes; after them 256 operations wait, of which a trigger may make three.
             most = 1024 // 128 + (256 - 2) // 2
             ends.wait(lambda: here.taken() >= most, "a full connection")
             assert here.device.counts.executed <= 2 * 1024 // 128
@@ -447,7 +447,7 @@ def test_one_worker_may_serve_both_directions_to_several_peers() -> None:
         assert all((end.words[:4] == 20).all() for end in ends)
 
 
-# -- what a peer sends that can't be ---
+# -- invalid messages of a peer ---
 
 
 @pytest.mark.parametrize(
@@ -525,7 +525,7 @@ def test_more_requests_than_may_be_outstanding_are_refused() -> None:
     most = int(lib.PROXYCCL_STAGED_GETS)
     with Ends(ring_bytes=1 << 16) as ends:
         _, there = ends
-        there.device.allow(0)  # so its answers fill the ring and stay there
+        there.device.allow(0)  # so that its answers fill the ring and stay there
         area = seen_as(there.area, np.uint64)
         size = there.destination.nbytes
         for i in range(most + 20):
@@ -562,7 +562,7 @@ def test_a_count_that_is_half_written_is_read_again() -> None:
         counts = (seen_as(there.area, np.uint64)[ARRIVED:], seen_as(here.area, np.uint64)[CREDITED:])
         for count in counts:
             count[0] = 0
-        for end in (there, here):  # both proxies look at their words meanwhile
+        for end in (there, here):  # makes both proxies look at their words
             end.push(SIGNAL)
             ends.flush(end)
         assert [int(count[0]) for count in counts] == [256, 256]
@@ -612,7 +612,7 @@ def test_a_post_that_is_refused_is_a_failure() -> None:
 
 
 class FailingCopies:
-    """The driver's copy, of which one fails."""
+    """The driver's copy, one call of which fails."""
 
     def __init__(self, end: int, number: int, status: int) -> None:
         self._copies, self._number, self._status = 0, number, status

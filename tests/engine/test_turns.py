@@ -1,4 +1,4 @@
-"""Whether a proxy takes turns, and the waits of streams that nothing else would end."""
+"""The watch over a proxy's turns, and waits of streams that nothing else would end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ extern "C" __global__ void push(DeviceHandle<ProxyChannel> channel) { channel.cu
 
 
 class Clock:
-    """A time that passes as told."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -87,7 +87,7 @@ def test_time_in_which_nobody_could_look_does_not_count(words: Any, clock: Clock
 
 
 def held_up(seconds: float, timeout: float) -> list[BaseException | None]:
-    """What ranks meet in a collective by proxy while rank 0's proxy is in a handler."""
+    """The errors of ranks in a collective by proxy while rank 0's proxy is in a handler."""
 
     def body(comm: Communicator) -> BaseException | None:
         began, go_on = threading.Event(), threading.Event()
@@ -105,7 +105,7 @@ def held_up(seconds: float, timeout: float) -> list[BaseException | None]:
             comm.synchronize()
             assert began.wait(60)
         comm.all_gather_bytes(b"")
-        if comm.rank == 1:  # whose proxy waits for rank 0's from a moment earlier on
+        if comm.rank == 1:  # its proxy starts to wait for rank 0's a moment earlier
             comm.group.set_timeout(60)
         started = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""What tests of the fabric transport share."""
+"""Fixtures for the tests of the fabric transport."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.packages.fabric import load_if_here, unavailable_reason
 
 @pytest.fixture(scope="session")
 def library() -> str:
-    """What to load: looked for once, as a library that is loaded is found by its name from then on."""
+    """The library to load: searched for only once, because a loaded library is found by its name from then on."""
     if reason := unavailable_reason():
         pytest.skip(reason)
     found = load_if_here()

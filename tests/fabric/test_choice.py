@@ -1,4 +1,4 @@
-"""Which of libfabric's offers a rank takes, and the options that say so."""
+"""A rank's choice among libfabric's offers, and the options for it."""
 
 from __future__ import annotations
 

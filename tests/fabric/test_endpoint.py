@@ -1,4 +1,4 @@
-"""Endpoints of libfabric's TCP provider on this host's loopback, and what connections over them may do."""
+"""Endpoints of libfabric's TCP provider on this host's loopback, and the abilities of connections over them."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_get_of_any_length_brings_it_whole(size: int, max_message: int, depth:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_gets_keep_their_place_among_unordered_writes(seed: int) -> None:
-    """A place is put to once, and then got. A signal comes after all before it."""
+    """Each place is put to once, and then got. A signal comes after everything before it."""
     rng = random.Random(seed)
     own, theirs = memory(1 << 13, seed), np.zeros(1 << 12, np.uint8)
     expected = own.copy()
@@ -123,7 +123,7 @@ def test_a_provider_that_makes_no_reads_refuses_gets() -> None:
 
 
 def test_memory_of_the_peer_is_no_place_to_get_to() -> None:
-    """Providers reach own memory by its address, so a peer's must never stand for it."""
+    """Providers reach local memory by its address, so a peer's memory must not be taken for it."""
     with loop_of(np.zeros(8, np.uint8), memory(8)) as loop:
         (peer,) = loop.peers
         loop.producer.push(Trigger(GET, peer.channels[0], 4, peer.source_id, 0, peer.destination_id, 0))
@@ -135,7 +135,7 @@ def test_memory_of_the_peer_is_no_place_to_get_to() -> None:
 def test_ordered_writes_leave_what_one_after_another_would(seed: int, order: Order) -> None:
     """Random triggers on three channels, puts and gets over one another, and an endpoint that dawdles and refuses.
 
-    Gets do not write over one another: they keep no order among themselves.
+    Gets do not write over one another, because they are not ordered among themselves.
     """
     rng = random.Random(seed)
     source, destination = memory(1 << 16, seed), np.zeros(1 << 12, np.uint8)
@@ -177,7 +177,7 @@ def test_ordered_writes_leave_what_one_after_another_would(seed: int, order: Ord
         (PUT | SIGNAL, 8, {"value": 5}, 1, 1),
         (SIGNAL, 0, {}, 1, 0),
         (PUT | SIGNAL, 56, {}, 1, 1),
-        (PUT | SIGNAL, 57, {}, 2, 0),  # with its signal it would be longer than a write may be
+        (PUT | SIGNAL, 57, {}, 2, 0),  # with its signal it would exceed the longest write
         (PUT | SIGNAL, 64 + 57, {}, 3, 0),
         (PUT | SIGNAL, 64 + 8, {}, 2, 1),
         (GET | SIGNAL, 8, {}, 2, 0),
@@ -218,7 +218,7 @@ def test_a_run_of_ordered_writes_asks_for_few_completions() -> None:
 
 @orders
 def test_a_flood_waits_in_the_ring(order: Order) -> None:
-    """While the endpoint carries out nothing, what it and the connection can't hold stays in the ring."""
+    """While the endpoint carries out nothing, triggers that it and the connection can't hold stay in the ring."""
     source, destination = memory(8), np.zeros(8, np.uint8)
     with loop_of(source, destination, depth=16, **order, service={"fifo_size": 1024}) as loop:
         (peer,) = loop.peers

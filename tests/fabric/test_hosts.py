@@ -34,7 +34,7 @@ class Job:
     Args:
         hosts: the hosts.
         ranks: on each.
-        directory: where they meet.
+        directory: their meeting place.
         what: the program's last argument.
         env: environment of all ranks.
     """
@@ -48,7 +48,7 @@ class Job:
         ]
 
     def outputs(self) -> list[str]:
-        """What each rank printed, when all have ended."""
+        """The output of each rank, once all have ended."""
         try:
             return [rank.communicate(timeout=SECONDS)[0] for rank in self.ranks]
         finally:
@@ -140,7 +140,7 @@ def test_a_provider_that_reaches_gpus_writes_their_memory(hosts: Hosts, tmp_path
 
 
 def test_gpus_that_do_not_order_writes_are_staged(hosts: Hosts, tmp_path: Path, on_hip: dict[str, str]) -> None:
-    """Although the provider reaches their memory: the GPUs here do not say that they keep the order."""
+    """The provider reaches their memory, but the GPUs here do not promise to keep the order."""
     run_make("fake-fabric")
     library = ROOT / "build/fake-fabric/libfake_library.so"
     Job(hosts, [1, 1], tmp_path, "one", **on_hip, PROXYCCL_LIBFABRIC=str(library)).succeeds("staged_fabric")
@@ -166,7 +166,7 @@ def test_those_that_are_left_go_on(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_connections_that_meet_are_made(hosts: Hosts, tmp_path: Path) -> None:
-    """Both ends of each pair open their connection at once, again and again."""
+    """Both ends of each pair open their connection at the same time, repeatedly."""
     Job(hosts, [2, 2], tmp_path, "meetings").succeeds()
 
 

@@ -1,4 +1,6 @@
-"""What only a GPU has: arrays and streams of its libraries, graphs, contexts that survive, peers that are none."""
+"""Features that only GPUs have: arrays and streams of other libraries, graphs, contexts, and devices that are not
+peers.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def ranks() -> Iterator[Ranks]:
 def torch() -> ModuleType:
     """torch for the runtime's devices, or a skip that says why there is none.
 
-    Ranks that are threads need a device each here: torch works on one default stream a device, and two ranks' kernels
+    Ranks that are threads need a device each here: torch uses one default stream per device, and two ranks' kernels
     in one stream would wait for each other forever.
     """
     module = pytest.importorskip("torch")
@@ -87,7 +89,7 @@ def here(comm: Communicator) -> str:
 
 
 def total(comm: Communicator) -> int:
-    """What ranks that put in their number plus one add up to."""
+    """The sum over ranks of each rank's number plus one."""
     return comm.world_size * (comm.world_size + 1) // 2
 
 
@@ -134,7 +136,7 @@ def test_a_tensor_that_requires_a_gradient_is_taken(ranks: Ranks, torch: ModuleT
 
 
 def test_without_a_stream_a_call_is_queued_where_torch_works(ranks: Ranks, torch: ModuleType) -> None:
-    """The values are still being computed when the call is made, and the result is used without any wait."""
+    """The values are still being computed when the call is made, and the result is used without a wait."""
 
     def body(comm: Communicator) -> None:
         side = torch.cuda.Stream(here(comm))
@@ -200,7 +202,7 @@ def test_a_dropped_stream_is_kept_until_the_next_call(ranks: Ranks) -> None:
 @CUDA_ONLY
 @pytest.mark.parametrize("ranks_are", ["threads", "processes"])
 def test_memory_that_torch_maps_itself_is_shared(torch: ModuleType, ranks_are: str) -> None:
-    """Expandable segments: several blocks side by side, which CUDA IPC refuses."""
+    """Expandable segments: several adjacent blocks, which CUDA IPC refuses."""
     program = PROGRAMS / "expandable_segments.py"
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     if ranks_are == "processes":
@@ -213,7 +215,7 @@ def test_memory_that_torch_maps_itself_is_shared(torch: ModuleType, ranks_are: s
 
 @pytest.fixture
 def no_segments() -> Iterator[Callable[[], bool]]:
-    """Whether nothing is left of torch's pools on the first two devices; after the test nothing is."""
+    """Whether torch's pools on the first two devices are empty, which they must be after the test."""
 
     def none_left() -> bool:
         return not any(MemoryPool(open_runtime(RUNTIME, device)).segments() for device in range(2))
@@ -228,7 +230,7 @@ def no_segments() -> Iterator[Callable[[], bool]]:
 def test_tensors_of_torchs_pool_are_registered(
     torch: ModuleType, no_segments: Callable[[], bool], algorithm: str | None
 ) -> None:
-    """From the first call on, when peers have not mapped them, and slices at any offset."""
+    """From the first call on, before peers have mapped them, with slices at any offset."""
     count = 300_007
 
     def body(comm: Communicator) -> None:
@@ -260,7 +262,7 @@ def test_tensors_of_torchs_pool_are_registered(
 
 
 def test_torchs_pool_gives_its_memory_back(torch: ModuleType, no_segments: Callable[[], bool]) -> None:
-    """With its last communicator; what a tensor lies in, when torch empties its cache after the tensor."""
+    """With its last communicator; a tensor's memory, when torch empties its cache after the tensor is gone."""
     kept: list[Any] = []
 
     def body(comm: Communicator) -> None:
@@ -328,8 +330,8 @@ def test_torchs_graphs_capture_into_the_pool(torch: ModuleType, no_segments: Cal
 
 @CUDA_ONLY
 def test_kernels_are_loaded_beside_proxied_collectives(torch: ModuleType) -> None:
-    """CUDA loads a kernel when it is first launched, and till then all driver calls of the process wait for the device.
-    Nothing is set in the environment.
+    """CUDA loads a kernel when it is first launched, and until then all driver calls of the process wait for the
+    device. The environment sets nothing.
     """
     done = run_mpi(2, PROGRAMS / "lazy_load.py", env={"PROXYCCL_PROXY": ""})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -337,7 +339,7 @@ def test_kernels_are_loaded_beside_proxied_collectives(torch: ModuleType) -> Non
 
 
 class OnlyInterface:
-    """An exporter that has nothing but the CUDA array interface, which does not tell the device."""
+    """An exporter with only the CUDA array interface, which does not name the device."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
@@ -345,7 +347,7 @@ class OnlyInterface:
 
 
 class OnlyDLPack:
-    """An exporter that has nothing but DLPack."""
+    """An exporter with only DLPack."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
@@ -370,7 +372,7 @@ def test_every_kind_of_export_is_taken(ranks: Ranks, exporter: type[OnlyInterfac
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, None])
 def test_the_same_arrays_are_used_again_and_again(ranks: Ranks, algorithm: str | None) -> None:
-    """From the second call on, a call that was made before is one call into C."""
+    """From the second time on, a repeated call is one call into C."""
 
     def body(comm: Communicator) -> None:
         x, out = comm.empty(3001, "int32"), comm.empty(3001, "int32")
@@ -385,7 +387,7 @@ def test_the_same_arrays_are_used_again_and_again(ranks: Ranks, algorithm: str |
     ranks.run(body)
 
 
-# -- arrays that lie elsewhere ---
+# -- arrays in other memory ---
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", *MOVES])
@@ -430,7 +432,7 @@ REPLAYS = 300
 
 
 def calls(dtype: str, count: int) -> list[Call]:
-    """Every collective by every algorithm, in place or not."""
+    """Every collective by every algorithm, in place or out of place."""
     reduced = [Call("all_reduce", dtype, "sum", algorithm, count) for algorithm in (*ALGORITHMS, None)]
     moved = [
         Call(collective, dtype, "sum", algorithm, count, in_place=False)
@@ -460,7 +462,7 @@ def test_every_call_is_captured_through_the_driver_and_replayed(ranks: Ranks, dt
 
 @CUDA_ONLY
 def test_a_graph_of_many_calls_is_replayed_without_waits(ranks: Ranks) -> None:
-    """Epochs and flags advance in the kernels: nothing that the CPU passes changes from replay to replay."""
+    """Epochs and flags advance in the kernels, so the CPU's arguments do not change between replays."""
 
     def body(comm: Communicator) -> None:
         stream = comm.runtime.create_stream()
@@ -478,7 +480,7 @@ def test_a_graph_of_many_calls_is_replayed_without_waits(ranks: Ranks) -> None:
                 x.upload(np.arange(1009) + turn * 100 + number + comm.rank)
             for _ in range(REPLAYS):
                 graph.launch()
-            comm.all_reduce(arrays[0], "max", stream=stream)  # and one that is not part of the graph
+            comm.all_reduce(arrays[0], "max", stream=stream)  # and a call that is not part of the graph
             comm.synchronize(stream)
             for number, x in enumerate(arrays):
                 assert np.array_equal(x.numpy(), np.arange(1009) + turn * 100 + number + comm.world_size - 1)
@@ -524,7 +526,7 @@ def test_torchs_graphs_hold_collectives(ranks: Ranks, torch: ModuleType) -> None
 @CUDA_ONLY
 @pytest.mark.parametrize("algorithm", [None, "proxy"])
 def test_dispatch_and_combine_are_replayed_over_one_routing(ranks: Ranks, algorithm: str | None) -> None:
-    """The routing is the CPU's and is prepared outside; what travels over it may change from replay to replay."""
+    """The CPU prepares the routing outside the graph; the data may change between replays."""
     tokens, hidden, topk = 33, 64, 2
 
     def body(comm: Communicator) -> None:
@@ -561,7 +563,7 @@ def test_dispatch_and_combine_are_replayed_over_one_routing(ranks: Ranks, algori
 def test_a_graph_of_an_expert_layer_takes_new_routings(
     ranks: Ranks, tokens: tuple[int, int], local_combine: bool
 ) -> None:
-    """Nothing of a routing is the CPU's where the number of rows has a fixed maximum."""
+    """The CPU is not involved in a routing if the number of rows has a fixed maximum."""
     hidden, topk, experts = 64, 4, 8
 
     def body(comm: Communicator) -> None:
@@ -653,7 +655,7 @@ def test_a_handle_beyond_its_memory_is_refused(field: int) -> None:
 def test_waiters_for_the_device_are_called_behind_launches(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, call: str, launched: str
 ) -> None:
-    """The driver would hold the context while it waits, against the copies of the proxy that the kernels wait for."""
+    """The driver would hold the context while it waits, and block the proxy's copies that the kernels wait for."""
     begun = threading.Event()
     done: list[bool] = []
 
@@ -680,7 +682,7 @@ def test_waiters_for_the_device_are_called_behind_launches(
 
             monkeypatch.setattr(driver, "event_synchronize", begin)
             monkeypatch.setattr(driver, call, noted)
-            unneeded = allocate(comm.group, 1000, "float32")  # what is symmetric is freed later
+            unneeded = allocate(comm.group, 1000, "float32")  # symmetric memory is freed later
         else:
             assert begun.wait(TIMEOUT)
         if launched == "a collective":
@@ -720,7 +722,7 @@ extern "C" __global__ void exchange(DeviceHandle<ProxyChannel>* channels) {
 
 
 def failure_of(call: Callable[[], object]) -> ProxyCCLError:
-    """What the call raises, which must come long before a time-out that is not shortened."""
+    """The exception of the call, which must come long before the full time-out."""
     began = time.monotonic()
     with pytest.raises(ProxyCCLError) as caught:
         call()
@@ -729,7 +731,7 @@ def failure_of(call: Callable[[], object]) -> ProxyCCLError:
 
 
 def assert_healthy() -> None:
-    """New communicators on the same devices, in the same contexts, work."""
+    """Checks that new communicators on the same devices, in the same contexts, work."""
 
     def body(comm: Communicator) -> None:
         for algorithm in ALGORITHMS:
@@ -808,7 +810,7 @@ def check_lost_context(noticed_by: str, **env: str) -> None:
 def test_a_lost_context_ends_its_communicator_alone(noticed_by: str) -> None:
     def body(comm: Communicator) -> None:
         check_lost_context(noticed_by)
-        Call("all_reduce", "float32", "sum", None, 1000).run(comm)  # on the device that the other job used too
+        Call("all_reduce", "float32", "sum", None, 1000).run(comm)  # on a device that the other job also used
 
     run_ranks(1, body)
 
@@ -826,7 +828,7 @@ def test_device_memory_that_runs_out_is_a_resource_error() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(ResourceError, match=rf"can't allocate {1 << 44} bytes on {RUNTIME} device"):
             comm.empty(1 << 44, "uint8")
-        if RUNTIME == "cuda":  # what stands in for a GPU has the machine's memory, which is not to be filled
+        if RUNTIME == "cuda":  # a stand-in for a GPU has the machine's memory, which must not be filled
             kept: list[Array] = []
             with pytest.raises(ResourceError, match="can't allocate"):
                 kept.extend(iter(lambda: comm.empty(16 << 30, "uint8"), None))

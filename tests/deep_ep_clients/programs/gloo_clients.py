@@ -1,6 +1,6 @@
 """Spawns two ranks with a process group of gloo; each runs clients with `import deep_ep` alone.
 
-On the host runtime they are three of vLLM's, on a GPU, which the ranks may share, all.
+On the host runtime they are three of vLLM's; on a GPU, which the ranks may share, all of them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A client in both modes whose last rank is killed: the others go on with their buffers.
+"""A client in both modes whose last rank is killed: the others continue with their buffers.
 
-Each of the others prints its rank and what it saw.
+Each of the others prints its rank and its observations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ buffer = deep_ep.Buffer(comm, low_latency_mode=True, enable_shrink=True)
 
 
 def without(lost: list[int]) -> Mixture:
-    """The mixture as it is if the slots of lost ranks' experts choose nothing."""
+    """The mixture in which slots of lost ranks' experts choose nothing."""
     ids = mixture.ids.where(~torch.isin(mixture.ids // per_rank, torch.tensor(lost, dtype=torch.int64)), -1)
     return Mixture(mixture.tokens, ids, mixture.weights, mixture.experts, most)
 
