@@ -1,4 +1,4 @@
-"""A descriptor serves calls of the layer whose dispatch it describes, once that dispatch was received."""
+"""A descriptor serves calls of the layer whose dispatch it describes, once that dispatch has been received."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def arguments(comm: Communicator) -> tuple[Any, Any]:
 
 
 def calls_with(layer: EPAll2AllLayer, comm: Communicator, desc: Any) -> dict[str, Callable[[], object]]:
-    """Every call that takes a descriptor, with arrays as an unfilled descriptor would have them."""
+    """Every call that takes a descriptor, with the arrays that an unfilled descriptor would have."""
     rows = on_device(comm, np.ones((*layer._parts.leading(desc.rows), HIDDEN), np.float32))
     values = on_device(comm, np.ones((*layer._parts.leading(desc.rows),), np.float32))
     tokens = arguments(comm)[0]

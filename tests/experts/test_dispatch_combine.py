@@ -1,4 +1,4 @@
-"""MoE dispatch and combine against a plain numpy oracle, and what they refuse."""
+"""MoE dispatch and combine against a plain numpy oracle, and their refusals."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Case:
     # -- the oracle ---
 
     def arrivals(self, rank: int) -> list[tuple[int, int, int]]:
-        """(source rank, token, k) of each row that rank gets, in order."""
+        """(source rank, token, k) of each row that the rank gets, in order."""
         ids = [self.expert_ids(source) for source in range(self.ranks)]
         first = rank * self.experts_per_rank
         return [
@@ -117,7 +117,7 @@ class Case:
         return np.array(rows, numpy_dtype(self.dtype)).reshape(-1, self.hidden)
 
     def results(self, rank: int) -> Values:
-        """What the experts of a rank make of their rows: anything, since combine is linear in it."""
+        """The results of a rank's experts for their rows: anything, since combine is linear in them."""
         return self.values(rank, len(self.arrivals(rank)), 3)
 
     def slots(self, rank: int) -> Values:
@@ -130,8 +130,8 @@ class Case:
 
 
 def assert_combined(case: Case, got: Values, slots: Values, weights: Values, *, parts_rounded: bool) -> None:
-    """The sum over k, within the bound of its accumulation (two roundings a term) and of the one to the dtype; across
-    nodes each node's part is rounded to the dtype too.
+    """The sum over k, within the bound of its accumulation (two roundings per term) and of the rounding to the dtype;
+    across nodes each node's part is rounded to the dtype too.
     """
     terms = slots.astype(np.float64) * weights.astype(np.float64)[:, :, None]
     accumulator = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
@@ -146,7 +146,7 @@ def assert_combined(case: Case, got: Values, slots: Values, weights: Values, *, 
 
 
 def prepare(comm: Communicator, case: Case, moe: DispatchCombine) -> NDArray[np.int64]:
-    """Prepares the layer with all that the case has for this rank."""
+    """Prepares the layer with the case's arguments for this rank."""
     arrays = (case.inputs(comm.rank), case.expert_ids(comm.rank), case.weights(comm.rank))
     return moe.prepare(*(on_device(comm, values) for values in arrays))
 
@@ -165,7 +165,7 @@ def check(comm: Communicator, case: Case, algorithm: str | None = None) -> None:
     rows = on_host(rows)
     assert rows.dtype == numpy_dtype(case.dtype)
     assert np.array_equal(rows, case.dispatched(rank, case.inputs))
-    # Any other array takes the same way, into memory of the caller with rows to spare.
+    # Any other array goes the same way, into the caller's memory with spare rows.
     poisoned = poison((len(rows) + 3) * case.hidden, numpy_dtype(case.dtype)).reshape(-1, case.hidden)
     untouched = poisoned[len(rows) :].tobytes()
     out = on_device(comm, poisoned)
@@ -329,7 +329,7 @@ def test_device_arrays_and_streams() -> None:
 
 
 def test_a_layer_may_be_dropped_while_its_work_is_queued() -> None:
-    """Nothing waits in between: with no tokens on a rank not even the result does."""
+    """Nothing waits in between: with no tokens on a rank, not even the result does."""
     case = Case((0, 40, 16), hidden=256, topk=4)
 
     def body(comm: Communicator) -> None:
@@ -387,7 +387,7 @@ def test_weights_may_be_left_out() -> None:
 
 
 def moved_by_proxies(case: Case, algorithm: str | None) -> list[tuple[int, int]]:
-    """For each of two ranks the triggers and the bytes of all that `check` does."""
+    """For each of two ranks, the triggers and the bytes of everything in `check`."""
 
     def body(comm: Communicator) -> tuple[int, int]:
         check(comm, case, algorithm)
@@ -414,11 +414,11 @@ def test_a_token_crosses_once_for_all_its_experts() -> None:
     pairs = zip(moved_by_proxies(case, "proxy"), moved_by_proxies(wider, "proxy"), strict=True)
     for rank, ((triggers, moved), (more_triggers, more_moved)) in enumerate(pairs):
         assert more_triggers == triggers
-        # Two dispatches there, two combines of what had come; the rest does not depend on the width.
+        # Two dispatches in one direction, two combines in the other; the rest does not depend on the width.
         assert more_moved - moved == 2 * sum(crossing) * 64 * 4, rank
 
 
-# -- what is refused ---
+# -- refusals ---
 
 
 def refused(argument: str, call: Callable[[], object]) -> None:
@@ -428,7 +428,7 @@ def refused(argument: str, call: Callable[[], object]) -> None:
 
 
 def finish(comm: Communicator, call: Callable[[], object]) -> None:
-    """Makes the call and waits for it; on a GPU what goes wrong may come out only then."""
+    """Makes the call and waits for it; on a GPU errors may appear only then."""
     call()
     comm.synchronize()
 

@@ -1,4 +1,4 @@
-"""Expert ids: which types and values a layer takes, and what becomes of an expert that a token chooses twice."""
+"""Expert ids: the types and values that a layer takes, and experts that a token chooses twice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inputs(comm: Communicator) -> Any:
 
 
 def dispatch_and_check(layer: EPAll2AllLayer, comm: Communicator, ids: Any) -> Any:
-    """A dispatch's descriptor, when all of the dispatch's errors are told: some only later, where nothing waits."""
+    """A dispatch's descriptor, once all errors of the dispatch have been raised: some only later, if nothing waits."""
     desc = layer.dispatch(inputs(comm), on_device(comm, ids))[2]
     comm.synchronize()
     layer.check()
@@ -135,8 +135,8 @@ def test_the_fullest_padded_expert_counts(pair: Ranks, announced: bool, expert: 
                 room * (here and e == expert % PER_RANK) for e in range(PER_RANK)
             ]
             assert on_host(desc.num_recv_tokens).tolist() == [room * here]
-            layer.check()  # told once
-            # Each token once: all of it fits, and nothing of the error is left.
+            layer.check()  # raised once
+            # Each token once: everything fits, and the error has left no trace.
             once = np.tile(np.array([expert, EXPERTS], np.int32), (TOKENS, 1))
             rows, _, desc = layer.dispatch(inputs(comm), on_device(comm, once))
             if not float8:

@@ -30,7 +30,7 @@ def quantized(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
 
 
 def inputs(rank: int, experts: int, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
-    """Tokens of magnitudes from the smallest to the greatest that float8 tells apart, and expert ids."""
+    """Tokens with magnitudes from the smallest to the greatest that float8 can distinguish, and expert ids."""
     rng = np.random.default_rng(rank)
     tokens = rng.standard_normal((TOKENS[rank], HIDDEN)) * 2.0 ** rng.integers(-12, 3, (TOKENS[rank], HIDDEN))
     tokens[::3, :128] = 0
@@ -68,7 +68,7 @@ def test_rows_and_scales(dtype: str, ranks: int, local_world_size: int | None, g
             assert got.dtype == FLOAT8
             assert got.tobytes() == np.concatenate([rows for rows, _ in expected]).tobytes()
             assert on_host(scales).tobytes() == np.concatenate([scales for _, scales in expected]).tobytes()
-            # What comes back is in the layer's own type.
+            # The combined rows are in the layer's own type.
             ones = on_device(comm, np.ones((len(got), HIDDEN), numpy_dtype(dtype)))
             back = on_host(layer.combine(ones, desc))
             assert np.array_equal(
@@ -96,7 +96,7 @@ def test_a_fixed_maximum() -> None:
 @pytest.mark.parametrize("given", [False, True], ids=["quantised here", "given"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_rows_in_output_buffers(dtype: str, given: bool, announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are those of a layer without: made while they are stored, before, or by the caller."""
+    """They equal those of a layer without: converted while they are stored, before, or by the caller."""
     if not announced:
         monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
 

@@ -1,4 +1,4 @@
-"""A dispatch that gave up leaves tables that nobody filled. Calls that are queued after it must not follow them."""
+"""A dispatch that gave up leaves tables that nobody has filled. Calls queued after it must not use them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
 
     def allocate_and_fill(desc: Any, shapes: Any) -> None:
         allocate(desc, shapes)
-        desc._blocks[-1][:] = 0x3F  # rows and ranks far beyond what there is
+        desc._blocks[-1][:] = 0x3F  # rows and ranks far out of range
 
     monkeypatch.setattr(EPAllToAllLayoutDesc, "_allocate", allocate_and_fill)
 

@@ -1,4 +1,6 @@
-"""EPAll2AllLayer under torch's autograd: gradients of all ranks' inputs, beside numerical ones and one process's."""
+"""EPAll2AllLayer under torch's autograd: gradients of all ranks' inputs, compared with numerical ones and one
+process's.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ LAYOUTS = {
 
 Tensor = Any
 Block = Callable[[EPAll2AllLayer, Tensor, Tensor, Tensor], Tensor]
-"""A rank's layer, tokens, expert ids and weights to its output."""
+"""From a rank's layer, tokens, expert ids and weights to its output."""
 
 
 class Mixture:
-    """A layer on every rank, and its routing: some tokens chose an expert twice, or one of their slots is dropped."""
+    """A layer on every rank, and its routing: some tokens choose an expert twice, or drop one of their slots."""
 
     def __init__(self, ranks: Ranks, **options: Any) -> None:
         self.ranks, self._options = ranks, options
@@ -43,7 +45,7 @@ class Mixture:
 
     @staticmethod
     def tokens(rank: int) -> int:
-        """Ranks have different numbers of tokens, and one of them none."""
+        """Ranks have different numbers of tokens, one of them none."""
         return (TOKENS, 2, 0, 1)[rank]
 
     def _everywhere(self, body: Callable[[Communicator], Any]) -> list[Any]:
@@ -68,7 +70,7 @@ class Mixture:
 
 
 class OnRanks(torch.autograd.Function):  # type: ignore[misc]
-    """A function of all ranks' inputs, which every rank's thread goes forward and back through with its own."""
+    """A function of all ranks' inputs, whose forward and backward passes each rank's thread makes for its own part."""
 
     @staticmethod
     def forward(ctx: Any, mixture: Mixture, block: Block, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -144,7 +146,8 @@ def test_gradients_with_gaps_between_experts_are_the_numerical_ones(pair: Ranks,
 
 
 def test_gradients_of_combine_weights_are_the_numerical_ones(mixture: Mixture) -> None:
-    # Its weights are float32: a step must be large beside their rounding, and tanh's curvature stays out of theirs.
+    # Its weights are float32: a step must be large compared with their rounding, and tanh's curvature does not affect
+    # them.
     inputs = mixture.inputs()
     tokens, weights = inputs[::2], inputs[1::2]
 
@@ -209,7 +212,7 @@ def test_gradients_of_a_row_for_each_rank(pair: Ranks, halves: bool) -> None:
             rows, row_weights, desc = layer.dispatch_recv(layer.dispatch_send(tokens, ids, weights))
         else:
             rows, row_weights, desc = layer.dispatch(tokens, ids, weights)
-        # Where no expert is here the weight is a constant zero, whatever it is multiplied by.
+        # Where no expert is on this rank, the weight is a constant zero, whatever its factor.
         factors = desc.local_expert_ids + comm.rank * EXPERTS_PER_RANK + 1
         made = rows * (row_weights * factors).sum(1, keepdim=True)
         combined = layer.combine_recv(layer.combine_send(made, desc)) if halves else layer.combine(made, desc)
@@ -221,7 +224,7 @@ def test_gradients_of_a_row_for_each_rank(pair: Ranks, halves: bool) -> None:
     pair.run(body)
 
 
-# -- what is recorded ---
+# -- recording ---
 
 
 def test_what_a_fixed_maximum_leaves_over_is_zero(pair: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""EPAll2AllLayer on groups of other libraries: an MPI communicator, a torch process group, and what is neither."""
+"""EPAll2AllLayer on groups of other libraries: an MPI communicator, a torch process group, and invalid ones."""
 
 from __future__ import annotations
 

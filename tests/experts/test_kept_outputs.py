@@ -70,7 +70,7 @@ def test_a_buffer_is_free_when_the_last_array_in_it_is_gone(pair: Ranks) -> None
             assert [lies_in_buffer(layer, rows) for rows in held] == [True, True, False]
             part = held[1][3:5]
             held.clear()
-            for seed in range(3):  # the first buffer, again and again
+            for seed in range(3):  # the first buffer each time
                 rows, _ = dispatch(comm, layer, seed)
                 assert lies_in_buffer(layer, rows)
                 beside, _ = dispatch(comm, layer, 7)

@@ -51,7 +51,7 @@ from support.running import run_mpi
 WORLDS: list[tuple[int, dict[str, int]]] = [(size, {}) for size in (1, 2, 3, 5, 8)]
 WORLDS += [(2, {"local_world_size": 1}), (4, {"local_world_size": 1}), (6, {"local_world_size": 2})]
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4})]
-WORLDS += [(3, {"announced_slots": 0})]  # one node, whose ranks tell each other counts however few they are
+WORLDS += [(3, {"announced_slots": 0})]  # one node, whose ranks always send each other counts
 WORLDS += [(4, {"few_tokens": 0})]  # … and some of whose blocks only send
 
 
@@ -61,7 +61,7 @@ def world_name(world: tuple[int, dict[str, int]]) -> str:
 
 
 class World:
-    """Ranks, how many of them are a node, and what is otherwise in the module `geometry` for them."""
+    """Ranks, the number of them on a node, and constants of the module `geometry` that are changed for them."""
 
     def __init__(self, ranks: Ranks, local_world_size: int, constants: dict[str, int]) -> None:
         self.ranks = ranks
@@ -160,7 +160,7 @@ def test_tokens_on_one_rank_alone(world: World) -> None:
 def test_local_combine(pair: Ranks, dtype: str, local_combine: bool) -> None:
     plan = plan_of(Case((12, 15), topk=8, hidden=40, dtype=dtype, local_combine=local_combine))
     other = plan.routing.combine(plan.results, local_combine=not local_combine)
-    assert not np.array_equal(plan.combined[0], other[0])  # or the test could not tell them apart
+    assert not np.array_equal(plan.combined[0], other[0])  # otherwise the test could not distinguish them
     pair.run(lambda comm: check(comm, plan))
 
 
@@ -231,7 +231,7 @@ def test_results_stay_right_when_the_flags_of_announcements_wrap(start: int) -> 
 
 
 def steps(first: Case, count: int) -> list[Plan]:
-    """One case again and again, with other values, ids and numbers of tokens, within the first's maximum."""
+    """One case repeatedly, with different values, ids and numbers of tokens, within the first's maximum."""
     most = first.max_tokens
     plans = [plan_of(first)]
     for step in range(1, count):
@@ -297,7 +297,7 @@ def test_calls_in_two_halves_with_work_between(local_world_size: int) -> None:
 
 @pytest.mark.parametrize(("local_world_size", "most"), [(2, 14), (2, 120), (1, 14)])
 def test_a_dispatch_and_a_combine_may_be_under_way_at_once(local_world_size: int, most: int) -> None:
-    """As when the halves of a batch overlap: the next dispatch is sent before the last combine is received."""
+    """As when the halves of a batch overlap: the next dispatch is sent before the previous combine is received."""
     plans = steps(Case((11, most), hidden=16, topk=3, local_world_size=local_world_size), 4)
 
     def body(comm: Communicator) -> None:
@@ -322,7 +322,7 @@ def test_a_dispatch_and_a_combine_may_be_under_way_at_once(local_world_size: int
 
 @pytest.mark.parametrize(("local_world_size", "most"), [(2, 12), (2, 120), (1, 12)])
 def test_a_descriptor_serves_any_number_of_calls(local_world_size: int, most: int) -> None:
-    """As gradients ask for: they come when the whole batch has gone forward, the last call's first."""
+    """As gradients need: they come after the whole batch's forward pass, the last call's first."""
     plans = steps(Case((most, 9), topk=3, local_world_size=local_world_size), 3)
 
     def body(comm: Communicator) -> None:
@@ -390,7 +390,7 @@ def test_weights_of_every_type(weight_dtype: str, local_world_size: int) -> None
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weighted_combine_rounds_once(pair: Ranks, dtype: str) -> None:
-    """Within the bound of its accumulation (two roundings a term) and of the one to the element type."""
+    """Within the bound of its accumulation (two roundings per term) and of the rounding to the element type."""
     plan = plan_of(Case((16, 11), topk=6, hidden=64, dtype=dtype))
     rngs = [np.random.default_rng(rank) for rank in range(2)]
     factors = [rng.normal(size=rows).astype(np.float32) for rng, rows in zip(rngs, plan.routing.rows, strict=True)]
@@ -509,7 +509,7 @@ def test_finalized_layers_give_back_what_they_took(local_world_size: int) -> Non
 
 
 def test_a_forgotten_layer_keeps_what_its_peers_reach() -> None:
-    """A rank may be done with a call before its peers are, and free nothing that they still write to."""
+    """A rank may be done with a call before its peers are, and must not free memory that they still write to."""
     plan = plan_of(Case((4, 6)))
 
     def body(comm: Communicator) -> None:
@@ -648,13 +648,13 @@ def test_rows_past_a_fixed_maximum_count_as_zero(
                 with pytest.raises(CapacityError) as caught:
                     layer.check()
                 assert caught.value.needed == max(rows)
-                layer.check()  # it was told once
+                layer.check()  # it was raised once
                 results = first(plan.results[rank])
                 same_numbers(layer.combine(results, desc), combined[rank], "combine")
                 got = layer.combine(results, desc, weights=first(plan.scales[rank]))
                 same_numbers(got, scaled[rank], "weighted combine")
             if comm.runtime.name == "host":
-                with pytest.raises(CapacityError):  # without a stream the call has waited, and knows
+                with pytest.raises(CapacityError):  # without a stream the call has waited, so it knows
                     dispatch_of(layer, plan, comm)
         check(comm, plan)  # a layer without a maximum, on the same communicator
 

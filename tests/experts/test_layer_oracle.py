@@ -1,4 +1,4 @@
-"""The oracle of the expert-parallel layer itself, worked by hand."""
+"""The oracle of the expert-parallel layer itself, checked by hand."""
 
 from __future__ import annotations
 

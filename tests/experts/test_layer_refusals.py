@@ -1,4 +1,4 @@
-"""What the expert-parallel layer refuses, by name and on all ranks."""
+"""The refusals of the expert-parallel layer, by name and on all ranks."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_scatter_indices_that_are_no_permutation_are_refused(place: int | str, l
 
 @pytest.mark.parametrize("local_world_size", [2, 1])
 def test_scatter_indices_for_fewer_tokens_than_there_are_are_refused(local_world_size: int) -> None:
-    """What lies after them is right, but is not theirs to read."""
+    """The memory after them has correct values, but must not be read."""
     case = Case((4, 2), routing="an expert several times", local_world_size=local_world_size)
     plan = plan_of(case)
     scatter = plan.routing.random_scatter(np.random.default_rng(0))

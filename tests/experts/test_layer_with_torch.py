@@ -26,7 +26,7 @@ from support.ranks import Ranks
 
 @pytest.fixture(scope="module")
 def torch() -> ModuleType:
-    """torch, whose tensors lie in the CPU's memory here."""
+    """torch, whose tensors are in the CPU's memory here."""
     return pytest.importorskip("torch")
 
 
@@ -72,9 +72,9 @@ def test_tensors_of_torch(torch: ModuleType, dtype: str, local_world_size: int) 
 def test_gradients(torch: ModuleType, local_world_size: int, weighted: bool) -> None:
     """torch's gradcheck of dispatch, experts and combine, over all ranks at once.
 
-    A rank's gradient needs the other ranks' part in the way back, so the checked function takes and gives the tensors
-    of all ranks, and each rank's part of it runs in the rank's thread. It is linear in each tensor, so differences are
-    as good over a long way; routing weights are in float32, and exact there.
+    A rank's gradient needs the other ranks' part of the backward pass, so the checked function takes and returns the
+    tensors of all ranks, and each rank's part of it runs in the rank's thread. It is linear in each tensor, so large
+    differences are as good as small ones; routing weights are in float32, and exact there.
     """
     plan = plan_of(Case((4, 3), hidden=3, topk=3, dtype="float64", local_world_size=local_world_size))
     rng = np.random.default_rng(0)

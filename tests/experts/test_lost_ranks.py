@@ -1,4 +1,4 @@
-"""A layer on the ranks that are left: experts keep their numbers, and slots of lost ones are dropped and told."""
+"""A layer on the remaining ranks: experts keep their numbers, and slots of lost ones are dropped and reported."""
 
 from __future__ import annotations
 

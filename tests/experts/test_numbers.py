@@ -1,4 +1,4 @@
-"""Numbers that make a layer: any integer, within bounds that are told before anything is made."""
+"""The numbers of a layer: any integer type, within bounds that are checked before anything is made."""
 
 from __future__ import annotations
 

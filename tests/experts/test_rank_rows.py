@@ -1,4 +1,4 @@
-"""A row for each rank, and padded rows: against what numpy finds in all ranks' arguments."""
+"""A row for each rank, and padded rows, compared with numpy's results for all ranks' arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HIDDEN = 16
 
 @dataclass(frozen=True)
 class Case:
-    """What all ranks put in, derived from a seed.
+    """The inputs of all ranks, derived from a seed.
 
     Attributes:
         tokens: number of tokens of each rank.
@@ -75,7 +75,7 @@ class Case:
         return [rng.random(ids.shape).astype(np.float32) for ids in self.ids]
 
     def here(self, rank: int) -> list[NDArray[np.bool_]]:
-        """Of each source rank, which slots choose an expert of this rank."""
+        """For each source rank, which slots choose an expert of this rank."""
         return [(ids >= 0) & (ids < self.experts) & (ids // self.experts_per_rank == rank) for ids in self.ids]
 
     def layer(self, comm: Communicator, **options: Any) -> EPAll2AllLayer:
@@ -96,7 +96,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a rank must get, with a row for each of its tokens."""
+    """The expected rows of a rank, with one for each token that it gets."""
 
     rows: Values
     experts: NDArray[np.int32]
@@ -131,7 +131,7 @@ def same(got: Any, expected: Values) -> None:
 
 
 def sums_over_ranks(case: Case, rank: int, results: list[Values]) -> Values:
-    """A rank's output, if each rank's results are its rows: added in the order of k, where each rank counts once."""
+    """A rank's output, if each rank's results are its rows: summed in the order of k, with each rank counted once."""
     total = np.zeros((case.tokens[rank], case.hidden), np.float32)
     for token, ids in enumerate(case.ids[rank]):
         kept = ids[(ids >= 0) & (ids < case.experts)]
@@ -165,7 +165,7 @@ def check_rank_rows(comm: Communicator, case: Case, **options: Any) -> None:
             padding = 0 if most is None else most - count
             back = layer.combine(on_device(comm, np.pad(results[rank], ((0, padding), (0, 0)))), desc)
             same(on_host(back) + 0, sums_over_ranks(case, rank, results) + 0)
-            if layer.ctx.workspace.outputs is not None:  # rows that peers load, in the output's memory and apart
+            if layer.ctx.workspace.outputs is not None:  # rows that peers load, also from other memory
                 loaded = layer.combine_input(desc)
                 overwrite(loaded, np.pad(results[rank], ((0, padding), (0, 0))))
                 same(on_host(layer.combine(loaded, desc)) + 0, sums_over_ranks(case, rank, results) + 0)
@@ -295,8 +295,8 @@ def test_blocks_announce_shares_of_many_tokens(max_recv_tokens: int | None) -> N
         check_rank_rows(comm, case, **options)
         with case.layer(comm, **options) as layer:
             experts = layer.ctx.workspace.experts
-            # 11 packets of 64 tokens for each rank, and of each block one for bad ids; outputs of the exact size need
-            # counts of each expert, which masks don't tell
+            # 11 packets of 64 tokens for each rank, and one for bad ids from each block; outputs of the exact size need
+            # counts of each expert, which masks do not have
             assert experts.choice_packets == (0 if max_recv_tokens is None else experts.blocks + 3 * 11)
 
     with Ranks(3, make_runtime=runtime_with_blocks) as ranks:
@@ -314,7 +314,7 @@ def test_masks_are_for_as_many_ranks_as_a_word_has_bits() -> None:
     assert packets(64, 8) == 1 + 64
     assert packets(65, 8) == 0
     assert packets(8, 8192, buffers=1) == 4 + 8 * 128
-    assert packets(8, 9000, buffers=1) == 0  # what all ranks choose would not fit in a block's memory
+    assert packets(8, 9000, buffers=1) == 0  # all ranks' choices would not fit in a block's memory
 
 
 @pytest.mark.host_only(reason="its blocks have few threads, and it needs no devices")

@@ -1,4 +1,4 @@
-"""Protocols between processes and machines as models for SPIN, which visits every state that they can reach.
+"""Protocols between processes and machines as models for SPIN, which visits every reachable state.
 
 The models (protocols/*.pml) take their constants from the shipped headers, by the C compiler. Each is verified, and
 then again with bugs (BUG(n) in the model), each of which must be found.
@@ -25,7 +25,7 @@ MODELS = TESTS / "models/protocols"
 TIMEOUT = 280.0
 DEEP = int(os.environ.get("PROXYCCL_MODELS_DEPTH", "1")) > 1
 
-# What is verified: a model and its sizes.
+# The verifiers: a model and its sizes.
 VERIFIERS = {
     "staged, both sides send": ("staged", ("RING=3", "PUTS=2")),
     "staged, one side sends many laps": ("staged", ("RING=2", "PUTS=4", "REPLIES=1")),
@@ -103,7 +103,7 @@ def run(command: list[str], directory: Path, **environment: str) -> str:
 
 
 def build(directory: Path) -> None:
-    """Makes the verifiers, each in a directory of its own."""
+    """Makes the verifiers, each in its own directory."""
     includes = [f"-I{ROOT / place}" for place in ("device/include", "proxy/engine")]
     run(["gcc", *includes, str(MODELS / "constants.c"), "-o", "constants"], directory)
     constants = run(["./constants"], directory)
@@ -112,7 +112,7 @@ def build(directory: Path) -> None:
         shutil.copytree(MODELS, own)
         (own / "constants.h").write_text(constants)
         run([str(checkers() / "usr/bin/spin"), *(f"-D{size}" for size in sizes), "-a", f"{model}.pml"], own)
-        # Safety alone: a wait forever is a state in which nobody can go on.
+        # Safety properties only: a wait forever is a state in which nobody can continue.
         run(["gcc", "-O1", "-w", "-DSAFETY", "-DCOLLAPSE", "pan.c", "-o", "verify"], own)
 
 

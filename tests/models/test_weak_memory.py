@@ -1,8 +1,9 @@
 """The shipped rings, semaphores, barriers, packets and failure words under a checker of C++'s memory model.
 
 The device headers and the engine are compiled as they are, with the compiler's atomic built-ins replaced by Relacy's
-simulated memory (weak_memory/checked_builtins.h). Each scenario (weak_memory/scenarios.cpp) is executed again and
-again, with other schedules and other values of its loads. Then the same is done with bugs, each of which must be found.
+simulated memory (weak_memory/checked_builtins.h). Each scenario (weak_memory/scenarios.cpp) is executed many times,
+with different schedules and different values of its loads. Then the same is done with bugs, each of which must be
+found.
 
 PROXYCCL_MODELS_DEPTH multiplies the executions (make test-models DEPTH=100).
 """
@@ -43,7 +44,7 @@ BOUNDS = {
     "calls": (2, 3),
     "overwritten_calls": (2, 3),
 }
-# Executions at random, which reach further than a bound of switches does.
+# Random executions, which reach further than a bound of switches.
 RANDOM = {
     "ring_of_2_with_2_producers": 15000,
     "ring_of_2_with_2_producers_and_3_laps": 15000,
@@ -415,7 +416,7 @@ def run(command: list[str]) -> None:
 
 
 def link(directory: Path, explorer: Path, *flags: str) -> None:
-    """Compiles the scenarios and the engine upon the sources in the directory, and makes the program of them."""
+    """Compiles the scenarios and the engine with the sources in the directory, and links the program."""
     prelude = ("-include", str(MODELS / "checked_builtins.h"))
     objects = [compile_object(source, directory, *prelude, *flags) for source in ("scenarios.cpp", "engine.c")]
     run(["g++", *map(str, [explorer, *objects]), "-o", str(directory / "explore")])

@@ -1,4 +1,4 @@
-"""Kernels in Numba, where Numba-CUDA is installed: `make test-numba`, and machines with GPUs that have it."""
+"""Kernels in Numba, if Numba-CUDA is installed: in `make test-numba`, and on machines with GPUs that have it."""
 
 import importlib.util
 

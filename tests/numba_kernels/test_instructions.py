@@ -1,4 +1,4 @@
-"""The device headers' functions are linked into kernels of Numba's, for devices that are not here."""
+"""The device headers' functions are linked into Numba's kernels, for devices that this machine lacks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIGNATURE = (int64, int64, int64, types.Array(types.int32, 1, "C"))
 
 
 def linked(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str) -> bytes:
-    """The kernel that uses everything, as Numba compiles and links it, as "ptx" or "cubin"."""
+    """The kernel that uses everything, compiled and linked by Numba, as "ptx" or "cubin"."""
     monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=capability))
     (own, ours), _ = cuda.compile_all(
         kernels.everything, SIGNATURE, device=False, abi="numba", cc=capability, output="ltoir"
@@ -44,7 +44,7 @@ def test_the_functions_are_inlined(monkeypatch: pytest.MonkeyPatch, capability: 
     assert ".extern .func" not in ptx
     assert not re.findall(r"\bproxyccl_(?!default_control)\w+", ptx)
     assert len(re.findall(push, ptx)) == 8  # five calls, three of which may push several triggers
-    assert len(re.findall(r"ld\.acquire\.sys\.b64", ptx)) >= 5  # what is waited for
+    assert len(re.findall(r"ld\.acquire\.sys\.b64", ptx)) >= 5  # the words that are waited for
 
 
 def test_a_kernel_links_to_a_cubin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a launch compiles and links, for the types that Numba infers from the arguments of a launch."""
+"""A launch compiles and links for the types that Numba infers from its arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels in Numba do, on GPUs. Ranks are processes: loading a module may wait for the process's other kernels."""
+"""Kernels in Numba on GPUs. Ranks are processes, because loading a module may wait for the process's other kernels."""
 
 from __future__ import annotations
 

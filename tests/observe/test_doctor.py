@@ -45,19 +45,19 @@ extern "C" __global__ void flush_handler(ProxyChannelDeviceHandle channel) { cha
 
 @pytest.fixture
 def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory where this test's reports go."""
+    """An empty directory for this test's reports."""
     monkeypatch.setenv("PROXYCCL_REPORT_DIR", str(tmp_path))
     return tmp_path
 
 
 def wait_out(action: Callable[[], object]) -> None:
-    """An action that hangs and ends in an exception."""
+    """Runs an action that hangs and ends in an exception."""
     with pytest.raises(ProxyCCLError):
         action()
 
 
 def told(directory: Path) -> Diagnosis:
-    """What the reports of one job say."""
+    """The diagnosis of one job's reports."""
     (diagnosis,) = diagnose(find([directory]).ranks)
     return diagnosis
 
@@ -68,7 +68,7 @@ def found(diagnosis: Diagnosis, kind: str) -> Finding:
 
 
 def await_reports(directory: Path, ranks: int) -> None:
-    """Until every rank has reported: what a rank does meanwhile is what its report shows."""
+    """Waits until every rank has reported: a rank's report shows its actions meanwhile."""
     deadline = time.monotonic() + 60
     while len(list(directory.glob("*.json"))) < ranks:
         assert time.monotonic() < deadline
@@ -100,7 +100,7 @@ def test_one_rank_never_calls(reports: Path, algorithm: str) -> None:
     run_ranks(4, body)
     finding = told(reports).findings[0]
     assert finding.about == ["rank 2"]
-    if algorithm == "ring":  # a kernel that gives up sends what the next waits for, which goes on with that
+    if algorithm == "ring":  # a kernel that gives up sends the data that the next one waits for, so that one continues
         assert finding.reasons[0].startswith("rank 2 has not called ")
     else:
         assert finding.text == "Ranks 0, 1 and 3 wait for rank 2."
@@ -202,7 +202,7 @@ def test_a_signal_that_a_rank_has_not_sent(reports: Path) -> None:
 
 @pytest.mark.own_proxy(reason="the daemon has rings without handlers")
 def test_a_ring_behind_a_handler_that_blocks(reports: Path) -> None:
-    kept: list[object] = []  # what triggers name that are taken when all is over
+    kept: list[object] = []  # memory of triggers that are taken after the end
     with Gate() as gate:
 
         def body(comm: Communicator) -> None:
@@ -276,7 +276,7 @@ def test_a_rank_that_was_killed(reports: Path) -> None:
 
 @pytest.fixture(scope="module")
 def hang(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The reports of three ranks of which rank 1 has made only the first of two calls."""
+    """The reports of three ranks, of which rank 1 has made only the first of two calls."""
     require_devices(3)
     directory = tmp_path_factory.mktemp("hang")
 
@@ -377,7 +377,7 @@ def test_nonsense_is_refused_by_name(hang: Path, tmp_path: Path) -> None:
     assert str(broken) in result.stderr
 
 
-# -- what reports alone can say ---
+# -- conclusions from reports alone ---
 
 
 def sample(hang: Path) -> dict[int, Report]:
@@ -385,7 +385,7 @@ def sample(hang: Path) -> dict[int, Report]:
 
 
 def test_who_waits_through_others_waits_for_the_last(hang: Path) -> None:
-    """Rank 0 waits for 1, 1 for 2 and 2 for nobody: the one to look at is 2."""
+    """Rank 0 waits for 1, 1 for 2 and 2 for nobody, so 2 is the cause."""
     reports = sample(hang)
     wait = reports[0].waits[0]
     chain = [
@@ -399,7 +399,7 @@ def test_who_waits_through_others_waits_for_the_last(hang: Path) -> None:
 
 
 def test_a_cycle_that_waits_for_one_more_waits_for_that_one(hang: Path) -> None:
-    """Blocks of one collective wait for this rank and that; no cycle is the cause while one rank does not wait."""
+    """Blocks of one collective wait for different ranks; a cycle is not the cause while one rank does not wait."""
     reports = sample(hang)
     wait = reports[0].waits[0]
     both = [
@@ -430,7 +430,7 @@ def test_a_barrier_is_shown_without_arguments() -> None:
 
 
 def silent(hang: Path, member: Member) -> str:
-    """What is said of rank 1 where it is a process that wrote no report."""
+    """The conclusion about rank 1, a process that wrote no report."""
     reports = [sample(hang)[rank] for rank in (0, 2)]
     members = [member if rank == VICTIM else other for rank, other in enumerate(reports[0].members)]
     (diagnosis,) = diagnose([replace(report, members=members) for report in reports])

@@ -1,4 +1,4 @@
-"""What observers see of a proxy: counters, rings, how they find it, `proxyccl top` and the metrics."""
+"""Observers' view of a proxy: counters, rings, finding it, `proxyccl top` and the metrics."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ MEGABYTES = 8 << 20
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this test's services publish: a directory of its own."""
+    """The directory in which this test's services publish."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "proxyccl"
 
 
-# -- what is seen ---
+# -- the view ---
 
 
 def test_a_look_finds_what_a_known_number_of_triggers_did() -> None:
@@ -100,7 +100,7 @@ def test_a_ring_of_any_fill_is_counted(count: int) -> None:
             kernel = comm.compile(KERNELS, "custom")
             channel = comm.handler_channel(lambda trigger: gate.wait() if trigger.size == 0 else None)
             others = comm.handler_channel(lambda _: None)
-            kernel(1, 1, others, 5)  # so that the fill goes round the ring's end
+            kernel(1, 1, others, 5)  # so that the filled part wraps around the ring's end
             comm.synchronize()
             wait_for(lambda: look(comm).rings[0].taken == 5, "the first triggers are taken")
             kernel(1, 1, channel, count)
@@ -226,7 +226,7 @@ def test_each_of_several_workers_has_its_own_numbers() -> None:
 
 
 def a_publication(**changed: object) -> Publication:
-    """One of this process that names no memory."""
+    """A publication of this process that does not name memory."""
     whose = Description(0, 1, "job", "program")
     own = Publication.of_this_process(whose, "host", workers=1, observed="", counters="", rings=())
     return replace(own, **changed)  # type: ignore[arg-type]
@@ -248,7 +248,7 @@ def test_files_of_processes_that_are_gone_are_removed(directory: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True)
     there = publications.publish(a_publication())
     publications.publish(a_publication(pid=int(ended.stdout)))
-    publications.publish(a_publication(started=12345))  # this process's number, used before by another
+    publications.publish(a_publication(started=12345))  # this process's id, used before by another
     (directory / f".{int(ended.stdout)}-7.json").write_text("it was killed while it wr")
     (directory / f"{os.getpid()}-77.json").write_text('{"format": 0, "of": "another version"}')
     assert [path for path, _ in publications.find()] == [there]
@@ -320,7 +320,7 @@ def test_of_ranks_that_cant_publish_at_the_same_time_one_says_so(
     together = threading.Barrier(4)
 
     def slowly(_: logging.LogRecord) -> bool:
-        time.sleep(0.1)  # the others come meanwhile
+        time.sleep(0.1)  # the others arrive meanwhile
         return True
 
     def rank_main() -> None:
@@ -496,7 +496,7 @@ def test_what_a_daemon_runs_is_seen_like_what_a_rank_runs(tmp_path: Path, monkey
 
 
 def test_what_one_daemon_runs_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside it run another daemon with a job and one without, and proxies in ranks."""
+    """At the same time there are another daemon with a job, one without, and proxies in ranks."""
     chosen, other, idle = (tmp_path / f"{name}.sock" for name in ("chosen", "other", "idle"))
 
     def job(proxy: str, path: Path | None = None) -> Communicator:
@@ -519,7 +519,7 @@ def test_what_one_daemon_runs_can_be_chosen(tmp_path: Path, monkeypatch: pytest.
         look_once = ("top", "--once", "--json", "--interval", "0.05")
         (service,) = json.loads(output_of(command(*look_once, "--daemon", str(chosen))))
         assert (service["job"], service["pid"]) == (comm.job, daemon.process.pid)
-        (service,) = json.loads(output_of(command(*look_once, "--daemon")))  # the one that the environment names
+        (service,) = json.loads(output_of(command(*look_once, "--daemon")))  # the daemon that the environment names
         assert service["job"] == another.job
         trace = ("trace", "-t", "0.05", "-o", str(tmp_path / "trace.json"))
         assert "of 1 proxies" in output_of(command(*trace, "--daemon", str(chosen)))

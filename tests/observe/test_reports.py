@@ -1,4 +1,4 @@
-"""Reports: what a rank writes when its communicator fails or a signal asks for it, and that nothing else changes."""
+"""Reports: a rank writes one when its communicator fails or a signal asks for it, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VICTIM = 1
 
 @pytest.fixture
 def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty directory where this test's reports go."""
+    """An empty directory for this test's reports."""
     directory = tmp_path / "reports"
     monkeypatch.setenv("PROXYCCL_REPORT_DIR", str(directory))
     return directory
@@ -55,7 +55,7 @@ def written(directory: Path) -> dict[int, Report]:
     return {report.rank: report for report in found.ranks}
 
 
-# -- what is in them ---
+# -- their contents ---
 
 
 def test_every_rank_reports_a_time_out_and_its_wait(reports: Path) -> None:
@@ -158,7 +158,7 @@ def test_an_unwritable_directory_only_adds_a_line_on_stderr(
 
 
 def test_no_collection_begins_while_threads_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It holds a lock meanwhile, for which a finaliser of another thread's choice may wait."""
+    """The listing holds a lock, for which a finalizer in any thread may wait."""
     collects: list[bool] = []
     monkeypatch.setattr(sys, "_current_frames", lambda: collects.append(gc.isenabled()) or {})
     assert collect._frames() == {}
@@ -196,7 +196,7 @@ def test_reports_can_be_turned_off(reports: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_default_directory_keeps_the_newest_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROXYCCL_REPORT_DIR", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setenv("PROXYCCL_PROXY", "thread")  # a daemon writes a report of its own
+    monkeypatch.setenv("PROXYCCL_PROXY", "thread")  # a daemon writes its own report
     monkeypatch.setattr(files, "KEPT", 3)
     (directory := files.directory()).mkdir(parents=True)
     (directory / "of somebody else.json").touch()
@@ -215,7 +215,7 @@ def test_the_default_directory_keeps_the_newest_only(tmp_path: Path, monkeypatch
 
 
 def run_hangs(directory: Path, scenario: str) -> tuple[dict[int, Report], list[str]]:
-    """The reports of a scenario of `PROGRAM`, and what its ranks printed."""
+    """The reports of a scenario of `PROGRAM`, and its ranks' output."""
     environment = {"PROXYCCL_REPORT_DIR": str(directory)}
     ended = run_processes(PROCESSES, PROGRAM, scenario, env=environment)
     assert all(process.returncode == 0 for process in ended), [process.stderr for process in ended]

@@ -1,4 +1,4 @@
-"""The trace: what is recorded, what becomes of it in a file, and that a proxy is none the worse for it."""
+"""The trace: its records, their form in a file, and that the proxy is not harmed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tracer_of(comm: Communicator) -> Tracer:
-    """Of this rank's proxy, which records when this returns."""
+    """A tracer of this rank's proxy, which records by the time this returns."""
     ((path, publication),) = publications.find(comm.job, {comm.rank})
     tracer = Tracer(path, publication)
     wait_until_traced(publication)
@@ -58,7 +58,7 @@ def wait_for_a_tracer(comm: Communicator) -> None:
 
 
 def trace_words(comm: Communicator) -> list[tuple[int, int]]:
-    """Of each worker of this rank's proxy: until when it is asked for records, and how many it has written."""
+    """For each worker of this rank's proxy: the time until which records are wanted, and the number written."""
     ((_, publication),) = publications.find(comm.job, {comm.rank})
     with Observer(publication) as observer:
         workers = [observer.worker_stats(number) for number in range(publication.workers)]
@@ -70,8 +70,8 @@ def is_off(comm: Communicator) -> bool:
 
 
 def traced(comm: Communicator, *arguments: Any, kernel: str = "mixed") -> ServiceTrace:
-    """What a kernel has the proxy do."""
-    compiled = comm.compile(KERNELS, kernel)  # which may take longer than a proxy records for who fetches nothing
+    """The trace of the proxy's work for a kernel."""
+    compiled = comm.compile(KERNELS, kernel)  # before tracing: it may outlast the records' time
     with tracer_of(comm) as tracer:
         compiled(1, 1, *arguments)
         comm.synchronize()
@@ -80,7 +80,7 @@ def traced(comm: Communicator, *arguments: Any, kernel: str = "mixed") -> Servic
         return tracer.stop()
 
 
-# -- what is recorded ---
+# -- records ---
 
 
 def test_every_trigger_is_recorded_with_its_times() -> None:
@@ -173,7 +173,7 @@ def test_nothing_is_recorded_while_nobody_asks() -> None:
         channels = channels_of(comm)
         traced(comm, channels, 5, 5, 5)
         ((_, publication),) = publications.find(comm.job, {comm.rank})
-        wait_for_looks(publication)  # a look that began while the proxy was traced records all that it takes
+        wait_for_looks(publication)  # a pass that began while the proxy was traced records everything that it takes
         before = trace_words(comm)
         assert before[0][1] > 15
         comm.compile(KERNELS, "mixed")(1, 1, channels, 5, 5, 5)
@@ -274,7 +274,7 @@ def test_what_is_kept_ends_with_a_look_at_the_clock() -> None:
 
     allowance = Allowance(5)
     assert end(allowance, "MTTMTM") is None
-    assert end(allowance, "MTTMM") is None  # exactly as many: what completes them is kept too
+    assert end(allowance, "MTTMM") is None  # exactly as many: their completions are kept too
     assert end(allowance, "MM") is None
     assert end(allowance, "MMTM") == 2
     assert end(Allowance(2), "MTTTTMTM") == 6
@@ -303,7 +303,7 @@ def a_trigger(channel: int, seen: int, issued: int, completed: int | None) -> Tr
 
 
 def events_of(tmp_path: Path, triggers: list[TracedTrigger], ways: dict[int, tuple[int | None, str]]) -> list[Any]:
-    """What is written of triggers of a proxy of one thread."""
+    """The events that are written for triggers of a proxy with one thread."""
     whose = Description(0, 1, "job", "program")
     who = Publication.of_this_process(whose, "host", workers=1, observed="", counters="", rings=())
     write_trace(tmp_path / "trace", [ServiceTrace(who, triggers, ways, 0)])

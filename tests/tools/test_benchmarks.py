@@ -1,4 +1,4 @@
-"""The benchmark programs: what needs no GPU runs, kernels compile for one, and the page shows what was measured."""
+"""The benchmark programs: parts that need no GPU run, kernels compile for one, and the page shows the measurements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_page(directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 def result(benchmark: str, date: str = "2000-01-01T00:00:00+00:00", **fields: Any) -> dict[str, Any]:
-    """A made-up result, with what every program writes."""
+    """A fictitious result, with the fields that every program writes."""
     machine = {"system": "Linux 1", "cpu": "a CPU", "cores": 2}
     common = {"benchmark": benchmark, "date": date, "machine": machine, "versions": {"proxyccl": "1"}}
     return {**common, "runtime": "cuda", **fields}
@@ -348,7 +348,7 @@ def test_the_page_shows_copy_engines_and_multiprocessors(tmp_path: Path) -> None
     page = (tmp_path / "README.md").read_text()
     assert "| registered_kernels (ours) | 1 | 32 |" in page
     assert "| registered_proxy (ours) | 0 | 0 |" in page
-    assert "| NCCL, copy engines | 0" not in page  # unknown is not none
+    assert "| NCCL, copy engines | 0" not in page  # unknown is not zero
     assert "| 64 KiB | - | - | 1.25 |" in page
     assert "its copy engines' time over ours by proxy from 64 KiB on: 1.25 at least (aim 1)" in page
 
@@ -389,7 +389,7 @@ def test_proxies_in_a_process_are_shown_beside_proxies_in_the_ranks(tmp_path: Pa
 
 
 class FakeGraphs:
-    """What `graph_kernels` asks of a CUDA driver; a graph is a list of grids, graphs and None for a copy."""
+    """The CUDA driver calls of `graph_kernels`; a graph is a list of grids, graphs and None for a copy."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
     CUgraphNodeType = SimpleNamespace(CU_GRAPH_NODE_TYPE_KERNEL=1, CU_GRAPH_NODE_TYPE_GRAPH=2)
@@ -506,7 +506,7 @@ def test_sizes_are_shown_as_they_are_read(text: str, nbytes: int) -> None:
 def test_the_cost_of_observing_is_measured_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     path = tmp_path / "observing.json"
-    other = publications.publish(  # of a run beside this one
+    other = publications.publish(  # of another run at the same time
         Publication.of_this_process(
             Description(0, 1, "observing", "observing.py"), "host", workers=1, observed="", counters="", rings=()
         )
@@ -534,5 +534,5 @@ def test_a_trace_is_drawn(tmp_path: Path) -> None:
     picture = ElementTree.parse(tmp_path / "trace.svg").getroot()
     texts = [element.text for element in picture if element.tag.endswith("text")]
     assert texts[:2] == ["rank 0", "proxy thread 0"]
-    assert texts[-1] == "25 µs"  # of the bursts of two, that of median length
+    assert texts[-1] == "25 µs"  # of the bursts of two, the one of median length
     assert len([element for element in picture if element.tag.endswith("rect")]) == 1 + 2

@@ -1,4 +1,4 @@
-"""The `proxyccl` command: what it prints for people, what it writes for programs, and what it refuses."""
+"""The `proxyccl` command: its output for people and for programs, and its refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from support.devices import processes
 from support.running import run_alone, run_mpi
 
 _INSTALLED = Path(sys.executable).with_name("proxyccl")
-COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else ("-m", "proxyccl")  # a tree may be used in place
+COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else ("-m", "proxyccl")  # a tree may be used without installation
 SMALL_RING = ("bench", "ring", "-n", "2000", "-r", "1")
 
 

@@ -1,4 +1,4 @@
-"""The examples run as their README says, and check themselves; the demo reports what they did, and what went wrong."""
+"""The examples run as their README says, and check themselves; the demo reports their results and errors."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from support.paths import EXAMPLES
 from support.running import run_mpi
 
 NOT_PROGRAMS = {"demo.py", "traffic.py"}
-ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # for the examples in Triton; no other reads it
+ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # only the examples in Triton read it
 
 
 def run_example(world_size: int, name: str, *options: str) -> str:
-    """The example's output; fails with its errors unless it ends well."""
+    """The example's output; fails with its errors unless it succeeds."""
     done = run_mpi(world_size, EXAMPLES / name, *options, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def result_of(output: str) -> dict[str, Any]:
-    """What the RESULT line for programs says."""
+    """The contents of the RESULT line for programs."""
     lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == 1, output
     result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))

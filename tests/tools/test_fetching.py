@@ -1,4 +1,4 @@
-"""Directories of Debian's packages, which several processes of a test run ask for at once."""
+"""Directories of Debian's packages, which several processes of a test run request at once."""
 
 from __future__ import annotations
 

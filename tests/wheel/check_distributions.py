@@ -1,4 +1,4 @@
-"""Checks what `make wheel` made.
+"""Checks the distributions that `make wheel` made.
 
 python check_distributions.py DIRECTORY
 
@@ -6,7 +6,7 @@ DIRECTORY holds one wheel and one sdist.
   - The wheel must have a manylinux tag.
   - The sdist must hold all tracked files.
   - README's first program must run on 4 ranks in a new virtual environment, made from the wheel and MPICH of PyPI,
-    where PATH leads to nothing but that environment.
+    where PATH contains only that environment.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS = 4
 BUILD_TOOLS = ("cc", "gcc", "c++", "g++", "clang", "clang++", "make")
 OF_THE_REPOSITORY = (".ci/", ".gitignore")
-"""What is tracked and no part of the sdist."""
+"""Tracked files that are not part of the sdist."""
 
 
 class CheckError(Exception):
-    """A distribution is not as it should be; the message says how."""
+    """A distribution is wrong; the message says how."""
 
 
 def run(
@@ -99,7 +99,7 @@ def first_program() -> str:
 
 
 def run_first_program(wheel: Path, directory: Path) -> str:
-    """What README's first program prints on 4 ranks, from the wheel, where there is no compiler.
+    """The output of README's first program on 4 ranks, from the wheel, without a compiler.
 
     Raises:
         CheckError: the installation or the program failed, a rank printed nothing, or a build tool can be found.
@@ -107,7 +107,7 @@ def run_first_program(wheel: Path, directory: Path) -> str:
     environment = directory / "venv"
     venv.create(environment, with_pip=True)
     bin_directory = environment / "bin"
-    # Unbuffered, the parts of a rank's line are written one by one, and those of other ranks come between.
+    # Without buffering, the parts of a rank's line are written one by one and mix with those of other ranks.
     hidden = {"PATH", "CC", "CXX", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONUNBUFFERED"}
     env = {name: value for name, value in os.environ.items() if name not in hidden and not name.startswith("PROXYCCL_")}
     env |= {"PATH": str(bin_directory), "PROXYCCL_RUNTIME": "host"}

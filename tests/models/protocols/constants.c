@@ -1,4 +1,4 @@
-/* Prints what the models share with the shipped headers. */
+/* Prints the constants that the models share with the shipped headers. */
 #include <stdio.h>
 
 #include "proxyccl/control.h"

@@ -1,7 +1,7 @@
 /* Memory that a checker of C++'s memory model simulates: each load may return any value that the model allows.
  *
  * Only words that were declared are simulated. All others are private to a thread or never change; an atomic access to
- * one that was not declared at all is a mistake of the scenario and ends the exploration. Plain C, as the engine is.
+ * one that was not declared at all is an error of the scenario and ends the exploration. Plain C, like the engine.
  */
 #ifndef PROXYCCL_CHECKED_MEMORY_H
 #define PROXYCCL_CHECKED_MEMORY_H
@@ -14,7 +14,7 @@
 extern "C" {
 #endif
 
-/* Where an access stands in the source, for the trace. */
+/* The source location of an access, for the trace. */
 typedef struct {
   const char *function, *file;
   int line;
@@ -26,7 +26,7 @@ typedef struct {
 
 /* A word of atomic accesses. */
 void checked_atomic(void* word, size_t bytes);
-/* The same; and no store makes it smaller. */
+/* The same, but stores may never make it smaller. */
 void checked_growing(void* word, size_t bytes);
 /* The two words of a slot that is stored in one access of 16 bytes. */
 void checked_wide(void* words);
@@ -58,7 +58,7 @@ void checked_copy(void* to, const void* from, size_t bytes, CheckedSite site);
 uint32_t checked_thread(void);
 /* In a loop that waits: lets other threads run. */
 void checked_yield(CheckedSite site);
-/* The address that stands for this thread's stack frame: its Fiber lies where platform_host.h looks for it. */
+/* The address that replaces this thread's stack frame: its Fiber is where platform_host.h looks for it. */
 void* checked_frame(void);
 
 /* Number of the planted bug that this run has; 0: none. See tests/support/models/planted_bugs.py. */

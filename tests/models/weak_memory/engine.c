@@ -1,5 +1,5 @@
-/* The shipped engine that the scenarios run: what a worker does in its turn, over the copy transport; the table by
- * which ranks learn of each other's memory; and their logs of collective calls. */
+/* The shipped engine that the scenarios run: a worker's turn, over the copy transport; the table through which ranks
+ * learn of each other's memory; and their logs of collective calls. */
 #include "announcements.c"
 #include "calls.c"
 #include "copy_transport.c"

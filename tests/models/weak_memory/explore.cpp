@@ -1,10 +1,10 @@
 // Explores a scenario under Relacy, which executes it once for each schedule and for each value that a load may return.
 //
 //   explore SCENARIO bound SWITCHES [BUG]
-//     all executions with at most this many switches away from a thread that could go on; a load returns the newest
+//     all executions with at most this many switches away from a thread that could continue; a load returns the newest
 //     value or the one before
 //   explore SCENARIO random EXECUTIONS [BUG]
-//     this many at random; a load may also return the value before that
+//     this many random ones; a load may also return the value before that
 //
 // BUG is the number of a planted bug. It exits with 0, or with 1 after the trace of an execution that fails.
 #include <relacy/relacy.hpp>
@@ -98,7 +98,7 @@ rl::memory_order order_of(int order) {
   }
 }
 
-// Each thread's stand-in for a stack, of which only the top with the Fiber is ever touched.
+// Each thread's stand-in for a stack, of which only the top, with the Fiber, is ever touched.
 char* stacks() {
   using proxyccl::host::kStackBytes;
   static char* const base = [] {
@@ -146,7 +146,7 @@ struct Suite : rl::test_suite<Suite<Threads>, Threads> {
   }
 };
 
-// As rl::simulate does it, without the scheduler for a search of everything. A failure is executed again for its trace.
+// Like rl::simulate, but without the scheduler for an exhaustive search. A failure is executed again for its trace.
 template <template <rl::thread_id_t> class Scheduler, int Threads>
 bool search(rl::test_params& params) {
   using Searched = Suite<Threads>;

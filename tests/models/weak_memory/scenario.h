@@ -1,4 +1,4 @@
-/* A scenario: what some threads do with the shipped code, and what must hold whatever the schedule. */
+/* A scenario: some threads' actions with the shipped code, and properties that must hold for every schedule. */
 #ifndef PROXYCCL_SCENARIO_H
 #define PROXYCCL_SCENARIO_H
 

@@ -1,5 +1,5 @@
-// The scenarios. Their threads call the shipped device code and the shipped engine; only what a driver does, and what a
-// program does with its data, is written here.
+// The scenarios. Their threads call the shipped device code and the shipped engine; only the driver's actions, and the
+// program's use of its data, are written here.
 #include "scenario.h"
 
 #include "proxyccl/packet.h"
@@ -18,7 +18,7 @@ namespace {
 
 using namespace proxyccl;
 
-constexpr uint64_t kNever = ~0ull;  // a bound that no wait passes
+constexpr uint64_t kNever = ~0ull;  // a bound that no wait reaches
 
 uint64_t read(const uint64_t& word) { return checked_read(&word, CHECKED_HERE); }
 void write(uint64_t& word, uint64_t value) { checked_write(&word, value, CHECKED_HERE); }
@@ -37,7 +37,7 @@ void declarePrivate(T& object) {
   checked_private(&object, sizeof object);
 }
 
-// A control block that nobody touches but to read its bound.
+// A control block that threads only read, for its bound.
 ProxycclControl quiet;
 void declareQuietControl() {
   quiet.timeout_ns = kNever;
@@ -115,9 +115,9 @@ void drain(uint64_t triggers) {
   }
 }
 
-// -- ring: several producers, each with a channel and messages of its own ---
+// -- ring: several producers, each with its own channel and messages ---
 //
-// The connection reads a put's source at once, as a CPU's copy does. So after sync() a producer may write it again.
+// The connection reads a put's source at once, like a copy by the CPU. So after sync() a producer may write it again.
 
 template <uint32_t Producers, uint32_t Messages, uint32_t SizeLog2>
 struct RingScenario {
@@ -175,7 +175,7 @@ struct RingScenario {
 
 // -- channel: a kernel puts, signals and flushes; the peer waits for the signal and reads ---
 
-// A stream of the driver: what is issued to it is executed in order, by a thread of its own.
+// A stream of the driver: a separate thread executes its work in order.
 struct Stream {
   struct Operation {
     void* destination;
@@ -336,7 +336,7 @@ struct SemaphoreScenario {
   }
 };
 
-// -- the grid's barrier: what each block wrote before it is read by all after it, and rewritten after the next ---
+// -- the grid's barrier: each block's data before it is read by all blocks after it, and rewritten after the next ---
 
 struct GridScenario {
   static constexpr uint32_t kBlocks = 3, kRounds = 2;
@@ -361,7 +361,7 @@ struct GridScenario {
   }
 };
 
-// -- packets, one each way, that are used again and again ---
+// -- packets, one each way, that are reused ---
 
 template <class Packet>
 struct PacketScenario {
@@ -402,8 +402,8 @@ void declareRecord(ProxycclErrorRecord& record) {
   checked_atomic(&record.expected, sizeof record.expected);
 }
 
-// Rank 0 fails. A kernel of rank 1 that waits for it is stopped, goes on with what it has and signals rank 2, whose
-// wait may so succeed. When rank 2's kernel has ended, its CPU must know who failed, and why.
+// Rank 0 fails. A kernel of rank 1 that waits for it is stopped, continues with incomplete data and signals rank 2,
+// whose wait may thus succeed. When rank 2's kernel has ended, its CPU must know who failed, and why.
 struct AbortScenario {
   static constexpr uint32_t kRanks = 3;
   static constexpr uint64_t kExpected = 7;
@@ -505,7 +505,7 @@ struct RecordScenario {
   }
 };
 
-// A CPU asks what a kernel waits for, and reads the answer; then it ends the wait.
+// A CPU asks what a kernel waits for, reads the answer, and then ends the wait.
 struct QuestionScenario {
   static constexpr uint32_t kQuestion = 5, kPeer = 1;
 
@@ -541,7 +541,8 @@ struct QuestionScenario {
   }
 };
 
-// -- announcements: a rank announces memory, then other memory in its place; a peer maps what it finds and replies ---
+// -- announcements: a rank announces memory, then other memory in its place; a peer maps the memory that it finds and
+// replies ---
 
 struct AnnouncementScenario {
   static constexpr uint32_t kBytes = 2;
@@ -589,7 +590,7 @@ struct AnnouncementScenario {
   }
 };
 
-// -- calls: each of two ranks logs its call and compares it with what it finds of the other's ---
+// -- calls: each of two ranks logs its call and compares it with the other's, if it finds that ---
 
 struct CallScenario {
   static constexpr uint32_t kEntry = 1;  // of the first call
