@@ -1,4 +1,4 @@
-"""RDMA's Python side where there is no RDMA: options, addresses, choosing a device, what is said of what is missing.
+"""RDMA's Python side without RDMA: options, addresses, the choice of a device, and reports of missing parts.
 
 With devices it is tested in tests/rdma/soft_roce.
 """
@@ -213,7 +213,7 @@ def test_an_address_out_of_range_is_refused_by_field(name: str, wrong: dict[str,
         EndpointAddress.decode(replace(ROCE, **wrong).encode())
 
 
-# -- discovery in a made-up sysfs ---
+# -- discovery in a fake sysfs ---
 
 
 def put(directory: Path, files: dict[str, str]) -> None:
@@ -231,7 +231,7 @@ def gid_files(index: int, address: str, kind: str = "", netdev: str = "") -> dic
 
 @pytest.fixture
 def sysfs(tmp_path: Path) -> Path:
-    """A RoCE device with two ports, the second one down, and one of InfiniBand; two nodes of memory."""
+    """A RoCE device with two ports, the second one down, and an InfiniBand device; two NUMA nodes."""
     roce = tmp_path / "class/infiniband/mlx5_1"
     put(roce, {"node_guid": "0c42:a103:0065:d5aa", "device/numa_node": "1"})
     put(roce / "ports/1", {"state": "4: ACTIVE", "link_layer": "Ethernet", "rate": "100 Gb/sec (4X EDR)", "lid": "0x0"})
@@ -275,7 +275,7 @@ def test_devices_are_read_from_sysfs(sysfs: Path) -> None:
         RdmaGid(10, "::ffff:10.0.0.1", "RoCE v2", "eth1"),
     )
     assert second == RdmaPort(2, "down", "ethernet", 40, 0, None, ())
-    # These are pyverbs' to tell, of this machine's devices alone.
+    # Only pyverbs knows these, and only for this machine's devices.
     assert roce.atomics is roce.max_queue_pairs is roce.max_registrations is None
     assert first.active_mtu is first.max_message is None
 
@@ -326,7 +326,7 @@ def test_the_nearest_device_is_chosen(sysfs: Path) -> None:
     there = [roce_device("a", 0), roce_device("b", 1), roce_device("c")]
     assert chosen(there, 0) == ("a", 1, 1)
     assert chosen(there, 1) == ("b", 1, 1)
-    # A node without a device of its own takes the one that is known to be nearer, then any whose place is known.
+    # A node without a device takes the one that is known to be nearer, then any with a known place.
     assert choose_device(there[1:], RdmaOptions(), 0, root=sysfs).device.name == "b"
     put(sysfs / "devices/system/node", {"node2/distance": "30 20 10", "node2/cpulist": ""})
     assert choose_device(there, RdmaOptions(), 2, root=sysfs).device.name == "b"
@@ -409,12 +409,12 @@ def test_an_option_that_names_what_is_not_there(options: dict[str, Any], message
     assert str(caught.value) == message
 
 
-# -- pyverbs and what is missing ---
+# -- pyverbs and missing parts ---
 
 
 @pytest.fixture
 def fresh_pyverbs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As if pyverbs had not been imported; as it was afterwards."""
+    """As if pyverbs had not been imported; restored afterwards."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "pyverbs"]:
         monkeypatch.delitem(sys.modules, name)
     pyverbs_api.load.cache_clear()
@@ -426,7 +426,7 @@ def fresh_pyverbs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def stand_in(fresh_pyverbs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The stand-in is pyverbs; what its device can do."""
+    """Installs the stand-in as pyverbs. Returns its device's capabilities."""
     pyverbs_stand_in.write(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return pyverbs_stand_in.device()
@@ -734,7 +734,7 @@ def test_a_range_is_registered_once_and_kept_for_its_allocation(opened: Open) ->
     registrations.release(first)
     registrations.release(first)
     assert registrations.register(4096, 100, allocation="a") is first
-    # Another allocation at the address of the first, another size, and a range without one are others.
+    # Another allocation at the first one's address, another size, and a range without an allocation all differ.
     others = [
         registrations.register(4096, 100, allocation="b"),
         registrations.register(4096, 101, allocation="a"),
@@ -771,7 +771,7 @@ def test_the_least_recently_used_go_first(opened: Open) -> None:
     assert use("a") == kept["a"]
     assert use("c") == kept["c"]
     assert use("b") != kept["b"]
-    big = use("big", 950)  # more than the others leave room for
+    big = use("big", 950)  # more than fits beside the others
     assert use("a") != kept["a"]
     assert use("big", 950) != big
     assert use("bigger", 1001) != use("bigger", 1001)

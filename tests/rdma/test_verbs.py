@@ -1,6 +1,6 @@
 """The verbs transport, through the engine, over a device that copies memory and is strict about every limit.
 
-What the device was asked to do is counted there. It can hold requests back, dawdle and fail.
+The device counts its requests. It can hold requests back, dawdle and fail.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def test_a_read_that_fails_names_the_peer() -> None:
 
 @needs_transport
 def test_a_ticket_is_complete_when_its_requests_are() -> None:
-    """Without a flush; what is issued later does not hold it up."""
+    """Without a flush; later requests do not delay it."""
     with Loop(np.zeros(64, np.uint8), memory(64), channels=2) as loop:
         (peer,) = loop.peers
         first, second = peer.channels
@@ -351,7 +351,7 @@ def test_an_observer_sees_outstanding_work_complete(tmp_path: Path, monkeypatch:
         with Observer(publication) as observer, Tracer(path, publication) as tracer:
 
             def progress() -> tuple[int, int]:
-                tracer.fetch()  # which has the worker go on recording
+                tracer.fetch()  # which makes the worker continue to record
                 (connection,) = observer.snapshot().connections
                 return connection.completed, connection.outstanding
 
@@ -376,7 +376,7 @@ def test_flushes_wait_each_for_what_is_before_it() -> None:
         for channel in (0, 1, 0, 2):
             loop.push(0, PUT | FLUSH, 8, channel=channel)
             loop.let_poll(0)
-        assert peer.device.counts.posts == 4  # each has a completion of its own
+        assert peer.device.counts.posts == 4  # each has its own completion
         for words in ([0, 0, 0], [1, 0, 0], [1, 2, 0], [3, 2, 0]):
             loop.let_poll(0)
             assert [peer.flushed(channel) for channel in range(3)] == words
@@ -386,7 +386,7 @@ def test_flushes_wait_each_for_what_is_before_it() -> None:
 
 @needs_transport
 def test_more_flushes_than_a_connection_notes_are_all_kept() -> None:
-    """They wait behind one put; what finds no room waits in the ring."""
+    """They wait behind one put; flushes without room wait in the ring."""
     with Loop(memory(64), np.zeros(64, np.uint8), service={"fifo_size": 1024}) as loop:
         (peer,) = loop.peers
         peer.device.allow(0)
@@ -428,7 +428,7 @@ def test_a_full_connection_holds_back_its_own_ring_alone() -> None:
         flood = threading.Thread(target=loop.push, args=(0, PUT | SIGNAL, 8), kwargs={"count": puts})
         flood.start()
         try:
-            # Two operations each, of which the send queue has 16. Where fewer than three find room, none is taken.
+            # Two operations each, of which the send queue has 16. If there is room for fewer than three, none is taken.
             most = (16 + OPERATIONS - 2) // 2
             loop.wait(lambda: loop.producer.taken(full.channels[0]) == most, "a full connection")
             loop.push(1, PUT, 8, count=1000)
@@ -526,7 +526,7 @@ def test_the_failure_names_the_connection_and_first_status() -> None:
         failure = loop.fails()
         assert failure.code == native.PROXYCCL_ERROR_TRANSPORT
         assert failure.peer == 8
-        assert failure.status == lib.PROXYCCL_VERBS_COMPLETION + REM_ACCESS_ERR  # not that of those flushed after it
+        assert failure.status == lib.PROXYCCL_VERBS_COMPLETION + REM_ACCESS_ERR  # not a flushed request's
         assert failure.reason.startswith("completion: IBV_WC_REM_ACCESS_ERR, ")
 
 
@@ -572,7 +572,7 @@ def test_long_messages_do_not_wait_for_a_chain() -> None:
 
 @needs_transport
 def test_a_refused_post_of_a_full_chain_names_the_trigger() -> None:
-    """It is noticed while the trigger is acted on, not at a later poll."""
+    """It is noticed while the trigger is executed, not at a later poll."""
     with Loop(memory(64), np.zeros(64, np.uint8), max_message=1, send_depth=2 * CHAIN) as loop:
         loop.peers[0].device.fail_post(1, errno.EINVAL)
         loop.push(0, PUT, 64, destination=0)
@@ -694,7 +694,7 @@ def test_an_address_that_leads_nowhere_is_no_fault() -> None:
     holder = (ctypes.c_uint64 * 8)(*[1 << 46] * 8)
     assert found_in(8, 40, 1)[0] == lib.PROXYCCL_VERBS_NO_OBJECT
     assert found_in(ctypes.addressof(holder), 40, 1)[0] == lib.PROXYCCL_VERBS_NO_POINTER
-    with mmap.mmap(-1, 2 * mmap.PAGESIZE) as pages:  # a queue pair can't end where memory does
+    with mmap.mmap(-1, 2 * mmap.PAGESIZE) as pages:  # a queue pair would extend past the end of this memory
         last = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + 2 * mmap.PAGESIZE - 8
         holder[5] = last
         finding = found_in(ctypes.addressof(holder), 40, 1)[0]

@@ -13,7 +13,7 @@ from support.devices import RUNTIME
 
 @pytest.fixture
 def runtime() -> Iterator[Runtime]:
-    """That of the tests on its first device, in whose context the test runs; its work has ended with the test."""
+    """The tests' runtime on its first device, in whose context the test runs; its work ends with the test."""
     opened = open_runtime(RUNTIME, 0)
     with opened.current():
         yield opened

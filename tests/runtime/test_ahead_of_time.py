@@ -1,4 +1,4 @@
-"""`proxyccl compile` and `use_aot`: kernels that were compiled beforehand are taken, and others refused."""
+"""`proxyccl compile` and `use_aot`: kernels compiled beforehand are used, and others refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_command_compiles_all_kernels_of_a_layer(monkeypatch: pytest.MonkeyP
 
 @COMPILER_ALONE
 def test_the_command_compiles_for_an_absent_architecture(empty_cache: Path) -> None:
-    # One of each kind: the host's test above finds all, and test_nvrtc.py compiles the others or what they are made of.
+    # One of each kind: the host's test above finds all, and test_nvrtc.py compiles the others or their parts.
     names = {"barrier", "expert_combine", "expert_dispatch_shared_masks_scaled", "expert_quantize", "expert_scale"}
     kernels = [kernel for kernel in EXPERT_KERNELS if kernel[1] in names and kernel[2] in {None, "bfloat16"}]
     assert len(kernels) == len(names)
@@ -115,11 +115,11 @@ def test_a_runtime_takes_what_the_command_compiled(empty_cache: Path) -> None:
 
 
 class LoadedError(Exception):
-    """Raised where a driver would load an image."""
+    """Raised in place of a driver's loading of an image."""
 
 
 def without_a_device() -> tuple[GpuRuntime, list[bytes]]:
-    """A runtime that ends where a driver would load an image, and the images."""
+    """A runtime that raises instead of loading an image, and the images."""
     loaded: list[bytes] = []
 
     def load(image: bytes) -> int:

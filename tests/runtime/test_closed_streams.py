@@ -1,4 +1,4 @@
-"""What a program queues on a stream that it then closes is waited for, though the stream's handle may be another's."""
+"""Work queued on a stream that is then closed is waited for, although another stream may reuse its handle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 class Words:
-    """Three words on the device: a gate that work waits for, and two more."""
+    """Three words on the device: a gate that work waits for, and two others."""
 
     def __init__(self, comm: Communicator) -> None:
         self._runtime = comm.runtime
@@ -28,7 +28,7 @@ class Words:
         self.gate, self.source, self.target = (self.array.ptr + 8 * i for i in range(3))
 
     def write_after_gate(self, stream: Any) -> None:
-        """Queues a store to `source` for when the gate opens."""
+        """Queues a store to `source` that waits for the gate."""
         self._runtime.wait_value(self.gate, 1, stream)
         self._runtime.write_value(self.source, 7, stream)
 

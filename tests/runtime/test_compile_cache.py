@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: what it loads, and what becomes of files that are damaged or another user's."""
+"""The cache of compiled kernels: loading, and files that are damaged or belong to another user."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(path: Path) -> bytes:
 
 
 class Recorder:
-    """Stands for a compiler: it counts its calls."""
+    """A stand-in for a compiler that counts its calls."""
 
     runtime = "none"
 
@@ -50,7 +50,7 @@ class Recorder:
         return compiled_image(self, "source", ())
 
     def object(self) -> bytes:
-        """As for the host runtime; "loaded" by being read."""
+        """Like for the host runtime; "loaded" by being read."""
         return loaded_object(("source",), lambda: self.compile("source"), read)
 
 
@@ -65,7 +65,7 @@ def compiler() -> Recorder:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of the test's own, which `PROXYCCL_CACHE` does not name."""
+    """The test's own cache, which `PROXYCCL_CACHE` does not name."""
     monkeypatch.delenv("PROXYCCL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compile_cache, "_unsaved", {})
@@ -115,7 +115,7 @@ def test_a_damaged_file_is_compiled_again_once(
 def test_a_damaged_shared_object_is_never_mapped(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = 'extern "C" __global__ void kernel(int* out) { *out = 21; }'
     HostRuntime().compile(source)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "other"))  # the first one's file is in use
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "other"))  # the first cache's file is in use
     copied = shutil.copytree(cache, cache / "other" / "proxyccl")
     damage(only_file(Path(copied)), "cut")
     runtime, out = HostRuntime(), np.zeros(1, np.int32)
@@ -158,7 +158,7 @@ def test_a_file_that_can_not_be_written_is_done_without(
     with pytest.warns(RuntimeWarning, match=rf"in {cache} can't be used \(.*{os.strerror(number)}.*set PROXYCCL_CACHE"):
         made = use(compiler)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is said once
+        warnings.simplefilter("error")  # it is reported once
         assert use(compiler) == made
     assert compiler.calls == 1
     assert list(cache.iterdir()) == []
@@ -186,7 +186,7 @@ def test_a_file_that_another_process_writes_meanwhile_does_no_harm(cache: Path, 
 
     class Slow(Recorder):
         def compile(self, source: str, options: tuple[str, ...] = ()) -> bytes:
-            path.write_bytes(whole)  # the other is faster
+            path.write_bytes(whole)  # the other process is faster
             return super().compile(source, options)
 
     assert use(Slow()) == b"image of source"
@@ -223,7 +223,7 @@ def test_a_path_stays_in_the_directory_that_was_checked(cache: Path, compiler: R
 
 
 def planted(cache: Path, use: Use) -> Path:
-    """A file that is whole, with other contents."""
+    """A complete file with other contents."""
     use(Recorder())
     path = only_file(cache)
     path.write_bytes(sealed(b"planted"))
@@ -251,7 +251,7 @@ def test_a_file_that_others_could_have_made_is_compiled_again(
 
 
 def spoil(directory: Path, kind: str) -> str:
-    """Makes a directory one that is not to be trusted; returns the reason."""
+    """Makes a directory untrustworthy. Returns the reason."""
     if kind == "another user's":
         os.chown(directory, STRANGER, STRANGER)
         return f"{directory} belongs to user {STRANGER}"

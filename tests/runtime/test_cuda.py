@@ -1,4 +1,4 @@
-"""What the CUDA runtime says where it can't run; what it does where it can is in the tests that run on any runtime."""
+"""The CUDA runtime's errors where it can't run; its behaviour where it can is in the tests that run on any runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host runtime as a GPU: what kernels may do, what launches refuse, streams and events, memory, compilation."""
+"""The host runtime as a GPU: kernels, refused launches, streams and events, memory, compilation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ extern "C" __global__ void block_sum(uint32_t* out) {
   if (threadIdx.x == 0) out[blockIdx.x] = values[0];
 }
 
-// The upper half of the block ends; those that are left still meet.
+// The upper half of the block ends; the remaining threads still meet.
 extern "C" __global__ void early_exit(uint32_t* out) {
   uint32_t* values = static_cast<uint32_t*>(dynamicShared());
   if (threadIdx.x >= blockDim.x / 2) return;
@@ -236,7 +236,7 @@ def test_warp_operations_exchange_among_the_lanes_of_the_mask(
             continue
 
         def source(wanted: int, own: int = lane, members: list[int] = lanes) -> int:
-            return wanted if wanted in members else own  # a lane that takes no part gives the reader's own value
+            return wanted if wanted in members else own  # a lane that does not take part gives the reader's own value
 
         expected = [
             100 + source(3),
@@ -416,7 +416,7 @@ def test_a_kernel_that_ends_has_its_proxy_look_for_what_it_pushed_last(runtime: 
     argument, word, out = ffi.new("char *"), np.ones(1, np.uint32), zeros(1)
     lib.proxyccl_host_add_helper(helper, argument)
     try:
-        kernels.wait_for(1, 1, word, out, 5)  # for what is there
+        kernels.wait_for(1, 1, word, out, 5)  # the word is set already
         runtime.synchronize()
     finally:
         lib.proxyccl_host_remove_helper(argument)

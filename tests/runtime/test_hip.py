@@ -1,7 +1,7 @@
-"""The HIP runtime's own: what it says where something is missing, and the calls that only it makes.
+"""The HIP runtime itself: its errors where something is missing, and the calls that only it makes.
 
-HIP's calls go through hip-python to a library of the tests that forwards them to the host runtime (support/hip). The
-behaviour that runtimes share is tested there too, by `make test-hip`. hip-python loads its library once a process, so
+HIP's calls go through hip-python to a test library that forwards them to the host runtime (support/hip). The
+behaviour that runtimes share is tested there too, by `make test-hip`. hip-python loads its library once per process, so
 each case here is a process.
 """
 
@@ -26,7 +26,7 @@ def _forwarding_libraries() -> None:
 
 
 def run(body: str, **env: str) -> str:
-    """What a program on the HIP runtime prints."""
+    """The output of a program on the HIP runtime."""
     program = f"from proxyccl.device import *\nfrom proxyccl.device.errors import *\n{body}"
     environment = {**os.environ, "ROCM_PATH": str(ROCM), **env}
     done = subprocess.run(

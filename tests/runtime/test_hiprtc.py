@@ -1,8 +1,8 @@
 """The device side compiles for AMD, with the real HIPRTC through hip-python; no GPU is needed.
 
-What the compiler makes of the accesses that synchronise is read back from its instructions: widths, scopes, and what is
-waited for. HIPRTC comes from Debian's testing distribution (support/hip/fetch_hiprtc.py); where it is not available,
-these tests are skipped and say why.
+The accesses that synchronise are read back from the compiler's instructions: widths, scopes, and waits. HIPRTC comes
+from Debian's testing distribution (support/hip/fetch_hiprtc.py); if it is not available, these tests are skipped with
+the reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
 
 
 class Hiprtc:
-    """The compiler, in a process of its own that runs under its own C library."""
+    """The compiler, in a separate process that runs under its own C library."""
 
     def __init__(self) -> None:
         self._worker = subprocess.Popen(
@@ -62,11 +62,11 @@ class Hiprtc:
         )
 
     def compile(self, source: str, architecture: str) -> bytes:
-        """The code object. A warning fails the test as an error does."""
+        """The code object. A warning fails the test, like an error."""
         return base64.b64decode(self._request(source, architecture)["code"])
 
     def instructions(self, source: str, architecture: str) -> str:
-        """What the code object says when it is disassembled."""
+        """The disassembled code object."""
         return self._request(source, architecture, disassemble=architecture)["assembly"]
 
     def _request(self, source: str, architecture: str, disassemble: str = "") -> dict[str, str]:
@@ -116,13 +116,13 @@ def exports(code: bytes, name: str) -> bool:
 
 
 def test_every_header_compiles(hiprtc: Hiprtc) -> None:
-    # For one architecture: templates and inline functions leave nothing to the part of the compiler that differs. That
-    # each compiles alone is NVRTC's to show, in a fifth of the time.
+    # For one architecture: the compiler's architecture-specific part sees nothing of templates and inline functions.
+    # NVRTC's tests show that each header compiles alone, in a fifth of the time.
     hiprtc.compile("".join(f'#include "{header}"\n' for header in headers("hip")), "gfx942")
 
 
-# Every algorithm for every architecture; for gfx942 types of several kinds of arithmetic, and for its neighbours one of
-# those that have instructions of their own.
+# Every algorithm for every architecture; for gfx942 types with several kinds of arithmetic, and for its neighbours one
+# type with special instructions.
 KINDS = ("float64", "bfloat16", "int8")
 INSTANCES = [
     pytest.param(architecture, *reduction, id=f"{architecture}-{reduction[0]}")
@@ -139,7 +139,7 @@ def test_shipped_reductions_compile(hiprtc: Hiprtc, architecture: str, dtype: st
         assert exports(code, f"{algorithm}_{dtype}_{op.lower()}")
 
 
-# The dispatches are instances of the same templates: for gfx942's neighbours one of them is enough.
+# The dispatches are instances of the same templates, so for gfx942's neighbours one of them is enough.
 KERNELS = [
     pytest.param(architecture, path, id=f"{architecture}-{path.stem}")
     for architecture in ARCHITECTURES
@@ -162,7 +162,7 @@ def test_the_interpreter_of_execution_plans_compiles(hiprtc: Hiprtc) -> None:
 
 
 def test_a_kernel_that_uses_everything_compiles(hiprtc: Hiprtc, architecture: str) -> None:
-    # HIP wants 64 bits to name the lanes of a warp of 64.
+    # HIP needs 64 bits for the lanes of a warp of 64.
     code = hiprtc.compile(USER_KERNEL.replace("0xffffffffu", "~0ull"), architecture)
     for name in ("sm_channel", "newer_names", "proxy_channel", "ring", "block_and_warp"):
         assert exports(code, name)
@@ -213,7 +213,7 @@ __global__ void wait_for_grid(DeviceSyncer* syncer, Control* control) { syncer->
 
 
 class Instructions:
-    """The kernels' accesses to memory and what orders them, by kernel.
+    """The kernels' accesses to memory and the instructions that order them, by kernel.
 
     An entry is an opcode with the modifiers that say its scope ("global_store_dwordx2 sc0 sc1"); waits for memory and
     barriers count as entries.
@@ -243,16 +243,16 @@ class Instructions:
         return [entry for _, entry in self.kernels[kernel]]
 
     def repeated(self, kernel: str) -> set[str]:
-        """The entries that lie within a loop."""
+        """The entries inside a loop."""
         loops = [(target, jump) for jump, target in self._jumps[kernel] if target <= jump]
         return {entry for address, entry in self.kernels[kernel] if any(a <= address <= b for a, b in loops)}
 
 
 class Scopes:
-    """How an architecture spells the accesses of a scope."""
+    """An architecture's spelling of the accesses of each scope."""
 
     def __init__(self, architecture: str) -> None:
-        old = architecture == "gfx90a"  # the page says whether a store goes past the caches
+        old = architecture == "gfx90a"  # the page decides whether a store bypasses the caches
         self.system_load = " glc" if old else " sc0 sc1"
         self.system_store = "" if old else " sc0 sc1"
         self.device_load = " glc" if old else " sc1"
@@ -275,11 +275,11 @@ def assembled(hiprtc: Hiprtc) -> dict[str, Instructions]:
 
 def test_an_access_is_one_instruction_of_the_right_kind(assembled: dict[str, Instructions], architecture: str) -> None:
     kernels, to = assembled[architecture], Scopes(architecture)
-    # After the acquire of the room, both words of a trigger past the caches; the second, with the parity bit, when all
-    # before it has arrived.
+    # After the acquire of the room, both words of a trigger bypass the caches; the second, with the parity bit, once
+    # everything before it has arrived.
     store = "global_store_dwordx2" + to.system_store
     assert merged(kernels["store_trigger"]) == [to.device_invalidate, store, *to.write_back, store]
-    # One store of 16 bytes, and nothing waits behind it.
+    # One store of 16 bytes, without a wait after it.
     assert kernels["write_ll16"] == ["global_store_dwordx4" + to.system_store]
     assert kernels["write_ll8"] == [store]
     assert kernels["read_ll16"][:2] == ["global_load_dwordx4" + to.system_load, "s_waitcnt"]
@@ -288,7 +288,7 @@ def test_an_access_is_one_instruction_of_the_right_kind(assembled: dict[str, Ins
     assert merged(kernels["signal"]) == ["global_store_dwordx2", *to.write_back, store]
     assert kernels["relaxed_signal"] == ["global_store_dwordx2", store]
     assert kernels["poll"][:3] == ["global_load_dwordx2" + to.system_load, "s_waitcnt", to.invalidate[0]]
-    # An element is one access where its alignment is its size, else one for each piece of its alignment.
+    # An element is one access if its alignment is its size, else one for each piece of its alignment.
     assert kernels["read_int4"][0] == "global_load_dwordx4" + to.system_load
     assert kernels["write_int4"] == ["global_store_dwordx4" + to.system_store]
     assert kernels["write_packet"] == ["global_store_dwordx4" + to.system_store]

@@ -1,4 +1,4 @@
-"""Shared memory in huge pages: where it lies, and what moves to them."""
+"""Shared memory in huge pages: its alignment, and the ranges that move to them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ needs_huge_pages = pytest.mark.skipif(
 
 
 def bytes_in_huge_pages(address: int) -> int:
-    """How many bytes of the mapping that begins at an address this process reaches through huge pages."""
+    """The number of bytes that this process maps with huge pages, in the mapping that begins at an address."""
     mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     (mapping,) = (found for found in mappings if found.startswith(f"{address:x}-"))
     mapped = re.search(r"^ShmemPmdMapped: *(\d+) kB", mapping, re.MULTILINE)
@@ -59,11 +59,11 @@ def test_no_address_space_is_kept() -> None:
     runtime, before = HostRuntime(), address_space()
     for _ in range(100):
         runtime.allocate(HUGE_PAGE + 4096).close()
-    assert address_space() - before < 50 * MIB  # 100 times the room to align it would be 200 MiB
+    assert address_space() - before < 50 * MIB  # 100 times the alignment padding would be 200 MiB
 
 
 def move(runtime: HostRuntime, ptr: int, nbytes: int) -> None:
-    """Asks several times: the kernel leaves a page where it is while anybody looks at it."""
+    """Asks several times: the kernel does not move a page while anybody examines it."""
     for _ in range(5):
         runtime.expect_reuse(ptr, nbytes)
 
@@ -76,7 +76,7 @@ def test_the_whole_huge_pages_of_a_range_are_moved() -> None:
     runtime.copy(memory.ptr, contents.ctypes.data, 8 * MIB)
     move(runtime, memory.ptr + MIB, 5 * MIB)
     assert bytes_in_huge_pages(memory.ptr) == 2 * HUGE_PAGE
-    move(runtime, memory.ptr, 9 * MIB)  # no farther than the memory goes
+    move(runtime, memory.ptr, 9 * MIB)  # not past the end of the memory
     assert bytes_in_huge_pages(memory.ptr) == 4 * HUGE_PAGE
     np.testing.assert_array_equal(
         np.frombuffer(ffi.buffer(ffi.cast("char *", memory.ptr), 8 * MIB), np.int64), contents
@@ -111,7 +111,7 @@ def test_memory_that_was_not_used_or_is_another_stays_as_it_is() -> None:
 
 
 def test_a_collective_expects_reuse_of_arrays_when_it_uses_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not before: to move pages takes as long as to touch them first, in vain if they are never used again."""
+    """Not before: moving pages takes as long as first touching them, in vain if they are never used again."""
     expected: list[tuple[int, int]] = []
     monkeypatch.setattr(HostRuntime, "expect_reuse", lambda _, ptr, nbytes: expected.append((ptr, nbytes)))
 
@@ -119,7 +119,7 @@ def test_a_collective_expects_reuse_of_arrays_when_it_uses_them_again(monkeypatc
         x, out = comm.empty(MIB).upload(comm.rank + 1), comm.empty(MIB)
         comm.all_reduce(x, out=out)
         assert not expected
-        comm.all_gather_bytes(b"")  # ranks are threads: nobody goes on before all have looked
+        comm.all_gather_bytes(b"")  # ranks are threads: nobody continues before all have looked
         for _ in range(4):  # peers may not have mapped the arrays at the first calls
             comm.all_reduce(x, out=out)
         return [(x.ptr, x.nbytes), (out.ptr, out.nbytes)]

@@ -1,4 +1,4 @@
-"""Memory that another library allocates through C functions: segments, holds, and what tells allocations apart."""
+"""Memory that another library allocates through C functions: segments, holds, and the identity of allocations."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_held_segment_outlives_its_freeing(runtime: Runtime, pool: MemoryPool)
     assert read(runtime, ptr) == {7}
     assert pool.hold(number) is None, "what was freed can't be held any more"
     second.close()
-    runtime.synchronize()  # a GPU's memory is freed when the device is waited for
+    runtime.synchronize()  # a GPU's memory is freed at the next wait for the device
     assert runtime.allocations(ptr, NBYTES) == ()
 
 
@@ -145,7 +145,7 @@ def test_a_device_has_the_pool_of_one_runtime(runtime: Runtime, pool: MemoryPool
 
 
 class RecordedDriver:
-    """A driver whose memory needs flags, with contexts and capture modes, on a device that no test has."""
+    """A driver whose memory needs flags, with contexts and capture modes, on a device that tests do not have."""
 
     name, device = "recorded", 62
     OWN, BEFORE, RELAXED, STRICT, FLAGS, PTR = 111, 222, 2, 0, 3, 1 << 40
@@ -206,7 +206,7 @@ class RecordedDriver:
         )
 
 
-recorded = RecordedDriver()  # as long as the process: its calls are the device's
+recorded = RecordedDriver()  # lives as long as the process, because the device keeps its calls
 
 
 @pytest.mark.parametrize("before", [RecordedDriver.BEFORE, RecordedDriver.OWN, 0])

@@ -1,6 +1,6 @@
 """The device side compiles for NVIDIA, with the run-time compiler from PyPI; no GPU is needed.
 
-What the compiler makes of the accesses that synchronise is read back from its PTX: widths, orders and scopes.
+The accesses that synchronise are read back from the compiler's PTX: widths, orders and scopes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def test_every_header_compiles_alone(nvrtc: Nvrtc) -> None:
         nvrtc.compile(f'#include "{header}"\n', PTX)
 
 
-# What libcu++ declares under NVRTC, and so every CUDA header that needs it (<cuda/atomic>, <cooperative_groups.h>): the
-# headers themselves are not part of NVRTC's package.
+# The declarations of libcu++ under NVRTC, and so of every CUDA header that needs it (<cuda/atomic>,
+# <cooperative_groups.h>): the headers themselves are not part of NVRTC's package.
 LIBCUXX_TYPES = """
 using int8_t = signed char;
 using int16_t = signed short;
@@ -64,7 +64,7 @@ def test_the_integer_types_are_those_of_cudas_own_headers(nvrtc: Nvrtc, position
 
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=[dtype for dtype, _ in REDUCTIONS])
 def test_shipped_reductions_compile(nvrtc: Nvrtc, dtype: str, op: str) -> None:
-    # Into PTX: the assembler takes most of the time, and meets nothing new in the next type.
+    # Into PTX: the assembler takes most of the time, and sees nothing new in the next type.
     ptx = nvrtc.compile(reductions_of(dtype, op), PTX).decode()
     for algorithm in ALGORITHMS:
         name = f"{algorithm}_{dtype}_{op.lower()}"
@@ -95,7 +95,7 @@ def test_the_interpreter_of_execution_plans_compiles(nvrtc: Nvrtc) -> None:
 
 @pytest.mark.parametrize("source", ["moves.h", "experts/dispatch_ids_kernel.h", "host_library.h"])
 def test_shipped_kernels_leave_registers_for_a_whole_block(nvrtc: Nvrtc, source: str) -> None:
-    """A launch with more threads than a kernel's registers allow is refused, and no compile fails for it."""
+    """A launch with more threads than a kernel's registers allow is refused, but compilation does not fail."""
     instances = "FOR_EACH_ALGORITHM(float, float32, Sum, sum)\n" if source == "host_library.h" else ""
     ptx = nvrtc.compile(f'#include "{source}"\n{instances}', PTX).decode()
     assert ptx.count(".visible .entry") == ptx.count(".maxntid 512") > 0
@@ -119,9 +119,9 @@ def test_an_image_tells_which_kernels_it_has(nvrtc: Nvrtc, arch: str) -> None:
 
 
 # The accesses of each kernel in ACCESSES that carry an order or are volatile; plain ones (to a counter that one thread
-# owns, to the result) are left out.
+# owns, to the result) are omitted.
 STRAIGHT = {
-    # A fence, then one 16-byte store that nobody sees in part: a release, whose second word engine/ring.h acquires.
+    # A fence, then one 16-byte store that nobody sees half done: a release, whose second word engine/ring.h acquires.
     "store_trigger": ["fence.acq_rel.sys", "st.relaxed.sys.global.b128"],
     # 16 bytes in one access, at system scope: PTX gives volatile the meaning of relaxed.sys.
     "write_ll16": ["st.volatile.global.v2.u64"],
@@ -132,18 +132,18 @@ STRAIGHT = {
     "signal": ["st.release.sys.b64"],
     "relaxed_signal": ["st.relaxed.sys.b64"],
     "poll": ["ld.acquire.sys.b64"],
-    # An element is one access where its alignment is its size, else one for each piece of its alignment.
+    # An element is one access if its alignment is its size, else one for each piece of its alignment.
     "read_int4": ["ld.relaxed.sys.global.b128"],
     "write_int4": ["st.relaxed.sys.global.b128"],
     "write_packet": ["st.relaxed.sys.global.b128"],
     "read_pair": ["ld.relaxed.sys.b32"] * 2,
     "write_colour": ["st.relaxed.sys.b8"] * 3,
 }
-# In a loop the compiler may repeat an access, so here it matters which there are, not how many.
+# In a loop the compiler may repeat an access, so only the kinds of accesses matter here, not their number.
 LOOPS = {
     "push": {
         "atom.add.relaxed.gpu.u64",  # the ticket
-        "ld.acquire.gpu.b64",  # room, as the cached tail tells
+        "ld.acquire.gpu.b64",  # room, by the cached tail
         "atom.exch.acquire.gpu.b32",  # the refresh lock …
         "ld.acquire.sys.b64",  # … the host's tail …
         "st.release.gpu.b64",  # … into the cache …

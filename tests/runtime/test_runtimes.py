@@ -1,4 +1,4 @@
-"""The runtime that a program gets where it asks for none."""
+"""The runtime that a program gets if it does not ask for one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INSTALLED = "libc.so.6"
 
 @pytest.fixture
 def drivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """By runtime of a vendor whose packages are installed, its number of devices."""
+    """The number of devices, by runtime of each vendor whose packages are installed."""
     found: dict[str, int] = {}
 
     def driver(name: str) -> SimpleNamespace:

@@ -2,7 +2,7 @@
 
 Ranks are threads of one process, GPU threads are the sanitizer's fibers. Nothing is suppressed: any report fails the
 test. The extension modules are built once more, instrumented, and kernels are instrumented as they are compiled at run
-time. Only the fibers' switching is not: it tells the sanitizer what is a thread and what is a barrier.
+time. Only the switching of fibers is not: it tells the sanitizer about threads and barriers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def declared_extension(script: str, directory: Path) -> Any:
 
 
 def build_instrumented(directory: Path) -> None:
-    """Builds the extension modules of the tree under test, everything but the fibers instrumented."""
+    """Builds the extension modules of the tree under test, with everything instrumented except the fibers."""
     extensions = [
         declared_extension(script, directory) for script in ("device/build_native.py", "proxy/build_engine.py")
     ]
@@ -87,12 +87,13 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "LD_PRELOAD": sanitizer_library(),
-        # Not its interceptor of thread-local memory: it takes a block 16 bytes after a page's start for one of an old
-        # C library, and dies of a size that it reads there. The allocator tells the sanitizer of that memory.
+        # Without its interceptor of thread-local memory, which takes a block 16 bytes after a page's start for one of
+        # an old C library and crashes on the size that it reads there. The allocator reports that memory to the
+        # sanitizer.
         "TSAN_OPTIONS": f"exitcode={EXIT_CODE}:intercept_tls_get_addr=0",
         "PROXYCCL_RUNTIME": "host",
         "PROXYCCL_CXXFLAGS": " ".join(SANITIZE),
-        "PROXYCCL_REPORTS": "off",  # they copy counters while kernels that hang may still count: races that are meant
+        "PROXYCCL_REPORTS": "off",  # they copy counters while hanging kernels may still count: intended races
     }
     command = [sys.executable, str(PROGRAM), str(directory), *scenarios]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT, check=False)

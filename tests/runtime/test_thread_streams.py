@@ -1,4 +1,4 @@
-"""Launches of a communicator follow one another whichever threads make them, also on the threads' default streams."""
+"""Launches of a communicator follow one another whichever threads make them, even on the threads' default streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def in_another_thread(action: Callable[[], object]) -> None:
-    """Runs it in a thread that lives on meanwhile, so that its stream does too."""
+    """Runs it in a thread that stays alive, so that its stream does too."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -49,7 +49,7 @@ def test_the_same_handle_names_another_stream_in_each_thread() -> None:
 
 @pytest.mark.parametrize("given", [None, "number"])
 def test_a_launch_without_a_stream_follows_that_of_another_thread(given: str | None) -> None:
-    """Thread A's launch is held up; thread B's, which copies what A's writes, must come after it."""
+    """Thread A's launch is held up; thread B's, which copies A's result, must come after it."""
 
     def body(comm: Communicator) -> None:
         runtime, launches = comm.runtime, comm.group.launches
@@ -66,7 +66,7 @@ def test_a_launch_without_a_stream_follows_that_of_another_thread(given: str | N
         def thread_a() -> None:
             launches.launch(first, stream, ())
             held.set()
-            queued.wait(TIMEOUT)  # its stream goes with the thread
+            queued.wait(TIMEOUT)  # its stream ends with the thread
             runtime.synchronize()
 
         a = threading.Thread(target=thread_a)

@@ -1,12 +1,13 @@
 """torch's own tests of torch.distributed (`DistributedTest`), run by this backend: ``make test-torch``.
 
 Usage: ``BACKEND=proxyccl WORLD_SIZE=4 python tests/torch_backend/distributed_tests.py [option …] [test …]``. torch
-ships the tests in torch.testing, where some are for gloo alone; this file lets the backend into those. With
-``BACKEND=gloo`` it runs them as torch does. It ends with a list of what was skipped, and why.
+ships the tests in torch.testing, where some are only for gloo; this file enables those for the backend. With
+``BACKEND=gloo`` it runs them like torch does. It ends with a list of skipped tests with the reasons.
 
-On GPUs ``WORLD_SIZE`` is at most their number. ``--gpu`` selects the tests that use GPUs, ``--shard 1/3`` a third of
-the tests, so that three runs may share the GPUs, and ``--seconds`` bounds a run: tests that it leaves out are listed. A
-test that hangs is ended after DISTRIBUTED_TESTS_DEFAULT_TIMEOUT seconds, which torch reads; 300 if it is not set.
+On GPUs ``WORLD_SIZE`` may be at most their number. ``--gpu`` selects the tests that use GPUs, ``--shard 1/3`` a third
+of the tests, so that three runs may share the GPUs, and ``--seconds`` bounds a run: tests that it leaves out are
+listed. A test that hangs is ended after DISTRIBUTED_TESTS_DEFAULT_TIMEOUT seconds, which torch reads; 300 if it is not
+set.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BACKEND = os.environ.setdefault("BACKEND", "proxyccl")
 os.environ.setdefault("WORLD_SIZE", "4")
 os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="proxyccl-torch-"))
 # Each test forks its ranks, which can use CUDA only if this process has not started it. torch's test modules ask for
-# GPUs when they are imported; by this the question goes to NVML instead of the driver.
+# GPUs when they are imported; with this setting the question goes to NVML instead of the driver.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import torch  # noqa: E402
@@ -51,7 +52,7 @@ if BACKEND == "proxyccl":
     for feature in ("ddp", "subgroup", "gpu", "cuda", "plugin"):
         DistTestCases.backend_feature[feature].add(BACKEND)
 
-# Tests that gloo passes and this backend can't, with the reason; by a part of their name.
+# Tests that gloo passes and this backend can't, with the reason, by part of their name.
 EXCEPTED: dict[str, str] = {
     "sparse": "a communicator reduces dense arrays",
 }
@@ -67,7 +68,7 @@ else:
 
 
 def _tests() -> types.ModuleType:
-    """torch's tests, where what is for gloo alone is for this backend too."""
+    """torch's tests, with those for gloo enabled for this backend too."""
     spec = importlib.util.find_spec("torch.testing._internal.distributed.distributed_test")
     assert spec is not None
     assert spec.origin is not None
@@ -119,7 +120,7 @@ def _require_forkable() -> None:
         try:
             if torch.cuda.is_available():
                 torch.cuda.init()
-        except BaseException:  # whatever it is, the child must not go on as the program
+        except BaseException:  # in any case the child must not continue as the program
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
@@ -152,7 +153,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Runs what the command line selects; returns the exit status."""
+    """Runs the tests that the command line selects. Returns the exit status."""
     parser = argparse.ArgumentParser(description="torch's own tests of torch.distributed, by this backend")
     parser.add_argument("tests", nargs="*", help="parts of tests' names")
     parser.add_argument("--gpu", action="store_true", help="only tests that use GPUs")

@@ -1,4 +1,4 @@
-"""Tensors that a communicator's calls refuse, where they come in first and where a call repeats."""
+"""Tensors that a communicator's calls refuse, at the first call and at repeated ones."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_tensor_without_memory_is_refused_by_every_call(ranks: Ranks, call: st
 
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "deregister"])
 def test_a_lazy_view_is_refused_by_every_call(ranks: Ranks, call: str) -> None:
-    """As input too: a copy would be made on another stream than the call's."""
+    """Also as input: a copy would be made on a different stream than the call's."""
     argument, function = CALLS[call]
 
     def body(comm: Communicator) -> None:
@@ -108,7 +108,7 @@ def of_a_transformation() -> Any:
     ],
     ids=["conjugate", "meta", "coo", "csr", "nested", "jagged", "masked", "zero", "vmap"],
 )
-@pytest.mark.filterwarnings("ignore")  # torch's own, of kinds of tensors that are not finished
+@pytest.mark.filterwarnings("ignore")  # torch's warnings about unfinished kinds of tensors
 def test_what_is_more_or_less_than_memory_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=f"x: .*{message}"):
         as_view(make(), "x")

@@ -1,4 +1,4 @@
-"""What only a GPU shows of the torch backend: streams, graphs, futures on a device. Started by torchrun."""
+"""Parts of the torch backend that need a GPU: streams, graphs, futures on a device. Started by torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process group's calls on CPU tensors, by ranks that are threads; no test starts a process."""
+"""The process group's calls on CPU tensors, by ranks that are threads; the tests do not start processes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_what_can_not_be_reduced_is_refused(tensor: Any, op: Any, error: type[Ex
     def body(group: Any) -> None:
         with pytest.raises(error, match=message):
             all_reduced(group, tensor.clone(), op)
-        assert all_reduced(group, torch.ones(1)).item() == RANKS  # the group goes on
+        assert all_reduced(group, torch.ones(1)).item() == RANKS  # the group stays usable
 
     run(body)
 
@@ -210,7 +210,7 @@ def test_an_asynchronous_call_returns_before_the_others_come() -> None:
 
 @pytest.mark.parametrize("rank", [RANKS, -1])
 def test_a_rank_that_does_not_exist_is_refused_at_once(rank: int) -> None:
-    group = ProcessGroupProxyCCL(dist.HashStore(), 0, RANKS, TIMEOUT)  # no other rank comes, so any wait would be long
+    group = ProcessGroupProxyCCL(dist.HashStore(), 0, RANKS, TIMEOUT)  # alone, so any wait would be long
     x = torch.ones(1)
     refused = pytest.raises(ValueError, match=f"{rank} is not a rank of the group; expected 0 to {RANKS - 1}")
     for transfer in (group.send, group.recv):
@@ -232,7 +232,7 @@ def test_a_rank_that_does_not_exist_is_refused_at_once(rank: int) -> None:
 
 
 def test_sends_and_receives_cross() -> None:
-    """Each rank sends to both sides before it receives, more than fits into scratch memory; alone and coalesced."""
+    """Each rank sends to both sides before it receives, more than fits into scratch memory; single and coalesced."""
     size = 1 << 20
 
     def body(group: Any) -> None:
@@ -277,7 +277,7 @@ def test_a_group_can_be_split() -> None:
 
 
 def test_a_forks_child_is_refused_and_the_parent_goes_on() -> None:
-    """Also where it waits for a call of the parent's, which no thread of its own ends."""
+    """Even if it waits for a call of the parent's, which none of its threads would end."""
     child_has_ended = threading.Barrier(2)
 
     def refusals(group: Any, pending: Any) -> str:
@@ -292,7 +292,7 @@ def test_a_forks_child_is_refused_and_the_parent_goes_on() -> None:
             try:
                 call()
                 errors.append("no error")
-            except Exception as error:  # the child says what it was
+            except Exception as error:  # the child reports it
                 errors.append(f"{type(error).__name__}: {error}")
         group.shutdown()
         return "\n".join(errors)
@@ -392,7 +392,7 @@ def test_a_group_shares_with_the_one_that_it_is_a_part_of() -> None:
         assert comm.runtime is whole.runtime
         again = part.split(part._store, [0, 1], None)
         part.shutdown()
-        assert all_reduced(again, torch.ones(1)).item() == 2  # it is a part of the whole, too
+        assert all_reduced(again, torch.ones(1)).item() == 2  # it is also a part of the whole group
         assert not again.endpoints.made[0].closed
         again.shutdown()
 

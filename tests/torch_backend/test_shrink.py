@@ -1,4 +1,4 @@
-"""Process groups of the ranks that are left, by torch's own `shrink_group` where it has it."""
+"""Process groups of the remaining ranks, with torch's own `shrink_group` if it has one."""
 
 from __future__ import annotations
 

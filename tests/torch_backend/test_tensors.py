@@ -45,7 +45,7 @@ def fake() -> Any:
 
 
 class OfTensors(torch.Tensor):
-    """A tensor that is made of others."""
+    """A tensor that is made of other tensors."""
 
     @staticmethod
     def __new__(cls) -> Any:
@@ -57,7 +57,7 @@ class OfTensors(torch.Tensor):
 
 
 def distributed() -> Any:
-    """A DTensor, as FSDP's parameters and gradients are. It needs a mesh, and that a process group."""
+    """A DTensor, like FSDP's parameters and gradients. It needs a mesh, which needs a process group."""
     mesh = dist.DeviceMesh("cpu", torch.arange(1), _init_backend=False, _rank=0)
     return DTensor.from_local(torch.ones(COUNT), mesh, [Replicate()], run_check=False)
 
@@ -135,12 +135,12 @@ def test_a_tensor_that_is_freed_after_a_call_is_refused_by_the_next() -> None:
     "call", [call for call in CALLS if call not in ("send", "recv")]
 )  # which are with another rank
 def test_a_result_of_a_functional_collective_is_waited_for(call: str) -> None:
-    """It stands for the tensor that will be there."""
+    """It represents the tensor that will be there."""
 
     def body(group: Any) -> None:
         x = torch.full((COUNT,), 3.0)
         CALLS[call](group, AsyncCollectiveTensor(x)).wait()
-        # Where one rank's tensor is written, it gets what there is: that of this rank.
+        # If only this rank's tensor is there to be sent, the result is that one.
         assert torch.equal(x, torch.ones(COUNT) if call.endswith(" to") else torch.full((COUNT,), 3.0))
 
     run(body, 1)

@@ -1,4 +1,4 @@
-"""What people run: trainings by torchrun, with the losses of torch's own backend, and jobs that lose a rank."""
+"""Typical programs: trainings by torchrun, with the losses of torch's own backend, and jobs that lose a rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_training_has_the_losses_of_torchs_own_backend(kind: str) -> None:
 
 
 def test_a_mixed_group_takes_the_backend_of_each_device() -> None:
-    """As in init_process_group("cpu:gloo,cuda:proxyccl"), which needs no GPU to be made."""
+    """As in init_process_group("cpu:gloo,cuda:proxyccl"), which can be made without a GPU."""
     ours = losses("ddp", "cpu:gloo,cuda:proxyccl")
     assert ours[-1] < ours[0]
 
@@ -53,7 +53,7 @@ def test_a_job_that_loses_a_rank_goes_on_from_its_checkpoint(tmp_path: Path) -> 
     assert "starts at step 0" in done.stdout
     assert "starts at step 3" in done.stdout
     assert "ends with 60" in done.stdout
-    # torchrun ends the others as soon as it sees the lost rank, mostly before they say so.
+    # torchrun ends the others as soon as it sees the lost rank, usually before they report it.
     for line in done.stdout.splitlines():
         if line.startswith("rank "):
             assert f"rank {RANKS - 1}" in line

@@ -1,5 +1,5 @@
-"""Transfers between ranks that no issue of which waits for a peer: on CPUs, and on GPUs, whose part HIP's runtime plays
-on the host. The ranks are threads.
+"""Transfers between ranks, whose issue never waits for a peer: on CPUs, and on GPUs, which HIP's runtime simulates on
+the host. The ranks are threads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Ranks:
     """Process groups of ranks that are threads.
 
     Args:
-        kind: "cpu" or "gpu": where `tensor` puts tensors.
+        kind: "cpu" or "gpu": the place of `tensor`'s tensors.
     """
 
     def __init__(self, kind: str) -> None:
@@ -89,7 +89,7 @@ def test_a_ring_in_which_each_rank_sends_first(on: Ranks, ranks: int, batched: b
 
 
 def test_first_uses_in_opposite_orders(on: Ranks) -> None:
-    """Every rank begins with another peer and another direction."""
+    """Every rank begins with a different peer and a different direction."""
     ranks = 3
 
     def body(group: Any) -> None:
@@ -152,7 +152,7 @@ def test_many_messages_of_both_directions_are_under_way(on: Ranks) -> None:
 
 @pytest.mark.parametrize("met", [False, True], ids=["first", "after-a-collective"])
 def test_a_ring_of_a_new_group(on: Ranks, met: bool) -> None:
-    """Of other order than the whole's, made before the whole was used or after."""
+    """In a different order than the whole group's, made before or after the first use of the whole."""
     order = [3, 0, 2]
 
     def body(group: Any) -> None:
@@ -195,7 +195,7 @@ def test_ranks_may_order_transfers_and_collectives_differently(on: Ranks) -> Non
 
 
 def test_a_batch_meets_single_transfers_of_some_ranks(on: Ranks) -> None:
-    """The third rank of the group takes no part."""
+    """The third rank of the group does not take part."""
 
     def body(group: Any) -> None:
         rank = group.rank()
@@ -260,7 +260,7 @@ def test_a_transfer_to_oneself_without_its_other_half_is_named(on: Ranks) -> Non
 
 
 def test_threads_of_a_rank_transfer_and_collect_at_once(on: Ranks) -> None:
-    """Each thread has peers of its own, as the transfers of two ranks meet in order."""
+    """Each thread has its own peers, because the transfers of two ranks match in order."""
     ranks = 4
 
     def body(group: Any) -> None:
@@ -295,7 +295,7 @@ def test_threads_of_a_rank_transfer_and_collect_at_once(on: Ranks) -> None:
 def test_a_peer_that_does_not_come_is_named(
     on: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By both directions at once, of ranks that are not the group's first."""
+    """In both directions at once, by ranks that are not the group's first."""
     others, meetings, connect = threading.Event(), [], Endpoints._connect
 
     def counted(self: Endpoints, *arguments: Any) -> Any:
@@ -357,7 +357,7 @@ def test_a_transfer_that_the_peer_does_not_match_is_named(on: Ranks) -> None:
 
 
 def test_no_two_transfers_share_a_stream(on: Ranks) -> None:
-    """However many groups there are: torch has 32 streams."""
+    """However many groups there are, although torch has only 32 streams."""
     if on.kind == "cpu":
         pytest.skip("CPU tensors have no streams")
 

@@ -1,11 +1,11 @@
-"""On the host runtime kernels run in Triton's interpreter, which is chosen before Triton is imported."""
+"""On the host runtime, kernels run in Triton's interpreter, which must be chosen before Triton is imported."""
 
 import importlib.util
 import os
 
 from support.devices import ON_HOST
 
-if importlib.util.find_spec("triton") is None:  # as in an environment of another suite
+if importlib.util.find_spec("triton") is None:  # as in another suite's environment
     collect_ignore_glob = ["test_*.py"]
 elif ON_HOST:
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,6 +1,6 @@
-"""The device side in Triton compiles for NVIDIA and AMD, and what it becomes; no GPU is needed.
+"""The device side in Triton compiles for NVIDIA and AMD, into the right instructions; no GPU is needed.
 
-What the compiler makes of the accesses that synchronise is read back: widths, orders and scopes.
+The accesses that synchronise are read back from the compiler's output: widths, orders and scopes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def ordered_by_nvidia(compiled: Path, architecture: str, kernel: str) -> list[st
     return list(dict.fromkeys(found))
 
 
-# With Triton's atomic loads and stores. Before 3.9 a load is written as an addition of 0, a store as an exchange.
+# With Triton's atomic loads and stores. Before 3.9 a load is an addition of 0, and a store an exchange.
 NVIDIA = {
     "relaxed_signal": ["ld.relaxed.gpu.b64", "st.relaxed.sys.b64"],
     "signal": ["ld.relaxed.gpu.b64", "fence.release.sys", "st.relaxed.sys.b64"],
@@ -99,7 +99,7 @@ EXPECTED = NVIDIA if NATIVE else NVIDIA_OLDER
 @pytest.mark.parametrize("kernel", EXPECTED)
 def test_accesses_have_the_right_orders_and_scopes_on_nvidia(compiled: Path, architecture: str, kernel: str) -> None:
     expected = EXPECTED[kernel]
-    if architecture == "sm_80":  # it has one fence for both
+    if architecture == "sm_80":  # it has a single fence for both
         expected = [re.sub(r"fence\.(acquire|release)", "fence.acq_rel", opcode) for opcode in expected]
     assert ordered_by_nvidia(compiled, architecture, kernel) == list(dict.fromkeys(expected))
 
@@ -128,7 +128,7 @@ def test_a_push_takes_its_ticket_and_the_room_that_it_knows_of_with_relaxed_orde
 @pytest.mark.skipif(not NATIVE, reason="this Triton compiles for AMD with ROCm's linker alone")
 @pytest.mark.parametrize(("architecture", "scope"), [("gfx90a", ""), ("gfx942", " sc0 sc1")])
 class TestAmd:
-    """On AMD each wave writes back what it stored before a barrier, as the barrier drains no stores."""
+    """On AMD each wave writes back its stores before a barrier, because the barrier does not drain stores."""
 
     def code(self, compiled: Path, architecture: str, kernel: str) -> str:
         text = body((compiled / architecture / kernel).read_text(), kernel, nvidia=False)
@@ -171,7 +171,7 @@ def test_a_kernel_s_parameters_are_those_that_a_launch_passes(compiled: Path, ar
     code = body((compiled / architecture / "everything").read_text(), "everything", nvidia=True).split("\n)")[0]
     bits = [int(each) for each in re.findall(r"^\s*\.param \.[a-z](\d+)", code, re.MULTILINE)]
     assert bits[:5] == [64, 64, 64, 64, 32]  # three channels or barriers, an array and a number
-    assert bits[5:] in ([64], [64, 64])  # what Triton adds, for which a launch has two null pointers
+    assert bits[5:] in ([64], [64, 64])  # Triton's additions, for which a launch passes two null pointers
 
 
 def test_a_triton_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What kernels in Triton do, over the real ring and proxy."""
+"""Kernels in Triton, over the real ring and proxy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def uploaded(comm: Communicator, values: Any) -> Any:
 
 
 def errors_of(ranks: int, body: Callable[[Communicator], None], **options: Any) -> list[CommunicatorError]:
-    """What the ranks' bodies raise at their next check, by rank."""
+    """The exceptions of the ranks' bodies at their next check, by rank."""
 
     def caught(comm: Communicator) -> CommunicatorError:
         try:
@@ -303,7 +303,7 @@ def test_a_range_that_leaves_its_memory_moves_nothing(dst_offset: int, src_offse
 
 
 def own_ring(comm: Communicator, slots: int, limit: int) -> tuple[ProxyChannel, Any, list[object]]:
-    """A channel whose ring nobody drains, and the ring's slots. Its memories, 7 and 9, are of `limit` bytes."""
+    """A channel whose ring nobody drains, and the ring's slots. Its memories, 7 and 9, have `limit` bytes."""
     ring, words = np.zeros((slots, 2), np.uint64), np.zeros(6, np.uint64)
     limits = np.full(512, limit, np.uint64)
     handle = ffi.new("ProxycclProxyChannel *")
@@ -418,7 +418,7 @@ def test_packets_carry_values_and_flags() -> None:
         assert out.numpy()[:20].tolist() == expected[:20].tolist()
         assert not out.numpy()[20:].any()
         words = buffer.numpy()
-        # As LL8Packet of packet.h: the data, then the flag.
+        # Like LL8Packet in packet.h: the data, then the flag.
         assert (words[2:22] & 0xFFFFFFFF).astype(np.uint32).view(np.float32).tolist() == expected[:20].tolist()
         assert set((words >> 32).tolist()) == {0, 5}
 

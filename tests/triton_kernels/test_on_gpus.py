@@ -1,4 +1,4 @@
-"""What only GPUs have: streams and graphs of torch, and tensors as arguments of kernels in Triton."""
+"""Features that only GPUs have: torch's streams and graphs, and tensors as arguments of kernels in Triton."""
 
 from __future__ import annotations
 

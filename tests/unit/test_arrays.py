@@ -1,4 +1,6 @@
-"""Arrays of any kind go in: DLPack, array interfaces, buffers, numpy, ml_dtypes; and our own come out as such."""
+"""Arrays of any kind are accepted: DLPack, array interfaces, buffers, numpy, ml_dtypes; and ours are exported as
+such.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def make(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 class OnlyDLPack:
-    """An exporter that has nothing but DLPack."""
+    """An exporter with only DLPack."""
 
     def __init__(self, values: np.ndarray) -> None:
         self._values = values
@@ -54,7 +56,7 @@ class OnlyDLPack:
 
 
 class WithAddress:
-    """An exporter of float32 with an address that may be that of nothing."""
+    """An exporter of float32 with an address that may be invalid."""
 
     dtype = as_dtype("float32")
 
@@ -77,7 +79,7 @@ class WithAddress:
 
 
 class OnlyCudaInterface:
-    """An exporter that has nothing but the CUDA array interface."""
+    """An exporter with only the CUDA array interface."""
 
     def __init__(self, **changes: Any) -> None:
         self.__cuda_array_interface__ = {
@@ -89,7 +91,7 @@ class OnlyCudaInterface:
         }
 
 
-# -- what goes in ---
+# -- imports ---
 
 
 @pytest.mark.parametrize(
@@ -290,7 +292,7 @@ def test_unknown_element_types_are_refused(value: Any) -> None:
         as_dtype(value)
 
 
-# -- what comes out ---
+# -- exports ---
 
 
 @SHARED
@@ -406,7 +408,7 @@ def test_an_array_is_not_freed_while_another_library_has_a_view(view: Callable[[
     del first
     with pytest.raises(BufferError, match=r"can't be freed: other libraries have views of it \(1\)"):
         x.free()
-    assert (second == 3).all()  # and the array goes on
+    assert (second == 3).all()  # and the array is still usable
     assert x.numpy().tolist() == [3] * 4
     del second
     x.free()
@@ -461,14 +463,14 @@ def test_collectives_take_every_kind_of_array() -> None:
         half = np.full(4, comm.rank + 1, ml_dtypes.bfloat16)
         comm.all_reduce(half)
         assert half.tolist() == expected
-        gathered = comm.all_gather(b"\1\2")  # what is only read may be read-only
+        gathered = comm.all_gather(b"\1\2")  # an input may be read-only
         assert gathered.tolist() == [1, 2, 1, 2]
 
     run_ranks(2, body)
 
 
 class OfDLPack:
-    """An exporter that answers as it is told; an exception is raised."""
+    """An exporter with given answers; an exception is raised."""
 
     def __init__(self, device: Any, capsule: Any) -> None:
         self._device, self._capsule = device, capsule
@@ -491,7 +493,7 @@ def closed_memory() -> memoryview:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: OfDLPack((1, 0), RuntimeError("Array has been deleted")),  # jax, of donated memory
+        lambda: OfDLPack((1, 0), RuntimeError("Array has been deleted")),  # jax's error for donated memory
         lambda: OfDLPack((1, 0), TypeError("no")),
         lambda: OfDLPack((1, 0), None),
         lambda: OfDLPack((1, 0), np.ones(4).__dlpack__(max_version=(1, 0))),
@@ -518,7 +520,7 @@ def test_an_exporter_that_fails_or_contradicts_itself_is_refused_by_name(make: C
 
 
 def test_memory_of_a_gpu_is_not_taken_for_the_hosts() -> None:
-    """By the CUDA array interface alone: a kernel of the host runtime would read an address of the GPU."""
+    """With only the CUDA array interface: a kernel of the host runtime would read an address of the GPU."""
     assert as_view(OnlyCudaInterface(), "x", gpu="host").place == "cuda"
     assert as_view(OnlyCudaInterface(), "x", gpu="hip").place == "hip"
 

@@ -1,4 +1,4 @@
-"""Bootstraps: everyone's bytes to everyone, bounded; over threads, files, MPI, and what torch's interface asks for."""
+"""Bootstraps: everyone's bytes to everyone, bounded; over threads, files, MPI, and torch's interface."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_mpi_communicators_and_their_parts_are_bootstraps() -> None:
 
 
 class Group:
-    """A torch process group's stand-in: the calls that the bootstrap makes, over threads."""
+    """A stand-in for a torch process group: the calls that the bootstrap makes, over threads."""
 
     __module__ = "torch.distributed"
 
@@ -224,7 +224,7 @@ def test_a_process_group_must_be_there_and_hold_this_process(torch_distributed: 
 
 
 class Interrupt(BaseException):
-    """What a signal's handler raises, as Ctrl-C raises KeyboardInterrupt."""
+    """A signal handler's exception, like KeyboardInterrupt for Ctrl-C."""
 
 
 @pytest.mark.parametrize("how", ["signal", "failure", "time-out"])
@@ -258,8 +258,8 @@ def test_a_wait_in_torch_ends_by_what_ends_any_wait(how: str, torch_distributed:
 
 
 class GarblingBootstrap:
-    """A rank whose message in one exchange keeps its purpose and is garbage after that. Counted from 0 are those that
-    carry anything.
+    """A rank whose message in one exchange keeps its purpose and is garbage after that. Exchanges that carry anything
+    are counted from 0.
     """
 
     def __init__(self, bootstrap: ThreadBootstrap, exchange: int) -> None:

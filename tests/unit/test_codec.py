@@ -1,4 +1,4 @@
-"""The codec: what it carries comes back as it was, and all else ends in a ProtocolError that explains itself."""
+"""The codec: values come back unchanged, and everything else ends in a ProtocolError that explains itself."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_another_process_gets_files_that_this_one_opened(name: bytes) -> None:
 
 
 def open_files(directory: Path) -> list[Path]:
-    """Which of the server's files this process, the server's own, has open."""
+    """The server's files that this process, the server's own, has open."""
     descriptors = Path("/proc/self/fd")
     targets = [Path(os.readlink(link)) for link in descriptors.iterdir() if link.is_symlink()]
     return [target for target in targets if target.parent == directory]

@@ -1,4 +1,4 @@
-"""The table of element types: what it says of a type is checked, by itself and by the compiler of each kernel."""
+"""The table of element types: its facts are checked, by itself and by the compiler of each kernel."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The directory in which ranks meet: whose it is, and how it refuses what can't be used."""
+"""The directory in which ranks meet: its owner, and refusals of directories that can't be used."""
 
 from __future__ import annotations
 

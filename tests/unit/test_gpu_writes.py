@@ -1,4 +1,4 @@
-"""RDMA into a GPU's memory: only if the device says that it orders these writes before signals, or the caller does."""
+"""RDMA into a GPU's memory: only if the device, or the caller, promises that these writes come before signals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from proxyccl.proxy.verbs.registrations import Registrations
 
 
 class Registrar:
-    """Counts what is registered with it, in place of `Registrations` and of a fabric's endpoint."""
+    """Counts registrations, in place of `Registrations` and of a fabric's endpoint."""
 
     def __init__(self) -> None:
         self.registered = 0

@@ -1,4 +1,4 @@
-"""Sockets between ranks of different hosts: how two ranks find each other, and what one hears when the other ends."""
+"""Sockets between ranks of different hosts: how two ranks find each other, and notice of the other's end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def pair() -> Iterator[tuple[HostLink, HostLink]]:
 
 
 def heard(link: HostLink) -> ErrorRecord | Presence | str | None:
-    """What the peer said, as soon as it says something."""
+    """The peer's message, as soon as there is one."""
     poll = select.poll()
     poll.register(link, select.POLLIN)
     assert poll.poll(TIMEOUT * 1000), "nothing is said"
@@ -118,7 +118,7 @@ def test_nothing_is_heard_from_a_peer_that_says_nothing(pair: tuple[HostLink, Ho
 
 def test_an_abort_passes_with_its_whole_record(pair: tuple[HostLink, HostLink]) -> None:
     pair[0].send(RECORD)
-    pair[0].close()  # what follows does not hide it
+    pair[0].close()  # the close does not hide it
     assert heard(pair[1]) == RECORD
 
 
@@ -215,12 +215,12 @@ def test_strangers_are_refused_and_do_not_keep_the_peer_out() -> None:
 
 
 def strangers_at(listener: Listener, count: int) -> list[socket.socket]:
-    """Connections that say nothing, or not enough."""
+    """Connections that send nothing, or not enough."""
     return [call(listener, b"GET" if number % 2 else b"") for number in range(count)]
 
 
 def is_hung_up_on(stranger: socket.socket) -> bool:
-    """Waits until the listener closes a connection; with a reset, where it has not read all that was said."""
+    """Waits until the listener closes a connection; with a reset if it has not read everything."""
     try:
         return stranger.recv(100) == b""
     except ConnectionResetError:
@@ -287,7 +287,7 @@ def test_strangers_give_way_where_no_descriptor_is_left() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open("/dev/null", os.O_RDONLY)
     os.close(free)
-    # Numbers are limited, of which other tests' descriptors may have some.
+    # The limit is on numbers, some of which other tests' descriptors may have.
     used = {int(number) for number in os.listdir("/proc/self/fd")} - {free}
     left = itertools.islice((number for number in itertools.count(free) if number not in used), 5)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(left) + 1, before[1]))  # two for the selector, some to accept
@@ -337,10 +337,10 @@ def test_many_addresses_of_a_peer_make_one_link() -> None:
 
 @pytest.mark.parametrize("when", ["at once", "later"])
 def test_a_host_that_is_out_of_reach_for_a_moment_is_called_again(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a link that is down shows: the call fails, when it begins or after that."""
+    """Like a link that is down: the call fails when it begins or later."""
 
     class Unreachable(socket.socket):
-        """Two of them are."""
+        """The first two are unreachable."""
 
         calls = 0
 

@@ -1,4 +1,4 @@
-"""`proxyccl_memmove`: bytes arrive wherever target and source lie, and ranges may overlap."""
+"""`proxyccl_memmove`: bytes arrive whatever the places of target and source, and ranges may overlap."""
 
 import numpy as np
 import pytest

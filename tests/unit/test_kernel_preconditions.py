@@ -1,7 +1,7 @@
-"""The preconditions of flags that are stored relaxed behind loads (device/include/MEMORY_ORDER.md).
+"""The preconditions of flags that are stored relaxed after loads (device/include/MEMORY_ORDER.md).
 
-A kernel begins when those before it have ended, and a value that was used has been loaded. Neither holds for a launch
-that overlaps with the kernel before it, nor for copies that no register waits for.
+A kernel begins when the kernels before it have ended, and a value that was used has been loaded. The former fails for a
+launch that overlaps with the previous kernel, the latter for copies that no register waits for.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SOURCES = [
 ]
 
 ASYNCHRONOUS = r"cp\.async|cp\.reduce|st\.async|red\.async|tensormap|fence\.proxy|mbarrier|cuda::(ptx|memcpy_async)"
-"""What starts or awaits copies by the asynchronous proxy: TMA, and copies into shared memory."""
+"""Names that start or await copies by the asynchronous proxy: TMA, and copies into shared memory."""
 
 OVERLAPPING = r"griddepcontrol|[gG]ridDependency|[pP]rogrammaticLaunch"
-"""What a kernel says that begins before the one before it has ended."""
+"""Names in a kernel that begins before the previous one has ended."""
 
 ATTRIBUTES = r"cuLaunchKernelEx|LAUNCH_ATTRIBUTE|PROGRAMMATIC|hipDrvLaunchKernelEx|hipLaunchKernelEx"
-"""What a launch may overlap by. cuLaunchKernel and hipModuleLaunchKernel take no attributes."""
+"""Names by which a launch may overlap. cuLaunchKernel and hipModuleLaunchKernel take no attributes."""
 
 
 def found(pattern: str, paths: list[Path]) -> list[str]:

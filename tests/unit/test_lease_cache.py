@@ -11,7 +11,7 @@ from support.running import TIMEOUT
 
 
 class Made:
-    """What a cache made and discarded, in order."""
+    """The values that a cache made and discarded, in order."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -166,6 +166,6 @@ def test_closing_discards_everything_even_if_one_fails() -> None:
     with pytest.raises(OSError, match="busy"):
         cache.close()
     assert sorted(discarded) == ["a", "b", "c"]
-    cache.release("a")  # by a user that was not yet done: nothing is left to do
+    cache.release("a")  # by a user that was not done yet: there is nothing to do
     with pytest.raises(ClosedError):
         cache.acquire("a", lambda: "a")

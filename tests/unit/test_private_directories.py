@@ -1,4 +1,4 @@
-"""Which directories and files count as this user's own."""
+"""The directories and files that count as this user's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def as_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on this process is another user than the one that made the files, who is not root either."""
+    """From now on this process is a different user from the files' owner, who is not root either."""
     info = os.fstat
 
     def of_another(descriptor: int) -> os.stat_result:
@@ -66,13 +66,13 @@ def test_a_directory_of_another_user_is_refused(directory: Path, monkeypatch: py
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_a_directory_of_root_is_taken_and_one_of_a_third_user_is_not() -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # other users can't enter pytest's
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # other users can't enter pytest's directory
         theirs, roots = Path(name, "theirs"), Path(name, "roots")
         Path(name).chmod(0o755)
         theirs.mkdir()
         roots.mkdir()
         os.chown(theirs, STRANGER, STRANGER)
-        with pytest.raises(UntrustedPathError, match="belongs to user"):  # as root too
+        with pytest.raises(UntrustedPathError, match="belongs to user"):  # even for root
             require_private(theirs)
         os.seteuid(STRANGER + 1)
         try:

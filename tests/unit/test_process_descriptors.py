@@ -1,4 +1,4 @@
-"""Descriptors of processes: one for all that watch a process, and a new one when its number is used again."""
+"""Descriptors of processes: one for all watchers of a process, and a new one when its id is reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for what peers leave in their segments."""
+"""Waits for data that peers leave in their segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def late() -> WaitTimeoutError:
 
 
 def test_what_came_before_the_end_of_the_wait_counts() -> None:
-    answers = iter([False, True])  # it comes while the wait is given up
+    answers = iter([False, True])  # it arrives while the wait is given up
     wait_until(lambda: next(answers), time.monotonic() + 10, give_up, late)
 
 

@@ -1,4 +1,4 @@
-"""The type stubs of the C extensions say what the extensions declare."""
+"""The type stubs of the C extensions match their declarations."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Threads of the library begin, or say by name that they can't."""
+"""Threads of the library begin, or fail with a named error."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_thread_that_does_not_begin_is_an_error_and_never_runs(monkeypatch: py
     assert not ran.is_set()
     del ran
     gc.collect()
-    assert used() is None  # though Python keeps the thread
+    assert used() is None  # although Python keeps the thread
 
 
 def test_a_thread_that_an_error_ends_says_so(caplog: pytest.LogCaptureFixture) -> None:

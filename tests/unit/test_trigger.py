@@ -126,7 +126,7 @@ extern "C" __global__ void put(ProxyChannelDeviceHandle channel, unsigned long d
 
 
 def test_a_kernels_triggers_arrive_as_they_were_made() -> None:
-    """The kernel packs what Python unpacks, over many laps of a small ring."""
+    """Python unpacks the triggers that a kernel packs, over many laps of a small ring."""
     with Ranks(1, fifo_size=4) as ranks:
         seen: list[Trigger] = []
 
@@ -159,7 +159,7 @@ def test_a_kernels_triggers_arrive_as_they_were_made() -> None:
 
 
 def test_a_put_of_more_than_a_trigger_can_say_becomes_several() -> None:
-    """Sizes above 4 GiB, from offsets in later windows: the triggers together are the transfer, in order."""
+    """Sizes above 4 GiB, from offsets in later windows: the triggers together make up the transfer, in order."""
     with Ranks(1) as ranks:
 
         def body(comm: Communicator) -> None:

@@ -1,4 +1,4 @@
-"""Where a user's files go, whatever becomes of the home directory."""
+"""The place of a user's files, whatever the state of the home directory."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ main(["doctor"])
 
 
 AS_STRANGER = ["unshare", "--user", f"--map-user={STRANGER}", f"--map-group={STRANGER}"]
-"""Runs a command in a namespace where this user has another number, and so no entry."""
+"""Runs a command in a namespace where this user has another id, and so no entry."""
 
 
 @pytest.mark.host_only("compiles for the CPU")
@@ -116,6 +116,6 @@ def test_a_container_may_run_as_any_user(home: str | None, tmp_path: Path) -> No
     command = [*AS_STRANGER, sys.executable, "-W", "error", "-c", PROGRAM]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
     assert f"{tmp_path}/proxyccl-{STRANGER}-cache: 1 files" in result.stdout, result.stderr
-    assert f"{tmp_path}/proxyccl-{STRANGER}-state/reports" in result.stderr  # where doctor found nothing
+    assert f"{tmp_path}/proxyccl-{STRANGER}-state/reports" in result.stderr  # where the doctor found nothing
     assert "Traceback" not in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == [f"proxyccl-{STRANGER}-cache"]

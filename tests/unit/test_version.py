@@ -1,4 +1,4 @@
-"""pyproject.toml alone says the version; the package, the command line and the changelog agree with it."""
+"""Only pyproject.toml defines the version; the package, the command line and the changelog agree with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests share that run in the machine with Soft-RoCE (tests/support/soft_roce)."""
+"""Fixtures for the tests that run in the machine with Soft-RoCE (tests/support/soft_roce)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if not IN_MACHINE:
 
 @pytest.fixture
 def wire() -> Iterator[Wire]:
-    """The wire between the devices; what a test does to it is undone after the test."""
+    """The wire between the devices, which is restored after each test."""
     wire = Wire()
     try:
         yield wire

@@ -1,4 +1,4 @@
-"""RDMA brought up over real devices: what discovery tells, endpoints that connect, registered memory, options."""
+"""RDMA brought up over real devices: discovery, connecting endpoints, registered memory, options."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Ends:
         self.api = self.devices[0].api
 
     def post(self, operation: str, source: Registration, address: int, rkey: int, amount: int = 0) -> int:
-        """Has the first endpoint write or fetch-and-add at the second one; the completion's status."""
+        """Makes the first endpoint write or fetch-and-add at the second one. Returns the completion's status."""
         request = SendWR(
             opcode=self.api.enumerator(operation),
             num_sge=1,
@@ -95,7 +95,7 @@ class Ends:
         return self.post("IBV_WR_RDMA_WRITE", source, destination.address, destination.rkey)
 
     def attributes(self, endpoint: Endpoint, *mask: str) -> Any:
-        """What the device says of an endpoint's queue pair."""
+        """The attributes of an endpoint's queue pair, from the device."""
         return endpoint._qp.query(sum(self.api.enumerator(f"IBV_QP_{name}") for name in mask))[0]
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ def ends(devices: list[RdmaDevice]) -> Iterator[Ends]:
 
 
 def resources(device: str) -> dict[str, int]:
-    """How many of each kind of object the device has."""
+    """The number of objects of each kind that the device has."""
     (counts,) = json.loads(run("rdma", "--json", "resource", "show", device))
     return {kind: counts[kind] for kind in ("pd", "cq", "qp", "mr")}
 
@@ -235,7 +235,7 @@ def test_a_device_that_went_is_told(devices: list[RdmaDevice]) -> None:
 
 
 def in_another_process(body: Callable[[], Any]) -> Any:
-    """What body returns in a process that begins as this one is."""
+    """The result of `body` in a process forked from this one."""
     processes = multiprocessing.get_context("fork")
     here, there = processes.Pipe(duplex=False)
     process = processes.Process(target=lambda: there.send(body()), daemon=True)
@@ -249,7 +249,7 @@ def in_another_process(body: Callable[[], Any]) -> Any:
 
 @pytest.fixture
 def device_file() -> Iterator[Path]:
-    """The first device's file, put back as it was."""
+    """The first device's file, restored afterwards."""
     (entry,) = (path for path in Path("/sys/class/infiniband_verbs").glob("uverbs*") if device_of(path) == DEVICES[0])
     file, aside = Path("/dev/infiniband", entry.name), Path("/dev/aside")
     mode = file.stat().st_mode
@@ -346,7 +346,7 @@ def test_the_mtu_is_what_was_asked_for(devices: list[RdmaDevice], mtu: int) -> N
     before = packets_sent(INTERFACES[0])
     assert ends.write(near, far) == 0
     packets = (1 << 16) // mtu
-    # Few others cross this wire; and one of 4096 bytes is never cut in two.
+    # Few other packets cross this wire, and one of 4096 bytes is never split.
     assert packets <= packets_sent(INTERFACES[0]) - before < 2 * packets
     assert 128 << ends.attributes(ends.endpoints[0], "PATH_MTU").path_mtu == mtu
     ends.close()

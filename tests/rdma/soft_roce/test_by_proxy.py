@@ -1,4 +1,4 @@
-"""Collectives by proxy across two nodes: data are written straight into arrays that all ranks registered."""
+"""Collectives by proxy across two nodes: data is written straight into arrays that all ranks registered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ProxyChannels between nodes: what a kernel pushes arrives by RDMA, in order, whole, and within the queues' limits."""
+"""ProxyChannels between nodes: a kernel's transfers arrive by RDMA, in order, whole, and within the queues' limits."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def bytes_of(rank: int, size: int) -> np.ndarray:
 
 
 def test_ranks_of_a_node_copy_and_nodes_use_rdma(nodes: Ranks) -> None:
-    """Every rank writes to every other. A numpy array is private to its process: only a remote link reaches that of a
-    peer.
-    """
+    """Every rank writes to every other. numpy arrays are private to their process: only remote links reach a peer's."""
     part = 3001
 
     def body(comm: Communicator) -> None:
@@ -73,7 +71,7 @@ def test_a_signal_never_overtakes_its_data(signal: str) -> None:
     turns = 200
 
     def body(comm: Communicator) -> None:
-        # Places 0 to turns - 1 hold what was read in each turn; the peer writes to the one after them.
+        # Elements 0 to turns - 1 hold the value read in each turn; the peer writes to the one after them.
         values = comm.empty(turns + 1, "int64").fill(0)
         sent = comm.empty(1, "int64")
         channels = comm.proxy_channels(values, sent)
@@ -117,7 +115,7 @@ def test_they_do_so_where_signals_are_added() -> None:
 
 
 def test_a_put_longer_than_a_message_is_split(pair: Ranks) -> None:
-    size = 9 * 1024 * 1024  # a Soft-RoCE message has 8 MiB at the most
+    size = 9 * 1024 * 1024  # a Soft-RoCE message has at most 8 MiB
 
     def body(comm: Communicator) -> None:
         target, source = comm.empty(size, "uint8").fill(0), comm.empty(size, "uint8").upload(bytes_of(comm.rank, size))

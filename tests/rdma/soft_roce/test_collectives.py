@@ -45,7 +45,7 @@ def test_the_other_collectives(nodes: Ranks, collective: str, algorithm: str | N
 
 
 def experts_flow(comm: Communicator) -> tuple[bytes, bytes]:
-    """What dispatch and combine give for integers in float32, which add up exactly."""
+    """The results of dispatch and combine for integers in float32, whose sums are exact."""
     tokens, hidden, topk, experts_per_rank = 7 + comm.rank, 16, 2, 2
     rng = np.random.default_rng(comm.rank)
     x = rng.integers(-100, 100, (tokens, hidden)).astype(np.float32)
@@ -63,7 +63,7 @@ def test_dispatch_and_combine_give_what_they_give_on_one_node(nodes: Ranks) -> N
 
 
 def test_the_same_over_a_bad_wire(nodes: Ranks, wire: Wire) -> None:
-    """Loss and delay are the queue pairs' matter: they send again."""
+    """The queue pairs handle loss and delay by retransmission."""
     wire.disturb("loss", "2%", "delay", "1ms")
 
     def body(comm: Communicator) -> None:

@@ -1,6 +1,6 @@
 """RDMA of ranks whose proxies are in the node daemon: queue pairs and registrations are the daemon's.
 
-Two daemons, one a node, meet in two_machines.py.
+Two daemons, one per node, meet in two_machines.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def two_nodes(local: int = LOCAL, transport: object = None) -> Ranks:
 
 
 def open_devices(daemon: RunningDaemon) -> list[str]:
-    """The RDMA devices that the daemon has open, one for each rank that uses one."""
+    """The RDMA devices that the daemon has open, one entry for each rank that uses one."""
     files = (os.readlink(path) for path in Path(f"/proc/{daemon.process.pid}/fd").iterdir())
     return [file for file in files if "uverbs" in file]
 
@@ -89,7 +89,7 @@ def test_channels_and_collectives_are_the_same(daemon: RunningDaemon, transport:
 
 
 def test_a_key_that_is_none_of_the_client_ends_its_job_alone(daemon: RunningDaemon) -> None:
-    """Another job's key is right for the device, but not in the client's protection domain."""
+    """Another job's key is valid on the device, but not in the client's protection domain."""
 
     def body(comm: Communicator) -> tuple[int, int]:
         verbs = comm.register(comm.empty(100, "uint8"))._exposed["verbs"]
@@ -110,7 +110,7 @@ def test_a_key_that_is_none_of_the_client_ends_its_job_alone(daemon: RunningDaem
         with two_nodes(local=1) as thieves:
             errors = thieves.run(thief)
         assert all(isinstance(error, TransportError) for error in errors), errors
-        assert re.search("IBV_WC_LOC_(PROT|QP_OP)_ERR", str(errors[0])), errors[0]  # Soft-RoCE says the latter
+        assert re.search("IBV_WC_LOC_(PROT|QP_OP)_ERR", str(errors[0])), errors[0]  # Soft-RoCE reports the latter
         owners.run(lambda comm: Call("all_reduce", "int64", "sum", "proxy", 100, seed=1).run(comm))
 
 

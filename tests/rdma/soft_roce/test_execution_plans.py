@@ -23,7 +23,7 @@ def test_plans_run_between_nodes(transport: Any) -> None:
 
     def body(comm: Communicator) -> None:
         x, gathered = np.empty(COUNT, np.float32), np.empty((RANKS, COUNT), np.float32)
-        for seed in range(3):  # packets go to the halves of scratch memory in turn
+        for seed in range(3):  # packets alternate between the halves of scratch memory
             inputs = np.arange(COUNT) * (seed + 1) + np.arange(RANKS)[:, None]
             x[:] = inputs[comm.rank]
             for plan in (gather, packets):

@@ -35,11 +35,11 @@ def exchange(comm: Communicator) -> None:
 
 @pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport")
 def test_an_exchange_over_a_bad_wire(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and delay are TCP's matter: it sends again."""
+    """TCP handles loss and delay by retransmission."""
     library = load_if_here()
     if library is None:
         pytest.skip("libfabric is not installed, and could not be fetched")
-    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)  # by its name this process may have looked for it in vain
+    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)  # this process may have failed to find it by its name
     wire.disturb("loss", "2%", "delay", "1ms")
     before = [bytes_sent(interface) for interface in INTERFACES]
     with Ranks(

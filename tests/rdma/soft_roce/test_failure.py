@@ -1,4 +1,4 @@
-"""What ends a communicator whose ranks talk by RDMA: each failure in a named exception on every rank, within bounds."""
+"""Failures of a communicator over RDMA: each ends in a named exception on every rank, in bounded time."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_a_link_that_goes_down_is_a_transport_error_on_all_ranks(wire: Wire) -> 
             wire.cut(end=0)
         return failure_of(lambda: reduce_for_ever(comm))
 
-    # A time-out of 2 ** 12 times 4.096 µs, and 3 tries more: the queue pair gives up within a second.
+    # A time-out of 2 ** 12 times 4.096 µs, and 3 retries: the queue pair gives up within a second.
     with two_nodes(local=1, retry_count=3, timeout=12) as pair:
         errors = pair.run(body)
     assert all(isinstance(error, TransportError) for error in errors), errors
-    # The end that is down can't send; the other one gives up sending again.
+    # The end that is down can't send; the other one exhausts its retries.
     assert all(re.search("IBV_WC_(LOC_QP_OP|RETRY_EXC)_ERR", str(error)) for error in errors), errors
 
 

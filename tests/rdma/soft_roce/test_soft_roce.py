@@ -1,4 +1,4 @@
-"""The machine itself: two devices, a wire that packets cross, and what the other tests here do to that wire."""
+"""The machine itself: two devices, a wire that packets cross, and disturbances of that wire."""
 
 from __future__ import annotations
 

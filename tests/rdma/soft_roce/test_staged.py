@@ -1,5 +1,5 @@
-"""Pairs of ranks whose data goes through pinned memory on both sides of RDMA: chosen by all ranks alike, and no
-different for channels and collectives.
+"""Pairs of ranks whose data goes through pinned memory on both sides of RDMA: all ranks choose alike, and channels and
+collectives work the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.soft_roce.nodes import LOCAL, RANKS, TIMEOUT, rdma_of
 from support.soft_roce.wire import DEVICES
 
 BETWEEN = {(a, b): "staged" for a in range(LOCAL) for b in range(LOCAL, RANKS)}
-SMALL = {"staging_bytes": 32 << 10, "staging_chunk": 8 << 10}  # so that most puts go round
+SMALL = {"staging_bytes": 32 << 10, "staging_chunk": 8 << 10}  # so that most puts wrap around the ring
 
 
 def ranks(local: int, transport: object) -> Ranks:
@@ -36,7 +36,7 @@ def bytes_of(rank: int, size: int) -> np.ndarray:
 
 
 def exchanged(comm: Communicator, part: int) -> dict[int, str]:
-    """Every rank puts to every other and signals; the transports by which that arrived."""
+    """Every rank puts to every other and signals. Returns the transports that carried the data."""
     target = comm.empty(comm.world_size * part, "uint8").fill(0)
     channels = comm.proxy_channels(target, bytes_of(comm.rank, part))
     comm.compile(KERNELS, "exchange")(1, 1, channels, len(channels), comm.rank, part)
@@ -69,7 +69,7 @@ def test_channels_and_collectives_are_the_same_over_it() -> None:
 
     with ranks(LOCAL, BETWEEN) as nodes:
         left = nodes.run(body)
-    for rank, (target, _) in enumerate(left):  # what nobody waited for was moved before any rank went
+    for rank, (target, _) in enumerate(left):  # puts that nobody waited for arrived before any rank ended
         assert np.array_equal(target.numpy(), bytes_of((rank + LOCAL) % RANKS, 200_000))
 
 
@@ -98,7 +98,7 @@ def abort_a_wait(comm: Communicator) -> None:
 
 
 def test_ranks_that_can_not_register_memory_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks hear of it, and why."""
+    """All ranks learn of it, and the reason."""
     probe = verbs.unsupported_reason
 
     def unsupported_reason(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> str:

@@ -1,4 +1,4 @@
-"""Two ranks, each in a machine of its own, joined by the wire alone: the example, and what ends a communicator.
+"""Two ranks, each in its own machine, joined only by the wire: the example, and ends of a communicator.
 
 python tests/rdma/soft_roce/two_machines.py      in both machines: machine.py --nodes 2 -- ...
 """
@@ -51,7 +51,7 @@ class PairBootstrap:
         while True:
             try:
                 return socket.create_connection((peer, PORT), timeout=TIMEOUT)
-            except OSError:  # the peer has not come so far
+            except OSError:  # the peer does not listen yet
                 if time.monotonic() > deadline:
                     raise
             time.sleep(0.1)
@@ -73,7 +73,7 @@ class PairBootstrap:
 
 
 def sent_packets() -> int:
-    """How many packets of RDMA have left this machine."""
+    """The number of RDMA packets that have left this machine."""
     device = os.environ["SOFT_ROCE_DEVICES"]
     return int(Path("/sys/class/infiniband", device, "ports/1/hw_counters/sent_pkts").read_text())
 
@@ -95,7 +95,7 @@ def collectives(bootstrap: PairBootstrap) -> None:
 
 
 def ended_by(bootstrap: PairBootstrap, end: Callable[[Communicator], None]) -> ProxyCCLError | None:
-    """Rank 1 ends a communicator while a kernel of rank 0 waits for it: what that rank is told."""
+    """Rank 1 ends a communicator while a kernel of rank 0 waits for it. Returns rank 0's error."""
     comm = Communicator(bootstrap)
     channels = comm.proxy_channels(comm.empty(8, "uint8"))
     if comm.rank == 0:

@@ -1,7 +1,7 @@
 """A training that loses a rank, started by torchrun with a restart: ``elastic.py CHECKPOINT MODE``.
 
-MODE "kill": in the first attempt the last rank kills itself behind step 3. The others must hear of it by name; the
-second attempt goes on from the checkpoint. MODE "leave": no rank destroys its process group, and rank 0 ends first.
+MODE "kill": in the first attempt the last rank kills itself behind step 3. The others must get a named error; the
+second attempt continues from the checkpoint. MODE "leave": no rank destroys its process group, and rank 0 ends first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One case of 2 to 4 ranks, on a GPU each or on one that they share, started by torchrun: ``on_gpus.py CASE``.
+"""One case of 2 to 4 ranks, each on its own GPU or all on a shared one, started by torchrun: ``on_gpus.py CASE``.
 
 Rank 0 prints OK.
 """
@@ -18,7 +18,7 @@ COUNT = 1 << 22
 
 
 def streams(device: torch.device) -> None:
-    """Asynchronous calls follow the current stream, and what follows `wait` follows them."""
+    """Asynchronous calls follow the current stream, and work after `wait` follows them."""
     for _ in range(20):
         x = torch.zeros(COUNT, device=device)
         torch.cuda._sleep(1_000_000)
@@ -86,7 +86,7 @@ def ring(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> None:
-    """What the backend allocates, and what a pool of its allocator holds, counts as registered."""
+    """Memory that the backend allocates, and memory in a pool of its allocator, counts as registered."""
     backend = dist.group.WORLD._get_backend(device)
     dist.all_reduce(torch.ones(1, device=device))
     assert backend.supports_tensor_alloc(device)

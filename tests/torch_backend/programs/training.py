@@ -44,7 +44,7 @@ def model() -> nn.Sequential:
 
 
 def batches(device: torch.device, data_rank: int) -> Any:
-    """A batch a step, of one rank's data."""
+    """A batch per step, of one rank's data."""
     generator = torch.Generator().manual_seed(100 + data_rank)
     for _ in range(STEPS):
         x = torch.randn(16, WIDTH, generator=generator).to(device)
@@ -52,7 +52,7 @@ def batches(device: torch.device, data_rank: int) -> Any:
 
 
 def train(parallel: nn.Module, device: torch.device, data_rank: int, group: Any) -> list[float]:
-    """The mean losses of all ranks with data of their own."""
+    """The mean losses of all ranks with their own data."""
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.5)
     losses = []
     for x, target in batches(device, data_rank):
@@ -67,13 +67,13 @@ def train(parallel: nn.Module, device: torch.device, data_rank: int, group: Any)
 
 
 def ddp(device: torch.device) -> list[float]:
-    """Data parallel: gradients are reduced while the backward pass goes on."""
+    """Data parallel: gradients are reduced during the backward pass."""
     parallel = nn.parallel.DistributedDataParallel(model().to(device), bucket_cap_mb=0.01)
     return train(parallel, device, dist.get_rank(), dist.group.WORLD)
 
 
 def ddp_join(device: torch.device) -> list[float]:
-    """Data parallel where ranks have unlike numbers of batches. The losses are of rank 0's data."""
+    """Data parallel where ranks have different numbers of batches. The losses are for rank 0's data."""
     parallel = nn.parallel.DistributedDataParallel(model().to(device))
     optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.5), []
     with parallel.join(divide_by_initial_world_size=False):
@@ -108,7 +108,7 @@ def tensor_parallel(device: torch.device) -> list[float]:
 
 
 def pipeline(device: torch.device) -> list[float]:
-    """A stage a rank; microbatches travel by send and recv."""
+    """One stage per rank; microbatches travel by send and recv."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     whole = model()
     each = len(whole) // ranks
