@@ -203,7 +203,7 @@ def test_a_late_rank_is_told_that_the_others_went_on() -> None:
 
 
 def test_what_was_shrunk_has_failed_where_a_rank_came_too_late() -> None:
-    """Nobody waits for that rank again, and it waits for nobody."""
+    """Nobody waits for that rank again, nor does it wait for the others."""
     gone, together = threading.Event(), threading.Barrier(2)
 
     def body(comm: Communicator) -> None:

@@ -1,8 +1,8 @@
-/* Three ranks close two communicators, each rank in an order of its own (channels/group.py). A rank frees what peers
- * reach of a communicator when all have left it. It waits for that, unless all that have not left wait for the end of
- * the other communicator: then a thread of its own frees it later.
+/* Three ranks close two communicators, each rank in its own order (channels/group.py). A rank frees the memory of a
+ * communicator that peers reach when all have left it. It waits for that, unless all ranks that have not left wait for
+ * the end of the other communicator: then a separate thread frees it later.
  *
- * To hold: nothing is freed that a peer may still reach; everything is freed in the end; no rank waits for ever.
+ * Properties: nothing is freed that a peer may still reach; everything is freed in the end; no rank waits forever.
  */
 #include "constants.h"
 #include "bugs.pml"
@@ -12,7 +12,7 @@
 
 typedef Group {
   byte presence[RANKS]; /* words of the control blocks */
-  byte freed;           /* by so many ranks */
+  byte freed;           /* by this many ranks */
 };
 Group group[GROUPS];
 

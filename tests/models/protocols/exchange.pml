@@ -1,14 +1,15 @@
-/* Three ranks meet in exchanges (channels/joining/exchange.py) until they leave (channels/liveness/watcher.py, channels/segment/control.py). A
- * rank that waits for a peer that has left after fewer exchanges finds that out, and ends the group.
+/* Three ranks meet in exchanges (channels/joining/exchange.py) until they leave (channels/liveness/watcher.py,
+ * channels/segment/control.py). If a rank waits for a peer that has left after fewer exchanges, it notices, and ends
+ * the group.
  *
- * To hold: nobody waits for ever, and a rank finds a difference only if there is one.
+ * Properties: nobody waits forever, and a rank finds a difference only if there is one.
  */
 #include "constants.h"
 #include "bugs.pml"
 
 #define RANKS 3
 #ifndef EXCHANGES
-#define EXCHANGES 2 /* most that a rank makes before it leaves */
+#define EXCHANGES 2 /* most exchanges that a rank makes before it leaves */
 #endif
 
 byte wanted[RANKS]; /* exchanges in a rank's program */

@@ -1,10 +1,10 @@
-/* Gets over the staged transport (proxy/engine/staged_transport.c): two sides put, get and signal, each in its order. The
- * ring and its credits are verified in staged.pml; here a message takes room until the peer has placed it.
+/* Gets over the staged transport (proxy/engine/staged_transport.c): two sides put, get and signal, each in its own
+ * order. The ring and its credits are verified in staged.pml; here a message takes room until the peer has placed it.
  *
- * A side's puts write the peer's memory, whose contents is the number of puts that are placed there; its gets read it.
+ * A side's puts write the peer's memory, whose value is the number of puts that are placed there; its gets read it.
  *
- * To hold: a get reads all puts before it and none behind it; a put or signal waits for the data of the gets before it; no
- * honest peer is refused; both come to an end.
+ * Properties: a get reads all puts before it and none after it; a put or signal waits for the data of the gets before
+ * it; no honest peer is refused; both sides finish.
  */
 #include "bugs.pml"
 

@@ -1,10 +1,10 @@
-/* Packets whose flags wrap (device/kernels/packets.h), with flags of FLAG_BITS bits in place of 32.
+/* Packets whose flags wrap (device/kernels/packets.h), with flags of FLAG_BITS bits instead of 32.
  *
  * Two ranks exchange packets for more than two laps of the flags. Places alternate with the epoch. Each epoch has a packet
- * in place 0, and one in place 1 only where its call is long, so place 1 may keep an old packet for a lap. Before a flag
- * comes again, the ranks clear their packets: twice in each quarter of a lap, once for each parity.
+ * in place 0, and one in place 1 only if its call is long, so place 1 may keep an old packet for a lap. Before a flag
+ * repeats, the ranks clear their packets: twice in each quarter of a lap, once for each parity.
  *
- * To hold: a rank takes no packet of another epoch; every packet that was sent is taken.
+ * Properties: a rank takes no packet of another epoch; every packet that was sent is taken.
  */
 #include "bugs.pml"
 
@@ -13,7 +13,7 @@
 #define CLEAR_INTERVAL (BUG(4) -> FLAGS : FLAGS / 4) /* kClearInterval is a quarter of 2^32 */
 #define LAST_EPOCH (2 * FLAGS + 3)
 
-/* flag() of packets.h: the epoch plus one, but for the last of a lap, which would be 0. */
+/* flag() of packets.h: the epoch plus one, except for the last of a lap, which would be 0. */
 #define FLAG(e) (e % FLAGS == FLAGS - 1 -> (BUG(3) -> 0 : FLAGS / 2) : e % FLAGS + 1)
 #define AT(r, e, p) packet[4 * (r) + 2 * ((e) % 2) + (p)]
 
@@ -34,7 +34,7 @@ proctype rank(bit r) {
   do
   :: e == LAST_EPOCH -> break
   :: else ->
-     /* Both ranks make the same call; the first to come chooses it. */
+     /* Both ranks make the same call; the first to arrive chooses it. */
      atomic {
        if
        :: begun[e % 2] == 0 -> if :: is_long[e % 2] = 0 :: is_long[e % 2] = 1 fi

@@ -1,15 +1,16 @@
-/* Accesses that a processor performs in another order than its program's, which Relacy does not execute.
+/* Accesses that a processor performs in a different order than its program's, which Relacy does not execute.
  *
- * A thread is a set of accesses. Each is performed at once for all threads, as soon as what must come first has been
- * performed: STEP says what that is, and a comment why. A wait is a load that finds what it waits for; what follows it is
- * performed before it where nothing orders the two, as if the thread had guessed. One test is chosen among:
+ * A thread is a set of accesses. Each is performed at once for all threads, as soon as its predecessors have been
+ * performed: STEP names them, and a comment gives the reason. A wait is a load that finds the awaited value; if nothing
+ * orders a later access after it, that may be performed first, as if the thread had guessed. One of these tests is
+ * chosen:
  *
  * - ring: a trigger of two words, stored where room was found (pairing cached-tail)
  * - reuse: rows, a slab or a packet, read by a rank before their owner writes them again (pairings packet, rows-loaded
  *   and slab-read)
  * - rows: a program's rows, announced by a later kernel (pairing loadable-rows)
  * - cleared: a packet that is cleared before the peer sends the next one to its place
- * - calls: two ranks that look for each other's call behind their own (calls.c)
+ * - calls: two ranks that look for each other's call after their own (calls.c)
  */
 #include "bugs.pml"
 
@@ -47,7 +48,7 @@ end:
   od
 }
 
-/* reuse: a rank loads what its peer may write again behind the flag. */
+/* reuse: a rank loads data that its peer may overwrite after the flag. */
 byte row, flag;
 
 proctype reader() {
@@ -85,7 +86,7 @@ end:
   od
 }
 
-/* cleared: a rank clears a place and sends another packet, behind which the peer sends one to the place. */
+/* cleared: a rank clears a place and sends another packet, after which the peer sends one to the place. */
 byte place = 1, other;
 
 proctype clearing() {
@@ -100,7 +101,7 @@ proctype answering() {
 end:
   do
   STEP(b1, other == 2, skip)
-  STEP(b2, b1 || BUG(6), place = 3) /* the fence behind the next epoch; else a branch alone */
+  STEP(b2, b1 || BUG(6), place = 3) /* the fence after the next epoch; else a branch alone */
   :: b1 && b2 -> break
   od
 }

@@ -1,12 +1,12 @@
 /* The credits of the staged transport (proxy/engine/staged_transport.c): two sides, each with a ring to send from and
  * one to receive in. Sizes and positions are in units of PROXYCCL_STAGED_ALIGN bytes; a header has one.
  *
- * Streams and the wire complete what they were given whenever they like, each in its order. The wire reads a message's
- * place until its requests are complete, since it may have to send again. It may write a word in two pieces, the low part
- * first, as a stream socket does; between the two it writes nothing else there. Words have two parts here, LOW the lower.
+ * Streams and the wire complete their work at any time, each in order. The wire reads a message's place until its
+ * requests are complete, because it may have to send again. It may write a word in two pieces, the low part first, as a
+ * stream socket does; between the two it writes nothing else there. Words have two parts here, LOW the lower.
  *
- * To hold: no place is written before its message is sent and placed; each side finds every message in order where it
- * looks for it; no honest peer is refused; both come to an end.
+ * Properties: no place is written before its message is sent and placed; each side finds every message in order, where
+ * it looks for it; no honest peer is refused; both sides finish.
  */
 #include "constants.h"
 #include "bugs.pml"
@@ -28,7 +28,7 @@
 #define LOW 2           /* values of the lower part of a word */
 
 typedef Side {
-  bool data[PUTS];                     /* whether a put has a unit of data, or is a signal alone */
+  bool data[PUTS];                     /* whether a put has a unit of data, or is only a signal */
   byte puts;                           /* that were made into messages */
   byte head, next, tail;               /* positions up to which messages are made, posted, freed */
   byte made, copied, posted, sent, freed;
@@ -36,7 +36,7 @@ typedef Side {
   byte start[MADE + 1], size[MADE + 1] /* of each message, from 1 */
   byte sending[RING], receiving[RING]; /* the message that a unit belongs to; 0: none yet */
   byte arrived, credited;              /* the words that the peer writes */
-  byte rest_arrived, rest_credited;    /* what the wire has still to add to them */
+  byte rest_arrived, rest_credited;    /* what the wire has yet to add to them */
   byte seen_arrived, seen_credited;    /* the highest that was read of each */
   byte received, taken, placed, returned;
 };

@@ -1,8 +1,8 @@
-/* Ranks of which some may end at any time find out who goes on (channels/joining/survivors.py). A rank that waits too long goes
- * on without those that have not come, if LATE is set: then one that is only slow may be left behind.
+/* Ranks of which some may end at any time find out who goes on (channels/joining/survivors.py). If LATE is set, a rank
+ * that waits too long goes on without those that have not arrived: then one that is only slow may be left behind.
  *
- * To hold: all that succeed do so in the same attempt, with the same members, all of which have joined; nobody that is
- * left behind is a member; nobody is left behind that is not late; nobody waits for ever.
+ * Properties: all that succeed do so in the same attempt, with the same members, all of which have joined; nobody that
+ * is left behind is a member; only late ranks are left behind; nobody waits forever.
  */
 #include "constants.h"
 #include "bugs.pml"
@@ -27,9 +27,9 @@ byte arrived[ATTEMPTS], joined[ATTEMPTS]; /* a bit for each rank's note */
 bool ended[RANKS];
 byte deaths;
 byte proposal[ATTEMPTS * RANKS]; /* the ranks' answers to the question of who the members are */
-byte decision[ATTEMPTS];         /* whose answer stands, and one more */
+byte decision[ATTEMPTS];         /* the rank whose answer won, plus one */
 byte outcome[ATTEMPTS];
-byte result[RANKS]; /* the attempt that succeeded, and one more; or EXCLUDED */
+byte result[RANKS]; /* the attempt that succeeded, plus one; or EXCLUDED */
 
 #define HAS(set, member) (((set) >> (member)) & 1)
 #define MAY_END \
@@ -40,7 +40,7 @@ byte result[RANKS]; /* the attempt that succeeded, and one more; or EXCLUDED */
 
 #define CAME(p) HAS(missing, p) && (HAS(arrived[attempt], p) || ended[p]) -> missing = missing & ~(1 << p)
 #define JOINED(p) HAS(missing, p) && HAS(joined[attempt], p) -> missing = missing & ~(1 << p)
-/* A rank that has ended joins no more, so it does not matter which of the two is read first. */
+/* A rank that has ended no longer joins, so it does not matter which of the two is read first. */
 #define IS_LOST(p) HAS(missing, p) && !HAS(joined[attempt], p) && ended[p] -> lost = true
 
 proctype rank(byte r) {
@@ -67,7 +67,7 @@ again:
     members = proposal[attempt * RANKS + (BUG(2) -> r : decision[attempt] - 1)];
     assert(members);
     missing = 0;
-    if /* an answer that does not stand is not read: fewer states */
+    if /* an answer that lost is not read: fewer states */
     :: decision[attempt] != r + 1 && !BUG(1) -> proposal[attempt * RANKS + r] = 0
     :: else -> skip
     fi
@@ -76,7 +76,7 @@ again:
   :: !HAS(members, r) && !BUG(3) -> assert(LATE); result[r] = EXCLUDED; goto end
   :: else -> skip
   fi;
-  if /* what a rank that has ended brought may be gone */
+  if /* data of a rank that has ended may be gone */
   :: (HAS(members, 0) && ended[0]) || (HAS(members, 1) && ended[1]) || (HAS(members, 2) && ended[2]) -> lost = true
   :: true -> joined[attempt] = joined[attempt] | (1 << r)
   fi;
@@ -114,7 +114,7 @@ again:
   };
   if
   :: result[r] == 0 && attempt < ATTEMPTS -> goto again
-  :: else -> assert(LATE || result[r]) /* each attempt but the last has lost a rank */
+  :: else -> assert(LATE || result[r]) /* each attempt except the last has lost a rank */
   fi;
 end:
   skip

@@ -7,9 +7,9 @@
 set -e
 NETWORK=10.9.0
 
-# Both ends have their address in this machine, so the kernel would hand packets over without a wire. Each end has a
-# route of its own to the other, which comes before the table of local addresses; that one is asked first only about
-# packets that came in from the wire.
+# Both ends have their address in this machine, so the kernel would hand packets over without a wire. Each end has its
+# own route to the other, which comes before the table of local addresses; that table comes first only for packets that
+# arrived from the wire.
 pair() {
   ip link add veth0 mtu 4200 type veth peer name veth1 mtu 4200
   for interface in all veth0 veth1; do
@@ -37,7 +37,7 @@ restore() {
   wait_for_devices rxe0 rxe1
 }
 
-# An end that goes down takes its route along.
+# An end that goes down loses its route.
 up() {
   ip -batch - <<END
     link set veth0 up
