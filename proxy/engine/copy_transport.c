@@ -1,8 +1,8 @@
 /* The stream keeps the order: copies, then the signal after them, then the flush word, each a stream operation. So
  * neither a signal nor a flush makes the engine wait, and a slow link to one peer does not delay other peers' streams.
  *
- * While nothing is outstanding, order needs no stream. The CPU then stores words and values itself, and copies short
- * data between memories that it may touch. Otherwise a value is copied from a pinned place that holds only it. */
+ * While nothing is outstanding, order needs no stream. The CPU then stores words itself, and copies short data
+ * between memories that it may touch, values too. Otherwise a value is copied from a place of its own. */
 #include "copy_transport.h"
 
 #include <stdlib.h>

@@ -43,7 +43,7 @@ def test_an_exit_in_another_thread_ends_that_thread_alone(monkeypatch: pytest.Mo
     thread.start()
     thread.join()
     assert not program_end.failed()
-    assert raised == [SystemExit]  # the exception itself, which Python's own hook ignores
+    assert raised == [SystemExit]  # itself, of which Python's own hook says nothing
 
 
 def test_an_exit_in_a_fork_by_another_thread_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ def _forwarding_libraries() -> None:
 
 
 def run(body: str, **env: str) -> str:
-    """The output of a program on the HIP runtime."""
+    """What a program on the HIP runtime prints."""
     program = f"from proxyccl.device import *\nfrom proxyccl.device.errors import *\n{body}"
     environment = {**os.environ, "ROCM_PATH": str(ROCM), **env}
     done = subprocess.run(
