@@ -36,6 +36,10 @@ PHRASES = {
     r"\bof one's own\b": "your own",
     r"\bwithout a word\b": "silently",
     r"\bnot looked at\b": "ignored",
+    r"\bthe own\b": "its own, this rank's, local",
+    r"\botherwise as (`|\w+\(\))": "otherwise like",
+    r"\bcomes? round\b": "wraps around",
+    r"\b(ranks?|peers?|threads?|those) that (is|are) left\b(?! (behind|to)\b)": "remaining",
 }
 """By pattern, the words to use instead."""
 

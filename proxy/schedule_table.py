@@ -21,7 +21,7 @@ class ScheduleTable:
     Args:
         service: a ProxycclService whose workers do not run yet.
         shared: where the words lie that streams and workers share.
-        semaphores: the CPU's address of the own words that peers signal, by channel id; None for a service without
+        semaphores: the CPU's address of this rank's words that peers signal, by channel id; None for a service without
             schedules.
     """
 

@@ -34,7 +34,7 @@ class LayerOptions:
     """The arguments of an `EPAll2AllLayer` except its group; see there.
 
     Attributes:
-        config: sizes and types, of the ranks that are left. Tokens choose its experts.
+        config: sizes and types, of the remaining ranks. Tokens choose its experts.
 
     Raises:
         ArgumentError: a value is out of range, or does not fit another one.

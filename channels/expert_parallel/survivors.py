@@ -32,7 +32,8 @@ def lost_ranks_of(given: Any, world_size: int) -> tuple[int, ...]:
 
 
 def experts_left(num_tot_experts: int, world_size: int, lost: int) -> int:
-    """Experts of the world_size ranks that are left, where num_tot_experts are those of all, also of the `lost` ones.
+    """Experts of the world_size remaining ranks, where num_tot_experts are those of all ranks, including the `lost`
+    ones.
 
     Raises:
         ArgumentError: the experts are not as many on each rank.

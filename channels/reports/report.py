@@ -51,7 +51,7 @@ class ProxyWait(Message, frozen=True):
     Attributes:
         what: in words.
         kind: ProxycclWaitKind.
-        peer: the rank that it waits for, or whose sends do not end; None for what the own stream must do first.
+        peer: the rank that it waits for, or whose sends do not end; None if this rank's own stream must come first.
         plan: number of the schedule.
     """
 

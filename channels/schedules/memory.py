@@ -30,7 +30,7 @@ class ScheduleMemory(Protocol):
     """A range of this rank's memory."""
 
     def source_id(self, peer: int) -> int:
-        """Its first id in the own proxy, for sends to a peer."""
+        """Its first id in this rank's proxy, for sends to a peer."""
         ...
 
     def id_at(self, peer: int) -> int:

@@ -47,7 +47,7 @@ class PinnedBoxes:
         return _OFFSETS[side]
 
     def source_id(self, peer: int) -> int:
-        """The memory id in the own proxy."""
+        """The memory id in this rank's proxy."""
         return self._own
 
     def id_at(self, peer: int) -> int:

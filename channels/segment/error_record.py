@@ -57,7 +57,7 @@ SM_CALLS = {
 """Methods of an SmChannel, by the `operation` of a record."""
 SM_MEMORIES = {
     lib.PROXYCCL_SM_PEER_MEMORY: "the peer's memory",
-    lib.PROXYCCL_SM_OWN_MEMORY: "the own memory",
+    lib.PROXYCCL_SM_OWN_MEMORY: "the local memory",
     lib.PROXYCCL_SM_PACKET_BUFFER: "the packet buffer",
 }
 """The memory that a range of an SmChannel leaves, by the `wait` of a record."""

@@ -467,7 +467,7 @@ def wait(channel):
 
 @jit
 def wait_until(channel, value):
-    """Waits until the peer's signals have reached a count, and consumes them. Otherwise as `wait`.
+    """Waits until the peer's signals have reached a count, and consumes them. Otherwise like `wait`.
 
     Args:
         channel: a ProxyChannel.

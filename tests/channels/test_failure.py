@@ -371,16 +371,16 @@ extern "C" __global__ void getPackets(Sm channel, unsigned long from, unsigned l
     ("call", "first", "second", "nbytes", "reason"),
     [  # the peer's memory has 1024 bytes, this rank's 512, the packet buffer 256
         ("put", 1024 - 8, 0, 16, "16 bytes at offset 1016 leave the peer's memory of 1024 bytes"),
-        ("put", 0, 512 - 8, 16, "16 bytes at offset 504 leave the own memory of 512 bytes"),
+        ("put", 0, 512 - 8, 16, "16 bytes at offset 504 leave the local memory of 512 bytes"),
         ("put", (1 << 64) - 8, 0, 16, "leave the peer's memory"),
         ("put", 0, 0, 1 << 63, "leave the peer's memory"),
         ("put", 1025, 0, 0, "0 bytes at offset 1025 leave the peer's memory"),
-        ("get", 512 - 8, 0, 16, "16 bytes at offset 504 leave the own memory of 512 bytes"),
+        ("get", 512 - 8, 0, 16, "16 bytes at offset 504 leave the local memory of 512 bytes"),
         ("get", 0, 1024 - 8, 16, "16 bytes at offset 1016 leave the peer's memory of 1024 bytes"),
         ("putPackets", 1024 - 16, 0, 16, "32 bytes at offset 1008 leave the peer's memory"),
-        ("putPackets", 0, 512 - 8, 16, "16 bytes at offset 504 leave the own memory"),
+        ("putPackets", 0, 512 - 8, 16, "16 bytes at offset 504 leave the local memory"),
         ("getPackets", 256 - 16, 0, 16, "32 bytes at offset 240 leave the packet buffer of 256 bytes"),
-        ("getPackets", 0, 512 - 8, 16, "16 bytes at offset 504 leave the own memory"),
+        ("getPackets", 0, 512 - 8, 16, "16 bytes at offset 504 leave the local memory"),
     ],
 )
 def test_an_access_outside_an_sm_channels_memory_moves_nothing(

@@ -23,6 +23,10 @@ findings: Callable[[str, str], list[str]] = runpy.run_path(str(ROOT / "docs/dial
         ("a.h", "int x; /* all of them,\n        * but for the last */\n", 2, "except"),
         ("a.cpp", "int x;\n// Waits for nobody.\n", 2, "does not wait"),
         ("a.c", 'const char *x = "the id is no memory";\n', 1, "is not a"),
+        ("a.h", "/* copies from the own memory */\n", 1, "local"),
+        ("a.md", "Otherwise as `wait`.\n", 1, "otherwise like"),
+        ("a.py", "# flags come round\n", 1, "wraps around"),
+        ("a.md", "The ranks that\nare left go on.\n", 1, "remaining"),
     ],
 )
 def test_a_planted_phrase_is_found_with_its_line_and_what_to_write(
@@ -38,7 +42,8 @@ def test_a_planted_phrase_is_found_with_its_line_and_what_to_write(
     [
         (
             "a.md",
-            "Where there is no GPU it is no longer needed; it is a call behind, and waits behind the put.\n",
+            "Where there is no GPU it is no longer needed; it is a call behind, and waits behind the put.\n"
+            "The ranks that are left behind end, otherwise as before.\n",
         ),
         ("a.md", "```python\nx = 1  # behind the data\n```\n\nThe name is `behind the data`.\n"),
         ("a.py", "behind = [each for each in range(4)]\nis_no = behind\n"),
