@@ -185,7 +185,7 @@ class Exchange {
     if (threadIdx.x == peer) outgoing_ = bytes;
   }
 
-  // Called by all threads of the lane: signals what was sent and waits until inbox() holds the data of every peer.
+  // Called by all threads of the lane: signals the sent data and waits until inbox() holds the data of every peer.
   PROXYCCL_DEVICE void swap() {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;

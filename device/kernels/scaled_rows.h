@@ -18,7 +18,7 @@ PROXYCCL_DEVICE uint8_t floatToE4M3(float value) {
     result = 0x7f;
   } else if (magnitude >= 0x43e00000) {  // 448 and more
     result = 0x7e;
-  } else if (magnitude < 0x3c800000) {  // below 2^-6: next to 2^14 a float's last bit is worth what e4m3's is here
+  } else if (magnitude < 0x3c800000) {  // below 2^-6: near 2^14 a float's last bit has the weight of e4m3's here
     result = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) + 16384.0f) - 0x46800000;
   } else {
     result = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);

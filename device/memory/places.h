@@ -7,7 +7,7 @@
  *
  * The library calls with its own lock held, so nothing here is Python (memory_pool.h). Kernels that it queued may still
  * use a place that it has freed; where drivers free memory, they wait for such kernels. So a freed place is idle until
- * somebody who has waited for the device renews it.
+ * a caller that has waited for the device renews it.
  */
 #ifndef PROXYCCL_PLACES_H
 #define PROXYCCL_PLACES_H

@@ -194,7 +194,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
                                [&](uint64_t* seen) { return (*seen = loadAcquireSystem(completed)) > ticket; });
   }
 
-  /// For a channel with a Python handler: sends the handler three numbers, which mean what the program decides.
+  /// For a channel with a Python handler: sends the handler three numbers of the program's choice.
   /// @param size       what the handler sees as the trigger's size
   /// @param dstOffset  what it sees as the destination offset
   /// @param srcOffset  what it sees as the source offset

@@ -155,7 +155,7 @@ PROXYCCL_DEVICE void sumRows(char* out, char* const* rows, const float* weights,
 
 enum class CombineStage : uint32_t {
   send,       // send each rank this rank's rows of its tokens, or their sums
-  sum_node,   // sum what this node's ranks sent: for this rank's tokens and its counterparts'
+  sum_node,   // sum the rows from this node's ranks, for this rank's tokens and its counterparts'
   sum_nodes,  // sum the nodes' sums for this rank's tokens
 };
 constexpr uint32_t kCombineStages = 3;
@@ -180,7 +180,7 @@ class Combine {
     team_.loadLookup();
   }
 
-  // Called by the block: waits until the node has summed what the previous combine sent.
+  // Called by the block: waits until the node has summed the rows of the previous combine.
   PROXYCCL_DEVICE void awaitSummed() const {
     if (threadIdx.x < team_->local_size)
       team_.await(team_.summed(threadIdx.x, block_), number_ - 1, team_.nearRank(threadIdx.x));

@@ -192,7 +192,7 @@ class Dispatch {
   }
   // For each node, numbers the segment's tokens that go there: their rows lie one after the other.
   PROXYCCL_DEVICE void placeTokens() const;
-  // Called by the block, before counts are added to what it clears.
+  // Called by the block, before counts are added to the memory that it clears.
   PROXYCCL_DEVICE void clearOutgoing() const;
   // Called by the block: waits for the counts of all ranks. Returns false to all threads if they did not arrive.
   PROXYCCL_DEVICE bool awaitRouting() const;
@@ -353,10 +353,10 @@ class Dispatch {
   PROXYCCL_DEVICE void describeToken(const Group& group, uint32_t source, uint32_t i) const;
   // Called by a group: writes the descriptor's entries of a token's rows.
   PROXYCCL_DEVICE void describeRows(const Group& group, uint32_t source, uint32_t i) const;
-  // Called by a group, with a row for each rank: writes what the token chose on this rank.
+  // Called by a group, with a row for each rank: writes the token's choices on this rank.
   PROXYCCL_DEVICE void describeChoices(const Group& group, uint32_t source, uint32_t i, int32_t row) const;
 
-  // Called by a group: acquires that all ranks have read what the block sent in the previous dispatch.
+  // Called by a group: waits, with acquire, until all ranks have read the block's data of the previous dispatch.
   PROXYCCL_DEVICE void awaitPreviousReaders(const Group& group) const {
 #pragma unroll 1
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)

@@ -229,7 +229,7 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t outbox(uint64_t call, uint32_t node) const {
     return e_.outbox + (call % 2 * e_.nodes + node) * e_.slab_bytes;
   }
-  // Where to read what `source` sent to this rank or its node.
+  // The address of the data that `source` sent to this rank or its node.
   PROXYCCL_DEVICE char* slabOf(uint64_t call, uint32_t source) const {
     const uint32_t local = localOf(source), node = nodeOf(source);
     return node == e_.node ? e_.workspace + e_.inbox + local * e_.slab_bytes : peer(local) + rail(call, node);
@@ -258,7 +258,7 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t sent(uint32_t source, uint32_t part) const {
     return e_.sent + 8ull * (static_cast<uint64_t>(source) * parts() + part);
   }
-  // Raised when the block of a rank of the node has read what a dispatch brought.
+  // Raised when the block of a rank of the node has read a dispatch's data.
   PROXYCCL_DEVICE uint64_t read(uint32_t local, uint32_t block) const {
     return e_.read + 8ull * (local * e_.segments + block);
   }
@@ -266,7 +266,7 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t returned(uint32_t local, uint32_t block) const {
     return e_.returned + 8ull * (local * e_.blocks + block);
   }
-  // Raised when the block of a rank of the node has summed what a combine brought it.
+  // Raised when the block of a rank of the node has summed a combine's data.
   PROXYCCL_DEVICE uint64_t summed(uint32_t local, uint32_t block) const {
     return e_.summed + 8ull * (local * e_.blocks + block);
   }

@@ -7,8 +7,8 @@
  * choices to all ranks (experts/announcement.h), and every block counts for itself.
  *
  * Every rank has a workspace, with the same layout on all, and the ranks of its node map it. It holds flags (8-byte
- * words that peers store and this rank polls) and slabs. A slab is what one source sends to one rank or node: for each
- * segment its routing, then for each segment its tokens' rows.
+ * words that peers store and this rank polls) and slabs. A slab holds the data of one source for one rank or node: for
+ * each segment its routing, then for each segment its tokens' rows.
  *
  * With a row for each rank, these kernels' experts are ranks, and experts_per_rank is 1. A dispatch counts the ranks
  * that a token goes to, each once (experts/choices.h). The token's choice there, a ProxycclExpertChoice, takes the
@@ -19,9 +19,10 @@
  * there.
  *
  * - announced [2][…]: packets: the choices and weights of every rank
- * - inbox [local_size], where choices are announced [2][local_size]: what the ranks of the node send here
- * - rail [2][nodes]: what this rank's counterparts on other nodes send to this node; all its ranks read it here
- * - outbox [2][nodes]: what this rank sends to its counterparts; the proxy reads it
+ * - inbox [local_size], where choices are announced [2][local_size]: data from the ranks of the node
+ * - rail [2][nodes]: data for this node from this rank's counterparts on other nodes; all ranks of the node read it
+ *   here
+ * - outbox [2][nodes]: this rank's data for its counterparts; the proxy reads it
  * - returns: experts' rows on their way back to the tokens' ranks; return_rails: the same to rails
  * - partial_in, partial_out [2][nodes]: sums of a node on their way back to the tokens' ranks
  * - outputs [output_buffers]: rows [output_rows], and their scales
@@ -48,7 +49,7 @@ enum {
   PROXYCCL_ANNOUNCED_EXPERTS = 1024,
   PROXYCCL_IDS_PER_PACKET = 4,
   PROXYCCL_MASKED_RANKS = 64,         /* with a row for each rank: a token's ranks are bits of a word */
-  PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* of 8 bytes: what a block keeps of all ranks' heads and choices */
+  PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* of 8 bytes: heads and choices of all ranks that a block keeps */
   PROXYCCL_SUMMED_WORDS = 16,         /* of a mask of tokens, whose bits are counted together */
   PROXYCCL_KEPT_TARGETS = 4096,       /* slots of a segment that a block keeps while it counts them */
   PROXYCCL_CACHED_ROWS = 2048,        /* slots of a block whose rows a combine looks up before it waits */

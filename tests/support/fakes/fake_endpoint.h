@@ -15,7 +15,7 @@ typedef struct {
   uint64_t remote, value, bytes_before;
 } FakeFabricSignal;
 
-/* It refuses writes beyond `depth` for now. Unordered: it carries out what it holds in any order. Joined: writes may
+/* It refuses writes beyond `depth` for now. Unordered: it carries out its requests in any order. Joined: writes may
  * have two parts, which it carries out in their order. A write has at most `max_message` bytes. */
 FakeEndpoint *fake_endpoint_open(uint32_t depth, uint32_t ordered, uint32_t joined, uint64_t max_message);
 void fake_endpoint_close(FakeEndpoint *endpoint);

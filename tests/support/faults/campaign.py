@@ -206,7 +206,7 @@ class Campaign:
         return Rank(process)
 
     def _strike(self, case: Case, ranks: list[Rank]) -> list[str]:
-        """Does to the victim, or to its daemon, what comes from outside. Returns findings."""
+        """Applies faults from outside to the victim, or to its daemon. Returns findings."""
         victim = ranks[case.victim].process.pid
         daemon = (ranks[case.victim].said("ready") or {}).get("daemon")
         strikes = {

@@ -68,7 +68,7 @@ class Surroundings:
         self._no_clock = functools.cache(lambda: why_no_clock(self._clock))
 
     def why_not(self, case: Case) -> str:
-        """Why a case can't be run here, or "". Makes what the case needs."""
+        """Why a case can't be run here, or "". Sets up everything that the case needs."""
         if self._no_kernels:
             return self._no_kernels
         if case.fault in LINK_FAULTS and self._hosts is None:

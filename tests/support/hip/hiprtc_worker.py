@@ -1,4 +1,4 @@
-"""Compiles what comes on its standard input with HIPRTC, through hip-python, and disassembles the result.
+"""Compiles sources from its standard input with HIPRTC, through hip-python, and disassembles the result.
 
 HIPRTC needs another C library than the tests, so this is a separate process and imports none of their modules. A
 request is a line of JSON {source, options, disassemble}; the answer one of {status, log, code, assembly}, `code` in

@@ -32,7 +32,7 @@ __device__ mscclpp::LL16Packet boxes[8];
 
 MSCCLPP_DEVICE_INLINE uint32_t lane() { return threadIdx.x % WARP_SIZE; }
 
-// Memory channels: what a peer wrote at 0 is put on at half, fetched back with the offsets of both sides.
+// Memory channels: data that a peer wrote at 0 is put on at half, and fetched back with the offsets of both sides.
 extern "C" __global__ void memory_put(mscclpp::DeviceHandle<mscclpp::MemoryChannel>* channels, uint64_t half) {
   mscclpp::MemoryChannelDeviceHandle& channel = channels[0];
   channel.put<16, true>(half, 0, half, threadIdx.x, blockDim.x);
