@@ -55,7 +55,7 @@ PROXYCCL_DEVICE void reduceRuns(uint32_t ranks, uint32_t divisor, uint64_t begin
     const T* first = source(0) + i;
     for (uint64_t k = 0; k < count; ++k) sums[k] = Element<T>::widen(first[k]);
     // The last loop over values of the accumulator's type finishes them too, which saves a pass over the run. Narrower
-    // ones are converted in a loop of their own: both conversions in one are not made vector instructions.
+    // ones are converted in a separate loop: compilers do not vectorise both conversions in one.
     const bool last_finishes = sizeof(T) == sizeof(A) && ranks > 1;
     for (uint32_t rank = 1; rank < ranks - last_finishes; ++rank) {
       const T* next = source(rank) + i;

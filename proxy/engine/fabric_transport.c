@@ -13,7 +13,7 @@
  * No provider promises the order between reads and writes that a channel has. So a run of reads starts when the writes
  * before it are complete, and the operations after the run start when its reads are. Each read has its own completion.
  *
- * A completion of a write tells that the data was delivered, as a reliable connection of verbs does: a peer whose
+ * A completion of a write means that the data was delivered, as with a reliable connection of verbs: a peer whose
  * workers have ended carries out no more writes. */
 #include "fabric_transport.h"
 

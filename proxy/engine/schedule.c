@@ -298,7 +298,7 @@ enum {
   PHASE_SENDS,
   PHASE_STAGES, /* receives, each stage a phase */
   PHASE_GATE = PHASE_STAGES + PROXYCCL_SCHEDULE_STAGES,
-  PHASE_RECEIVES /* without a stage: peers may send them after gates of their own */
+  PHASE_RECEIVES /* without a stage: peers may send them after their own gates */
 };
 
 static uint32_t phase_of(const ProxycclService *service, const Step *step) {

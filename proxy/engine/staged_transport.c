@@ -35,7 +35,7 @@ enum { MESSAGES = PROXYCCL_STAGED_MESSAGES };
  * is a request. */
 typedef struct {
   uint64_t address; /* of the put's data or of the requested data, the receiver's own */
-  uint64_t target;  /* key of the receiver's range that it lies in */
+  uint64_t target;  /* key of the receiver's range that contains it */
   uint64_t bytes;   /* of data in the message */
   uint64_t word;    /* address of a semaphore word, the receiver's own; 0: no signal */
   uint64_t value;

@@ -478,7 +478,7 @@ def test_channels_come_in_the_order_of_their_peers() -> None:
         ranks.run(body)
 
 
-@pytest.mark.own_proxy(reason="the daemon is another process, with a table of its own")
+@pytest.mark.own_proxy(reason="the daemon is another process, with its own table")
 def test_a_chosen_transport_that_copies_carries_the_channels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRANSPORTS, "other", replace(TRANSPORTS["copy"], name="other"))
 

@@ -440,7 +440,7 @@ extern "C" __global__ void in_turn(DeviceHandle<SmChannel> channel, int signals,
 """
 
 
-@pytest.mark.host_only(reason="a look at who waits would cost every wait on a GPU a trip to memory")
+@pytest.mark.host_only(reason="on a GPU the check would cost every wait a trip to memory")
 @pytest.mark.parametrize("kind", ["sm", "proxy"])
 def test_two_threads_that_wait_on_one_channel_are_refused(kind: str) -> None:
     def body(comm: Communicator) -> BaseException | None:
@@ -842,7 +842,7 @@ def test_abort_ends_the_waits_of_the_others() -> None:
     assert "for a reason" in str(errors[0])
 
 
-@pytest.mark.host_only(reason="a GPU does not say that its threads deadlocked")
+@pytest.mark.host_only(reason="a GPU does not report that its threads deadlocked")
 def test_a_deadlocked_kernel_leaves_the_communicator_alive() -> None:
     def body(comm: Communicator) -> None:
         comm.compile(PUSH, "half_a_barrier")(1, 4)
@@ -853,7 +853,7 @@ def test_a_deadlocked_kernel_leaves_the_communicator_alive() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.host_only(reason="a kernel that fails takes a GPU's context with it")
+@pytest.mark.host_only(reason="a failing kernel ends a GPU's context")
 def test_close_is_clean_after_kernels_that_failed_on_two_streams() -> None:
     def body(comm: Communicator) -> None:
         kernel = comm.compile(PUSH, "half_a_barrier")

@@ -158,7 +158,7 @@ def test_a_rank_gets_from_itself(ranks: Ranks) -> None:
 
 
 @pytest.mark.host_only(reason="a numpy array is the host's device memory")
-@pytest.mark.own_proxy(reason="a node daemon that is asked for refuses such memory")
+@pytest.mark.own_proxy(reason="a requested node daemon refuses such memory")
 def test_memory_that_no_other_process_can_map_takes_what_is_got(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         own, theirs = np.zeros(64, np.uint8), comm.empty(64, "uint8").fill(comm.rank + 3)
@@ -206,7 +206,7 @@ def test_a_get_that_leaves_a_memory_is_refused(dst: int, src: int) -> None:
         pair.run(body)
 
 
-@pytest.mark.host_only(reason="needs memory that the system gives when it is touched")
+@pytest.mark.host_only(reason="needs memory that is allocated on first touch")
 def test_a_get_reaches_later_windows_of_memories() -> None:
     behind = 64 << 10
 

@@ -417,7 +417,7 @@ def test_a_driver_that_takes_long_to_map_holds_up_no_other_cache() -> None:
     other.close()
 
 
-@pytest.mark.host_only(reason="of the host's files")
+@pytest.mark.host_only(reason="about the host's files")
 def test_memory_that_its_owner_could_cut_short_is_refused(tmp_path: Path) -> None:
     """Reading a truncated part would end the reading process."""
     memory = SharedMemory.allocate(8192)
@@ -435,7 +435,7 @@ def test_memory_that_its_owner_could_cut_short_is_refused(tmp_path: Path) -> Non
         SharedMemory.adopt(os.dup(memory.descriptor), 8193)
 
 
-@pytest.mark.host_only(reason="of the host's memory")
+@pytest.mark.host_only(reason="about the host's memory")
 def test_a_part_of_a_part_is_exported_by_its_own_place() -> None:
     memory = SharedMemory.allocate(4096)
     part = SharedMemory.open(memory.export(memory.ptr + 1024, 2048))

@@ -16,7 +16,7 @@ from proxyccl.proxy.service import ProxyService
 from support.device_arrays import on_device, on_host
 from support.running import TIMEOUT, run_ranks
 
-pytestmark = pytest.mark.host_only(reason="no kernel is about it")
+pytestmark = pytest.mark.host_only(reason="involves no kernels")
 
 
 def in_thread(action: Any) -> threading.Thread:

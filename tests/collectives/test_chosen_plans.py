@@ -194,7 +194,7 @@ def refused(collective: str, table: SizeTable, match: str) -> None:
         Selector.for_ranks(2, "host").with_table(collective, table)
 
 
-@pytest.mark.host_only(reason="tables alone")
+@pytest.mark.host_only(reason="only tables")
 @pytest.mark.parametrize(
     ("collective", "table", "match"),
     [
@@ -223,7 +223,7 @@ def test_a_table_refuses_a_plan_that_none_of_its_calls_can_use(collective: str, 
     refused(collective, table, match)
 
 
-@pytest.mark.host_only(reason="tables alone")
+@pytest.mark.host_only(reason="only tables")
 @pytest.mark.parametrize("algorithm", [7, None, {"name": "a plan"}])
 def test_a_table_takes_names_and_plans_alone(algorithm: Any) -> None:
     with pytest.raises(ArgumentError, match=r"^algorithm: .* expected an ExecutionPlan or one of"):

@@ -638,7 +638,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.host_only(reason="reads JSON alone")
+@pytest.mark.host_only(reason="only reads JSON")
 @pytest.mark.parametrize(("change", "text"), BROKEN, ids=range(len(BROKEN)))
 def test_a_broken_plan_is_refused_when_it_is_loaded(change: Callable[[dict[str, Any]], None], text: str) -> None:
     plan = copy.deepcopy(all_gather(2))
@@ -647,14 +647,14 @@ def test_a_broken_plan_is_refused_when_it_is_loaded(change: Callable[[dict[str, 
         ExecutionPlan.load(plan)
 
 
-@pytest.mark.host_only(reason="reads JSON alone")
+@pytest.mark.host_only(reason="only reads JSON")
 @pytest.mark.parametrize("given", [3, "{", b"[]", {"name": "only"}])
 def test_what_is_no_plan_is_refused(given: Any) -> None:
     with pytest.raises(ArgumentError, match="plan"):
         ExecutionPlan.load(given)
 
 
-@pytest.mark.host_only(reason="reads JSON alone")
+@pytest.mark.host_only(reason="only reads JSON")
 def test_barriers_and_semaphores_that_do_not_come_out_even_are_refused() -> None:
     def barriers(view: RankView) -> list[Ops]:
         return [[{"name": "barrier", "barrier_id": 0, "num_threadblocks": 2}], [NOP]]
@@ -668,7 +668,7 @@ def test_barriers_and_semaphores_that_do_not_come_out_even_are_refused() -> None
         ExecutionPlan.load(document(2, semaphores, chunks=(1, 1, 0), semaphores=(0,)))
 
 
-@pytest.mark.host_only(reason="reads JSON alone")
+@pytest.mark.host_only(reason="only reads JSON")
 def test_a_plan_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(all_gather(4)))
@@ -759,7 +759,7 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 WHOLE = all_reduce_by_packets(2)
 
 
-@pytest.mark.host_only(reason="reads JSON alone")
+@pytest.mark.host_only(reason="only reads JSON")
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(list(leaves(WHOLE))), st.sampled_from([None, -1, 0, 1, 7, 1 << 40, "x", "port", [], {}, [7], 1.5])

@@ -28,7 +28,7 @@ from proxyccl.proxy.daemon.protocol import (
 from proxyccl.proxy.interface import ProxyFailure
 from support.running import wait_for
 
-pytestmark = pytest.mark.host_only(reason="no runtime takes part")
+pytestmark = pytest.mark.host_only(reason="needs no runtime")
 
 
 @dataclass

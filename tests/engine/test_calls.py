@@ -14,7 +14,7 @@ from proxyccl.proxy import _engine
 from support.devices import rank_runtime
 from support.running import TIMEOUT
 
-pytestmark = pytest.mark.host_only(reason="a driver of its own")
+pytestmark = pytest.mark.host_only(reason="its own driver")
 
 ffi, lib = _engine.ffi, _engine.lib
 WAITED, OTHER = 0x10, 0x20

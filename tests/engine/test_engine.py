@@ -175,7 +175,7 @@ def test_rings_and_threads_must_be_sensible_numbers(fifos: Any, proxy_threads: A
         run_ranks(1, lambda comm: None, fifos=fifos, proxy_threads=proxy_threads)
 
 
-@pytest.mark.own_proxy(reason="of a thread of this process")
+@pytest.mark.own_proxy(reason="about a thread of this process")
 def test_an_idle_proxy_costs_next_to_no_core() -> None:
     def body(comm: Communicator) -> None:
         assert "1 rings, 1 threads" in repr(comm.proxy)

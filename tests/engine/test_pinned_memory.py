@@ -221,7 +221,7 @@ def rank() -> Iterator[Rank]:
         yield made
 
 
-own_proxy = pytest.mark.own_proxy(reason="a service of its own")
+own_proxy = pytest.mark.own_proxy(reason="its own service")
 
 
 @own_proxy

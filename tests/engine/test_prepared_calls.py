@@ -14,7 +14,7 @@ import pytest
 from proxyccl.channels._prepared_calls import PreparedCalls
 from proxyccl.proxy._engine import ffi
 
-pytestmark = pytest.mark.host_only(reason="arrays of numpy, and a driver of its own")
+pytestmark = pytest.mark.host_only(reason="numpy arrays, and its own driver")
 
 STREAM, CALLERS, CALL, LAUNCH = 0x10, 0x20, 0x30, 0x40
 OPTIONS = ("all_reduce", "sum", None)

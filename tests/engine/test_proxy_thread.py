@@ -24,7 +24,7 @@ from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.tools import ring_loops
 from support.running import TIMEOUT, run_ranks
 
-pytestmark = pytest.mark.own_proxy(reason="services of its own")
+pytestmark = pytest.mark.own_proxy(reason="its own services")
 
 HALF = 4096
 PUT = Operation.DATA

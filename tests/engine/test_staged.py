@@ -56,7 +56,7 @@ WIRES = [
 
 pytestmark = [
     pytest.mark.hip,
-    pytest.mark.own_proxy(reason="services of its own"),
+    pytest.mark.own_proxy(reason="its own services"),
     pytest.mark.skipif(
         not lib.proxyccl_verbs_built(), reason="this build has no verbs transport: libibverbs' headers were not there"
     ),

@@ -15,7 +15,7 @@ from proxyccl.device._native import ffi
 from support.cases.expert_layer import Case, plan_of, run_ranks
 from support.running import TIMEOUT, impatient
 
-pytestmark = pytest.mark.host_only(reason="fills tables with numbers that lead anywhere")
+pytestmark = pytest.mark.host_only(reason="fills tables with arbitrary numbers")
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "expert": {"max_recv_tokens": 64},

@@ -23,8 +23,8 @@ PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
 GET = Operation.DATA | Operation.GET
 
 pytestmark = [
-    pytest.mark.host_only(reason="an endpoint of its own, in the CPU's memory"),
-    pytest.mark.own_proxy(reason="services of its own"),
+    pytest.mark.host_only(reason="its own endpoint, in the CPU's memory"),
+    pytest.mark.own_proxy(reason="its own services"),
     pytest.mark.skipif(
         not lib.proxyccl_fabric_built(), reason="this build has no fabric transport: libfabric's headers were not there"
     ),

@@ -13,7 +13,7 @@ import proxyccl.numba as pn
 from proxyccl import ArgumentError
 from support.kernels import numba as kernels
 
-pytestmark = pytest.mark.host_only(reason="a compiler alone")
+pytestmark = pytest.mark.host_only(reason="needs only a compiler")
 
 SIGNATURE = (int64, int64, int64, types.Array(types.int32, 1, "C"))
 

@@ -9,7 +9,7 @@ import pytest
 
 from support.paths import PROGRAMS
 
-pytestmark = pytest.mark.host_only(reason="a compiler alone")
+pytestmark = pytest.mark.host_only(reason="needs only a compiler")
 
 
 @pytest.mark.parametrize("numpy", ["installed", "newest"])

@@ -38,7 +38,7 @@ from support.observing import KERNELS, channels_of, command, look, output_of
 from support.ranks import Gate, Ranks
 from support.running import TIMEOUT, run_ranks, wait_for
 
-pytestmark = pytest.mark.own_proxy(reason="looks in a directory of its own, and starts a daemon where it wants one")
+pytestmark = pytest.mark.own_proxy(reason="looks in its own directory, and starts a daemon if it needs one")
 
 MEGABYTES = 8 << 20
 

@@ -33,7 +33,7 @@ from support.device_arrays import barrier, on_device, on_host
 from support.observing import KERNELS, channels_of, command, look, output_of, wait_for_looks, wait_until_traced
 from support.running import TIMEOUT, run_ranks
 
-pytestmark = pytest.mark.own_proxy(reason="looks in a directory of its own, and starts a daemon where it wants one")
+pytestmark = pytest.mark.own_proxy(reason="looks in its own directory, and starts a daemon if it needs one")
 
 ffi, lib = _engine.ffi, _engine.lib
 

@@ -46,8 +46,8 @@ from support.ranks import Gate
 from support.running import run_ranks, wait_for
 
 pytestmark = [
-    pytest.mark.host_only(reason="a device of its own, in the CPU's memory"),
-    pytest.mark.own_proxy(reason="services of its own"),
+    pytest.mark.host_only(reason="its own device, in the CPU's memory"),
+    pytest.mark.own_proxy(reason="its own services"),
 ]
 
 ffi, lib = _engine.ffi, _engine.lib

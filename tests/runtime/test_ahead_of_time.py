@@ -22,7 +22,7 @@ from support.devices import ON_HOST, RUNTIME, rank_runtime
 from support.running import run_ranks
 
 ARCHITECTURE = "sm_90"
-COMPILER_ALONE = pytest.mark.host_only(reason="a compiler alone")
+COMPILER_ALONE = pytest.mark.host_only(reason="needs only a compiler")
 
 
 @pytest.fixture

@@ -174,7 +174,7 @@ def test_the_demo_fails_with_the_reason_when_a_training_does() -> None:
     assert "abacus" in done.stderr
 
 
-@pytest.mark.host_only(reason="there a compiler alone must do; on a GPU the examples themselves run")
+@pytest.mark.host_only(reason="needs only a compiler; on a GPU the examples themselves run")
 @pytest.mark.parametrize("name", sorted(KERNELS))
 def test_an_example_s_kernels_compile_for_a_gpu_as_they_are(name: str) -> None:
     names = kernel_names(KERNELS[name])

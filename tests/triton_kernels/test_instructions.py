@@ -24,7 +24,7 @@ from support.locks import one_at_a_time
 from support.once import shared_directory
 from support.paths import PROGRAMS
 
-pytestmark = pytest.mark.host_only(reason="a compiler alone")
+pytestmark = pytest.mark.host_only(reason="needs only a compiler")
 
 NATIVE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
 """Whether Triton has atomic loads and stores, and compiles for AMD without ROCm."""

@@ -507,7 +507,7 @@ def test_a_launch_comes_behind_what_its_stream_holds() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.host_only(reason="of the interpreter")
+@pytest.mark.host_only(reason="about the interpreter")
 def test_kernels_are_rewritten_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     in_turn: list[bool] = []
     rewrite = InterpretedFunction.rewrite

@@ -444,7 +444,7 @@ def test_freed_memory_is_refused() -> None:
             use()
 
 
-@pytest.mark.host_only(reason="of GPUs' arrays test_gpu.py has every kind")
+@pytest.mark.host_only(reason="test_gpu.py covers all kinds of GPU arrays")
 def test_collectives_take_every_kind_of_array() -> None:
     def body(comm: Communicator) -> None:
         expected = [3.0] * 4

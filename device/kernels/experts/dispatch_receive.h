@@ -23,8 +23,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::receive(const Group& group, uint32_t* next_
     if (counts && next-- == 0) {
       if constexpr (kAnnounced) writeAnnouncedCounts(group, gathered.rows);
     } else if (next < copies) {
-      // This rank's own rows come first, as they need no wait. Rows of other ranks arrive one by one, so sources take
-      // turns. Announced rows of one source arrive all at once.
+      // This rank's own rows come first, because they need no wait. Rows of other ranks arrive one by one, so sources
+      // take turns. Announced rows of one source arrive all at once.
       const uint32_t item = kAnnounced ? next % most : next / ranks, turn = kAnnounced ? next / most : next;
       receiveItem(group, item, (team_->rank + turn) % ranks, &arrived);
     } else if (next - copies < described) {

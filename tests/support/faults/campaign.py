@@ -319,7 +319,8 @@ class Campaign:
 
 
 def run(cases: Iterable[Case], campaign: Campaign, report: Report) -> bool:
-    """Runs cases, as many at once as the report says, and adds each to the report. Returns whether it was not ended."""
+    """Runs cases, as many at once as the report says, and adds each to the report. Returns False if it was ended
+    early."""
 
     def outcome(case: Case) -> Outcome:
         began = time.monotonic()

@@ -178,7 +178,7 @@ def killed_before_it_is_mapped(what: str) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended, and its parent has yet to hear of it or not."""
+    """Whether a process has ended, even if its parent has not noticed yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except FileNotFoundError:

@@ -201,7 +201,7 @@ def expert_layouts() -> None:
 RING = r"""
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
-// Every thread puts its own word again and again; the last flush of each thread covers its own puts.
+// Every thread puts its own word repeatedly; the last flush of each thread covers its own puts.
 extern "C" __global__ void producers(DeviceHandle<ProxyChannel>* channels, uint32_t* words, int repeats) {
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
   const DeviceHandle<ProxyChannel>& channel = channels[0];
@@ -364,7 +364,7 @@ extern "C" __global__ void sm(DeviceHandle<SmChannel>* channels, uint32_t* data,
 extern "C" __global__ void packets(DeviceHandle<SmChannel>* channels, int rounds) {
   const DeviceHandle<SmChannel>& channel = channels[0];
   for (int round = 0; round < rounds; ++round) {
-    // Two buffers by turns, as the shipped packet algorithms have.
+    // Two alternating buffers, like those of the shipped packet algorithms.
     const uint64_t at = 4 * kBytes + (round & 1) * 4 * kBytes;
     channel.putPackets(at, 0, kBytes, threadIdx.x, blockDim.x, 2 * round + 1);
     channel.getPackets(at, kBytes, kBytes, threadIdx.x, blockDim.x, 2 * round + 1);
