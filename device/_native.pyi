@@ -671,6 +671,9 @@ class Lib:
     def proxyccl_host_write64(
         self, stream: Pointer, address: Passed[Uint64Pointer], value: int, flags: int, /
     ) -> int: ...
+    def proxyccl_host_write32(
+        self, stream: Pointer, address: Passed[Uint32Pointer], value: int, flags: int, /
+    ) -> int: ...
     def proxyccl_host_module_load(
         self, module: Passed[PointerTo[VoidPointer]] | Sequence[Pointer], path: Passed[CharPointer] | bytes, /
     ) -> int: ...

@@ -124,6 +124,7 @@ class EngineFunctions:
 
     copy: int
     write64: int
+    write32: int
     event_record: int
     event_query: int
     make_current: int = 0

@@ -542,6 +542,7 @@ class Lib:
         table: Passed[ProxycclRuntimeTablePointer],
         copy: int,
         write64: int,
+        write32: int,
         event_record: int,
         event_query: int,
         /,

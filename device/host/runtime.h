@@ -66,6 +66,7 @@ int proxyccl_host_event_elapsed(float* milliseconds, void* start, void* end);
 int proxyccl_host_copy(void* dst, const void* src, size_t bytes, void* stream);
 int proxyccl_host_set(void* dst, int value, size_t bytes, void* stream);
 int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsigned flags);
+int proxyccl_host_write32(void* stream, uint32_t* address, uint32_t value, unsigned flags);
 /* Queues them as one operation. A wait polls its word in the thread that runs it, with ever longer pauses; an inline
  * stream takes none. */
 int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);

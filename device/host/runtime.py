@@ -365,6 +365,7 @@ class HostRuntime:
         return EngineFunctions(
             copy=_address("proxyccl_host_copy"),
             write64=_address("proxyccl_host_write64"),
+            write32=_address("proxyccl_host_write32"),
             event_record=_address("proxyccl_host_event_record"),
             event_query=_address("proxyccl_host_event_query"),
             add_helper=_address("proxyccl_host_add_helper"),

@@ -378,12 +378,23 @@ int proxyccl_host_set(void* dst, int value, size_t bytes, void* stream) {
     return 0;
   });
 }
-int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsigned) {
+
+namespace {
+template <class Word>
+int enqueueWrite(void* stream, Word* address, Word value) {
   return asStream(stream)->enqueue([=] {
     // After the stream's copies; pairs with the waiter's acquire.
     __atomic_store_n(address, value, __ATOMIC_RELEASE);
     return 0;
   });
+}
+}  // namespace
+
+int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsigned) {
+  return enqueueWrite(stream, address, value);
+}
+int proxyccl_host_write32(void* stream, uint32_t* address, uint32_t value, unsigned) {
+  return enqueueWrite(stream, address, value);
 }
 
 int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned) {

@@ -31,7 +31,12 @@ class EngineRuntime:
         self.functions = functions = runtime.engine_functions()
         self.table = ffi.new("ProxycclRuntimeTable *")
         lib.proxyccl_runtime_table_fill(
-            self.table, functions.copy, functions.write64, functions.event_record, functions.event_query
+            self.table,
+            functions.copy,
+            functions.write64,
+            functions.write32,
+            functions.event_record,
+            functions.event_query,
         )
         self._pinned: list[PinnedMemory] = []
         self._left = 0  # bytes of the last one

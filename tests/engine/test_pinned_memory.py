@@ -98,6 +98,7 @@ class FakeDriver:
         functions = {
             "copy": ctypes.CFUNCTYPE(status, pointer, pointer, size, pointer)(self._copy),
             "write64": ctypes.CFUNCTYPE(status, pointer, pointer, word, ctypes.c_uint)(self._write64),
+            "write32": ctypes.CFUNCTYPE(status, pointer, pointer, ctypes.c_uint32, ctypes.c_uint)(self._write32),
             "event_record": ctypes.CFUNCTYPE(status, pointer, pointer)(self._event_record),
             "event_query": ctypes.CFUNCTYPE(status, pointer)(self._event_query),
         }
@@ -112,6 +113,11 @@ class FakeDriver:
     def _write64(self, stream: int, address: int, value: int, flags: int) -> int:
         self.calls.append("write")
         self._queue.append(lambda: setattr(ctypes.c_uint64.from_address(address), "value", value))
+        return 0
+
+    def _write32(self, stream: int, address: int, value: int, flags: int) -> int:
+        self.calls.append("write32")
+        self._queue.append(lambda: setattr(ctypes.c_uint32.from_address(address), "value", value))
         return 0
 
     def _event_record(self, event: int, stream: int) -> int:
@@ -310,11 +316,25 @@ def test_values_beyond_those_that_can_be_on_their_way_wait_in_the_ring(rank: Ran
     destination = rank.service.add_memory(device.ptr, SIZE)
     rank.driver.held.set()
     for i in range(room + 3):
-        rank.push(PUT, value=i + 1, size=8, destination=destination, to=8 * i)
+        rank.push(PUT, value=i + 1, size=2, destination=destination, to=2 * i)
     rank.wait(lambda: len(rank.driver.moves) == room, "as many as there is room for")
     rank.driver.held.clear()
     assert rank.service.drain(TIMEOUT)
-    assert seen_as(device, np.uint64)[: room + 4].tolist() == [*range(1, room + 4), 0]
+    assert seen_as(device, np.uint16)[: room + 4].tolist() == [*range(1, room + 4), 0]
+
+
+@own_proxy
+def test_a_stream_writes_aligned_values_of_4_and_8_bytes_and_copies_others(rank: Rank) -> None:
+    device = SharedMemory.allocate(SIZE)
+    destination = rank.service.add_memory(device.ptr, SIZE)
+    expected = bytearray(34)
+    for size, to in ((8, 0), (4, 12), (2, 16), (1, 19), (8, 20), (4, 30)):
+        value = 0x1122334455667788 & ((1 << 8 * size) - 1)
+        rank.push(PUT | FLUSH if to == 30 else PUT, value=value, size=size, destination=destination, to=to)
+        expected[to : to + size] = value.to_bytes(size, "little")
+    rank.wait_flushed(6)
+    assert rank.driver.moves == ["write", "write32", "copy 2", "copy 1", "copy 8", "copy 4", "write"]
+    assert seen_as(device, np.uint8)[:34].tobytes() == bytes(expected)
 
 
 @own_proxy

@@ -222,6 +222,7 @@ class Ends:
 COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 EVENT_QUERY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 WRITE64 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint)
+WRITE32 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint)
 EVENT_RECORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _NOT_READY = 600
 
@@ -240,8 +241,14 @@ class LateStreams:
         self._work: dict[int, list[Callable[[], object]]] = {}  # by stream
         self._done: dict[int, int] = {}
         self._events: dict[int, tuple[int, int]] = {}  # the stream, and its work so far
-        self._kept = (COPY(self._copy), WRITE64(self._write64), EVENT_RECORD(self._record), EVENT_QUERY(self._query))
-        names = ("copy", "write64", "event_record", "event_query")
+        self._kept = (
+            COPY(self._copy),
+            WRITE64(self._write64),
+            WRITE32(self._write32),
+            EVENT_RECORD(self._record),
+            EVENT_QUERY(self._query),
+        )
+        names = ("copy", "write64", "write32", "event_record", "event_query")
         self.calls = {
             name: ctypes.cast(call, ctypes.c_void_p).value or 0 for name, call in zip(names, self._kept, strict=True)
         }
@@ -255,6 +262,9 @@ class LateStreams:
 
     def _write64(self, stream: int, address: int, value: int, _: int) -> int:
         return self._add(stream, lambda: ctypes.memmove(address, value.to_bytes(8, "little"), 8))
+
+    def _write32(self, stream: int, address: int, value: int, _: int) -> int:
+        return self._add(stream, lambda: ctypes.memmove(address, value.to_bytes(4, "little"), 4))
 
     def _record(self, event: int, stream: int) -> int:
         self._events[event] = stream, len(self._work.get(stream, []))

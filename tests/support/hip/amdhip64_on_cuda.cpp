@@ -186,6 +186,9 @@ HIP_EXPORT hipError_t hipStreamIsCapturing(hipStream_t stream, int* status) {
 HIP_EXPORT hipError_t hipThreadExchangeStreamCaptureMode(int* mode) {
   return as(CU(cuThreadExchangeStreamCaptureMode, mode));
 }
+HIP_EXPORT hipError_t hipStreamWriteValue32(hipStream_t stream, void* pointer, uint32_t value, unsigned flags) {
+  return as(CU(cuStreamWriteValue32_v2, stream, pointer, value, flags));
+}
 HIP_EXPORT hipError_t hipStreamWriteValue64(hipStream_t stream, void* pointer, uint64_t value, unsigned flags) {
   return as(CU(cuStreamWriteValue64_v2, stream, pointer, value, flags));
 }

@@ -458,6 +458,10 @@ HIP_EXPORT hipError_t hipThreadExchangeStreamCaptureMode(int* mode) {
   std::swap(*mode, capture_mode);
   return hipSuccess;
 }
+HIP_EXPORT hipError_t hipStreamWriteValue32(hipStream_t stream, void* pointer, uint32_t value, unsigned flags) {
+  auto* word = static_cast<uint32_t*>(pointer);
+  return static_cast<hipError_t>(proxyccl_host_write32(hostStream(stream), word, value, flags));
+}
 HIP_EXPORT hipError_t hipStreamWriteValue64(hipStream_t stream, void* pointer, uint64_t value, unsigned flags) {
   auto* word = static_cast<uint64_t*>(pointer);
   return static_cast<hipError_t>(proxyccl_host_write64(hostStream(stream), word, value, flags));
