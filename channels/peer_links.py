@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Mapping
 
 from proxyccl.channels.joining.exchange import Exchange
@@ -28,6 +29,11 @@ from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.workers import MAX_RINGS
 
+
+_LOADS_LAZILY = (
+    'proxy="thread": the driver loads kernels at their first launch, and the copies of this proxy wait meanwhile, '
+    'which may end in a time-out; set CUDA_MODULE_LOADING=EAGER before the program starts, or use proxy="process"'
+)
 
 class PeerLinks:
     """The proxy and the connections that move data between this rank's memory and its peers'.
@@ -105,6 +111,8 @@ class PeerLinks:
                 if error.argument != "device":
                     raise
         return self._daemon_client(last)
+            if self._runtime.loads_lazily:
+                warnings.warn(_LOADS_LAZILY, RuntimeWarning, stacklevel=2)
 
     def _addresses(self) -> list[DaemonAddress]:
         """The daemons that may run the proxy: the first that sees this rank's device does. Launchers may confine a

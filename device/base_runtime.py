@@ -323,6 +323,11 @@ class BaseRuntime(Protocol):
         """The descriptor of a DMA-BUF that contains device memory, for another device's driver, and the memory's
         offset.
 
+    @property
+    def loads_lazily(self) -> bool:
+        """Whether a kernel's first launch may load it, and hold up every other call of the process meanwhile."""
+        ...
+
         The caller closes the descriptor. None if the driver does not offer one, or if the memory is the host's.
         """
         ...

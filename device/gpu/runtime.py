@@ -198,6 +198,11 @@ class GpuRuntime:
             return False
         if device_id == self.device_id:
             return True
+    @property
+    def loads_lazily(self) -> bool:
+        """The driver's statement about this process."""
+        return self.driver.loads_lazily
+
         for peer in range(self.driver.device_count()):
             if self.driver.device(peer).device_id == device_id:
                 return self.driver.can_access_peer(self.device, peer)

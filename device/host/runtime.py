@@ -173,6 +173,11 @@ class HostRuntime:
         """None: its threads may run on any node."""
 
     @property
+    @property
+    def loads_lazily(self) -> bool:
+        """False: the loader holds up no copy."""
+        return False
+
     def orders_rdma_writes(self) -> bool:
         """True: data and words lie in the host's memory, which the adapter writes in order."""
         return True
