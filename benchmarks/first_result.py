@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def contenders(runtime: str) -> list[Contender]:
     found = [
         Contender("ProxyCCL, proxied call at once", "proxyccl", ours),
         Contender(_PROCESS, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "process"}),
-        Contender(_THREAD, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "thread", "CUDA_MODULE_LOADING": "EAGER"}),
+        # Loaded lazily like the others, so that memory can be compared. No other library launches kernels here.
+        Contender(_THREAD, "proxyccl-later", {**ours, "PROXYCCL_PROXY": "thread"}),
         Contender("MPI, arrays of the CPU", "mpi"),
     ]
     if importlib.util.find_spec("torch") is not None:
@@ -162,7 +164,10 @@ def main() -> int:
     print(f"# {machine()['cpu']}, {machine()['cores']} cores, load {machine()['load']}\n#", flush=True)
     runs, fill_caches = contenders(runtime), 0 if parsed.quick else 1
     samples: dict[str, list[Fields]] = {contender.title: [] for contender in runs}
+    end = time.monotonic() + parsed.seconds
     for repeat in range(1 if parsed.quick else 1 + _REPEATS):
+        if repeat > fill_caches and time.monotonic() > end:
+            break
         for contender in runs:
             sample = run(contender, ranks, shlex.split(parsed.mpiexec))
             if repeat >= fill_caches:
