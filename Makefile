@@ -166,6 +166,7 @@ bench-gpu:
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/proxy_place.py --json $(RESULTS)/proxy_place_$(GPU_RUNTIME)_2.json
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/triton_kernels.py --json $(RESULTS)/triton_kernels_2.json
 	$(GPU_PYTHON) benchmarks/observing.py --json $(RESULTS)/observing_$(GPU_RUNTIME).json
+	$(GPU_PYTHON) benchmarks/first_result.py --mpiexec "$(MPIEXEC)" --json $(RESULTS)/first_result_$(GPU_RUNTIME)_2.json
 	$(GPU_PYTHON) -m proxyccl bench ring --json $(RESULTS)/ring_1.json
 	$(GPU_PYTHON) benchmarks/results_page.py
 

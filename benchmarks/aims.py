@@ -122,3 +122,11 @@ def all_reduce_us(ranks: int, nbytes: int) -> float | None:
     """The best peer's time in µs, MSCCL++ included; None if it was not measured."""
     times = _ALL_REDUCE_US.get(ranks)
     return times[ALL_REDUCE_SIZES.index(nbytes)] if times and nbytes in ALL_REDUCE_SIZES else None
+
+
+FIRST_RESULT_OVER_NCCL = 0.5
+"""Aim, at most: the time from the start of a rank's process to its first all_reduce on GPUs, over that by torch and
+NCCL.
+"""
+FIRST_PROXIED_CALL_SECONDS = 0.1
+"""Aim, at most, for the first proxied call on GPUs when the communicator is 2 s old."""

@@ -3,7 +3,7 @@
 A run opens communicators of both kinds in turn, several times. Latencies and rates are those of daemon.py, between the
 first two ranks. The cost to issue is the wall-clock time of the issuing thread for one proxied all_reduce of 1 KiB, in
 bursts on a stream that is empty before each, on the slowest rank. The time to start is that of the first use of a proxy
-on the slowest rank: of a thread, or of the process with its device contexts.
+on the slowest rank, right after the communicator was made: of a thread, or of the process with its device contexts.
 """
 
 from __future__ import annotations

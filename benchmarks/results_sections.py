@@ -646,6 +646,44 @@ def proxy_place_section(result: Result) -> Section:
     return Section(f"Proxies in a process of their own {place(result)}", summary, lines)
 
 
+_FIRST_STAGES = ("interpreter", "imports", "communicator", "first result")
+_FIRST_CALLS = ("first proxied call", "second proxied call")
+
+
+def first_result_section(result: Result) -> Section:
+    """A table of the times from the start of a rank's process to its first results."""
+    rows = result["stages_s"]
+    proxied, over_nccl = result["proxied_at_2_s"], result.get("over_nccl")
+    lines = [
+        *origin(result),
+        "Seconds from the start of a rank's process, on the slowest rank, until the interpreter runs the program, has "
+        "imported, has the communicator, and has the sum of an all_reduce of 1 KiB on the CPU. The proxied calls are "
+        "timed by themselves, in ms. Every job is of new processes.",
+        "",
+        *table(
+            ["", *(f"{stage}, s" for stage in _FIRST_STAGES), *(f"{call}, ms" for call in _FIRST_CALLS)],
+            [
+                [
+                    title,
+                    *(number(row[stage]) for stage in _FIRST_STAGES),
+                    *(number(1e3 * row[call], 1) if call in row else "-" for call in _FIRST_CALLS),
+                ]
+                for title, row in rows.items()
+            ],
+        ),
+    ]
+    if "daemon_bytes_of_each_gpu" in result:
+        taken = result["daemon_bytes_of_each_gpu"] / (1 << 20)
+        lines += [f"The process of the job's proxies takes {number(taken, 0)} MiB of each GPU.", ""]
+    summary = (
+        f"first result after {number(next(iter(rows.values()))['first result'])} s; first proxied call when the "
+        f"communicator is 2 s old: {number(1e3 * proxied['value'], 0)} ms (aim: at most {1e3 * proxied['aim']:.0f})"
+    )
+    if over_nccl is not None:
+        summary += f"; {number(over_nccl['value'])} of NCCL's time by torch (aim: at most {over_nccl['aim']:g})"
+    return Section(f"From python to the first result {place(result)}", summary, lines)
+
+
 _OBSERVED = ("looked at", "traced")
 
 
@@ -852,6 +890,7 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "ring": ring_section,
     "daemon": daemon_section,
     "proxy_place": proxy_place_section,
+    "first_result": first_result_section,
     "observing": observing_section,
     "host_collectives": host_collectives_section,
     "between_hosts": host_collectives_section,

@@ -100,7 +100,9 @@ class Communicator:
             has its own policy.
         proxy: where the proxy runs: "thread", in this process, "process", in a daemon that the job's ranks start on
             each host and that ends with them, or "daemon", in the node daemon. None for ``PROXYCCL_PROXY``, else
-            "thread" on the host runtime, and on GPUs "daemon" if the ranks of the host find one, else "process".
+            "thread" on the host runtime, and on GPUs "daemon" if the ranks of the host find one, else "process". That
+            daemon starts beside the program when the communicator is made. On CUDA "thread" needs
+            ``CUDA_MODULE_LOADING=EAGER``, without which it warns when the proxy is first used.
         proxy_cores: cores that the proxy's threads may run on: numbers and ranges such as "0-3,8", "node:1" for a NUMA
             node's, "near" for those of the node that the device is next to; None for any. The job's own daemon takes
             those of the rank that starts it; the node daemon has its own.

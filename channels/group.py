@@ -267,6 +267,8 @@ class Group:
                 _open_groups.append(self)
                 if self._parent is not None:
                     self._parent._children.append(self)
+        if self._parent is None:  # the others find it started
+            self.links.start_early()
         if orphan:
             self.failure.abort("the communicator that it was split from was closed")
             self._release(healthy=False)

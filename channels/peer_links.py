@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Mapping
 
 from proxyccl.channels.joining.exchange import Exchange
@@ -13,13 +14,14 @@ from proxyccl.channels.joining.topology import Topology
 from proxyccl.channels.liveness.failure import FailureState
 from proxyccl.channels.remote import RemoteLinks
 from proxyccl.channels.segment.control import ControlSegment
-from proxyccl.device.errors import ArgumentError, WaitTimeoutError
+from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.cores import cores_of, parse_cores
+from proxyccl.proxy.daemon.choice import ChosenDaemon
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.connection import DaemonAddress, NodeDaemon
 from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
-from proxyccl.proxy.daemon.protocol import socket_path
+from proxyccl.proxy.daemon.protocol import Prepare, socket_path
 from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService
@@ -27,6 +29,11 @@ from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.workers import MAX_RINGS
+
+_LOADS_LAZILY = (
+    'proxy="thread": the driver loads kernels at their first launch, and the copies of this proxy wait meanwhile, '
+    'which may end in a time-out; set CUDA_MODULE_LOADING=EAGER before the program starts, or use proxy="process"'
+)
 
 
 class PeerLinks:
@@ -72,6 +79,9 @@ class PeerLinks:
         self._description = description
         self._lock = threading.RLock()
         self._proxy: Proxy | None = None
+        devices = {info.device_id for rank, info in enumerate(topology.ranks) if topology.same_host(rank)}
+        own = runtime.device_id
+        self._daemon = ChosenDaemon(self._addresses, Prepare(runtime.name, own, sorted(devices - {own})))
         self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and whether for private memory
         self._transports: dict[int, str] = {}
         self.topology = topology
@@ -85,6 +95,11 @@ class PeerLinks:
             self.remote.connect_endpoints(self.topology.transports())
         self._transports = self.topology.transports()
 
+    def start_early(self) -> None:
+        """Starts the job's own daemon, if the proxy is to run there, beside the program: nothing waits for it."""
+        if self._place.where == "process" and self._exchange.world_size > 1 and self._proxy is None:
+            self._daemon.begin(self._exchange.timeout)
+
     @property
     def proxy(self) -> Proxy:
         """This rank's proxy, started when first used."""
@@ -96,15 +111,10 @@ class PeerLinks:
 
     def _start(self) -> Proxy:
         if self._place.where == "thread":
+            if self._runtime.loads_lazily:
+                warnings.warn(_LOADS_LAZILY, RuntimeWarning, stacklevel=2)
             return self._service()
-        *others, last = self._addresses()
-        for address in others:
-            try:
-                return self._daemon_client(address)
-            except ArgumentError as error:
-                if error.argument != "device":
-                    raise
-        return self._daemon_client(last)
+        return self._daemon_client()
 
     def _addresses(self) -> list[DaemonAddress]:
         """The daemons that may run the proxy: the first that sees this rank's device does. Launchers may confine a
@@ -150,7 +160,7 @@ class PeerLinks:
             idle=(idle.spin_us, idle.yield_us, idle.max_sleep_us),
         )
 
-    def _daemon_client(self, address: DaemonAddress) -> DaemonClient:
+    def _daemon_client(self) -> DaemonClient:
         options = self._options
         return DaemonClient(
             self._runtime,
@@ -162,7 +172,7 @@ class PeerLinks:
             description=self._description,
             timeout=lambda: self._exchange.timeout,
             name=f"proxyccl-{self._exchange.rank}",
-            address=address,
+            address=self._daemon,
             takes_private=self._takes_private,
         )
 
@@ -235,5 +245,6 @@ class PeerLinks:
         """Ends the proxy and frees RDMA's resources. False if a handler still runs: its thread then uses memory."""
         if self._proxy is not None and not self._proxy.close(self._exchange.timeout):
             return False
+        self._daemon.drop()
         self.remote.close()
         return True

@@ -5,6 +5,7 @@ Arrays, launches and `InFlight` need only this part of a runtime; `proxyccl.devi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -313,8 +314,21 @@ class BaseRuntime(Protocol):
         """
         ...
 
+    def warm_up(self, peers: Collection[str]) -> None:
+        """Makes the driver do now, for copies to peers, what it otherwise does at the first copy.
+
+        Args:
+            peers: their device_ids. Devices that this process does not see, or can't reach, are left out.
+        """
+        ...
+
     def numa_node(self) -> int | None:
         """The NUMA node that the device is next to; None if it is not known."""
+        ...
+
+    @property
+    def loads_lazily(self) -> bool:
+        """Whether a kernel's first launch may load it, and hold up every other call of the process meanwhile."""
         ...
 
     @property

@@ -92,6 +92,11 @@ class Driver(Protocol):
         """The handle of the default stream that all threads share, which is ordered with each thread's own."""
         ...
 
+    @property
+    def loads_lazily(self) -> bool:
+        """Whether a kernel's first launch may load it, and hold up every other call of the process meanwhile."""
+        ...
+
     def versions(self) -> str:
         """Versions of the driver, its binding and the compiler, in words."""
         ...

@@ -69,6 +69,12 @@ class CudaDriver:
         self.compiler = CudaCompiler()
         self._virtual_memory = VirtualMemory(self.allocation_id)
 
+    @property
+    def loads_lazily(self) -> bool:
+        """The mode that the driver took from CUDA_MODULE_LOADING when it was initialised."""
+        mode = ok("cuModuleGetLoadingMode", cu.cuModuleGetLoadingMode())
+        return bool(mode == cu.CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING)
+
     def versions(self) -> str:
         """Versions of the driver, and of the compiler."""
         version = int(ok("cuDriverGetVersion", cu.cuDriverGetVersion()))

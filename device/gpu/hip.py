@@ -73,6 +73,8 @@ class HipDriver:
     already_mapped = int(hip.hipError_t.hipErrorAlreadyMapped)
     thread_stream = _PER_THREAD_STREAM
     legacy_stream = 0
+    loads_lazily = False
+    """ROCm defers loading too, but is not known to hold up other calls meanwhile."""
 
     def __init__(self) -> None:
         _initialise()

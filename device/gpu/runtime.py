@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from proxyccl.device import forks
@@ -111,6 +111,7 @@ class GpuRuntime:
         self.context = DeviceContext(driver, driver.context(device))
         self._memory = GpuMemoryManager(self.context, device, self.info, self.in_flight)
         self._lock = threading.Lock()
+        self._warm: set[str] = set()  # devices, this one among them, to which copies were made ready
         self._modules: dict[int, dict[str, _LoadedModule]] = {}  # by control block
         self._kernels: dict[tuple[str, ...], Kernel] = {}
         self._copies = GpuStream(self.context)
@@ -174,11 +175,33 @@ class GpuRuntime:
         """Maps and pins the memory of a file that another process handed over."""
         return self._memory.pin(SharedMemory.adopt(descriptor, nbytes))
 
+    def warm_up(self, peers: Collection[str]) -> None:
+        """Opens the peers' memory to this device, once, and makes each call of a copy with a signal once."""
+        cold = {self.device_id, *peers} - self._warm
+        self._warm |= cold
+        for peer in range(self.driver.device_count()) if cold else ():
+            other = peer != self.device and self.driver.device(peer).device_id in cold
+            if other and self.driver.can_access_peer(self.device, peer):
+                self.context.call(self.driver.enable_peer_access, self.driver.context(peer))
+        if self.device_id in cold:
+            stream, event, memory = self.create_stream(), self.create_event(), self.allocate_pinned(16)
+            self.copy(memory.ptr + 8, memory.ptr, 8, stream)
+            self.write_value(memory.ptr, 1, stream)
+            event.record(stream)
+            event.synchronize()
+            for each in (stream, event, memory):
+                each.close()
+
     def numa_node(self) -> int | None:
         """The NUMA node that sysfs names for the device; None if it names none."""
         path = Path("/sys/bus/pci/devices") / self.info.pci_address / "numa_node"
         number = int(path.read_text()) if path.exists() else -1
         return number if number >= 0 else None
+
+    @property
+    def loads_lazily(self) -> bool:
+        """The driver's statement about this process."""
+        return self.driver.loads_lazily
 
     @property
     def orders_rdma_writes(self) -> bool:

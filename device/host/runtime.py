@@ -9,6 +9,7 @@ import os
 import platform
 import threading
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -169,8 +170,16 @@ class HostRuntime:
         """Maps memory that a process of this machine handed over."""
         return SharedMemory.adopt(descriptor, nbytes)
 
+    def warm_up(self, peers: Collection[str]) -> None:
+        """Nothing to do: there is no driver."""
+
     def numa_node(self) -> None:
         """None: its threads may run on any node."""
+
+    @property
+    def loads_lazily(self) -> bool:
+        """False: the loader holds up no copy."""
+        return False
 
     @property
     def orders_rdma_writes(self) -> bool:

@@ -7,18 +7,23 @@ import os
 import time
 
 START_SECONDS = 30.0
-"""Seconds that a daemon waits for its first client: the rank that started it may have been killed."""
+"""Seconds that a daemon waits for its first client, while the rank that started it lives."""
 LINGER_SECONDS = 1.0
 """Seconds that it waits for the next client while a process of an earlier one lives."""
 
 
 class Attendance:
-    """The live processes that were clients, by their descriptors, and the time since nobody is connected."""
+    """The live processes that were clients, by their descriptors, and the time since nobody is connected.
 
-    def __init__(self) -> None:
+    Args:
+        starter: the process that starts the daemon, and is to be a client.
+    """
+
+    def __init__(self, starter: int) -> None:
         self._pids: dict[int, int] = {}  # by descriptor
         self._anybody_came = False
         self._empty_since: float | None = time.monotonic()
+        self._add(starter)
 
     @property
     def descriptors(self) -> list[int]:
@@ -28,6 +33,9 @@ class Attendance:
     def came(self, pid: int) -> int | None:
         """Notes that a process has connected. Returns its descriptor if it is new and lives."""
         self._anybody_came = True
+        return self._add(pid)
+
+    def _add(self, pid: int) -> int | None:
         if pid in self._pids.values():
             return None
         try:
@@ -54,9 +62,9 @@ class Attendance:
         now = time.monotonic()
         if self._empty_since is None:
             self._empty_since = now
-        patience = LINGER_SECONDS if self._pids else 0.0
-        if not self._anybody_came:
-            patience = START_SECONDS
+        patience = LINGER_SECONDS if self._anybody_came else START_SECONDS
+        if not self._pids:
+            patience = 0.0
         return max(0, math.ceil(1000 * (self._empty_since + patience - now)))
 
     def close(self) -> None:

@@ -48,12 +48,13 @@ def run(path: Path, options: DaemonOptions, metrics_port: int | None = None) -> 
     return 0
 
 
-def run_for_job(listener: int, options: str, on_ready: Callable[[], None]) -> None:
+def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[], None]) -> None:
     """Serves a job's ranks until they have ended. It handles signals as `run` does.
 
     Args:
         listener: descriptor of the listening socket.
         options: an encoded `JobOptions`.
+        starter: the process of the rank that starts it.
         on_ready: called before it serves.
 
     Raises:
@@ -67,7 +68,7 @@ def run_for_job(listener: int, options: str, on_ready: Callable[[], None]) -> No
     # Launchers may bind each rank to one core, where its program spins while it waits for its GPU.
     os.sched_setaffinity(0, chosen.affinity if len(chosen.affinity) > chosen.threads else every)
     daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, idle=IdlePolicy(*chosen.idle))
-    with Daemon(HandedOver(listener), daemon_options, Attendance()) as daemon:
+    with Daemon(HandedOver(listener), daemon_options, Attendance(starter)) as daemon:
         on_ready()
         _serve(daemon, ending)
 

@@ -40,11 +40,13 @@ from proxyccl.proxy.daemon.protocol import (
     AnyRequest,
     Close,
     Closed,
+    Done,
     Ending,
     Failed,
     Hello,
     HelloAnswer,
     Missing,
+    Prepare,
     Refused,
     RemoteMissing,
     Reply,
@@ -138,6 +140,7 @@ def introduce(address: str, timeout: float) -> tuple[socket.socket, HelloAnswer]
     """
     with naming_exhaustion("a connection to the node daemon"):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    forks.keep_from_children(connection)
     try:
         limit_waits(connection, timeout, timeout)
         connection.connect(address)
@@ -206,6 +209,36 @@ def missing_in_daemon(timeout: float) -> tuple[str, dict[str, str]]:
             return "", dict.fromkeys(remote_transports, f"{_DAEMON} answered remote_missing with {reply}")
 
 
+def prepare_device(connection: socket.socket, request: Prepare, timeout: float) -> None:
+    """Has a daemon carry out a `Prepare`, over a connection that nothing else uses yet.
+
+    Raises:
+        ArgumentError: of "device": the daemon does not see it.
+        ProxyLostError: the daemon does not answer.
+        ProxyCCLError: the daemon's error.
+    """
+    limit_waits(connection, timeout, timeout + min(timeout, _MARGIN))  # as long as for a request to open a proxy
+    try:
+        send(connection, REQUESTS, request)
+        message = receive(connection, REPLIES, _DAEMON)
+    except (OSError, ProtocolError) as error:
+        raise _unprepared(str(error)) from None
+    limit_waits(connection, timeout, 0)
+    match message:
+        case None:
+            raise _unprepared("it hung up")
+        case Done(), _:
+            return
+        case Refused() as refused, _:
+            raise refused.exception()
+        case reply, _:
+            raise _unprepared(f"it answered with {reply!r:.100}")
+
+
+def _unprepared(reason: str) -> ProxyLostError:
+    return ProxyLostError(f"{_DAEMON} does not prepare this rank's device: {reason}", operation="prepare")
+
+
 class DaemonConnection:
     """Requests to a daemon, from any thread, one at a time. A thread reads the daemon's messages.
 
@@ -243,7 +276,6 @@ class DaemonConnection:
         self._process = forks.here()
         self.address = address or NodeDaemon(socket_path())
         self._socket, self.daemon = self.address.connect(timeout())
-        forks.keep_from_children(self._socket)
         self.daemon_started = start_of(self.daemon)
         self._reader = Thread(
             self._read, f"{name}-daemon", failed=lambda error: self._lose(f"its reader has failed: {error!r}")

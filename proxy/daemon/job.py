@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from proxyccl.device import forks
 from proxyccl.device.errors import ProtocolError, RuntimeUnavailableError
 from proxyccl.device.memory.descriptors import EXHAUSTED, naming_exhaustion, out_of_descriptors
 from proxyccl.proxy.codec import Codec, Message
@@ -110,6 +111,7 @@ class JobDaemon:
         """Starts the daemon. False if another rank is about to."""
         with naming_exhaustion("the socket of the job's own node daemon"):
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        forks.keep_from_children(listener)  # a child would keep it listening, and never answer
         with listener:
             try:
                 listener.bind(abstract(self._name))
@@ -153,7 +155,7 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
         errors = os.memfd_create("proxyccl-stderr", os.MFD_CLOEXEC)
     try:
         process = subprocess.Popen(
-            [*command, JOB_OPTIONS.encode(options).decode()],
+            [*command, JOB_OPTIONS.encode(options).decode(), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=errors,

@@ -1,7 +1,8 @@
-"""The program of a job's own daemon, which a rank runs as a file: python job_main.py SOCKET OPTIONS.
+"""The program of a job's own daemon, which a rank runs as a file: python job_main.py SOCKET OPTIONS STARTER.
 
-SOCKET is the descriptor of the listening socket, OPTIONS a `JobOptions`. The process that the rank starts ends with
-status 0 when the daemon serves; the daemon is its child, so no rank has to wait for the daemon's end.
+SOCKET is the descriptor of the listening socket, OPTIONS a `JobOptions`, STARTER the rank's process. The process that
+the rank starts ends with status 0 when the daemon serves; the daemon is its child, so no rank has to wait for the
+daemon's end.
 """
 
 import importlib.util
@@ -10,7 +11,7 @@ import sys
 import types
 
 
-def main(listener: int, options: str) -> None:
+def main(listener: int, options: str, starter: int) -> None:
     """Runs the daemon in a child. Ends the process with status 1 if the child ends before it serves."""
     serves, tell = os.pipe()
     if os.fork():  # before anything is imported that has threads
@@ -26,7 +27,7 @@ def main(listener: int, options: str) -> None:
         os.close(tell)
 
     try:
-        run_for_job(listener, options, on_ready)
+        run_for_job(listener, options, starter, on_ready)
     except ProxyCCLError as error:
         sys.exit(str(error))  # on stderr, which the rank reads
 
@@ -41,4 +42,4 @@ def _leave_out_public_names() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -37,7 +37,7 @@ from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Trigger
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.workers import MAX_RINGS
 
-VERSION = 11
+VERSION = 12
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = MAX_RINGS + 1
 """Descriptors in a frame: the control segment's and the rings'."""
@@ -98,6 +98,20 @@ class WriteReport(Request, frozen=True):
     """Has the daemon write a report; `cause` says why. The only request without an answer."""
 
     cause: str
+
+
+class Prepare(Request, frozen=True):
+    """Has the daemon open a device, and make ready to copy between it and others. Answered by `Done`.
+
+    Attributes:
+        runtime: name of the runtime.
+        device_id: of the client's device.
+        peers: device_ids of the devices of its peers.
+    """
+
+    runtime: str
+    device_id: str
+    peers: list[str]
 
 
 class Open(Request, frozen=True):
@@ -513,7 +527,7 @@ ServiceRequest: TypeAlias = (
 )
 """The requests that need an open service."""
 
-AnyRequest: TypeAlias = RemoteMissing | WriteReport | Open | Close | ServiceRequest
+AnyRequest: TypeAlias = RemoteMissing | WriteReport | Prepare | Open | Close | ServiceRequest
 
 AnyReply: TypeAlias = (
     Done

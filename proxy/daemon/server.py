@@ -10,6 +10,7 @@ import select
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +85,7 @@ class Daemon:
         self._lock = threading.Lock()
         self._sessions: dict[Session, threading.Thread] = {}
         self._runtimes: dict[str, Runtime] = {}
-        self._opening = threading.Lock()  # not the other one: a device takes its time, and others may come meanwhile
+        self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # a device takes its time
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, self._wake_read)
             undo.callback(os.close, self._wake_write)
@@ -136,6 +137,8 @@ class Daemon:
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
         poll.register(listener, select.POLLIN)
+        for descriptor in self._attendance.descriptors if self._attendance is not None else ():
+            poll.register(descriptor, select.POLLIN)
         log.info("serving user %d at %s with %d threads", os.geteuid(), self._listener.name, len(self._threads))
         while True:
             left = self._attendance.milliseconds_left(self.clients) if self._attendance is not None else None
@@ -213,7 +216,9 @@ class Daemon:
     def _open_runtime(self, name: str, device_id: str) -> Runtime:
         """The runtime of a device, which all its clients share."""
         key = name if name == "host" else device_id  # the host's devices are all this machine's memory
-        with self._opening:
+        with self._lock:
+            opening = self._opening[key]
+        with opening:
             if key not in self._runtimes:
                 self._runtimes[key] = _open_runtime(name, device_id)
             return self._runtimes[key]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import structs
 
-from proxyccl.device.errors import ProtocolError, ProxyCCLError, ResourceError
+from proxyccl.device.errors import DriverError, ProtocolError, ProxyCCLError, ResourceError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.daemon.frames import close_all, limit_waits, peer_credentials, receive, send
 from proxyccl.proxy.daemon.protocol import (
@@ -30,12 +30,14 @@ from proxyccl.proxy.daemon.protocol import (
     AnyRequest,
     Close,
     Closed,
+    Done,
     Ending,
     Failed,
     HelloAnswer,
     Missing,
     Open,
     Opened,
+    Prepare,
     Refused,
     RemoteMissing,
     ServiceRequest,
@@ -196,10 +198,13 @@ class Session:
             close_all(descriptors)
         return structs.replace(answer, request=request.request)
 
-    def _do(self, request: RemoteMissing | Open | Close | ServiceRequest, descriptors: list[int]) -> AnyReply:
+    def _do(self, request: RemoteMissing | Prepare | Open | Close | ServiceRequest, descriptors: list[int]) -> AnyReply:
         match request:
             case RemoteMissing():
                 return Missing(missing_transports())
+            case Prepare(runtime=runtime, device_id=device_id, peers=peers):
+                self._prepare(self._open_runtime(runtime, device_id), peers)
+                return Done()
             case Open():
                 return self._open(request, descriptors)
         if self._service is None:
@@ -232,6 +237,12 @@ class Session:
         self._send_event(Ending())
 
     # -- the service ---
+
+    def _prepare(self, runtime: Runtime, peers: Sequence[str]) -> None:
+        try:
+            runtime.warm_up(peers)
+        except DriverError as error:  # not for certain one of what the client will do
+            log.warning("%s: its first copies will take longer: %s", self.name, error)
 
     def _open(self, request: Open, descriptors: list[int]) -> Opened:
         if self._service is not None:

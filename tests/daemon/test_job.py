@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 from proxyccl import ArgumentError, Communicator, ProxyLostError, RuntimeUnavailableError, ThreadBootstrap, Trigger
-from proxyccl.channels import peer_links
 from proxyccl.channels.joining import proxy_place
 from proxyccl.channels.joining.proxy_place import Where, Wish, agree, default_place, requested_place
-from proxyccl.proxy.daemon import attendance, job
+from proxyccl.device.host import HostRuntime
+from proxyccl.proxy.daemon import attendance, choice, job
 from proxyccl.proxy.daemon.attendance import Attendance
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
-from proxyccl.proxy.daemon.listeners import HandedOver, abstract
+from proxyccl.proxy.daemon.listeners import HandedOver, abstract, shown
+from proxyccl.proxy.daemon.protocol import Prepare
 from proxyccl.proxy.daemon.server import Daemon
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.processes import start_of
@@ -163,6 +164,82 @@ def test_observers_find_it_by_its_process_and_by_the_job() -> None:
     run_ranks(2, body, proxy="process")
 
 
+# -- before the first use ---
+
+
+def started(comm: Communicator) -> int:
+    """Waits until the daemon of a communicator that has not used it is connected to. Returns its process."""
+    daemon = comm.group.links._daemon
+    wait_for(lambda: daemon._prepared is not None, "the daemon is there")
+    assert comm.proxy_if_started is None
+    assert daemon._prepared is not None
+    return daemon._prepared.process
+
+
+def test_the_ranks_start_it_before_they_use_it() -> None:
+    def body(comm: Communicator) -> set[int]:
+        early = started(comm)
+        comm.all_gather_bytes(b"")
+        assert all_reduce(comm) == 3.0
+        return {early, daemon_of(comm)}
+
+    assert len(set.union(*run_ranks(2, body, proxy="process"))) == 1
+
+
+def test_one_that_nobody_used_ends_with_the_communicator() -> None:
+    (daemon,) = set(run_ranks(2, started, proxy="process"))
+    wait_for_end(daemon)
+
+
+def test_a_communicator_that_is_closed_at_once_waits_for_nothing_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = threading.Event()
+    launch = job._launch
+
+    def slow(listener: socket.socket, options: JobOptions, timeout: float) -> None:
+        assert closed.wait(TIMEOUT)
+        launch(listener, options, timeout)
+
+    monkeypatch.setattr(job, "_launch", slow)
+    (name,) = set(run_ranks(2, lambda comm: comm.group.links._place.job_daemon, proxy="process"))
+    closed.set()
+    wait_for(lambda: name in job._served, "the rank that starts it is served")
+    wait_for_end(job._served[name][0])
+
+
+def test_one_that_is_lost_before_its_first_use_is_started_again() -> None:
+    def body(comm: Communicator) -> set[int]:
+        early = started(comm)
+        comm.all_gather_bytes(b"")
+        if comm.rank == 0:
+            os.kill(early, signal.SIGKILL)
+        prepared = comm.group.links._daemon._prepared
+        assert prepared is not None
+        wait_for(lambda: prepared.is_lost, "its connection ends")
+        assert all_reduce(comm) == 3.0
+        return {early, daemon_of(comm)}
+
+    assert len(set.union(*run_ranks(2, body, proxy="process"))) == 2
+
+
+def test_one_whose_starter_has_ended_waits_for_nobody() -> None:
+    assert Attendance(os.getpid()).milliseconds_left(clients=0)
+    child = os.posix_spawn(sys.executable, [sys.executable, "-c", ""], {})
+    waiting = Attendance(child)
+    (descriptor,) = waiting.descriptors
+    os.waitid(os.P_PIDFD, descriptor, os.WEXITED)
+    assert waiting.ended(descriptor) == child
+    assert waiting.milliseconds_left(clients=0) == 0
+
+
+@pytest.mark.host_only(reason="a driver's answer is given here")
+def test_a_thread_beside_kernels_that_are_loaded_lazily_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostRuntime, "loads_lazily", True)
+    with pytest.warns(RuntimeWarning, match="CUDA_MODULE_LOADING=EAGER"):
+        run_ranks(1, lambda comm: comm.proxy, proxy="thread")
+
+
 # -- what goes wrong ---
 
 
@@ -275,7 +352,7 @@ def serving(name: str) -> tuple[Daemon, threading.Thread]:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(abstract(name))
     listener.listen()
-    daemon = Daemon(HandedOver(listener.detach()), attendance=Attendance())
+    daemon = Daemon(HandedOver(listener.detach()), attendance=Attendance(os.getpid()))
     thread = threading.Thread(target=daemon.serve)
     thread.start()
     return daemon, thread
@@ -293,7 +370,7 @@ def test_a_client_that_comes_while_it_ends_starts_another(monkeypatch: pytest.Mo
     started: list[threading.Thread] = []
 
     def launch(listener: socket.socket, options: JobOptions, timeout: float) -> None:
-        another = Daemon(HandedOver(os.dup(listener.fileno())), attendance=Attendance())
+        another = Daemon(HandedOver(os.dup(listener.fileno())), attendance=Attendance(os.getpid()))
         started.append(threading.Thread(target=lambda: (another.serve(), another.close())))
         started[0].start()
 
@@ -316,15 +393,14 @@ def test_a_client_that_comes_while_it_ends_starts_another(monkeypatch: pytest.Mo
 
 def test_a_rank_whose_device_no_daemon_sees_starts_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refused: list[str] = []
-    client = peer_links.DaemonClient
 
-    def confined(*arguments: Any, **options: Any) -> DaemonClient:
-        if rank_runtime(0).device_id not in str(options["address"]):
-            refused.append(str(options["address"]))
+    def confined(connection: socket.socket, request: Prepare, timeout: float) -> None:
+        address = shown(connection.getpeername())
+        if rank_runtime(0).device_id not in address:
+            refused.append(address)
             raise ArgumentError("device", "the node daemon does not see it")
-        return client(*arguments, **options)
 
-    monkeypatch.setattr(peer_links, "DaemonClient", confined)
+    monkeypatch.setattr(choice, "prepare_device", confined)
     (name,) = run_ranks(1, lambda comm: str(comm.proxy), proxy="process")
     assert f"{refused.pop()}-{rank_runtime(0).device_id}," in name
     assert not refused

@@ -223,7 +223,7 @@ def test_a_request_that_makes_no_sense_ends_its_client(daemon: RunningDaemon, re
     [
         (
             {"do": "fly"},
-            "do: unknown value 'fly'; expected one of remote_missing, write_report, open, close, ",
+            "do: unknown value 'fly'; expected one of remote_missing, write_report, prepare, open, close, ",
         ),
         ({}, "field 'do' is missing"),
         ({"do": "drain"}, "field 'timeout' is missing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 
@@ -48,6 +49,14 @@ def test_a_driver_that_is_too_old_is_refused(driver: int, compiler: int, message
 def test_a_driver_runs_code_of_its_major_version_or_older() -> None:
     cuda.check_versions(13000, 13)
     cuda.check_versions(13000, 12)
+
+
+def test_the_driver_tells_how_it_loads_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = cuda.cu.CUmoduleLoadingMode
+    for mode, lazily in ((modes.CU_MODULE_EAGER_LOADING, False), (modes.CU_MODULE_LAZY_LOADING, True)):
+        driver = SimpleNamespace(CUmoduleLoadingMode=modes, cuModuleGetLoadingMode=lambda mode=mode: (0, mode))
+        monkeypatch.setattr(cuda, "cu", driver)
+        assert object.__new__(cuda.CudaDriver).loads_lazily is lazily
 
 
 def test_operations_of_a_stream_have_the_drivers_layout() -> None:

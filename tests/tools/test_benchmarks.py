@@ -20,7 +20,7 @@ from proxyccl.tools import bench_ring
 from proxyccl.tools.options import show_size, size
 from support.kernels.nvrtc import CUBIN, Nvrtc
 from support.paths import ROOT
-from support.running import run_alone, run_mpi
+from support.running import find_mpiexec, run_alone, run_mpi
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -74,6 +74,25 @@ def test_put_and_signal_run_on_the_host_and_are_shown(tmp_path: Path) -> None:
     page = (tmp_path / "README.md").read_text()
     assert "signal alone" in page
     assert "both ways" in page
+
+
+def test_the_first_result_of_new_processes_is_timed_and_shown(tmp_path: Path) -> None:
+    path = tmp_path / "first_result.json"
+    options = ("--ranks", "2", "--quick", "--mpiexec", find_mpiexec(), "--json", str(path))
+    done = run_alone(str(BENCHMARKS / "first_result.py"), *options, env={"PROXYCCL_RUNTIME": "host"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(path.read_text())
+    for row in results["stages_s"].values():
+        stages = [row[stage] for stage in ("interpreter", "imports", "communicator", "first result")]
+        assert stages[0] > 0
+        assert stages == sorted(stages)
+    assert results["proxied_at_2_s"]["value"] > 0
+    results |= {"over_nccl": {"value": 0.25, "aim": 0.5}, "daemon_bytes_of_each_gpu": 512 << 20}  # as on GPUs
+    path.write_text(json.dumps(results))
+    assert make_page(tmp_path).returncode == 0
+    page = (tmp_path / "README.md").read_text()
+    assert "0.25 of NCCL's time" in page
+    assert "takes 512 MiB of each GPU" in page
 
 
 def test_execution_plans_run_on_the_host() -> None:

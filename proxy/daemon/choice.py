@@ -1,0 +1,152 @@
+"""The daemon of a rank's proxy: the first of several that sees the rank's device.
+
+It may be connected to before the proxy is used. A process that starts, and makes device contexts, takes a second or
+two, which then pass beside the program.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from proxyccl.device.errors import ArgumentError, ProxyCCLError, ProxyLostError, ResourceError
+from proxyccl.device.threads import Thread
+from proxyccl.proxy.daemon.connection import DaemonAddress, prepare_device
+from proxyccl.proxy.daemon.protocol import Prepare
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A connection to a daemon that has prepared the device."""
+
+    address: DaemonAddress
+    connection: socket.socket
+    process: int
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the daemon has hung up."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN | select.POLLRDHUP)  # it says nothing unasked but that it ends
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        self.connection.close()
+        self.address.close()
+
+
+class ChosenDaemon:
+    """See `proxyccl.proxy.daemon.connection.DaemonAddress` for the methods. Each is for one thread at a time.
+
+    Args:
+        addresses: gives the daemons' addresses, in the order of preference.
+        device: names the device.
+    """
+
+    def __init__(self, addresses: Callable[[], Sequence[DaemonAddress]], device: Prepare) -> None:
+        self._addresses = addresses
+        self._device = device
+        self._chosen: DaemonAddress | None = None
+        self._early: Thread | None = None
+        self._lock = threading.Lock()
+        self._prepared: _Prepared | None = None
+        self._error: ProxyCCLError | None = None
+        self._dropped = False
+
+    def __str__(self) -> str:
+        return str(self._chosen)
+
+    def begin(self, timeout: float) -> None:
+        """Connects in a thread, for `connect` to find. An error is raised there.
+
+        Args:
+            timeout: seconds for each step.
+        """
+        self._early = Thread(self._prepare_early, "proxyccl-early-start", timeout)
+        try:
+            self._early.start()
+        except ResourceError:  # the first use needs threads too
+            self._early = None
+
+    def _prepare_early(self, timeout: float) -> None:
+        try:
+            prepared = self._prepare(timeout)
+        except ProxyLostError:  # the first use starts another
+            return
+        except ProxyCCLError as error:
+            self._error = error
+            return
+        with self._lock:
+            if not self._dropped:
+                self._prepared = prepared
+                return
+        prepared.close()
+
+    def drop(self) -> None:
+        """Ends a connection that `begin` made, or still makes, and that is not used. It waits for nothing."""
+        with self._lock:
+            self._dropped = True
+            prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            prepared.close()
+
+    def connect(self, timeout: float) -> tuple[socket.socket, int]:
+        """See `DaemonAddress.connect`.
+
+        Raises:
+            ArgumentError: no daemon sees the device, or an option of the daemon is wrong.
+            ProxyLostError: the daemon does not answer.
+        """
+        prepared = self._made_early()
+        if prepared is None:
+            prepared = self._prepare(timeout)
+        self._chosen = prepared.address
+        return prepared.connection, prepared.process
+
+    def _made_early(self) -> _Prepared | None:
+        """What `begin` has made, once. Raises the error that it met."""
+        if self._early is None:
+            return None
+        self._early.join()  # each of its steps is bounded
+        self._early = None
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared.is_lost:
+            prepared.close()
+            return None
+        return prepared
+
+    def _prepare(self, timeout: float) -> _Prepared:
+        *others, last = self._addresses()
+        for address in others:
+            try:
+                return self._prepare_at(address, timeout)
+            except ArgumentError as error:
+                if error.argument != "device":
+                    raise
+        return self._prepare_at(last, timeout)
+
+    def _prepare_at(self, address: DaemonAddress, timeout: float) -> _Prepared:
+        connection, process = address.connect(timeout)
+        prepared = _Prepared(address, connection, process)
+        try:
+            if not self._dropped:
+                prepare_device(connection, self._device, timeout)
+        except ProxyCCLError:
+            prepared.close()
+            raise
+        return prepared
+
+    def last_words(self) -> str:
+        """See `DaemonAddress.last_words`."""
+        return "" if self._chosen is None else self._chosen.last_words()
+
+    def close(self) -> None:
+        """See `DaemonAddress.close`."""
+        if self._chosen is not None:
+            self._chosen.close()
