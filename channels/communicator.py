@@ -40,7 +40,9 @@ from proxyccl.channels.reports.reporter import Reporter
 from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.device.arrays.array import Array
+from proxyccl.device.environment import warn_of_unknown
 from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, ProxyCCLError, ResourceError
+from proxyccl.device.flags import as_flag
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.runtime import Runtime, StreamLike
 from proxyccl.device.texts import require_text, require_texts
@@ -148,6 +150,7 @@ class Communicator:
         cta_policy: str | None = None,
         linger: float | None = None,
     ) -> None:
+        warn_of_unknown()
         _require_instance("idle", idle, IdlePolicy)
         _require_instance("rdma", rdma, RdmaOptions)
         _require_instance("fabric", fabric, FabricOptions)
@@ -899,6 +902,7 @@ class Communicator:
             CommunicatorError: a peer failed; see its subclasses.
         """
         self._group.failure.require_usable()
+        save = as_flag(save, "save")
         chosen: Any = tuning.default_sizes(self.runtime.name) if sizes is None else sizes
         chosen, iterations, seconds = tuning.checked_arguments(chosen, iterations, seconds)
         measured = tuning.measure(self._collectives, chosen, iterations, seconds)
@@ -965,7 +969,7 @@ class Communicator:
         Raises:
             WaitTimeoutError: a rank did not close it within the time-out.
         """
-        self._group.close(wait=wait)
+        self._group.close(wait=as_flag(wait, "wait"))
 
 
 @atexit.register

@@ -294,11 +294,7 @@ class RegisteredMemory:
         peer = self._rank(peer)
         if peer == self._group.rank:
             return self.ptr
-        if not self._group.topology.accessible[peer]:
-            raise ArgumentError(
-                "peer",
-                f"kernels of rank {self._group.rank} can't touch the memory of rank {peer}; use a ProxyChannel",
-            )
+        self._group.topology.require_accessible([peer], "peer")
         return self.open(peer).ptr
 
     def open(self, peer: int) -> Memory:

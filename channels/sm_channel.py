@@ -81,6 +81,7 @@ def connect(
     peers: list[int],
 ) -> ChannelSet[SmChannel]:
     """Channels to `peers`; all ranks call this together. See `Communicator.sm_channels`."""
+    group.topology.require_accessible(peers, "peers")
     pointers = {peer: dst.peer_ptr(peer) for peer in peers}  # refuses before anything is exchanged
     with group.exchange.telling():
         semaphores = SmSemaphores(group, 1)

@@ -548,6 +548,8 @@ class Lib:
     PROXYCCL_SM_GET: Final[int]
     PROXYCCL_SM_PUT_PACKETS: Final[int]
     PROXYCCL_SM_GET_PACKETS: Final[int]
+    PROXYCCL_SM_COPY_TO_PACKETS: Final[int]
+    PROXYCCL_SM_COPY_FROM_PACKETS: Final[int]
     PROXYCCL_SM_PEER_MEMORY: Final[int]
     PROXYCCL_SM_OWN_MEMORY: Final[int]
     PROXYCCL_SM_PACKET_BUFFER: Final[int]

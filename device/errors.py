@@ -132,8 +132,8 @@ class TransportError(CommunicatorError):
 
 class TriggerError(CommunicatorError):
     """A kernel pushed a trigger that names an id not in use or leaves its memory, gave an SmChannel a range that leaves
-    its memory, used packet flag 0, or (host runtime) waited on a channel with two threads at once. Or a schedule of the
-    proxy names an id that is not in use, or leaves its memory.
+    its memory or that packets can't carry whole, used packet flag 0, or (host runtime) waited on a channel with two
+    threads at once. Or a schedule of the proxy names an id that is not in use, or leaves its memory.
     """
 
 

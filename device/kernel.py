@@ -173,7 +173,8 @@ class Kernel:
         except TypeError:
             raise ArgumentError(argument, f"expected a struct of {size} bytes, not {type(value).__name__}") from None
         if len(raw) != size:
-            raise ArgumentError(argument, f"expected a struct of {size} bytes, not {len(raw)}")
+            given = f"{len(raw)} bytes of a {type(value).__name__}"
+            raise ArgumentError(argument, f"expected a struct of {size} bytes, not {given}")
         return raw
 
     def _address(self, value: Any, argument: str) -> int:

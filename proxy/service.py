@@ -36,7 +36,7 @@ from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.engine_connection import EngineConnection, EngineRuntime
 from proxyccl.proxy.transports.table import find_copying_transport, find_transport
-from proxyccl.proxy.trigger import MAX_CHANNELS, Operation, Trigger
+from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Operation, Trigger
 from proxyccl.proxy.turns import TurnWatch
 from proxyccl.proxy.workers import OwnThreads, Worker, Workers, require_rings
 
@@ -451,7 +451,11 @@ class ProxyService:
         if trigger is not None:
             offset = trigger.src_offset if info.of_source else trigger.dst_offset
             if info.code == native.PROXYCCL_ERROR_BAD_TRIGGER and trigger.operation & Operation.DATA:
-                reason += f" (source: {_place_of_source(trigger)}; destination: {_place_of_destination(trigger)})"
+                source = "a value"
+                if trigger.value is None:
+                    source = self._place(trigger.src_memory, trigger.src_offset)
+                destination = self._place(trigger.dst_memory, trigger.dst_offset)
+                reason += f" (source: {source}; destination: {destination})"
         return ProxyFailure(
             code=info.code,
             channel=info.channel if of_trigger else None,
@@ -463,6 +467,10 @@ class ProxyService:
             wait=info.wait,
             offset=offset,
         )
+
+    def _place(self, memory: int, offset: int) -> str:
+        nbytes = self._shared.memory_limits[memory] if memory < MAX_MEMORIES else 0
+        return f"memory id {memory}{f' of {nbytes} bytes' if nbytes else ''}, offset {offset}"
 
     def _connection_at(self, pointer: _engine.ProxycclConnectionPointer) -> Connection | None:
         with self._lock:
@@ -532,11 +540,3 @@ class ProxyService:
         for ring in self._rings:
             ring.close()
         return True
-
-
-def _place_of_source(trigger: Trigger) -> str:
-    return "a value" if trigger.value is not None else f"memory id {trigger.src_memory}, offset {trigger.src_offset}"
-
-
-def _place_of_destination(trigger: Trigger) -> str:
-    return f"memory id {trigger.dst_memory}, offset {trigger.dst_offset}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import as_integer, find_integer
 
 MAX_MEMORIES: int = lib.PROXYCCL_MAX_MEMORIES
 MAX_CHANNELS: int = lib.PROXYCCL_MAX_CHANNELS
@@ -91,18 +92,20 @@ class Trigger:
             ArgumentError: a field does not fit its bits, or a value is given with a source, or not given without one;
                 `GET` without `DATA`, or with a value.
         """
-        carries = self.src_memory >= MAX_MEMORIES
-        if carries != (self.value is not None) or not 0 <= (self.value or 0) < 1 << 64:
+        given = {name: as_integer(getattr(self, name), name, "must be an integer from 0 on", 0) for name in _FIELDS}
+        carries, operation = given["src_memory"] >= MAX_MEMORIES, given["operation"]
+        carried = find_integer(self.value) if carries else 0
+        if carries != (self.value is not None) or carried is None or not 0 <= carried < 1 << 64:
             expected = "64 bits" if carries else "None"
             raise ArgumentError("value", f"is {self.value!r}; expected {expected} with src_memory {self.src_memory}")
-        is_get, transfers = bool(self.operation & Operation.GET), bool(self.operation & Operation.DATA) and not carries
+        is_get, transfers = bool(operation & Operation.GET), bool(operation & Operation.DATA) and not carries
         if is_get and not transfers:
             raise ArgumentError("operation", "is a get; expected DATA with it, and no value")
-        words = [self.value or is_get << lib.PROXYCCL_GET_SHIFT, 0]
+        words = [carried or is_get << lib.PROXYCCL_GET_SHIFT, 0]
         for name, (word, shift, bits) in _FIELDS.items():
             if carries and word == 0:
                 continue
-            value = int(getattr(self, name))
+            value = given[name]
             if name == "operation":
                 value &= ~Operation.GET.value
             if not 0 <= value < 1 << (lib.PROXYCCL_SIZE_BITS if name == "size" and transfers else bits):

@@ -21,6 +21,7 @@ from proxyccl.channels.collectives import tuned
 from proxyccl.channels.joining.proxy_place import Where, default_place, requested_place
 from proxyccl.device import RUNTIMES, find_runtime, open_driver, open_runtime
 from proxyccl.device.build.compile_cache import cache_dir
+from proxyccl.device.environment import problem_with, set_variables
 from proxyccl.device.errors import (
     CompileError,
     ProtocolError,
@@ -286,10 +287,20 @@ def _proxies() -> list[Finding]:
     return [found]
 
 
+def _environment() -> list[Finding]:
+    """The variables of ProxyCCL that are set, misspelt ones too."""
+    found = []
+    for name, value in set_variables().items():
+        problem = problem_with(name)
+        found.append(Finding("Environment", name, not problem, problem or value))
+    return found
+
+
 def findings() -> list[Finding]:
     """All findings, in the order in which they are shown."""
     mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer one
-    return [*_runtimes(), *_devices(), *_rdma(), *_fabric(), *_proxies(), *mpi, *_compiler(), *_cache(), *_tuning()]
+    here = [*_runtimes(), *_devices(), *_rdma(), *_fabric(), *_proxies(), *mpi, *_compiler(), *_cache(), *_tuning()]
+    return [*here, *_environment()]
 
 
 def _marks(out: TextIO) -> tuple[str, str, str]:

@@ -6,6 +6,7 @@ from proxyccl.channels.collectives.call_cache import Key
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.launches import Launchable
 from proxyccl.channels.segment.calls import CollectiveCall
+from proxyccl.device.flags import as_flag
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
@@ -16,7 +17,7 @@ def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bo
     It has no arrays, so it does not use `run`.
     """
     group = collectives.group
-    inside = intra_node_only and group.topology.node_count > 1
+    inside = as_flag(intra_node_only, "intra_node_only") and group.topology.node_count > 1
     key: Key = ("barrier", inside)
     if collectives.call_cache.repeat(key, None, None, stream):
         return

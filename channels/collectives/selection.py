@@ -11,8 +11,9 @@ from typing import Literal
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group
 from proxyccl.channels.segment.calls import register_names
-from proxyccl.device.arrays.dtypes import DType
+from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import as_integer
 from proxyccl.proxy.codec import Message
 
 ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring", "proxy", "hierarchical")
@@ -43,6 +44,13 @@ def require_algorithm(name: str, collective: str = "all_reduce") -> None:
         raise ArgumentError("algorithm", f"unknown algorithm {name!r}; expected one of {', '.join(known)}")
 
 
+def require_collective(name: str) -> str:
+    """The name, of a collective with several algorithms. Raises ArgumentError for any other."""
+    if not isinstance(name, str) or name not in _ELEMENTS:
+        raise ArgumentError("collective", f"unknown collective {name!r}; expected one of {', '.join(_ELEMENTS)}")
+    return name
+
+
 class Case(Message, frozen=True):
     """The calls that share a table.
 
@@ -59,7 +67,7 @@ class Case(Message, frozen=True):
     @classmethod
     def of(cls, collective: str, dtype: DType, *, symmetric: bool) -> Case:
         """The case of a call."""
-        elements = _ELEMENTS[collective]
+        elements = _ELEMENTS[require_collective(collective)]
         sums_are_longer = dtype.accumulator_itemsize > dtype.itemsize
         return cls(collective, elements[0] if sums_are_longer else elements[-1], symmetric)
 
@@ -86,13 +94,18 @@ class SizeTable:
         beyond: the algorithm for larger sizes.
 
     Raises:
-        ArgumentError: no collective has such an algorithm, or the limits fall.
+        ArgumentError: no collective has such an algorithm, or the limits are not pairs, not numbers of bytes, or fall.
     """
 
     limits: tuple[tuple[int, Algorithm], ...] = ()
     beyond: Algorithm = "two_shot"
 
     def __post_init__(self) -> None:
+        pairs = self.limits if isinstance(self.limits, tuple | list) else (None,)
+        if any(not isinstance(pair, tuple | list) or len(pair) != 2 for pair in pairs):
+            raise ArgumentError("limits", f"must be pairs of bytes and an algorithm, not {self.limits!r}")
+        for limit, _ in self.limits:
+            as_integer(limit, "limits", "must be numbers of bytes from 0 on", 0)
         for algorithm in self.algorithms:
             if not isinstance(algorithm, ExecutionPlan) and not (isinstance(algorithm, str) and algorithm in _KNOWN):
                 known = ", ".join(sorted(_KNOWN))
@@ -145,12 +158,16 @@ class Selector:
     tables: Mapping[Case, SizeTable]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tables, Mapping):
+            raise ArgumentError("tables", f"must be a mapping from cases to tables, not {self.tables!r}")
         for case in {*CASES, *self.tables}:
             if case not in self.tables:
                 raise ArgumentError("tables", f"expected one for {case}")
             if case not in CASES:
                 raise ArgumentError("tables", f"{case}: there are no such calls")
         for case, table in self.tables.items():
+            if not isinstance(table, SizeTable):
+                raise ArgumentError("tables", f"{case}: must be a SizeTable, not {table!r}")
             for least, most, algorithm in table.ranges():
                 if isinstance(algorithm, ExecutionPlan):
                     _require_plan(algorithm, case, least, most)
@@ -189,7 +206,8 @@ class Selector:
         return tuple(dict.fromkeys(plan for table in self.tables.values() for plan in table.plans))
 
     def with_table(self, collective: str, table: SizeTable) -> Selector:
-        """The same with one table for all cases of a collective."""
+        """The same with one table for all cases of a collective. Raises ArgumentError for an unknown collective."""
+        require_collective(collective)
         return Selector({case: table if case.collective == collective else old for case, old in self.tables.items()})
 
     def choose(self, collective: str, dtype: DType, nbytes: int, *, symmetric: bool = False) -> Algorithm:
@@ -201,7 +219,7 @@ class Selector:
             nbytes: size of the larger of a rank's input and output.
             symmetric: whether the callers promise symmetric arrays.
         """
-        return self.tables[Case.of(collective, dtype, symmetric=symmetric)].choose(nbytes)
+        return self.tables[Case.of(collective, as_dtype(dtype), symmetric=symmetric)].choose(nbytes)
 
 
 def default_selector(group: Group) -> Selector:

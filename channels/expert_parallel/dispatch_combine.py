@@ -27,6 +27,7 @@ from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.flags import as_flag
 from proxyccl.device.runtime import StreamLike
 
 
@@ -218,7 +219,7 @@ class DispatchCombine:
             MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
-        prepared, group = self._require_prepared(), self._ctx.group
+        prepared, group, weighted = self._require_prepared(), self._ctx.group, as_flag(weighted, "weighted")
         source = prepared.tokens
         if x is not None:
             source = input_array(group, x, "x", prepared.tokens.shape, self.dtype.name)
@@ -245,7 +246,7 @@ class DispatchCombine:
         Returns:
             `out`, or the new array. Raises as `dispatch`.
         """
-        prepared, group = self._require_prepared(), self._ctx.group
+        prepared, group, weighted = self._require_prepared(), self._ctx.group, as_flag(weighted, "weighted")
         source = input_array(group, rows, "rows", (-1, self.hidden), self.dtype.name)
         if source.shape[0] < prepared.desc.rows:
             raise ArgumentError("rows", f"has {source.shape[0]} rows; expected at least {prepared.desc.rows}")

@@ -19,6 +19,7 @@ from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.survivors import experts_left, lost_ranks_of
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.flags import as_flag
 
 FLOAT8 = "float8_e4m3fn"
 MOST_BUFFERS = 64
@@ -69,7 +70,7 @@ class LayerOptions:
         self._set("world_size", whole_number("world_size", self.world_size, 1))
         self._set("lost_ranks", lost_ranks_of(self.lost_ranks, self.world_size))
         for name in ("enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops"):
-            self._set(name, bool(getattr(self, name)))
+            self._set(name, as_flag(getattr(self, name), name))
         self._set("config", self._make_config())
         self._check_sizes()
         self._check_float8()

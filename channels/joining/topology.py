@@ -134,6 +134,23 @@ class Topology:
         )
         return cls(rank, tuple(ranks), nodes, accessible, _decode_choice(ranks))
 
+    def require_accessible(self, peers: Sequence[int], argument: str) -> None:
+        """Raises ArgumentError, with each rank and the reason, if kernels here can't touch the memory of some ranks."""
+        apart = [f"rank {peer}, {self._why_apart(peer)}" for peer in peers if not self.accessible[peer]]
+        if apart:
+            raise ArgumentError(
+                argument,
+                f"kernels of rank {self.rank} can't load and store the memory of {'; of '.join(apart)}; use a "
+                "ProxyChannel (Communicator.proxy_channels)",
+            )
+
+    def _why_apart(self, peer: int) -> str:
+        if self.ranks[peer].host != self.ranks[self.rank].host:
+            return f"on host {self.ranks[peer].host.partition('/')[0]}"
+        if self.nodes[peer] != self.nodes[self.rank]:
+            return "on another node, as local_world_size counts them"
+        return f"whose device {self.ranks[peer].device_id} is not a peer of {self.ranks[self.rank].device_id}"
+
     def part(self, members: Sequence[int]) -> Topology:
         """The topology of some ranks, this one among them, by their numbers in the list."""
         number = {member: i for i, member in enumerate(members)}

@@ -53,14 +53,16 @@ SM_CALLS = {
     lib.PROXYCCL_SM_GET: "get",
     lib.PROXYCCL_SM_PUT_PACKETS: "putPackets",
     lib.PROXYCCL_SM_GET_PACKETS: "getPackets",
+    lib.PROXYCCL_SM_COPY_TO_PACKETS: "copyToPackets",
+    lib.PROXYCCL_SM_COPY_FROM_PACKETS: "copyFromPackets",
 }
-"""Methods of an SmChannel, by the `operation` of a record."""
+"""Methods of an SmChannel and functions of mscclpp/packet_device.hpp, by the `operation` of a record."""
 SM_MEMORIES = {
     lib.PROXYCCL_SM_PEER_MEMORY: "the peer's memory",
     lib.PROXYCCL_SM_OWN_MEMORY: "the local memory",
     lib.PROXYCCL_SM_PACKET_BUFFER: "the packet buffer",
 }
-"""The memory that a range of an SmChannel leaves, by the `wait` of a record."""
+"""The memory of a range that a kernel refuses, by the `wait` of a record."""
 
 
 class ErrorRecord(Message, frozen=True):
@@ -157,8 +159,15 @@ def _transfer_failed(of: _Account) -> CommunicatorError:
 def _bad_trigger(of: _Account) -> CommunicatorError:
     record, operation = of.record, _operation(of.record)
     extent = f" of {record.size} bytes at offset {record.offset}" if record.operation & Operation.DATA else ""
-    message = f"{of.who} pushed a trigger that was refused: {operation}{extent}{of.on}"
-    return of.error(TriggerError, operation, of.with_cause(message), offset=record.offset)
+    direction = "from" if record.operation & Operation.GET else "to"
+    to = f" {direction} rank {record.peer}" if record.peer is not None else ""
+    message = f"{of.who} pushed a trigger that was refused: {operation}{extent}{to}{of.on}"
+    memory = SM_MEMORIES.get(record.wait)
+    cause = ""
+    if memory is not None:  # refused by the kernel, for the memory with id `expected`
+        size = f"of {record.seen} bytes" if record.seen else f"(memory id {record.expected}, which is not registered)"
+        cause = f"the transfer leaves {memory} {size}"
+    return of.error(TriggerError, operation, of.with_cause(message, cause), offset=record.offset)
 
 
 def _bad_schedule(of: _Account) -> CommunicatorError:
@@ -169,10 +178,14 @@ def _bad_schedule(of: _Account) -> CommunicatorError:
 def _out_of_range(of: _Account) -> CommunicatorError:
     record = of.record
     call = SM_CALLS.get(record.operation, "a call")
-    message = (
-        f"{of.who} called {call} on its SmChannel to rank {record.peer}: {record.size} bytes at offset "
-        f"{record.offset} leave {SM_MEMORIES.get(record.wait, 'the memory')} of {record.seen} bytes"
-    )
+    on = f" on its SmChannel to rank {record.peer}" if record.peer is not None else ""
+    memory = SM_MEMORIES.get(record.wait, "the memory")
+    unit = record.expected
+    if unit and (record.offset % unit or record.size % unit):
+        problem = f"of {memory}; expected multiples of {unit} bytes, as a packet is never split"
+    else:
+        problem = f"leave {memory} of {record.seen} bytes"
+    message = f"{of.who} called {call}{on}: {record.size} bytes at offset {record.offset} {problem}"
     return of.error(TriggerError, call, message, offset=record.offset)
 
 

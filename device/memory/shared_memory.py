@@ -17,6 +17,11 @@ from proxyccl.device import forks
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
+from proxyccl.device.memory.machine_memory import memory_limit
+
+_LARGE = 64 << 20
+"""Bytes from which an allocation is compared with the machine's memory. Linux itself would refuse none: it takes pages
+when they are first touched, and ends the process if there are none."""
 
 _Origin = tuple[int, int]
 """The process that offers a file, and its descriptor there."""
@@ -119,6 +124,10 @@ class SharedMemory:
             raise ArgumentError("nbytes", f"must be positive, not {nbytes}")
         if nbytes >= 1 << 63:
             raise ResourceError(f"can't allocate {nbytes} bytes: no address space is that large")
+        if nbytes >= _LARGE:
+            limit = memory_limit()
+            if limit is not None and nbytes > limit.nbytes:
+                raise ResourceError(f"can't allocate {nbytes} bytes of shared memory: {limit}")
         descriptor = ffi.new("int *")
         status = lib.proxyccl_host_memory_create(descriptor, _page_round(nbytes))
         if status in EXHAUSTED:

@@ -63,6 +63,7 @@ _OF_ALL = {
     "dispatch": "return_recv_hook",
     "combine": "return_recv_hook",
     "combine_weights": "return_recv_hook",
+    "apart": "async_finish",
 }
 _WORDS = {"dispatch_recv": "its hook", "combine_recv": "its hook"}
 NORMAL = Names(
@@ -92,6 +93,7 @@ ELASTIC = Names(
         "num_sm": "num_sms",
         "max_tokens": "num_max_tokens_per_rank",
         "max_recv_tokens": "num_max_tokens_per_rank",
+        "apart": "async_with_compute_stream",
     },
     {"max_recv_tokens": "the room that num_max_tokens_per_rank gives"},
 )

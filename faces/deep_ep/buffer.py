@@ -19,6 +19,7 @@ from proxyccl.deep_ep.masks import Masks
 from proxyccl.deep_ep.refusals import refuse, refuse_unknown
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.errors import ArgumentError, ClosedError
+from proxyccl.device.flags import as_flag
 
 
 class Buffer(Connected):
@@ -69,6 +70,7 @@ class Buffer(Connected):
         num_nvl_bytes = whole_number("num_nvl_bytes", num_nvl_bytes, 0, MOST_BYTES)
         num_rdma_bytes = whole_number("num_rdma_bytes", num_rdma_bytes, 0, MOST_BYTES)
         whole_number("num_qps_per_rank", num_qps_per_rank, 0)
+        enable_shrink = as_flag(enable_shrink, "enable_shrink")
         super().__init__(source, explicitly_destroy=explicitly_destroy)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
@@ -324,7 +326,7 @@ class Buffer(Connected):
         refuse_unknown("low_latency_dispatch", others)
         if dispatch_wait_recv_cost_stats is not None:
             raise refuse("dispatch_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
-        _refuse_both(async_finish, return_recv_hook)
+        hooked = _is_hooked(async_finish, return_recv_hook)
         max_tokens = whole_number("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         num_experts = whole_number("num_experts", num_experts, 1)
         layers = self._layers_of_the_left()
@@ -337,11 +339,11 @@ class Buffer(Connected):
                 max_tokens=max_tokens,
                 num_experts=num_experts,
                 num_sms=Buffer.num_sms,
-                use_fp8=use_fp8,
-                round_scale=round_scale,
-                use_ue8m0=use_ue8m0,
+                use_fp8=as_flag(use_fp8, "use_fp8"),
+                round_scale=as_flag(round_scale, "round_scale"),
+                use_ue8m0=as_flag(use_ue8m0, "use_ue8m0"),
                 stats=cumulative_local_expert_recv_stats,
-                hooked=return_recv_hook,
+                hooked=hooked,
             )
 
         used = (x, topk_idx, cumulative_local_expert_recv_stats)
@@ -382,9 +384,9 @@ class Buffer(Connected):
         refuse_unknown("low_latency_combine", others)
         if combine_wait_recv_cost_stats is not None:
             raise refuse("combine_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
-        _refuse_both(async_finish, return_recv_hook)
+        hooked = _is_hooked(async_finish, return_recv_hook)
         self._require_current(handle)
-        call = lambda: low_latency.combine(x, topk_weights, handle, out, hooked=return_recv_hook)  # noqa: E731
+        call = lambda: low_latency.combine(x, topk_weights, handle, out, hooked=hooked)  # noqa: E731
         used = (x, topk_weights, out, handle)
         (output, half), event = self._run(call, (None,), used, LOW_LATENCY, apart=async_finish)
         return output, event, None if half is None else self._once(*half, LOW_LATENCY)
@@ -455,6 +457,8 @@ class Buffer(Connected):
         return self._layers
 
 
-def _refuse_both(async_finish: bool, return_recv_hook: bool) -> None:
-    if async_finish and return_recv_hook:
+def _is_hooked(async_finish: bool, return_recv_hook: bool) -> bool:
+    hooked = as_flag(return_recv_hook, "return_recv_hook")
+    if hooked and as_flag(async_finish, "async_finish"):
         raise ArgumentError("return_recv_hook", "can't be given with async_finish: the hook runs on the current stream")
+    return hooked

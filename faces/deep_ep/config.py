@@ -35,12 +35,18 @@ class Config:
             object.__setattr__(self, each.name, whole_number(each.name, getattr(self, each.name), 1))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for rows within a node."""
+        """Bytes for rows within a node.
+
+        Raises:
+            ArgumentError: a number is negative, or not an integer; or there are no ranks.
+        """
+        hidden_bytes, num_ranks = whole_number("hidden_bytes", hidden_bytes, 0), whole_number("num_ranks", num_ranks, 1)
         ranks = min(num_ranks, _RANKS_OF_A_NODE)
         return _aligned(self.num_sms // 2 * ranks * self.num_max_nvl_chunked_recv_tokens * hidden_bytes)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes for rows between nodes; 0 for up to 8 ranks."""
+        """Bytes for rows between nodes; 0 for up to 8 ranks. Raises as `get_nvl_buffer_size_hint`."""
+        hidden_bytes, num_ranks = whole_number("hidden_bytes", hidden_bytes, 0), whole_number("num_ranks", num_ranks, 1)
         if num_ranks <= _RANKS_OF_A_NODE:
             return 0
         nodes = num_ranks // _RANKS_OF_A_NODE
@@ -51,7 +57,13 @@ def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_expe
     """Bytes for the rows of a low-latency dispatch and combine in bfloat16: two slabs from each rank, and the results.
 
     Callers pass it to `Buffer`, which only keeps it.
+
+    Raises:
+        ArgumentError: a number is negative, or not an integer; or there are no ranks or no experts.
     """
+    max_tokens = whole_number("num_max_dispatch_tokens_per_rank", max_tokens, 0)
+    hidden, num_ranks = whole_number("hidden", hidden, 0), whole_number("num_ranks", num_ranks, 1)
+    num_experts = whole_number("num_experts", num_experts, 1)
     return _aligned((2 * num_ranks + num_experts) * max_tokens * 2 * hidden)
 
 
@@ -59,7 +71,12 @@ def elastic_size_hint(ranks: int, max_tokens: int, hidden: int, topk: int, *, fl
     """Bytes for the rows of a dispatch, or of a combine in bfloat16 if that is more: one from each rank for each token.
 
     Callers pass it to `ElasticBuffer`, which only keeps it.
+
+    Raises:
+        ArgumentError: a number is negative, or not an integer.
     """
+    max_tokens = whole_number("num_max_tokens_per_rank", max_tokens, 0)
+    hidden, topk = whole_number("hidden", hidden, 0), whole_number("num_topk", topk, 0)
     dispatched = ranks * max_tokens * hidden * (1 if float8 else 2)
     combined = min(ranks, topk or ranks) * max_tokens * hidden * 2
     return _aligned(max(dispatched, combined), _ELASTIC_ALIGNMENT)

@@ -15,6 +15,7 @@ from proxyccl.deep_ep.handles import Handle, routing_of
 from proxyccl.deep_ep.layers import Layers
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.errors import ArgumentError, ClosedError
+from proxyccl.device.flags import as_flag
 
 T = TypeVar("T")
 LEAST_TIMEOUT_SECONDS = 100.0
@@ -35,7 +36,7 @@ class Connected:
     """
 
     def __init__(self, source: Any, *, explicitly_destroy: bool, timeout: float = LEAST_TIMEOUT_SECONDS) -> None:
-        self.group, self.explicitly_destroy = source, explicitly_destroy
+        self.group, self.explicitly_destroy = source, as_flag(explicitly_destroy, "explicitly_destroy")
         self._owned = not isinstance(source, Communicator)
         self.communicator = _connected(source, timeout) if self._owned else source
         self._stream: Any = torch.cuda.Stream() if self.communicator.runtime.name != "host" else None
@@ -111,7 +112,7 @@ class Connected:
             if event is not None and not isinstance(event, (EventHandle, EventOverlap)):
                 raise ArgumentError("previous_event", f"must be an event or None, not {type(event).__name__}")
         with names.told():
-            return self._run_on_stream(call, events, used, apart=apart)
+            return self._run_on_stream(call, events, used, apart=as_flag(apart, "apart"))
 
     def _run_on_stream(
         self, call: Callable[[], T], events: tuple[EventHandle | EventOverlap | None, ...], used: Any, *, apart: bool

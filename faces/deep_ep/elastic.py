@@ -20,6 +20,7 @@ from proxyccl.deep_ep.handles import Rows
 from proxyccl.deep_ep.refusals import refuse, refuse_unknown
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.flags import as_flag
 
 _SMS_BESIDE_OTHERS, _SMS_ALONE = 24, 64
 
@@ -103,6 +104,9 @@ class ElasticBuffer(Connected):
         hidden, num_topk = whole_number("hidden", hidden, 0), whole_number("num_topk", num_topk, 0)
         whole_number("sl_idx", sl_idx, 0)
         num_allocated_qps = whole_number("num_allocated_qps", num_allocated_qps, 0)
+        use_fp8_dispatch = as_flag(use_fp8_dispatch, "use_fp8_dispatch")
+        allow_hybrid_mode = as_flag(allow_hybrid_mode, "allow_hybrid_mode")
+        allow_multiple_reduction = as_flag(allow_multiple_reduction, "allow_multiple_reduction")
         timeout = max(
             LEAST_TIMEOUT_SECONDS,
             require_seconds("num_cpu_timeout_secs", num_cpu_timeout_secs),
@@ -141,7 +145,8 @@ class ElasticBuffer(Connected):
     ) -> int:
         """Bytes that callers compare with `num_bytes`, a multiple of 2 MiB; see `elastic_size_hint`."""
         ranks = group.world_size if isinstance(group, Communicator) else _size_of(group)
-        return elastic_size_hint(ranks, num_max_tokens_per_rank, hidden, num_topk, float8=use_fp8_dispatch)
+        float8 = as_flag(use_fp8_dispatch, "use_fp8_dispatch")
+        return elastic_size_hint(ranks, num_max_tokens_per_rank, hidden, num_topk, float8=float8)
 
     @staticmethod
     def capture() -> EventHandle:
@@ -273,6 +278,11 @@ class ElasticBuffer(Connected):
         """
         refuse_unknown("dispatch", others)
         layers = self._usable()
+        do_expand, do_zero_padding = as_flag(do_expand, "do_expand"), as_flag(do_zero_padding, "do_zero_padding")
+        do_handle_copy = as_flag(do_handle_copy, "do_handle_copy")
+        by_columns = as_flag(use_tma_aligned_col_major_sf, "use_tma_aligned_col_major_sf")
+        if do_cpu_sync is not None:
+            do_cpu_sync = as_flag(do_cpu_sync, "do_cpu_sync")
         if do_zero_padding and not do_expand:
             raise ArgumentError("do_zero_padding", "needs do_expand=True")
         if handle is not None:
@@ -317,7 +327,7 @@ class ElasticBuffer(Connected):
         require_stats(cumulative_local_expert_recv_stats, experts // self.num_ranks)
 
         def call() -> elastic_calls.Received:
-            received = receive(clears_gaps=do_zero_padding, scales_by_columns=use_tma_aligned_col_major_sf)
+            received = receive(clears_gaps=do_zero_padding, scales_by_columns=by_columns)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(received[3].num_unaligned_recv_tokens_per_expert)
             return received

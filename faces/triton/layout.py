@@ -115,6 +115,7 @@ WAIT_GRID = _constant("WAIT_GRID")
 SM_PUT_PACKETS = _constant("SM_PUT_PACKETS")
 SM_GET_PACKETS = _constant("SM_GET_PACKETS")
 SM_PEER_MEMORY = _constant("SM_PEER_MEMORY")
+SM_OWN_MEMORY = _constant("SM_OWN_MEMORY")
 SM_PACKET_BUFFER = _constant("SM_PACKET_BUFFER")
 
 OP_DATA = _constant("OP_DATA")

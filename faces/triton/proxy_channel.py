@@ -41,6 +41,8 @@ from proxyccl.triton.layout import (
     REFRESH_LOCK_8,
     SIZE_LOG2_4,
     SLOTS_8,
+    SM_OWN_MEMORY,
+    SM_PEER_MEMORY,
     SRC_MEMORY_4,
     SRC_MEMORY_SHIFT,
     SRC_OFFSET_SHIFT,
@@ -50,7 +52,6 @@ from proxyccl.triton.layout import (
     VALUE_8_BYTES,
     WAIT_COMPLETION,
     WAIT_FLUSH,
-    WAIT_NONE,
     WAIT_PROXY_SIGNAL,
     WAIT_RING_ROOM,
     WINDOW_BYTES,
@@ -104,6 +105,26 @@ def _reaches(channel, memory, offset, size):
         limit = load_relaxed_system(_pointer(channel, MEMORY_LIMITS_8) + memory.to(tl.int64))
         inside = (offset <= limit) & (size <= limit - offset)
     return known & inside
+
+
+@jit
+def _refuse(channel, operation: tl.constexpr, kind, memory, offset, size):
+    # Ends the communicator for a range that does not lie in its memory.
+    known = memory < MAX_MEMORIES
+    place = tl.where(known, memory, u32(0)).to(tl.int64)
+    limit = load_relaxed_system(_pointer(channel, MEMORY_LIMITS_8) + place)
+    record_error(
+        _long(channel, CONTROL_8),
+        u32(ERROR_BAD_TRIGGER),
+        kind,
+        _number(channel, PEER_4),
+        _number(channel, CHANNEL_4),
+        memory.to(tl.uint64),
+        tl.where(known, limit, u64(0)),
+        u32(operation),
+        offset,
+        size,
+    )
 
 
 @jit
@@ -188,21 +209,10 @@ def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, d
     dst_fits = _reaches(channel, dst_id, dst, left)
     going = (dst_fits & _reaches(channel, src_id, src, left)).to(tl.int32)
     if going == 0:
-        bad_offset = tl.where(dst_fits, src, dst)
-        peer = _number(channel, PEER_4)
-        number = _number(channel, CHANNEL_4)
-        record_error(
-            control,
-            u32(ERROR_BAD_TRIGGER),
-            u32(WAIT_NONE),
-            peer,
-            number,
-            u64(0),
-            u64(0),
-            u32(operation),
-            bad_offset,
-            left,
-        )
+        of_source = u32(SM_PEER_MEMORY if is_get else SM_OWN_MEMORY)
+        of_destination = u32(SM_OWN_MEMORY if is_get else SM_PEER_MEMORY)
+        kind = tl.where(dst_fits, of_source, of_destination)
+        _refuse(channel, operation, kind, tl.where(dst_fits, src_id, dst_id), tl.where(dst_fits, src, dst), left)
     pushed = going
     ticket = u64(0)
     while going != 0:
@@ -257,18 +267,7 @@ def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.co
     if _reaches(channel, dst_id, dst, size):
         _push_value(channel, operation, dst_id, dst, kind, carried)
     else:
-        record_error(
-            _long(channel, CONTROL_8),
-            u32(ERROR_BAD_TRIGGER),
-            u32(WAIT_NONE),
-            _number(channel, PEER_4),
-            _number(channel, CHANNEL_4),
-            u64(0),
-            u64(0),
-            u32(operation),
-            dst,
-            size,
-        )
+        _refuse(channel, operation, u32(SM_PEER_MEMORY), dst_id, dst, size)
 
 
 @jit

@@ -160,9 +160,10 @@ def sm_ended(channel):
 
 @jit
 def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_bytes, offset, count, flag):
+    # A packet is stored as a whole, so its place is a multiple of its size.
     nbytes = u64(count) * PACKET_BYTES
     flagged = u32(flag) != 0
-    fits = (offset <= memory_bytes) & (nbytes <= memory_bytes - offset)
+    fits = (offset <= memory_bytes) & (nbytes <= memory_bytes - offset) & (offset % PACKET_BYTES == 0)
     if (flagged & fits) == 0:
         code = tl.where(flagged, u32(ERROR_OUT_OF_RANGE), u32(ERROR_INVALID_FLAG))
         kind = tl.where(flagged, u32(memory), u32(WAIT_PACKET))
@@ -170,7 +171,8 @@ def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_b
         number = _number(channel, SM_CHANNEL_4)
         control = _long(channel, SM_CONTROL_8)
         seen = tl.where(flagged, memory_bytes, u64(0))
-        record_error(control, code, kind, peer, number, u64(0), seen, u32(call), offset, nbytes)
+        unit = tl.where(flagged, u64(PACKET_BYTES), u64(0))
+        record_error(control, code, kind, peer, number, unit, seen, u32(call), offset, nbytes)
     return flagged & fits
 
 
@@ -213,7 +215,7 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
 
     Args:
         channel: an SmChannel.
-        packet_offset: where in the packet buffer, in bytes: the sender's, if the buffer is its target.
+        packet_offset: where in the packet buffer, in bytes: the sender's, if the buffer is its target; a multiple of 8.
         flag: the sender's.
         BLOCK: how many values are returned.
         dtype: their type, of 32 bits.

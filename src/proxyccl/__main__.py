@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from proxyccl.channels.collectives.reductions import OPS
 from proxyccl.device.arrays.dtypes import DTYPES, reduction_dtypes
+from proxyccl.device.environment import warn_of_unknown
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon import command
@@ -252,6 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     parser = command_parser()
     parsed = parser.parse_args(arguments)
+    if parsed.command != "info":  # which lists them
+        warn_of_unknown()
     try:
         if parsed.command == "info":
             return info.run(as_json=parsed.json)

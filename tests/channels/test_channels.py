@@ -517,8 +517,13 @@ def test_memory_of_another_node_is_no_sm_channels() -> None:
 
         def body(comm: Communicator) -> None:
             memory = comm.register(comm.empty(16))
-            with pytest.raises(ArgumentError, match="use a ProxyChannel"):
+            first, second = (2, 3) if comm.rank < 2 else (0, 1)
+            apart = ", on another node, as local_world_size counts them; "
+            unreached = f"of rank {first}{apart}of rank {second}{apart}use a ProxyChannel"
+            with pytest.raises(ArgumentError, match=f"^peers: kernels of rank {comm.rank} can't .*{unreached}"):
                 comm.sm_channels(memory)
+            with pytest.raises(ArgumentError, match=f"^peer: .* of rank {first}{apart}use a ProxyChannel"):
+                memory.peer_ptr(first)
             assert comm.sm_channels(memory, peers=[comm.rank ^ 1]).peers == [comm.rank ^ 1]
             assert len(comm.proxy_channels(memory)) == 3
             barrier(comm)

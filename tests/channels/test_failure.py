@@ -287,12 +287,12 @@ def refused(arguments: Callable[[int, int], tuple[int, int, int, int, int]]) -> 
         (lambda dst, src: (dst, SIZE + 1, src, 0, 0), "leaves the destination"),
         (lambda dst, src: (dst, 0, src, 0, SIZE + 1), "leaves the source"),
         (lambda dst, src: (dst, 0, src, 0, (1 << 32) - 1), "leaves the source"),
-        (lambda dst, src: (dst, 1 << 32, src, 0, 16), ""),
-        (lambda dst, src: (dst, 0, src, 1 << 32, 16), ""),
-        (lambda dst, src: (dst, 0, src, (1 << 64) - 8, 16), ""),
-        (lambda dst, src: (dst, SIZE, src, 0, 1 << 40), ""),
-        (lambda dst, src: (508, 0, src, 0, 16), ""),
-        (lambda dst, src: (dst, 0, 1 << 20, 0, 16), ""),
+        (lambda dst, src: (dst, 1 << 32, src, 0, 16), f"leaves the peer's memory of {SIZE} bytes"),
+        (lambda dst, src: (dst, 0, src, 1 << 32, 16), f"leaves the local memory of {SIZE} bytes"),
+        (lambda dst, src: (dst, 0, src, (1 << 64) - 8, 16), f"leaves the local memory of {SIZE} bytes"),
+        (lambda dst, src: (dst, SIZE, src, 0, 1 << 40), f"leaves the peer's memory of {SIZE} bytes"),
+        (lambda dst, src: (508, 0, src, 0, 16), "the peer's memory (memory id 508, which is not registered)"),
+        (lambda dst, src: (dst, 0, 1 << 20, 0, 16), "the local memory (memory id 1048576, which is not registered)"),
         (lambda dst, src: (500, 0, src, 0, 16), "destination memory id is not registered"),
         (lambda dst, src: (dst, 0, 507, 0, 16), "source memory id is not registered"),
     ],
@@ -330,7 +330,13 @@ def test_the_error_of_a_refused_put_says_what_it_was() -> None:
     assert isinstance(error, TriggerError)
     assert (error.rank, error.operation, error.offset) == (0, "data", SIZE - 8)
     assert error.channel is not None
-    assert "16 bytes" in str(error)
+    assert f"data of 16 bytes at offset {SIZE - 8} to rank 1" in str(error)
+
+
+def test_the_rank_of_a_refused_put_hears_how_large_both_memories_are() -> None:
+    text = str(refused(lambda dst, src: (dst, SIZE - 8, src, 0, 16))[0])
+    assert re.search(rf"destination memory \(source: memory id \d+ of {SIZE} bytes, offset 0; ", text)
+    assert re.search(rf"; destination: memory id \d+ of {SIZE} bytes, offset {SIZE - 8}\)", text)
 
 
 def test_a_trigger_for_a_channel_that_is_not_in_use_is_refused() -> None:
@@ -381,6 +387,13 @@ extern "C" __global__ void getPackets(Sm channel, unsigned long from, unsigned l
         ("putPackets", 0, 512 - 8, 16, "16 bytes at offset 504 leave the local memory"),
         ("getPackets", 256 - 16, 0, 16, "32 bytes at offset 240 leave the packet buffer of 256 bytes"),
         ("getPackets", 0, 512 - 8, 16, "16 bytes at offset 504 leave the local memory"),
+        # putPackets writes packets of 16 bytes that carry 8, getPackets reads packets of 8 that carry 4
+        ("putPackets", 0, 0, 404, "404 bytes at offset 0 of the local memory; expected multiples of 8 bytes"),
+        ("putPackets", 0, 0, 5, "5 bytes at offset 0 of the local memory; expected multiples of 8 bytes"),
+        ("putPackets", 0, 4, 16, "16 bytes at offset 4 of the local memory; expected multiples of 8 bytes"),
+        ("putPackets", 8, 0, 16, "32 bytes at offset 8 of the peer's memory; expected multiples of 16 bytes"),
+        ("getPackets", 0, 0, 6, "6 bytes at offset 0 of the local memory; expected multiples of 4 bytes"),
+        ("getPackets", 4, 0, 8, "16 bytes at offset 4 of the packet buffer; expected multiples of 8 bytes"),
     ],
 )
 def test_an_access_outside_an_sm_channels_memory_moves_nothing(

@@ -68,6 +68,16 @@ def test_a_view_into_an_array_is_registered_where_it_lies(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.host_only(reason="of the machine's memory; a GPU's is in tests/gpu")
+def test_an_array_larger_than_the_machine_is_refused_and_the_communicator_goes_on(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ResourceError, match=r"can't allocate \d+ bytes .*: .* \d+ bytes of memory and swap space"):
+            comm.empty(1 << 46, "uint8")
+        barrier(comm)
+
+    ranks.run(body)
+
+
 @pytest.mark.own_proxy(reason="the daemon refuses it even as a source")
 @pytest.mark.host_only(reason="a GPU's memory is shared whoever allocated it")
 def test_private_memory_is_refused_by_name_where_a_peer_wants_it(ranks: Ranks) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxyccl import AbortedError, Array, Communicator, CompileError, WaitTimeoutError
+from proxyccl import AbortedError, Array, Communicator, CompileError, TriggerError, WaitTimeoutError
 from support.device_arrays import barrier, on_host
 from support.kernels.mscclpp import MSCCLPP_KERNELS
 from support.ranks import Ranks
@@ -137,15 +137,29 @@ def test_a_grid_has_syncers_semaphores_atomics_vectors_and_packets(pair: Ranks) 
 
 WAITS = r"""
 #include <mscclpp/assert_device.hpp>
+#include <mscclpp/packet_device.hpp>
 #include <mscclpp/poll_device.hpp>
 extern "C" __global__ void spin(int* word) { POLL_MAYBE_JAILBREAK((*word == 0), -1); }
 extern "C" __global__ void check(int* word) { MSCCLPP_ASSERT_DEVICE(*word != 0, "it has a value"); }
+extern "C" __global__ void pack(int* word) { mscclpp::copyToPackets(nullptr, word, 12, 0, 1, 1); }
+extern "C" __global__ void unpack(int* word) {
+  mscclpp::getPackets<mscclpp::LL8Packet>(nullptr, 0, word, 0, 6, 0, 1, 1);
+}
 """
 
 
 @pytest.mark.parametrize(
     ("kernel", "error", "text"),
-    [("spin", WaitTimeoutError, "a condition of its kernel"), ("check", AbortedError, "ended the communicator")],
+    [
+        ("spin", WaitTimeoutError, "a condition of its kernel"),
+        ("check", AbortedError, "ended the communicator"),
+        (
+            "pack",
+            TriggerError,
+            "called copyToPackets: 12 bytes at offset 0 of the memory; expected multiples of 8 bytes",
+        ),
+        ("unpack", TriggerError, "called copyFromPackets: 6 bytes .* expected multiples of 4 bytes"),
+    ],
 )
 def test_waits_and_assertions_end_the_communicator(kernel: str, error: type[Exception], text: str) -> None:
     def body(communicator: Communicator) -> None:

@@ -61,6 +61,22 @@ def test_a_tables_limits_must_not_fall() -> None:
         SizeTable(((2048, "one_shot"), (1024, "ring")))
 
 
+@pytest.mark.parametrize(
+    ("limits", "text"),
+    [
+        ([1024], r"limits: must be pairs of bytes and an algorithm, not \[1024\]"),
+        (((1024, "ring", 1),), "limits: must be pairs of bytes and an algorithm"),
+        (5, "limits: must be pairs of bytes and an algorithm, not 5"),
+        ((("1K", "ring"),), "limits: must be numbers of bytes from 0 on, not '1K'"),
+        (((1.5, "ring"),), "limits: must be numbers of bytes from 0 on, not 1.5"),
+        (((-1, "ring"),), "limits: must be numbers of bytes from 0 on, not -1"),
+    ],
+)
+def test_a_tables_limits_are_pairs_of_bytes_and_an_algorithm(limits: Any, text: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{text}"):
+        SizeTable(limits)
+
+
 # -- tables for all calls ---
 
 
@@ -75,6 +91,13 @@ def test_a_selector_has_a_table_for_each_case_with_algorithms_of_its_collective(
         Selector({**defaults.tables, case: SizeTable((), "ring")})
     with pytest.raises(ArgumentError, match="all_gather of other types, other arrays: there are no such calls"):
         Selector({**defaults.tables, Case("all_gather", "other types", False): SizeTable()})
+    with pytest.raises(ArgumentError, match=r"^tables: .*: must be a SizeTable, not 'kernels'"):
+        Selector({**defaults.tables, case: "kernels"})  # type: ignore[dict-item]
+    with pytest.raises(ArgumentError, match=r"^tables: must be a mapping from cases to tables, not None"):
+        Selector(None)  # type: ignore[arg-type]
+    for ask in (lambda: defaults.with_table("sum", SizeTable()), lambda: defaults.choose("sum", DTYPES["int32"], 1)):
+        with pytest.raises(ArgumentError, match=r"^collective: unknown collective 'sum'; expected one of all_reduce, "):
+            ask()
 
 
 def test_the_choice_is_by_collective_type_arrays_and_size() -> None:

@@ -319,3 +319,31 @@ def test_numbers_are_integers_within_bounds(pair: Ranks) -> None:
         given.destroy()
 
     pair.run(body)
+
+
+@pytest.mark.parametrize("value", WRONG)
+def test_size_hints_are_of_integers_within_bounds(value: Any) -> None:
+    config, buffer = deep_ep.Config(), deep_ep.Buffer
+    numbers = ("num_max_dispatch_tokens_per_rank", "hidden", "num_ranks", "num_experts")
+    for hint in (config.get_nvl_buffer_size_hint, config.get_rdma_buffer_size_hint):
+        refused("hidden_bytes", lambda: hint(value, 16))  # noqa: B023  (called at once)
+        refused("num_ranks", lambda: hint(1024, value))  # noqa: B023
+    for argument in numbers:
+        sizes = dict.fromkeys(numbers, 8) | {argument: value}
+        refused(argument, lambda: buffer.get_low_latency_rdma_size_hint(**sizes))  # noqa: B023
+
+
+def test_flags_that_are_neither_are_refused_before_rows_move(pair: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        given, neither = Given(comm), torch.tensor([True, False])
+        for flag in ("use_fp8", "round_scale", "use_ue8m0", "async_finish", "return_recv_hook"):
+            refused(flag, lambda f=flag: given.low_latency(**{f: neither}))  # type: ignore[misc]
+        refused("async_finish", lambda: given.normal(async_finish=neither))
+        for flag in ("do_expand", "do_zero_padding", "do_cpu_sync", "do_handle_copy", "async_with_compute_stream"):
+            refused(flag, lambda f=flag: given.expandable(**{f: neither}))  # type: ignore[misc]
+        refused("explicitly_destroy", lambda: deep_ep.Buffer(comm, explicitly_destroy=neither))
+        refused("enable_shrink", lambda: deep_ep.Buffer(comm, enable_shrink=neither))
+        given.low_latency(use_fp8=np.True_)
+        given.destroy()
+
+    pair.run(body)

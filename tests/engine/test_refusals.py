@@ -111,10 +111,11 @@ def test_an_error_names_both_memories() -> None:
         return {"src_memory": window, "src_offset": 8, "dst_offset": SIZE}
 
     text = str(refused(fields))
-    assert f"(source: memory id {ids[1]}, offset 8; destination: memory id {ids[0]}, offset {SIZE})" in text
+    source = f"source: memory id {ids[1]} of {SIZE} bytes, offset 8"
+    assert f"({source}; destination: memory id {ids[0]} of {SIZE} bytes, offset {SIZE})" in text
 
 
 def test_a_signal_that_is_refused_has_no_size() -> None:
     text = str(refused(lambda m, w: {"operation": Operation.SIGNAL, "src_memory": VALUE_OF_8, "value": 0}))
-    assert "refused: signal on channel" in text
+    assert "refused: signal to rank 0 on channel" in text
     assert "bytes" not in text

@@ -132,6 +132,15 @@ def test_info_says_what_to_install_where_there_is_no_compiler(monkeypatch: pytes
     assert "apt install g++" in finding.advice
 
 
+def test_info_lists_the_variables_that_are_set_and_misspelt_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_TIMEOUT", "7")
+    monkeypatch.setenv("PROXYCCL_TRANSPROT", "copy")
+    found = {finding.name: finding for finding in info._environment()}
+    assert (found["PROXYCCL_TIMEOUT"].available, found["PROXYCCL_TIMEOUT"].detail) == (True, "7")
+    assert not found["PROXYCCL_TRANSPROT"].available
+    assert found["PROXYCCL_TRANSPROT"].detail.endswith("; did you mean PROXYCCL_TRANSPORT?")
+
+
 def test_info_names_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PROXYCCL_CACHE", str(tmp_path / "file" / "cache"))

@@ -431,6 +431,7 @@ def test_packets_carry_values_and_flags() -> None:
         (0, 0, "used packet flag 0"),
         (512, 1, "putPackets on its SmChannel to rank 1: 160 bytes at offset 512 leave the peer's memory of 512 bytes"),
         (360, 1, "putPackets on its SmChannel to rank 1: 160 bytes at offset 360 leave the peer's memory"),
+        (12, 1, "160 bytes at offset 12 of the peer's memory; expected multiples of 8 bytes"),
     ],
 )
 def test_packets_that_can_t_be_are_refused(offset: int, flag: int, text: str) -> None:

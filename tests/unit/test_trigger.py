@@ -91,6 +91,13 @@ def test_a_field_that_is_too_large_is_refused_by_name(field: str) -> None:
         Trigger(**{**values, field: -1}).encode()  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("field", [name for name in WIDTHS if name != "get"])
+@pytest.mark.parametrize("value", [1.5, "1", None, True])
+def test_a_field_that_is_not_an_integer_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ArgumentError, match=rf"^{field}: must be an integer from 0 on, not {value!r}"):
+        Trigger(**{"operation": Operation.DATA, field: value}).encode()  # type: ignore[arg-type]
+
+
 def test_the_layout_is_the_documented_one() -> None:
     """trigger.h's table: size, get, source offset | destination offset, memories, operation, channel, parity."""
     assert sum(WIDTHS.values()) + 1 == 128

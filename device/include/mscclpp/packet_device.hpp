@@ -61,16 +61,30 @@ using LLPacket = LL16Packet;
 template <class Packet>
 using PacketPayload = typename Packet::Payload;
 
+namespace detail {
+// Whether packets can carry `bytes` whole. If not, the communicator that compiled the kernel ends with a TriggerError.
+template <class Packet>
+PROXYCCL_DEVICE bool areWholePayloads(uint32_t call, uint64_t bytes) {
+  constexpr uint64_t kUnit = sizeof(PacketPayload<Packet>);
+  if (bytes % kUnit == 0) return true;
+  proxyccl::recordError(nullptr, PROXYCCL_ERROR_OUT_OF_RANGE, {0, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, kUnit}, 0,
+                        {call, 0, bytes});
+  return false;
+}
+}  // namespace detail
+
 /// Writes data as packets. A group of threads calls it together.
 /// @param target      where the packets go: twice `bytes`
 /// @param origin      the data
-/// @param bytes       a multiple of the payload's size
+/// @param bytes       a multiple of the payload's size; otherwise nothing is written, and the communicator that
+///                    compiled the kernel ends with a TriggerError
 /// @param threadId    the calling thread's number in the group
 /// @param numThreads  threads in the group
 /// @param flag        not 0, and not the packets' previous one
 template <class Packet = LL16Packet>
 PROXYCCL_DEVICE void copyToPackets(void* target, const void* origin, uint64_t bytes, uint32_t threadId,
                                    uint32_t numThreads, uint32_t flag) {
+  if (!detail::areWholePayloads<Packet>(PROXYCCL_SM_COPY_TO_PACKETS, bytes)) return;
   Packet* packets = static_cast<Packet*>(target);
   const auto* payloads = static_cast<const PacketPayload<Packet>*>(origin);
   proxyccl::forEach(bytes / sizeof(PacketPayload<Packet>), threadId, numThreads,
@@ -81,6 +95,7 @@ PROXYCCL_DEVICE void copyToPackets(void* target, const void* origin, uint64_t by
 template <class Packet = LL16Packet>
 PROXYCCL_DEVICE void copyFromPackets(void* origin, const void* target, uint64_t bytes, uint32_t threadId,
                                      uint32_t numThreads, uint32_t flag, int64_t = -1) {
+  if (!detail::areWholePayloads<Packet>(PROXYCCL_SM_COPY_FROM_PACKETS, bytes)) return;
   const Packet* packets = static_cast<const Packet*>(target);
   auto* payloads = static_cast<PacketPayload<Packet>*>(origin);
   proxyccl::forEach(bytes / sizeof(PacketPayload<Packet>), threadId, numThreads,

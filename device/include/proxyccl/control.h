@@ -21,7 +21,7 @@ enum ProxycclErrorCode {
   PROXYCCL_ERROR_INVALID_FLAG = 7,   /* a kernel used packet flag 0 */
   PROXYCCL_ERROR_LOCAL = 8,          /* any other failure on one rank that ends the communicator */
   PROXYCCL_ERROR_PROXY_LOST = 9,     /* the node daemon that runs a rank's proxy ended */
-  PROXYCCL_ERROR_OUT_OF_RANGE = 10,  /* the range of an SmChannel's call leaves its memory */
+  PROXYCCL_ERROR_OUT_OF_RANGE = 10,  /* the range of an SmChannel's call leaves its memory, or splits a packet */
   PROXYCCL_ERROR_SHARED_WAIT = 11,   /* two threads wait on one channel at the same time */
   PROXYCCL_ERROR_BAD_SCHEDULE = 12,  /* a schedule names an unused id, or leaves its memory */
   PROXYCCL_ERROR_TRANSFER_SIZE = 13, /* a rank expects another number of bytes than its peer sends */
@@ -30,14 +30,16 @@ enum ProxycclErrorCode {
   PROXYCCL_ERROR_SIGNAL_VALUE = 16   /* a signal's value is not above the semaphore's count */
 };
 
-/* The call of an SmChannel that leaves its memory. */
+/* The call of an SmChannel, or of mscclpp/packet_device.hpp, that is out of range. */
 enum ProxycclSmCall {
   PROXYCCL_SM_PUT = 1,
   PROXYCCL_SM_GET = 2,
   PROXYCCL_SM_PUT_PACKETS = 3,
-  PROXYCCL_SM_GET_PACKETS = 4
+  PROXYCCL_SM_GET_PACKETS = 4,
+  PROXYCCL_SM_COPY_TO_PACKETS = 5,
+  PROXYCCL_SM_COPY_FROM_PACKETS = 6
 };
-/* The memory that the call leaves. */
+/* The memory of a range that is refused. */
 enum ProxycclSmMemory { PROXYCCL_SM_PEER_MEMORY = 1, PROXYCCL_SM_OWN_MEMORY = 2, PROXYCCL_SM_PACKET_BUFFER = 3 };
 
 /* The kinds of bounded waits. */
@@ -79,12 +81,13 @@ typedef struct ProxycclErrorRecord {
   uint32_t code;      /* ProxycclErrorCode */
   uint32_t rank;      /* the rank that files it */
   uint32_t peer;      /* the rank that it concerns, or PROXYCCL_NO_PEER */
-  uint32_t wait;      /* ProxycclWaitKind; out of range: ProxycclSmMemory */
+  uint32_t wait;      /* ProxycclWaitKind; out of range, or a trigger that a kernel refuses: ProxycclSmMemory */
   uint32_t operation; /* bits of a trigger's operation, if there is one; out of range: ProxycclSmCall */
   uint32_t channel;   /* channel id, or PROXYCCL_NO_CHANNEL */
   int32_t status;     /* a driver's or transport's own status */
-  uint64_t expected;  /* value waited for: ticket, semaphore value or packet flag; of a schedule: its number */
-  uint64_t seen;      /* value last seen; out of range: the memory's size in bytes */
+  uint64_t expected;  /* value waited for: ticket, semaphore value or packet flag; of a schedule: its number;
+                         out of range: the offset and the size are multiples of it; of such a trigger: the memory's id */
+  uint64_t seen;      /* value last seen; out of range, or of such a trigger: the memory's size in bytes */
   uint64_t offset;    /* byte offset of the transfer that failed */
   uint64_t size;      /* its size in bytes */
 } ProxycclErrorRecord;

@@ -240,6 +240,14 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return offset <= bytes && size <= bytes - offset;
   }
 
+  // Ends the communicator for a range that does not lie in its memory.
+  PROXYCCL_DEVICE uint64_t refuse(uint32_t op, uint32_t kind, uint32_t memory, uint64_t offset, uint64_t size) const {
+    const bool known = memory_limits != nullptr && memory < PROXYCCL_MAX_MEMORIES;
+    recordError(control, PROXYCCL_ERROR_BAD_TRIGGER, {kind, peer, channel, memory},
+                known ? loadRelaxedSystem(&memory_limits[memory]) : 0, {op, offset, size});
+    return kNoTicket;
+  }
+
   template <class T>
   PROXYCCL_DEVICE uint64_t pushValue(uint32_t op, uint64_t dstOffset, const T& value) const {
     static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8, "a trigger carries such sizes");
@@ -247,21 +255,20 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     uint64_t carried = 0;
     for (size_t i = 0; i < Pieces<T>::kCount; ++i)
       carried |= static_cast<uint64_t>(pieces.pieces[i]) << 8 * sizeof(typename Pieces<T>::Piece) * i;
-    if (!reaches(dst_memory, dstOffset, sizeof(T))) {
-      recordError(control, PROXYCCL_ERROR_BAD_TRIGGER, {PROXYCCL_WAIT_NONE, peer, channel, 0}, 0,
-                  {op, dstOffset, sizeof(T)});
-      return kNoTicket;
-    }
+    if (!reaches(dst_memory, dstOffset, sizeof(T)))
+      return refuse(op, PROXYCCL_SM_PEER_MEMORY, dst_memory, dstOffset, sizeof(T));
     return Fifo{fifo}.push(makeValueTrigger(op, channel, dst_memory, dstOffset, carried, sizeof(T)), control);
   }
 
   // Pushes an operation, as several triggers if it is longer than one can move. Returns the last one's ticket.
   PROXYCCL_DEVICE uint64_t push(uint32_t op, uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory,
                                 uint64_t srcOffset, uint64_t size) const {
-    if ((op & PROXYCCL_OP_DATA) && !(reaches(dstMemory, dstOffset, size) && reaches(srcMemory, srcOffset, size))) {
-      recordError(control, PROXYCCL_ERROR_BAD_TRIGGER, {PROXYCCL_WAIT_NONE, peer, channel, 0}, 0,
-                  {op, reaches(dstMemory, dstOffset, size) ? srcOffset : dstOffset, size});
-      return kNoTicket;
+    if (op & PROXYCCL_OP_DATA) {
+      const bool is_get = op & PROXYCCL_OP_GET;
+      if (!reaches(dstMemory, dstOffset, size))
+        return refuse(op, is_get ? PROXYCCL_SM_OWN_MEMORY : PROXYCCL_SM_PEER_MEMORY, dstMemory, dstOffset, size);
+      if (!reaches(srcMemory, srcOffset, size))
+        return refuse(op, is_get ? PROXYCCL_SM_PEER_MEMORY : PROXYCCL_SM_OWN_MEMORY, srcMemory, srcOffset, size);
     }
     const Fifo ring{fifo};
     while (size > PROXYCCL_MAX_TRIGGER_BYTES) {

@@ -1,11 +1,11 @@
 // SmChannel: the kernel's own threads read and write a peer's mapped memory.
 //
 // Names and argument order are those of MSCCL++'s MemoryChannelDeviceHandle. The target of an operation is where data
-// goes, the origin where it comes from. Offsets and sizes are in bytes, of any alignment; an offset counts from the
-// start of the peer's memory (`dst`) or of local memory (`src`).
+// goes, the origin where it comes from. Offsets and sizes are in bytes, of any alignment except in packets; an offset
+// counts from the start of the peer's memory (`dst`) or of local memory (`src`).
 //
-// If a range leaves its memory, nothing moves, and the communicator ends with a TriggerError that names the call, the
-// offset and the memory. The kernel itself sees no error and runs to its end.
+// If a range leaves its memory, or packets can't carry it whole, nothing moves, and the communicator ends with a
+// TriggerError that names the call, the offset and the memory. The kernel itself sees no error and runs to its end.
 #ifndef PROXYCCL_SM_CHANNEL_H
 #define PROXYCCL_SM_CHANNEL_H
 
@@ -91,8 +91,9 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
                                   uint32_t numThreads, uint32_t flag) const {
     using Payload = typename Packet::Payload;
     const uint64_t count = bytes / sizeof(Payload);
-    if (!flagIsValid(flag, control, peer, channel) || !ownMemoryHas(PROXYCCL_SM_PUT_PACKETS, dataOffset, bytes) ||
-        !peerMemoryHas(PROXYCCL_SM_PUT_PACKETS, packetOffset, count * sizeof(Packet)))
+    if (!flagIsValid(flag, control, peer, channel) ||
+        !ownMemoryHas(PROXYCCL_SM_PUT_PACKETS, dataOffset, bytes, sizeof(Payload)) ||
+        !peerMemoryHas(PROXYCCL_SM_PUT_PACKETS, packetOffset, count * sizeof(Packet), sizeof(Packet)))
       return;
     Packet* packets = reinterpret_cast<Packet*>(dst + packetOffset);
     const auto* payloads = reinterpret_cast<const Payload*>(src + dataOffset);
@@ -105,8 +106,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// If a wait fails, zeros are written, and the communicator ends or has ended; a time-out ends it with a
   /// WaitTimeoutError.
   /// @param packetOffset offset in the packet buffer, in bytes: the sender's packetOffset, if the buffer is its target
-  /// @param dataOffset   offset in local memory, in bytes
-  /// @param bytes        bytes of data
+  /// @param dataOffset   offset in local memory, in bytes; a multiple of the payload's size
+  /// @param bytes        bytes of data; a multiple of the payload's size
   /// @param threadId     the calling thread's number in the group: 0 to numThreads - 1
   /// @param numThreads   threads in the group
   /// @param flag         the sender's
@@ -115,9 +116,10 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
                                   uint32_t numThreads, uint32_t flag) const {
     using Payload = typename Packet::Payload;
     const uint64_t count = bytes / sizeof(Payload);
-    if (!flagIsValid(flag, control, peer, channel) || !ownMemoryHas(PROXYCCL_SM_GET_PACKETS, dataOffset, bytes) ||
+    if (!flagIsValid(flag, control, peer, channel) ||
+        !ownMemoryHas(PROXYCCL_SM_GET_PACKETS, dataOffset, bytes, sizeof(Payload)) ||
         !has(PROXYCCL_SM_GET_PACKETS, PROXYCCL_SM_PACKET_BUFFER, packet_buffer_bytes, packetOffset,
-             count * sizeof(Packet)))
+             count * sizeof(Packet), sizeof(Packet)))
       return;
     const Packet* packets = reinterpret_cast<const Packet*>(packet_buffer + packetOffset);
     auto* payloads = reinterpret_cast<Payload*>(src + dataOffset);
@@ -173,17 +175,20 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
  private:
   PROXYCCL_DEVICE Semaphore semaphoreHandle() const { return {semaphore}; }
 
-  PROXYCCL_DEVICE bool has(uint32_t call, uint32_t memory, uint64_t memory_bytes, uint64_t offset,
-                           uint64_t bytes) const {
-    if (offset <= memory_bytes && bytes <= memory_bytes - offset) return true;
-    recordError(control, PROXYCCL_ERROR_OUT_OF_RANGE, {memory, peer, channel, 0}, memory_bytes, {call, offset, bytes});
+  // Whether a memory has the range, and the range is whole: offset and size are multiples of `unit`, a power of two
+  // that the compiler knows.
+  PROXYCCL_DEVICE bool has(uint32_t call, uint32_t memory, uint64_t memory_bytes, uint64_t offset, uint64_t bytes,
+                           uint64_t unit = 1) const {
+    if (offset <= memory_bytes && bytes <= memory_bytes - offset && ((offset | bytes) & (unit - 1)) == 0) return true;
+    recordError(control, PROXYCCL_ERROR_OUT_OF_RANGE, {memory, peer, channel, unit}, memory_bytes,
+                {call, offset, bytes});
     return false;
   }
-  PROXYCCL_DEVICE bool peerMemoryHas(uint32_t call, uint64_t offset, uint64_t bytes) const {
-    return has(call, PROXYCCL_SM_PEER_MEMORY, dst_bytes, offset, bytes);
+  PROXYCCL_DEVICE bool peerMemoryHas(uint32_t call, uint64_t offset, uint64_t bytes, uint64_t unit = 1) const {
+    return has(call, PROXYCCL_SM_PEER_MEMORY, dst_bytes, offset, bytes, unit);
   }
-  PROXYCCL_DEVICE bool ownMemoryHas(uint32_t call, uint64_t offset, uint64_t bytes) const {
-    return has(call, PROXYCCL_SM_OWN_MEMORY, src_bytes, offset, bytes);
+  PROXYCCL_DEVICE bool ownMemoryHas(uint32_t call, uint64_t offset, uint64_t bytes, uint64_t unit = 1) const {
+    return has(call, PROXYCCL_SM_OWN_MEMORY, src_bytes, offset, bytes, unit);
   }
 };
 

@@ -1,0 +1,83 @@
+"""The environment variables that ProxyCCL reads: all of their names, so that a misspelt one is noticed.
+
+docs/reference/environment.md says what each means.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+_PREFIX = "PROXYCCL_"
+VARIABLES = (
+    "PROXYCCL_CACHE",
+    "PROXYCCL_CTA_POLICY",
+    "PROXYCCL_CXXFLAGS",
+    "PROXYCCL_DAEMON_SOCKET",
+    "PROXYCCL_DEEP_EP_OUTPUTS",
+    "PROXYCCL_FABRIC_DEPTH",
+    "PROXYCCL_FABRIC_GPU_WRITES",
+    "PROXYCCL_FABRIC_INTERFACE",
+    "PROXYCCL_FABRIC_PROVIDER",
+    "PROXYCCL_FABRIC_SIGNAL",
+    "PROXYCCL_FABRIC_STAGING_BYTES",
+    "PROXYCCL_FABRIC_STAGING_CHUNK",
+    "PROXYCCL_LIBFABRIC",
+    "PROXYCCL_LOCAL_WORLD_SIZE",
+    "PROXYCCL_PROXY",
+    "PROXYCCL_RDMA_DEVICE",
+    "PROXYCCL_RDMA_GID_INDEX",
+    "PROXYCCL_RDMA_GPU_WRITES",
+    "PROXYCCL_RDMA_MTU",
+    "PROXYCCL_RDMA_PORT",
+    "PROXYCCL_RDMA_RETRY_COUNT",
+    "PROXYCCL_RDMA_RNR_RETRY_COUNT",
+    "PROXYCCL_RDMA_SEND_DEPTH",
+    "PROXYCCL_RDMA_SERVICE_LEVEL",
+    "PROXYCCL_RDMA_SIGNAL",
+    "PROXYCCL_RDMA_STAGING_BYTES",
+    "PROXYCCL_RDMA_STAGING_CHUNK",
+    "PROXYCCL_RDMA_TIMEOUT",
+    "PROXYCCL_RDMA_TRAFFIC_CLASS",
+    "PROXYCCL_REPORTS",
+    "PROXYCCL_REPORT_DIR",
+    "PROXYCCL_RUNTIME",
+    "PROXYCCL_TIMEOUT",
+    "PROXYCCL_TRANSPORT",
+)
+"""The variables that users set."""
+OF_TESTS = (
+    "PROXYCCL_FAULTS_CASE",
+    "PROXYCCL_MODELS_DEPTH",
+    "PROXYCCL_NVRTC",
+    "PROXYCCL_REQUIRE_FABRIC",
+    "PROXYCCL_REQUIRE_MODELS",
+    "PROXYCCL_REQUIRE_RDMA",
+)
+"""Those of the project's own tests and of its Makefile."""
+
+_warned: set[str] = set()
+
+
+def set_variables() -> dict[str, str]:
+    """The variables of this process with ProxyCCL's prefix, by name, in order."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIX)}
+
+
+def problem_with(name: str) -> str:
+    """Why a variable with ProxyCCL's prefix is ignored, and the nearest known name; "" if it is known."""
+    if name in VARIABLES or name in OF_TESTS:
+        return ""
+    from difflib import get_close_matches  # only the rare misspelt name pays for it
+
+    # Without the prefix, which would make any two names alike.
+    nearest = get_close_matches(name.removeprefix(_PREFIX), [known.removeprefix(_PREFIX) for known in VARIABLES], 1)
+    return f"ignored: ProxyCCL has no variable {name}" + (f"; did you mean {_PREFIX}{nearest[0]}?" if nearest else "")
+
+
+def warn_of_unknown() -> None:
+    """Warns once of each variable with ProxyCCL's prefix that it does not know."""
+    for name in os.environ:
+        if name.startswith(_PREFIX) and name not in _warned and (problem := problem_with(name)):
+            _warned.add(name)
+            warnings.warn(problem, RuntimeWarning, stacklevel=3)

@@ -1,0 +1,25 @@
+"""Flags from callers: True and False, and any other object that is one or the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError
+
+
+def as_flag(value: Any, argument: str) -> bool:
+    """A caller's flag.
+
+    Args:
+        value: the argument.
+        argument: the caller's name for it, for messages.
+
+    Raises:
+        ArgumentError: it is neither true nor false, as an array of several elements.
+    """
+    if value is True or value is False:
+        return value
+    try:
+        return bool(value)
+    except (TypeError, ValueError, RuntimeError):  # numpy's and torch's
+        raise ArgumentError(argument, f"must be True or False, not {value!r}") from None

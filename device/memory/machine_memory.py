@@ -1,0 +1,69 @@
+"""The most memory that a process of this machine can have: the machine's own, and the limits of its control groups."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit on memory.
+
+    Attributes:
+        nbytes: the limit, with the machine's swap space.
+        origin: the machine or the file that sets it, as the subject of a sentence with its verb.
+    """
+
+    nbytes: int
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.origin} {self.nbytes} bytes of memory and swap space"
+
+
+def memory_limit() -> Limit | None:
+    """The smallest limit; None if the system tells none.
+
+    It counts all memory, not only what is free: pages are taken when they are first touched, and others may be freed
+    until then.
+    """
+    totals = dict(re.findall(r"^(MemTotal|SwapTotal): +(\d+) kB", _text(_PROC / "meminfo"), re.MULTILINE))
+    swap = int(totals.get("SwapTotal", 0)) << 10
+    limits = [Limit(nbytes + swap, f"{path} allows") for path, nbytes in _group_limits()]
+    if "MemTotal" in totals:
+        limits.append(Limit((int(totals["MemTotal"]) << 10) + swap, "this machine has"))
+    return min(limits, key=lambda limit: limit.nbytes, default=None)
+
+
+def _group_limits() -> list[tuple[Path, int]]:
+    """The limits of this process's control groups and of those above them, of cgroup v2 and v1."""
+    found = []
+    for line in _text(_PROC / "self/cgroup").splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            root, name = _CGROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = _CGROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be the host's, and only the root is mounted.
+        inner = root / group.lstrip("/")
+        for directory in (inner, *inner.parents):
+            text = _text(directory / name).strip()
+            if text.isdigit():  # cgroup v2 says "max" for none
+                found.append((directory / name, int(text)))
+            if directory == root:
+                break
+    return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the system has no such file, or hides it
+        return ""
