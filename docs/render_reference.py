@@ -112,7 +112,7 @@ def _members(cls: type, *, inherited: bool) -> Iterator[tuple[str, Any]]:
 
 def _member(cls: type, name: str, value: Any) -> str:
     if isinstance(value, property):
-        returned = inspect.signature(value.fget).return_annotation  # type: ignore[arg-type]
+        returned = inspect.signature(value.fget).return_annotation
         head, text = f"{name}: {returned}  # property", _docstring(value.fget)
     elif isinstance(value, classmethod | staticmethod):
         kind = type(value).__name__
