@@ -159,8 +159,8 @@ def load() -> Pyverbs:
     except ModuleNotFoundError as error:
         if error.name == "pyverbs":
             raise RuntimeUnavailableError(
-                f"pyverbs is not installed: {INSTALL}. A virtual environment of the same Python sees the system's package "
-                "if it was made with --system-site-packages, or if the package is linked into it: "
+                f"pyverbs is not installed: {INSTALL}. A virtual environment of the same Python sees the system's "
+                "package if it was made with --system-site-packages, or if the package is linked into it: "
                 f"ln -s /usr/lib/python3/dist-packages/pyverbs {sysconfig.get_path('purelib')} (Debian's directory)"
             ) from None
         raise RuntimeUnavailableError(f"pyverbs was built for another version of Python ({error}); {INSTALL}") from None
