@@ -29,7 +29,7 @@ RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CP
 # Tests start a thousand processes: they shall not compile every module again, where that is turned off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba rocm-on-host rocm-on-cuda fake-verbs fake-fabric bare-writes test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs lint docs docs-test wheel clean
+.PHONY: demo test test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba rocm-on-host rocm-on-cuda fake-verbs fake-fabric bare-writes test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs signatures lint docs docs-test wheel clean
 
 demo: $(VENV)/.built
 	@$(BIN)/python examples/demo.py
@@ -201,6 +201,10 @@ bench-page: $(VENV)/.installed
 stubs: $(VENV)/.locked
 	$(BIN)/python device/build_stubs.py device/build_native.py $(wildcard proxy/build_*.py tools/build_*.py)
 
+# The reference's pages for readers without the site, after a change of a public signature or its documentation.
+signatures: $(VENV)/.installed
+	$(BIN)/python docs/render_reference.py
+
 # A wheel for other machines too (manylinux, by auditwheel), and the sdist that it is built from. So no earlier build gets
 # in. LDSHARED: Python's own may name directories of this machine. auditwheel looks for patchelf in PATH.
 WHEEL := build/wheel
@@ -236,6 +240,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy -p proxyccl
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python docs/dialect.py
+	$(BIN)/python docs/render_reference.py --check
 
 # The same on an NVIDIA GPU. Where its own Python has the packages: make test-hip-on-cuda PYTEST="python3 -m pytest"
 test-hip-on-cuda: rocm-on-cuda

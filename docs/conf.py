@@ -26,6 +26,7 @@ extensions = [
     "sphinxarg.ext",
 ]
 templates_path: list[str] = []
+exclude_patterns = ["reference/*.rendered.md"]  # the same pages for readers without the site (render_reference.py)
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["proxyccl.css"]
@@ -78,7 +79,7 @@ def _site_links(text: str, written_in: Path, page: Path) -> str:
         mark, label, (target, _, anchor) = found[1], found[2], found[3].partition("#")
         if not target:
             return found[0]
-        file = (written_in.parent / target).resolve()
+        file = (written_in.parent / target.replace(".rendered.md", ".md")).resolve()
         name = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else ""
         on_site = PAGE_OF.get(name) or (name.removeprefix("docs/") if name.startswith("docs/") else "")
         if mark:

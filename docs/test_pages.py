@@ -5,15 +5,20 @@ The first line of a Python block is a comment with the command that runs it:
     # mpiexec -n 4 python -m mpi4py sums.py      as many ranks; also `python sums.py`
     # torchrun --nproc-per-node 2 program.py     where torch is installed
 
-A program with `device="cuda"`, or in Numba, needs a GPU. A C++ block is a kernel's source, which must compile. Commands
-in other blocks must exist.
+A program with `device="cuda"`, or in Numba, needs a GPU. A C++ block is a kernel's source, which must compile. In a
+console block each line after `$ ` runs beside the programs of its page, and must print the lines below it, in which …
+is any text; other lines may come between. Commands in other blocks must exist.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +29,10 @@ from proxyccl.device.host import HostRuntime
 from support.paths import ROOT
 from support.running import run_alone, run_mpi
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if not page.name.endswith(".rendered.md")),
+]
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^    (\S.*)$", re.MULTILINE)
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -87,6 +95,32 @@ def test_a_program_runs(block: Block, tmp_path: Path) -> None:
         case _:
             raise AssertionError(f"{block}: unknown command {first}")
     assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("block", written_in("console"), ids=str)
+def test_a_command_prints_what_the_page_says(block: Block, tmp_path: Path) -> None:
+    for program in blocks_of(block.page):
+        if program.language == "python":
+            (tmp_path / program.text.partition("\n")[0].split()[-1]).write_text(program.text)
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    own = {"PROXYCCL_CACHE": str(tmp_path / "cache"), "PATH": path, "COLUMNS": "500"}
+    for part in block.text.replace("\\\n", "").removeprefix("$ ").split("\n$ "):
+        command, *expected = part.splitlines()
+        missing = [program for program in ("gdb", "g++") if program in command and shutil.which(program) is None]
+        if missing:
+            pytest.skip(f"needs {missing[0]}")
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env={**os.environ, **ENVIRONMENT, **own},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        printed = done.stdout + done.stderr
+        pattern = ".*?".join(re.escape(line).replace("…", "[^\\n]*") for line in expected)
+        assert re.search(pattern, printed, re.DOTALL), f"{block}: {command}\n{printed}"
 
 
 @pytest.mark.parametrize("block", written_in("cpp"), ids=str)

@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 import re
+import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -158,8 +159,9 @@ def load() -> Pyverbs:
     except ModuleNotFoundError as error:
         if error.name == "pyverbs":
             raise RuntimeUnavailableError(
-                f"pyverbs is not installed: {INSTALL}; a virtual environment sees it if it was made with "
-                "--system-site-packages, or by a .pth file that names a directory with nothing but a link to it"
+                f"pyverbs is not installed: {INSTALL}. A virtual environment of the same Python sees the system's "
+                "package if it was made with --system-site-packages, or if the package is linked into it: "
+                f"ln -s /usr/lib/python3/dist-packages/pyverbs {sysconfig.get_path('purelib')} (Debian's directory)"
             ) from None
         raise RuntimeUnavailableError(f"pyverbs was built for another version of Python ({error}); {INSTALL}") from None
     except ImportError as error:

@@ -456,7 +456,7 @@ def test_a_missing_pyverbs_is_told_with_what_to_install(monkeypatch: pytest.Monk
     hide_pyverbs(monkeypatch)
     with pytest.raises(RuntimeUnavailableError) as caught:
         pyverbs_api.load()
-    for word in ("python3-pyverbs ibverbs-providers", "dnf install python3-pyverbs", "--system-site-packages", ".pth"):
+    for word in ("python3-pyverbs ibverbs-providers", "dnf install python3-pyverbs", "--system-site-packages", "ln -s"):
         assert word in str(caught.value)
 
 

@@ -61,6 +61,7 @@ KERNELS = {path.name: source for path in sorted(EXAMPLES.glob("*.py")) if (sourc
             "overlap.py": (2,),
             "fused.py": (2, 3),
             "custom_kernel.py": (2, 3),
+            "halo_exchange.py": (1, 3),
             "expert_parallel.py": (1, 3),
             "expert_parallel_digits.py": (1, 3, 4),
             "triton_diffusion.py": (2,),
@@ -84,7 +85,7 @@ def test_the_expert_parallel_example_runs_with_torch() -> None:
     assert last.startswith(f"OK: {processes(2)} ranks, torch on c")
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS))
+@pytest.mark.parametrize("name", sorted(KERNELS.keys() - {"halo_exchange.py"}))
 def test_an_example_between_ranks_says_that_one_is_too_few(name: str) -> None:
     done = run_mpi(1, EXAMPLES / name)
     assert done.returncode != 0
