@@ -19,7 +19,6 @@ from typing import TextIO
 
 from proxyccl.channels.collectives import tuned
 from proxyccl.channels.joining.proxy_place import Where, default_place, requested_place
-from proxyccl.device import RUNTIMES, find_runtime, open_driver, open_runtime
 from proxyccl.device.build.compile_cache import cache_dir
 from proxyccl.device.errors import (
     CompileError,
@@ -30,6 +29,7 @@ from proxyccl.device.errors import (
 )
 from proxyccl.device.host import compiler_version, cpu_name, find_compiler
 from proxyccl.device.private_directories import require_private
+from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_runtime
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.daemon.client import daemon_process
 from proxyccl.proxy.daemon.protocol import socket_path

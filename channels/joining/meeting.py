@@ -31,7 +31,6 @@ from proxyccl.channels.joining.topology import (
 from proxyccl.channels.joining.whereabouts import WHEREABOUTS, Whereabouts, require_shared_namespaces
 from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.channels.segment.rendezvous import Mailboxes, wait_until
-from proxyccl.device import open_runtime
 from proxyccl.device.errors import (
     AbortedError,
     ArgumentError,
@@ -45,6 +44,7 @@ from proxyccl.device.errors import (
 )
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtimes import open_runtime
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.client import missing_in_daemon
 from proxyccl.proxy.transport_options import TransportOptions

@@ -34,9 +34,10 @@ from proxyccl import (
 from proxyccl.channels.liveness.watcher import Watcher
 from proxyccl.channels.segment.control import create_segment
 from proxyccl.channels.segment.error_record import ErrorRecord
-from proxyccl.device import open_runtime, threads
+from proxyccl.device import threads
 from proxyccl.device._native import lib as native
 from proxyccl.device.errors import DriverError
+from proxyccl.device.runtimes import open_runtime
 from support import hanging
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import processes, rank_runtime
