@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from proxyccl.channels.collectives.links import Links
 from proxyccl.channels.collectives.table import COLLECTIVES
@@ -40,8 +41,7 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(Struct, frozen=True):
     """What goes to a peer, or comes from it.
 
     Attributes:
@@ -72,8 +72,7 @@ class Transfer:
         return self.peer, self.source is not None
 
 
-@dataclass(frozen=True)
-class _Last:
+class _Last(Struct, frozen=True):
     """The latest launch of a flow.
 
     Attributes:

@@ -8,7 +8,8 @@ each rank sends all its elements to every other, and all reduce the same values 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from proxyccl.channels.collectives.by_proxy import ByProxy, others, rounds
 from proxyccl.channels.collectives.table import REDUCTION_OF_SCHEDULES
@@ -28,8 +29,7 @@ _ONE_CROSSING = 64 << 10
 """Bytes that a rank receives up to which one crossing of everything is faster than two of shares."""
 
 
-@dataclass(frozen=True)
-class _Shares:
+class _Shares(Struct, frozen=True):
     """Where the ranks' shares lie among the elements of a call, and how long they are.
 
     Attributes:

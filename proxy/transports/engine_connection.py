@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import errno
 import threading
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
 from proxyccl.device.runtime import Event, PinnedMemory, Runtime, Stream
@@ -53,8 +54,7 @@ class EngineRuntime:
             self._pinned.pop().close()
 
 
-@dataclass(frozen=True)
-class EngineConnection:
+class EngineConnection(Struct, frozen=True):
     """A connection of the engine that no worker serves yet.
 
     Attributes:
