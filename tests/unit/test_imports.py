@@ -22,6 +22,19 @@ def test_the_package_imports_none_of_its_parts() -> None:
     assert not found & {"numpy", "msgspec", "mpi4py", "cffi", "dataclasses", "subprocess", "importlib.metadata"}
 
 
+def test_a_communicator_imports_no_part_that_its_ranks_may_not_use() -> None:
+    found = loaded("import proxyccl\nproxyccl.Communicator")
+    unused = {"subprocess", "tempfile", "statistics", "secrets", "numpy.ma", "torch", "mpi4py.MPI"}
+    unused |= {f"proxyccl.proxy.{name}" for name in ("verbs.devices", "verbs.endpoint", "fabric.library")}
+    unused |= {"proxyccl.channels.expert_parallel", "proxyccl.channels.collectives.tuning", "proxyccl.device.host"}
+    assert not found & unused
+
+
+def test_a_command_imports_nothing_for_the_others() -> None:
+    found = loaded("from proxyccl.__main__ import command_parser\ncommand_parser('info')")
+    assert not found & {"numpy", "msgspec", "proxyccl.proxy", "proxyccl.tools.info"}
+
+
 def test_every_public_name_is_found_and_kept() -> None:
     assert sorted(proxyccl.__all__) == proxyccl.__all__ == sorted(proxyccl._MODULES)
     for name in proxyccl.__all__:
