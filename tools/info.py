@@ -44,7 +44,8 @@ from proxyccl.proxy.verbs.devices import choose_device, rdma_devices
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.verbs.registrations import Registrations
-from proxyccl.proxy.verbs.requirements import SYSFS, missing
+from proxyccl.proxy.verbs.requirements import missing
+from proxyccl.proxy.verbs.sysfs import SYSFS
 from proxyccl.tools.results import Fields, installed_version, machine, versions
 from proxyccl.tools.tune import in_words
 

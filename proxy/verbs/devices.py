@@ -12,7 +12,7 @@ from typing import NamedTuple
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
 from proxyccl.proxy.verbs.options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.pyverbs_api import Pyverbs, load
-from proxyccl.proxy.verbs.requirements import DEVICES, SYSFS
+from proxyccl.proxy.verbs.sysfs import DEVICES, SYSFS
 
 _UsedGids = dict[int, list[tuple[int, str]]]  # by port: indices and texts
 

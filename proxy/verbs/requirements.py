@@ -7,10 +7,7 @@ from pathlib import Path
 from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.verbs.pyverbs_api import load
-
-SYSFS = Path("/sys")
-DEVICES = "class/infiniband"
-"""The directory of RDMA devices in it."""
+from proxyccl.proxy.verbs.sysfs import DEVICES, SYSFS
 
 
 def missing(root: Path = SYSFS) -> str | None:
