@@ -21,9 +21,9 @@ import time
 from types import TracebackType
 
 from proxyccl.channels.segment.control import ControlSegment, create_segment
-from proxyccl.device import open_runtime
 from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtimes import open_runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.observe import publications

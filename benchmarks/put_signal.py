@@ -70,9 +70,8 @@ extern "C" __global__ void proxy_ping_pong(DeviceHandle<ProxyChannel> channel, c
       });
 }
 
-// What travels in the trigger: 0 nothing, by signal(); 1 the count, by signal(value); 2 nothing, but eight bytes are put
-// from memory; 3 to 6 a value of 1, 2, 4 or 8 bytes, by putValueWithSignal(), which the receiver compares. `signals`
-// counts those of each way.
+// `kind`: 0 signal(); 1 signal(value), with the count; 2 putWithSignal() of eight bytes; 3 to 6 putValueWithSignal() of
+// 1, 2, 4 or 8 bytes, which the receiver compares. `signals` counts the signals of each way.
 template <class Value>
 PROXYCCL_DEVICE void putRound(DeviceHandle<ProxyChannel>& channel, uint64_t dst, uint64_t round) {
   channel.putValueWithSignal(dst, static_cast<Value>(round));

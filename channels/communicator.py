@@ -11,7 +11,6 @@ from typing import Any
 
 from proxyccl.channels import array_libraries, kernel_languages, proxy_channel, sm_channel
 from proxyccl.channels.arguments import as_rank, as_ranks, as_seconds
-from proxyccl.channels.collectives import tuned, tuning
 from proxyccl.channels.collectives.all_gather import ALL_GATHER
 from proxyccl.channels.collectives.all_reduce import ALL_REDUCE
 from proxyccl.channels.collectives.all_to_all import ALL_TO_ALL
@@ -901,6 +900,8 @@ class Communicator:
             ArgumentError: an argument is wrong.
             CommunicatorError: a peer failed; see its subclasses.
         """
+        from proxyccl.channels.collectives import tuned, tuning
+
         self._group.failure.require_usable()
         save = as_flag(save, "save")
         chosen: Any = tuning.default_sizes(self.runtime.name) if sizes is None else sizes

@@ -236,3 +236,7 @@ def connect(group: Group, dst: RegisteredMemory, src: RegisteredMemory, peers: l
         channels, kept = connect_handles(group, dst, src, peers, 1)
     runtime: Runtime = group.runtime
     return ChannelSet(runtime, ProxyChannel, [channels[peer][0] for peer in peers], (kept, dst, src))
+
+
+PortChannel = ProxyChannel
+"""MSCCL++'s name of `ProxyChannel` since 2025."""

@@ -15,8 +15,6 @@ from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, Proxy, RemoteContext
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import TRANSPORTS
-from proxyccl.proxy.verbs.address import EndpointAddress
-from proxyccl.proxy.verbs.devices import process_numa_node
 
 
 class _Answer(Message, frozen=True):
@@ -135,6 +133,8 @@ class RemoteLinks:
         return answers
 
     def _open(self) -> RemoteContext:
+        from proxyccl.proxy.verbs.devices import process_numa_node
+
         near = self._runtime.numa_node()
         first = self._control.semaphore_offset(0)
         lower = range(self._exchange.rank)
@@ -169,6 +169,8 @@ class RemoteLinks:
 
     def queue_pairs(self, peer: int) -> tuple[int, int]:
         """The numbers of the queue pairs that connect this rank and a peer over verbs: this rank's, the peer's."""
+        from proxyccl.proxy.verbs.address import EndpointAddress
+
         own, theirs = (EndpointAddress.decode(ends[peer].endpoint).qp_number for ends in (self._own, self._theirs))
         return own, theirs
 

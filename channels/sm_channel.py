@@ -99,3 +99,7 @@ def connect(
         channels.append(SmChannel(peer, handle))
     runtime: Runtime = group.runtime
     return ChannelSet(runtime, SmChannel, channels, (semaphores, dst, src, packet_buffer))
+
+
+MemoryChannel = SmChannel
+"""MSCCL++'s name of `SmChannel` since 2025."""

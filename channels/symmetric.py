@@ -14,7 +14,8 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from proxyccl.channels.joining.topology import Topology
 from proxyccl.channels.segment.announcements import (
@@ -39,8 +40,7 @@ from proxyccl.proxy.trigger import MAX_MEMORIES
 _RESERVED_ENTRIES = 64  # more than there are stages: three kinds, of a size for each power of two
 
 
-@dataclass
-class Announced:
+class Announced(Struct):
     """A range of this rank's memory that is announced.
 
     Attributes:
@@ -80,8 +80,7 @@ class Announced:
         return self.for_proxies or self.proxy_memory is not None
 
 
-@dataclass
-class _Handled:
+class _Handled(Struct):
     """The handling of a peer's entry.
 
     Attributes:

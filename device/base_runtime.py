@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.integers import find_integer
@@ -115,8 +116,7 @@ class Event(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class EngineFunctions:
+class EngineFunctions(Struct, frozen=True):
     """Addresses of the driver calls that the engine makes (proxy/engine/runtime_table.h).
 
     `make_current` takes a `LaunchTarget.context`; 0 if there is none. Threads that serve several devices call it.
@@ -135,8 +135,7 @@ class EngineFunctions:
     remove_helper: int = 0
 
 
-@dataclass(frozen=True)
-class LaunchTarget:
+class LaunchTarget(Struct, frozen=True):
     """The target of launches (launch.h).
 
     Attributes:
@@ -153,8 +152,7 @@ class LaunchTarget:
     synchronize: int = 0
 
 
-@dataclass(frozen=True)
-class StreamOperationCalls:
+class StreamOperationCalls(Struct, frozen=True):
     """Addresses of the driver's calls for operations that a stream performs in order (stream_operations.h).
 
     Attributes:
@@ -176,8 +174,7 @@ class StreamOperationCalls:
     context: int = 0
 
 
-@dataclass(frozen=True)
-class AllocationCalls:
+class AllocationCalls(Struct, frozen=True):
     """Addresses of the driver's calls for allocations (memory_pool.h, allocation_guard.h).
 
     Attributes:
@@ -211,8 +208,7 @@ Allocations = tuple[tuple[int, int], ...]
 """The allocations that contain a range, in order: for each an address in the range, and the driver's number for it."""
 
 
-@dataclass(frozen=True)
-class LaunchDefaults:
+class LaunchDefaults(Struct, frozen=True):
     """Launch shapes that suit the device.
 
     Attributes:

@@ -8,14 +8,14 @@ and acts on the calling thread's current context.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls
 
 
-@dataclass(frozen=True)
-class DeviceInfo:
+class DeviceInfo(Struct, frozen=True):
     """A driver's description of a device.
 
     Attributes:

@@ -9,14 +9,14 @@ import os
 import socket
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from msgspec import Struct, field
 
 from proxyccl.device.errors import ClosedError
 
 
-@dataclass(frozen=True, eq=False)
-class Process:
+class Process(Struct, frozen=True, eq=False):
     """A process that makes objects. There is one instance in each process (`here`).
 
     Attributes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 from pathlib import Path
 
@@ -111,7 +110,7 @@ def write_private(directory: int, path: Path, data: bytes) -> None:
     Raises:
         OSError: it can't be written.
     """
-    draft = f".{path.name}-{secrets.token_hex(8)}"
+    draft = f".{path.name}-{os.urandom(8).hex()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     descriptor = os.open(draft, flags, 0o644, dir_fd=directory)
     try:

@@ -4,8 +4,9 @@ launches."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import BaseRuntime, StreamLike
@@ -16,8 +17,7 @@ _WORD_BYTES = 8
 _VALUES = range(1 << 63)
 
 
-@dataclass(frozen=True)
-class WriteValue:
+class WriteValue(Struct, frozen=True):
     """Stores a value, after all earlier work of the stream.
 
     Attributes:
@@ -29,8 +29,7 @@ class WriteValue:
     value: int
 
 
-@dataclass(frozen=True)
-class WaitValue:
+class WaitValue(Struct, frozen=True):
     """Holds up later work of the stream until a word is at least `value`. The wait is not bounded.
 
     Attributes:
@@ -42,8 +41,7 @@ class WaitValue:
     value: int
 
 
-@dataclass(frozen=True)
-class CopyBytes:
+class CopyBytes(Struct, frozen=True):
     """Copies, after all earlier work of the stream.
 
     Attributes:

@@ -7,8 +7,9 @@ memory twice, by its address in their process and by a handle: a service takes t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from proxyccl.device.runtime import Event, PinnedMemory, Stream
 from proxyccl.proxy.codec import Message, Uint64
@@ -25,8 +26,7 @@ open.
 """
 
 
-@dataclass(frozen=True)
-class Connection:
+class Connection(Struct, frozen=True):
     """A connection to one peer. One worker serves it and all channels over it, so it needs no locks.
 
     Attributes:
@@ -46,8 +46,7 @@ class Connection:
     owned: tuple[Stream | Event, ...] = ()
 
 
-@dataclass(frozen=True)
-class ChannelCounters:
+class ChannelCounters(Struct, frozen=True):
     """A proxy's counters of one channel.
 
     Attributes:
@@ -67,8 +66,7 @@ class ChannelCounters:
     gets: int
 
 
-@dataclass(frozen=True)
-class ProxyFailure:
+class ProxyFailure(Struct, frozen=True):
     """The error that ended a worker.
 
     Attributes:
@@ -114,8 +112,7 @@ class EndpointInfo(Message, frozen=True):
     ring_bytes: Uint64 = 0
 
 
-@dataclass(frozen=True)
-class ExposedMemory:
+class ExposedMemory(Struct, frozen=True):
     """Memory of this rank that peers reach by one transport; made by `RemoteContext.expose`.
 
     Attributes:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from proxyccl.device.runtime import PinnedMemory, Runtime
 
 
-@dataclass(frozen=True)
-class RemoteSetup:
+class RemoteSetup(Struct, frozen=True):
     """The rank for which a device is opened.
 
     Attributes:

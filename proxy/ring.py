@@ -7,10 +7,10 @@ also holds the last triggers that it handled.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.integers import as_integer
@@ -36,8 +36,7 @@ def ring_bytes(size: int) -> int:
     return size * _SLOT_BYTES + LINE_BYTES
 
 
-@dataclass(frozen=True)
-class RingContents:
+class RingContents(Struct, frozen=True):
     """A ring at one moment.
 
     Attributes:

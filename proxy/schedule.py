@@ -5,7 +5,7 @@ The protocol is in channels/schedules/DESIGN.md.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.codec import Message, Uint32, Uint64
@@ -74,8 +74,7 @@ class Schedule(Message, frozen=True):
     receives: tuple[ScheduleReceive, ...] = ()
 
 
-@dataclass(frozen=True)
-class SchedulePointers:
+class SchedulePointers(Struct, frozen=True):
     """The device's addresses of the words through which streams and the proxy meet.
 
     A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. When a schedule has stages, the

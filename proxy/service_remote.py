@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.proxy import _engine
@@ -26,8 +27,7 @@ class Connect(Protocol):
         ...
 
 
-@dataclass
-class _PeerEndpoint:
+class _PeerEndpoint(Struct):
     transport: str
     endpoint: TransportEndpoint
     theirs: EndpointInfo | None = None

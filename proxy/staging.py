@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
+
+from msgspec import Struct
 
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.runtime import Runtime
@@ -22,8 +23,7 @@ STAGING_CHUNK = range(64, (32 << 20) + 1)
 Registration = TypeVar("Registration")
 
 
-@dataclass(frozen=True)
-class StagedOptions:
+class StagedOptions(Struct, frozen=True):
     """A wire, and the staging area between it and memory that it can't reach (staged_transport.h).
 
     Attributes:

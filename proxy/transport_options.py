@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.verbs.options import RdmaOptions
 
 
-@dataclass(frozen=True)
-class TransportOptions:
+class TransportOptions(Struct, frozen=True):
     """Options by their subject.
 
     Attributes:

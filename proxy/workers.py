@@ -8,8 +8,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.integers import as_integer
@@ -37,8 +38,7 @@ def require_rings(fifos: object, threads: object) -> tuple[int, int]:
     return as_integer(fifos, "fifos", expected, number, MAX_RINGS), number
 
 
-@dataclass(frozen=True)
-class OwnThreads:
+class OwnThreads(Struct, frozen=True):
     """The threads to make for a service's workers, one each.
 
     Attributes:
@@ -54,8 +54,7 @@ class OwnThreads:
     name: str
 
 
-@dataclass(frozen=True)
-class Worker:
+class Worker(Struct, frozen=True):
     """A worker of the engine.
 
     Attributes:

@@ -30,12 +30,12 @@ from pathlib import Path
 from types import TracebackType
 
 from proxyccl.channels.segment.control import ControlSegment, create_segment
-from proxyccl.device import open_runtime
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import CompileError, ProxyCCLError, WaitTimeoutError
 from proxyccl.device.kernel import Module
 from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtimes import open_runtime
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.observe.publications import Description

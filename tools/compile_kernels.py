@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.expert_parallel.config import SCALED_DTYPES, TOKEN_DTYPES
 from proxyccl.channels.expert_parallel.geometry import DISPATCH_KERNELS, dispatch_file
-from proxyccl.device import find_runtime, open_compiler, open_driver, open_runtime
 from proxyccl.device.build.compile_cache import (
     cache_dir,
     compiled_image,
@@ -24,6 +23,7 @@ from proxyccl.device.build.compile_cache import (
     shipped_source,
 )
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.runtimes import find_runtime, open_compiler, open_driver, open_runtime
 
 Shipped = tuple[str, str, str | None, str | None]
 """File, kernel, element type and operation, as `Runtime.shipped` takes them."""

@@ -19,8 +19,8 @@ from typing import TextIO
 
 from proxyccl.channels.collectives import tuned
 from proxyccl.channels.joining.proxy_place import Where, default_place, requested_place
-from proxyccl.device import RUNTIMES, find_runtime, open_driver, open_runtime
 from proxyccl.device.build.compile_cache import cache_dir
+from proxyccl.device.cpu import cpu_name
 from proxyccl.device.environment import problem_with, set_variables
 from proxyccl.device.errors import (
     CompileError,
@@ -29,21 +29,25 @@ from proxyccl.device.errors import (
     RuntimeUnavailableError,
     UntrustedPathError,
 )
-from proxyccl.device.host import compiler_version, cpu_name, find_compiler
+from proxyccl.device.host.compiler import compiler_version, find_compiler
 from proxyccl.device.private_directories import require_private
+from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_runtime
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.daemon.client import daemon_process
 from proxyccl.proxy.daemon.protocol import socket_path
-from proxyccl.proxy.fabric import library
+from proxyccl.proxy.fabric import library, requirements
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
 from proxyccl.proxy.verbs import pyverbs_api
 from proxyccl.proxy.verbs.device_memory import unsupported_reason
-from proxyccl.proxy.verbs.devices import SYSFS, choose_device, missing, rdma_devices
+from proxyccl.proxy.verbs.devices import choose_device, rdma_devices
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.verbs.registrations import Registrations
-from proxyccl.tools.results import Fields, machine, versions
+from proxyccl.proxy.verbs.requirements import missing
+from proxyccl.proxy.verbs.sysfs import SYSFS
+from proxyccl.tools.results import Fields, installed_version, machine, versions
 from proxyccl.tools.tune import in_words
 
 
@@ -68,17 +72,25 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Vendor:
-    """The requirements of a GPU vendor's runtime: driver library, Python module, its package, and the device file."""
+    """The requirements of a GPU vendor's runtime: driver library, Python module, its package, and the device file; and
+    a variable that may name where the library is.
+    """
 
     library: str
     module: str
     package: str
     device_file: str
+    variable: str = ""
+
+    def is_here(self) -> bool:
+        """Whether the machine may have it. Otherwise its package need not be imported, which takes 0.1 s."""
+        named = bool(self.variable and os.environ.get(self.variable))
+        return named or Path(self.device_file).exists() or _loadable(self.library)
 
 
 _VENDORS = {
     "cuda": _Vendor("libcuda.so.1", "cuda.bindings", "cuda-bindings", "/dev/nvidiactl"),
-    "hip": _Vendor("libamdhip64.so", "hip", "hip-python", "/dev/kfd"),
+    "hip": _Vendor("libamdhip64.so", "hip", "hip-python", "/dev/kfd", "ROCM_PATH"),
 }
 
 
@@ -104,11 +116,17 @@ def _loadable(library: str) -> bool:
     return True
 
 
+def _open(name: str) -> Runtime:
+    if name in _VENDORS and not _VENDORS[name].is_here():
+        raise RuntimeUnavailableError("there is neither a GPU nor its driver")
+    return open_runtime(name)
+
+
 def _runtimes() -> list[Finding]:
     findings = []
     for name in RUNTIMES:
         try:
-            runtime = open_runtime(name)
+            runtime = _open(name)
         except RuntimeUnavailableError as error:
             findings.append(_missing_runtime(name, error))
             continue
@@ -132,7 +150,9 @@ def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
 def _devices() -> list[Finding]:
     """Devices of the runtimes that can be opened, and which devices each one's kernels can access."""
     findings = [Finding("Devices", "host:0", True, "peers: all ranks, as device memory is shared memory")]
-    for name in ("cuda", "hip"):
+    for name, vendor in _VENDORS.items():
+        if not vendor.is_here():
+            continue
         try:
             driver = open_driver(name)
             count = driver.device_count()
@@ -189,7 +209,7 @@ def _device_memory() -> Finding:
 
 def _fabric() -> list[Finding]:
     """The offers of libfabric's providers, one line for each of their interfaces, and the one that ranks would use."""
-    lacks = library.missing()
+    lacks = requirements.missing()
     if lacks:
         return [Finding("Fabric", "missing", False, lacks)]
     found = [Finding("Fabric", "libfabric", True, f"version {library.load().version}")]
@@ -318,7 +338,7 @@ def show(found: list[Finding], out: TextIO) -> None:
     """Prints the findings for a person."""
     yes, no, arrow = _marks(out)
     facts = machine()
-    print(f"ProxyCCL {versions().get('proxyccl', '')} on Python {platform.python_version()}", file=out)
+    print(f"ProxyCCL {installed_version('proxyccl') or ''} on Python {platform.python_version()}", file=out)
     print(f"{facts['cpu']}, {facts['cores']} cores, {facts['system']} {facts['architecture']}", file=out)
     width = max(len(finding.name) for finding in found)
     section = ""

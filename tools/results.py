@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from proxyccl.device.host import cpu_name
+from proxyccl.device.cpu import cpu_name
 
 Fields = dict[str, Any]
 

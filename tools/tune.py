@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.selection import SizeTable
-from proxyccl.channels.communicator import Communicator
 from proxyccl.device.errors import ArgumentError
 from proxyccl.tools.options import show_size
 
@@ -21,6 +20,8 @@ def run(seconds: float) -> int:
     Raises:
         ArgumentError: there is one rank only.
     """
+    from proxyccl.channels.communicator import Communicator
+
     with Communicator.from_mpi() as communicator:
         if communicator.world_size == 1:
             raise ArgumentError(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.launches import Launchable
@@ -45,8 +46,7 @@ def copy_launchable(group: Group, source: ArrayView, target: ArrayView) -> Strea
     return StreamOperations(group.runtime, [CopyBytes(target.ptr, source.ptr, source.nbytes)])
 
 
-@dataclass(slots=True)
-class _Prepared:
+class _Prepared(Struct):
     """A call that was made, kept for its repetitions.
 
     Attributes:

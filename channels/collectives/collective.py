@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from proxyccl.channels.arguments import input_view, output_view, refuse_partial_overlap
 from proxyccl.channels.collectives.collectives import Collectives
@@ -16,8 +17,7 @@ from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.arrays.array import ArrayView
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """A call whose arguments were checked.
 
     Attributes:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from proxyccl.channels.collectives.links import Links
 from proxyccl.channels.collectives.table import COLLECTIVES
@@ -41,8 +42,7 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(Struct, frozen=True):
     """Data that goes to a peer, or comes from it.
 
     Attributes:
@@ -73,8 +73,7 @@ class Transfer:
         return self.peer, self.source is not None
 
 
-@dataclass(frozen=True)
-class _Last:
+class _Last(Struct, frozen=True):
     """The latest launch of a flow.
 
     Attributes:

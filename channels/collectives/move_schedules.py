@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from proxyccl.channels.collectives.by_proxy import ByProxy, rounds
 from proxyccl.channels.schedules.memory import ScheduleSpan, Side
@@ -13,8 +14,7 @@ from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(Struct, frozen=True):
     """Bytes that go from a rank's input to a peer, come from a peer to a rank's output, or stay on the rank.
 
     Attributes:
@@ -28,8 +28,7 @@ class Transfer:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(Struct, frozen=True):
     """One rank's part in moving bytes.
 
     Attributes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from proxyccl.channels.arguments import input_view, new_like, output_view, overlap, refuse_partial_overlap
 from proxyccl.channels.collectives.collective import Call, Collective

@@ -8,7 +8,8 @@ each rank sends all its elements to every other, and all reduce the same values 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from proxyccl.channels.collectives.by_proxy import ByProxy, others, rounds
 from proxyccl.channels.collectives.table import REDUCTION_OF_SCHEDULES
@@ -28,8 +29,7 @@ _ONE_CROSSING = 64 << 10
 """Received bytes per rank up to which one crossing of all data is faster than two crossings of shares."""
 
 
-@dataclass(frozen=True)
-class _Shares:
+class _Shares(Struct, frozen=True):
     """The positions and lengths of the ranks' shares among the elements of a call.
 
     Attributes:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from proxyccl.channels.arguments import as_rank
 from proxyccl.channels.collectives.call_cache import Key, call_key, copy_launchable

@@ -6,15 +6,17 @@ import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
-from proxyccl.channels.group import Group
 from proxyccl.channels.segment.calls import register_names
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.integers import as_integer
 from proxyccl.proxy.codec import Message
+
+if TYPE_CHECKING:
+    from proxyccl.channels.group import Group
 
 ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring", "proxy", "hierarchical")
 """Of all_reduce."""

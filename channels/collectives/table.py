@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from proxyccl.channels.segment.calls import register_names
 
 
-@dataclass(frozen=True)
-class CollectiveKernel:
+class CollectiveKernel(Struct, frozen=True):
     """A shipped kernel.
 
     Attributes:

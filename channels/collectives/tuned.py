@@ -10,17 +10,19 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from proxyccl.channels.collectives.selection import Case, Selector, SizeTable
-from proxyccl.channels.group import Group
 from proxyccl.device.build.compile_cache import cache_dir
+from proxyccl.device.cpu import cpu_name
 from proxyccl.device.errors import ArgumentError, ProtocolError, UntrustedPathError
-from proxyccl.device.host import cpu_name
 from proxyccl.device.private_directories import open_private, read_private, write_private
 from proxyccl.proxy.codec import Codec, Message, Uint64
+
+if TYPE_CHECKING:
+    from proxyccl.channels.group import Group
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 

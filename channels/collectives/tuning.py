@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+
+from msgspec import Struct, field
 
 from proxyccl.channels.arguments import as_seconds
 from proxyccl.channels.collectives.all_gather import ALL_GATHER
@@ -69,8 +70,7 @@ def checked_arguments(sizes: Any, iterations: Any, seconds: Any) -> tuple[tuple[
     return chosen, count, as_seconds(seconds, "seconds", "must be a positive number of seconds")
 
 
-@dataclass
-class _Trial:
+class _Trial(Struct):
     """One algorithm for the calls of one case, at one size.
 
     Attributes:

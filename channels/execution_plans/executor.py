@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from proxyccl.channels.arguments import overlap
 from proxyccl.channels.execution_plans.document import BufferName
@@ -111,8 +112,7 @@ class _Buffer:
             array.free()
 
 
-@dataclass(frozen=True)
-class _Sized:
+class _Sized(Struct, frozen=True):
     """The kernel's tables for one size, in device memory."""
 
     memory: Memory

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from proxyccl.channels.execution_plans.document import ChannelType
 
@@ -11,8 +12,7 @@ COMBINATIONS = ("sum", "prod", "min", "max")
 """How an operation reduces, in the order of ProxycclCombination (execution.h)."""
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(Struct, frozen=True):
     """The operands that an operation takes in some places of `src_buff` or `dst_buff`.
 
     Attributes:
@@ -29,8 +29,7 @@ class Operand:
 MANY = 1 << 20
 
 
-@dataclass(frozen=True)
-class Moving:
+class Moving(Struct, frozen=True):
     """An operation that moves data.
 
     Attributes:

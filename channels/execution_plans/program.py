@@ -5,7 +5,7 @@ Any invalid operation is refused here, with its place. Ranks read the whole plan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from proxyccl.channels.execution_plans.document import (
     BufferName,
@@ -34,8 +34,7 @@ MOST_THREADBLOCKS = 1 << (32 - lib.PROXYCCL_PLACE_OPERATION_BITS)
 BUFFERS: dict[BufferName, str] = {"i": "input", "o": "output", "s": "scratch memory"}
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(Struct, frozen=True):
     """The place of an operation: pipelines and the operations in them count one after the other."""
 
     rank: int
@@ -51,8 +50,7 @@ class Place:
         return ArgumentError("plan", f"{self}: {why}")
 
 
-@dataclass(frozen=True)
-class Range:
+class Range(Struct, frozen=True):
     """Consecutive chunks of a rank's buffer."""
 
     rank: int
@@ -62,8 +60,7 @@ class Range:
     packets: bool
 
 
-@dataclass(frozen=True)
-class ChannelEnd:
+class ChannelEnd(Struct, frozen=True):
     """A rank's side of a channel: number `number` of its channels of this type to the peer."""
 
     type: ChannelType
@@ -71,8 +68,7 @@ class ChannelEnd:
     number: int
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(Struct, frozen=True):
     """An operation of one threadblock.
 
     Attributes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from proxyccl.channels.execution_plans.document import BufferName
 from proxyccl.channels.execution_plans.operations import COMBINATIONS
@@ -25,8 +26,7 @@ _ONE_THREAD = {
 }
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(Struct, frozen=True):
     """Where data lies, for one size.
 
     Attributes:
@@ -48,8 +48,7 @@ class Layout:
     semaphore: Callable[[ChannelEnd], Any]
 
 
-@dataclass
-class Tables:
+class Tables(Struct):
     """The kernel's tables, as bytes.
 
     Attributes:
@@ -63,8 +62,7 @@ class Tables:
     block_operands: int
 
 
-@dataclass
-class _Block:
+class _Block(Struct):
     """The steps of one threadblock as they are written, and their operands."""
 
     steps: list[ProxycclStepPointer] = field(default_factory=list)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from proxyccl.channels.joining.bootstrap import Bootstrap
 from proxyccl.channels.joining.exchange import Exchange
@@ -31,7 +32,6 @@ from proxyccl.channels.joining.topology import (
 from proxyccl.channels.joining.whereabouts import WHEREABOUTS, Whereabouts, require_shared_namespaces
 from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.channels.segment.rendezvous import Mailboxes, wait_until
-from proxyccl.device import open_runtime
 from proxyccl.device.errors import (
     AbortedError,
     ArgumentError,
@@ -45,6 +45,7 @@ from proxyccl.device.errors import (
 )
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtimes import open_runtime
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.client import missing_in_daemon
 from proxyccl.proxy.transport_options import TransportOptions
@@ -55,8 +56,7 @@ _HANDLE = Codec(bytes, 64 << 10, "memory handle")
 _PART = Codec[tuple[list[int], str]](tuple[list[int], str], 1 << 20, name="split")
 
 
-@dataclass(frozen=True)
-class Meeting:
+class Meeting(Struct, frozen=True):
     """One rank's state when the ranks of a group have met.
 
     Attributes:
@@ -132,7 +132,7 @@ def meet(
         control.introduce(segments)
         # All ranks have mapped all segments before any continues, so none can be gone by then. A rank that could not
         # map one says so over the bootstrap.
-        job = exchange.all_gather(secrets.token_hex(4), _NAME, "job")[0]
+        job = exchange.all_gather(os.urandom(4).hex(), _NAME, "job")[0]
         if not topology.spans_hosts:
             exchange.carry_over(_mailboxes(rank, control, segments))
         return Meeting(
@@ -225,7 +225,7 @@ def meet_apart(
             bootstrap = _mailboxes(part.rank, control, segments)
             exchange = Exchange(bootstrap, timeout, refusals.check)
         # All have found and mapped all: the invitation is withdrawn, and none of the segments can be gone.
-        answers = exchange.all_gather((list(members), secrets.token_hex(4)), _PART, "split")
+        answers = exchange.all_gather((list(members), os.urandom(4).hex()), _PART, "split")
         for peer, (theirs, _) in enumerate(answers):
             if theirs != list(members):
                 raise MismatchError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct, structs
 
 from proxyccl.channels.joining.proxy_place import Where
 from proxyccl.device.integers import find_integer
@@ -12,8 +13,7 @@ from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.workers import MAX_RINGS, require_rings
 
 
-@dataclass(frozen=True)
-class ProxyOptions:
+class ProxyOptions(Struct, frozen=True):
     """The requested place of a rank's proxy, and its rings and threads. See `Communicator`."""
 
     where: Where | None
@@ -28,7 +28,7 @@ class ProxyOptions:
         require_ring_size(self.fifo_size)
         for name in ("fifos", "threads", "fifo_size"):  # messages to a daemon take Python's own integers
             if (number := find_integer(getattr(self, name))) is not None:
-                object.__setattr__(self, name, number)
+                structs.force_setattr(self, name, number)
 
     @property
     def _by_peer(self) -> bool:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from proxyccl.channels.joining.exchange import Exchange
+from msgspec import Struct
+
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.daemon.client import daemon_process
 from proxyccl.proxy.daemon.job import new_name
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.hosts import host_name
+
+if TYPE_CHECKING:
+    from proxyccl.channels.joining.exchange import Exchange
 
 Where = Literal["thread", "process", "daemon"]
 PLACES: tuple[Where, ...] = ("thread", "process", "daemon")
@@ -23,8 +26,7 @@ _lock = threading.Lock()
 _known_name = ""
 
 
-@dataclass(frozen=True)
-class ProxyPlace:
+class ProxyPlace(Struct, frozen=True):
     """Where a rank's proxy runs.
 
     Attributes:

@@ -14,12 +14,13 @@ not, the remaining members try again.
 from __future__ import annotations
 
 import hashlib
-import secrets
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
+
+from msgspec import Struct
 
 from proxyccl.channels.segment.rendezvous import MOST_DECISIONS, Rendezvous, wait_at_most
 from proxyccl.device.errors import ExcludedError, MismatchError
@@ -110,8 +111,7 @@ class _Subject(IntEnum):
 assert _Subject.OUTCOME.of(MOST_ATTEMPTS - 1) < MOST_DECISIONS
 
 
-@dataclass(frozen=True)
-class Assembly:
+class Assembly(Struct, frozen=True):
     """Ranks that have agreed to continue together, if all of them can join.
 
     Attributes:
@@ -178,7 +178,7 @@ class Survivors:
 
         self._wait(all_came)
         came = [peer for peer in self._candidates if board.read(peer, _Subject.ARRIVED.of(attempt)) is not None]
-        answer = board.settle(question, secrets.token_bytes(_TOKEN_BYTES) + _encode([self._rank, *came]))
+        answer = board.settle(question, os.urandom(_TOKEN_BYTES) + _encode([self._rank, *came]))
         members = _decode(answer[_TOKEN_BYTES:])
         self._candidates = [peer for peer in members if peer != self._rank]
         if self._rank not in members:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import msgspec
-from msgspec import structs
+from msgspec import Struct, structs
+from msgspec.structs import replace
 
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.device.integers import find_integer, find_items
@@ -79,8 +79,7 @@ RANK_INFO = Codec(RankInfo, 1 << 20)
 _CHOICE = Codec[list[tuple[int, int, str]]](list[tuple[int, int, str]], 16 << 20, name="transport choice")
 
 
-@dataclass(frozen=True)
-class Topology:
+class Topology(Struct, frozen=True):
     """The ranks of a communicator, as seen from one of them.
 
     Attributes:

@@ -7,7 +7,8 @@ import errno
 import selectors
 import socket
 import time
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 GREETING_SECONDS = 2.0
 """Seconds that a connection may take to identify itself. Ranks do so at once."""
@@ -18,8 +19,7 @@ _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _GONE = (errno.ECONNABORTED, errno.EPROTO)
 
 
-@dataclass
-class _Stranger:
+class _Stranger(Struct):
     connection: socket.socket
     deadline: float
     received: bytes = b""

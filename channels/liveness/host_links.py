@@ -10,12 +10,12 @@ import errno
 import fcntl
 import ipaddress
 import os
-import secrets
 import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable
+from hmac import compare_digest
 from pathlib import Path
 from typing import Annotated
 
@@ -135,7 +135,7 @@ class Listener:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._token = os.urandom(_TOKEN_BYTES)
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         with naming_exhaustion("links to ranks of other hosts"):
@@ -228,7 +228,7 @@ class Listener:
     def _answered(self, connection: socket.socket, hello: bytes, awaited: set[int]) -> int | None:
         """The rank that calls, which is answered if this rank waits for it; None for a stranger."""
         caller, token = _HELLO.unpack(hello)
-        if caller not in awaited or not secrets.compare_digest(token, self._token):
+        if caller not in awaited or not compare_digest(token, self._token):
             return None
         try:
             connection.sendall(self._token)  # which has room: nothing was sent before

@@ -17,10 +17,11 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from types import FrameType
 from typing import Any, TypeVar
+
+from msgspec.structs import asdict
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.handles import Channel

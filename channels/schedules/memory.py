@@ -7,8 +7,9 @@ Between hosts it is what all ranks have registered together, as only that can te
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Literal, Protocol
+
+from msgspec import Struct
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import RegisteredMemory, register
@@ -38,8 +39,7 @@ class ScheduleMemory(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ScheduleSpan:
+class ScheduleSpan(Struct, frozen=True):
     """Bytes of a `ScheduleMemory` from `offset` on; their first one lies at `ptr`."""
 
     memory: ScheduleMemory
@@ -51,8 +51,7 @@ class ScheduleSpan:
         return ScheduleSpan(self.memory, self.offset + offset, self.ptr + offset)
 
 
-@dataclass(frozen=True)
-class _AnnouncedMemory:
+class _AnnouncedMemory(Struct, frozen=True):
     own: int
     at_peers: dict[int, int]
 

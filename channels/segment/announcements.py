@@ -5,7 +5,7 @@ One table a rank, in its control segment (announcements.h). No rank waits: a pee
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from proxyccl.proxy._engine import ffi, lib
 
@@ -18,8 +18,7 @@ NO_MEMORY: int = lib.PROXYCCL_NO_MEMORY
 """A reply's memory id where the peer's proxy can't have the memory."""
 
 
-@dataclass(frozen=True)
-class Announcement:
+class Announcement(Struct, frozen=True):
     """The contents of an entry, for a peer.
 
     Attributes:

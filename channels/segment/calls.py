@@ -10,7 +10,8 @@ import functools
 import hashlib
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from proxyccl.device.arrays.dtypes import DTYPES
 
@@ -42,8 +43,7 @@ def _digest(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-@dataclass(frozen=True)
-class CollectiveCall:
+class CollectiveCall(Struct, frozen=True):
     """A collective call as ranks compare it.
 
     Attributes:

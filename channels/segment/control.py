@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
+
+from msgspec import Struct
 
 from proxyccl.channels.segment.announcements import Announcements
 from proxyccl.channels.segment.error_record import NO_PEER, ErrorRecord
@@ -36,8 +37,7 @@ class Presence(IntEnum):
     STOPPED = lib.PROXYCCL_STOPPED
 
 
-@dataclass(frozen=True)
-class KernelWait:
+class KernelWait(Struct, frozen=True):
     """A ProxycclWait of control.h, read: the wait of some threads of a kernel when they were asked."""
 
     kind: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -213,7 +214,8 @@ def _from_numpy(x: NDArray[Any], writable: bool, owner: object, argument: str) -
 
 def require_unmasked(x: object, argument: str) -> None:
     """Raises ArgumentError for a masked array of numpy, whose memory holds values under the mask."""
-    if isinstance(x, np.ma.MaskedArray):
+    numpy_ma = sys.modules.get("numpy.ma")  # numpy imports it on demand; without it there are no masked arrays
+    if isinstance(x, getattr(numpy_ma, "MaskedArray", ())):
         raise ArgumentError(argument, "the array is masked; pass x.filled(), which replaces the masked values")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.arrays.view import ArrayView
@@ -122,8 +123,7 @@ def _nothing(_: Any) -> None:
     return None
 
 
-@dataclass(frozen=True)
-class _Library:
+class _Library(Struct, frozen=True):
     """The functions for a type of arrays; see `fingerprint`, `current_stream`, `from_torch` and `_INSTEAD`."""
 
     fingerprint: Callable[[Any], tuple[Any, ...] | None]

@@ -13,8 +13,6 @@ import functools
 import hashlib
 import logging
 import os
-import shutil
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -171,6 +169,9 @@ def _done_without(error: OSError) -> str:
 @functools.cache
 def _own_directory() -> Path:
     """A directory of this process, removed at its end."""
+    import shutil
+    import tempfile
+
     directory, owner = tempfile.mkdtemp(prefix="proxyccl-"), os.getpid()
 
     def remove() -> None:

@@ -7,11 +7,12 @@ it makes the device current for the call and restores the previous one, as other
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from proxyccl.device import forks
 from proxyccl.device._native import ffi
@@ -232,7 +233,7 @@ class GpuRuntime:
 
     def allocation_calls(self) -> AllocationCalls:
         """The driver's calls, in this device's context."""
-        return dataclasses.replace(self.driver.allocation_calls(), context=self.context.handle)
+        return replace(self.driver.allocation_calls(), context=self.context.handle)
 
     def free_later(self, ptr: int) -> None:
         """Frees memory when the device is waited for next."""
@@ -305,7 +306,7 @@ class GpuRuntime:
 
     def stream_operation_calls(self) -> StreamOperationCalls:
         """The driver's calls, in this device's context."""
-        return dataclasses.replace(self.driver.stream_operation_calls(), context=self.context.handle)
+        return replace(self.driver.stream_operation_calls(), context=self.context.handle)
 
     def synchronize(self) -> None:
         """Waits for all work of the device's context, other libraries' in this process included."""

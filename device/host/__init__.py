@@ -4,7 +4,6 @@ It runs without a GPU, and lets a race detector see a kernel. Device memory is a
 ranks can be processes and a killed one leaves no files.
 """
 
-from proxyccl.device.host.compiler import compiler_version, find_compiler
-from proxyccl.device.host.runtime import HostRuntime, cpu_name
+from proxyccl.device.host.runtime import HostRuntime
 
-__all__ = ["HostRuntime", "compiler_version", "cpu_name", "find_compiler"]
+__all__ = ["HostRuntime"]

@@ -28,8 +28,8 @@ from proxyccl.device.base_runtime import (
 )
 from proxyccl.device.build.compile_cache import KERNEL_DIR, shipped_source
 from proxyccl.device.build.kernel_names import NO_KERNEL, in_plain_text, kernel_names
+from proxyccl.device.cpu import cpu_name
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError, RuntimeUnavailableError
-from proxyccl.device.host.compiler import load_source, preprocessed
 from proxyccl.device.host.status import check_status
 from proxyccl.device.host.streams import HostEvent, HostStream
 from proxyccl.device.in_flight import InFlight
@@ -323,6 +323,8 @@ class HostRuntime:
     ) -> Module:
         """Compiles kernels with the machine's C++ compiler."""
         require_text(source, "source")
+        from proxyccl.device.host.compiler import load_source, preprocessed
+
         include_dirs = require_texts(include_dirs, "include_dirs")
         options = (*self._cxxflags, *require_texts(options, "options"))
         names = kernel_names(source if in_plain_text(source, options) else preprocessed(source, options, include_dirs))
@@ -352,6 +354,8 @@ class HostRuntime:
         if self._cxxflags:
             if compiled_only:
                 raise CompileError(f"kernel {name} was not compiled beforehand with {' '.join(self._cxxflags)}")
+            from proxyccl.device.host.compiler import load_source
+
             source = shipped_source(file, kernel, dtype, op)
             return self._kernel(load_source(source, [], (*self._cxxflags, f"-I{KERNEL_DIR}"), (), self._load), name)
         try:
@@ -411,12 +415,3 @@ class HostRuntime:
 
 def _default_control(module: VoidPointer) -> Uint64Pointer:
     return ffi.cast("uint64_t *", lib.proxyccl_host_module_variable(module, b"proxyccl_default_control"))
-
-
-def cpu_name() -> str:
-    """The CPU's name in /proc/cpuinfo."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 import struct
 import time
@@ -45,7 +44,7 @@ class DescriptorServer:
     """
 
     def __init__(self, supply: Supply, failures: tuple[type[Exception], ...]) -> None:
-        self.name = secrets.token_bytes(NAME_BYTES)
+        self.name = os.urandom(NAME_BYTES)
         self._supply = supply
         self._failures = failures
         with naming_exhaustion("the server of descriptors of memory"):

@@ -7,8 +7,9 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from msgspec import Struct, field
 
 from proxyccl.device.errors import ClosedError
 
@@ -16,8 +17,7 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 
-@dataclass(eq=False)
-class _Entry(Generic[Value]):
+class _Entry(Struct, Generic[Value], eq=False):
     users: int = 0
     value: Value | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while the value is made or discarded

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from proxyccl.device import forks
 from proxyccl.device._native import ffi, lib
@@ -22,8 +23,7 @@ def library() -> str:
     return found.origin
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(Struct, frozen=True):
     """An allocation.
 
     Attributes:

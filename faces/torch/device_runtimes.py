@@ -6,8 +6,8 @@ import threading
 
 import torch
 from proxyccl.channels.collectives.flows import load_kernel
-from proxyccl.device import open_runtime
 from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtimes import open_runtime
 
 
 def runtime_name(device: torch.device) -> str:

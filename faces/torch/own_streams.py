@@ -10,9 +10,9 @@ import threading
 from typing import Any
 
 import torch
-from proxyccl.device import open_driver
 from proxyccl.device.gpu.context import DeviceContext
 from proxyccl.device.gpu.streams import GpuStream
+from proxyccl.device.runtimes import open_driver
 from proxyccl.torch.device_runtimes import runtime_name
 
 _lock = threading.Lock()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -58,7 +56,7 @@ JOB_OPTIONS = Codec(JobOptions, 1 << 20)
 
 def new_name() -> str:
     """A name that is unique and can't be guessed."""
-    return f"proxyccl-{secrets.token_hex(16)}"
+    return f"proxyccl-{os.urandom(16).hex()}"
 
 
 class JobDaemon:
@@ -148,6 +146,8 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
         RuntimeUnavailableError: it does not start; the message says why.
         ResourceError: there are too few descriptors.
     """
+    import subprocess  # it takes as long to import as this module; the host's other ranks need it not
+
     if not sys.executable:
         raise _no_daemon("this process does not know its Python interpreter (sys.executable is empty)")
     command = [sys.executable, "-P", str(_PROGRAM), str(listener.fileno())]

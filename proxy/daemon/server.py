@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from proxyccl.device import open_driver
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.integers import as_integer
 from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtimes import open_driver
 from proxyccl.device.threads import Thread
 from proxyccl.proxy.daemon.attendance import Attendance
 from proxyccl.proxy.daemon.frames import peer_credentials

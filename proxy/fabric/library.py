@@ -6,27 +6,18 @@ import ctypes
 import functools
 import ipaddress
 import itertools
-import os
 import platform
-import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from proxyccl.device.errors import ResourceError, RuntimeUnavailableError
 from proxyccl.proxy import _engine
+from proxyccl.proxy.fabric.requirements import INSTALL, library_name
 
 ffi, lib = _engine.ffi, _engine.lib
 
-LIBRARY = "libfabric.so.1"
-INSTALL = "apt install libfabric1 (Debian, Ubuntu), dnf install libfabric (Fedora); on AWS the EFA installer"
-NEEDS = "libfabric's headers (Debian, Ubuntu: apt install libfabric-dev; Fedora: dnf install libfabric-devel)"
-"""The build requirements of the transport."""
-
-_MAPS = Path("/proc/self/maps")
 _FUNCTIONS = ("fi_getinfo", "fi_freeinfo", "fi_dupinfo", "fi_fabric")
 _NO_DATA = 61  # FI_ENODATA: no provider offers it
 _EXHAUSTED = (12, 24)  # FI_ENOMEM, FI_EMFILE
@@ -77,10 +68,6 @@ class Library:
             raise kind(f"{call} of {subject}: {self.words(error)} (error {error})")
 
 
-def _name() -> str:
-    return os.environ.get("PROXYCCL_LIBFABRIC") or LIBRARY
-
-
 @functools.cache
 def load() -> Library:
     """The library, loaded by the first call: ``PROXYCCL_LIBFABRIC``, else the one that MPI has loaded, else the
@@ -89,39 +76,7 @@ def load() -> Library:
     Raises:
         RuntimeUnavailableError: it can't be loaded.
     """
-    return Library(_name())
-
-
-def missing() -> str:
-    """The requirements of libfabric that this machine lacks, in words; empty if none.
-
-    It neither loads the library nor asks the providers. A process has one libfabric, and MPI may bring a newer one,
-    which can't be loaded after the system's; providers may take a second to answer.
-    """
-    lacks = []
-    if not lib.proxyccl_fabric_built():
-        lacks.append(f"the engine was built without {NEEDS}; reinstall proxyccl with them")
-    if not _is_there(_name()):
-        lacks.append(f"libfabric can't be loaded (there is no {_name()}): {INSTALL}")
-    return "; ".join(lacks)
-
-
-@functools.cache
-def _is_there(name: str) -> bool:
-    if "/" in name:
-        return Path(name).exists()
-    directories = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
-    if any(Path(directory, name).exists() for directory in directories) or name in _MAPS.read_text():
-        return True
-    try:
-        cache = subprocess.run([_ldconfig(), "-p"], capture_output=True, text=True, check=False, timeout=10)
-    except OSError:  # a system without such a cache
-        return True  # `load` finds out
-    return f"\t{name} " in cache.stdout
-
-
-def _ldconfig() -> str:
-    return shutil.which("ldconfig", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "ldconfig"
+    return Library(library_name())
 
 
 @dataclass(frozen=True)

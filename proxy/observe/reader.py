@@ -11,9 +11,10 @@ import mmap
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
+
+from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.memory.shared_memory import open_descriptor
@@ -48,8 +49,7 @@ class WorkerView(Message, frozen=True):
     slept_ns: int
 
 
-@dataclass(frozen=True)
-class RingView:
+class RingView(Struct, frozen=True):
     """A ring.
 
     Attributes:
@@ -123,8 +123,7 @@ class ChannelView(Message, frozen=True):
     gets: int
 
 
-@dataclass(frozen=True)
-class ServiceView:
+class ServiceView(Struct, frozen=True):
     """A service at a moment.
 
     Attributes:

@@ -4,8 +4,9 @@ transports."""
 from __future__ import annotations
 
 import errno
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
 from proxyccl.device.runtime import Event, Runtime, Stream
@@ -39,8 +40,7 @@ class EngineRuntime:
         )
 
 
-@dataclass(frozen=True)
-class EngineConnection:
+class EngineConnection(Struct, frozen=True):
     """A connection of the engine that no worker serves yet.
 
     Attributes:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.proxy import _engine
-from proxyccl.proxy.fabric import library
-from proxyccl.proxy.fabric.context import FabricContext
-from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
+from proxyccl.proxy.fabric.requirements import NEEDS, missing
 from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
 from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.transport_options import TransportOptions
@@ -22,6 +20,10 @@ from proxyccl.proxy.transports.engine_connection import (
     require_accepted,
 )
 from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
+
+if TYPE_CHECKING:  # a rank imports them when it opens the endpoint
+    from proxyccl.proxy.fabric.context import FabricContext
+    from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -47,7 +49,7 @@ def native_options(options: FabricConnectionOptions) -> Any:
 def _connect(engine: EngineRuntime, options: FabricConnectionOptions) -> EngineConnection:
     native = native_options(options)
     require_accepted(TRANSPORT.name, native, options)
-    return EngineConnection(create(engine, TRANSPORT.name, native, needs=library.NEEDS))
+    return EngineConnection(create(engine, TRANSPORT.name, native, needs=NEEDS))
 
 
 def _status_text(status: int) -> str:
@@ -56,8 +58,10 @@ def _status_text(status: int) -> str:
     error = status - lib.PROXYCCL_FABRIC_FAILED
     if error < _OWN_ERRORS:
         return os.strerror(error)
+    from proxyccl.proxy.fabric.library import load
+
     try:
-        return library.load().words(error)
+        return load().words(error)
     except RuntimeUnavailableError:  # the status is another rank's, whose machine has the library
         return f"libfabric's error {error}"
 
@@ -91,6 +95,8 @@ class _Endpoint:
 
 def open_fabric(setup: RemoteSetup, options: TransportOptions) -> FabricContext:
     """Opens the endpoint, which `fabric` and `staged_fabric` share."""
+    from proxyccl.proxy.fabric.context import FabricContext
+
     return FabricContext(setup, options.fabric)
 
 
@@ -114,7 +120,7 @@ TRANSPORT = Transport(
     statuses=range(lib.PROXYCCL_FABRIC_FAILED, 2 * lib.PROXYCCL_FABRIC_FAILED),
     error_text=_error_text,
     remote=RemoteFunctions(
-        missing=library.missing,
+        missing=missing,
         open=open_fabric,
         unsupported_reason=_unsupported_reason,
         make_endpoint=_Endpoint,

@@ -6,13 +6,16 @@ It is for memory that the RDMA device can't register (engine/staged_transport.h)
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from proxyccl.proxy.interface import EndpointInfo
 from proxyccl.proxy.staging import StagingArea
 from proxyccl.proxy.transports import verbs
 from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, staged_over
-from proxyccl.proxy.verbs.context import VerbsContext
-from proxyccl.proxy.verbs.endpoint import VerbsOptions
+
+if TYPE_CHECKING:  # a rank imports them when it opens the device
+    from proxyccl.proxy.verbs.context import VerbsContext
+    from proxyccl.proxy.verbs.endpoint import VerbsOptions
 
 
 class _Wire:

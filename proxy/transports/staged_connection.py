@@ -6,9 +6,10 @@ See engine/staged_transport.h.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.device.runtime import PinnedMemory
@@ -198,7 +199,7 @@ def staged_over(
         status_text=lambda status: _status_text(status) if status in STATUSES else wire.status_text(status),
         statuses=statuses,
         error_text=error_text or wire.error_text,
-        remote=dataclasses.replace(
+        remote=replace(
             wire.remote,
             unsupported_reason=lambda device: "",  # the memory that is registered is the host's
             make_endpoint=make_endpoint,

@@ -6,17 +6,19 @@ It is for memory that libfabric's provider can't register (engine/staged_transpo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy import _engine
-from proxyccl.proxy.fabric import library
-from proxyccl.proxy.fabric.context import FabricContext
-from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
+from proxyccl.proxy.fabric.requirements import NEEDS
 from proxyccl.proxy.interface import EndpointInfo
 from proxyccl.proxy.staging import StagingArea
 from proxyccl.proxy.transports import fabric
 from proxyccl.proxy.transports.staged_connection import StagedEndpoint, staged_over
+
+if TYPE_CHECKING:  # a rank imports them when it opens the endpoint
+    from proxyccl.proxy.fabric.context import FabricContext
+    from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -56,7 +58,7 @@ TRANSPORT = staged_over(
     fabric.TRANSPORT,
     "staged_fabric",
     native_options=fabric.native_options,
-    needs=library.NEEDS,
+    needs=NEEDS,
     make_endpoint=_make_endpoint,
     error_text=_error_text,
 )

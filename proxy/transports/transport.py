@@ -7,8 +7,9 @@ never compare its name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
 from proxyccl.proxy.remote_setup import RemoteSetup
@@ -37,8 +38,7 @@ class TransportEndpoint(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class RemoteFunctions:
+class RemoteFunctions(Struct, frozen=True):
     """A transport's RDMA functions. They take the device that `open` returned, which has a method `close`.
 
     Attributes:
@@ -75,8 +75,7 @@ def _no_error_text(connection: Any) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Transport:
+class Transport(Struct, frozen=True):
     """A transport moves the data of a connection.
 
     Attributes:

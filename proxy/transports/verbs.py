@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy import _engine
@@ -19,10 +19,11 @@ from proxyccl.proxy.transports.engine_connection import (
     require_accepted,
 )
 from proxyccl.proxy.transports.transport import RemoteFunctions, Transport
-from proxyccl.proxy.verbs.context import VerbsContext
-from proxyccl.proxy.verbs.device_memory import register_device_memory, unsupported_reason
-from proxyccl.proxy.verbs.devices import missing
-from proxyccl.proxy.verbs.endpoint import VerbsOptions
+from proxyccl.proxy.verbs.requirements import missing
+
+if TYPE_CHECKING:  # a rank imports them when it opens the device
+    from proxyccl.proxy.verbs.context import VerbsContext
+    from proxyccl.proxy.verbs.endpoint import VerbsOptions
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -120,14 +121,20 @@ def missing_for_verbs() -> str:
 
 def open_verbs(setup: RemoteSetup, options: TransportOptions) -> VerbsContext:
     """Opens the device, which `verbs` and `staged` share."""
+    from proxyccl.proxy.verbs.context import VerbsContext
+
     return VerbsContext(setup, options.rdma)
 
 
 def _unsupported_reason(device: VerbsContext) -> str:
+    from proxyccl.proxy.verbs.device_memory import unsupported_reason
+
     return unsupported_reason(device.registrations, device.runtime, device.options.gpu_writes)
 
 
 def _expose(device: VerbsContext, ptr: int, nbytes: int, handle: bytes) -> ExposedMemory:
+    from proxyccl.proxy.verbs.device_memory import register_device_memory
+
     gpu_writes = device.options.gpu_writes
     made = register_device_memory(device.registrations, device.runtime, gpu_writes, ptr, nbytes, handle or None)
     return ExposedMemory(TRANSPORT.name, made.address, made.rkey, made.lkey, made.address == ptr, made)

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.proxy import _engine
 from proxyccl.proxy.verbs.options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.pyverbs_api import Pyverbs, load
+from proxyccl.proxy.verbs.sysfs import DEVICES, SYSFS
 
-SYSFS = Path("/sys")
-_CLASS = "class/infiniband"
 _UsedGids = dict[int, list[tuple[int, str]]]  # by port: indices and texts
 
 
@@ -141,7 +139,7 @@ def rdma_devices(root: Path = SYSFS) -> list[RdmaDevice]:
     Args:
         root: where sysfs is mounted. pyverbs knows only this machine's, so any other is read without it.
     """
-    directory = root / _CLASS
+    directory = root / DEVICES
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
     if not paths or root != SYSFS:
         return [_read_device(path) for path in paths]
@@ -352,6 +350,14 @@ def _states(devices: Iterable[RdmaDevice]) -> str:
     return _listed(f"{device.name} port {port.number} ({_state(device, port)})" for device, port in _ports(devices))
 
 
+def inactive_ports(root: Path = SYSFS) -> str | None:
+    """The ports of this machine and their states, in words, if none of them is active; otherwise None."""
+    devices = rdma_devices(root)
+    if any(_state(device, port) == "active" for device, port in _ports(devices)):
+        return None
+    return _states(devices)
+
+
 def _listed(things: Iterable[object]) -> str:
     return ", ".join(map(str, things)) or "none"
 
@@ -386,26 +392,3 @@ def process_numa_node(root: Path = SYSFS) -> int | None:
         if allowed <= cpus:
             return node
     return None
-
-
-# -- missing requirements ---
-
-
-def missing(root: Path = SYSFS) -> str | None:
-    """The requirements of RDMA by verbs that this machine lacks, and how to install them; None if there are none."""
-    lacks = []
-    devices = rdma_devices(root)
-    if not devices:
-        lacks.append(f"no RDMA device in {root / _CLASS}")
-    elif not any(_state(device, port) == "active" for device, port in _ports(devices)):
-        lacks.append(f"no active port; there is {_states(devices)}")
-    try:
-        load()
-    except RuntimeUnavailableError as error:
-        lacks.append(str(error))
-    if not _engine.lib.proxyccl_verbs_built():
-        lacks.append(
-            "the engine was built without libibverbs' headers: apt install libibverbs-dev (Debian, Ubuntu), "
-            "dnf install rdma-core-devel (Fedora), and reinstall proxyccl"
-        )
-    return "; ".join(lacks) or None

@@ -9,8 +9,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from proxyccl.device.errors import ArgumentError, ClosedError, RuntimeUnavailableError, TransportError
 from proxyccl.proxy.verbs.address import EndpointAddress
@@ -27,8 +29,7 @@ _RETRY_PAUSE = 0.05
 _NOT_YET = (errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH, errno.EINTR)
 
 
-@dataclass(frozen=True)
-class VerbsOptions:
+class VerbsOptions(Struct, frozen=True):
     """A queue pair and how to use it (verbs_transport.h).
 
     Attributes:

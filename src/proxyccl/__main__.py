@@ -1,36 +1,20 @@
-"""The `proxyccl` command: parses the arguments and calls the tools. It holds no logic of its own."""
+"""The `proxyccl` command: parses the arguments and calls the tools. It holds no logic of its own.
+
+A command imports what it uses itself, so that it starts no later because of the others.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from proxyccl.channels.collectives.reductions import OPS
-from proxyccl.device.arrays.dtypes import DTYPES, reduction_dtypes
 from proxyccl.device.environment import warn_of_unknown
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
-from proxyccl.proxy.cores import parse_cores
-from proxyccl.proxy.daemon import command
-from proxyccl.proxy.daemon.client import daemon_process
-from proxyccl.proxy.daemon.protocol import socket_path
-from proxyccl.proxy.daemon.server import DaemonOptions
-from proxyccl.proxy.observe.tracing import MOST_TRIGGERS
-from proxyccl.proxy.thread import IdlePolicy
-from proxyccl.tools import (
-    bench_collectives,
-    bench_ring,
-    compile_kernels,
-    doctor,
-    info,
-    options,
-    top,
-    trace,
-    tune,
-)
+from proxyccl.tools import options
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -54,19 +38,26 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
 def _process(daemon: str | None) -> int | None:
     """Process id of the daemon that --daemon selects; None without that option."""
-    return None if daemon is None else daemon_process(socket_path(daemon))
+    if daemon is None:
+        return None
+    from proxyccl.proxy.daemon.client import daemon_process
+    from proxyccl.proxy.daemon.protocol import socket_path
+
+    return daemon_process(socket_path(daemon))
 
 
-def command_parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    parser = argparse.ArgumentParser(prog="proxyccl", description="Host-proxy communication for GPU kernels.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+def _info_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
-    info_parser = _add_command(commands, "info", "list devices and libraries, and how to install missing ones")
-    info_parser.add_argument("--json", action="store_true", help="print JSON")
 
-    compile_parser = _add_command(commands, "compile", "compile shipped kernels now, before their first use")
-    compile_parser.add_argument(
+def _info(parsed: argparse.Namespace) -> int:
+    from proxyccl.tools import info
+
+    return info.run(as_json=parsed.json)
+
+
+def _compile_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--arch",
         action="append",
         default=[],
@@ -74,32 +65,43 @@ def command_parser() -> argparse.ArgumentParser:
         help="architecture of the GPUs, such as sm_90 or gfx942; may be repeated (default: this machine's)",
     )
 
-    tune_parser = _add_command(
-        commands,
-        "tune",
-        "measure the collectives' algorithms, and keep the fastest for later jobs of as many ranks",
-        "Start it with: mpiexec -n 4 python -m mpi4py -m proxyccl tune",
-    )
-    tune_parser.add_argument(
+
+def _compile(parsed: argparse.Namespace) -> int:
+    from proxyccl.tools import compile_kernels
+
+    return compile_kernels.run(parsed.arch)
+
+
+def _tune_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "-t", "--seconds", type=options.seconds, default=10.0, help="time to spend, about (default %(default)s)"
     )
 
-    daemon = _add_command(commands, "daemon", "run the proxies of this node's ranks, until SIGTERM")
-    daemon.add_argument(
+
+def _tune(parsed: argparse.Namespace) -> int:
+    from proxyccl.tools import tune
+
+    return tune.run(parsed.seconds)
+
+
+def _daemon_arguments(parser: argparse.ArgumentParser) -> None:
+    from proxyccl.proxy.thread import IdlePolicy
+
+    parser.add_argument(
         "--socket",
         metavar="PATH",
         help="socket to listen at (default: PROXYCCL_DAEMON_SOCKET, else a socket of this user)",
     )
-    daemon.add_argument(
+    parser.add_argument(
         "--threads",
         type=options.count,
         default=1,
         help="number of threads that run the proxies of all ranks (default %(default)s)",
     )
-    daemon.add_argument(
+    parser.add_argument(
         "--cores", help="cores for the threads: 0-3,8, or node:1 for the cores of a NUMA node (default: any)"
     )
-    daemon.add_argument(
+    parser.add_argument(
         "--metrics",
         type=options.port,
         metavar="PORT",
@@ -111,7 +113,7 @@ def command_parser() -> argparse.ArgumentParser:
         ("max-sleep", "then sleeps for at most this time at once"),
     ):
         default = getattr(IdlePolicy(), f"{name.replace('-', '_')}_us")
-        daemon.add_argument(
+        parser.add_argument(
             f"--{name}-us",
             type=float,
             default=default,
@@ -119,60 +121,100 @@ def command_parser() -> argparse.ArgumentParser:
             help=f"an idle thread {what}, in µs (default {default:g})",
         )
 
-    top_parser = _add_command(
-        commands,
-        "top",
-        "show the activity of this machine's proxies, live",
-        "busy: the share of time in which a proxy's busiest thread had work. The ranks of a node daemon share "
-        "its threads, so an idle rank there appears as busy as the ranks that share its thread.",
+
+def _daemon(parsed: argparse.Namespace) -> int:
+    from proxyccl.proxy.cores import parse_cores
+    from proxyccl.proxy.daemon import command
+    from proxyccl.proxy.daemon.protocol import socket_path
+    from proxyccl.proxy.daemon.server import DaemonOptions
+    from proxyccl.proxy.thread import IdlePolicy
+
+    return command.run(
+        socket_path(parsed.socket),
+        DaemonOptions(
+            threads=parsed.threads,
+            cores=parse_cores(parsed.cores) if parsed.cores is not None else None,
+            idle=IdlePolicy(parsed.spin_us, parsed.yield_us, parsed.max_sleep_us),
+        ),
+        parsed.metrics,
     )
-    top_parser.add_argument("--once", action="store_true", help="print one table, over one interval")
-    top_parser.add_argument("--json", action="store_true", help="print a line of JSON for each table")
-    top_parser.add_argument(
+
+
+def _top_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--once", action="store_true", help="print one table, over one interval")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each table")
+    parser.add_argument(
         "--interval",
         type=options.seconds,
         default=1.0,
         metavar="S",
         help="seconds between tables (default %(default)s)",
     )
-    _add_selection(top_parser)
+    _add_selection(parser)
 
-    trace_parser = _add_command(commands, "trace", "record the proxies' triggers for Perfetto")
-    trace_parser.add_argument(
+
+def _top(parsed: argparse.Namespace) -> int:
+    from proxyccl.tools import top
+
+    process = _process(parsed.daemon)
+    return top.run(parsed.interval, parsed.job, process, once=parsed.once, as_json=parsed.json)
+
+
+def _trace_arguments(parser: argparse.ArgumentParser) -> None:
+    from proxyccl.proxy.observe.tracing import MOST_TRIGGERS
+
+    parser.add_argument(
         "-o", "--output", type=options.json_file, required=True, metavar="FILE", help="file to write the trace to"
     )
-    trace_parser.add_argument(
+    parser.add_argument(
         "-t",
         "--seconds",
         type=options.seconds,
         default=1.0,
         help="time to record (default %(default)s); Ctrl-C ends it earlier",
     )
-    trace_parser.add_argument("--ranks", type=options.ranks, help="only these ranks, such as 0,3 (default: all)")
-    trace_parser.add_argument(
+    parser.add_argument("--ranks", type=options.ranks, help="only these ranks, such as 0,3 (default: all)")
+    parser.add_argument(
         "--most",
         type=options.count,
         default=MOST_TRIGGERS,
         metavar="N",
         help="most triggers to keep, over all proxies; later ones are only counted (default %(default)s)",
     )
-    _add_selection(trace_parser)
+    _add_selection(parser)
 
-    doctor_parser = _add_command(
-        commands, "doctor", "read the reports of ranks that hang, and say who waits for whom and why"
-    )
-    doctor_parser.add_argument(
+
+def _trace(parsed: argparse.Namespace) -> int:
+    from proxyccl.tools import trace
+
+    process = _process(parsed.daemon)
+    return trace.run(parsed.output, parsed.seconds, parsed.job, parsed.ranks, process, parsed.most)
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "reports",
         nargs="*",
         type=Path,
         metavar="REPORT",
         help="reports of ranks and node daemons, or directories of reports (default: this user's newest)",
     )
-    doctor_parser.add_argument("--full", action="store_true", help="print the reports too")
-    doctor_parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--full", action="store_true", help="print the reports too")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
-    bench = _add_command(commands, "bench", "measure the trigger ring or a collective")
-    benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from proxyccl.tools import doctor
+
+    return doctor.run(parsed.reports, full=parsed.full, as_json=parsed.json)
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from proxyccl.channels.collectives.reductions import OPS
+    from proxyccl.device.arrays.dtypes import DTYPES, reduction_dtypes
+    from proxyccl.tools import bench_collectives
+
+    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
 
     ring = _add_command(benchmarks, "ring", "measure the trigger ring and the engine that drains it, in one process")
     ring.add_argument("-t", "--seconds", type=options.count, default=20, help="time to spend (default %(default)s)")
@@ -226,6 +268,79 @@ def command_parser() -> argparse.ArgumentParser:
         )
         sub.add_argument("-t", "--seconds", type=options.count, default=8, help="time to spend (default %(default)s)")
         sub.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results to FILE")
+
+
+def _bench(parsed: argparse.Namespace) -> int:
+    from proxyccl.tools import bench_collectives, bench_ring
+
+    if parsed.benchmark == "ring":
+        return bench_ring.run(parsed.seconds, parsed.repeats, parsed.fifo_size, parsed.json, parsed.triggers)
+    if parsed.min_bytes > parsed.max_bytes:
+        raise ArgumentError("--min-bytes", f"{parsed.min_bytes} is larger than --max-bytes {parsed.max_bytes}")
+    return bench_collectives.run(
+        bench_collectives.Options(
+            collective=parsed.benchmark,
+            min_bytes=parsed.min_bytes,
+            max_bytes=parsed.max_bytes,
+            step_factor=parsed.step_factor,
+            dtype=parsed.dtype,
+            op=getattr(parsed, "op", "sum"),
+            algorithm=parsed.algorithm,
+            iterations=parsed.iterations,
+            warm_up=parsed.warm_up,
+            seconds=parsed.seconds,
+            json=parsed.json,
+        )
+    )
+
+
+class _Command(NamedTuple):
+    """A command: its description, its arguments, its call, and the text that ends its help."""
+
+    what: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+    epilog: str | None = None
+
+
+_COMMANDS = {
+    "info": _Command("list devices and libraries, and how to install missing ones", _info_arguments, _info),
+    "compile": _Command("compile shipped kernels now, before their first use", _compile_arguments, _compile),
+    "tune": _Command(
+        "measure the collectives' algorithms, and keep the fastest for later jobs of as many ranks",
+        _tune_arguments,
+        _tune,
+        "Start it with: mpiexec -n 4 python -m mpi4py -m proxyccl tune",
+    ),
+    "daemon": _Command("run the proxies of this node's ranks, until SIGTERM", _daemon_arguments, _daemon),
+    "top": _Command(
+        "show the activity of this machine's proxies, live",
+        _top_arguments,
+        _top,
+        "busy: the share of time in which a proxy's busiest thread had work. The ranks of a node daemon share "
+        "its threads, so an idle rank there appears as busy as the ranks that share its thread.",
+    ),
+    "trace": _Command("record the proxies' triggers for Perfetto", _trace_arguments, _trace),
+    "doctor": _Command(
+        "read the reports of ranks that hang, and say who waits for whom and why", _doctor_arguments, _doctor
+    ),
+    "bench": _Command("measure the trigger ring or a collective", _bench_arguments, _bench),
+}
+
+
+def command_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the command line.
+
+    Args:
+        chosen: the command that is called: the others are then listed without their arguments, whose defaults lie in
+            modules that need not be imported. None for the arguments of all.
+    """
+    parser = argparse.ArgumentParser(prog="proxyccl", description="Host-proxy communication for GPU kernels.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in _COMMANDS.items():
+        added = _add_command(commands, name, command.what, command.epilog)
+        if chosen is None or name == chosen:
+            command.add_arguments(added)
     return parser
 
 
@@ -251,54 +366,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = command_parser()
+    given = sys.argv[1:] if arguments is None else arguments
+    parser = command_parser(next((each for each in given if not each.startswith("-")), ""))
     parsed = parser.parse_args(arguments)
     if parsed.command != "info":  # which lists them
         warn_of_unknown()
     try:
-        if parsed.command == "info":
-            return info.run(as_json=parsed.json)
-        if parsed.command == "compile":
-            return compile_kernels.run(parsed.arch)
-        if parsed.command == "tune":
-            return tune.run(parsed.seconds)
-        if parsed.command == "daemon":
-            return command.run(
-                socket_path(parsed.socket),
-                DaemonOptions(
-                    threads=parsed.threads,
-                    cores=parse_cores(parsed.cores) if parsed.cores is not None else None,
-                    idle=IdlePolicy(parsed.spin_us, parsed.yield_us, parsed.max_sleep_us),
-                ),
-                parsed.metrics,
-            )
-        if parsed.command == "top":
-            process = _process(parsed.daemon)
-            return top.run(parsed.interval, parsed.job, process, once=parsed.once, as_json=parsed.json)
-        if parsed.command == "trace":
-            process = _process(parsed.daemon)
-            return trace.run(parsed.output, parsed.seconds, parsed.job, parsed.ranks, process, parsed.most)
-        if parsed.command == "doctor":
-            return doctor.run(parsed.reports, full=parsed.full, as_json=parsed.json)
-        if parsed.benchmark == "ring":
-            return bench_ring.run(parsed.seconds, parsed.repeats, parsed.fifo_size, parsed.json, parsed.triggers)
-        if parsed.min_bytes > parsed.max_bytes:
-            parser.error(f"--min-bytes {parsed.min_bytes} is larger than --max-bytes {parsed.max_bytes}")
-        return bench_collectives.run(
-            bench_collectives.Options(
-                collective=parsed.benchmark,
-                min_bytes=parsed.min_bytes,
-                max_bytes=parsed.max_bytes,
-                step_factor=parsed.step_factor,
-                dtype=parsed.dtype,
-                op=getattr(parsed, "op", "sum"),
-                algorithm=parsed.algorithm,
-                iterations=parsed.iterations,
-                warm_up=parsed.warm_up,
-                seconds=parsed.seconds,
-                json=parsed.json,
-            )
-        )
+        return _COMMANDS[parsed.command].run(parsed)
     except ArgumentError as error:
         parser.error(str(error))
     except ProxyCCLError as error:

@@ -16,10 +16,10 @@ from proxyccl import AbortedError, Communicator
 from proxyccl.channels.liveness.aftermath import Aftermath
 from proxyccl.channels.segment.control import ControlSegment, Presence, create_segment
 from proxyccl.channels.segment.error_record import ErrorRecord
-from proxyccl.device import open_runtime
 from proxyccl.device._native import lib as native
 from proxyccl.device.gpu import unused_memory
 from proxyccl.device.gpu.unused_memory import UnusedMemory, add_hold, is_held, remove_hold
+from proxyccl.device.runtimes import open_runtime
 from support.devices import ON_HOST
 from support.ranks import collect_garbage
 from support.running import TIMEOUT, run_ranks

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from proxyccl import ArgumentError, Communicator, CompileError, KernelError, RuntimeUnavailableError, open_runtime
 from proxyccl.channels.collectives.selection import ALGORITHMS, SizeTable, sending_no_sums
 from proxyccl.channels.joining.bootstrap import ThreadBootstrap, as_bootstrap
-from proxyccl.device import open_driver
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.host import HostRuntime
+from proxyccl.device.runtimes import open_driver
 from support.device_arrays import barrier, on_device, on_host
 from support.ranks import Ranks
 from support.running import run_ranks

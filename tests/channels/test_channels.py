@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from proxyccl import AbortedError, ArgumentError, Communicator
 from proxyccl.proxy.transports.table import TRANSPORTS

@@ -11,11 +11,11 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from proxyccl import (
     AbortedError,
@@ -36,9 +36,10 @@ from proxyccl import (
 from proxyccl.channels.liveness.watcher import Watcher
 from proxyccl.channels.segment.control import create_segment
 from proxyccl.channels.segment.error_record import ErrorRecord
-from proxyccl.device import open_runtime, threads
+from proxyccl.device import threads
 from proxyccl.device._native import lib as native
 from proxyccl.device.errors import DriverError
+from proxyccl.device.runtimes import open_runtime
 from support import hanging
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import processes, rank_runtime

@@ -25,10 +25,10 @@ from proxyccl import (
 )
 from proxyccl.channels.collectives import call_cache, reduce_schedules
 from proxyccl.channels.schedules import rings as schedule_rings
-from proxyccl.device import open_runtime
 from proxyccl.device._native import lib
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.arrays.view import ArrayView
+from proxyccl.device.runtimes import open_runtime
 from proxyccl.device.stream_operations import CopyBytes, Operation, StreamOperations, WaitValue, WriteValue
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend, ScheduleWait
 from proxyccl.proxy.trigger import MAX_MEMORIES

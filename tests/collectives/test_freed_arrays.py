@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from proxyccl import ArgumentError, Array, Communicator
-from proxyccl.device import open_runtime
+from proxyccl.device.runtimes import open_runtime
 from support.cases.memory import registered, room_for
 from support.cases.reference import Call
 from support.device_arrays import barrier

@@ -10,9 +10,9 @@ import pytest
 
 from proxyccl import Array, Communicator
 from proxyccl.channels.symmetric import SymmetricMemory
-from proxyccl.device import open_runtime
 from proxyccl.device.arrays.view import ArrayView
 from proxyccl.device.memory.memory_pool import MemoryPool
+from proxyccl.device.runtimes import open_runtime
 from support.cases.memory import make_call, registered, room_for, symmetric, view_of
 from support.cases.reference import Call
 from support.cases.span_calls import Kind, SpanCalls

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from proxyccl import ArgumentError, Communicator
-from proxyccl.device import open_runtime
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.runtimes import open_runtime
 from support.cases.memory import download, make_call, registered, room_for, symmetric, upload, view_of
 from support.cases.reference import DTYPES, MOVES, Call, poison
 from support.device_arrays import barrier

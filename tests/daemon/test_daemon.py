@@ -29,7 +29,7 @@ from proxyccl.channels.joining import meeting
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.reader import Observer
-from proxyccl.proxy.verbs.devices import missing
+from proxyccl.proxy.verbs.requirements import missing
 from support import hanging
 from support.cases.span_calls import SpanCalls
 from support.daemons import RunningDaemon, running_daemon

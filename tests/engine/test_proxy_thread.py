@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from proxyccl import ArgumentError, Communicator, Operation, ProxyService, Trigger
 from proxyccl.channels.segment.control import ControlSegment, create_segment

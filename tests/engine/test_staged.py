@@ -10,12 +10,12 @@ import errno
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from proxyccl import ArgumentError, Operation, ResourceError, Runtime, Trigger
 from proxyccl.device._native import lib as native

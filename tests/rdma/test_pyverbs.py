@@ -33,12 +33,13 @@ from proxyccl import (
     TransportError,
     rdma_devices,
 )
-from proxyccl.proxy.verbs import devices, pyverbs_api
+from proxyccl.proxy.verbs import pyverbs_api, requirements
 from proxyccl.proxy.verbs.address import GID_TYPES, LINK_LAYERS, EndpointAddress
-from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device, missing, process_numa_node
+from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device, process_numa_node
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.options import MTUS
 from proxyccl.proxy.verbs.registrations import Registrations
+from proxyccl.proxy.verbs.requirements import missing
 from support.fakes import pyverbs as pyverbs_stand_in
 
 pytestmark = pytest.mark.own_proxy(reason="a stand-in for RDMA, in its own process")
@@ -448,7 +449,7 @@ def hide_pyverbs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_built(monkeypatch: pytest.MonkeyPatch, built: int) -> None:
-    monkeypatch.setattr(devices, "_engine", SimpleNamespace(lib=SimpleNamespace(proxyccl_verbs_built=lambda: built)))
+    monkeypatch.setattr(requirements, "lib", SimpleNamespace(proxyccl_verbs_built=lambda: built))
 
 
 @pytest.mark.usefixtures("fresh_pyverbs")

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, Communicator, Operation, RuntimeUnavailableError, TransportError, Trigger
@@ -650,7 +651,7 @@ def test_a_connection_knows_what_it_is() -> None:
 def test_options_that_cannot_be_are_refused_by_name(argument: str, options: dict[str, Any]) -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(ArgumentError) as caught:
-            comm.proxy.connect("verbs", replace(SOME, **options), peer=0)
+            comm.proxy.connect("verbs", structs.replace(SOME, **options), peer=0)
         assert caught.value.argument == argument
 
     run_ranks(1, body)

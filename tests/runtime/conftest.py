@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from proxyccl.device import open_runtime
 from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtimes import open_runtime
 from support.devices import RUNTIME
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from proxyccl import ArgumentError, Communicator, CompileError, DispatchCombine, EPAll2AllLayer
 from proxyccl.__main__ import main
-from proxyccl.device import open_compiler
 from proxyccl.device.build.sealed_contents import unsealed
 from proxyccl.device.driver import DeviceInfo
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.host import HostRuntime
+from proxyccl.device.runtimes import open_compiler
 from proxyccl.tools.compile_kernels import COLLECTIVE_KERNELS, EXPERT_KERNELS, compile_kernels
 from support.device_arrays import on_device
 from support.devices import ON_HOST, RUNTIME, rank_runtime

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from proxyccl import RuntimeUnavailableError
-from proxyccl.device import open_driver, open_runtime
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.gpu import cuda
+from proxyccl.device.runtimes import open_driver, open_runtime
 
 pytestmark = pytest.mark.host_only(reason="it asks for CUDA by name")
 

@@ -27,7 +27,9 @@ def _forwarding_libraries() -> None:
 
 def run(body: str, **env: str) -> str:
     """What a program on the HIP runtime prints."""
-    program = f"from proxyccl.device import *\nfrom proxyccl.device.errors import *\n{body}"
+    program = (
+        f"from proxyccl.device.runtimes import open_driver, open_runtime\nfrom proxyccl.device.errors import *\n{body}"
+    )
     environment = {**os.environ, "ROCM_PATH": str(ROCM), **env}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120, env=environment
@@ -138,7 +140,7 @@ runtime = open_runtime("hip")
 mine, copied = runtime.allocate(4096), np.zeros(2, np.int64)
 handle = runtime.export(mine.ptr + 8, 16)
 theirs = '''
-from proxyccl.device import open_runtime
+from proxyccl.device.runtimes import open_runtime
 import numpy as np
 runtime = open_runtime("hip", 1)
 memory, values = runtime.open(bytes.fromhex("%s")), np.array([7, 8])

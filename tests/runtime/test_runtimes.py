@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from proxyccl.device import find_runtime, runtimes
+from proxyccl.device import runtimes
 from proxyccl.device.errors import RuntimeUnavailableError
+from proxyccl.device.runtimes import find_runtime
 
 INSTALLED = "libc.so.6"
 

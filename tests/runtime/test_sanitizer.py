@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from proxyccl.device.host import find_compiler
+from proxyccl.device.host.compiler import find_compiler
 from support.once import made_once, shared_directory
 from support.paths import PROGRAMS, ROOT
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from proxyccl.device import open_runtime
 from proxyccl.device.errors import ArgumentError, KernelError
 from proxyccl.device.runtime import PinnedMemory, Runtime
+from proxyccl.device.runtimes import open_runtime
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations, WaitValue, WriteValue
 from support.devices import RUNTIME
 

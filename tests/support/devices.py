@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from proxyccl import Communicator, Runtime, open_runtime
-from proxyccl.device import open_driver
 from proxyccl.device.host import HostRuntime
+from proxyccl.device.runtimes import open_driver
 
 RUNTIME = os.environ.setdefault("PROXYCCL_RUNTIME", "host") or "host"
 ON_HOST = RUNTIME == "host"

@@ -15,8 +15,9 @@ import pytest
 from proxyccl import __version__
 from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.selection import ALGORITHMS, CASES, Selector, SizeTable
-from proxyccl.device import RUNTIMES
-from proxyccl.device.host import HostRuntime, cpu_name
+from proxyccl.device.cpu import cpu_name
+from proxyccl.device.host import HostRuntime
+from proxyccl.device.runtimes import RUNTIMES
 from proxyccl.tools import bench_collectives, bench_ring, info
 from proxyccl.tools.tables import Column, Table
 from support.devices import processes

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from proxyccl.device.build.kernel_names import kernel_names
-from proxyccl.proxy.verbs.devices import missing
+from proxyccl.proxy.verbs.requirements import missing
 from support.devices import ON_HOST, RUNTIME, processes, world_sizes
 from support.kernels.nvrtc import CUBIN, Nvrtc
 from support.paths import EXAMPLES

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from proxyccl import ArgumentError
-from proxyccl.device import open_compiler, open_driver, open_runtime
+from proxyccl.device.runtimes import open_compiler, open_driver, open_runtime
 
 
 @pytest.mark.parametrize(

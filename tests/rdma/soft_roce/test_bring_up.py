@@ -29,9 +29,10 @@ from proxyccl import (
 )
 from proxyccl.proxy.verbs import pyverbs_api
 from proxyccl.proxy.verbs.address import EndpointAddress
-from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device, missing
+from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device
 from proxyccl.proxy.verbs.endpoint import Endpoint, VerbsDevice
 from proxyccl.proxy.verbs.registrations import Registration, Registrations
+from proxyccl.proxy.verbs.requirements import missing
 from proxyccl.tools import info
 from support.soft_roce.wire import ADDRESSES, DEVICES, INTERFACES, packets_sent, run
 

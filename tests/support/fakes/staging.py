@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from proxyccl import Array, ProxyService, Runtime

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from proxyccl.device import open_runtime
 from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtimes import open_runtime
 
 
 @functools.cache

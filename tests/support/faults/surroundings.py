@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from proxyccl import CompileError
-from proxyccl.device.host import find_compiler
+from proxyccl.device.host.compiler import find_compiler
 from support.faults.case import LINK_FAULTS, Case
 from support.hosts.networks import Hosts
 

@@ -1,0 +1,33 @@
+"""What RDMA by verbs needs of this machine. Every rank asks, and few machines have a device to read about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from proxyccl.device.errors import RuntimeUnavailableError
+from proxyccl.proxy._engine import lib
+from proxyccl.proxy.verbs.pyverbs_api import load
+from proxyccl.proxy.verbs.sysfs import DEVICES, SYSFS
+
+
+def missing(root: Path = SYSFS) -> str | None:
+    """The requirements of RDMA by verbs that this machine lacks, and how to install them; None if there are none."""
+    lacks = []
+    if not any((root / DEVICES).glob("*")):
+        lacks.append(f"no RDMA device in {root / DEVICES}")
+    else:
+        from proxyccl.proxy.verbs.devices import inactive_ports  # it takes longer to import than all of this
+
+        inactive = inactive_ports(root)
+        if inactive is not None:
+            lacks.append(f"no active port; there is {inactive}")
+    try:
+        load()
+    except RuntimeUnavailableError as error:
+        lacks.append(str(error))
+    if not lib.proxyccl_verbs_built():
+        lacks.append(
+            "the engine was built without libibverbs' headers: apt install libibverbs-dev (Debian, Ubuntu), "
+            "dnf install rdma-core-devel (Fedora), and reinstall proxyccl"
+        )
+    return "; ".join(lacks) or None

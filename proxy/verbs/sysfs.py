@@ -1,0 +1,7 @@
+"""Where Linux shows RDMA devices."""
+
+from pathlib import Path
+
+SYSFS = Path("/sys")
+DEVICES = "class/infiniband"
+"""The directory of RDMA devices in it."""

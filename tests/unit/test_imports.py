@@ -1,0 +1,52 @@
+"""`import proxyccl` imports what a program uses, when it uses it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import proxyccl
+from proxyccl.device.errors import ArgumentError
+
+
+def loaded(program: str) -> set[str]:
+    """The modules that a program of its own has loaded at its end."""
+    program += "\nimport sys\nprint(*sys.modules)"
+    return set(subprocess.check_output([sys.executable, "-c", program], text=True, timeout=120).split())
+
+
+def test_the_package_imports_none_of_its_parts() -> None:
+    found = loaded("import proxyccl\nassert 'Communicator' in dir(proxyccl)")
+    ours = {name for name in found if name.startswith("proxyccl.")}
+    assert ours == {"proxyccl.channels", "proxyccl.channels.array_libraries"}
+    assert not found & {"numpy", "msgspec", "mpi4py", "cffi", "dataclasses", "subprocess", "importlib.metadata"}
+
+
+def test_a_communicator_imports_no_part_that_its_ranks_may_not_use() -> None:
+    found = loaded("import proxyccl\nproxyccl.Communicator")
+    unused = {"subprocess", "tempfile", "statistics", "secrets", "numpy.ma", "torch", "mpi4py.MPI"}
+    unused |= {f"proxyccl.proxy.{name}" for name in ("verbs.devices", "verbs.endpoint", "fabric.library")}
+    unused |= {"proxyccl.channels.expert_parallel", "proxyccl.channels.collectives.tuning", "proxyccl.device.host"}
+    assert not found & unused
+
+
+def test_a_command_imports_nothing_for_the_others() -> None:
+    found = loaded("from proxyccl.__main__ import command_parser\ncommand_parser('info')")
+    assert not found & {"numpy", "msgspec", "proxyccl.proxy", "proxyccl.tools.info"}
+
+
+def test_every_public_name_is_found_and_kept() -> None:
+    assert sorted(proxyccl.__all__) == proxyccl.__all__ == sorted(proxyccl._MODULES)
+    for name in proxyccl.__all__:
+        assert getattr(proxyccl, name) is vars(proxyccl)[name]
+    assert proxyccl.ArgumentError is ArgumentError
+    assert proxyccl.MemoryChannel is proxyccl.SmChannel
+    assert proxyccl.PortChannel is proxyccl.ProxyChannel
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import proxyccl\nproxyccl.Comunicator"], capture_output=True, text=True, check=False
+    )
+    expected = "module 'proxyccl' has no attribute 'Comunicator'. Did you mean: 'Communicator'?"
+    assert done.stderr.endswith(f"AttributeError: {expected}\n")
