@@ -10,6 +10,7 @@ import pytest
 from support.daemons import running_daemon
 from support.devices import ON_HOST, RUNTIME
 from support.once import shared_directory
+from support.processor_time import ProcessorTime
 
 PLACE = os.environ.get("PROXYCCL_PROXY", "")
 IN_DAEMON = PLACE == "daemon"
@@ -60,7 +61,12 @@ def _own_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("PROXYCCL_PROXY", "thread")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processor-seconds", metavar="FILE", help="write what each test and shared fixture cost")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ProcessorTime())
     if config.pluginmanager.hasplugin("hypothesispytest"):
         from hypothesis import settings  # not in the machine with Soft-RoCE, where every import is slow
 
