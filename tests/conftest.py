@@ -62,6 +62,7 @@ def _own_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the tests marked full too")
     parser.addoption("--processor-seconds", metavar="FILE", help="write what each test and shared fixture cost")
 
 
@@ -86,6 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def belongs(item: pytest.Item) -> bool:
         if PLACE in {"process", "daemon"} and item.get_closest_marker("own_proxy"):
+            return False
+        if item.get_closest_marker("full") and not config.getoption("--full"):
             return False
         return item.get_closest_marker("gpu_only" if ON_HOST else "host_only") is None
 

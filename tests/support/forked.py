@@ -132,7 +132,7 @@ def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str]:
             if not request:
                 sys.exit()
             command, env, directory = pickle.loads(request)
-            code = _code(command[0])
+            _code(command[0])  # for this child and later ones
             pid = os.fork()
             if pid == 0:
                 connection.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 import proxyccl
-from support.devices import ON_HOST
+from support.devices import RUNTIME
 from support.forked import FORKS
 
 
@@ -44,7 +44,7 @@ def run_processes(
     *arguments: str,
     timeout: float = 180.0,
     env: dict[str, str] | None = None,
-    fresh: bool = not ON_HOST,
+    fresh: bool = RUNTIME == "cuda",
 ) -> list[Ended]:
     """Runs a program in `world_size` processes and waits for all. Raises TimeoutError, after ending all of them.
 

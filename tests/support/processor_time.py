@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class ProcessorTime:
     def __init__(self) -> None:
         self._used = processor_seconds()
         self._of_fixtures: dict[str, float] = {}
+        self._ending: dict[str, float] = {}  # by fixture, when it began to
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def _since(self) -> float:
@@ -44,28 +45,35 @@ class ProcessorTime:
         return self._used - before
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self) -> Iterator[None]:
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
         self._since()  # collecting is no test's
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Generator[None, object, object]:
         if fixturedef.scope == "function":
             return (yield)
         before = processor_seconds()
         try:
             return (yield)
         finally:
-            used = processor_seconds() - before
-            name = f"{fixturedef.baseid or 'tests'}: {fixturedef.argname}, a fixture"
-            self._of_fixtures[name] = self._of_fixtures.get(name, 0.0) + used
+            self._count(fixturedef, before)
+            fixturedef.addfinalizer(lambda: self._ending.update({fixturedef.argname: processor_seconds()}))
+
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        if (before := self._ending.pop(fixturedef.argname, None)) is not None:
+            self._count(fixturedef, before)
+
+    def _count(self, fixture: pytest.FixtureDef[Any], before: float) -> None:
+        name = f"{fixture.baseid or 'tests'}: {fixture.argname}, a fixture"
+        self._of_fixtures[name] = self._of_fixtures.get(name, 0.0) + processor_seconds() - before
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Iterator[pytest.TestReport]:
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         fixtures, self._of_fixtures = self._of_fixtures, {}
-        report.processor_seconds = self._since() - sum(fixtures.values())
-        report.of_fixtures = fixtures
+        # pytest-xdist sends a report's attributes, whatever they are.
+        vars(report).update(processor_seconds=self._since() - sum(fixtures.values()), of_fixtures=fixtures)
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
