@@ -44,7 +44,7 @@ test-all: test
 	$(WORKERS_PYTEST) --full -m full
 	PROXYCCL_PROXY=daemon $(WORKERS_PYTEST) --full
 	$(MAKE) test-hip HIP_PROXY=process FULL=--full
-	$(ON_HIP) $(WORKERS_PYTEST) tests/collectives --full -k ranks_as_processes
+	$(ON_HIP) $(WORKERS_PYTEST) tests/collectives --full -k "ranks_as_processes or same_bits"
 	$(MAKE) test-rdma RDMA_CORES=2 FULL=--full
 
 .PHONY: test-beside-rdma test-rdma-beside
@@ -173,7 +173,7 @@ bench-gpu:
 # All that a machine with RANKS GPUs shows: behaviour, the examples among it, with proxies in the ranks and in the daemon; then the
 # figures. Arguments as above, and PYTEST="python3 -m pytest" where test-gpu needs it.
 gpu-report: test-gpu
-	PROXYCCL_RUNTIME=$(GPU_RUNTIME) PROXYCCL_PROXY=daemon $(PYTEST) -m daemon
+	PROXYCCL_RUNTIME=$(GPU_RUNTIME) PROXYCCL_PROXY=daemon $(PYTEST) --full -m daemon
 	$(MAKE) bench-gpu
 
 # RDMA in the machine with Soft-RoCE, which keeps no files: the results come out behind the tables.
