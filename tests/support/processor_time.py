@@ -87,6 +87,8 @@ class ProcessorTime:
         if path := config.getoption("--processor-seconds", None):
             lines = [f"{used:.3f}\t{took:.3f}\t{name}\n" for name, (used, took) in rows]
             Path(path).write_text("".join(lines), encoding="utf-8")
+        if not rows:
+            return
         folders: dict[str, float] = defaultdict(float)
         for name, (used, _) in rows:
             folders["/".join(name.split("::")[0].split("/")[:2])] += used
