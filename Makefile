@@ -7,7 +7,7 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 PYTEST ?= $(BIN)/pytest
 # Tests wait as much as they compute, so there are more workers than cores.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
-WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
+WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 20
 # The tests with a marker. Every worker imports the files that it is given: those without one stay out.
 marked = -m $(1) $(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 GPU_RUNTIME ?= cuda
@@ -39,12 +39,13 @@ demo: $(VENV)/.built
 test: $(VENV)/.installed lint
 	$(MAKE) --no-print-directory --jobs 2 test-beside-rdma test-rdma-beside
 
-# And what that leaves out: the whole suite through the daemon, more ranks on the HIP runtime, two cores for the proxies over RDMA.
+# And what that leaves out: the further cases of matrices (marked full), the whole suite through the daemon, more ranks on the HIP runtime, two cores for the proxies over RDMA.
 test-all: test
-	PROXYCCL_PROXY=daemon $(WORKERS_PYTEST)
-	$(MAKE) test-hip HIP_PROXY=process
-	$(ON_HIP) $(WORKERS_PYTEST) tests/collectives -k ranks_as_processes
-	$(MAKE) test-rdma RDMA_CORES=2
+	$(WORKERS_PYTEST) --full -m full
+	PROXYCCL_PROXY=daemon $(WORKERS_PYTEST) --full
+	$(MAKE) test-hip HIP_PROXY=process FULL=--full
+	$(ON_HIP) $(WORKERS_PYTEST) tests/collectives --full -k "ranks_as_processes or same_bits"
+	$(MAKE) test-rdma RDMA_CORES=2 FULL=--full
 
 .PHONY: test-beside-rdma test-rdma-beside
 test-beside-rdma:
@@ -66,7 +67,7 @@ test-daemon: $(VENV)/.installed
 # default in a process of the job's own, which test-all tests.
 HIP_PROXY ?= thread
 test-hip: $(VENV)/.installed rocm-on-host
-	PROXYCCL_PROXY=$(HIP_PROXY) $(ON_HIP) $(WORKERS_PYTEST) $(call marked,hip)
+	PROXYCCL_PROXY=$(HIP_PROXY) $(ON_HIP) $(WORKERS_PYTEST) $(FULL) $(call marked,hip)
 
 # The models alone. DEPTH multiplies the executions at random, and from 2 on adds larger models and bounds.
 DEPTH ?= 1
@@ -91,7 +92,7 @@ test-rdma: $(VENV)/.installed
 	@if reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_machine.py build/soft-roce); then \
 	  $(BIN)/python tests/support/packages/fetch_fabric.py build/fabric; \
 	  PROXYCCL_CACHE=$(CURDIR)/build/rdma-cache $(BIN)/python $(SOFT_ROCE)/kernels.py && \
-	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- $(WITH_RDMA_CACHE) $(BIN)/pytest $(RDMA_PYTEST) tests/rdma/soft_roce && \
+	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- $(WITH_RDMA_CACHE) $(BIN)/pytest $(RDMA_PYTEST) $(FULL) tests/rdma/soft_roce && \
 	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- $(WITH_RDMA_CACHE) $(BIN)/python tests/rdma/soft_roce/two_machines.py; \
 	elif [ $$? = 2 ] && [ "$$PROXYCCL_REQUIRE_RDMA" != 1 ]; then \
 	  echo "test-rdma is skipped: $$reason"; \
@@ -142,7 +143,7 @@ coverage: $(VENV)/.installed
 
 # On a machine with GPUs. Where its own Python has the packages: make test-gpu PYTEST="python3 -m pytest"
 test-gpu: $(if $(filter $(BIN)/%,$(PYTEST)),$(VENV)/.installed)
-	PROXYCCL_RUNTIME=$(GPU_RUNTIME) $(PYTEST) tests
+	PROXYCCL_RUNTIME=$(GPU_RUNTIME) $(PYTEST) tests --full
 
 bench: $(VENV)/.built
 	$(BIN)/proxyccl bench ring
@@ -173,7 +174,7 @@ bench-gpu:
 # All that a machine with RANKS GPUs shows: behaviour, the examples among it, with proxies in the ranks and in the daemon; then the
 # figures. Arguments as above, and PYTEST="python3 -m pytest" where test-gpu needs it.
 gpu-report: test-gpu
-	PROXYCCL_RUNTIME=$(GPU_RUNTIME) PROXYCCL_PROXY=daemon $(PYTEST) -m daemon
+	PROXYCCL_RUNTIME=$(GPU_RUNTIME) PROXYCCL_PROXY=daemon $(PYTEST) --full -m daemon
 	$(MAKE) bench-gpu
 
 # RDMA in the machine with Soft-RoCE, which keeps no files: the results come out behind the tables.

@@ -317,7 +317,9 @@ class SymmetricMemory:
         """Registers memory that peers offer with this rank's proxy from now on."""
         with self._mapping:
             self._proxy = proxy
-            self._seen = dict.fromkeys(self._peers, 0)  # earlier announcements are handled again
+            self._seen = dict.fromkeys(self._peers, 0)
+            for table in self._peers.values():
+                table.handle_again()
 
     def may_have_memory_ids(self, announced: Announced) -> bool:
         """Whether a range has ids in proxies, or may take some: all ranks' optional ranges take at most half of a
@@ -450,11 +452,9 @@ class SymmetricMemory:
         changes = table.changes
         if changes == self._seen[peer]:
             return
-        read = [(entry, table.read(entry)) for entry in range(ENTRIES)]
-        # Withdrawn memory comes first: a driver may refuse to map memory that took its place.
-        for entry, announcement in sorted(read, key=lambda found: bool(found[1].handle)):
-            if announcement.version == 0:  # an entry that is being written counts as a change once it is written
-                continue
+        # An entry that is being written counts as a change once it is written. Withdrawn memory comes first: a driver
+        # may refuse to map memory that took its place.
+        for entry, announcement in sorted(table.changed(), key=lambda found: bool(found[1].handle)):
             handled = self._handled.setdefault((peer, entry), _Handled())
             if announcement.version != handled.version:
                 self._let_go(handled)
@@ -465,6 +465,7 @@ class SymmetricMemory:
                 memory = self._add_to_proxy(self._proxy, announcement.handle, handled)
                 handled.told = True
                 table.reply_memory(entry, self._numbers[self._rank], handled.version, memory)
+            table.handle(entry, announcement)
         self._seen[peer] = changes
 
     def _let_go(self, handled: _Handled) -> None:

@@ -188,6 +188,7 @@ typedef struct {
 typedef struct { ...; } ProxycclAnnouncements;
 void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char *handle, uint32_t bytes);
 uint64_t proxyccl_announcement_changes(const ProxycclAnnouncements *table);
+uint32_t proxyccl_announcement_changed(const ProxycclAnnouncements *table, uint32_t entry, const uint64_t *handled);
 uint32_t proxyccl_announcement_read(const ProxycclAnnouncements *table, uint32_t entry, ProxycclAnnouncement *copy);
 void proxyccl_announcement_reply(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
                                  uint64_t address);

@@ -10,6 +10,7 @@ import pytest
 from support.daemons import running_daemon
 from support.devices import ON_HOST, RUNTIME
 from support.once import shared_directory
+from support.processor_time import ProcessorTime
 
 PLACE = os.environ.get("PROXYCCL_PROXY", "")
 IN_DAEMON = PLACE == "daemon"
@@ -60,7 +61,13 @@ def _own_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("PROXYCCL_PROXY", "thread")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run the tests marked full too")
+    parser.addoption("--processor-seconds", metavar="FILE", help="write what each test and shared fixture cost")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ProcessorTime())
     if config.pluginmanager.hasplugin("hypothesispytest"):
         from hypothesis import settings  # not in the machine with Soft-RoCE, where every import is slow
 
@@ -80,6 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     def belongs(item: pytest.Item) -> bool:
         if PLACE in {"process", "daemon"} and item.get_closest_marker("own_proxy"):
+            return False
+        if item.get_closest_marker("full") and not config.getoption("--full"):
             return False
         return item.get_closest_marker("gpu_only" if ON_HOST else "host_only") is None
 

@@ -22,14 +22,19 @@ class Announcement(Struct, frozen=True):
     """The contents of an entry, for a peer.
 
     Attributes:
-        version: counts the entry's changes; 0 while it is being written or was never used.
+        version: counts the entry's changes.
         handle: opens the memory; no bytes if it was withdrawn.
-        for_proxies: whether its owner wants peers' proxies to have it.
+        proxies_version: the last version that its owner wanted peers' proxies to have.
     """
 
     version: int
     handle: bytes
-    for_proxies: bool
+    proxies_version: int
+
+    @property
+    def for_proxies(self) -> bool:
+        """Whether its owner wants peers' proxies to have it."""
+        return self.proxies_version == self.version
 
 
 class Announcements:
@@ -42,6 +47,7 @@ class Announcements:
     def __init__(self, address: int) -> None:
         self._table = ffi.cast("ProxycclAnnouncements *", address)
         self._copy = ffi.new("ProxycclAnnouncement *")
+        self._handled = ffi.new("uint64_t[]", ENTRIES)  # by a peer
 
     @staticmethod
     def table_bytes() -> int:
@@ -61,12 +67,24 @@ class Announcements:
         """By the owner: makes the entry's memory known to peers' proxies."""
         lib.proxyccl_announce_to_proxies(self._table, entry)
 
-    def read(self, entry: int) -> Announcement:
-        """By a peer: the contents of an entry."""
-        copy = self._copy
-        version = lib.proxyccl_announcement_read(self._table, entry, copy)
-        handle = bytes(ffi.buffer(copy.handle, copy.handle_bytes)) if version else b""
-        return Announcement(version, handle, copy.for_proxies == version)
+    def changed(self) -> list[tuple[int, Announcement]]:
+        """By a peer: the entries that differ from what was handled, without those that are being written."""
+        found, copy, entry = [], self._copy, 0
+        while (entry := lib.proxyccl_announcement_changed(self._table, entry, self._handled)) < ENTRIES:
+            version = lib.proxyccl_announcement_read(self._table, entry, copy)
+            if version:
+                handle = bytes(ffi.buffer(copy.handle, copy.handle_bytes))
+                found.append((entry, Announcement(version, handle, copy.for_proxies)))
+            entry += 1
+        return found
+
+    def handle(self, entry: int, announcement: Announcement) -> None:
+        """By a peer: `changed` does not return this announcement again."""
+        self._handled[entry] = announcement.proxies_version << 32 | announcement.version
+
+    def handle_again(self) -> None:
+        """By a peer: `changed` returns all entries again."""
+        self._handled = ffi.new("uint64_t[]", ENTRIES)
 
     def reply(self, entry: int, peer: int, version: int, address: int) -> None:
         """By a peer, by its number on the host: the address at which it reaches a version, or 0 if that was

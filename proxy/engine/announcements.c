@@ -28,6 +28,15 @@ uint64_t proxyccl_announcement_changes(const ProxycclAnnouncements *table) {
   return __atomic_load_n(&table->changes, __ATOMIC_ACQUIRE);
 }
 
+uint32_t proxyccl_announcement_changed(const ProxycclAnnouncements *table, uint32_t entry, const uint64_t *handled) {
+  for (; entry < PROXYCCL_ANNOUNCEMENTS; ++entry) {
+    const ProxycclAnnouncement *theirs = &table->entries[entry];
+    const uint64_t for_proxies = __atomic_load_n(&theirs->for_proxies, __ATOMIC_RELAXED);
+    if ((for_proxies << 32 | __atomic_load_n(&theirs->version, __ATOMIC_RELAXED)) != handled[entry]) break;
+  }
+  return entry;
+}
+
 uint32_t proxyccl_announcement_read(const ProxycclAnnouncements *table, uint32_t entry, ProxycclAnnouncement *copy) {
   const ProxycclAnnouncement *theirs = &table->entries[entry];
   /* Pairing announced-handle, acquire: the version before the handle. */

@@ -44,6 +44,9 @@ typedef struct ProxycclAnnouncements {
 void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char *handle, uint32_t bytes);
 /* The number of changes of the table. */
 uint64_t proxyccl_announcement_changes(const ProxycclAnnouncements *table);
+/* By a peer that has seen the number of changes: the first entry from `entry` on that differs from what was handled, or
+ * PROXYCCL_ANNOUNCEMENTS. `handled`: for each entry `for_proxies` in the upper half, and the version. */
+uint32_t proxyccl_announcement_changed(const ProxycclAnnouncements *table, uint32_t entry, const uint64_t *handled);
 /* By a peer: copies an entry. Returns its version, or 0 while it is being written. */
 uint32_t proxyccl_announcement_read(const ProxycclAnnouncements *table, uint32_t entry, ProxycclAnnouncement *copy);
 /* By a peer: says that it has handled a version. `address`: where its kernels reach the memory, or

@@ -18,14 +18,14 @@ PROGRAM = TESTS / "support" / "programs" / "ends.py"
 
 @pytest.mark.parametrize(("how", "status"), [("sys.exit", 3), ("exit", 1)])
 def test_peers_hear_of_an_exit_with_a_status(how: str, status: int) -> None:
-    survivor, victim = run_processes(2, PROGRAM, how)
+    survivor, victim = run_processes(2, PROGRAM, how, fresh=True)
     assert victim.returncode == status, victim.stderr
     assert "AbortedError: rank 1" in survivor.stdout, survivor.stdout + survivor.stderr
     assert "after no time" in survivor.stdout
 
 
 def test_an_exit_that_the_program_catches_is_not_its_end() -> None:
-    survivor, other = run_processes(2, PROGRAM, "caught")
+    survivor, other = run_processes(2, PROGRAM, "caught", fresh=True)
     assert other.returncode == 0, other.stderr
     assert "caught" in other.stdout
     assert survivor.stdout == "after no time\n", survivor.stderr

@@ -36,7 +36,7 @@ from support import hanging
 from support.cases.reference import Call
 from support.cases.span_calls import COLLECTIVES, KINDS, Kind, SpanCalls, allocate
 from support.device_arrays import barrier, on_device, on_host
-from support.devices import RUNTIME, processes, world_sizes
+from support.devices import RUNTIME, processes, with_the_largest_once_more, world_sizes
 from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
@@ -48,7 +48,7 @@ SHORT = 2.0
 SHARES = (0, 1, 17, 603, 65_537)
 
 
-@pytest.fixture(scope="module", params=world_sizes(1, 2, 3), ids=lambda n: f"{n}-ranks")
+@pytest.fixture(scope="module", params=with_the_largest_once_more(world_sizes(1, 2, 3)), ids=lambda n: f"{n}-ranks")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param) as group:
         yield group
@@ -259,7 +259,7 @@ def test_schedules_and_kernels_triggers_take_turns(ranks: Ranks) -> None:
     ranks.run(body)
 
 
-@pytest.mark.parametrize("size", world_sizes(1, 2, 3, processes=True))
+@pytest.mark.parametrize("size", with_the_largest_once_more(world_sizes(1, 2, 3, processes=True)))
 def test_ranks_as_processes(size: int) -> None:
     result = run_mpi(size, PROGRAMS / "by_proxy.py")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -529,8 +529,12 @@ def test_closing_waits_one_time_out_for_a_stopped_daemon(own_daemon: RunningDaem
 
 def test_a_signal_that_another_thread_gets_ends_the_daemon(own_daemon: RunningDaemon) -> None:
     pid = own_daemon.process.pid
-    others = {int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()} - {pid}
-    assert ctypes.CDLL(None).tgkill(pid, max(others), int(signal.SIGTERM)) == 0
+
+    def others() -> set[int]:
+        return {int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()} - {pid}
+
+    wait_for(lambda: bool(others()), "the daemon has another thread")
+    assert ctypes.CDLL(None).tgkill(pid, max(others()), int(signal.SIGTERM)) == 0
     own_daemon.wait()
     assert own_daemon.ended == 0
 

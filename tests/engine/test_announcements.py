@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from proxyccl.channels.segment.announcements import ENTRIES, Announcements
 from proxyccl.proxy._engine import ffi, lib
 
 
@@ -19,3 +20,25 @@ def test_versions_that_come_round_pass_over_that_of_an_unused_entry() -> None:
         assert lib.proxyccl_announcement_reached(table, 0, 5, address)
         assert not lib.proxyccl_announcement_reached(table, 0, 6, address)  # a peer that has not replied
     assert read == [2**32 - 2, 2, 4]
+
+
+def test_a_peer_finds_what_it_has_not_handled() -> None:
+    memory = ffi.new("ProxycclAnnouncements *")
+    owner, peer = (Announcements(int(ffi.cast("uintptr_t", memory))) for _ in range(2))
+    owner.announce(3, b"one")
+    owner.announce(ENTRIES - 1, b"two")
+    found = dict(peer.changed())
+    assert {entry: announcement.handle for entry, announcement in found.items()} == {3: b"one", ENTRIES - 1: b"two"}
+    peer.handle(3, found[3])
+    assert [entry for entry, _ in peer.changed()] == [ENTRIES - 1]
+    owner.announce_to_proxies(3)
+    assert [(entry, announcement.for_proxies) for entry, announcement in peer.changed()] == [
+        (3, True),
+        (ENTRIES - 1, False),
+    ]
+    peer.handle(3, peer.changed()[0][1])
+    owner.announce(3, b"")
+    assert peer.changed()[0][1].handle == b""
+    peer.handle(3, peer.changed()[0][1])
+    peer.handle_again()
+    assert [entry for entry, _ in peer.changed()] == [3, ENTRIES - 1]

@@ -62,7 +62,17 @@ def test_the_integer_types_are_those_of_cudas_own_headers(nvrtc: Nvrtc, position
     assert b".text.both\0" in cubin
 
 
-@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=[dtype for dtype, _ in REDUCTIONS])
+# One of each kind of arithmetic, and one that has instructions of its own.
+KINDS = ("float64", "bfloat16", "int8")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [
+        pytest.param(*reduction, id=reduction[0], marks=[] if reduction[0] in KINDS else pytest.mark.full)
+        for reduction in REDUCTIONS
+    ],
+)
 def test_shipped_reductions_compile(nvrtc: Nvrtc, dtype: str, op: str) -> None:
     # Into PTX: the assembler takes most of the time, and sees nothing new in the next type.
     ptx = nvrtc.compile(reductions_of(dtype, op), PTX).decode()
@@ -82,10 +92,16 @@ def test_shipped_reductions_assemble(nvrtc: Nvrtc) -> None:
 
 @pytest.mark.parametrize("path", shipped_without_dtype(), ids=lambda path: path.stem)
 def test_shipped_kernels_without_a_dtype_compile(nvrtc: Nvrtc, path: Path) -> None:
+    # Into PTX, as the reductions.
     names = re.findall(r"^PROXYCCL_EXPORT_KERNEL\((\w+)\)$", path.read_text(), re.MULTILINE)
-    cubin = nvrtc.compile(f'#include "{path.relative_to(KERNEL_DIR)}"\n', CUBIN)
+    ptx = nvrtc.compile(f'#include "{path.relative_to(KERNEL_DIR)}"\n', PTX).decode()
     for name in names:
-        assert f".text.{name}\0".encode() in cubin
+        assert f".entry {name}(" in ptx
+
+
+def test_a_dispatch_assembles(nvrtc: Nvrtc) -> None:
+    cubin = nvrtc.compile('#include "experts/dispatch_ids_kernel.h"\n', CUBIN)
+    assert b".text.expert_dispatch" in cubin
 
 
 def test_the_interpreter_of_execution_plans_compiles(nvrtc: Nvrtc) -> None:

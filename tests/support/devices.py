@@ -19,6 +19,10 @@ RUNTIME = os.environ.setdefault("PROXYCCL_RUNTIME", "host") or "host"
 ON_HOST = RUNTIME == "host"
 
 
+ONCE_MORE = not ON_HOST or os.environ.get("PROXYCCL_PROXY") == "daemon"
+"""Whether the tests that run are a part of the suite once more: on another runtime, or through a node daemon."""
+
+
 def device_count() -> int:
     """Number of devices that the runtime offers; 1 on the host."""
     return 1 if ON_HOST else open_driver(RUNTIME).device_count()
@@ -61,6 +65,13 @@ def require_devices(ranks: int) -> None:
 def world_sizes(*sizes: int, processes: bool = False) -> list[int]:
     """Those of the sizes that are sensible here."""
     return [size for size in sizes if size <= most_ranks(processes=processes)]
+
+
+def with_the_largest_once_more(sizes: list[int]) -> list[Any]:
+    """Numbers of ranks as parameters. Once more only the largest runs: on the host's own runtime all sizes do, and what
+    few ranks have of their own is in no runtime and no daemon.
+    """
+    return [pytest.param(n, marks=pytest.mark.full if ONCE_MORE and n < max(sizes) else []) for n in sizes]
 
 
 def processes(wanted: int) -> int:

@@ -5,6 +5,7 @@ An MPI launcher ends the whole job when a rank dies. This one does not, and show
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,8 +13,11 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import proxyccl
+from support.devices import RUNTIME
+from support.forked import FORKS
 
 
 class FileBootstrap(proxyccl.FileBootstrap):
@@ -35,32 +39,85 @@ class Ended:
 
 
 def run_processes(
-    world_size: int, program: Path, *arguments: str, timeout: float = 180.0, env: dict[str, str] | None = None
+    world_size: int,
+    program: Path,
+    *arguments: str,
+    timeout: float = 180.0,
+    env: dict[str, str] | None = None,
+    fresh: bool = RUNTIME == "cuda",
 ) -> list[Ended]:
-    """Runs a program in `world_size` processes and waits for all. Raises TimeoutError, after ending all of them."""
-    with tempfile.TemporaryDirectory() as rendezvous:
-        shared = {**os.environ, **(env or {}), "RENDEZVOUS": rendezvous, "WORLD_SIZE": str(world_size)}
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(program), *arguments],
-                env={**shared, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(world_size)
-        ]
+    """Runs a program in `world_size` processes and waits for all. Raises TimeoutError, after ending all of them.
+
+    Args:
+        world_size: number of processes.
+        program: a Python program.
+        arguments: the program's.
+        timeout: seconds for all.
+        env: is added to this process's environment.
+        fresh: start interpreters, for programs that are about these; otherwise they are forks (forked.py).
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        shared = {**os.environ, **(env or {}), "RENDEZVOUS": directory, "WORLD_SIZE": str(world_size)}
+        outputs = [[Path(directory, f"{name}-{rank}") for name in ("out", "err")] for rank in range(world_size)]
+        start = _Interpreter if fresh else _Fork
+        processes: list[_Interpreter | _Fork] = []
         deadline = time.monotonic() + timeout
         try:
-            outputs = [process.communicate(timeout=max(0.1, deadline - time.monotonic())) for process in processes]
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"a process of {program.name} {arguments} hangs") from error
+            for rank, (stdout, stderr) in enumerate(outputs):
+                with stdout.open("w") as out, stderr.open("w") as err:
+                    processes.append(start([str(program), *arguments], {**shared, "RANK": str(rank)}, out, err))
+            for process in processes:
+                if not process.ended(deadline - time.monotonic()):
+                    raise TimeoutError(f"a process of {program.name} {arguments} hangs")
         finally:
             for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-        return [Ended(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+                process.kill()
+        return [
+            Ended(process.returncode, *(output.read_text(errors="replace") for output in written))
+            for process, written in zip(processes, outputs, strict=True)
+        ]
+
+
+class _Interpreter:
+    """A process with an interpreter of its own."""
+
+    def __init__(self, command: list[str], env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> None:
+        self._process = subprocess.Popen([sys.executable, *command], env=env, stdout=stdout, stderr=stderr)
+
+    def ended(self, timeout: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.1, timeout))
+        return self._process.returncode is not None
+
+    @property
+    def returncode(self) -> int:
+        return self._process.returncode
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+class _Fork:
+    """A process that is a fork of one that has imported the library."""
+
+    def __init__(self, command: list[str], env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> None:
+        self._status: int | None = None
+        self._pid = FORKS.start(command, env, stdout, stderr)
+
+    def ended(self, timeout: float) -> bool:
+        self._status = FORKS.wait(self._pid, max(0.1, timeout))
+        return self._status is not None
+
+    @property
+    def returncode(self) -> int:
+        assert self._status is not None
+        return self._status
+
+    def kill(self) -> None:
+        if self._status is None:
+            self._status = FORKS.kill(self._pid)
 
 
 def address_space() -> int:

@@ -159,6 +159,8 @@ def run_demo(*options: str, environment: dict[str, str]) -> subprocess.Completed
     )
 
 
+# `make demo` runs it in continuous integration, and the test below shows that it fails if a training does.
+@pytest.mark.full
 def test_the_demo_reports_both_trainings_over_both_channels() -> None:
     done = run_demo("--ranks", "2", environment={})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,164 @@
+"""Processes that start in milliseconds: forks of one that has imported the library.
+
+    python forked.py DESCRIPTOR      serves the socket with this number until its other end is closed
+
+Such a process is a fresh one in all that counts: it has no thread, communicator or descriptor of another, it runs a
+program from its first line as `__main__`, and it ends as an interpreter ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+_MOST_BYTES = 1 << 20  # of a message
+
+
+class Forks:
+    """Starts processes. The template, which they are forks of, is started with the first.
+
+    Attributes:
+        processor_seconds: of the processes that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.processor_seconds = 0.0
+        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("PROXYCCL_")}
+        self._connection: socket.socket | None = None
+        self._ended: dict[int, int] = {}
+
+    def start(self, command: Sequence[str], env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> int:
+        """Starts a program with its arguments and returns its process."""
+        connection = self._connected()
+        request = pickle.dumps((list(command), env, os.getcwd()))
+        socket.send_fds(connection, [request], [stdout.fileno(), stderr.fileno()])
+        while not isinstance(answer := self._receive(connection), int):
+            self._note(*answer)
+        return answer
+
+    def wait(self, pid: int, timeout: float) -> int | None:
+        """The status that a process ended with, as Popen has it; None where it has not ended in time."""
+        connection = self._connected()
+        connection.settimeout(max(0.0, timeout) or 0.001)
+        try:
+            while pid not in self._ended:
+                self._note(*self._receive(connection))
+        except TimeoutError:
+            return None
+        finally:
+            connection.settimeout(None)
+        return self._ended.pop(pid)
+
+    def kill(self, pid: int) -> int | None:
+        """Kills a process that has not been waited for; its status."""
+        if pid not in self._ended:
+            os.kill(pid, signal.SIGKILL)
+        return self.wait(pid, 60)
+
+    def _note(self, pid: int, status: int, seconds: float) -> None:
+        self._ended[pid] = status
+        self.processor_seconds += seconds
+
+    @staticmethod
+    def _receive(connection: socket.socket) -> Any:
+        return pickle.loads(connection.recv(_MOST_BYTES))
+
+    def _connected(self) -> socket.socket:
+        if self._connection is None:
+            self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                template = subprocess.Popen(
+                    [sys.executable, __file__, str(theirs.fileno())],
+                    env=self._environment,  # that of the test run, not of one test
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                )
+            atexit.register(_end, template, self._connection)
+        return self._connection
+
+
+def _end(template: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    connection.close()
+    template.wait(60)
+
+
+FORKS = Forks()
+
+
+@functools.cache
+def _code(program: str) -> types.CodeType:
+    return compile(Path(program).read_bytes(), program, "exec")
+
+
+def _import_all() -> None:
+    import ml_dtypes  # noqa: F401
+    import numpy as np  # noqa: F401
+
+    import proxyccl
+
+    for name in proxyccl.__all__:
+        getattr(proxyccl, name)
+
+
+def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str]:
+    """Returns in each child, with its command, environment and working directory; ends the template itself."""
+    children: dict[int, int] = {}
+    events = select.poll()
+    events.register(connection, select.POLLIN)
+    while True:
+        for ready, _ in events.poll():
+            if ready in children:
+                pid = children.pop(ready)
+                events.unregister(ready)
+                os.close(ready)
+                _, status, usage = os.wait4(pid, 0)
+                seconds = usage.ru_utime + usage.ru_stime
+                connection.send(pickle.dumps((pid, os.waitstatus_to_exitcode(status), seconds)))
+                continue
+            request, outputs, *_ = socket.recv_fds(connection, _MOST_BYTES, 2)
+            if not request:
+                sys.exit()
+            command, env, directory = pickle.loads(request)
+            _code(command[0])  # for this child and later ones
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                for child in children:
+                    os.close(child)
+                for number, output in enumerate(outputs, 1):
+                    os.dup2(output, number)
+                    os.close(output)
+                return command, env, directory
+            for output in outputs:
+                os.close(output)
+            children[os.pidfd_open(pid)] = pid
+            events.register(list(children)[-1], select.POLLIN)
+            connection.send(pickle.dumps(pid))
+
+
+if __name__ == "__main__":
+    _import_all()
+    gc.collect()
+    gc.freeze()
+    sys.argv, environment, working_directory = _serve(socket.socket(fileno=int(sys.argv[1])))
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(working_directory)
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    main = types.ModuleType("__main__")
+    main.__file__ = sys.argv[0]
+    sys.modules["__main__"] = main
+    exec(_code(sys.argv[0]), main.__dict__)
