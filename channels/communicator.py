@@ -38,6 +38,7 @@ from proxyccl.channels.memory import RegisteredMemory, allocate, deregister, reg
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
 from proxyccl.channels.reports.reporter import Reporter
 from proxyccl.channels.segment.control import Presence
+from proxyccl.channels.segment.error_record import raised
 from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, ProxyCCLError, ResourceError
@@ -332,7 +333,7 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._group.close(collective=error is None)
+        self._group.close(reason="" if error is None else raised(error))
 
     def __repr__(self) -> str:
         group = self._group
@@ -968,4 +969,4 @@ class Communicator:
 
 @atexit.register
 def _close_at_exit() -> None:
-    close_at_exit(failed=program_end.failed())
+    close_at_exit(program_end.failure())

@@ -17,7 +17,7 @@ from datetime import datetime
 import msgspec
 
 from proxyccl.channels.reports import daemons
-from proxyccl.channels.reports.render import call_text, counted, wait_text, where, with_arguments
+from proxyccl.channels.reports.render import call_text, counted, wait_text, waited, where, with_arguments
 from proxyccl.channels.reports.report import Call, Report, Wait
 from proxyccl.device._native import lib
 from proxyccl.proxy.codec import Message
@@ -186,8 +186,7 @@ class _WaitGraph:
                 theirs = self._reports[name].get(peer)
                 there = theirs.exchange if theirs is not None else None
                 if peer != rank and (there is None or there.purpose != report.exchange.purpose):
-                    what = f"{report.exchange.purpose}{self._inside(name)}"
-                    text = f"{self._name(own)} has waited {report.exchange.seconds:.1f} s for all ranks to reach {what}"
+                    text = f"{self._name(own)} has {waited(report.exchange)}{self._inside(name)}"
                     add(peer, None, f"{text}; {self._name(self._node(name, peer))} has not reached it")
         return edges
 
