@@ -36,6 +36,7 @@ from proxyccl.channels.joining.topology import Topology, TransportChoice
 from proxyccl.channels.liveness import program_end
 from proxyccl.channels.memory import RegisteredMemory, allocate, deregister, register
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
+from proxyccl.channels.reports.peers import await_reports
 from proxyccl.channels.reports.reporter import Reporter
 from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.segment.error_record import raised
@@ -970,3 +971,4 @@ class Communicator:
 @atexit.register
 def _close_at_exit() -> None:
     close_at_exit(program_end.failure())
+    await_reports()

@@ -228,6 +228,8 @@ class Group:
 
         def each_turn() -> None:
             self.symmetric.update()
+            if self.control.take_report_request():
+                observer.asked()
             if (proxy := self.links.proxy_if_started) is not None:
                 proxy.check_turns(self.timeout)
             if self._parent is None:
@@ -345,6 +347,11 @@ class Group:
         self._kept.remove(shared)
         if self.failure.aborted:
             self._aftermath.keep(shared, *owned)
+
+    def request_reports(self) -> None:
+        """Asks the other ranks of this host to write their reports, as a signal does."""
+        for segment in self._segments.values():
+            segment.request_report()
 
     # -- the end ---
 

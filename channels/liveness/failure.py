@@ -27,6 +27,10 @@ class Observer(Protocol):
         """Called in the watcher's thread when the group has failed."""
         ...
 
+    def asked(self) -> None:
+        """Called in the watcher's thread when a peer has asked this process for reports. Does not wait."""
+        ...
+
     def annotate(self, error: BaseException) -> None:
         """Adds the report's path to a failure's exception."""
         ...
@@ -42,6 +46,9 @@ class Observer(Protocol):
 
 class _NoObserver:
     def failed(self) -> None:
+        pass
+
+    def asked(self) -> None:
         pass
 
     def annotate(self, error: BaseException) -> None:

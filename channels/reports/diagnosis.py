@@ -47,7 +47,7 @@ class Finding(Message, frozen=True):
     """One conclusion from the reports.
 
     Attributes:
-        kind: "lost", "missing", "mismatch", "waits_for", "circle" or "proxy".
+        kind: "lost", "missing", "mismatch", "waits_for", "circle", "proxy" or "failed".
         about: names of the ranks that it is about.
         waiting: names of the ranks that wait for them.
         text: the conclusion, a sentence.
@@ -259,6 +259,28 @@ class _WaitGraph:
                     break
         return findings
 
+    def _failures(self, findings: Sequence[Finding]) -> list[Finding]:
+        """The errors that say by themselves why a communicator ended: one report of any of its ranks is enough.
+
+        A time-out says why only where no other finding does. A lost process is a finding of its own.
+        """
+        explained = {"WaitTimeoutError"} if findings else set[str]()
+        explained |= {"MismatchError"} if any(finding.kind == "mismatch" for finding in findings) else set()
+        failures = []
+        for name, by_rank in self._reports.items():
+            failed = [report for report in by_rank.values() if report.failure is not None]
+            for report in sorted(failed, key=lambda report: report.failure.rank != report.rank):  # its own words first
+                failure = report.failure
+                if failure.kind in explained | {"PeerLostError", "AbortedError"}:
+                    break
+                about = self._name(self._node(name, failure.rank))
+                reasons = [f"{self._name(self._node(name, report.rank))} has {failure.kind}: {failure.message}"]
+                reasons += [where(by_rank[failure.rank])] if failure.rank in by_rank else []
+                text = f"{sentence(about)} ended the communicator{self._inside(name)}."
+                failures.append(Finding("failed", [about], [], text, reasons))
+                break
+        return failures
+
     def _proxies(self) -> list[Finding]:
         """Ranks whose kernels wait for their own proxy, whose proxies' sends do not end, or whose rings a handler holds
         up.
@@ -384,6 +406,7 @@ class _WaitGraph:
         explained = [self._name(node) for end in self._ends() for node in end]
         absent = [finding for finding in absent if finding.about[0] not in explained]
         findings = [*self._mismatches(), *self._proxies(), *waits, *absent]
+        findings += self._failures(findings)
         return Diagnosis(
             communicators=names,
             world_sizes=[len(self._members[name]) for name in names],
@@ -402,7 +425,7 @@ class _WaitGraph:
         """
         if finding.kind == "mismatch":
             return 0
-        if any(self._name(node) in finding.about for node in self._lost):
+        if finding.kind == "failed" or any(self._name(node) in finding.about for node in self._lost):
             return 1
         if finding.kind in ("proxy", "circle"):
             return 2

@@ -67,7 +67,10 @@ def where(report: Report) -> str:
     """Where the thread that made the communicator is: the innermost call in the program's own code."""
     own = next((thread for thread in report.threads if thread.own), None)
     if own is None:
-        return "its thread has ended" if report.threads else "its threads could not be read"
+        if report.threads:
+            return "its thread has ended"
+        unread = any(reason.startswith("the threads") for reason in report.unread)
+        return "its threads could not be read" if unread else "its program has ended"
     return f"its thread is at {own.program}"
 
 

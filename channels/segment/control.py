@@ -64,7 +64,8 @@ READBACK_BYTES = 128 * 1024
 _ANNOUNCEMENTS_OFFSET = _READBACK_OFFSET + READBACK_BYTES
 _RENDEZVOUS_OFFSET = _ANNOUNCEMENTS_OFFSET + _round(Announcements.table_bytes())
 _CAUSE_OFFSET = _RENDEZVOUS_OFFSET + _round(Rendezvous.nbytes())
-_PEERS_OFFSET = _CAUSE_OFFSET + _round(4 + MOST_CAUSE_BYTES)
+_REQUEST_OFFSET = _CAUSE_OFFSET + 4 + MOST_CAUSE_BYTES
+_PEERS_OFFSET = _CAUSE_OFFSET + _round(8 + MOST_CAUSE_BYTES)
 
 
 def segment_bytes(world_size: int = 1) -> int:
@@ -87,6 +88,7 @@ class ControlSegment:
         self._control = ffi.cast("ProxycclControl *", memory.host_ptr)
         self._peers: Mapping[int, ControlSegment] = {}
         self._peer_controls = ffi.new("ProxycclControl *[]", 0)
+        self._request = ctypes.c_uint32.from_address(memory.host_ptr + _REQUEST_OFFSET)
         self._filing = threading.RLock()  # a signal's handler may file while it is held
         self.rendezvous = Rendezvous(memory.host_ptr + _RENDEZVOUS_OFFSET)
 
@@ -200,6 +202,17 @@ class ControlSegment:
             size=error.size,
             cause=self._read_cause() if error.code else "",
         )
+
+    def request_report(self) -> None:
+        """By a peer: asks the segment's rank to report itself. No order is needed: nothing else follows."""
+        self._request.value = 1
+
+    def take_report_request(self) -> bool:
+        """By the segment's rank: whether a peer has asked for a report since the last call."""
+        if not self._request.value:
+            return False
+        self._request.value = 0
+        return True
 
     @property
     def presence(self) -> Presence:
