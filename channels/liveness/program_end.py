@@ -22,8 +22,8 @@ _status = 0
 
 def failure() -> str:
     """How the program, which has ended, failed, in words; empty if it did not."""
-    if hasattr(sys, "last_value"):
-        return raised(sys.last_value)
+    if (error := getattr(sys, "last_value", None)) is not None:
+        return raised(error)
     return f"its program exited with status {_status}" if _status else ""
 
 

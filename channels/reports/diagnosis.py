@@ -262,23 +262,23 @@ class _WaitGraph:
     def _failures(self, findings: Sequence[Finding]) -> list[Finding]:
         """The errors that say by themselves why a communicator ended: one report of any of its ranks is enough.
 
-        A time-out says why only where no other finding does. A lost process is a finding of its own.
+        A time-out does not say why, and a lost process is a finding of its own.
         """
-        explained = {"WaitTimeoutError"} if findings else set[str]()
-        explained |= {"MismatchError"} if any(finding.kind == "mismatch" for finding in findings) else set()
+        explained = {"WaitTimeoutError", "PeerLostError", "AbortedError"}
+        if any(finding.kind == "mismatch" for finding in findings):
+            explained.add("MismatchError")
         failures = []
         for name, by_rank in self._reports.items():
-            failed = [report for report in by_rank.values() if report.failure is not None]
-            for report in sorted(failed, key=lambda report: report.failure.rank != report.rank):  # its own words first
-                failure = report.failure
-                if failure.kind in explained | {"PeerLostError", "AbortedError"}:
-                    break
-                about = self._name(self._node(name, failure.rank))
-                reasons = [f"{self._name(self._node(name, report.rank))} has {failure.kind}: {failure.message}"]
-                reasons += [where(by_rank[failure.rank])] if failure.rank in by_rank else []
-                text = f"{sentence(about)} ended the communicator{self._inside(name)}."
-                failures.append(Finding("failed", [about], [], text, reasons))
-                break
+            failed = [(report.rank, report.failure) for report in by_rank.values() if report.failure is not None]
+            failed.sort(key=lambda each: each[0] != each[1].rank)  # the words of the rank itself first
+            if not failed or failed[0][1].kind in explained:
+                continue
+            rank, failure = failed[0]
+            about = self._name(self._node(name, failure.rank))
+            reasons = [f"{self._name(self._node(name, rank))} has {failure.kind}: {failure.message}"]
+            reasons += [where(by_rank[failure.rank])] if failure.rank in by_rank else []
+            text = f"{sentence(about)} ended the communicator{self._inside(name)}."
+            failures.append(Finding("failed", [about], [], text, reasons))
         return failures
 
     def _proxies(self) -> list[Finding]:

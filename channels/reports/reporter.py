@@ -94,6 +94,7 @@ class Reporter:
                 others = [other for other in _open_reporters() if other.job != name]
                 others = [other for other in others if name not in other._reported_failures]
                 peers.expect(self._group)
+                _requests.take()  # a peer that asks for the same failure's sake gets these
                 for other in others:
                     other._ask_peers(name)
                 self._path = self.write("the communicator failed")

@@ -27,7 +27,7 @@ def test_ranks_that_sleep_report_before_the_job_is_ended(tmp_path: Path) -> None
     assert "WaitTimeoutError" in result.stderr
     reports = find([tmp_path]).ranks
     ranks = {
-        report.communicator: sorted(each.rank for each in reports if each.communicator == report.communicator)
+        report.communicator: sorted({each.rank for each in reports if each.communicator == report.communicator})
         for report in reports
     }
     assert sorted(ranks.values()) == [[0, 1], [0, 1, 2]], "of the part that failed, and of all"
