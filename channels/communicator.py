@@ -35,8 +35,10 @@ from proxyccl.channels.joining.topology import Topology, TransportChoice
 from proxyccl.channels.liveness import program_end
 from proxyccl.channels.memory import RegisteredMemory, allocate, deregister, register
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
+from proxyccl.channels.reports.peers import await_reports
 from proxyccl.channels.reports.reporter import Reporter
 from proxyccl.channels.segment.control import Presence
+from proxyccl.channels.segment.error_record import raised
 from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.environment import warn_of_unknown
@@ -336,7 +338,7 @@ class Communicator:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._group.close(collective=error is None)
+        self._group.close(reason="" if error is None else raised(error))
 
     def __repr__(self) -> str:
         group = self._group
@@ -975,4 +977,5 @@ class Communicator:
 
 @atexit.register
 def _close_at_exit() -> None:
-    close_at_exit(failed=program_end.failed())
+    close_at_exit(program_end.failure())
+    await_reports()

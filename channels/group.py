@@ -228,6 +228,8 @@ class Group:
 
         def each_turn() -> None:
             self.symmetric.update()
+            if self.control.take_report_request():
+                observer.asked()
             if (proxy := self.links.proxy_if_started) is not None:
                 proxy.check_turns(self.timeout)
             if self._parent is None:
@@ -348,9 +350,14 @@ class Group:
         if self.failure.aborted:
             self._aftermath.keep(shared, *owned)
 
+    def request_reports(self) -> None:
+        """Asks the other ranks of this host to write their reports, as a signal does."""
+        for segment in self._segments.values():
+            segment.request_report()
+
     # -- the end ---
 
-    def close(self, *, collective: bool = True, wait: bool = True) -> None:
+    def close(self, *, reason: str = "", wait: bool = True) -> None:
         """Ends the group, and those that were split from it. Calling it twice does nothing.
 
         Memory that peers reach is freed when they have closed the communicator too. The call waits for that, but not
@@ -359,7 +366,7 @@ class Group:
         that interrupts a wait calls it, it ends the group on all ranks, and leaves the rest to a later call.
 
         Args:
-            collective: the others close it too; otherwise they are told to stop.
+            reason: why the others, which do not close it too, are told to stop; empty if they close it.
             wait: for the peers; otherwise a thread does.
 
         Raises:
@@ -374,7 +381,7 @@ class Group:
         with self._closing:
             if self.failure.closed:
                 return
-            if not self._leave(collective=collective):
+            if not self._leave(reason):
                 self._release(healthy=False)
                 return
             healthy = False
@@ -391,14 +398,14 @@ class Group:
             else:
                 self._release_later()
 
-    def _leave(self, *, collective: bool) -> bool:
+    def _leave(self, reason: str = "") -> bool:
         """Ends this rank's work and lets the peers know. False if the group has failed, or fails by this."""
         for child in list(self._children):
-            child._leave_with_parent(collective=collective)
+            child._leave_with_parent(reason)
         if not self.failure.usable:
             return False
-        if not collective:  # without a wait: work queued here may wait for the others
-            self.failure.abort("it left without the others")
+        if reason:  # without a wait: work queued here may wait for the others
+            self.failure.abort(reason)
             return False
         try:
             self.runtime.synchronize()
@@ -412,11 +419,11 @@ class Group:
         self._watcher.announce(Presence.LEFT, self.exchange.made)
         return True
 
-    def _leave_with_parent(self, *, collective: bool) -> None:
+    def _leave_with_parent(self, reason: str) -> None:
         """Leaves before the group that this one was split from, which then releases it."""
         with self._closing:
             if not self.failure.closed:
-                self._leave(collective=collective)
+                self._leave(reason)
                 self._close_for_use()
 
     def _peers_present(self) -> dict[int, Presence]:
@@ -581,17 +588,17 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def close_at_exit(*, failed: bool) -> None:
+def close_at_exit(failure: str) -> None:
     """Ends the groups that the program left open, whatever order the ranks made them in.
 
     A program that ends normally ends together with its peers, which may still need this rank's memory. One that ends
-    by an exception, or with a nonzero status, tells them to stop.
+    by an exception, or with a nonzero status, tells them to stop, and why: `failure`, empty if it ends normally.
     """
     with _open_lock:
         groups = [group for group in _open_groups if group._parent is None]  # the others end with these
     left = []
     for group in groups:
-        if group._leave(collective=not failed):
+        if group._leave(failure):
             left.append(group)
         else:
             group._release(healthy=False)

@@ -191,29 +191,34 @@ class Launches:
             raise self._mismatch(peer, theirs, tuple(call.fields))
         if status == CALL_DIFFERED:
             peer, _ = self._call_log.difference()
-            cause = (
-                f"an earlier call here and on rank {peer}, which was not compared: "
-                f"one of the two was more than {LOG_ENTRIES} calls ahead"
+            raise self._failure.file_mismatch(
+                peer,
+                lambda this_rank, here: (
+                    f"{this_rank} and rank {peer} make different calls: an earlier call {here} and on rank {peer}, "
+                    f"which was not compared: one of the two was more than {LOG_ENTRIES} calls ahead"
+                ),
             )
-            raise self._failure.file_mismatch(peer, cause, CALL_FIELDS.index(DIFFERENT_CALL))
         if status:
             raise self._failure.exception()
 
     def _mismatch(self, peer: int, theirs: tuple[int, ...], mine: tuple[int, ...]) -> Exception:
         field = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
         name = CALL_FIELDS[field]
-        here, there = describe_call(mine), describe_call(theirs)
-        if name == "collective":
-            cause = f"{here[name]} here, {there[name]} on rank {peer}"
-        elif name != "shape":
-            cause = (
-                f"{here['collective']} with {name} {here[name]} here, "
-                f"{there['collective']} with {name} {there[name]} on rank {peer}"
-            )
-        elif here["collective"] in SHAPED:
-            cause = f"{here['collective']} with an array of {here['count']} elements in another shape on rank {peer}"
-        else:
-            cause = f"{here['collective']} with other registered arrays on rank {peer}"
+        own, there = describe_call(mine), describe_call(theirs)
+        call = own["collective"]
+
+        def cause(this_rank: str, here: str) -> str:
+            if name == DIFFERENT_CALL:
+                what = f"{call} {here}, {there[name]} on rank {peer}"
+                return f"{this_rank} and rank {peer} make different calls: {what}"
+            if name != "shape":
+                what = f"{call} with {name} {own[name]} {here}, with {name} {there[name]} on rank {peer}"
+            elif call in SHAPED:
+                what = f"{call} with an array of {own['count']} elements {here}, in another shape on rank {peer}"
+            else:
+                what = f"{call} {here}, with other registered arrays on rank {peer}"
+            return f"{this_rank} and rank {peer} call a collective with different {name}: {what}"
+
         return self._failure.file_mismatch(peer, cause, field)
 
     def _next_stream(self, stream: StreamLike) -> int:

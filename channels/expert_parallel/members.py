@@ -13,6 +13,7 @@ from typing import Any
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.group import Group
+from proxyccl.channels.segment.error_record import raised
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
 
@@ -63,9 +64,9 @@ class Members:
         """Around what may raise: a communicator that was made for the layer is then closed."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if self.owned:
-                self.group.close(collective=False)
+                self.group.close(reason=raised(error))
             raise
 
     def agree_on(self, arguments: Mapping[str, Any]) -> None:

@@ -5,7 +5,11 @@ The protocol is small on purpose, so that any launcher can offer it. Every call 
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +23,7 @@ from proxyccl.channels.segment.rendezvous import ranks_missing
 from proxyccl.device.errors import ArgumentError, PeerLostError, WaitTimeoutError
 from proxyccl.device.integers import as_integer
 
+_logger = logging.getLogger("proxyccl")
 MOST_RANKS = 1 << 20
 """Of a communicator: more than any machine has GPUs, and few enough that a list of them fits in memory."""
 
@@ -283,6 +288,37 @@ def of_process_group(group: Any = None) -> Bootstrap:
     return made
 
 
+_SIZES = {
+    "torchrun": "WORLD_SIZE",
+    "Slurm": "SLURM_STEP_NUM_TASKS",
+    "MPICH's mpiexec": "PMI_SIZE",
+    "Open MPI's mpiexec": "OMPI_COMM_WORLD_SIZE",
+}
+"""The variables in which launchers tell a process how many they start."""
+
+
+def _traces_of_others() -> str:
+    """Who started this process beside others that may be meant as ranks, in words; empty if nothing shows it."""
+    for launcher, name in _SIZES.items():
+        size = os.environ.get(name, "")
+        if size.isdecimal() and int(size) > 1:
+            return f"{launcher} started {size} processes ({name})"
+    multiprocessing = sys.modules.get("multiprocessing.process")  # a process that it started has imported it
+    if multiprocessing is not None and multiprocessing.parent_process() is not None:
+        return "multiprocessing started this process"
+    return ""
+
+
+@functools.cache
+def _warn_of_one_rank(others: str) -> None:
+    _logger.warning(
+        "the communicator has one rank, this process: MPI's world has no other, but %s. Give Communicator a bootstrap "
+        "of all ranks, such as a FileBootstrap or a torch process group, or start them with the mpiexec of the MPI "
+        "that this Python uses. If one rank is meant, pass MPI.COMM_SELF",
+        others,
+    )
+
+
 def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
     """A bootstrap from a caller's argument.
 
@@ -292,7 +328,10 @@ def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
         The bootstrap, and whether it was made here (and is to be closed by its user).
     """
     if value is None:
-        return MpiBootstrap(), True
+        bootstrap = MpiBootstrap()
+        if bootstrap.world_size == 1 and (others := _traces_of_others()):
+            _warn_of_one_rank(others)
+        return bootstrap, True
     if hasattr(value, "all_gather") and hasattr(value, "world_size"):
         require_place(getattr(value, "rank", None), value.world_size)
         return value, False

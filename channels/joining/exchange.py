@@ -181,7 +181,7 @@ class Exchange:
                 raise self._failed(peer, purpose, theirs.removeprefix(_FAILED))
             if not theirs.startswith(tag):
                 there = theirs.partition(b"\0")[0][:100].decode(errors="replace")
-                raise self._mismatch(peer, f"{purpose!r} here, {there!r} on rank {peer}")
+                raise self._mismatch(peer, purpose, there)
 
     def _check(self, purpose: str) -> None:
         self._give_up_wait()
@@ -190,7 +190,7 @@ class Exchange:
         _, watcher = self._guard
         peer = watcher.left_before(self.made)
         if peer is not None:
-            raise self._mismatch(peer, f"{purpose!r} here, rank {peer} has closed the communicator")
+            raise self._mismatch(peer, purpose, None)
 
     def _failed(self, peer: int, purpose: str, reason: bytes) -> AbortedError:
         return AbortedError(
@@ -199,8 +199,17 @@ class Exchange:
             operation="bootstrap",
         )
 
-    def _mismatch(self, peer: int, cause: str) -> MismatchError:
-        message = f"{DIFFERENT_CALL}: this rank and rank {peer} make different calls: {cause}"
+    def _mismatch(self, peer: int, purpose: str, there: str | None) -> CommunicatorError:
+        """The error where a peer is in another exchange, or, with None, has closed the communicator."""
+
+        def cause(this_rank: str, here: str) -> str:
+            if there is None:
+                return f"{this_rank} calls {purpose!r}, and rank {peer} has closed the communicator"
+            return f"{this_rank} and rank {peer} make different calls: {purpose!r} {here}, {there!r} on rank {peer}"
+
+        if self._guard is not None:
+            return self._guard[0].file_mismatch(peer, cause)
+        message = f"{DIFFERENT_CALL}: {cause('this rank', 'here')}"
         return MismatchError(message, argument=DIFFERENT_CALL, rank=self.rank, peer=peer)
 
     def _file(self, error: CommunicatorError) -> CommunicatorError:

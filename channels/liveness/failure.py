@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from proxyccl.channels.liveness.watcher import Watcher
+from proxyccl.channels.segment.calls import CALL_FIELDS
 from proxyccl.channels.segment.control import ControlSegment
-from proxyccl.channels.segment.error_record import ErrorRecord, exception_from
+from proxyccl.channels.segment.error_record import DIFFERENT_CALL, ErrorRecord, bounded, exception_from
 from proxyccl.device import forks
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ClosedError, CommunicatorError, MismatchError, ProxyLostError, WaitTimeoutError
@@ -24,6 +25,10 @@ class Observer(Protocol):
 
     def failed(self) -> None:
         """Called in the watcher's thread when the group has failed."""
+        ...
+
+    def asked(self) -> None:
+        """Called in the watcher's thread when a peer has asked this process for reports. Does not wait."""
         ...
 
     def annotate(self, error: BaseException) -> None:
@@ -41,6 +46,9 @@ class Observer(Protocol):
 
 class _NoObserver:
     def failed(self) -> None:
+        pass
+
+    def asked(self) -> None:
         pass
 
     def annotate(self, error: BaseException) -> None:
@@ -63,7 +71,7 @@ class FailureState:
 
     Attributes:
         state: "opening", "open" or "closed".
-        cause: details of the failure that only this rank knows, in words.
+        cause: details of this rank's own failure, in words, as this rank is told them.
         observer: told of failures; one that does nothing until `open`.
     """
 
@@ -188,7 +196,7 @@ class FailureState:
         self.require_own_process()
         if self.state == "open":
             self.cause = self.cause or reason
-            self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_LOCAL, self._rank))
+            self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_LOCAL, self._rank, cause=bounded(self.cause)))
             self._pass_on()
 
     def file_lost_context(self, status: int) -> None:
@@ -196,16 +204,22 @@ class FailureState:
         if self.state == "open":
             self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_CONTEXT_LOST, self._rank, status=status))
 
-    def file_mismatch(self, peer: int, cause: str, field: int) -> CommunicatorError:
+    def file_mismatch(
+        self, peer: int, cause: Callable[[str, str], str], field: int = CALL_FIELDS.index(DIFFERENT_CALL)
+    ) -> CommunicatorError:
         """Ends the group because a peer's call differs from this rank's. Returns the exception to raise.
 
         Args:
             peer: that rank.
-            cause: the calls of the two.
+            cause: the calls of the two in words, given this rank as a subject and as a place: "this rank" and "here",
+                or for the other ranks its number.
             field: number in CALL_FIELDS of the argument that differs.
         """
-        self.cause = cause
-        self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_MISMATCH, self._rank, peer, wait=field))
+        name = f"rank {self._rank}"
+        self.cause, elsewhere = cause("this rank", "here"), bounded(cause(name, f"on {name}"))
+        self._control.raise_abort(
+            ErrorRecord(lib.PROXYCCL_ERROR_MISMATCH, self._rank, peer, wait=field, cause=elsewhere)
+        )
         return self.exception()
 
     def file_exchange_failure(self, error: CommunicatorError) -> CommunicatorError:
@@ -223,7 +237,7 @@ class FailureState:
         }
         code = codes.get(type(error), lib.PROXYCCL_ERROR_LOCAL)
         self._exception, self.cause = error, str(error)
-        self._control.raise_abort(ErrorRecord(code, self._rank, error.peer))
+        self._control.raise_abort(ErrorRecord(code, self._rank, error.peer, cause=bounded(self.cause)))
         self._pass_on()
         self.observer.annotate(error)
         return error
@@ -246,6 +260,7 @@ class FailureState:
                 status=failure.status,
                 offset=failure.offset,
                 size=trigger.size if trigger else 0,
+                cause=bounded(failure.reason),
             )
         )
         with self._lock:

@@ -76,7 +76,7 @@ class Offer(Message, frozen=True):
 
 
 OFFER = Codec(Offer, 64 << 10)
-_MESSAGE = Codec[ErrorRecord | Presence](ErrorRecord | Presence, 4096, name="message")
+_MESSAGE = Codec[ErrorRecord | Presence](ErrorRecord | Presence, 16 << 10, name="message")
 
 
 class HostLink:

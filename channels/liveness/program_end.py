@@ -14,19 +14,23 @@ import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from proxyccl.channels.segment.error_record import raised
+
 _CODE: Any = SystemExit.__dict__["code"]  # the descriptor of a field of C
-_status_failed = False
+_status = 0
 
 
-def failed() -> bool:
-    """Whether the program, which has ended, failed."""
-    return _status_failed or hasattr(sys, "last_type")
+def failure() -> str:
+    """How the program, which has ended, failed, in words; empty if it did not."""
+    if (error := getattr(sys, "last_value", None)) is not None:
+        return raised(error)
+    return f"its program exited with status {_status}" if _status else ""
 
 
 def _note(code: object) -> None:
     """Notes how the program ended: `code` is as of `sys.exit`."""
-    global _status_failed  # noqa: PLW0603  a program ends once
-    _status_failed = code not in (None, 0)
+    global _status  # noqa: PLW0603  a program ends once
+    _status = code if isinstance(code, int) else int(code is not None)
 
 
 class _ProgramExit(SystemExit):

@@ -17,7 +17,7 @@ from datetime import datetime
 import msgspec
 
 from proxyccl.channels.reports import daemons
-from proxyccl.channels.reports.render import call_text, counted, wait_text, where, with_arguments
+from proxyccl.channels.reports.render import call_text, counted, wait_text, waited, where, with_arguments
 from proxyccl.channels.reports.report import Call, Report, Wait
 from proxyccl.device._native import lib
 from proxyccl.proxy.codec import Message
@@ -47,7 +47,7 @@ class Finding(Message, frozen=True):
     """One conclusion from the reports.
 
     Attributes:
-        kind: "lost", "missing", "mismatch", "waits_for", "circle" or "proxy".
+        kind: "lost", "missing", "mismatch", "waits_for", "circle", "proxy" or "failed".
         about: names of the ranks that it is about.
         waiting: names of the ranks that wait for them.
         text: the conclusion, a sentence.
@@ -186,8 +186,7 @@ class _WaitGraph:
                 theirs = self._reports[name].get(peer)
                 there = theirs.exchange if theirs is not None else None
                 if peer != rank and (there is None or there.purpose != report.exchange.purpose):
-                    what = f"{report.exchange.purpose}{self._inside(name)}"
-                    text = f"{self._name(own)} has waited {report.exchange.seconds:.1f} s for all ranks to reach {what}"
+                    text = f"{self._name(own)} has {waited(report.exchange)}{self._inside(name)}"
                     add(peer, None, f"{text}; {self._name(self._node(name, peer))} has not reached it")
         return edges
 
@@ -259,6 +258,28 @@ class _WaitGraph:
                     findings.append(Finding("mismatch", _rank_names(about), [], text, reasons))
                     break
         return findings
+
+    def _failures(self, findings: Sequence[Finding]) -> list[Finding]:
+        """The errors that say by themselves why a communicator ended: one report of any of its ranks is enough.
+
+        A time-out does not say why, and a lost process is a finding of its own.
+        """
+        explained = {"WaitTimeoutError", "PeerLostError", "AbortedError"}
+        if any(finding.kind == "mismatch" for finding in findings):
+            explained.add("MismatchError")
+        failures = []
+        for name, by_rank in self._reports.items():
+            failed = [(report.rank, report.failure) for report in by_rank.values() if report.failure is not None]
+            failed.sort(key=lambda each: each[0] != each[1].rank)  # the words of the rank itself first
+            if not failed or failed[0][1].kind in explained:
+                continue
+            rank, failure = failed[0]
+            about = self._name(self._node(name, failure.rank))
+            reasons = [f"{self._name(self._node(name, rank))} has {failure.kind}: {failure.message}"]
+            reasons += [where(by_rank[failure.rank])] if failure.rank in by_rank else []
+            text = f"{sentence(about)} ended the communicator{self._inside(name)}."
+            failures.append(Finding("failed", [about], [], text, reasons))
+        return failures
 
     def _proxies(self) -> list[Finding]:
         """Ranks whose kernels wait for their own proxy, whose proxies' sends do not end, or whose rings a handler holds
@@ -385,6 +406,7 @@ class _WaitGraph:
         explained = [self._name(node) for end in self._ends() for node in end]
         absent = [finding for finding in absent if finding.about[0] not in explained]
         findings = [*self._mismatches(), *self._proxies(), *waits, *absent]
+        findings += self._failures(findings)
         return Diagnosis(
             communicators=names,
             world_sizes=[len(self._members[name]) for name in names],
@@ -403,7 +425,7 @@ class _WaitGraph:
         """
         if finding.kind == "mismatch":
             return 0
-        if any(self._name(node) in finding.about for node in self._lost):
+        if finding.kind == "failed" or any(self._name(node) in finding.about for node in self._lost):
             return 1
         if finding.kind in ("proxy", "circle"):
             return 2

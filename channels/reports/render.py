@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from proxyccl.channels.reports.report import Call, ProxiedChannel, Report, Thread, Wait
+from proxyccl.channels.reports.report import Call, Exchange, ProxiedChannel, Report, Thread, Wait
 from proxyccl.proxy.reports.rings import Ring, RingTrigger
 
 
@@ -40,8 +40,16 @@ def wait_text(wait: Wait) -> str:
     return f"{wait.what}{of_rank(wait.peer)}: expected {wait.expected}, saw {wait.seen}"
 
 
+def waited(exchange: Exchange) -> str:
+    """How long a rank has waited in an exchange, as text to follow "has"."""
+    shown = f"{exchange.seconds:.1f}"
+    return f"waited{f' {shown} s' if shown != '0.0' else ''} for all ranks to reach {exchange.purpose}"
+
+
 def headline(report: Report) -> str:
     """The report in one line."""
+    if report.failure is not None and report.failure.kind == "MismatchError":
+        return f"{report.failure.kind}: {report.failure.message}"
     inside = f", in or after {call_text(report.calls[-1])}" if report.calls else ""
     if report.proxy_waits:
         return f"its proxy waited for {report.proxy_waits[0].what}{inside}"
@@ -49,7 +57,7 @@ def headline(report: Report) -> str:
         wait = next((wait for wait in report.waits if wait.peer is not None), report.waits[0])
         return f"a kernel waited for {wait_text(wait)}{inside}"
     if report.exchange is not None:
-        return f"waited {report.exchange.seconds:.1f} s for all ranks to reach {report.exchange.purpose}"
+        return waited(report.exchange)
     if report.failure is not None:
         return f"{report.failure.kind}: {report.failure.message}"
     return "no kernel waits"
@@ -59,7 +67,10 @@ def where(report: Report) -> str:
     """Where the thread that made the communicator is: the innermost call in the program's own code."""
     own = next((thread for thread in report.threads if thread.own), None)
     if own is None:
-        return "its thread has ended" if report.threads else "its threads could not be read"
+        if report.threads:
+            return "its thread has ended"
+        unread = any(reason.startswith("the threads") for reason in report.unread)
+        return "its threads could not be read" if unread else "its program has ended"
     return f"its thread is at {own.program}"
 
 
@@ -117,7 +128,7 @@ def render(report: Report) -> str:
     if report.failure is not None:
         lines.append(f"  {report.failure.kind}: {report.failure.message}")
     if report.exchange is not None:
-        lines.append(f"  has waited {report.exchange.seconds:.1f} s for all ranks to reach {report.exchange.purpose}")
+        lines.append(f"  has {waited(report.exchange)}")
 
     def section(title: str, items: list[str], none: str) -> None:
         lines.append(title)

@@ -6,27 +6,29 @@ briefly. An error while a report is written does not change the failure that it 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from proxyccl.channels.group import Group
+from proxyccl.channels.reports import peers
 from proxyccl.channels.reports.collect import DeviceReader, collect
 from proxyccl.channels.reports.render import headline
 from proxyccl.channels.reports.report import Exchange
 from proxyccl.device._native import lib
-from proxyccl.device.errors import UntrustedPathError
+from proxyccl.device.errors import ResourceError, UntrustedPathError
 from proxyccl.device.threads import Thread
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.reports import files, on_signal
 
 _UNREPORTED = (lib.PROXYCCL_ERROR_LOCAL, lib.PROXYCCL_ERROR_PARENT)
 """A program that ends a communicator itself needs no report; and a split communicator is in its parent's report."""
+_ASKED_SECONDS = 1.0
 _NOTE_SECONDS = 1.0
 """How long an exception waits for its report, to name the file."""
 
@@ -59,7 +61,7 @@ class Reporter:
 
     # -- called by the group ---
 
-    @contextmanager
+    @contextlib.contextmanager
     def exchanging(self, purpose: str) -> Iterator[None]:
         """Wraps a call of the bootstrap. A failed call stays in `exchange`, so that the failure's report shows it."""
         self._exchange = purpose, time.monotonic()
@@ -83,18 +85,37 @@ class Reporter:
     def failed(self) -> None:
         """Reports the failure that has ended the communicator, in the calling thread.
 
-        The process's other communicators are reported too, because their waits may be the cause.
+        The process's other communicators are reported too, because their waits may be the cause, and their ranks are
+        asked for their reports.
         """
         try:
             if self._enabled and self._group.control.record().code not in _UNREPORTED:
                 name = self.job
+                others = [other for other in _open_reporters() if other.job != name]
+                others = [other for other in others if name not in other._reported_failures]
+                peers.expect(self._group)
+                _requests.take()  # a peer that asks for the same failure's sake gets these
+                for other in others:
+                    other._ask_peers(name)
                 self._path = self.write("the communicator failed")
-                for other in _open_reporters():
-                    if other.job != name and name not in other._reported_failures:
-                        other._reported_failures.add(name)
-                        other.write(f"communicator {name} of this process failed")
+                for other in others:
+                    other.write(f"communicator {name} of this process failed")
         finally:
             self._done.set()
+
+    def _ask_peers(self, failed: str) -> None:
+        """Asks the other ranks for their reports on the failure of another communicator of this process."""
+        self._reported_failures.add(failed)
+        with self._lock:
+            if self._device is not None:
+                peers.expect(self._group)
+                self._group.request_reports()
+
+    def asked(self) -> None:
+        """Reports this process's communicators, in a thread of its own, because a peer has asked for it."""
+        if self._enabled and _requests.take():
+            with contextlib.suppress(ResourceError, MemoryError):  # then there is none
+                Thread(report_all, "proxyccl-report", "another communicator of a peer failed").start()
 
     @property
     def job(self) -> str:
@@ -131,6 +152,24 @@ class Reporter:
         return path
 
 
+class _Requests:
+    """The requests of peers. Those that come within _ASKED_SECONDS, by other communicators, are one."""
+
+    def __init__(self) -> None:
+        self._last = -_ASKED_SECONDS
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        """Whether this is a new one."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._last + _ASKED_SECONDS:
+                return False
+            self._last = now
+            return True
+
+
+_requests = _Requests()
 _open: weakref.WeakValueDictionary[int, Reporter] = weakref.WeakValueDictionary()
 
 

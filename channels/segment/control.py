@@ -9,6 +9,7 @@ as on the CPU.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Mapping
 from enum import IntEnum
@@ -16,7 +17,7 @@ from enum import IntEnum
 from msgspec import Struct
 
 from proxyccl.channels.segment.announcements import Announcements
-from proxyccl.channels.segment.error_record import NO_PEER, ErrorRecord
+from proxyccl.channels.segment.error_record import MOST_CAUSE_BYTES, NO_PEER, ErrorRecord
 from proxyccl.channels.segment.rendezvous import Rendezvous
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.runtime import PinnedMemory, Runtime
@@ -62,7 +63,9 @@ _READBACK_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
 READBACK_BYTES = 128 * 1024
 _ANNOUNCEMENTS_OFFSET = _READBACK_OFFSET + READBACK_BYTES
 _RENDEZVOUS_OFFSET = _ANNOUNCEMENTS_OFFSET + _round(Announcements.table_bytes())
-_PEERS_OFFSET = _RENDEZVOUS_OFFSET + _round(Rendezvous.nbytes())
+_CAUSE_OFFSET = _RENDEZVOUS_OFFSET + _round(Rendezvous.nbytes())
+_REQUEST_OFFSET = _CAUSE_OFFSET + 4 + MOST_CAUSE_BYTES
+_PEERS_OFFSET = _CAUSE_OFFSET + _round(8 + MOST_CAUSE_BYTES)
 
 
 def segment_bytes(world_size: int = 1) -> int:
@@ -85,6 +88,8 @@ class ControlSegment:
         self._control = ffi.cast("ProxycclControl *", memory.host_ptr)
         self._peers: Mapping[int, ControlSegment] = {}
         self._peer_controls = ffi.new("ProxycclControl *[]", 0)
+        self._request = ctypes.c_uint32.from_address(memory.host_ptr + _REQUEST_OFFSET)
+        self._filing = threading.RLock()  # a signal's handler may file while it is held
         self.rendezvous = Rendezvous(memory.host_ptr + _RENDEZVOUS_OFFSET)
 
     def initialise(self, rank: int, timeout: float) -> None:
@@ -151,7 +156,22 @@ class ControlSegment:
         filed.channel = MAX_CHANNELS if record.channel is None else record.channel
         filed.status, filed.expected, filed.seen = record.status, record.expected, record.seen
         filed.offset, filed.size = record.offset, record.size
-        lib.proxyccl_control_raise(self._control, filed, self._peer_controls, len(self._peers))
+        with self._filing:
+            if record.cause and lib.proxyccl_control_record(self._control, filed) == lib.PROXYCCL_RECORD_EMPTY:
+                # Published with the record, by the pairing abort.
+                text = record.cause.encode(errors="replace")[:MOST_CAUSE_BYTES]
+                ctypes.memmove(self._cause + 4, text, len(text))
+                ctypes.c_uint32.from_address(self._cause).value = len(text)
+            lib.proxyccl_control_raise(self._control, filed, self._peer_controls, len(self._peers))
+
+    @property
+    def _cause(self) -> int:
+        """The CPU's address of the record's cause: its length in bytes, then its text."""
+        return self.memory.host_ptr + _CAUSE_OFFSET
+
+    def _read_cause(self) -> str:
+        length = min(ctypes.c_uint32.from_address(self._cause).value, MOST_CAUSE_BYTES)
+        return ctypes.string_at(self._cause + 4, length).decode(errors="replace")
 
     def record(self) -> ErrorRecord:
         """The error record; a rank that was told of a failure takes that of the rank that told it.
@@ -180,7 +200,19 @@ class ControlSegment:
             seen=error.seen,
             offset=error.offset,
             size=error.size,
+            cause=self._read_cause() if error.code else "",
         )
+
+    def request_report(self) -> None:
+        """By a peer: asks the segment's rank to report itself. No order is needed: nothing else follows."""
+        self._request.value = 1
+
+    def take_report_request(self) -> bool:
+        """By the segment's rank: whether a peer has asked for a report since the last call."""
+        if not self._request.value:
+            return False
+        self._request.value = 0
+        return True
 
     @property
     def presence(self) -> Presence:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 from proxyccl.channels.segment.calls import CALL_FIELDS
@@ -24,6 +25,8 @@ from proxyccl.proxy.transports.table import text_of_status
 from proxyccl.proxy.trigger import Operation, operation_name
 
 NO_PEER: int = lib.PROXYCCL_NO_PEER
+MOST_CAUSE_BYTES = 1000
+_MORE = " …"
 DIFFERENT_CALL = CALL_FIELDS[0]
 """The argument that a mismatch names when ranks make different calls: collectives, or exchanges of the bootstrap."""
 WAITS = {
@@ -79,11 +82,30 @@ class ErrorRecord(Message, frozen=True):
     seen: int = 0
     offset: int = 0
     size: int = 0
+    cause: str = ""
+    """What the CPU of the rank that files it knows beside, in words, `bounded`."""
 
 
 def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> CommunicatorError:
-    """The exception for an error record, as this rank sees it. `cause` has what only the failed rank knows."""
-    return _EXCEPTIONS.get(record.code, _ended)(_Account(record, own_rank, cause))
+    """The exception for an error record, as this rank sees it. `cause` is what this rank says of its own failure."""
+    said = cause if cause and record.rank == own_rank else record.cause
+    return _EXCEPTIONS.get(record.code, _ended)(_Account(record, own_rank, said))
+
+
+def bounded(text: str) -> str:
+    """A text of at most MOST_CAUSE_BYTES: whole lines, or, if the first is too long, its beginning."""
+    if len(text.encode(errors="replace")) <= MOST_CAUSE_BYTES:
+        return text
+    room = MOST_CAUSE_BYTES - len(_MORE.encode())
+    begin = text.encode(errors="replace")[:room].decode(errors="ignore")
+    lines, newline, _ = begin.rpartition("\n")
+    return f"{lines if newline else begin}{_MORE}"
+
+
+def raised(error: BaseException) -> str:
+    """An error that a rank raised, in words, for the others."""
+    text = str(traceback.TracebackException(type(error), error, None))  # also where its own text can't be made
+    return f"it raised {type(error).__name__}{text and ': '}{text}"
 
 
 class _Account:
@@ -222,8 +244,7 @@ def _transfer_size(of: _Account) -> CommunicatorError:
 
 def _mismatch(of: _Account) -> CommunicatorError:
     argument = CALL_FIELDS[of.record.wait]
-    what = "make different calls" if argument == DIFFERENT_CALL else f"call a collective with different {argument}"
-    return of.mismatch(argument, of.with_cause(f"{argument}: {of.who} and rank {of.record.peer} {what}"))
+    return of.mismatch(argument, f"{argument}: {of.cause or f'{of.who} and rank {of.record.peer} differ'}")
 
 
 def _parent_ended(of: _Account) -> CommunicatorError:

@@ -450,7 +450,7 @@ class Buffer(Connected):
         self.communicator = before.shrink(exclude=self._masks.numbers_in(before))
         self._masks.lose_all_but(self.communicator)
         if self._owned and not before.closed:
-            before.group.close(collective=False)  # the masked ranks don't close it with the others
+            before.group.close(reason="ranks were masked")  # which don't close it with the others
         self._owned = True
         self._layers = Layers(self.communicator, self._masks.lost)
         self._combine_buffers.clear()

@@ -33,7 +33,8 @@ class ChannelRates(Message, frozen=True):
         connection: number of its connection in that worker; None for a handler.
         triggers: since it was made.
         signals: since it was made; schedules' sends signal too.
-        triggers_per_s: of all operations.
+        triggers_per_s: of all operations; kernels push them.
+        sends_per_s: of schedules, for which no kernel pushes a trigger. Traces show them beside the triggers.
         puts_per_s: triggers that put data, and sends of schedules that did.
         gets_per_s: triggers that got data.
         bytes_per_s: bytes that its puts and gets moved.
@@ -57,6 +58,7 @@ class ChannelRates(Message, frozen=True):
     triggers: int
     signals: int
     triggers_per_s: float
+    sends_per_s: float
     puts_per_s: float
     gets_per_s: float
     bytes_per_s: float
@@ -132,11 +134,12 @@ def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
 def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None, seconds: float) -> ChannelRates:
     ring = view.rings[new.ring]
     connection = view.connection_of(new)
-    triggers, puts, gets, moved, flush_ns, timed = (
-        (old.triggers, old.puts, old.gets, old.bytes, old.flush_ns, old.timed_flushes)
+    triggers, signals, puts, gets, moved, flush_ns, timed = (
+        (old.triggers, old.signals, old.puts, old.gets, old.bytes, old.flush_ns, old.timed_flushes)
         if old is not None
-        else (0, 0, 0, 0, 0, 0)
+        else (0, 0, 0, 0, 0, 0, 0)
     )
+    sends = 0 if new.triggers else new.signals - signals  # a channel serves kernels or schedules
     flushes = new.timed_flushes - timed
     return ChannelRates(
         new.id,
@@ -147,6 +150,7 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
         new.triggers,
         new.signals,
         (new.triggers - triggers) / seconds,
+        sends / seconds,
         (new.puts - puts) / seconds,
         (new.gets - gets) / seconds,
         (new.bytes - moved) / seconds,

@@ -68,6 +68,11 @@ def write(group: str, who: str, number: int, text: str) -> Path:
     return path
 
 
+def is_written(group: str, who: str) -> bool:
+    """Whether a process has written a report; the arguments as of `write`."""
+    return any(directory().glob(f"{group}-{who}-*.json"))
+
+
 def reports_in(where: Path) -> list[Path]:
     """The reports in a directory by age, the oldest first. Raises OSError."""
     found = []

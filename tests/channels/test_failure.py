@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from proxyccl import (
     AbortedError,
+    ArgumentError,
     ClosedError,
     Communicator,
     ContextLostError,
@@ -706,6 +707,10 @@ def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: boo
     if field == "collective":
         both = ("all_reduce here, broadcast on rank", "broadcast here, all_reduce on rank")
         assert any(text in str(error) for error in errors for text in both)
+    for rank, error in enumerate(errors):  # whoever sees the difference tells all what the two called
+        assert isinstance(error, MismatchError)
+        here = "here" if error.rank == rank else f"on rank {error.rank}"
+        assert re.search(rf": .* {here}, .* on rank {error.peer}$", str(error)), error
 
 
 # -- exhausted resources ---
@@ -853,7 +858,31 @@ def test_abort_ends_the_waits_of_the_others() -> None:
 
     errors = run_ranks(3, body)
     assert all(isinstance(error, AbortedError) and error.rank == 0 for error in errors), errors
-    assert "for a reason" in str(errors[0])
+    assert str(errors[0]) == "this rank ended the communicator: for a reason"
+    assert all(str(error) == "rank 0 ended the communicator: for a reason" for error in errors[1:])
+
+
+@pytest.mark.parametrize("local_world_size", [None, 2], ids=["one-host", "two-hosts"])
+def test_all_ranks_hear_which_error_a_rank_raised(local_world_size: int | None) -> None:
+    lines = [f"line {number} of a long text" for number in range(100)]
+
+    def body(comm: Communicator) -> BaseException | None:
+        def leave() -> None:
+            with comm:
+                if comm.rank == 3:
+                    raise ArgumentError("exp_indices", "\n".join(lines))
+                comm.all_reduce(ones(comm))
+                comm.synchronize()
+
+        return caught(leave)
+
+    errors = run_ranks(4, body, local_world_size=local_world_size)
+    for error in errors[:3]:
+        assert isinstance(error, AbortedError)
+        first, *more = str(error).removesuffix(" …").split("\n")
+        assert first == f"rank 3 ended the communicator: it raised ArgumentError: exp_indices: {lines[0]}"
+        assert more == lines[1 : 1 + len(more)], "whole lines"
+        assert 500 < len(str(error)) < 1100
 
 
 @pytest.mark.host_only(reason="a GPU does not report that its threads deadlocked")

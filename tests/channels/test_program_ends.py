@@ -42,7 +42,7 @@ def test_an_exit_in_another_thread_ends_that_thread_alone(monkeypatch: pytest.Mo
     thread = threading.Thread(target=sys.exit, args=(3,))
     thread.start()
     thread.join()
-    assert not program_end.failed()
+    assert not program_end.failure()
     assert raised == [SystemExit]  # itself, of which Python's own hook says nothing
 
 

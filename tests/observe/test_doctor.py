@@ -20,7 +20,7 @@ from proxyccl import Communicator, ProxyCCLError, ThreadBootstrap
 from proxyccl.channels.reports.diagnosis import Diagnosis, Finding, diagnose
 from proxyccl.channels.reports.find import find
 from proxyccl.channels.reports.render import with_arguments
-from proxyccl.channels.reports.report import Call, Report
+from proxyccl.channels.reports.report import Call, Failure, Report
 from proxyccl.proxy.processes import start_of
 from proxyccl.proxy.reports.document import Member
 from support.device_arrays import on_device
@@ -356,6 +356,15 @@ def test_reports_of_two_jobs_are_told_apart(hang: Path, tmp_path: Path) -> None:
     assert "Ranks 0 and 2 wait for rank 1." in one
     assert other.startswith("0" * 8)
     assert "no rank waits for another" in other
+
+
+def test_one_report_is_enough_where_its_error_says_why(hang: Path) -> None:
+    report = next(report for report in find([hang]).ranks if report.rank == 0)
+    failure = Failure("TriggerError", "rank 2 put 64 bytes at offset 128, which leaves its memory", 2, None)
+    (diagnosis,) = diagnose([replace(report, waits=[], failure=failure)])
+    first = diagnosis.findings[0]
+    assert (first.kind, first.about, first.text) == ("failed", ["rank 2"], "Rank 2 ended the communicator.")
+    assert first.reasons == [f"rank 0 has TriggerError: {failure.message}"]
 
 
 def test_with_nothing_to_say_the_exit_code_tells(hang: Path, tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -305,3 +308,46 @@ def test_garbage_from_a_peer_is_an_error_that_names_it(exchange: int, monkeypatc
     for error in together(bootstraps, body):
         assert isinstance(error, ExchangeError)
         assert (error.peer, error.operation) == (1, "bootstrap")
+
+
+def _in_child(results: Any) -> None:
+    with _warnings() as records:
+        as_bootstrap(None)
+    results.put(records)
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What the library logs meanwhile."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("proxyccl")
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_one_rank_of_several_processes_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _warnings() as records:
+        as_bootstrap(None)
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        as_bootstrap(None)
+        assert not records
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        as_bootstrap(None)
+        as_bootstrap(None)
+    (text,) = records
+    assert "one rank" in text
+    assert "torchrun started 4 processes (WORLD_SIZE)" in text
+    assert "FileBootstrap" in text
+    monkeypatch.delenv("WORLD_SIZE")
+    spawning = multiprocessing.get_context("spawn")
+    results = spawning.Queue()
+    child = spawning.Process(target=_in_child, args=(results,))
+    child.start()
+    (text,) = results.get(timeout=4 * TIMEOUT)
+    child.join()
+    assert "multiprocessing started this process" in text

@@ -1,0 +1,67 @@
+"""The reports of the peers of failed communicators, for which a program waits briefly at its end.
+
+The end of one rank's process may end the whole job: mpi4py's runner aborts it, and launchers end the other ranks. A
+rank that sleeps meanwhile would not have written its report, which says where it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+from proxyccl.channels.group import Group
+from proxyccl.proxy.hosts import host_name
+from proxyccl.proxy.processes import is_stopped, start_of
+from proxyccl.proxy.reports import files
+from proxyccl.proxy.reports.document import Member
+
+_SECONDS = 3.0
+"""How long after a failure a program's end waits: reports are written within a second, on a busy machine later."""
+_ELSEWHERE_SECONDS = 1.0
+"""The same for reports of other hosts, which this one can't see."""
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class _Awaited:
+    communicator: str
+    rank: int
+    process: Member
+    deadline: float
+
+    def is_due(self) -> bool:
+        """Whether its report may still come, and has not."""
+        if time.monotonic() > self.deadline:
+            return False
+        if self.process.host != host_name():
+            return True
+        pid = self.process.pid
+        if start_of(pid) != self.process.started or is_stopped(pid):
+            return False
+        return not files.is_written(self.communicator, f"rank{self.rank}")
+
+
+_awaited: list[_Awaited] = []
+_lock = threading.Lock()
+
+
+def expect(group: Group) -> None:
+    """From now on the program's end waits for the reports of a group's other processes, which were asked for one."""
+    now, own = time.monotonic(), group.topology.ranks[group.rank]
+    with _lock:
+        _awaited[:] = [awaited for awaited in _awaited if awaited.deadline > now]
+        for peer, info in enumerate(group.topology.ranks):  # also those that have left: they wait for the others
+            if (info.host, info.pid) != (own.host, own.pid):
+                seconds = _SECONDS if info.host == own.host else _ELSEWHERE_SECONDS
+                process = Member(info.host, info.pid, info.started)
+                _awaited.append(_Awaited(group.job, peer, process, now + seconds))
+
+
+def await_reports() -> None:
+    """At the program's end: waits until all of these reports are written or, for each, until its time is over."""
+    with _lock:
+        awaited = list(_awaited)
+    for report in awaited:
+        while report.is_due():
+            time.sleep(_POLL_SECONDS)

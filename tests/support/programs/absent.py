@@ -1,0 +1,31 @@
+"""Rank 0 of three runs into its time-out in a part of the communicator, and its program's end ends the job.
+
+Rank 1, of the same part, sleeps; so does rank 2, which is not of it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+import numpy as np
+
+from proxyccl import Communicator
+from support.device_arrays import on_device
+
+
+def sleeps() -> None:
+    time.sleep(60)
+
+
+comm = Communicator()
+part = comm.split([0, 1], timeout=2) if comm.rank < 2 else None
+if comm.rank == 0:
+    assert part is not None
+    part.all_reduce(on_device(part, np.ones(8, np.float32)))
+    part.synchronize()
+else:
+    sleeps()
