@@ -28,7 +28,7 @@ from proxyccl.device.errors import (
     RuntimeUnavailableError,
     UntrustedPathError,
 )
-from proxyccl.device.host import compiler_version, cpu_name, find_compiler
+from proxyccl.device.host import compiler_version, cpu_name, find_compiler, ships_kernels
 from proxyccl.device.private_directories import require_private
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.daemon.client import daemon_process
@@ -232,6 +232,12 @@ def _compiler() -> list[Finding]:
     return [Finding("Kernels", "compiler", True, compiler_version(command))]
 
 
+def _shipped() -> list[Finding]:
+    """Where the library's own kernels for the CPU come from."""
+    source = "compiled, in this installation" if ships_kernels() else "compiled at their first use, into the cache"
+    return [Finding("Kernels", "shipped", True, f"for the CPU: {source}")]
+
+
 def _cache() -> list[Finding]:
     directory = cache_dir()
     advice = "set PROXYCCL_CACHE to another directory"
@@ -289,7 +295,8 @@ def _proxies() -> list[Finding]:
 def findings() -> list[Finding]:
     """All findings, in the order in which they are shown."""
     mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer one
-    return [*_runtimes(), *_devices(), *_rdma(), *_fabric(), *_proxies(), *mpi, *_compiler(), *_cache(), *_tuning()]
+    kernels = (*_shipped(), *_compiler(), *_cache())
+    return [*_runtimes(), *_devices(), *_rdma(), *_fabric(), *_proxies(), *mpi, *kernels, *_tuning()]
 
 
 def _marks(out: TextIO) -> tuple[str, str, str]:

@@ -15,7 +15,7 @@ from proxyccl.device import open_compiler
 from proxyccl.device.build.sealed_contents import unsealed
 from proxyccl.device.driver import DeviceInfo
 from proxyccl.device.gpu.runtime import GpuRuntime
-from proxyccl.device.host import HostRuntime
+from proxyccl.device.host import HostRuntime, ships_kernels
 from proxyccl.tools.compile_kernels import COLLECTIVE_KERNELS, EXPERT_KERNELS, compile_kernels
 from support.device_arrays import on_device
 from support.devices import ON_HOST, RUNTIME, rank_runtime
@@ -51,14 +51,22 @@ def round_trip(comm: Communicator, **options: Any) -> None:
 # -- kernels that were compiled beforehand ---
 
 
-@pytest.mark.host_only(reason="its kernels were compiled at install")
-def test_on_the_host_every_kernel_was_compiled_at_install(
-    empty_cache: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.host_only(reason="the CPU's kernels")
+@pytest.mark.skipif(ships_kernels(), reason="this installation has compiled kernels")
+def test_on_the_host_a_layer_takes_what_the_command_compiled(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_ranks(2, lambda comm: round_trip(comm, use_aot=True))
+    with pytest.raises(CompileError, match="run: proxyccl compile"):
+        run_ranks(1, lambda comm: round_trip(comm, use_aot=True))
+    names = {"barrier", "expert_combine", "expert_dispatch_ids", "expert_scale", "expert_spread"}
+    few = [kernel for kernel in EXPERT_KERNELS if kernel[1] in names and kernel[2] in {None, "float32"}]
+    monkeypatch.setattr("proxyccl.tools.compile_kernels.EXPERT_KERNELS", few)
+    monkeypatch.setattr("proxyccl.tools.compile_kernels.COLLECTIVE_KERNELS", ())
     assert main(["compile"]) == 0
-    assert "compiled when the package was installed" in capsys.readouterr().out
-    assert not list(empty_cache.iterdir())
+    assert f"{len(few)} kernels are in {empty_cache}" in capsys.readouterr().out
+    objects = sorted(empty_cache.iterdir())
+    run_ranks(2, lambda comm: round_trip(comm, use_aot=True))
+    assert sorted(empty_cache.iterdir()) == objects
 
 
 @pytest.mark.host_only(reason="the same calls on every runtime")
