@@ -76,7 +76,8 @@ def load_shipped(
 
     def build() -> bytes:
         if compiled_only:
-            raise CompileError(f"kernel {name} was not compiled for this CPU beforehand; run: proxyccl compile")
+            how = f" with {' '.join(options)}" if options else ""
+            raise CompileError(f"kernel {name} was not compiled beforehand{how}; run: proxyccl compile")
         return _compiled(command, text, name)
 
     # The cache's key covers shipped headers. Only options may bring in others.
