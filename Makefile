@@ -31,12 +31,14 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba rocm-on-host rocm-on-cuda fake-verbs fake-fabric bare-writes test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs signatures lint docs docs-test wheel clean
 
-demo: $(VENV)/.built
+demo:
+	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.built
 	@$(BIN)/python examples/demo.py
 
 # Everything that needs no GPU. The machine with Soft-RoCE is work for one core. The other tests run beside it, and behind
 # it where both want the core: everything takes 15 times as long in there.
 test: $(VENV)/.installed lint
+	PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/proxyccl compile  # on all cores; the tests compile others as they go
 	$(MAKE) --no-print-directory --jobs 2 test-beside-rdma test-rdma-beside
 
 # And what that leaves out: the further cases of matrices (marked full), the whole suite through the daemon, more ranks on the HIP runtime, two cores for the proxies over RDMA.
@@ -212,7 +214,7 @@ WHEEL := build/wheel
 wheel: $(VENV)/.wheel-tools
 	rm -rf $(WHEEL)
 	CPPFLAGS="-I$(CURDIR)/build/rdma-headers/usr/include -I$(CURDIR)/build/fabric-headers/usr/include -DPROXYCCL_LINK_OLD_SYMBOLS" LDSHARED="$(CC) -shared" \
-	  $(BIN)/python -m build --quiet --no-isolation --outdir $(WHEEL)/built .
+	  PROXYCCL_SHIP_KERNELS=1 $(BIN)/python -m build --quiet --no-isolation --outdir $(WHEEL)/built .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --strip --wheel-dir $(WHEEL) $(WHEEL)/built/*.whl
 	mv $(WHEEL)/built/*.tar.gz $(WHEEL) && rm -r $(WHEEL)/built
 	$(BIN)/python tests/wheel/check_distributions.py $(WHEEL)
@@ -284,17 +286,27 @@ $(BARE_WRITES): $(wildcard benchmarks/bare_writes/*.c benchmarks/bare_writes/*.h
 # What the library, the examples and the build need; for GPUs only where there is one.
 GPU_LOCK := $(if $(wildcard /dev/nvidiactl /dev/kfd),requirements-gpu.lock)
 $(VENV)/.locked: requirements.lock $(GPU_LOCK)
+	@test -x $(BIN)/python || echo "installing numpy, MPI and scikit-learn in $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) $(addprefix -r ,$^)
 	touch $@
 
-$(VENV)/.built: $(VENV)/.locked $(SOURCES)
-	@reason=$$($(BIN)/python tests/support/packages/fetch_headers.py build/rdma-headers libibverbs-dev) || \
-	  { [ $$? = 2 ] && echo "The engine is built without the transport verbs: $$reason"; }
-	@reason=$$($(BIN)/python tests/support/packages/fetch_headers.py build/fabric-headers libfabric-dev) || \
-	  { [ $$? = 2 ] && echo "The engine is built without the transport fabric: $$reason"; }
+# Shipped kernels are compiled at their first use (device/host/DESIGN.md).
+$(VENV)/.built: $(VENV)/.locked $(SOURCES) | build/.headers
+	@echo "building the C extensions"
 	$(PIP_INSTALL) --no-build-isolation --no-deps --editable . --config-settings editable_mode=strict
 	touch $@
+
+# The headers that transports are built with. Where they can't be fetched, the next make tries again.
+FETCH_HEADERS := $(PYTHON) tests/support/packages/fetch_headers.py
+build/.headers: tests/support/packages/fetch_headers.py
+	@echo "looking for the headers of libibverbs and libfabric"
+	@mkdir -p build; complete=1; \
+	reason=$$($(FETCH_HEADERS) build/rdma-headers libibverbs-dev) || \
+	  { [ $$? = 2 ] && complete= && echo "The engine is built without the transport verbs: $$reason"; } || exit 1; \
+	reason=$$($(FETCH_HEADERS) build/fabric-headers libfabric-dev) || \
+	  { [ $$? = 2 ] && complete= && echo "The engine is built without the transport fabric: $$reason"; } || exit 1; \
+	if [ -n "$$complete" ]; then touch $@; fi
 
 # What tests and lint need besides. After the build, so that two pips never work at once.
 $(VENV)/.tools: requirements-test.lock requirements-gpu.lock requirements.lock | $(VENV)/.built

@@ -1,4 +1,6 @@
-"""Builds the C extension modules and the host-compiled shipped kernels (metadata: pyproject.toml)."""
+"""Builds the C extension modules (metadata: pyproject.toml) and, with PROXYCCL_SHIP_KERNELS=1, the shipped kernels for
+the CPU. Otherwise the host runtime compiles a kernel at its first use: all of them take g++ three minutes.
+"""
 
 import os
 import re
@@ -73,6 +75,7 @@ shipped_kernels = [
         py_limited_api=True,
     )
     for source in [written(name, text) for name, text in kernel_libraries().items()]
+    if os.environ.get("PROXYCCL_SHIP_KERNELS") == "1"
 ]
 
 # By hand and not by cffi: it looks into Python's objects.

@@ -13,12 +13,11 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 EXAMPLES = Path(__file__).parent
 LIMIT = 120.0  # seconds that one training may take, even on a busy machine
@@ -58,6 +57,15 @@ def show(line: str) -> None:
         print(f"  {line}", flush=True)
 
 
+def show_progress(stream: IO[str], others: list[str]) -> None:
+    """Shows the lines in which the library says what it does, and keeps the others."""
+    for line in stream:
+        if line.startswith("proxyccl: "):
+            show(line.removeprefix("proxyccl: ").rstrip())
+        else:
+            others.append(line)
+
+
 def train(training: Training, ranks: int) -> dict[str, Any]:
     """Runs one training and returns the content of its RESULT line.
 
@@ -73,34 +81,37 @@ def train(training: Training, ranks: int) -> dict[str, Any]:
     # The matrices are small: numpy's own threads would only take cores away from the ranks.
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     result: dict[str, Any] | None = None
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
-        expired = threading.Event()
+    errors: list[str] = []
+    process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    expired = threading.Event()
 
-        def expire() -> None:
-            expired.set()
+    def expire() -> None:
+        expired.set()
+        process.terminate()
+
+    timer = threading.Timer(LIMIT, expire)
+    reader = threading.Thread(target=show_progress, args=(process.stderr, errors))
+    timer.start()
+    show(f"starting {ranks} ranks")
+    reader.start()
+    try:
+        for line in process.stdout:
+            if line.startswith("RESULT "):
+                result = json.loads(line.removeprefix("RESULT "))
+            else:
+                show(line.rstrip())
+        code = process.wait()
+    finally:
+        timer.cancel()
+        if process.poll() is None:
             process.terminate()
-
-        timer = threading.Timer(LIMIT, expire)
-        timer.start()
-        show(f"starting {ranks} ranks")
-        try:
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("RESULT "):
-                    result = json.loads(line.removeprefix("RESULT "))
-                else:
-                    show(line.rstrip())
-            code = process.wait()
-        finally:
-            timer.cancel()
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-            if sys.stdout.isatty():
-                print()
-        errors.seek(0)
-        words = "\n".join(errors.read().strip().splitlines()[-20:])
+            process.wait()
+        reader.join()
+        if sys.stdout.isatty():
+            print()
+    words = "".join(errors[-20:]).strip()
     if expired.is_set():
         raise DemoError(f"{training.program} did not end within {LIMIT:.0f} s\n{words}")
     if code != 0 or result is None:

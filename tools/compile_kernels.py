@@ -1,4 +1,5 @@
 """`proxyccl compile`: compiles shipped kernels into the cache, for this machine's GPUs or for architectures by name.
+On a machine without GPUs it compiles those for the CPU.
 
 It compiles the kernels of the expert-parallel layer for all its element types, and the collectives of a training step:
 those that only move bytes, and the sums of float32 and bfloat16. Compilers need no GPU, so a container image for a
@@ -23,6 +24,7 @@ from proxyccl.device.build.compile_cache import (
     shipped_source,
 )
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.runtimes import find_runtime, open_compiler, open_driver, open_runtime
 
 Shipped = tuple[str, str, str | None, str | None]
@@ -104,8 +106,17 @@ def _here() -> list[str]:
     if name != "host":
         driver = open_driver(name)
         return sorted({driver.device(device).architecture for device in range(driver.device_count())})
-    host = open_runtime("host")
-    for kernel in (*EXPERT_KERNELS, *COLLECTIVE_KERNELS):
-        host.shipped(*kernel, compiled_only=True)
-    print("host: its kernels were compiled when the package was installed; name a GPU's architecture with --arch")
+    _compile_for_the_host()
     return []
+
+
+def _compile_for_the_host() -> None:
+    kernels = (*EXPERT_KERNELS, *COLLECTIVE_KERNELS)
+    host = open_runtime("host")
+    began = time.perf_counter()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda kernel: host.shipped(*kernel), kernels))
+    if ships_kernels():
+        print("host: its kernels were compiled when the package was built; name a GPU's architecture with --arch")
+    else:
+        print(f"host: {len(kernels)} kernels are in {cache_dir()}, after {time.perf_counter() - began:.1f} s")

@@ -30,6 +30,7 @@ from proxyccl.device.errors import (
     UntrustedPathError,
 )
 from proxyccl.device.host.compiler import compiler_version, find_compiler
+from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.private_directories import require_private
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_runtime
@@ -253,6 +254,12 @@ def _compiler() -> list[Finding]:
     return [Finding("Kernels", "compiler", True, compiler_version(command))]
 
 
+def _shipped() -> list[Finding]:
+    """Where the library's own kernels for the CPU come from."""
+    source = "compiled, in this installation" if ships_kernels() else "compiled at their first use, into the cache"
+    return [Finding("Kernels", "shipped", True, f"for the CPU: {source}")]
+
+
 def _cache() -> list[Finding]:
     directory = cache_dir()
     advice = "set PROXYCCL_CACHE to another directory"
@@ -319,7 +326,8 @@ def _environment() -> list[Finding]:
 def findings() -> list[Finding]:
     """All findings, in the order in which they are shown."""
     mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer one
-    here = [*_runtimes(), *_devices(), *_rdma(), *_fabric(), *_proxies(), *mpi, *_compiler(), *_cache(), *_tuning()]
+    kernels = (*_shipped(), *_compiler(), *_cache())
+    here = [*_runtimes(), *_devices(), *_rdma(), *_fabric(), *_proxies(), *mpi, *kernels, *_tuning()]
     return [*here, *_environment()]
 
 

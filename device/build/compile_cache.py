@@ -2,8 +2,8 @@
 
 The key covers the source with its includes, the options, the compiler and every shipped header, so a cached file
 is never stale. A file ends with its length and digest: one that is damaged is compiled again. It is written under
-another name and moved into place: processes that compile the same source at once do no harm. Threads that do so wait
-for the first of them. Loaded code runs as this user, so neither directory nor file may be another user's.
+another name and moved into place. Threads and processes that need the same source at once wait for the first of them,
+which compiles it. Loaded code runs as this user, so neither directory nor file may be another user's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from proxyccl.device.arrays.dtypes import DTYPES
+from proxyccl.device.build.one_builder import one_builder
 from proxyccl.device.build.sealed_contents import sealed, unsealed
 from proxyccl.device.driver import Compiler
 from proxyccl.device.errors import CompileError, UntrustedPathError
@@ -106,8 +107,11 @@ def _found_or_built(directory: int, path: Path, build: Callable[[], bytes]) -> t
     """A whole file's contents, and a path that stays in the directory that was checked, even if names change."""
     content = _found(directory, path)
     if content is None:
-        content = build()
-        write_private(directory, path, sealed(content))
+        with one_builder(directory, path) as waited:
+            content = _found(directory, path) if waited else None
+            if content is None:
+                content = build()
+                write_private(directory, path, sealed(content))
     return Path(f"/proc/self/fd/{directory}/{path.name}"), content
 
 

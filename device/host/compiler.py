@@ -6,16 +6,22 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from proxyccl.device.build.compile_cache import INCLUDE_DIR, loaded_object
+from proxyccl.device.build.compile_cache import INCLUDE_DIR, KERNEL_DIR, cache_dir, loaded_object
 from proxyccl.device.build.kernel_names import text_with_exports
 from proxyccl.device.errors import CompileError
+from proxyccl.device.host.shipped_libraries import ships_kernels
 
 T = TypeVar("T")
+
+_LIMIT = 600.0  # seconds that a compiler may take
+_PATIENCE = 1.0  # seconds that a process compiles in silence
 
 
 def find_compiler() -> list[str]:
@@ -28,10 +34,14 @@ def find_compiler() -> list[str]:
     for command in [explicit] if explicit else [["g++"], ["c++"], ["clang++"]]:
         if shutil.which(command[0]):
             return command
+    needs, otherwise = "kernels of your own need", ""
+    if not ships_kernels():
+        needs = "kernels, which this installation compiles at their first use, need"
+        otherwise = " Or install the wheel, which ships the library's own kernels compiled."
     raise CompileError(
-        "kernels of your own need a C++ compiler on the host runtime, and none was found. "
+        f"{needs} a C++ compiler on the host runtime, and none was found. "
         "Install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; Alpine: apk add g++) "
-        "or name it in CXX."
+        f"or name it in CXX.{otherwise}"
     )
 
 
@@ -50,37 +60,84 @@ def load_source(
     Raises:
         CompileError: no compiler, or the source does not compile; carries the compiler's messages.
     """
-    compiler, flags = _command(options, include_dirs)
-    text = text_with_exports(source, names)
+    command = _command(options, include_dirs)
+    key = text = text_with_exports(source, names)
+    if include_dirs or options:  # foreign headers may be included, and may change
+        key = _run([*command, "-E"], text, "preprocess")
+    return _loaded(key, command, lambda: _compiled(command, text, ", ".join(names)), load)
+
+
+def load_shipped(
+    source: str, name: str, options: tuple[str, ...], load: Callable[[Path], T], *, compiled_only: bool = False
+) -> T:
+    """`load_source` for a shipped kernel. With `compiled_only` it raises CompileError unless it is in the cache."""
+    command = _command((*options, f"-I{KERNEL_DIR}"), ())
+    text = text_with_exports(source, ())
 
     def build() -> bytes:
-        # A compiler's failure does not say that the disk is full. So it writes to its own temporary directory, and an
-        # error of our own write shows that the cache can't be used.
-        with tempfile.TemporaryDirectory(prefix="proxyccl-") as directory:
-            made = Path(directory, "kernels.so")
-            _run([*compiler, *flags, "-o", str(made)], text, "compile")
-            return made.read_bytes()
+        if compiled_only:
+            how = f" with {' '.join(options)}" if options else ""
+            raise CompileError(f"kernel {name} was not compiled beforehand{how}; run: proxyccl compile")
+        return _compiled(command, text, name)
 
-    key = text
-    if include_dirs or options:  # foreign headers may be included, and may change
-        key = _run([*compiler, *flags, "-E"], text, "preprocess")
-    return loaded_object((key, *flags, *compiler, compiler_version(tuple(compiler))), build, load)
+    # The cache's key covers shipped headers. Only options may bring in others.
+    key = _run([*command, "-E"], text, "preprocess") if options else text
+    return _loaded(key, command, build, load)
+
+
+def _loaded(key: str, command: list[str], build: Callable[[], bytes], load: Callable[[Path], T]) -> T:
+    return loaded_object((key, *command, compiler_version(tuple(find_compiler()))), build, load)
+
+
+def _compiled(command: list[str], text: str, kernels: str) -> bytes:
+    # A compiler's failure does not say that the disk is full. So it writes to its own temporary directory, and an
+    # error of our own write shows that the cache can't be used.
+    with tempfile.TemporaryDirectory(prefix="proxyccl-") as directory:
+        made = Path(directory, "kernels.so")
+        _run([*command, "-o", str(made)], text, "compile", lambda: _announce(kernels))
+        return made.read_bytes()
 
 
 def preprocessed(source: str, options: tuple[str, ...], include_dirs: tuple[str, ...]) -> str:
     """A source in which `kernel_names` finds kernels that macros make."""
-    compiler, flags = _command(options, include_dirs)
-    return _run([*compiler, *flags, "-E", "-DPROXYCCL_FIND_KERNELS"], text_with_exports(source, ()), "preprocess")
+    command = _command(options, include_dirs)
+    return _run([*command, "-E", "-DPROXYCCL_FIND_KERNELS"], text_with_exports(source, ()), "preprocess")
 
 
-def _command(options: tuple[str, ...], include_dirs: tuple[str, ...]) -> tuple[list[str], list[str]]:
+def _command(options: tuple[str, ...], include_dirs: tuple[str, ...]) -> list[str]:
     flags = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{INCLUDE_DIR}"]
     flags += [f"-I{directory}" for directory in include_dirs]
-    return find_compiler(), [*flags, *options, "-x", "c++", "-"]
+    return [*find_compiler(), *flags, *options, "-x", "c++", "-"]
 
 
-def _run(command: list[str], text: str, action: str) -> str:
-    result = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=600)
-    if result.returncode:
-        raise CompileError(f"{command[0]} could not {action} the kernel source", result.stderr)
-    return result.stdout
+def _announce(kernels: str) -> None:
+    print(
+        f"proxyccl: compiling {kernels} for the CPU, at first use; kept in {cache_dir()}", file=sys.stderr, flush=True
+    )
+
+
+_compiling = 0.0  # seconds that this process has waited for compilers, of several at once their sum
+
+
+def _run(command: list[str], text: str, action: str, announce: Callable[[], None] = lambda: None) -> str:
+    """The compiler's output. Calls `announce` once this process has waited a second for compilers."""
+    global _compiling  # noqa: PLW0603  of this process, as its user waits
+    began = time.monotonic()
+    with open(os.memfd_create("kernel source"), "w+b") as source:  # `communicate` can't resume writing to a pipe
+        source.write(text.encode())
+        source.seek(0)
+        process = subprocess.Popen(command, stdin=source, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process:
+        try:
+            try:
+                out, err = process.communicate(timeout=max(0.0, _PATIENCE - _compiling))
+            except subprocess.TimeoutExpired:
+                announce()
+                out, err = process.communicate(timeout=_LIMIT)
+        except BaseException:
+            process.kill()
+            raise
+    _compiling += time.monotonic() - began
+    if process.returncode:
+        raise CompileError(f"{command[0]} could not {action} the kernel source", err)
+    return out

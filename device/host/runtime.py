@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import os
 import platform
 import threading
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.arrays.dtypes import reduction_dtypes
 from proxyccl.device.base_runtime import (
     AllocationCalls,
     Allocations,
@@ -26,10 +24,11 @@ from proxyccl.device.base_runtime import (
     StreamOperationCalls,
     foreign_stream_handle,
 )
-from proxyccl.device.build.compile_cache import KERNEL_DIR, shipped_source
+from proxyccl.device.build.compile_cache import shipped_source
 from proxyccl.device.build.kernel_names import NO_KERNEL, in_plain_text, kernel_names
 from proxyccl.device.cpu import cpu_name
-from proxyccl.device.errors import ArgumentError, CompileError, KernelError, RuntimeUnavailableError
+from proxyccl.device.errors import ArgumentError, CompileError, KernelError
+from proxyccl.device.host.shipped_libraries import shipped_library
 from proxyccl.device.host.status import check_status
 from proxyccl.device.host.streams import HostEvent, HostStream
 from proxyccl.device.in_flight import InFlight
@@ -41,20 +40,6 @@ from proxyccl.device.texts import require_text, require_texts
 
 if TYPE_CHECKING:
     from proxyccl.device._native import Uint64Pointer, VoidPointer  # the stub's; cffi has no such name
-
-
-def _find_library(group: str) -> Path:
-    found = importlib.util.find_spec(f"proxyccl.device._kernels_{group}")  # finds the file; does not load it
-    if found is None or found.origin is None:
-        raise RuntimeUnavailableError(
-            f"host: the installation has no library of kernels for {group}, _kernels_{group}; reinstall proxyccl"
-        )
-    return Path(found.origin)
-
-
-# The libraries of shipped kernels that setup.py builds: one for each element type that kernels reduce, those of the
-# expert-parallel layer, and those that only move bytes.
-_LIBRARIES = {group: _find_library(group) for group in ("moves", "experts", *reduction_dtypes())}
 
 
 def _address(name: str) -> int:
@@ -349,19 +334,21 @@ class HostRuntime:
         *,
         compiled_only: bool = False,
     ) -> Kernel:
-        """A shipped kernel from the library built at install, or compiled now if `cxxflags` were given."""
+        """A shipped kernel, from the installation's library if it has one, and else from the cache. It is compiled now
+        if that lacks it.
+        """
         name = "_".join(filter(None, (kernel, dtype, op)))
-        if self._cxxflags:
-            if compiled_only:
-                raise CompileError(f"kernel {name} was not compiled beforehand with {' '.join(self._cxxflags)}")
-            from proxyccl.device.host.compiler import load_source
+        library = shipped_library("experts" if file.startswith("experts/") else dtype or "moves")
+        if library is None or self._cxxflags:
+            from proxyccl.device.host.compiler import load_shipped
 
             source = shipped_source(file, kernel, dtype, op)
-            return self._kernel(load_source(source, [], (*self._cxxflags, f"-I{KERNEL_DIR}"), (), self._load), name)
-        try:
-            module = self._load(_LIBRARIES["experts" if file.startswith("experts/") else dtype or "moves"])
-        except OSError as error:
-            raise CompileError(f"{error}; reinstall proxyccl") from None
+            module = load_shipped(source, name, self._cxxflags, self._load, compiled_only=compiled_only)
+        else:
+            try:
+                module = self._load(library)
+            except OSError as error:
+                raise CompileError(f"{error}; reinstall proxyccl") from None
         return self._kernel(module, name)
 
     def launch_target(self) -> LaunchTarget:

@@ -1,5 +1,5 @@
-// Instances of the shipped kernels, compiled ahead of time for the host, so that collectives need no compiler at run
-// time.
+// Instances of the shipped kernels, compiled ahead of time for the host, so that collectives from the wheel need no
+// compiler at run time.
 //
 // setup.py makes a library of them for each element type, so that they build in parallel.
 #ifndef PROXYCCL_HOST_LIBRARY_H

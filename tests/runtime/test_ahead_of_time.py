@@ -15,6 +15,7 @@ from proxyccl.device.build.sealed_contents import unsealed
 from proxyccl.device.driver import DeviceInfo
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.host import HostRuntime
+from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.runtimes import open_compiler
 from proxyccl.tools.compile_kernels import COLLECTIVE_KERNELS, EXPERT_KERNELS, compile_kernels
 from support.device_arrays import on_device
@@ -51,14 +52,22 @@ def round_trip(comm: Communicator, **options: Any) -> None:
 # -- kernels that were compiled beforehand ---
 
 
-@pytest.mark.host_only(reason="its kernels were compiled at install")
-def test_on_the_host_every_kernel_was_compiled_at_install(
-    empty_cache: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.host_only(reason="the CPU's kernels")
+@pytest.mark.skipif(ships_kernels(), reason="this installation has compiled kernels")
+def test_the_host_takes_what_the_command_compiled(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_ranks(2, lambda comm: round_trip(comm, use_aot=True))
+    few = [kernel for kernel in EXPERT_KERNELS if kernel[1] in {"barrier", "signal_peer"}]
+    monkeypatch.setattr("proxyccl.tools.compile_kernels.EXPERT_KERNELS", few)
+    monkeypatch.setattr("proxyccl.tools.compile_kernels.COLLECTIVE_KERNELS", ())
+    with pytest.raises(CompileError, match="barrier was not compiled beforehand; run: proxyccl compile"):
+        HostRuntime().shipped(*few[0], compiled_only=True)
     assert main(["compile"]) == 0
-    assert "compiled when the package was installed" in capsys.readouterr().out
-    assert not list(empty_cache.iterdir())
+    assert f"2 kernels are in {empty_cache}" in capsys.readouterr().out
+    objects = sorted(empty_cache.iterdir())
+    for kernel in few:
+        assert HostRuntime().shipped(*kernel, compiled_only=True).name == kernel[1]
+    assert sorted(empty_cache.iterdir()) == objects
 
 
 @pytest.mark.host_only(reason="the same calls on every runtime")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from proxyccl import CompileError, UntrustedPathError
 from proxyccl.device.build import compile_cache
 from proxyccl.device.build.compile_cache import compiled_image, image_is_there, loaded_object
+from proxyccl.device.build.one_builder import one_builder
 from proxyccl.device.build.sealed_contents import sealed, unsealed
 from proxyccl.device.host.runtime import HostRuntime
 
@@ -293,3 +295,27 @@ def test_a_directory_that_others_can_change_is_refused_if_the_user_names_it(
         with pytest.raises(UntrustedPathError, match=f"PROXYCCL_CACHE: {reason}"):
             call()
     assert compiler.calls == 0
+
+
+def test_processes_that_need_a_file_wait_for_the_one_that_builds_it(tmp_path: Path) -> None:
+    directory = os.open(tmp_path, os.O_PATH)
+    path = tmp_path / "kernel.so"
+    building, told = threading.Event(), []
+
+    def second() -> None:  # with a descriptor of its own, as another process would have
+        building.wait()
+        with one_builder(directory, path) as waited:
+            told.append((waited, path.exists()))
+
+    other = threading.Thread(target=second)
+    other.start()
+    with one_builder(directory, path) as waited:
+        assert not waited
+        building.set()
+        other.join(0.2)
+        assert other.is_alive()
+        path.touch()
+    other.join()
+    os.close(directory)
+    assert told == [(True, True)]
+    assert list(tmp_path.iterdir()) == [path]

@@ -22,6 +22,8 @@ from proxyccl.device.build import compile_cache
 from proxyccl.device.build.compile_cache import cache_dir
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
 from proxyccl.device.host import HostRuntime
+from proxyccl.device.host.compiler import find_compiler
+from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.kernel import Module
 from support.processes import shared_memory_names
 from support.running import run_ranks
@@ -560,6 +562,8 @@ def test_a_closed_or_foreign_stream_is_refused(runtime: HostRuntime, kernels: Mo
 OWNER = """
 import os, sys
 from proxyccl.device.host import HostRuntime
+from proxyccl.device.host.compiler import find_compiler
+from proxyccl.device.host.shipped_libraries import ships_kernels
 runtime = HostRuntime()
 memory = runtime.allocate(12288)
 runtime.fill(memory.ptr, 7, 12288)
@@ -744,11 +748,14 @@ def test_without_a_compiler_the_message_says_what_to_install(tmp_path: Path, env
         from proxyccl.device.errors import CompileError
         from proxyccl.device.host import HostRuntime
         runtime = HostRuntime()
-        runtime.shipped("moves.h", "barrier")  # needs none
-        try:
-            runtime.compile('extern "C" __global__ void kernel() {}')
-        except CompileError as error:
-            print(error)
+        for use in (
+            lambda: runtime.compile('extern "C" __global__ void kernel() {}'),
+            lambda: runtime.shipped("moves.h", "barrier"),
+        ):
+            try:
+                use()
+            except CompileError as error:
+                print(error)
         """
     )
     variables = {key: value for key, value in os.environ.items() if key != "CXX"}
@@ -758,7 +765,22 @@ def test_without_a_compiler_the_message_says_what_to_install(tmp_path: Path, env
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert "apt install g++" in result.stdout
+    own, *shipped = result.stdout.splitlines()
+    assert "apt install g++" in own
+    if not ships_kernels():
+        assert "Or install the wheel" in shipped[0]
+
+
+def test_a_compiler_that_takes_a_second_is_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text(f'#!/bin/sh\n[ "$1" = --version ] || sleep 1.2\nexec {" ".join(find_compiler())} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("CXX", str(slow))
+    monkeypatch.setenv("PROXYCCL_CACHE", str(tmp_path / "cache"))
+    HostRuntime().compile('extern "C" __global__ void awaited() {}')
+    assert f"proxyccl: compiling awaited for the CPU, at first use; kept in {tmp_path}" in capfd.readouterr().err
 
 
 def test_arguments_outlive_the_launch_that_uses_them() -> None:

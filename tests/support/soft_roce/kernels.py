@@ -1,14 +1,36 @@
 """Kernels of the tests over RDMA, in one source: compiling takes seconds where everything is emulated.
 
-python tests/support/soft_roce/kernels.py      compiles them, the example's and all Python files, outside of the machine
+python tests/support/soft_roce/kernels.py
+
+compiles them, the example's, the shipped ones that the tests use, and all Python files, outside of the machine.
 """
 
 import compileall
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import proxyccl
 from proxyccl import open_runtime
+from proxyccl.channels.collectives.table import COLLECTIVES
+from proxyccl.tools.compile_kernels import EXPERT_KERNELS
+
+REDUCTIONS = [
+    ("int32", "sum"),
+    ("int64", "sum"),
+    ("bfloat16", "sum"),
+    *(("float32", op) for op in ("sum", "avg", "max")),
+]
+SHIPPED = [
+    *(kernel for kernel in EXPERT_KERNELS if kernel[2] in {None, "float32"}),
+    *(
+        (kernel.file, kernel.name, *instance)
+        for kernel in dict.fromkeys(kernel for kernels in COLLECTIVES.values() for kernel in kernels)
+        for instance in (REDUCTIONS if kernel.reduces else [(None, None)])
+    ),
+    *(("execute_plan.h", "execute_plan", dtype, None) for dtype in ("int32", "float32")),
+]
 
 KERNELS = r"""
 #include "proxyccl/proxyccl.h"
@@ -59,3 +81,5 @@ if __name__ == "__main__":
     runtime = open_runtime("host")
     for source in (KERNELS, random_transfers.KERNEL, gpu_data_interchange.KERNEL):
         runtime.compile(source)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda kernel: runtime.shipped(*kernel), SHIPPED))

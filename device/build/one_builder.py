@@ -1,0 +1,70 @@
+"""One process at a time builds a file: ranks that start together need the same kernels at the same time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_LONGEST_WAIT = 600.0  # seconds: as long as a compiler may take
+_PAUSE = 0.01  # seconds
+
+
+@contextlib.contextmanager
+def one_builder(directory: int, path: Path) -> Iterator[bool]:
+    """Within the block, other processes wait here to build the same file, for at most 10 minutes.
+
+    A process that ends, however it ends, lets the next one in.
+
+    Args:
+        directory: a descriptor of the file's directory, which holds a lock meanwhile.
+        path: the file's path, whose name counts.
+
+    Yields:
+        Whether this process has waited, so that another one has probably built the file.
+
+    Raises:
+        OSError: nothing can be written to the directory.
+    """
+    name = f".{path.name}.lock"
+    descriptor, waited = _lock(directory, name)
+    try:
+        yield waited
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=directory)
+        with contextlib.suppress(OSError):  # the file system has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a fork's child may have the descriptor too
+        os.close(descriptor)
+
+
+def _lock(directory: int, name: str) -> tuple[int, bool]:
+    """A descriptor of the locked file, and whether that took more than one attempt."""
+    ends = time.monotonic() + _LONGEST_WAIT
+    waited = False
+    while True:
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_named(descriptor, directory, name):
+                return descriptor, waited
+        except BlockingIOError:
+            pass
+        except OSError:  # the file system has no locks: each process builds for itself
+            return descriptor, waited
+        if time.monotonic() > ends:
+            return descriptor, waited
+        os.close(descriptor)
+        waited = True
+        time.sleep(_PAUSE)
+
+
+def _is_named(descriptor: int, directory: int, name: str) -> bool:
+    """Whether the file still has its name: its last owner removed it."""
+    try:
+        return os.path.samestat(os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,27 @@
+"""The libraries of shipped kernels that an installation may have.
+
+`make wheel` builds them (setup.py), for machines without a compiler. In other installations the host runtime
+compiles a shipped kernel at its first use.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+
+
+@functools.cache
+def shipped_library(group: str) -> Path | None:
+    """The installation's library of shipped kernels.
+
+    Args:
+        group: an element type that kernels reduce, "experts", or "moves" for those that only move bytes.
+    """
+    found = importlib.util.find_spec(f"proxyccl.device._kernels_{group}")  # finds the file; does not load it
+    return None if found is None or found.origin is None else Path(found.origin)
+
+
+def ships_kernels() -> bool:
+    """Whether this installation has the libraries."""
+    return shipped_library("moves") is not None
