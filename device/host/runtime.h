@@ -2,8 +2,8 @@
  *
  * Signatures and status codes of the calls that C code makes (copy, set, write, stream operations, event record and
  * query, launch, allocate, free, pointer attribute) are those of cuMemcpyAsync, cuMemsetD8Async, cuMemsetD16Async,
- * cuStreamWriteValue32, cuStreamWriteValue64, cuStreamBatchMemOp, cuEventRecord, cuEventQuery, cuLaunchKernel, cuMemAlloc, cuMemFree and cuPointerGetAttribute, so that one function
- * table serves all three runtimes.
+ * cuStreamWriteValue32, cuStreamWriteValue64, cuStreamBatchMemOp, cuEventRecord, cuEventQuery, cuLaunchKernel,
+ * cuMemAlloc, cuMemFree and cuPointerGetAttribute, so that one function table serves all three runtimes.
  *
  *   fibers.cpp   threads of a block as fibers of one OS thread
  *   waiting.cpp  a thread's actions while it waits

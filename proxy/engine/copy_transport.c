@@ -18,8 +18,8 @@ typedef struct {
   ProxycclRuntimeTable runtime;
   void *stream;
   void *event;
-  int issued;                                       /* work was issued after `event` was last recorded */
-  int recorded;                                     /* `event` is recorded and not yet seen complete */
+  int issued;   /* work was issued after `event` was last recorded */
+  int recorded; /* `event` is recorded and not yet seen complete */
 } CopyConnection;
 
 static CopyConnection *self_of(ProxycclConnection *base) { return (CopyConnection *)base; }

@@ -562,8 +562,6 @@ def test_a_closed_or_foreign_stream_is_refused(runtime: HostRuntime, kernels: Mo
 OWNER = """
 import os, sys
 from proxyccl.device.host import HostRuntime
-from proxyccl.device.host.compiler import find_compiler
-from proxyccl.device.host.shipped_libraries import ships_kernels
 runtime = HostRuntime()
 memory = runtime.allocate(12288)
 runtime.fill(memory.ptr, 7, 12288)
