@@ -31,7 +31,7 @@ os.environ["MPI4PY_RC_INITIALIZE"] = "false"
 import aims
 from program import common_arguments, nvidia_driver
 
-from proxyccl.device import find_runtime, open_runtime
+from proxyccl.device.runtimes import find_runtime, open_runtime
 from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions, write_json
 from proxyccl.tools.tables import Column, Table
