@@ -10,7 +10,6 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import replace as replace_functions
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +182,7 @@ def test_a_thread_held_by_a_driver_keeps_no_report_back(
             return 0
 
         address = ctypes.cast(copy, ctypes.c_void_p).value
-        functions = replace_functions(HostRuntime().engine_functions(), copy=address)
+        functions = replace(HostRuntime().engine_functions(), copy=address)
         monkeypatch.setattr(HostRuntime, "engine_functions", lambda _: functions)
         running = RunningDaemon(inside.path, None)
         with RawClient(running) as client, RawClient(running) as other:
