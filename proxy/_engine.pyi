@@ -299,6 +299,7 @@ class ProxycclRendezvousPointer(Pointer): ...
 class _ProxycclCopyOptions:
     stream: Field[VoidPointer, Pointer]
     event: Field[VoidPointer, Pointer]
+    shorts: PointerField[CharPointer]
 
 class ProxycclCopyOptions(_ProxycclCopyOptions, CData): ...
 class ProxycclCopyOptionsPointer(_ProxycclCopyOptions, ItemPointer[ProxycclCopyOptions]): ...
@@ -540,8 +541,6 @@ class Lib:
         copy: int,
         write64: int,
         write32: int,
-        set16: int,
-        set8: int,
         event_record: int,
         event_query: int,
         /,

@@ -373,15 +373,9 @@ int proxyccl_host_copy(void* dst, const void* src, size_t bytes, void* stream) {
     return 0;
   });
 }
-int proxyccl_host_set8(void* dst, unsigned char value, size_t count, void* stream) {
+int proxyccl_host_set(void* dst, int value, size_t bytes, void* stream) {
   return asStream(stream)->enqueue([=] {
-    memset(dst, value, count);
-    return 0;
-  });
-}
-int proxyccl_host_set16(void* dst, unsigned short value, size_t count, void* stream) {
-  return asStream(stream)->enqueue([=] {
-    std::fill_n(static_cast<unsigned short*>(dst), count, value);
+    memset(dst, value, bytes);
     return 0;
   });
 }

@@ -14,7 +14,7 @@ ffi = _engine.ffi
 
 
 def make_copy_options(runtime: Runtime, undo: contextlib.ExitStack) -> tuple[Any, Stream, Event]:
-    """A ProxycclCopyOptions, and the stream and the event in it, which `undo` closes."""
+    """A ProxycclCopyOptions that puts no values, and the stream and the event in it, which `undo` closes."""
     stream = runtime.create_stream(for_proxy=True)
     undo.callback(stream.close)
     event = runtime.create_event()
@@ -28,6 +28,7 @@ def make_copy_options(runtime: Runtime, undo: contextlib.ExitStack) -> tuple[Any
 def _connect(engine: EngineRuntime, options: None) -> EngineConnection:
     with contextlib.ExitStack() as undo:
         native_options, stream, event = make_copy_options(engine.runtime, undo)
+        native_options.shorts = ffi.cast("char *", engine.shorts())
         pointer = create(engine, TRANSPORT.name, native_options)
         undo.pop_all()
     return EngineConnection(pointer, (stream, event))

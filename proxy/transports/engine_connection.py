@@ -4,19 +4,21 @@ transports."""
 from __future__ import annotations
 
 import errno
+import threading
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
-from proxyccl.device.runtime import Event, Runtime, Stream
+from proxyccl.device.runtime import Event, Memory, Runtime, Stream
 from proxyccl.proxy import _engine
 
 ffi, lib = _engine.ffi, _engine.lib
 
 
 class EngineRuntime:
-    """A runtime, and the addresses of its functions that the engine calls.
+    """A runtime, the addresses of its functions that the engine calls, and device memory that connections share.
 
     Attributes:
         runtime: the runtime.
@@ -33,11 +35,28 @@ class EngineRuntime:
             functions.copy,
             functions.write64,
             functions.write32,
-            functions.set16,
-            functions.set8,
             functions.event_record,
             functions.event_query,
         )
+        self._shorts: Memory | None = None
+        self._lock = threading.Lock()
+
+    def shorts(self) -> int:
+        """The device's address of a table of all values of 16 bits, in order."""
+        with self._lock:
+            if self._shorts is None:
+                table = np.arange(1 << 16, dtype=np.uint16)
+                memory = self.runtime.allocate(table.nbytes)
+                self.runtime.copy(memory.ptr, table.ctypes.data, table.nbytes)
+                self._shorts = memory
+            return self._shorts.ptr
+
+    def close(self) -> None:
+        """Frees the device memory. Connections must no longer use it."""
+        with self._lock:
+            if self._shorts is not None:
+                self._shorts.close()
+                self._shorts = None
 
 
 class EngineConnection(Struct, frozen=True):

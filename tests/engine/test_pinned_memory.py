@@ -101,8 +101,6 @@ class FakeDriver:
             "copy": ctypes.CFUNCTYPE(status, pointer, pointer, size, pointer)(self._copy),
             "write64": ctypes.CFUNCTYPE(status, pointer, pointer, word, ctypes.c_uint)(self._write64),
             "write32": ctypes.CFUNCTYPE(status, pointer, pointer, ctypes.c_uint32, ctypes.c_uint)(self._write32),
-            "set16": ctypes.CFUNCTYPE(status, pointer, ctypes.c_uint16, size, pointer)(self._set16),
-            "set8": ctypes.CFUNCTYPE(status, pointer, ctypes.c_uint8, size, pointer)(self._set8),
             "event_record": ctypes.CFUNCTYPE(status, pointer, pointer)(self._event_record),
             "event_query": ctypes.CFUNCTYPE(status, pointer)(self._event_query),
         }
@@ -122,16 +120,6 @@ class FakeDriver:
     def _write32(self, stream: int, address: int, value: int, flags: int) -> int:
         self.calls.append("write32")
         self._queue.append(lambda: setattr(ctypes.c_uint32.from_address(address), "value", value))
-        return 0
-
-    def _set16(self, address: int, value: int, count: int, stream: int) -> int:
-        self.calls.append("set16")
-        self._queue.append(lambda: setattr(ctypes.c_uint16.from_address(address), "value", value))
-        return 0
-
-    def _set8(self, address: int, value: int, count: int, stream: int) -> int:
-        self.calls.append("set8")
-        self._queue.append(lambda: setattr(ctypes.c_uint8.from_address(address), "value", value))
         return 0
 
     def _event_record(self, event: int, stream: int) -> int:
@@ -317,7 +305,7 @@ def test_a_value_for_pinned_memory_is_stored_by_the_cpu_if_nothing_is_outstandin
     rank.driver.held.set()
     rank.put(PUT, SIZE, source, destination)
     rank.push(ALL, value=7, size=2, destination=destination)
-    rank.wait(lambda: rank.driver.moves == [f"copy {SIZE}", "set16", "write", "write"], "the driver has both")
+    rank.wait(lambda: rank.driver.moves == [f"copy {SIZE}", "copy 2", "write", "write"], "the driver has both")
     rank.driver.held.clear()
     rank.wait_flushed(3)
     assert seen_as(inbox.device, np.uint8)[:3].tolist() == [7, 0, 12]
@@ -334,10 +322,10 @@ def test_a_stream_writes_a_value_in_aligned_parts(rank: Rank) -> None:
         expected[to : to + size] = value.to_bytes(size, "little")
     rank.wait_flushed(7)
     assert rank.driver.moves == [
-        *["write", "write32", "set16", "set8"],
+        *["write", "write32", "copy 2", "copy 1"],
         *["write32", "write32"],  # 8 bytes at 20
-        *["set16", "set16"],  # 4 at 30
-        *["set8", "set16", "write32", "set8"],  # 8 at 41
+        *["copy 2", "copy 2"],  # 4 at 30
+        *["copy 1", "copy 2", "write32", "copy 1"],  # 8 at 41
         "write",
     ]
     assert seen_as(device, np.uint8)[:49].tobytes() == bytes(expected)

@@ -46,7 +46,7 @@ class ProcessorTime:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
-        self._since()  # collecting is no test's
+        self._since()  # collecting is not part of a test
         return (yield)
 
     @pytest.hookimpl(wrapper=True)

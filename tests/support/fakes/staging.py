@@ -221,8 +221,6 @@ COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c
 EVENT_QUERY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 WRITE64 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint)
 WRITE32 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint)
-SET16 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint16, ctypes.c_size_t, ctypes.c_void_p)
-SET8 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
 EVENT_RECORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _NOT_READY = 600
 
@@ -245,12 +243,10 @@ class LateStreams:
             COPY(self._copy),
             WRITE64(self._write64),
             WRITE32(self._write32),
-            SET16(lambda dst, value, count, stream: self._set(dst, value, 2, stream)),
-            SET8(lambda dst, value, count, stream: self._set(dst, value, 1, stream)),
             EVENT_RECORD(self._record),
             EVENT_QUERY(self._query),
         )
-        names = ("copy", "write64", "write32", "set16", "set8", "event_record", "event_query")
+        names = ("copy", "write64", "write32", "event_record", "event_query")
         self.calls = {
             name: ctypes.cast(call, ctypes.c_void_p).value or 0 for name, call in zip(names, self._kept, strict=True)
         }
@@ -267,9 +263,6 @@ class LateStreams:
 
     def _write32(self, stream: int, address: int, value: int, _: int) -> int:
         return self._add(stream, lambda: ctypes.memmove(address, value.to_bytes(4, "little"), 4))
-
-    def _set(self, dst: int, value: int, nbytes: int, stream: int) -> int:
-        return self._add(stream, lambda: ctypes.memmove(dst, value.to_bytes(nbytes, "little"), nbytes))
 
     def _record(self, event: int, stream: int) -> int:
         self._events[event] = stream, len(self._work.get(stream, []))

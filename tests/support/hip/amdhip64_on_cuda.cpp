@@ -169,9 +169,6 @@ HIP_EXPORT hipError_t hipMemcpyAsync(void* dst, const void* src, size_t bytes, i
 HIP_EXPORT hipError_t hipMemsetD8Async(hipDeviceptr_t dst, unsigned char value, size_t bytes, hipStream_t stream) {
   return as(CU(cuMemsetD8Async, dst, value, bytes, stream));
 }
-HIP_EXPORT hipError_t hipMemsetD16Async(hipDeviceptr_t dst, unsigned short value, size_t count, hipStream_t stream) {
-  return as(CU(cuMemsetD16Async, dst, value, count, stream));
-}
 
 // -- streams and events ---
 

@@ -430,10 +430,7 @@ HIP_EXPORT hipError_t hipMemsetD8Async(hipDeviceptr_t dst, unsigned char value, 
       bytes -= whole;
     }
   }
-  return static_cast<hipError_t>(proxyccl_host_set8(dst, value, bytes, hostStream(stream)));
-}
-HIP_EXPORT hipError_t hipMemsetD16Async(hipDeviceptr_t dst, unsigned short value, size_t count, hipStream_t stream) {
-  return static_cast<hipError_t>(proxyccl_host_set16(dst, value, count, hostStream(stream)));
+  return static_cast<hipError_t>(proxyccl_host_set(dst, value, bytes, hostStream(stream)));
 }
 
 // -- streams and events ---
