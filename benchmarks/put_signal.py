@@ -70,9 +70,18 @@ extern "C" __global__ void proxy_ping_pong(DeviceHandle<ProxyChannel> channel, c
       });
 }
 
-// What travels in the trigger: 0 nothing, by signal(); 1 the count, by signal(value); 2 eight bytes, by
-// putValueWithSignal(), which the receiver compares; 3 nothing, but eight bytes are put from memory. `signals` counts
-// those of each way.
+// What travels in the trigger: 0 nothing, by signal(); 1 the count, by signal(value); 2 nothing, but eight bytes are put
+// from memory; 3 to 6 a value of 1, 2, 4 or 8 bytes, by putValueWithSignal(), which the receiver compares. `signals`
+// counts those of each way.
+template <class Value>
+PROXYCCL_DEVICE void putRound(DeviceHandle<ProxyChannel>& channel, uint64_t dst, uint64_t round) {
+  channel.putValueWithSignal(dst, static_cast<Value>(round));
+}
+template <class Value>
+PROXYCCL_DEVICE bool isRound(const char* address, uint64_t round) {
+  return *reinterpret_cast<const volatile Value*>(address) == static_cast<Value>(round);
+}
+
 extern "C" __global__ void value_ping_pong(DeviceHandle<ProxyChannel> channel, char* memory, uint64_t dst, int kind,
                                            int* wrong, uint64_t* signals, int first, int rounds, uint64_t* ns) {
   const uint64_t count = *signals;
@@ -82,15 +91,25 @@ extern "C" __global__ void value_ping_pong(DeviceHandle<ProxyChannel> channel, c
         if (kind == 1)
           channel.signal(count + round + 1);
         else if (kind == 2)
-          channel.putValueWithSignal(dst, count + round);
-        else if (kind == 3)
           channel.putWithSignal(dst, 0, 8);
+        else if (kind == 3)
+          putRound<uint8_t>(channel, dst, count + round);
+        else if (kind == 4)
+          putRound<uint16_t>(channel, dst, count + round);
+        else if (kind == 5)
+          putRound<uint32_t>(channel, dst, count + round);
+        else if (kind == 6)
+          putRound<uint64_t>(channel, dst, count + round);
         else
           channel.signal();
       },
       [&](int round) {
         if (!(kind == 1 ? channel.waitUntil(count + round + 1) : channel.wait())) return false;
-        if (kind == 2) *wrong += *reinterpret_cast<volatile uint64_t*>(memory + dst) != count + round;
+        const char* const arrived = memory + dst;
+        if (kind == 3) *wrong += !isRound<uint8_t>(arrived, count + round);
+        if (kind == 4) *wrong += !isRound<uint16_t>(arrived, count + round);
+        if (kind == 5) *wrong += !isRound<uint32_t>(arrived, count + round);
+        if (kind == 6) *wrong += !isRound<uint64_t>(arrived, count + round);
         return true;
       });
   *signals = count + rounds;
@@ -150,7 +169,12 @@ extern "C" __global__ void clock_step(uint64_t* ns) {
 """
 
 
-_VALUES = ("signal()", "signal(value)", "putValueWithSignal, 8 B", "putWithSignal, 8 B")
+_VALUES = (
+    "signal()",
+    "signal(value)",
+    "putWithSignal, 8 B",
+    *(f"putValueWithSignal, {size} B" for size in (1, 2, 4, 8)),
+)
 
 
 class Bench:

@@ -125,6 +125,9 @@ class EngineFunctions:
 
     copy: int
     write64: int
+    write32: int
+    set16: int
+    set8: int
     event_record: int
     event_query: int
     make_current: int = 0

@@ -190,8 +190,10 @@ int proxyccl_host_event_await(void *event, uint64_t *target, unsigned millisecon
 int proxyccl_host_event_elapsed(float *milliseconds, void *start, void *end);
 int proxyccl_host_copy(void *dst, const void *src, size_t bytes, void *stream);
 void proxyccl_memmove(void *dst, const void *src, size_t bytes);
-int proxyccl_host_set(void *dst, int value, size_t bytes, void *stream);
+int proxyccl_host_set8(void *dst, unsigned char value, size_t count, void *stream);
+int proxyccl_host_set16(void *dst, unsigned short value, size_t count, void *stream);
 int proxyccl_host_write64(void *stream, uint64_t *address, uint64_t value, unsigned flags);
+int proxyccl_host_write32(void *stream, uint32_t *address, uint32_t value, unsigned flags);
 int proxyccl_host_module_load(void **module, const char *path);
 int proxyccl_host_module_unload(void *module);
 const char *proxyccl_host_module_error(void);

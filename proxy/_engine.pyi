@@ -299,8 +299,6 @@ class ProxycclRendezvousPointer(Pointer): ...
 class _ProxycclCopyOptions:
     stream: Field[VoidPointer, Pointer]
     event: Field[VoidPointer, Pointer]
-    values: PointerField[Uint64Pointer]
-    device_values: PointerField[Uint64Pointer]
 
 class ProxycclCopyOptions(_ProxycclCopyOptions, CData): ...
 class ProxycclCopyOptionsPointer(_ProxycclCopyOptions, ItemPointer[ProxycclCopyOptions]): ...
@@ -414,7 +412,6 @@ class Lib:
     PROXYCCL_INVITATION_BYTES: Final[int]
     PROXYCCL_DECISIONS: Final[int]
     PROXYCCL_CPU_COPY_BYTES: Final[int]
-    PROXYCCL_COPY_VALUES: Final[int]
     PROXYCCL_VERBS_WRITE: Final[int]
     PROXYCCL_VERBS_FETCH_ADD: Final[int]
     PROXYCCL_VERBS_COMPLETION: Final[int]
@@ -542,6 +539,9 @@ class Lib:
         table: Passed[ProxycclRuntimeTablePointer],
         copy: int,
         write64: int,
+        write32: int,
+        set16: int,
+        set8: int,
         event_record: int,
         event_query: int,
         /,

@@ -120,8 +120,8 @@ void proxyccl_thread_helped_by(ProxycclThread *thread, uintptr_t add_helper, uin
 int proxyccl_thread_help(ProxycclThread *thread, int waits);
 
 typedef struct { ...; } ProxycclRuntimeTable;
-void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t copy, uintptr_t write64, uintptr_t event_record,
-                                 uintptr_t event_query);
+void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t copy, uintptr_t write64, uintptr_t write32,
+                                 uintptr_t set16, uintptr_t set8, uintptr_t event_record, uintptr_t event_query);
 const char *proxyccl_transport_refused(const char *name, const void *options);
 ProxycclConnection *proxyccl_connection_create(const char *name, const void *options,
                                                const ProxycclRuntimeTable *runtime);
@@ -231,9 +231,13 @@ ffi.set_source(
 
 /* Drivers' entry points arrive as addresses. */
 static void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t copy, uintptr_t write64,
+                                        uintptr_t write32, uintptr_t set16, uintptr_t set8,
                                         uintptr_t event_record, uintptr_t event_query) {
   table->copy = (int (*)(void *, const void *, size_t, void *))copy;
   table->write64 = (int (*)(void *, uint64_t *, uint64_t, unsigned))write64;
+  table->write32 = (int (*)(void *, uint32_t *, uint32_t, unsigned))write32;
+  table->set16 = (int (*)(void *, unsigned short, size_t, void *))set16;
+  table->set8 = (int (*)(void *, unsigned char, size_t, void *))set8;
   table->event_record = (int (*)(void *, void *))event_record;
   table->event_query = (int (*)(void *))event_query;
 }

@@ -528,7 +528,6 @@ class ProxyService:
                     resource.close()
         self._workers.destroy()
         lib.proxyccl_service_destroy(self._service)
-        self._engine.close()
         self._observed.close()
         for ring in self._rings:
             ring.close()

@@ -325,6 +325,9 @@ class CudaDriver:
         return EngineFunctions(
             copy=_address("cuMemcpyAsync"),
             write64=_address("cuStreamWriteValue64"),
+            write32=_address("cuStreamWriteValue32"),
+            set16=_address("cuMemsetD16Async"),
+            set8=_address("cuMemsetD8Async"),
             event_record=_address("cuEventRecord"),
             event_query=_address("cuEventQuery"),
             make_current=_address("cuCtxSetCurrent"),

@@ -305,6 +305,9 @@ class HipDriver:
         return EngineFunctions(
             copy=address_of("hipMemcpyDtoDAsync"),
             write64=address_of("hipStreamWriteValue64"),
+            write32=address_of("hipStreamWriteValue32"),
+            set16=address_of("hipMemsetD16Async"),
+            set8=address_of("hipMemsetD8Async"),
             event_record=address_of("hipEventRecord"),
             event_query=address_of("hipEventQuery"),
             make_current=address_of("hipSetDevice"),

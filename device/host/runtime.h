@@ -1,8 +1,8 @@
 /* The host runtime: a CUDA or HIP driver's functions, on a CPU.
  *
- * Signatures and status codes of the calls that C code makes (copy, write64, stream operations, event record and query,
- * launch, allocate, free, pointer attribute) are those of cuMemcpyAsync, cuStreamWriteValue64, cuStreamBatchMemOp,
- * cuEventRecord, cuEventQuery, cuLaunchKernel, cuMemAlloc, cuMemFree and cuPointerGetAttribute, so that one function
+ * Signatures and status codes of the calls that C code makes (copy, set, write, stream operations, event record and
+ * query, launch, allocate, free, pointer attribute) are those of cuMemcpyAsync, cuMemsetD8Async, cuMemsetD16Async,
+ * cuStreamWriteValue32, cuStreamWriteValue64, cuStreamBatchMemOp, cuEventRecord, cuEventQuery, cuLaunchKernel, cuMemAlloc, cuMemFree and cuPointerGetAttribute, so that one function
  * table serves all three runtimes.
  *
  *   fibers.cpp   threads of a block as fibers of one OS thread
@@ -64,8 +64,10 @@ int proxyccl_host_event_await(void* event, uint64_t* target, unsigned millisecon
 int proxyccl_host_event_elapsed(float* milliseconds, void* start, void* end);
 
 int proxyccl_host_copy(void* dst, const void* src, size_t bytes, void* stream);
-int proxyccl_host_set(void* dst, int value, size_t bytes, void* stream);
+int proxyccl_host_set8(void* dst, unsigned char value, size_t count, void* stream);
+int proxyccl_host_set16(void* dst, unsigned short value, size_t count, void* stream);
 int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsigned flags);
+int proxyccl_host_write32(void* stream, uint32_t* address, uint32_t value, unsigned flags);
 /* Queues them as one operation. A wait polls its word in the thread that runs it, with ever longer pauses; an inline
  * stream takes none. */
 int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);

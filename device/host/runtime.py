@@ -286,7 +286,7 @@ class HostRuntime:
             ctypes.memset(dst, value, nbytes)
         else:
             handle = ffi.cast("void *", self.stream_handle(stream))
-            check_status(lib.proxyccl_host_set(ffi.cast("void *", dst), value, nbytes, handle), "fill")
+            check_status(lib.proxyccl_host_set8(ffi.cast("void *", dst), value, nbytes, handle), "fill")
 
     def write_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
         """Queues the store of a value to a word."""
@@ -374,6 +374,9 @@ class HostRuntime:
         return EngineFunctions(
             copy=_address("proxyccl_host_copy"),
             write64=_address("proxyccl_host_write64"),
+            write32=_address("proxyccl_host_write32"),
+            set16=_address("proxyccl_host_set16"),
+            set8=_address("proxyccl_host_set8"),
             event_record=_address("proxyccl_host_event_record"),
             event_query=_address("proxyccl_host_event_query"),
             add_helper=_address("proxyccl_host_add_helper"),

@@ -372,18 +372,35 @@ int proxyccl_host_copy(void* dst, const void* src, size_t bytes, void* stream) {
     return 0;
   });
 }
-int proxyccl_host_set(void* dst, int value, size_t bytes, void* stream) {
+int proxyccl_host_set8(void* dst, unsigned char value, size_t count, void* stream) {
   return asStream(stream)->enqueue([=] {
-    memset(dst, value, bytes);
+    memset(dst, value, count);
     return 0;
   });
 }
-int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsigned) {
+int proxyccl_host_set16(void* dst, unsigned short value, size_t count, void* stream) {
+  return asStream(stream)->enqueue([=] {
+    std::fill_n(static_cast<unsigned short*>(dst), count, value);
+    return 0;
+  });
+}
+
+namespace {
+template <class Word>
+int enqueueWrite(void* stream, Word* address, Word value) {
   return asStream(stream)->enqueue([=] {
     // After the stream's copies; pairs with the waiter's acquire.
     __atomic_store_n(address, value, __ATOMIC_RELEASE);
     return 0;
   });
+}
+}  // namespace
+
+int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsigned) {
+  return enqueueWrite(stream, address, value);
+}
+int proxyccl_host_write32(void* stream, uint32_t* address, uint32_t value, unsigned) {
+  return enqueueWrite(stream, address, value);
 }
 
 int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned) {

@@ -2,7 +2,8 @@
  * neither a signal nor a flush makes the engine wait, and a slow link to one peer does not delay other peers' streams.
  *
  * While nothing is outstanding, order needs no stream. The CPU then stores words itself, and copies short data
- * between memories that it may touch, values too. Otherwise a value is copied from a place of its own. */
+ * between memories that it may touch, values too. Otherwise the stream writes a value, in aligned parts: in another
+ * GPU's memory that takes as long as a signal, where a copy from pinned memory may take a millisecond. */
 #include "copy_transport.h"
 
 #include <stdlib.h>
@@ -17,8 +18,6 @@ typedef struct {
   ProxycclRuntimeTable runtime;
   void *stream;
   void *event;
-  uint64_t *values, *device_values;
-  uint64_t values_made, values_marked, values_done; /* numbers: issued, before `event`, complete */
   int issued;                                       /* work was issued after `event` was last recorded */
   int recorded;                                     /* `event` is recorded and not yet seen complete */
 } CopyConnection;
@@ -57,6 +56,21 @@ static void store_value(char *address, uint64_t value, uint32_t bytes) {
     __atomic_store_n((uint8_t *)address, (uint8_t)value, __ATOMIC_RELAXED);
 }
 
+/* The longest write at an address that is aligned and has at most that many bytes, a power of two or a sum of some. */
+static uint32_t aligned_part(const char *address, uint32_t bytes) {
+  uint32_t part = 8;
+  while (part > bytes || (uintptr_t)address % part != 0) part /= 2;
+  return part;
+}
+
+static int write_part(CopyConnection *self, char *address, uint64_t value, uint32_t bytes) {
+  const ProxycclRuntimeTable *runtime = &self->runtime;
+  if (bytes == 8) return runtime->write64(self->stream, (uint64_t *)address, value, 0);
+  if (bytes == 4) return runtime->write32(self->stream, (uint32_t *)address, (uint32_t)value, 0);
+  if (bytes == 2) return runtime->set16(address, (unsigned short)value, 1, self->stream);
+  return runtime->set8(address, (unsigned char)value, 1, self->stream);
+}
+
 static int copy_put_value(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
                           uint32_t bytes) {
   CopyConnection *self = self_of(base);
@@ -64,11 +78,15 @@ static int copy_put_value(ProxycclConnection *base, const ProxycclMemory *dst, u
     store_value(dst->host + dst_offset, value, bytes);
     return 0;
   }
-  if (self->values_made - self->values_done == PROXYCCL_COPY_VALUES) return WAITS;
-  const uint64_t place = self->values_made++ % PROXYCCL_COPY_VALUES;
-  self->values[place] = value;
   self->issued = 1;
-  return self->runtime.copy(dst->base + dst_offset, &self->device_values[place], bytes, self->stream);
+  for (char *address = dst->base + dst_offset; bytes > 0;) {
+    const uint32_t part = aligned_part(address, bytes);
+    const int status = write_part(self, address, value, part);
+    if (status != PROXYCCL_RUNTIME_SUCCESS) return status;
+    address += part, bytes -= part;
+    value = bytes > 0 ? value >> 8 * part : 0; /* a shift by 64 is undefined */
+  }
+  return 0;
 }
 
 /* If nothing is outstanding, the store need not follow anything, and the CPU's arrives in half the time. */
@@ -98,14 +116,12 @@ static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
     if (status != PROXYCCL_RUNTIME_SUCCESS) return status;
     self->issued = 0;
     self->recorded = 1;
-    self->values_marked = self->values_made;
     base->progress.marked = base->progress.issued;
   }
   status = self->runtime.event_query(self->event);
   if (status == PROXYCCL_RUNTIME_NOT_READY) return 0;
   if (status != PROXYCCL_RUNTIME_SUCCESS) return status;
   self->recorded = 0;
-  self->values_done = self->values_marked;
   base->progress.completed = base->progress.marked;
   ++*progress;
   return 0;
@@ -126,8 +142,6 @@ static ProxycclConnection *copy_create(const void *options, const ProxycclRuntim
   self->runtime = *runtime;
   self->stream = given->stream;
   self->event = given->event;
-  self->values = given->values;
-  self->device_values = given->device_values;
   return &self->base;
 }
 

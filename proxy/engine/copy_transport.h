@@ -8,14 +8,10 @@
  * GPU's copy engine takes for any. Meanwhile its worker serves no other connection. */
 enum { PROXYCCL_CPU_COPY_BYTES = 65536 };
 
-enum { PROXYCCL_COPY_VALUES = 512 }; /* values that can be on their way at a time */
-
 /* They belong to the caller, and no other connection may use them. */
 typedef struct ProxycclCopyOptions {
   void *stream;
   void *event;
-  uint64_t *values;        /* pinned, PROXYCCL_COPY_VALUES of them: values on their way; NULL for none */
-  uint64_t *device_values; /* the same for copies */
 } ProxycclCopyOptions;
 
 #endif

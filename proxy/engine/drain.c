@@ -121,11 +121,10 @@ static __attribute__((noinline)) ProxycclOutcome put_value(ProxycclConnection *c
   if (dst->bytes == 0) return refuse(info, "the destination memory id is not registered");
   if (offset + bytes > dst->bytes) return refuse(info, "the value leaves the destination memory");
   const int status = connection->transport->put_value(connection, dst, offset, trigger.word0, bytes);
-  if (status == WAITS) return WAITS;
   return status == 0 ? CONTINUE : exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "put of a value");
 }
 
-/* Acts on one trigger, which is checked before anything moves. CONTINUE, WAITS, or why the thread returns to Python. */
+/* Acts on one trigger, which is checked before anything moves. CONTINUE, or why the thread returns to Python. */
 static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *route, uint64_t ticket,
                                              ProxycclTrigger trigger, ProxycclExitInfo *info) {
   Channel *channel = route->channel;
@@ -208,11 +207,6 @@ static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared,
     }
     if (traced) trace_trigger(record++, trigger);
     if (result == CONTINUE) result = execute(worker, &route, ring.next, trigger, info);
-    if (result == WAITS) {
-      *held = 1;
-      result = CONTINUE;
-      break;
-    }
     if (result != CONTINUE) {
       if (result == PROXYCCL_EXIT_ERROR) counter_add(&route.counters->errors, 1);
       info->trigger = trigger;

@@ -17,6 +17,12 @@ typedef struct ProxycclRuntimeTable {
   int (*copy)(void *dst, const void *src, size_t bytes, void *stream);
   /* cuStreamWriteValue64, hipStreamWriteValue64: after all earlier work of the stream */
   int (*write64)(void *stream, uint64_t *address, uint64_t value, unsigned flags);
+  /* cuStreamWriteValue32, hipStreamWriteValue32: likewise */
+  int (*write32)(void *stream, uint32_t *address, uint32_t value, unsigned flags);
+  /* cuMemsetD16Async, hipMemsetD16Async */
+  int (*set16)(void *dst, unsigned short value, size_t count, void *stream);
+  /* cuMemsetD8Async, hipMemsetD8Async */
+  int (*set8)(void *dst, unsigned char value, size_t count, void *stream);
   /* cuEventRecord, hipEventRecord */
   int (*event_record)(void *event, void *stream);
   /* cuEventQuery, hipEventQuery */

@@ -43,8 +43,7 @@ typedef struct ProxycclTransport {
   /* The same from the peer's memory to own memory. */
   int (*get)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
-  /* Stores the low `bytes` bytes of a value, 1, 2, 4 or 8 of them: as a put, but nothing is read later. Or it returns
-   * WAITS, and the engine leaves the trigger in its ring. */
+  /* Stores the low `bytes` bytes of a value, 1, 2, 4 or 8 of them: as a put, but nothing is read later. */
   int (*put_value)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
                    uint32_t bytes);
   /* Stores `value` to the peer's semaphore word, which holds `previous`: some devices can only add. */

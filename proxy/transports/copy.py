@@ -12,11 +12,9 @@ from proxyccl.proxy.transports.transport import Transport
 
 ffi = _engine.ffi
 
-_VALUES_BYTES: int = 8 * _engine.lib.PROXYCCL_COPY_VALUES
-
 
 def make_copy_options(runtime: Runtime, undo: contextlib.ExitStack) -> tuple[Any, Stream, Event]:
-    """A ProxycclCopyOptions without room for values, and the stream and the event in it, which `undo` closes."""
+    """A ProxycclCopyOptions, and the stream and the event in it, which `undo` closes."""
     stream = runtime.create_stream(for_proxy=True)
     undo.callback(stream.close)
     event = runtime.create_event()
@@ -30,9 +28,6 @@ def make_copy_options(runtime: Runtime, undo: contextlib.ExitStack) -> tuple[Any
 def _connect(engine: EngineRuntime, options: None) -> EngineConnection:
     with contextlib.ExitStack() as undo:
         native_options, stream, event = make_copy_options(engine.runtime, undo)
-        values, device_values = engine.take_pinned(_VALUES_BYTES)
-        native_options.values = ffi.cast("uint64_t *", values)
-        native_options.device_values = ffi.cast("uint64_t *", device_values)
         pointer = create(engine, TRANSPORT.name, native_options)
         undo.pop_all()
     return EngineConnection(pointer, (stream, event))

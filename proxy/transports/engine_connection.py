@@ -4,21 +4,18 @@ transports."""
 from __future__ import annotations
 
 import errno
-import threading
 from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
-from proxyccl.device.runtime import Event, PinnedMemory, Runtime, Stream
+from proxyccl.device.runtime import Event, Runtime, Stream
 from proxyccl.proxy import _engine
 
 ffi, lib = _engine.ffi, _engine.lib
 
-_PINNED_BYTES = 64 << 10
-
 
 class EngineRuntime:
-    """A runtime, the addresses of its functions that the engine calls, and pinned memory for connections.
+    """A runtime, and the addresses of its functions that the engine calls.
 
     Attributes:
         runtime: the runtime.
@@ -31,26 +28,15 @@ class EngineRuntime:
         self.functions = functions = runtime.engine_functions()
         self.table = ffi.new("ProxycclRuntimeTable *")
         lib.proxyccl_runtime_table_fill(
-            self.table, functions.copy, functions.write64, functions.event_record, functions.event_query
+            self.table,
+            functions.copy,
+            functions.write64,
+            functions.write32,
+            functions.set16,
+            functions.set8,
+            functions.event_record,
+            functions.event_query,
         )
-        self._pinned: list[PinnedMemory] = []
-        self._left = 0  # bytes of the last one
-        self._lock = threading.Lock()
-
-    def take_pinned(self, nbytes: int) -> tuple[int, int]:
-        """Bytes for a connection, for good. Returns their address for the CPU and for copies."""
-        with self._lock:
-            if self._left < nbytes:  # some connections share one, as each takes a descriptor
-                self._pinned.append(self.runtime.allocate_pinned(max(_PINNED_BYTES, nbytes)))
-                self._left = self._pinned[-1].nbytes
-            memory, offset = self._pinned[-1], self._pinned[-1].nbytes - self._left
-            self._left -= nbytes
-        return memory.host_ptr + offset, memory.ptr + offset
-
-    def close(self) -> None:
-        """Frees the pinned memory. Connections must no longer use it."""
-        while self._pinned:
-            self._pinned.pop().close()
 
 
 @dataclass(frozen=True)

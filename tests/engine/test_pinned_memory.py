@@ -98,6 +98,9 @@ class FakeDriver:
         functions = {
             "copy": ctypes.CFUNCTYPE(status, pointer, pointer, size, pointer)(self._copy),
             "write64": ctypes.CFUNCTYPE(status, pointer, pointer, word, ctypes.c_uint)(self._write64),
+            "write32": ctypes.CFUNCTYPE(status, pointer, pointer, ctypes.c_uint32, ctypes.c_uint)(self._write32),
+            "set16": ctypes.CFUNCTYPE(status, pointer, ctypes.c_uint16, size, pointer)(self._set16),
+            "set8": ctypes.CFUNCTYPE(status, pointer, ctypes.c_uint8, size, pointer)(self._set8),
             "event_record": ctypes.CFUNCTYPE(status, pointer, pointer)(self._event_record),
             "event_query": ctypes.CFUNCTYPE(status, pointer)(self._event_query),
         }
@@ -112,6 +115,21 @@ class FakeDriver:
     def _write64(self, stream: int, address: int, value: int, flags: int) -> int:
         self.calls.append("write")
         self._queue.append(lambda: setattr(ctypes.c_uint64.from_address(address), "value", value))
+        return 0
+
+    def _write32(self, stream: int, address: int, value: int, flags: int) -> int:
+        self.calls.append("write32")
+        self._queue.append(lambda: setattr(ctypes.c_uint32.from_address(address), "value", value))
+        return 0
+
+    def _set16(self, address: int, value: int, count: int, stream: int) -> int:
+        self.calls.append("set16")
+        self._queue.append(lambda: setattr(ctypes.c_uint16.from_address(address), "value", value))
+        return 0
+
+    def _set8(self, address: int, value: int, count: int, stream: int) -> int:
+        self.calls.append("set8")
+        self._queue.append(lambda: setattr(ctypes.c_uint8.from_address(address), "value", value))
         return 0
 
     def _event_record(self, event: int, stream: int) -> int:
@@ -297,24 +315,30 @@ def test_a_value_for_pinned_memory_is_stored_by_the_cpu_if_nothing_is_outstandin
     rank.driver.held.set()
     rank.put(PUT, SIZE, source, destination)
     rank.push(ALL, value=7, size=2, destination=destination)
-    rank.wait(lambda: rank.driver.moves == [f"copy {SIZE}", "copy 2", "write", "write"], "the driver has both")
+    rank.wait(lambda: rank.driver.moves == [f"copy {SIZE}", "set16", "write", "write"], "the driver has both")
     rank.driver.held.clear()
     rank.wait_flushed(3)
     assert seen_as(inbox.device, np.uint8)[:3].tolist() == [7, 0, 12]
 
 
 @own_proxy
-def test_values_beyond_those_that_can_be_on_their_way_wait_in_the_ring(rank: Rank) -> None:
-    room = int(_engine.lib.PROXYCCL_COPY_VALUES)
+def test_a_stream_writes_a_value_in_aligned_parts(rank: Rank) -> None:
     device = SharedMemory.allocate(SIZE)
     destination = rank.service.add_memory(device.ptr, SIZE)
-    rank.driver.held.set()
-    for i in range(room + 3):
-        rank.push(PUT, value=i + 1, size=8, destination=destination, to=8 * i)
-    rank.wait(lambda: len(rank.driver.moves) == room, "as many as there is room for")
-    rank.driver.held.clear()
-    assert rank.service.drain(TIMEOUT)
-    assert seen_as(device, np.uint64)[: room + 4].tolist() == [*range(1, room + 4), 0]
+    expected = bytearray(49)
+    for size, to in ((8, 0), (4, 12), (2, 16), (1, 19), (8, 20), (4, 30), (8, 41)):
+        value = 0x1122334455667788 & ((1 << 8 * size) - 1)
+        rank.push(PUT | FLUSH if to == 41 else PUT, value=value, size=size, destination=destination, to=to)
+        expected[to : to + size] = value.to_bytes(size, "little")
+    rank.wait_flushed(7)
+    assert rank.driver.moves == [
+        *["write", "write32", "set16", "set8"],
+        *["write32", "write32"],  # 8 bytes at 20
+        *["set16", "set16"],  # 4 at 30
+        *["set8", "set16", "write32", "set8"],  # 8 at 41
+        "write",
+    ]
+    assert seen_as(device, np.uint8)[:49].tobytes() == bytes(expected)
 
 
 @own_proxy

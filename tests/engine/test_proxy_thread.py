@@ -236,7 +236,7 @@ def helped_thread(idle: IdlePolicy) -> Iterator[tuple[ProxyThread, Help]]:
     add = ctypes.CFUNCTYPE(None, helper, ctypes.c_void_p)(lambda call, argument: helpers.update({argument: call}))
     remove = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda argument: helpers.pop(argument) and None)
     functions = EngineFunctions(
-        0, 0, 0, 0, 0, *(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (add, remove))
+        0, 0, 0, 0, 0, 0, 0, 0, *(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (add, remove))
     )
     thread = ProxyThread("helped", idle, functions=functions)
     ((argument, call),) = helpers.items()

@@ -127,7 +127,7 @@ def test_no_race_is_found_in(instrumented: Path, scenarios: tuple[str, ...]) -> 
         ("planted_missing_meeting", "in proxyccl_memmove"),
         ("planted_reused_source", "proxyccl_host_copy"),
         ("planted_reused_outbox", "copy_transfer"),
-        ("planted_write_beside_a_schedule", "proxyccl_host_set"),
+        ("planted_write_beside_a_schedule", "proxyccl_host_set8"),
     ],
 )
 def test_a_planted_race_is_reported(instrumented: Path, scenario: str, where: str) -> None:

@@ -21,9 +21,9 @@ SECONDS = 240
 
 def torchrun(*arguments: str, ranks: int = RANKS, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Runs a program on `ranks` ranks of this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *options, *arguments]
+    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
+    return subprocess.run([*job, *options, *arguments], capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
 
 
 def losses(kind: str, backend: str) -> list[float]:

@@ -246,7 +246,7 @@ struct ChannelScenario {
 
   static void begin() {
     static ProxycclConnection* connection;
-    static const ProxycclRuntimeTable runtime = {Stream::copy, Stream::write64, Stream::record, Stream::query};
+    static const ProxycclRuntimeTable runtime = {Stream::copy, Stream::write64, nullptr, nullptr, nullptr, Stream::record, Stream::query};
     static const ProxycclCopyOptions options = {&stream, &stream};
     if (connection != nullptr) connection->transport->destroy(connection);
     connection = proxyccl_copy_transport.create(&options, &runtime);

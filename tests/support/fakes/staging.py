@@ -222,6 +222,9 @@ class Ends:
 COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 EVENT_QUERY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 WRITE64 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint)
+WRITE32 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint)
+SET16 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint16, ctypes.c_size_t, ctypes.c_void_p)
+SET8 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint8, ctypes.c_size_t, ctypes.c_void_p)
 EVENT_RECORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 _NOT_READY = 600
 
@@ -240,8 +243,16 @@ class LateStreams:
         self._work: dict[int, list[Callable[[], object]]] = {}  # by stream
         self._done: dict[int, int] = {}
         self._events: dict[int, tuple[int, int]] = {}  # the stream, and its work so far
-        self._kept = (COPY(self._copy), WRITE64(self._write64), EVENT_RECORD(self._record), EVENT_QUERY(self._query))
-        names = ("copy", "write64", "event_record", "event_query")
+        self._kept = (
+            COPY(self._copy),
+            WRITE64(self._write64),
+            WRITE32(self._write32),
+            SET16(lambda dst, value, count, stream: self._set(dst, value, 2, stream)),
+            SET8(lambda dst, value, count, stream: self._set(dst, value, 1, stream)),
+            EVENT_RECORD(self._record),
+            EVENT_QUERY(self._query),
+        )
+        names = ("copy", "write64", "write32", "set16", "set8", "event_record", "event_query")
         self.calls = {
             name: ctypes.cast(call, ctypes.c_void_p).value or 0 for name, call in zip(names, self._kept, strict=True)
         }
@@ -255,6 +266,12 @@ class LateStreams:
 
     def _write64(self, stream: int, address: int, value: int, _: int) -> int:
         return self._add(stream, lambda: ctypes.memmove(address, value.to_bytes(8, "little"), 8))
+
+    def _write32(self, stream: int, address: int, value: int, _: int) -> int:
+        return self._add(stream, lambda: ctypes.memmove(address, value.to_bytes(4, "little"), 4))
+
+    def _set(self, dst: int, value: int, nbytes: int, stream: int) -> int:
+        return self._add(stream, lambda: ctypes.memmove(dst, value.to_bytes(nbytes, "little"), nbytes))
 
     def _record(self, event: int, stream: int) -> int:
         self._events[event] = stream, len(self._work.get(stream, []))

@@ -168,6 +168,9 @@ HIP_EXPORT hipError_t hipMemcpyAsync(void* dst, const void* src, size_t bytes, i
 HIP_EXPORT hipError_t hipMemsetD8Async(hipDeviceptr_t dst, unsigned char value, size_t bytes, hipStream_t stream) {
   return as(CU(cuMemsetD8Async, dst, value, bytes, stream));
 }
+HIP_EXPORT hipError_t hipMemsetD16Async(hipDeviceptr_t dst, unsigned short value, size_t count, hipStream_t stream) {
+  return as(CU(cuMemsetD16Async, dst, value, count, stream));
+}
 
 // -- streams and events ---
 
@@ -185,6 +188,9 @@ HIP_EXPORT hipError_t hipStreamIsCapturing(hipStream_t stream, int* status) {
 }
 HIP_EXPORT hipError_t hipThreadExchangeStreamCaptureMode(int* mode) {
   return as(CU(cuThreadExchangeStreamCaptureMode, mode));
+}
+HIP_EXPORT hipError_t hipStreamWriteValue32(hipStream_t stream, void* pointer, uint32_t value, unsigned flags) {
+  return as(CU(cuStreamWriteValue32_v2, stream, pointer, value, flags));
 }
 HIP_EXPORT hipError_t hipStreamWriteValue64(hipStream_t stream, void* pointer, uint64_t value, unsigned flags) {
   return as(CU(cuStreamWriteValue64_v2, stream, pointer, value, flags));

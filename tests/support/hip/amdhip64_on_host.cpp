@@ -430,7 +430,10 @@ HIP_EXPORT hipError_t hipMemsetD8Async(hipDeviceptr_t dst, unsigned char value, 
       bytes -= whole;
     }
   }
-  return static_cast<hipError_t>(proxyccl_host_set(dst, value, bytes, hostStream(stream)));
+  return static_cast<hipError_t>(proxyccl_host_set8(dst, value, bytes, hostStream(stream)));
+}
+HIP_EXPORT hipError_t hipMemsetD16Async(hipDeviceptr_t dst, unsigned short value, size_t count, hipStream_t stream) {
+  return static_cast<hipError_t>(proxyccl_host_set16(dst, value, count, hostStream(stream)));
 }
 
 // -- streams and events ---
@@ -457,6 +460,10 @@ HIP_EXPORT hipError_t hipThreadExchangeStreamCaptureMode(int* mode) {
   if (*mode < 0 || *mode > 2) return hipErrorInvalidValue;
   std::swap(*mode, capture_mode);
   return hipSuccess;
+}
+HIP_EXPORT hipError_t hipStreamWriteValue32(hipStream_t stream, void* pointer, uint32_t value, unsigned flags) {
+  auto* word = static_cast<uint32_t*>(pointer);
+  return static_cast<hipError_t>(proxyccl_host_write32(hostStream(stream), word, value, flags));
 }
 HIP_EXPORT hipError_t hipStreamWriteValue64(hipStream_t stream, void* pointer, uint64_t value, unsigned flags) {
   auto* word = static_cast<uint64_t*>(pointer);
