@@ -177,6 +177,29 @@ class StreamOperationCalls:
 
 
 @dataclass(frozen=True)
+class StreamOrderCalls:
+    """Addresses of the driver's calls that order streams by events (stream_order.h).
+
+    Attributes:
+        record: records an event on a stream.
+        wait: makes a stream wait for an event.
+        query: tells whether an event was reached.
+        is_capturing: whether a stream is being captured.
+        exchange_capture_mode: exchanges the thread's capture mode.
+        relaxed: the capture mode in which an event may be queried.
+        current: stores the thread's current context.
+    """
+
+    record: int
+    wait: int
+    query: int
+    is_capturing: int
+    exchange_capture_mode: int
+    relaxed: int
+    current: int
+
+
+@dataclass(frozen=True)
 class AllocationCalls:
     """Addresses of the driver's calls for allocations (memory_pool.h, allocation_guard.h).
 
