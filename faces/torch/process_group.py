@@ -43,6 +43,8 @@ _TorchBase: Any = torch._C._distributed_c10d.Backend if IS_BACKEND else dist.Pro
 _bases: tuple[Any, ...] = (_TorchBase,) if IS_BACKEND else (WholeGroup, _TorchBase)
 _logger = logging.getLogger("proxyccl.torch")
 _NO_TIME = timedelta(0)
+_FEW, _LARGE_BYTES = 4, 1 << 20
+"""At most so many tensors of a coalesced call, or of so many bytes on average, are not joined."""
 _CPU = torch.device("cpu")
 _Flow = tuple[int, bool]
 """A peer, and whether this rank sends to it."""
@@ -53,7 +55,7 @@ _Again = tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]
 class _Coalescing(threading.local):
     """The Work that a thread collects; None while it collects none."""
 
-    works: list[DeviceWork | HostWork] | None = None
+    works: list[DeviceWork | HostWork | JointWork] | None = None
 
 
 _alive: set[ProcessGroupProxyCCL] = set()
@@ -538,6 +540,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduces several tensors over all ranks, in place."""
+        if _goes_apart(tensors):
+            return self._joint([functools.partial(self.allreduce, tensor, opts) for tensor in tensors], opts)
         op = _op_of(opts)
         tensors = in_memory(tensors)
         device = tensors[0].device
@@ -619,6 +623,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`all_gather_single` of several tensors."""
+        if _goes_apart(inputs):
+            pairs = zip(outputs, inputs, strict=True)
+            return self._joint([functools.partial(self.all_gather_single, *pair, opts) for pair in pairs], opts)
         outputs, inputs = in_memory(outputs), in_memory(inputs)
         device = inputs[0].device
         return self._issue(
@@ -716,6 +723,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`reduce_scatter_single` of several tensors."""
+        if _goes_apart(inputs):
+            pairs = zip(outputs, inputs, strict=True)
+            return self._joint([functools.partial(self.reduce_scatter_single, *pair, opts) for pair in pairs], opts)
         op = _op_of(opts)
         outputs, inputs = in_memory(outputs), in_memory(inputs)
         device = inputs[0].device
@@ -837,6 +847,16 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     # -- coalescing ---
 
+    def _joint(self, calls: Sequence[Callable[[], Any]], opts: Any) -> Any:
+        """One Work of several calls."""
+        outer, self._coalescing.works = self._coalescing.works, (collected := [])
+        try:
+            for call in calls:
+                call()
+        finally:
+            self._coalescing.works = outer
+        return self._handed_out(JointWork(collected), waits=_waits(opts))
+
     def start_coalescing(self, device: Any = None) -> None:
         """Collects the Work of the thread's calls that follow. Each runs as it comes; no transfer waits for another."""
         self._coalescing.works = []
@@ -877,6 +897,16 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 raise RuntimeError("Split sizes doesn't match total dim 0 size")
         elif tensor.size(0) % self._size:
             raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+
+
+def _goes_apart(tensors: Tensors) -> bool:
+    """Whether tensors of one coalesced call are better not joined in one array: few, or large ones. Both can be
+    repeated, and the memory is read and written once. All ranks answer the same.
+    """
+    if not tensors or not tensors[0].is_cuda:
+        return False
+    count = len(tensors)
+    return count <= _FEW or sum(x.numel() * x.element_size() for x in tensors) >= count * _LARGE_BYTES
 
 
 def _waits(opts: Any) -> bool:

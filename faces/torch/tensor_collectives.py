@@ -49,10 +49,14 @@ def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> None
 def all_reduce_coalesced(comm: Communicator, tensors: Tensors, op: Any) -> None:
     """Reduces tensors over all ranks, in place: those of one type by one call."""
     for same in _by_dtype(tensors):
-        values = torch.cat([flat(tensor) for tensor in same]) if len(same) > 1 else flat(same[0])
+        if len(same) == 1:
+            all_reduce(comm, same[0], op)
+            continue
+        values = torch.cat([flat(tensor) for tensor in same])
         all_reduce(comm, values, op)
-        for tensor, part in zip(same, values.split([tensor.numel() for tensor in same]), strict=True):
-            put_back(tensor, part)
+        parts = values.split([tensor.numel() for tensor in same])
+        shaped = [part.view(tensor.shape) for part, tensor in zip(parts, same, strict=True)]
+        torch._foreach_copy_([tensor.detach() for tensor in same], shaped)
 
 
 def _by_dtype(tensors: Tensors) -> list[list[torch.Tensor]]:

@@ -339,19 +339,21 @@ def _timed_out(timeout: timedelta) -> RuntimeError:
     return RuntimeError(f"Timed out: the call did not end within {timeout.total_seconds():g} s")
 
 
-class JointWork(dist.Work):
+class JointWork(_KeptWork):
     """Several calls, which end together.
 
     Args:
         works: the Work of each.
     """
 
-    def __init__(self, works: Sequence[DeviceWork | HostWork]) -> None:
+    def __init__(self, works: Sequence[DeviceWork | HostWork | JointWork]) -> None:
         super().__init__()
         self._works = list(works)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Waits for all of them, each in its own way. The time-out covers all together."""
+        if self._unwaited is not None:
+            self._unwaited.forget(self)
         deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
         for work in self._works:
             left = timeout if deadline is None else max(timedelta(seconds=deadline - time.monotonic()), _LEAST)

@@ -75,7 +75,7 @@ def test_each_collective_is_repeated_with_what_its_memory_holds_then(waits: bool
             "all_to_all": lambda: group.alltoall_base(whole, x, [], [], options("AllToAll", waits=waits)),
         }
         expected = {"all_reduce": 3.0, "reduce_scatter": 6.0, "all_gather": 6.0, "broadcast": 2.0, "all_to_all": 3.0}
-        results = {"all_reduce": x, "reduce_scatter": share, "all_gather": whole, "broadcast": half, "all_to_all": whole}
+        results = dict(zip(calls, (x, share, whole, half, whole), strict=True))
         repeats = None
         for turn in (1.0, 2.0, 3.0):
             for name, call in calls.items():
@@ -159,6 +159,7 @@ def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited() -> 
             del dropped
             gc.collect()
             assert recorded == [group._gpu(x.device).own] * (turn + 1)
+        torch.cuda.current_stream(x.device).synchronize()
 
     on_gpus(body)
 
@@ -188,5 +189,26 @@ def test_a_call_after_shutdown_is_refused() -> None:
         group.shutdown()
         with pytest.raises(dist.DistBackendError, match="ClosedError"):
             all_reduce(group, x)
+
+    on_gpus(body)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["synchronous", "asynchronous"])
+def test_few_coalesced_tensors_are_calls_that_repeat(waits: bool) -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        memory = [torch.empty(8), torch.empty(12)]
+        tensors = [torch_on_hip.on_gpu(each, rank) for each in memory]
+        repeats = None
+        for turn in (1.0, 2.0):
+            for each in memory:
+                each.fill_(turn * (rank + 1))
+            work = group.allreduce_coalesced(tensors, options("AllreduceCoalesced", waits=waits))
+            assert work.wait()
+            assert [tensor.numel() for tensor in work.result()] == [8, 12]
+            assert all((torch_on_hip.on_cpu(each) == 3.0 * turn).all() for each in tensors)
+            repeats = repeats or Repeats(group)
+        assert repeats is not None
+        assert repeats.count == len(tensors)
 
     on_gpus(body)
