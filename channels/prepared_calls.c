@@ -43,7 +43,8 @@ typedef struct {
 
 /* What tensors are asked, as names. */
 enum { IS_GPU, DTYPE, SHAPE, IS_CONTIGUOUS, IS_NEGATIVE, IS_CONJUGATE, ADDRESS, NAMES };
-static const char* const kNames[NAMES] = {"is_cuda", "dtype", "shape", "is_contiguous", "is_neg", "is_conj", "data_ptr"};
+static const char* const kNames[NAMES] = {"is_cuda", "dtype",   "shape",   "is_contiguous",
+                                          "is_neg",  "is_conj", "data_ptr"};
 
 typedef struct {
   PyObject ob_base;
@@ -77,7 +78,7 @@ static int describe_shape(PyObject* shape, Described* described) {
   if (shape == NULL || !PyTuple_Check(shape) || PyTuple_Size(shape) > MOST_DIMENSIONS) return 0;
   described->dimensions = PyTuple_Size(shape);
   for (Py_ssize_t i = 0; i < described->dimensions; ++i)
-    described->shape[i] = PyLong_AsSsize_t(PyTuple_GetItem(shape, i)); /* a symbol is no number: an error */
+    described->shape[i] = PyLong_AsSsize_t(PyTuple_GetItem(shape, i)); /* an error for a symbol */
   if (PyErr_Occurred() == NULL) return 1;
   PyErr_Clear();
   return 0;
@@ -180,8 +181,7 @@ static int turn_to(PreparedCalls* self, PyObject* stream) {
 }
 
 /* With the lock held. Returns 1 if the call was issued, 0 if it is not kept, -1 with an exception. */
-static int issue_kept(PreparedCalls* self, const Described* x, const Described* out, PyObject* options,
-                      PyObject* on) {
+static int issue_kept(PreparedCalls* self, const Described* x, const Described* out, PyObject* options, PyObject* on) {
   const Entry* entry = place_of(self, x, out, options);
   if (!is_of(entry, x, out, options)) return 0;
   if (on != NULL) {

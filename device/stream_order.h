@@ -40,8 +40,8 @@ static inline int proxyccl_stream_wait(const ProxycclStreamOrder* self, uintptr_
   return proxyccl_order_is_current(self) ? self->wait((void*)stream, (void*)event, 0) : PROXYCCL_OTHER_CONTEXT;
 }
 
-/* Makes later work of `then` wait for work queued on `first`, by an event that nothing else uses meanwhile. With `alike`
- * it does nothing if one of them is being captured and the other is not. */
+/* Makes later work of `then` wait for work queued on `first`, by an event that nothing else uses meanwhile. With
+ * `alike` it does nothing if one of them is being captured and the other is not. */
 static inline int proxyccl_stream_follow(const ProxycclStreamOrder* self, uintptr_t event, uintptr_t first,
                                          uintptr_t then, int alike) {
   if (!proxyccl_order_is_current(self)) return PROXYCCL_OTHER_CONTEXT;

@@ -28,8 +28,8 @@ class TensorCalls:
         collective: str,
         source: Any,
         target: Any,
-        op: str | None = None,
-        root: int | None = None,
+        op: str | None,
+        root: int | None,
     ) -> None:
         """Has `repeat` issue the latest call with some arrays. The backend has made it on their communicator.
 

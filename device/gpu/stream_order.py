@@ -88,7 +88,7 @@ class StreamOrder:
         try:
             return self._idle.pop()
         except IndexError:
-            made = [self._context.call(_create_event, self._context.driver) for _ in range(_MADE_AT_ONCE)]
+            made: list[int] = [self._context.call(_create_event, self._context.driver) for _ in range(_MADE_AT_ONCE)]
             self._idle.extend(made[1:])
             return made[0]
 

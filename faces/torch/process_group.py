@@ -44,7 +44,7 @@ _bases: tuple[Any, ...] = (_TorchBase,) if IS_BACKEND else (WholeGroup, _TorchBa
 _logger = logging.getLogger("proxyccl.torch")
 _NO_TIME = timedelta(0)
 _FEW, _LARGE_BYTES = 4, 1 << 20
-"""At most so many tensors of a coalesced call, or of so many bytes on average, are not joined."""
+"""Tensors of a coalesced call are not joined if there are at most this many, or if they have this size on average."""
 _CPU = torch.device("cpu")
 _Flow = tuple[int, bool]
 """A peer, and whether this rank sends to it."""
@@ -318,7 +318,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             self._unwaited.add(work)
         return work
 
-    def _repeat(self, again: _Again, opts: Any) -> DeviceWork | None:
+    def _repeat(self, again: _Again, opts: Any) -> Any:
         """Issues a call on a GPU that was made before with the same tensors and options, by one call into C.
 
         Returns:
@@ -398,7 +398,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if gpu.calls is None:
             gpu.calls = self._endpoints.of_all(gpu.device).tensor_calls
             self._repeating[gpu.device.index] = gpu
-        gpu.calls.keep(*again, *made)
+        options, x, out = again
+        gpu.calls.keep(options, x, out, *made)
 
     def _issue_transfer(
         self, name: str, tensors: Tensors, function: Callable[[], None], device: torch.device, flow: _Flow
@@ -849,7 +850,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def _joint(self, calls: Sequence[Callable[[], Any]], opts: Any) -> Any:
         """One Work of several calls."""
-        outer, self._coalescing.works = self._coalescing.works, (collected := [])
+        collected: list[DeviceWork | HostWork | JointWork] = []
+        outer, self._coalescing.works = self._coalescing.works, collected
         try:
             for call in calls:
                 call()
@@ -915,7 +917,7 @@ def _waits(opts: Any) -> bool:
 
 
 def _kind_of(op: Any) -> int | None:
-    """The number of an operator's kind; None if it is no operator of torch's."""
+    """The number of an operator's kind; None for anything else."""
     return getattr(getattr(op, "op", op), "value", None)
 
 

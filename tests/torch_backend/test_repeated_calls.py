@@ -112,7 +112,7 @@ def test_a_call_with_other_memory_or_another_operator_is_not_confused() -> None:
             for _ in range(2):
                 all_reduce(group, x, op=op).wait()
                 assert (torch_on_hip.on_cpu(x) == value).all()
-        assert repeats.count == 2  # a factor is no part of a kept call
+        assert repeats.count == 2  # calls with a factor are not kept
 
     on_gpus(body)
 
