@@ -82,6 +82,8 @@ shipped_kernels = [
 prepared_calls = Extension(
     "proxyccl.channels._prepared_calls",
     sources=["channels/prepared_calls.c"],
+    depends=["device/launch.h"],
+    include_dirs=["device"],
     extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
     py_limited_api=True,
 )

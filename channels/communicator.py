@@ -23,6 +23,7 @@ from proxyccl.channels.collectives.reduce_scatter import REDUCE_SCATTER
 from proxyccl.channels.collectives.request import CtaPolicy, requested_policy
 from proxyccl.channels.collectives.run import run
 from proxyccl.channels.collectives.selection import Selector
+from proxyccl.channels.collectives.tensor_calls import TensorCalls
 from proxyccl.channels.collectives.transfers import Transfers, all_to_all_v, gather, recv, scatter, send
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group, close_at_exit
@@ -348,6 +349,11 @@ class Communicator:
     def group(self) -> Group:
         """The group under the communicator: exchanges, failure state, streams, proxy. For extensions."""
         return self._group
+
+    @property
+    def tensor_calls(self) -> TensorCalls:
+        """Its calls of torch's tensors that were made before. For torch's backend."""
+        return TensorCalls(self._collectives)
 
     @property
     def rank(self) -> int:

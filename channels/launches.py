@@ -22,7 +22,8 @@ from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import KernelError
 from proxyccl.device.interrupts import forget, when_interrupted
 from proxyccl.device.kernel import Launch
-from proxyccl.device.owned import closed_stream
+from proxyccl.device.memory.allocation_guard import AllocationGuard
+from proxyccl.device.owned import OwnedStream, closed_stream
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.device.stream_operations import StreamOperations
 from proxyccl.device.thread_streams import ThreadStream, identify_stream, reachable_stream
@@ -47,7 +48,7 @@ class Launches:
 
     Attributes:
         default_stream: the stream of calls without one on the host runtime.
-        prepared_calls: calls without a stream on the host runtime that were repeated before.
+        prepared_calls: calls that were repeated before: without a stream on the host runtime, and torch's on a GPU.
     """
 
     def __init__(self, runtime: Runtime, failure: FailureState, call_log: CallLog) -> None:
@@ -61,7 +62,9 @@ class Launches:
         self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
         self.default_stream: Stream = runtime.create_stream(in_caller=True)
         self._default_handle = self.default_stream.handle
-        self.prepared_calls = PreparedCalls(Array, "identity", self._lock, self._refuse)
+        self.prepared_calls = PreparedCalls(
+            Array, "identity", self._lock, self._refuse, self._next_stream, libraries.tensor_types
+        )
         when_interrupted(self._default_handle, lambda error: failure.abort(f"interrupted by {type(error).__name__}"))
         if synchronize := runtime.launch_target().synchronize:
             call_log.wait_on(self._default_handle, synchronize)
@@ -138,11 +141,23 @@ class Launches:
         if owners and stream is not None:
             self._runtime.in_flight.add(owners, stream, handle)
 
-    def keep(self, call: Any, launch: Launchable, x: Any, out: Any, options: tuple[Any, ...]) -> None:
-        """Keeps a call without a stream that `issue` has made, for ``prepared_calls.repeat(x, out, options)``."""
+    def keep(
+        self,
+        call: Any,
+        launch: Launchable,
+        x: Any,
+        out: Any,
+        options: tuple[Any, ...],
+        guard: AllocationGuard | None = None,
+    ) -> None:
+        """Keeps a call that `issue` has made, or may make, for ``prepared_calls.repeat(x, out, options)``.
+
+        On the host runtime that repeats it without a stream, on a GPU on the stream that it is given.
+        """
         issue, callers = self._call_log.addresses(operations=not isinstance(launch, Launch))
         prepared, fields = (int(ffi.cast("uintptr_t", each)) for each in (launch.prepared, call))
-        self.prepared_calls.keep(x, out, options, issue, callers, fields, prepared, (call, launch))
+        holds = (0, 0) if guard is None else guard.addresses
+        self.prepared_calls.keep(x, out, options, issue, callers, fields, prepared, (call, launch, guard), *holds)
 
     @property
     def last_stream(self) -> int | None:
@@ -171,16 +186,16 @@ class Launches:
 
     def end_repeats(self) -> None:
         """From now on no prepared call is repeated."""
-        self.prepared_calls.set_stream(0)
+        self.prepared_calls.set_stream(None)
 
     def close(self) -> None:
         """Frees the default stream."""
         self.default_stream.close()
         forget(self._default_handle)
 
-    def _refuse(self, status: int, kept: tuple[Any, Launchable]) -> None:
-        """Raises the error for a nonzero status."""
-        call, launch = kept
+    def _refuse(self, status: int, kept: tuple[Any, ...]) -> None:
+        """Raises the error for a nonzero status of a call, whose fields and launchable `kept` begins with."""
+        call, launch, *_ = kept
         if status > 0:
             launch.check(status)
         self._check(status, call)
@@ -233,11 +248,13 @@ class Launches:
             elif self._last is not None:
                 self._runtime.order_streams(reachable_stream(self._runtime, self._last), handle)
             self._last, self._last_stream_owner = named, stream
-            self.prepared_calls.set_stream(handle if on_default else 0)
-            if self._failure.closed:  # since this call's check
-                self.end_repeats()
-        elif type(stream) is not int:
+        elif type(stream) is not int or not isinstance(self._last_stream_owner, OwnedStream):
             self._last_stream_owner = stream
+        # By its number a program names a stream that it keeps; an object might be closed, and its handle another's.
+        is_number = not self._on_host and isinstance(self._last_stream_owner, int) and named == handle
+        self.prepared_calls.set_stream(handle if on_default or is_number else None)
+        if self._failure.closed:  # since this call's check
+            self.end_repeats()
         return handle
 
     def _launched(self, stream: StreamLike, handle: int, owners: tuple[object, ...]) -> None:

@@ -12,13 +12,15 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "launch.h"
+
 enum { PLACES = 512, MOST_DIMENSIONS = 6, MOST_OPTIONS = 6, LONGEST_FORMAT = 8 };
 
 /* An array's identity for a call: equal for two arrays only if every call treats them alike. No padding: compared by
  * memcmp. */
 typedef struct {
   PyTypeObject* type;
-  PyObject* identity; /* of an array that has one, see PreparedCalls; otherwise NULL, and the rest counts */
+  PyObject* identity; /* of an array that has one, see PreparedCalls, and a tensor's dtype; otherwise NULL */
   void* first;
   Py_ssize_t bytes, dimensions, shape[MOST_DIMENSIONS];
   uint64_t readonly;
@@ -26,6 +28,7 @@ typedef struct {
 } Described;
 
 typedef int (*Issue)(void* callers, void* call, void* launch, uintptr_t stream);
+typedef int (*Hold)(const void* guard);
 
 typedef struct {
   Described x, out;
@@ -33,16 +36,71 @@ typedef struct {
   PyObject* options[MOST_OPTIONS];
   Issue issue;
   void *callers, *call, *launch;
+  Hold holds; /* whether the arrays are still those that they were; NULL if nothing need tell */
+  const void* guard;
   PyObject* kept; /* NULL: nothing is kept here */
 } Entry;
+
+/* What tensors are asked, as names. */
+enum { IS_GPU, DTYPE, SHAPE, IS_CONTIGUOUS, IS_NEGATIVE, IS_CONJUGATE, ADDRESS, NAMES };
+static const char* const kNames[NAMES] = {"is_cuda", "dtype",   "shape",   "is_contiguous",
+                                          "is_neg",  "is_conj", "data_ptr"};
 
 typedef struct {
   PyObject ob_base;
   PyTypeObject* identified;
-  PyObject *identity_name, *acquire, *release, *refuse;
-  uintptr_t stream; /* 0: no call is repeated at present */
+  PyObject *identity_name, *acquire, *release, *refuse, *turn, *tensor_types;
+  PyObject* names[NAMES];
+  int repeats;      /* 0: no call is repeated at present */
+  uintptr_t stream; /* the one that calls are on */
   Entry* entries;
 } PreparedCalls;
+
+/* A tensor's attribute, or with `call` the result of its method. NULL without an error. */
+static PyObject* ask(const PreparedCalls* self, PyObject* x, int name, int call) {
+  PyObject* found = PyObject_GetAttr(x, self->names[name]);
+  if (found != NULL && call) {
+    PyObject* method = found;
+    found = PyObject_CallNoArgs(method);
+    Py_DECREF(method);
+  }
+  if (found == NULL) PyErr_Clear(); /* it has no memory */
+  return found;
+}
+
+static int answers(const PreparedCalls* self, PyObject* x, int name, int call, PyObject* expected) {
+  PyObject* found = ask(self, x, name, call);
+  Py_XDECREF(found); /* True and False are never freed */
+  return found == expected;
+}
+
+static int describe_shape(PyObject* shape, Described* described) {
+  if (shape == NULL || !PyTuple_Check(shape) || PyTuple_Size(shape) > MOST_DIMENSIONS) return 0;
+  described->dimensions = PyTuple_Size(shape);
+  for (Py_ssize_t i = 0; i < described->dimensions; ++i)
+    described->shape[i] = PyLong_AsSsize_t(PyTuple_GetItem(shape, i)); /* an error for a symbol */
+  if (PyErr_Occurred() == NULL) return 1;
+  PyErr_Clear();
+  return 0;
+}
+
+/* `describe` of a tensor on a GPU whose memory holds its elements in order. */
+static int describe_tensor(const PreparedCalls* self, PyObject* x, Described* described) {
+  if (!answers(self, x, IS_GPU, 0, Py_True) || !answers(self, x, IS_CONTIGUOUS, 1, Py_True) ||
+      !answers(self, x, IS_NEGATIVE, 1, Py_False) || !answers(self, x, IS_CONJUGATE, 1, Py_False))
+    return 0;
+  PyObject* address = ask(self, x, ADDRESS, 1);
+  if (address == NULL) return 0;
+  described->first = PyLong_AsVoidPtr(address);
+  Py_DECREF(address);
+  if (PyErr_Occurred() != NULL) PyErr_Clear();
+  if (described->first == NULL) return 0;
+  PyObject* shape = ask(self, x, SHAPE, 0);
+  const int has_shape = describe_shape(shape, described);
+  Py_XDECREF(shape);
+  described->identity = has_shape ? ask(self, x, DTYPE, 0) : NULL;
+  return described->identity != NULL;
+}
 
 /* Describes an array. Returns 1, with a reference to `identity` or with `view` to be released; 0 if it can't be
  * described. Never an error. */
@@ -56,6 +114,7 @@ static int describe(const PreparedCalls* self, PyObject* x, Described* described
     if (described->identity == Py_None) Py_CLEAR(described->identity);
     return described->identity != NULL;
   }
+  if (PySet_Contains(self->tensor_types, (PyObject*)described->type) > 0) return describe_tensor(self, x, described);
   if (!PyObject_CheckBuffer(x)) return 0;
   if (PyObject_GetBuffer(x, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
     PyErr_Clear(); /* it is not contiguous, or buffers do not support its type */
@@ -105,12 +164,32 @@ static void empty(Entry* entry) {
   Py_DECREF(old.kept);
 }
 
+static int is_of(const Entry* entry, const Described* x, const Described* out, PyObject* options) {
+  return entry->kept != NULL && memcmp(&entry->x, x, sizeof *x) == 0 && memcmp(&entry->out, out, sizeof *out) == 0 &&
+         has_options(entry, options);
+}
+
+/* With the lock held: has calls be on a stream from now on. Returns 1 if they are, 0 if not, -1 with an exception. */
+static int turn_to(PreparedCalls* self, PyObject* stream) {
+  const uintptr_t handle = (uintptr_t)PyLong_AsUnsignedLongLong(stream);
+  if (PyErr_Occurred()) return -1;
+  if (self->repeats && self->stream == handle) return 1;
+  PyObject* turned = PyObject_CallFunctionObjArgs(self->turn, stream, NULL); /* it calls set_stream */
+  if (turned == NULL) return -1;
+  Py_DECREF(turned);
+  return self->repeats && self->stream == handle;
+}
+
 /* With the lock held. Returns 1 if the call was issued, 0 if it is not kept, -1 with an exception. */
-static int issue_kept(PreparedCalls* self, const Described* x, const Described* out, PyObject* options) {
+static int issue_kept(PreparedCalls* self, const Described* x, const Described* out, PyObject* options, PyObject* on) {
   const Entry* entry = place_of(self, x, out, options);
-  if (self->stream == 0 || entry->kept == NULL || memcmp(&entry->x, x, sizeof *x) != 0 ||
-      memcmp(&entry->out, out, sizeof *out) != 0 || !has_options(entry, options))
-    return 0;
+  if (!is_of(entry, x, out, options)) return 0;
+  if (on != NULL) {
+    const int turned = turn_to(self, on);
+    if (turned <= 0) return turned;
+    if (!is_of(entry, x, out, options)) return 0; /* that may have run Python */
+  }
+  if (!self->repeats || (entry->holds != NULL && !entry->holds(entry->guard))) return 0;
   const Issue issue = entry->issue;
   void *const callers = entry->callers, *const call = entry->call, *const launch = entry->launch;
   const uintptr_t stream = self->stream;
@@ -120,6 +199,10 @@ static int issue_kept(PreparedCalls* self, const Described* x, const Described* 
   Py_BEGIN_ALLOW_THREADS;
   status = issue(callers, call, launch, stream);
   Py_END_ALLOW_THREADS;
+  if (status == PROXYCCL_OTHER_CONTEXT) { /* nothing was done */
+    Py_DECREF(kept);
+    return 0;
+  }
   PyObject* refused = status == 0 ? NULL : PyObject_CallFunction(self->refuse, "iO", status, kept);
   Py_DECREF(kept);
   Py_XDECREF(refused);
@@ -127,22 +210,27 @@ static int issue_kept(PreparedCalls* self, const Described* x, const Described* 
 }
 
 static PyObject* repeat(PreparedCalls* self, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 3 || !PyTuple_Check(arguments[2]) || PyTuple_Size(arguments[2]) == 0) {
-    PyErr_SetString(PyExc_TypeError, "repeat(x, out, options) takes a tuple of options");
+  if (count < 3 || count > 4 || !PyTuple_Check(arguments[2]) || PyTuple_Size(arguments[2]) == 0) {
+    PyErr_SetString(PyExc_TypeError, "repeat(x, out, options, stream=) takes a tuple of options");
     return NULL;
   }
-  if (self->stream == 0) Py_RETURN_FALSE;
+  PyObject* const on = count == 4 ? arguments[3] : NULL;
+  if (!self->repeats && on == NULL) Py_RETURN_FALSE;
   Described x, out;
   Py_buffer x_view, out_view;
   if (!describe(self, arguments[0], &x, &x_view)) Py_RETURN_FALSE;
-  if (!describe(self, arguments[1], &out, &out_view)) {
+  if (arguments[1] == arguments[0] && x_view.obj == NULL) {
+    out = x;
+    Py_XINCREF(out.identity);
+    out_view.obj = NULL;
+  } else if (!describe(self, arguments[1], &out, &out_view)) {
     release(&x, &x_view);
     Py_RETURN_FALSE;
   }
   int issued = -1;
   PyObject* locked = PyObject_CallNoArgs(self->acquire);
   if (locked != NULL) {
-    issued = issue_kept(self, &x, &out, arguments[2]);
+    issued = issue_kept(self, &x, &out, arguments[2], on);
     PyObject *error_type, *error, *traceback; /* of a call that was refused */
     PyErr_Fetch(&error_type, &error, &traceback);
     PyObject* released = PyObject_CallNoArgs(self->release);
@@ -164,9 +252,9 @@ static PyObject* repeat(PreparedCalls* self, PyObject* const* arguments, Py_ssiz
 
 static PyObject* keep(PreparedCalls* self, PyObject* arguments) {
   PyObject *x, *out, *options, *kept;
-  unsigned long long issue, callers, call, launch;
-  if (!PyArg_ParseTuple(arguments, "OOO!KKKKO", &x, &out, &PyTuple_Type, &options, &issue, &callers, &call, &launch,
-                        &kept))
+  unsigned long long issue, callers, call, launch, holds = 0, guard = 0;
+  if (!PyArg_ParseTuple(arguments, "OOO!KKKKO|KK", &x, &out, &PyTuple_Type, &options, &issue, &callers, &call, &launch,
+                        &kept, &holds, &guard))
     return NULL;
   const Py_ssize_t count = PyTuple_Size(options);
   if (count == 0 || count > MOST_OPTIONS) {
@@ -178,6 +266,8 @@ static PyObject* keep(PreparedCalls* self, PyObject* arguments) {
                 .callers = (void*)(uintptr_t)callers,
                 .call = (void*)(uintptr_t)call,
                 .launch = (void*)(uintptr_t)launch,
+                .holds = (Hold)(uintptr_t)holds,
+                .guard = (const void*)(uintptr_t)guard,
                 .kept = kept};
   Py_buffer source, target;
   if (!describe(self, x, &made.x, &source)) Py_RETURN_NONE;
@@ -206,9 +296,10 @@ static PyObject* clear(PreparedCalls* self, PyObject* Py_UNUSED(nothing)) {
 }
 
 static PyObject* set_stream(PreparedCalls* self, PyObject* stream) {
-  const uintptr_t handle = (uintptr_t)PyLong_AsUnsignedLongLong(stream);
+  const uintptr_t handle = stream == Py_None ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(stream);
   if (PyErr_Occurred()) return NULL;
   self->stream = handle;
+  self->repeats = stream != Py_None;
   Py_RETURN_NONE;
 }
 
@@ -219,6 +310,8 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
   Py_VISIT(self->acquire);
   Py_VISIT(self->release);
   Py_VISIT(self->refuse);
+  Py_VISIT(self->turn);
+  Py_VISIT(self->tensor_types);
   for (int i = 0; self->entries != NULL && i < PLACES; ++i) {
     const Entry* entry = &self->entries[i];
     for (Py_ssize_t k = 0; k < entry->count; ++k) Py_VISIT(entry->options[k]);
@@ -233,11 +326,12 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
 
 static int let_go(PyObject* object) {
   PreparedCalls* self = (PreparedCalls*)object;
-  self->stream = 0;
+  self->repeats = 0;
   for (int i = 0; self->entries != NULL && i < PLACES; ++i) empty(&self->entries[i]);
   Py_CLEAR(self->acquire);
   Py_CLEAR(self->release);
   Py_CLEAR(self->refuse);
+  Py_CLEAR(self->turn);
   return 0;
 }
 
@@ -249,13 +343,17 @@ static void end(PyObject* object) {
   PyMem_Free(self->entries);
   Py_XDECREF((PyObject*)self->identified);
   Py_XDECREF(self->identity_name);
+  Py_XDECREF(self->tensor_types);
+  for (int i = 0; i < NAMES; ++i) Py_XDECREF(self->names[i]);
   PyObject_GC_Del(object);
   Py_DECREF(type);
 }
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
-  PyObject *identified, *name, *lock, *refuse;
-  if (!PyArg_ParseTuple(arguments, "O!UOO", &PyType_Type, &identified, &name, &lock, &refuse)) return NULL;
+  PyObject *identified, *name, *lock, *refuse, *turn, *tensor_types;
+  if (!PyArg_ParseTuple(arguments, "O!UOOOO!", &PyType_Type, &identified, &name, &lock, &refuse, &turn, &PySet_Type,
+                        &tensor_types))
+    return NULL;
   PyObject* object = PyType_GenericNew(type, NULL, NULL);
   if (object == NULL) return NULL;
   PreparedCalls* self = (PreparedCalls*)object;
@@ -266,6 +364,16 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   self->identity_name = name;
   Py_INCREF(refuse);
   self->refuse = refuse;
+  Py_INCREF(turn);
+  self->turn = turn;
+  Py_INCREF(tensor_types);
+  self->tensor_types = tensor_types;
+  int named = 1;
+  for (int i = 0; i < NAMES; ++i) named &= (self->names[i] = PyUnicode_InternFromString(kNames[i])) != NULL;
+  if (!named) {
+    Py_DECREF(object);
+    return NULL;
+  }
   self->acquire = PyObject_GetAttrString(lock, "acquire");
   self->release = self->acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
   self->entries = self->release == NULL ? NULL : PyMem_Calloc(PLACES, sizeof(Entry));

@@ -172,6 +172,28 @@ class StreamOperationCalls(Struct, frozen=True):
     context: int = 0
 
 
+class StreamOrderCalls(Struct, frozen=True):
+    """Addresses of the driver's calls that order streams by events (stream_order.h).
+
+    Attributes:
+        record: records an event on a stream.
+        wait: makes a stream wait for an event.
+        query: tells whether an event was reached.
+        is_capturing: whether a stream is being captured.
+        exchange_capture_mode: exchanges the thread's capture mode.
+        relaxed: the capture mode in which an event may be queried.
+        current: stores the thread's current context.
+    """
+
+    record: int
+    wait: int
+    query: int
+    is_capturing: int
+    exchange_capture_mode: int
+    relaxed: int
+    current: int
+
+
 class AllocationCalls(Struct, frozen=True):
     """Addresses of the driver's calls for allocations (memory_pool.h, allocation_guard.h).
 

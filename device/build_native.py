@@ -235,6 +235,7 @@ typedef struct {
 } ProxycclAllocationGuard;
 void proxyccl_allocation_guard_fill(ProxycclAllocationGuard *guard, uintptr_t pointer_attribute);
 int proxyccl_allocations_hold(const ProxycclAllocationGuard *guard);
+uintptr_t proxyccl_allocations_hold_address(void);
 
 typedef enum { PROXYCCL_STREAM_WAIT, PROXYCCL_STREAM_WRITE, ... } ProxycclStreamOperationKind;
 typedef struct { uint32_t kind; uint64_t address; uint64_t value; ...; } ProxycclStreamOperation;
@@ -259,6 +260,15 @@ void proxyccl_stream_operations_fill(ProxycclStreamOperations *operations, uintp
 int proxyccl_stream_issue(ProxycclStreamOperations *operations, uintptr_t stream);
 
 enum { PROXYCCL_OTHER_CONTEXT, ... };
+typedef struct { int relaxed; uint64_t context; ...; } ProxycclStreamOrder;
+void proxyccl_stream_order_fill(ProxycclStreamOrder *order, uintptr_t record, uintptr_t wait, uintptr_t query,
+                                uintptr_t is_capturing, uintptr_t exchange_capture_mode, uintptr_t current);
+int proxyccl_stream_captures(const ProxycclStreamOrder *order, uintptr_t stream);
+int proxyccl_stream_mark(const ProxycclStreamOrder *order, uintptr_t event, uintptr_t stream);
+int proxyccl_stream_wait(const ProxycclStreamOrder *order, uintptr_t stream, uintptr_t event);
+int proxyccl_stream_follow(const ProxycclStreamOrder *order, uintptr_t event, uintptr_t first, uintptr_t then,
+                           int alike);
+int proxyccl_event_query(const ProxycclStreamOrder *order, uintptr_t event);
 void proxyccl_launch_fill(ProxycclLaunch *launch, uintptr_t call, uintptr_t current);
 int proxyccl_launch(const ProxycclLaunch *launch, uintptr_t stream);
 
@@ -293,6 +303,7 @@ ffi.set_source(
 #include "memory_pool.h"
 #include "places.h"
 #include "allocation_guard.h"
+#include "stream_order.h"
 
 /* Drivers' entry points arrive as addresses. */
 static void proxyccl_launch_fill(ProxycclLaunch *launch, uintptr_t call, uintptr_t current) {
@@ -309,6 +320,15 @@ static void proxyccl_stream_operations_fill(ProxycclStreamOperations *operations
   operations->copy = (int (*)(uint64_t, uint64_t, size_t, void *))copy;
   operations->is_capturing = (int (*)(void *, int *))is_capturing;
   operations->current = (int (*)(uint64_t *))current;
+}
+static void proxyccl_stream_order_fill(ProxycclStreamOrder *order, uintptr_t record, uintptr_t wait, uintptr_t query,
+                                       uintptr_t is_capturing, uintptr_t exchange_capture_mode, uintptr_t current) {
+  order->record = (int (*)(void *, void *))record;
+  order->wait = (int (*)(void *, void *, unsigned))wait;
+  order->query = (int (*)(void *))query;
+  order->is_capturing = (int (*)(void *, int *))is_capturing;
+  order->exchange_capture_mode = (int (*)(int *))exchange_capture_mode;
+  order->current = (int (*)(uint64_t *))current;
 }
 static void proxyccl_pool_calls_fill(ProxycclPoolCalls *calls, uintptr_t allocate, uintptr_t allocate_with_flags,
                                      uintptr_t free, uintptr_t current, uintptr_t make_current,
@@ -334,6 +354,8 @@ static int proxyccl_driver_await(uintptr_t query, uintptr_t handle, unsigned mil
     if (now.tv_sec * 1000000000ll + now.tv_nsec > end) return status;
   }
 }
+/* For callers in C of other extensions. */
+static uintptr_t proxyccl_allocations_hold_address(void) { return (uintptr_t)proxyccl_allocations_hold; }
 static void proxyccl_allocation_guard_fill(ProxycclAllocationGuard *guard, uintptr_t pointer_attribute) {
   guard->pointer_attribute = (int (*)(void *, int, uint64_t))pointer_attribute;
 }
@@ -408,6 +430,7 @@ static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place,
         "device/memory/memory_pool.h",
         "device/memory/places.h",
         "device/memory/allocation_guard.h",
+        "device/stream_order.h",
         "device/stream_operations.h",
         "device/host/runtime.h",
         "device/host/fibers.h",

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls
+from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls, StreamOrderCalls
 
 
 class DeviceInfo(Struct, frozen=True):
@@ -240,8 +240,8 @@ class Driver(Protocol):
         """
         ...
 
-    def create_event(self) -> int:
-        """An event that can time."""
+    def create_event(self, *, times: bool = True) -> int:
+        """An event, which costs less if it does not record its time."""
         ...
 
     def destroy_event(self, event: int) -> None:
@@ -294,6 +294,10 @@ class Driver(Protocol):
 
     def stream_operation_calls(self) -> StreamOperationCalls:
         """The calls for words of memory in a stream; the context is left to the caller."""
+        ...
+
+    def stream_order_calls(self) -> StreamOrderCalls:
+        """The calls that order streams by events."""
         ...
 
     def allocation_calls(self) -> AllocationCalls:

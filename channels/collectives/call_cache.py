@@ -105,6 +105,15 @@ class CallCache:
                     self._launches.keep(prepared.fields, prepared.launch, x, out, key[0])
         return True
 
+    def keep_under(self, key: Key, x: Any, out: Any, options: tuple[Any, ...]) -> None:
+        """Has ``Launches.prepared_calls.repeat(x, out, options, stream)`` repeat the call that was made under a key.
+
+        Does nothing if that is not known any more.
+        """
+        with self._lock:  # against `_forget`
+            if (prepared := self._prepared.get(key)) is not None:
+                self._launches.keep(prepared.fields, prepared.launch, x, out, options, prepared.guard)
+
     def run(
         self,
         call: CollectiveCall,

@@ -141,10 +141,20 @@ def _find_library(kind: type) -> _Library:
 
 
 class _Libraries(dict[type, _Library]):
-    """By array type; a type's library is found when it is first looked up."""
+    """By array type; a type's library is found when it is first looked up.
+
+    Attributes:
+        tensor_types: the types of torch's tensors that have memory of their own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensor_types: set[type] = set()
 
     def __missing__(self, kind: type) -> _Library:
         known = self[kind] = _find_library(kind)
+        if known.is_torch and known.instead is None:
+            self.tensor_types.add(kind)
         return known
 
 

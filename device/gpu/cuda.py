@@ -6,7 +6,7 @@ import ctypes
 import functools
 from typing import Any
 
-from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls
+from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls, StreamOrderCalls
 from proxyccl.device.driver import DeviceInfo
 from proxyccl.device.errors import DriverError, RuntimeUnavailableError
 from proxyccl.device.gpu.cuda_bindings import cu, error_text, freed, ok
@@ -269,9 +269,10 @@ class CudaDriver:
         )
         return int(ok("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(wanted)))
 
-    def create_event(self) -> int:
+    def create_event(self, *, times: bool = True) -> int:
         """An event."""
-        return int(ok("cuEventCreate", cu.cuEventCreate(0)))
+        flags = cu.CUevent_flags.CU_EVENT_DEFAULT if times else cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        return int(ok("cuEventCreate", cu.cuEventCreate(int(flags))))
 
     def destroy_event(self, event: int) -> None:
         """Destroys an event."""
@@ -337,6 +338,18 @@ class CudaDriver:
             copy=_address("cuMemcpyAsync"),
             batch=_address("cuStreamBatchMemOp"),
             is_capturing=_address("cuStreamIsCapturing"),
+            current=_address("cuCtxGetCurrent"),
+        )
+
+    def stream_order_calls(self) -> StreamOrderCalls:
+        """cuEventRecord and the others."""
+        return StreamOrderCalls(
+            record=_address("cuEventRecord"),
+            wait=_address("cuStreamWaitEvent"),
+            query=_address("cuEventQuery"),
+            is_capturing=_address("cuStreamIsCapturing"),
+            exchange_capture_mode=_address("cuThreadExchangeStreamCaptureMode"),
+            relaxed=int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED),
             current=_address("cuCtxGetCurrent"),
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls
+from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls, StreamOrderCalls
 from proxyccl.device.driver import DeviceInfo
 from proxyccl.device.errors import DriverError, RuntimeUnavailableError
 from proxyccl.device.gpu.hip_bindings import address_of, call, done, error_text, freed, hip, library, status_of
@@ -251,9 +251,9 @@ class HipDriver:
             raise DriverError("hipThreadExchangeStreamCaptureMode", status, error_text(status))
         return exchanged.value
 
-    def create_event(self) -> int:
+    def create_event(self, *, times: bool = True) -> int:
         """An event."""
-        return int(call("hipEventCreateWithFlags", hip.hipEventDefault))
+        return int(call("hipEventCreateWithFlags", hip.hipEventDefault if times else hip.hipEventDisableTiming))
 
     def destroy_event(self, event: int) -> None:
         """Destroys an event."""
@@ -318,6 +318,18 @@ class HipDriver:
             write64=address_of("hipStreamWriteValue64"),
             wait64=address_of("hipStreamWaitValue64"),
             is_capturing=address_of("hipStreamIsCapturing"),
+            current=address_of("hipGetDevice"),
+        )
+
+    def stream_order_calls(self) -> StreamOrderCalls:
+        """hipEventRecord and the others."""
+        return StreamOrderCalls(
+            record=address_of("hipEventRecord"),
+            wait=address_of("hipStreamWaitEvent"),
+            query=address_of("hipEventQuery"),
+            is_capturing=address_of("hipStreamIsCapturing"),
+            exchange_capture_mode=address_of("hipThreadExchangeStreamCaptureMode"),
+            relaxed=int(hip.hipStreamCaptureMode.hipStreamCaptureModeRelaxed),
             current=address_of("hipGetDevice"),
         )
 

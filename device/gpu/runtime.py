@@ -42,6 +42,7 @@ from proxyccl.device.build.kernel_names import (
 )
 from proxyccl.device.driver import Driver
 from proxyccl.device.errors import ArgumentError, CompileError, DriverError, RuntimeUnavailableError
+from proxyccl.device.gpu import stream_order
 from proxyccl.device.gpu.context import DeviceContext
 from proxyccl.device.gpu.memory import GpuMemory, GpuMemoryManager, GpuPinnedMemory
 from proxyccl.device.gpu.streams import GpuEvent, GpuStream, stream_handle, synchronize
@@ -116,6 +117,7 @@ class GpuRuntime:
         self._modules: dict[int, dict[str, _LoadedModule]] = {}  # by control block
         self._kernels: dict[tuple[str, ...], Kernel] = {}
         self._copies = GpuStream(self.context)
+        self._order = stream_order.of(driver, device)
         self._launch_target = LaunchTarget(driver.launch_address(), driver.current_address(), self.context.handle)
 
     def __repr__(self) -> str:
@@ -283,13 +285,7 @@ class GpuRuntime:
         A stream that is being captured into a graph can't be ordered with one that is not; the graph's own launches
         are the caller's to order.
         """
-        with self.current():
-            capturing = self.driver.is_capturing(then)
-            if capturing != self.driver.is_capturing(first):
-                return
-            event = self.create_event()
-            self.driver.record_event(event.handle, first)
-            self.driver.stream_wait_event(then, event.handle)
+        self._order.follow(first, then, alike=True)
 
     def wait_event(self, stream: int, event: Event) -> None:
         """Makes later work of the stream with this handle wait for the event's last record."""

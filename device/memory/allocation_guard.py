@@ -26,3 +26,8 @@ class AllocationGuard:
     def holds(self) -> bool:
         """Whether each address still lies in its allocation. Also False if the driver can't tell now."""
         return bool(lib.proxyccl_allocations_hold(self._guard))
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """For callers in C: of the function that tells what `holds` does, and of its argument."""
+        return lib.proxyccl_allocations_hold_address(), int(ffi.cast("uintptr_t", self._guard))

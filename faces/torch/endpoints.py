@@ -123,9 +123,7 @@ class Endpoints:
 
     def check(self) -> None:
         """Raises the error that ended a communicator, if one has failed."""
-        with self._lock:
-            made = list(self._made.items())
-        for (_, _, peer), comm in made:
+        for (_, _, peer), comm in list(self._made.items()):  # one operation, which no thread interrupts
             if peer is None:
                 comm.check()
             else:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
+from typing import NoReturn
 
 from proxyccl.device.errors import ClosedError, CommunicatorError, KernelError, ResourceError, WaitTimeoutError
 from torch.distributed import DistBackendError
@@ -26,13 +26,20 @@ def as_torch_error(error: BaseException) -> BaseException:
     return translated
 
 
-@contextmanager
-def torch_errors() -> Iterator[None]:
+def raise_as_torch(error: BaseException) -> NoReturn:
+    """Raises a caught exception by `as_torch_error`."""
+    translated = as_torch_error(error)
+    if translated is error:
+        raise error
+    raise translated from error
+
+
+class torch_errors:  # noqa: N801  used like a function
     """Converts exceptions raised within by `as_torch_error`."""
-    try:
-        yield
-    except Exception as error:
-        translated = as_torch_error(error)
-        if translated is error:
-            raise
-        raise translated from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if isinstance(error, Exception) and (translated := as_torch_error(error)) is not error:
+            raise translated from error

@@ -19,19 +19,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from proxyccl.device import forks
-from proxyccl.device.errors import CommunicatorError
+from proxyccl.device.errors import CommunicatorError, DriverError
 from proxyccl.torch import own_streams, pools
 from proxyccl.torch import tensor_collectives as on_tensors
 from proxyccl.torch.endpoints import Endpoints
-from proxyccl.torch.errors import torch_errors
+from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
 from proxyccl.torch.monitored_barrier import monitored_barrier
+from proxyccl.torch.on_gpu import GroupOnGpu
 from proxyccl.torch.tensors import in_memory
 from proxyccl.torch.under_way import UnderWay
 from proxyccl.torch.unwaited import Unwaited
 from proxyccl.torch.watchdog import watch
 from proxyccl.torch.whole_group import WholeGroup
-from proxyccl.torch.work import DeviceWork, HostWork, JointWork
+from proxyccl.torch.work import DeviceWork, HostWork, JointWork, TransferWork
 
 Tensors = Sequence[torch.Tensor]
 NAME = "proxyccl"
@@ -42,15 +43,19 @@ _TorchBase: Any = torch._C._distributed_c10d.Backend if IS_BACKEND else dist.Pro
 _bases: tuple[Any, ...] = (_TorchBase,) if IS_BACKEND else (WholeGroup, _TorchBase)
 _logger = logging.getLogger("proxyccl.torch")
 _NO_TIME = timedelta(0)
+_FEW, _LARGE_BYTES = 4, 1 << 20
+"""Tensors of a coalesced call are not joined if there are at most this many, or if they have this size on average."""
 _CPU = torch.device("cpu")
 _Flow = tuple[int, bool]
 """A peer, and whether this rank sends to it."""
+_Again = tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]
+"""What makes two calls the same: the call's name and options, known by identity, its input and its output."""
 
 
 class _Coalescing(threading.local):
     """The Work that a thread collects; None while it collects none."""
 
-    works: list[DeviceWork | HostWork] | None = None
+    works: list[DeviceWork | HostWork | JointWork] | None = None
 
 
 _alive: set[ProcessGroupProxyCCL] = set()
@@ -97,7 +102,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._endpoints: Endpoints = endpoints
         self._process = forks.here()
         self._executors: dict[tuple[torch.device, _Flow | None], Executor] = {}
-        self._streams: dict[tuple[torch.device, _Flow | None], Any] = {}
+        self._gpus: dict[torch.device, GroupOnGpu] = {}
+        self._flow_streams: dict[tuple[torch.device, _Flow], Any] = {}
+        self._repeating: dict[int, GroupOnGpu] = {}  # by the device's number: those with a communicator
         self._lock = threading.Lock()
         self._sequence = 0
         self._barriers = itertools.count()
@@ -251,28 +258,34 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         for executor in executors:
             executor.end()
         self._endpoints.close()
-        while self._streams:
-            (device, _), stream = self._streams.popitem()
+        self._repeating.clear()
+        while self._flow_streams:
+            (device, _), stream = self._flow_streams.popitem()
             own_streams.give_back(device, stream)
+        while self._gpus:
+            _, gpu = self._gpus.popitem()
+            gpu.give_back()
         _alive.discard(self)
 
     # -- issuing calls ---
 
     def _require_process(self) -> None:
         """Raises in a fork's child, before any lock is taken: a thread of the parent's may have held it at the fork."""
-        with torch_errors():
-            self._process.require("the process group")
+        if not self._process.is_here:
+            with torch_errors():
+                self._process.require("the process group")
 
     def _issue(
         self,
         name: str,
         tensors: Tensors,
-        function: Callable[[], None],
+        function: Callable[[], Any],
         *,
         device: torch.device,
         opts: Any = None,
         blocks: bool = False,
         flow: _Flow | None = None,
+        again: _Again | None = None,
     ) -> Any:
         """Runs a call, or queues it. Returns its Work.
 
@@ -284,47 +297,109 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             opts: torch's options, which say whether the program continues meanwhile.
             blocks: whether the end of a device's call is waited for on the CPU.
             flow: for a single transfer, the peer and whether it is a send: it runs concurrently with other calls.
+            again: what tells calls on a GPU apart that `_repeat` may repeat; `function` returns how (`Made`).
         """
         self._require_process()
         self._sequence += 1
-        waits = opts is not None and not getattr(opts, "asyncOp", True)
+        waits = _waits(opts)
         if device.type == "cpu":
             work = self._issue_on_cpu(name, tensors, function, flow, _seconds_of(opts), waits=waits)
         elif flow is not None:
             work = self._issue_transfer(name, tensors, function, device, flow)
         else:
-            work = self._issue_on_device(name, tensors, function, device, waits=waits, blocks=blocks)
+            work = self._issue_on_device(name, tensors, function, device, again, waits=waits, blocks=blocks)
+        return self._handed_out(work, waits=waits)
+
+    def _handed_out(self, work: Any, *, waits: bool) -> Any:
+        """A Work for torch, which is kept where torch does not."""
         if self._coalescing.works is not None:
             self._coalescing.works.append(work)
         elif not waits and not IS_BACKEND:
             self._unwaited.add(work)
         return work
 
+    def _repeat(self, again: _Again, opts: Any) -> Any:
+        """Issues a call on a GPU that was made before with the same tensors and options, by one call into C.
+
+        Returns:
+            Its Work. None if it was not made before, or can't be repeated now: then it is to be issued.
+        """
+        options, x, out = again
+        gpu = self._repeating.get(x.get_device())
+        if gpu is None or (calls := gpu.calls) is None or not self._process.is_here:
+            return None
+        waits, current = _waits(opts), gpu.current()
+        stream = current if waits else gpu.own
+        try:
+            if not waits:
+                gpu.order.follow(current, stream)
+            if not calls.repeat(x, out, options, stream):
+                return None
+        except Exception as error:
+            raise_as_torch(error)
+        self._sequence += 1
+        tensors = [x] if out is x else [out, x]
+        work = self._work_of(options[0], tensors, gpu, stream, waits=waits, captured=gpu.order.is_capturing(stream))
+        return self._handed_out(work, waits=waits)
+
+    def _work_of(
+        self,
+        name: str,
+        tensors: Tensors,
+        gpu: GroupOnGpu,
+        stream: int,
+        *,
+        waits: bool,
+        captured: bool,
+        blocks: bool = False,
+    ) -> DeviceWork:
+        """The Work of a call that was just queued on a stream."""
+        end, failure = None, None
+        if not waits or blocks:
+            try:
+                end = gpu.order.mark(stream)
+            except DriverError as error:  # the device's context is lost
+                failure = as_torch_error(error)
+        # A graph's memory is its own, and a captured call is not in progress.
+        kept = () if waits or captured else tensors
+        work = DeviceWork(tensors, gpu, stream, end, self._check, kept, blocks=blocks, error=failure)
+        if not captured:
+            self._under_way.add(None, self._sequence, name, None if end is None else end.query)
+        return work
+
     def _issue_on_device(
         self,
         name: str,
         tensors: Tensors,
-        function: Callable[[], None],
+        function: Callable[[], Any],
         device: torch.device,
+        again: _Again | None,
         *,
         waits: bool,
         blocks: bool,
     ) -> DeviceWork:
-        stream = None if waits else self._stream_of(device, None)
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(device))
-        with torch_errors(), torch.no_grad(), torch.cuda.stream(stream):  # None is the current stream
-            function()
-        # A graph's memory is its own, a captured call is not in progress, and querying an event ends a capture.
-        is_captured = torch.cuda.is_current_stream_capturing()
-        if stream is not None and not is_captured:
-            for tensor in tensors:
-                tensor.record_stream(stream)
-        work = DeviceWork(tensors, device, stream, self._check, blocks=blocks)
-        work.issued()
-        if not is_captured:
-            self._under_way.add(None, self._sequence, name, None if work.event is None else work.event.query)
-        return work
+        gpu = self._gpu(device)
+        with torch_errors(), torch.no_grad():
+            stream = gpu.current()
+            if waits:
+                made = function()
+            else:
+                gpu.order.follow(stream, gpu.own)
+                stream = gpu.own
+                with torch.cuda.stream(gpu.own_stream):
+                    made = function()
+            if again is not None and made is not None:
+                self._keep(gpu, again, made)
+        captured = gpu.order.is_capturing(stream)
+        return self._work_of(name, tensors, gpu, stream, waits=waits, captured=captured, blocks=blocks)
+
+    def _keep(self, gpu: GroupOnGpu, again: _Again, made: on_tensors.Made) -> None:
+        """Has `_repeat` find a call that was made."""
+        if gpu.calls is None:
+            gpu.calls = self._endpoints.of_all(gpu.device).tensor_calls
+            self._repeating[gpu.device.index] = gpu
+        options, x, out = again
+        gpu.calls.keep(options, x, out, *made)
 
     def _issue_transfer(
         self, name: str, tensors: Tensors, function: Callable[[], None], device: torch.device, flow: _Flow
@@ -334,10 +409,12 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         The thread waits for the peer, which the program must not: the peer may wait for another rank's transfer first.
         The transfer follows the work queued on the program's stream by now.
         """
-        stream, ready = self._stream_of(device, flow), torch.cuda.current_stream(device).record_event()
-        work = DeviceWork(tensors, device, stream, self._check, source=_source_of(flow))
+        gpu, stream = self._gpu(device), self._stream_of(device, flow)
+        current, handle = gpu.current(), stream.cuda_stream
+        ready = gpu.order.mark(current)
+        work = TransferWork(tensors, gpu, handle, self._check, _source_of(flow))
         executor, has_met = self._executor(device, flow), self._endpoints.has_met(device, flow[0])
-        number, is_captured = self._sequence, torch.cuda.is_current_stream_capturing()
+        number, is_captured = self._sequence, gpu.order.is_capturing(current)
         if not is_captured:
             self._under_way.add((device, flow), number, name, work.has_passed)
         elif not has_met:
@@ -350,7 +427,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             failure: BaseException | None = None
             try:
                 with torch.no_grad(), torch.cuda.stream(stream):
-                    stream.wait_event(ready)
+                    ready.hold(handle)
                     function()
                     if not is_captured:
                         for tensor in tensors:
@@ -426,11 +503,17 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 self._executors[device, flow] = Executor(name, begin)
             return self._executors[device, flow]
 
-    def _stream_of(self, device: torch.device, flow: _Flow | None) -> Any:
+    def _stream_of(self, device: torch.device, flow: _Flow) -> Any:
         with self._lock:
-            if (device, flow) not in self._streams:
-                self._streams[device, flow] = own_streams.take(device)
-            return self._streams[device, flow]
+            if (device, flow) not in self._flow_streams:
+                self._flow_streams[device, flow] = own_streams.take(device)
+            return self._flow_streams[device, flow]
+
+    def _gpu(self, device: torch.device) -> GroupOnGpu:
+        with self._lock:
+            if device not in self._gpus:
+                self._gpus[device] = GroupOnGpu(device)
+            return self._gpus[device]
 
     def _check(self) -> None:
         self._endpoints.check()
@@ -439,20 +522,27 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         """Reduces a tensor over all ranks, in place."""
-        tensors = in_memory([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         op = _op_of(opts)
-        (tensor,) = tensors
+        again = ("all_reduce", _kind_of(op)), x, x
+        work = self._repeat(again, opts)
+        if work is not None:
+            return work
+        (tensor,) = in_memory([x])
         device = tensor.device
         return self._issue(
             "all_reduce",
-            tensors,
+            [tensor],
             lambda: on_tensors.all_reduce(self._endpoints.of_all(device), tensor, op),
             device=device,
             opts=opts,
+            again=again,
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduces several tensors over all ranks, in place."""
+        if _goes_apart(tensors):
+            return self._joint([functools.partial(self.allreduce, tensor, opts) for tensor in tensors], opts)
         op = _op_of(opts)
         tensors = in_memory(tensors)
         device = tensors[0].device
@@ -466,17 +556,22 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         """Copies a rank's tensor to all ranks."""
-        tensors = in_memory([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+        again = ("broadcast", root), x, x
+        work = self._repeat(again, opts)
+        if work is not None:
+            return work
+        (tensor,) = in_memory([x])
         self._require_rank(root, "root")
-        (tensor,) = tensors
         device = tensor.device
         return self._issue(
             "broadcast",
-            tensors,
+            [tensor],
             lambda: on_tensors.broadcast(self._endpoints.of_all(device), tensor, root),
             device=device,
             opts=opts,
+            again=again,
         )
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
@@ -508,6 +603,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Concatenates the ranks' tensors of one size."""
+        again = ("all_gather_single",), x, output
+        work = self._repeat(again, opts)
+        if work is not None:
+            return work
         output, x = in_memory([output, x])
         _require_dtype(output, x)
         if output.numel() != self._size * x.numel():
@@ -518,12 +617,16 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             lambda: on_tensors.all_gather(self._endpoints.of_all(x.device), output, x),
             device=x.device,
             opts=opts,
+            again=again,
         )
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`all_gather_single` of several tensors."""
+        if _goes_apart(inputs):
+            pairs = zip(outputs, inputs, strict=True)
+            return self._joint([functools.partial(self.all_gather_single, *pair, opts) for pair in pairs], opts)
         outputs, inputs = in_memory(outputs), in_memory(inputs)
         device = inputs[0].device
         return self._issue(
@@ -600,6 +703,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Reduces a tensor over all ranks and gives each its share."""
         op = _op_of(opts)
+        again = ("reduce_scatter_single", _kind_of(op)), x, output
+        work = self._repeat(again, opts)
+        if work is not None:
+            return work
         output, x = in_memory([output, x])
         _require_dtype(output, x)
         if x.numel() != self._size * output.numel():
@@ -610,12 +717,16 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             lambda: on_tensors.reduce_scatter(self._endpoints.of_all(x.device), output, x, op),
             device=x.device,
             opts=opts,
+            again=again,
         )
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`reduce_scatter_single` of several tensors."""
+        if _goes_apart(inputs):
+            pairs = zip(outputs, inputs, strict=True)
+            return self._joint([functools.partial(self.reduce_scatter_single, *pair, opts) for pair in pairs], opts)
         op = _op_of(opts)
         outputs, inputs = in_memory(outputs), in_memory(inputs)
         device = inputs[0].device
@@ -639,20 +750,24 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         *_: Any,
     ) -> Any:
         """Rows of a tensor to each rank: evenly many, or as the splits say."""
+        even = not output_splits and not input_splits
+        again = (("all_to_all_single",), x, output) if even else None
+        work = None if again is None else self._repeat(again, opts)
+        if work is not None:
+            return work
         output, x = in_memory([output, x])
         _require_dtype(output, x)
-        even = not output_splits and not input_splits
         for tensor, splits in ((output, output_splits), (x, input_splits)):
             self._require_splits(tensor, splits)
         comm_of = self._endpoints.of_all
 
-        def call() -> None:
+        def call() -> on_tensors.Made | None:
             if even:
-                on_tensors.all_to_all(comm_of(x.device), output, x)
-            else:
-                on_tensors.all_to_all_v(comm_of(x.device), output, x, output_splits, input_splits)
+                return on_tensors.all_to_all(comm_of(x.device), output, x)
+            on_tensors.all_to_all_v(comm_of(x.device), output, x, output_splits, input_splits)
+            return None
 
-        return self._issue("all_to_all_single", [output, x], call, device=x.device, opts=opts)
+        return self._issue("all_to_all_single", [output, x], call, device=x.device, opts=opts, again=again)
 
     alltoall_base = all_to_all_single
 
@@ -733,6 +848,17 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     # -- coalescing ---
 
+    def _joint(self, calls: Sequence[Callable[[], Any]], opts: Any) -> Any:
+        """One Work of several calls."""
+        collected: list[DeviceWork | HostWork | JointWork] = []
+        outer, self._coalescing.works = self._coalescing.works, collected
+        try:
+            for call in calls:
+                call()
+        finally:
+            self._coalescing.works = outer
+        return self._handed_out(JointWork(collected), waits=_waits(opts))
+
     def start_coalescing(self, device: Any = None) -> None:
         """Collects the Work of the thread's calls that follow. Each runs as it comes; no transfer waits for another."""
         self._coalescing.works = []
@@ -773,6 +899,26 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 raise RuntimeError("Split sizes doesn't match total dim 0 size")
         elif tensor.size(0) % self._size:
             raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+
+
+def _goes_apart(tensors: Tensors) -> bool:
+    """Whether tensors of one coalesced call are better not joined in one array: few, or large ones. Both can be
+    repeated, and the memory is read and written once. All ranks answer the same.
+    """
+    if not tensors or not tensors[0].is_cuda:
+        return False
+    count = len(tensors)
+    return count <= _FEW or sum(x.numel() * x.element_size() for x in tensors) >= count * _LARGE_BYTES
+
+
+def _waits(opts: Any) -> bool:
+    """Whether torch's options say that the program does not continue meanwhile."""
+    return opts is not None and not getattr(opts, "asyncOp", True)
+
+
+def _kind_of(op: Any) -> int | None:
+    """The number of an operator's kind; None for anything else."""
+    return getattr(getattr(op, "op", op), "value", None)
 
 
 def _nothing() -> None:

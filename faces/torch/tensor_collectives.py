@@ -15,20 +15,24 @@ from proxyccl.torch.reductions import plain_op, reduction
 from proxyccl.torch.tensors import as_bytes, flat, is_plain, put_back, require_same_dtype
 
 Tensors = Sequence[torch.Tensor]
+Made = tuple[str, torch.Tensor, torch.Tensor, str | None, int | None]
+"""The one call of a communicator that a call was, on the tensors' own memory: its name, input, output, operator and
+root. `TensorCalls.keep` takes it."""
 
 
-def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
+def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Made | None:
     """Reduces a tensor over all ranks, in place."""
     plain = plain_op(op, tensor.dtype)
     if plain is not None and is_plain(tensor):
         comm.all_reduce(tensor, plain)
-        return
+        return "all_reduce", tensor, tensor, plain, None
     how = reduction(op, tensor.dtype)
     values = flat(tensor)
     if how.factor is not None:
         values.mul_(how.factor)
     comm.all_reduce(how.of(values), how.op)
     put_back(tensor, values)
+    return None
 
 
 def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> None:
@@ -45,10 +49,14 @@ def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> None
 def all_reduce_coalesced(comm: Communicator, tensors: Tensors, op: Any) -> None:
     """Reduces tensors over all ranks, in place: those of one type by one call."""
     for same in _by_dtype(tensors):
-        values = torch.cat([flat(tensor) for tensor in same]) if len(same) > 1 else flat(same[0])
+        if len(same) == 1:
+            all_reduce(comm, same[0], op)
+            continue
+        values = torch.cat([flat(tensor) for tensor in same])
         all_reduce(comm, values, op)
-        for tensor, part in zip(same, values.split([tensor.numel() for tensor in same]), strict=True):
-            put_back(tensor, part)
+        parts = values.split([tensor.numel() for tensor in same])
+        shaped = [part.view(tensor.shape) for part, tensor in zip(parts, same, strict=True)]
+        torch._foreach_copy_([tensor.detach() for tensor in same], shaped)
 
 
 def _by_dtype(tensors: Tensors) -> list[list[torch.Tensor]]:
@@ -58,18 +66,20 @@ def _by_dtype(tensors: Tensors) -> list[list[torch.Tensor]]:
     return list(groups.values())
 
 
-def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> None:
+def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> Made | None:
     """Copies a rank's tensor to all ranks."""
     values = as_bytes(tensor)
     comm.broadcast(values, root)
     put_back(tensor, values)
+    return ("broadcast", values, values, None, root) if is_plain(tensor) else None
 
 
-def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> None:
+def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> Made | None:
     """Concatenates the ranks' tensors of one size."""
-    values = as_bytes(output)
-    comm.all_gather(as_bytes(x), out=values)
+    own, values = as_bytes(x), as_bytes(output)
+    comm.all_gather(own, out=values)
     put_back(output, values)
+    return ("all_gather", own, values, None, None) if is_plain(x) and is_plain(output) else None
 
 
 def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) -> None:
@@ -87,14 +97,17 @@ def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) 
         at += size
 
 
-def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op: Any) -> None:
+def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op: Any) -> Made | None:
     """Reduces a tensor over all ranks and gives each its share."""
     how = reduction(op, x.dtype)
     values, share = flat(x), flat(output)
     if how.factor is not None:
         values = values * how.factor
-    comm.reduce_scatter(how.of(values), how.op, out=how.of(share))
+    source, target = how.of(values), how.of(share)
+    comm.reduce_scatter(source, how.op, out=target)
     put_back(output, share)
+    in_place = how.factor is None and is_plain(x) and is_plain(output)
+    return ("reduce_scatter", source, target, how.op, None) if in_place else None
 
 
 def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors, op: Any) -> None:
@@ -161,11 +174,12 @@ def scatter(comm: Communicator, output: torch.Tensor, inputs: Tensors, root: int
     exchange(comm, {rank: [x] for rank, x in enumerate(inputs)} if comm.rank == root else {}, {root: [output]})
 
 
-def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> None:
+def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> Made | None:
     """The i-th share of each rank goes to rank i."""
-    values = as_bytes(output)
-    comm.all_to_all(as_bytes(x), out=values)
+    own, values = as_bytes(x), as_bytes(output)
+    comm.all_to_all(own, out=values)
     put_back(output, values)
+    return ("all_to_all", own, values, None, None) if is_plain(x) and is_plain(output) else None
 
 
 def all_to_all_v(
@@ -187,7 +201,7 @@ def all_to_all_lists(comm: Communicator, outputs: Tensors, inputs: Tensors) -> N
 
 def barrier(comm: Communicator, device: torch.device) -> None:
     """Waits until all ranks have arrived: on the current stream of a GPU, or on the CPU."""
-    comm.barrier(stream=None if device.type == "cpu" else torch.cuda.current_stream(device))
+    comm.barrier(stream=None if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def _by_rank(tensors: Tensors) -> dict[int, Tensors]:

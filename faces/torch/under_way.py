@@ -7,6 +7,9 @@ from collections import deque
 from collections.abc import Callable, Hashable
 
 _MOST = 1024
+_ADDED_BETWEEN = 32  # calls of a flow, before those that have ended are forgotten
+
+_Call = tuple[int, str, Callable[[], bool] | None]
 
 
 class UnderWay:
@@ -20,10 +23,10 @@ class UnderWay:
     def __init__(self, healthy: Callable[[], bool]) -> None:
         self._healthy = healthy
         self._lock = threading.Lock()
-        self._flows: dict[Hashable, deque[tuple[int, str, Callable[[], bool] | None]]] = {}
+        self._flows: dict[Hashable, deque[_Call]] = {}
 
     def add(self, flow: Hashable, number: int, name: str, ended: Callable[[], bool] | None) -> None:
-        """Adds a call.
+        """Adds a call. Nearly always without a lock: a deque is appended to by one operation.
 
         Args:
             flow: the flow that orders it.
@@ -31,17 +34,19 @@ class UnderWay:
             name: for messages.
             ended: tells whether it has ended; None if `end`, or a later call of the flow, will tell.
         """
-        with self._lock:
-            calls = self._flows.setdefault(flow, deque(maxlen=_MOST))
-            self._forget_ended(calls)
-            calls.append((number, name, ended))
+        calls = self._flows.get(flow)
+        if calls is None:
+            with self._lock:
+                calls = self._flows.setdefault(flow, deque(maxlen=_MOST))
+        calls.append((number, name, ended))
+        if ended is not None and not number % _ADDED_BETWEEN:
+            with self._lock:
+                self._forget_ended(calls)
 
     def end(self, flow: Hashable, number: int) -> None:
         """Forgets the calls of a flow up to a number."""
         with self._lock:
-            calls = self._flows[flow]
-            while calls and calls[0][0] <= number:
-                calls.popleft()
+            _forget(self._flows[flow], number)
 
     def oldest(self) -> tuple[int, str] | None:
         """The number and the name of the oldest call; None if there is none."""
@@ -52,13 +57,21 @@ class UnderWay:
         number, name, _ = min(heads, key=lambda call: call[0], default=(0, "", None))
         return (number, name) if heads else None
 
-    def _forget_ended(self, calls: deque[tuple[int, str, Callable[[], bool] | None]]) -> None:
-        while True:
-            place = next((place for place, (_, _, ended) in enumerate(calls) if ended is not None), None)
-            if place is None:
-                return
-            ended = calls[place][2]
-            if ended is None or not ended() or not self._healthy():
-                return
-            for _ in range(place + 1):
-                calls.popleft()
+    def _forget_ended(self, calls: deque[_Call]) -> None:
+        """Finds the last call that has ended by halves: those before it have ended too."""
+        known = [call for call in list(calls) if call[2] is not None]
+        first, end = 0, len(known)  # the first that has not ended is within
+        while first < end:
+            middle = (first + end) // 2
+            ended = known[middle][2]
+            if ended is not None and ended():
+                first = middle + 1
+            else:
+                end = middle
+        if first and self._healthy():
+            _forget(calls, known[first - 1][0])
+
+
+def _forget(calls: deque[_Call], number: int) -> None:
+    while calls and calls[0][0] <= number:
+        calls.popleft()

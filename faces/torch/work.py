@@ -12,16 +12,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from proxyccl.device import forks
-from proxyccl.torch.errors import as_torch_error, torch_errors
+from proxyccl.device.errors import DriverError
+from proxyccl.device.gpu.stream_order import StreamMark
+from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
+from proxyccl.torch.on_gpu import GroupOnGpu
 from proxyccl.torch.unwaited import Unwaited
 
 _NO_LIMIT = timedelta(0)
 _LEAST = timedelta(microseconds=1)
 _POLL_SECONDS = 2e-4
+_futures = threading.Lock()
+"""Held while a GPU's call is given a future, which happens too rarely for a lock in each Work."""
+forks.hold_while_forking(_futures)
 
 
 class _KeptWork(dist.Work):
     """A Work that may be kept until it is waited for."""
+
+    __slots__ = ("_process", "_unwaited")
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,63 +137,53 @@ class HostWork(_KeptWork):
 
 
 class DeviceWork(_KeptWork):
-    """A call on a stream of a device, which holds it once `issued` was called.
+    """A call that is queued on a stream of a GPU.
+
+    Nothing that only some callers need is made before they ask. The tensors of a call on the group's own stream are
+    kept until the caller's stream waits for the call; if nobody has waited, their memory is then marked as used there.
 
     Args:
         result: the tensors that it writes.
-        device: the device.
-        stream: the stream; None for the stream that was current, which the program's later work follows anyway.
+        gpu: the GPU, with the group's own stream.
+        stream: the handle of the call's stream.
+        end: marks the call's end on the group's own stream; None for a call on the stream that was current, which the
+            program's later work follows anyway.
         check: raises the error that ended the communicator.
+        tensors: those that the group's own stream uses, and that nobody has recorded there.
         blocks: whether `wait` waits for the call's end on the CPU, too.
-        source: the rank that sends to it; -1 for none.
+        error: the error of marking the end.
     """
+
+    __slots__ = ("_blocks", "_check", "_end", "_error", "_future", "_gpu", "_result", "_stream", "_unrecorded")
+    _source = -1
 
     def __init__(
         self,
         result: Sequence[torch.Tensor],
-        device: torch.device,
-        stream: Any,
+        gpu: GroupOnGpu,
+        stream: int,
+        end: StreamMark | None,
         check: Callable[[], None],
+        tensors: Sequence[torch.Tensor] = (),
         *,
         blocks: bool = False,
-        source: int = -1,
+        error: BaseException | None = None,
     ) -> None:
         super().__init__()
-        self._result = list(result)
-        self._device = device
-        self._stream = stream if stream is not None else torch.cuda.current_stream(device)
-        self._on_own_stream = stream is not None
+        self._result = result
+        self._gpu = gpu
+        self._stream = stream
+        self._end = end
         self._check = check
+        self._unrecorded = tensors
         self._blocks = blocks
-        self._source = source
-        self._event: Any = None
-        self._error: BaseException | None = None
-        self._issued = threading.Event()
-        self._lock = threading.Lock()
+        self._error = error
         self._future: Any = None
 
-    def issued(self, error: BaseException | None = None) -> None:
-        """Records that the call is queued on the stream, or the error that kept it from being queued."""
-        if error is None and (self._on_own_stream or self._blocks):
-            try:
-                self._event = self._stream.record_event()
-            except RuntimeError as failure:  # torch's, where the device's context is lost
-                error = failure
-        with self._lock:
-            self._error = None if error is None else as_torch_error(error)
-            self._issued.set()
-            future = self._future
-        if future is not None:
-            self._complete(future)
-
-    @property
-    def event(self) -> Any:
-        """The event after the call; None where it is queued on the program's own stream, or is not queued yet."""
-        return self._event
-
-    def has_passed(self) -> bool:
-        """Whether the stream has got past the event."""
-        return self._event is not None and bool(self._event.query())
+    def __del__(self) -> None:
+        # What the caller's stream does not wait for may still be used when its memory is free for another tensor.
+        for tensor in self._unrecorded:
+            tensor.record_stream(self._gpu.own_stream)
 
     def raise_failure(self) -> None:
         """Raises the error that kept the call from its stream, if one has."""
@@ -195,34 +193,31 @@ class DeviceWork(_KeptWork):
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Makes the current stream wait. Raises the error that ended the communicator, if it is known.
 
-        With a time-out the host waits too, for the end of the call. Without one it waits until the call is issued: for
-        the peer of a first transfer, at most for the group's time-out.
+        With a time-out the host waits too, for the end of the call.
 
         Raises:
             RuntimeError: it did not end within the time.
         """
-        self._is_waited_for(self._issued)
-        deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
-        self._wait_until_issued(deadline, timeout)
-        if deadline is not None:
-            self._wait_on_host(deadline, timeout)
+        if self._unwaited is not None:
+            self._unwaited.forget(self)
+        if self._error is not None:
+            raise self._error
+        if timeout > _NO_LIMIT:
+            self._wait_on_host(time.monotonic() + timeout.total_seconds(), timeout)
         elif self._blocks:
             self._wait_on_host(math.inf, timeout)
-        if self._on_own_stream and self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
-        with torch_errors():
+        try:
             self._check()
+            if self._end is not None:
+                self._end.hold(self._gpu.current())
+                self._unrecorded = ()
+        except Exception as error:
+            raise_as_torch(error)
         return True
 
-    def _wait_until_issued(self, deadline: float | None, timeout: timedelta) -> None:
-        seconds = None if deadline is None else min(timeout.total_seconds(), threading.TIMEOUT_MAX)
-        if not self._issued.wait(seconds):
-            raise _timed_out(timeout)
-        self.raise_failure()
-
     def _wait_on_host(self, deadline: float, timeout: timedelta) -> None:
-        event = self._event if self._event is not None else self._stream.record_event()
-        while not event.query():
+        end = self._end if self._end is not None else self._gpu.order.mark(self._stream)
+        while not end.query():
             if time.monotonic() > deadline:
                 raise _timed_out(timeout)
             time.sleep(_POLL_SECONDS)
@@ -235,7 +230,7 @@ class DeviceWork(_KeptWork):
         """Whether the device has done the call, or an error has ended it."""
         if self._error is not None:
             return True
-        return self._issued.is_set() and bool((self._event or self._stream).query())
+        return (self._end if self._end is not None else self._gpu.order.mark(self._stream)).query()
 
     def is_success(self) -> bool:
         """Whether the device has done the call, and the communicator can still be used."""
@@ -253,7 +248,7 @@ class DeviceWork(_KeptWork):
 
     def result(self) -> list[torch.Tensor]:
         """The tensors that it writes."""
-        return self._result
+        return list(self._result)
 
     def source_rank(self) -> int:
         """The rank that sends to it."""
@@ -263,40 +258,102 @@ class DeviceWork(_KeptWork):
 
     def get_future(self) -> Any:
         """A future of `result`, whose callbacks run on streams that wait for the call."""
-        with self._lock:
+        with _futures:
             if self._future is not None:
                 return self._future
-            self._future = torch.futures.Future(devices=[self._device])
-            issued = self._issued.is_set()
+            future = self._future = torch.futures.Future(devices=[self._gpu.device])
+            issued = self._is_issued()
         if issued:
-            self._complete(self._future)
-        return self._future
+            self._complete(future)
+        return future
+
+    def _is_issued(self) -> bool:
+        return True
 
     def _complete(self, future: Any) -> None:
         if self._error is not None:
             future.set_exception(self._error)
             return
-        with torch.cuda.stream(self._stream):
-            future.set_result(self._result)
+        with torch.cuda.stream(self._gpu.torch_stream(self._stream)):
+            future.set_result(self.result())
+
+
+class TransferWork(DeviceWork):
+    """A transfer, which a stream of a GPU holds once `issued` was called.
+
+    Args:
+        result, gpu, stream, check: as for `DeviceWork`.
+        source: the rank that sends to it; -1 for none.
+    """
+
+    __slots__ = ("_issued", "_source")
+
+    def __init__(
+        self, result: Sequence[torch.Tensor], gpu: GroupOnGpu, stream: int, check: Callable[[], None], source: int
+    ) -> None:
+        super().__init__(result, gpu, stream, None, check)
+        self._source = source
+        self._issued = threading.Event()
+
+    def issued(self, error: BaseException | None = None) -> None:
+        """Records that the transfer is queued on the stream, or the error that kept it from being queued."""
+        if error is None:
+            try:
+                self._end = self._gpu.order.mark(self._stream)
+            except DriverError as failure:  # the device's context is lost
+                error = failure
+        with _futures:
+            self._error = None if error is None else as_torch_error(error)
+            self._issued.set()
+            future = self._future
+        if future is not None:
+            self._complete(future)
+
+    def has_passed(self) -> bool:
+        """Whether the stream has got past it."""
+        return self._end is not None and self._end.query()
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """As `DeviceWork.wait`. First it waits until the transfer is issued: for the peer of a first transfer, at most
+        for the group's time-out.
+        """
+        begin = time.monotonic()
+        self._is_waited_for(self._issued)
+        has_limit = timeout > _NO_LIMIT
+        if not self._issued.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX) if has_limit else None):
+            raise _timed_out(timeout)
+        if has_limit:
+            self.raise_failure()
+            self._wait_on_host(begin + timeout.total_seconds(), timeout)
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        """Whether the device has done the transfer, or an error has ended it."""
+        return self._issued.is_set() and super().is_completed()
+
+    def _is_issued(self) -> bool:
+        return self._issued.is_set()
 
 
 def _timed_out(timeout: timedelta) -> RuntimeError:
     return RuntimeError(f"Timed out: the call did not end within {timeout.total_seconds():g} s")
 
 
-class JointWork(dist.Work):
+class JointWork(_KeptWork):
     """Several calls, which end together.
 
     Args:
         works: the Work of each.
     """
 
-    def __init__(self, works: Sequence[DeviceWork | HostWork]) -> None:
+    def __init__(self, works: Sequence[DeviceWork | HostWork | JointWork]) -> None:
         super().__init__()
         self._works = list(works)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Waits for all of them, each in its own way. The time-out covers all together."""
+        if self._unwaited is not None:
+            self._unwaited.forget(self)
         deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
         for work in self._works:
             left = timeout if deadline is None else max(timedelta(seconds=deadline - time.monotonic()), _LEAST)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from proxyccl.channels._prepared_calls import PreparedCalls
+from proxyccl.device._native import lib
 from proxyccl.proxy._engine import ffi
 
 pytestmark = pytest.mark.host_only(reason="numpy arrays, and its own driver")
 
 STREAM, CALLERS, CALL, LAUNCH = 0x10, 0x20, 0x30, 0x40
+GUARD = 0x50
 OPTIONS = ("all_reduce", "sum", None)
+TENSOR_TYPES: set[type] = set()
 
 
 class Identified:
@@ -40,6 +43,8 @@ class Engine:
         status: the result of the next calls.
         meanwhile: called during a call.
         refused: the arguments of `refuse`.
+        turned: the streams that calls were turned to.
+        can_turn: whether calls may be on another stream than the last.
     """
 
     def __init__(self) -> None:
@@ -48,8 +53,10 @@ class Engine:
         self.status = 0
         self.meanwhile: Callable[[], object] = lambda: None
         self.refused: list[tuple[int, Any]] = []
+        self.turned: list[int] = []
+        self.can_turn = True
         self._function = ffi.callback("int(void *, void *, void *, uintptr_t)", self._issue)
-        self.calls = PreparedCalls(Identified, "identity", self.lock, self._refuse)
+        self.calls = PreparedCalls(Identified, "identity", self.lock, self._refuse, self._turn, TENSOR_TYPES)
         self.calls.set_stream(STREAM)
 
     def _issue(self, *arguments: Any) -> int:
@@ -57,13 +64,20 @@ class Engine:
         self.meanwhile()
         return self.status
 
+    def _turn(self, stream: int) -> None:
+        self.turned.append(stream)
+        self.calls.set_stream(stream if self.can_turn else None)
+
     def _refuse(self, status: int, kept: Any) -> None:
         self.refused.append((status, kept))
         raise RefusedError(status)
 
-    def keep(self, x: Any, out: Any, options: tuple[Any, ...] = OPTIONS, kept: object = None) -> None:
-        function = int(ffi.cast("uintptr_t", self._function))
-        self.calls.keep(x, out, options, function, CALLERS, CALL, LAUNCH, kept)
+    def keep(
+        self, x: Any, out: Any, options: tuple[Any, ...] = OPTIONS, kept: object = None, *, holds: Any = None
+    ) -> None:
+        """`holds` is a C function that is given GUARD."""
+        function, guard = (int(ffi.cast("uintptr_t", each)) for each in (self._function, holds or ffi.NULL))
+        self.calls.keep(x, out, options, function, CALLERS, CALL, LAUNCH, kept, guard, GUARD)
 
 
 @pytest.fixture
@@ -163,11 +177,106 @@ def test_a_status_that_is_not_success_is_refused(engine: Engine) -> None:
 def test_without_a_stream_nothing_is_issued(engine: Engine) -> None:
     x = np.ones(4)
     engine.keep(x, x)
-    engine.calls.set_stream(0)
+    engine.calls.set_stream(None)
     assert not engine.calls.repeat(x, x, OPTIONS)
     engine.calls.set_stream(STREAM + 1)
     assert engine.calls.repeat(x, x, OPTIONS)
     assert engine.issued == [(CALLERS, CALL, LAUNCH, STREAM + 1)]
+
+
+def test_a_call_on_another_stream_is_turned_to_it_once(engine: Engine) -> None:
+    x = np.ones(4)
+    engine.keep(x, x)
+    for stream in (STREAM, STREAM + 1, STREAM + 1, 0):
+        assert engine.calls.repeat(x, x, OPTIONS, stream)
+    assert engine.turned == [STREAM + 1, 0]
+    assert [call[3] for call in engine.issued] == [STREAM, STREAM + 1, STREAM + 1, 0]
+
+
+def test_a_call_that_can_not_be_on_a_stream_is_not_issued(engine: Engine) -> None:
+    x = np.ones(4)
+    engine.keep(x, x)
+    engine.can_turn = False
+    assert not engine.calls.repeat(x, x, OPTIONS, STREAM + 1)
+    assert not engine.calls.repeat(x.copy(), x, OPTIONS, STREAM + 2)  # it is not kept, and turns nothing
+    assert engine.turned == [STREAM + 1]
+    assert not engine.issued
+
+
+def test_a_call_in_another_context_is_left_to_the_caller(engine: Engine) -> None:
+    x = np.ones(4)
+    engine.keep(x, x)
+    engine.status = lib.PROXYCCL_OTHER_CONTEXT
+    assert not engine.calls.repeat(x, x, OPTIONS)
+    assert not engine.refused
+
+
+def test_a_call_is_issued_only_while_its_guard_holds(engine: Engine) -> None:
+    x, answers, asked = np.ones(4), [1, 0, 1], []
+
+    @ffi.callback("int(void *)")
+    def holds(guard: Any) -> int:
+        asked.append(int(ffi.cast("uintptr_t", guard)))
+        return answers[len(asked) - 1]
+
+    engine.keep(x, x, holds=holds)
+    assert [engine.calls.repeat(x, x, OPTIONS) for _ in answers] == [True, False, True]
+    assert asked == [GUARD] * 3
+    assert len(engine.issued) == 2
+
+
+class Tensor:
+    """As a tensor of torch's on a GPU answers."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.is_cuda, self.dtype, self.shape = True, "float32", (4, 2)
+        self.answers = {"is_contiguous": True, "is_neg": False, "is_conj": False, "data_ptr": 0x1000, **changes}
+        for name in ("is_cuda", "dtype", "shape"):
+            setattr(self, name, changes.get(name, getattr(self, name)))
+
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        return lambda: self.answers[name]
+
+
+@pytest.fixture
+def tensors() -> Iterator[None]:
+    TENSOR_TYPES.add(Tensor)
+    yield
+    TENSOR_TYPES.clear()
+
+
+@pytest.mark.usefixtures("tensors")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"is_cuda": False},
+        {"dtype": "int32"},
+        {"shape": (8,)},
+        {"shape": (2, 4)},
+        {"shape": (1,) * 7},
+        {"shape": ("symbol", 2)},
+        {"is_contiguous": False},
+        {"is_neg": True},
+        {"is_conj": True},
+        {"data_ptr": 0x1010},
+        {"data_ptr": 0},
+        {"data_ptr": "no address"},
+    ],
+    ids=str,
+)
+def test_a_tensor_is_known_by_its_memory_shape_and_type(engine: Engine, changes: dict[str, Any]) -> None:
+    engine.keep(Tensor(), Tensor())
+    other = Tensor(**changes)
+    assert engine.calls.repeat(Tensor(), Tensor(), OPTIONS)
+    assert not engine.calls.repeat(other, Tensor(), OPTIONS)
+    assert not engine.calls.repeat(Tensor(), other, OPTIONS)
+
+
+def test_a_tensor_of_an_unknown_type_is_not_asked(engine: Engine) -> None:
+    engine.keep(Tensor(), Tensor())
+    TENSOR_TYPES.add(Tensor)
+    assert not engine.calls.repeat(Tensor(), Tensor(), OPTIONS)
+    TENSOR_TYPES.clear()
 
 
 def test_calls_may_be_forgotten_while_one_of_them_is_issued(engine: Engine) -> None:

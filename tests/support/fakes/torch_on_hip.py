@@ -113,7 +113,6 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
         "ExternalStream": _Stream,
         "current_stream": _current_stream,
         "stream": _stream,
-        "is_current_stream_capturing": lambda: False,
         "set_device": lambda _: None,
     }
     for name, value in names.items():

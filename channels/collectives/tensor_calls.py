@@ -1,0 +1,44 @@
+"""Collectives of torch's tensors on a GPU, for torch's backend: a call that was made before is one call into C."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxyccl.channels.collectives.call_cache import call_key
+from proxyccl.channels.collectives.collectives import Collectives
+
+
+class TensorCalls:
+    """The calls that torch's backend has made on one communicator.
+
+    Attributes:
+        repeat: issues a call: repeat(x, out, options, stream), with tensors, what tells the calls with them apart, and
+            a stream's handle. False if it is not kept, or can't be repeated now. Raises as the collective.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self.repeat = collectives.group.launches.prepared_calls.repeat
+
+    def keep(
+        self,
+        options: tuple[Any, ...],
+        x: Any,
+        out: Any,
+        collective: str,
+        source: Any,
+        target: Any,
+        op: str | None,
+        root: int | None,
+    ) -> None:
+        """Has `repeat` issue the latest call with some arrays. The backend has made it on their communicator.
+
+        Args:
+            options: at most six, known by identity: what the call depends on beside the tensors.
+            x, out: the tensors of torch's call.
+            collective, source, target, op, root: the communicator's, as that was given them: on the same memory, with
+                elements of any type.
+        """
+        key = call_key((collective, op, root, self._collectives.unspecified.name), source, target)
+        if key is not None:
+            self._collectives.call_cache.keep_under(key, x, out, options)

@@ -1,0 +1,120 @@
+"""Order between a GPU's streams, by events that are used again: a microsecond each, where a binding takes ten."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from proxyccl.device import forks
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.driver import Driver
+from proxyccl.device.errors import DriverError
+from proxyccl.device.gpu.context import DeviceContext
+
+_NOT_READY = 600
+_MADE_AT_ONCE = 8
+
+
+class StreamMark:
+    """The point in a stream after the work queued by `StreamOrder.mark`. Its event is used again when it is freed."""
+
+    __slots__ = ("_event", "_order")
+
+    def __init__(self, order: StreamOrder, event: int) -> None:
+        self._order, self._event = order, event
+
+    def __del__(self) -> None:
+        self._order._idle.append(self._event)
+
+    def query(self) -> bool:
+        """Whether the stream has got past it. May be asked while any thread captures a graph."""
+        order = self._order
+        status = lib.proxyccl_event_query(order._order, self._event)
+        if status == _NOT_READY:
+            return False
+        if status:
+            order._finish(status, "event query", lib.proxyccl_event_query, self._event)
+        return True
+
+    def hold(self, stream: int) -> None:
+        """Makes later work of the stream with this handle wait for it."""
+        order = self._order
+        status = lib.proxyccl_stream_wait(order._order, stream, self._event)
+        if status:
+            order._finish(status, "stream wait", lib.proxyccl_stream_wait, stream, self._event)
+
+
+class StreamOrder:
+    """Orders the streams of one device, which it is given by their handles. For any thread; `of` finds it.
+
+    The methods raise DriverError, among others once the device's context is lost.
+    """
+
+    def __init__(self, context: DeviceContext) -> None:
+        self._context, driver = context, context.driver
+        calls = driver.stream_order_calls()
+        self._order = ffi.new("ProxycclStreamOrder *")
+        lib.proxyccl_stream_order_fill(
+            self._order, calls.record, calls.wait, calls.query, calls.is_capturing, calls.exchange_capture_mode,
+            calls.current,
+        )  # fmt: skip
+        self._order.relaxed, self._order.context = calls.relaxed, context.handle
+        self._idle: list[int] = []  # events; taken and put back by single operations, which no other thread interrupts
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a stream's work goes into a graph."""
+        return bool(lib.proxyccl_stream_captures(self._order, stream))
+
+    def mark(self, stream: int) -> StreamMark:
+        """Marks the stream's current end."""
+        mark = StreamMark(self, self._take())
+        status = lib.proxyccl_stream_mark(self._order, mark._event, stream)
+        if status:
+            self._finish(status, "event record", lib.proxyccl_stream_mark, mark._event, stream)
+        return mark
+
+    def follow(self, first: int, then: int, *, alike: bool = False) -> None:
+        """Makes later work of `then` wait for work queued on `first`.
+
+        With `alike` it does nothing if one of them is being captured into a graph and the other is not.
+        """
+        event = self._take()
+        status = lib.proxyccl_stream_follow(self._order, event, first, then, alike)
+        self._idle.append(event)  # the wait is for this record, whatever the event records later
+        if status:
+            self._finish(status, "order of streams", lib.proxyccl_stream_follow, event, first, then, alike)
+
+    def _take(self) -> int:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            made: list[int] = [self._context.call(_create_event, self._context.driver) for _ in range(_MADE_AT_ONCE)]
+            self._idle.extend(made[1:])
+            return made[0]
+
+    def _finish(self, status: int, name: str, call: Callable[..., int], *args: int) -> None:
+        """After a call with a nonzero status: repeats it with the device current, or raises its error."""
+        if status == lib.PROXYCCL_OTHER_CONTEXT:
+            with self._context.current():
+                status = call(self._order, *args)
+        if status:
+            raise DriverError(name, status, self._context.driver.error_text(status))
+
+
+def _create_event(driver: Driver) -> int:
+    return driver.create_event(times=False)
+
+
+_lock = threading.Lock()
+forks.hold_while_forking(_lock)
+_made: dict[tuple[str, int], StreamOrder] = {}
+
+
+def of(driver: Driver, ordinal: int) -> StreamOrder:
+    """The order of a device's streams, of which a process has one: its events live as long as the device's context."""
+    context = driver.context(ordinal)
+    with _lock:
+        found = _made.get((driver.runtime, context))
+        if found is None:
+            found = _made[driver.runtime, context] = StreamOrder(DeviceContext(driver, context))
+        return found

@@ -1,0 +1,63 @@
+/* Order between streams by events, each operation one call: the driver's functions, without a binding around them. */
+#ifndef PROXYCCL_STREAM_ORDER_H
+#define PROXYCCL_STREAM_ORDER_H
+
+#include <stdint.h>
+
+#include "launch.h"
+
+enum { PROXYCCL_CAPTURE_IMPLICIT = 906 /* CUDA's and HIP's status for a stream that would join a capture */ };
+
+typedef struct ProxycclStreamOrder {
+  int (*record)(void* event, void* stream);               /* cuEventRecord, hipEventRecord */
+  int (*wait)(void* stream, void* event, unsigned flags); /* cuStreamWaitEvent, hipStreamWaitEvent */
+  int (*query)(void* event);                              /* cuEventQuery, hipEventQuery */
+  int (*is_capturing)(void* stream, int* status);         /* cuStreamIsCapturing, hipStreamIsCapturing */
+  int (*exchange_capture_mode)(int* mode);                /* cuThreadExchangeStreamCaptureMode, hip's */
+  int (*current)(uint64_t* context);                      /* cuCtxGetCurrent, hipGetDevice */
+  int relaxed;                                            /* the mode in which an event may be queried */
+  uint64_t context;                                       /* the one that the streams and events belong to */
+} ProxycclStreamOrder;
+
+/* A default stream's handle means the current context's. */
+static inline int proxyccl_order_is_current(const ProxycclStreamOrder* self) {
+  uint64_t context = 0;
+  return self->current(&context) == 0 && context == self->context;
+}
+
+static inline int proxyccl_stream_captures(const ProxycclStreamOrder* self, uintptr_t stream) {
+  int captures = 0;
+  const int status = self->is_capturing((void*)stream, &captures);
+  return status == PROXYCCL_CAPTURE_IMPLICIT || (status == 0 && captures != 0);
+}
+
+/* This and the next two return the driver's status, or PROXYCCL_OTHER_CONTEXT with nothing done. */
+static inline int proxyccl_stream_mark(const ProxycclStreamOrder* self, uintptr_t event, uintptr_t stream) {
+  return proxyccl_order_is_current(self) ? self->record((void*)event, (void*)stream) : PROXYCCL_OTHER_CONTEXT;
+}
+
+static inline int proxyccl_stream_wait(const ProxycclStreamOrder* self, uintptr_t stream, uintptr_t event) {
+  return proxyccl_order_is_current(self) ? self->wait((void*)stream, (void*)event, 0) : PROXYCCL_OTHER_CONTEXT;
+}
+
+/* Makes later work of `then` wait for work queued on `first`, by an event that nothing else uses meanwhile. With
+ * `alike` it does nothing if one of them is being captured and the other is not. */
+static inline int proxyccl_stream_follow(const ProxycclStreamOrder* self, uintptr_t event, uintptr_t first,
+                                         uintptr_t then, int alike) {
+  if (!proxyccl_order_is_current(self)) return PROXYCCL_OTHER_CONTEXT;
+  if (alike && proxyccl_stream_captures(self, then) != proxyccl_stream_captures(self, first)) return 0;
+  const int status = self->record((void*)event, (void*)first);
+  return status != 0 ? status : self->wait((void*)then, (void*)event, 0);
+}
+
+/* The driver's status: 0 if the event was reached. Does not end a capture, in this thread or another. */
+static inline int proxyccl_event_query(const ProxycclStreamOrder* self, uintptr_t event) {
+  int mode = self->relaxed;
+  const int exchanged = self->exchange_capture_mode(&mode);
+  if (exchanged != 0) return exchanged;
+  const int status = self->query((void*)event);
+  self->exchange_capture_mode(&mode);
+  return status;
+}
+
+#endif

@@ -1,0 +1,214 @@
+"""Calls on a GPU that were made before, which are one call into C: they give what the first one gave, and are repeated
+only for the same memory. HIP's runtime on the host plays the GPU; the ranks are threads.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+
+from support.fakes import torch_on_hip  # noqa: E402
+from support.paths import ROOT  # noqa: E402
+from support.torch_groups import options, run  # noqa: E402
+
+HIP = ROOT / "build/rocm-on-host"
+RANKS = 2
+
+
+@pytest.fixture(autouse=True)
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (HIP / "lib/libamdhip64.so").exists():
+        pytest.skip("needs: make rocm-on-host")
+    monkeypatch.setenv("ROCM_PATH", str(HIP))
+    monkeypatch.setenv("PROXYCCL_PROXY", "thread")
+    torch_on_hip.use(monkeypatch)
+
+
+def on_gpus(body: Callable[[Any], None]) -> None:
+    """body(group) on two ranks, each with a GPU and a current stream there."""
+
+    def on_rank(group: Any) -> None:
+        torch.cuda.current_stream(torch.device("cuda", group.rank()))
+        body(group)
+
+    run(on_rank, RANKS)
+
+
+class Repeats:
+    """Counts the calls of a group that were repeated."""
+
+    def __init__(self, group: Any) -> None:
+        (gpu,) = group._repeating.values()
+        self._calls, self._repeat, self.count = gpu.calls, gpu.calls.repeat, 0
+        gpu.calls.repeat = self._counted
+
+    def _counted(self, *arguments: Any) -> bool:
+        repeated: bool = self._repeat(*arguments)
+        self.count += repeated
+        return repeated
+
+
+def all_reduce(group: Any, x: Any, *, waits: bool = True, op: Any = dist.ReduceOp.SUM) -> Any:
+    return group.allreduce([x], options("Allreduce", waits=waits, reduceOp=op))
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["synchronous", "asynchronous"])
+def test_each_collective_is_repeated_with_what_its_memory_holds_then(waits: bool) -> None:
+    size = 24
+
+    def body(group: Any) -> None:
+        rank = group.rank()
+        memory = {name: torch.empty(size) for name in ("x", "share", "whole", "moved")}
+        x, share, whole, moved = (torch_on_hip.on_gpu(each, rank) for each in memory.values())
+        share, half = share[: size // 2], moved[: size // 2]
+        calls = {
+            "all_reduce": lambda: all_reduce(group, x, waits=waits),
+            "reduce_scatter": lambda: group._reduce_scatter_base(share, x, options("ReduceScatter", waits=waits)),
+            "all_gather": lambda: group._allgather_base(whole, share, options("Allgather", waits=waits)),
+            "broadcast": lambda: group.broadcast([half], options("Broadcast", waits=waits, rootRank=1)),
+            "all_to_all": lambda: group.alltoall_base(whole, x, [], [], options("AllToAll", waits=waits)),
+        }
+        expected = {"all_reduce": 3.0, "reduce_scatter": 6.0, "all_gather": 6.0, "broadcast": 2.0, "all_to_all": 3.0}
+        results = dict(zip(calls, (x, share, whole, half, whole), strict=True))
+        repeats = None
+        for turn in (1.0, 2.0, 3.0):
+            for name, call in calls.items():
+                if name == "all_reduce":
+                    torch_on_hip.on_cpu(whole)
+                    memory["x"].fill_(turn * (rank + 1))
+                    memory["moved"].fill_(turn * (rank + 1))
+                assert call().wait()
+                assert (torch_on_hip.on_cpu(results[name]) == turn * expected[name]).all(), (name, turn)
+            if repeats is None:
+                repeats = Repeats(group)
+        assert repeats is not None
+        assert repeats.count == 2 * len(calls)
+
+    on_gpus(body)
+
+
+def test_a_call_with_other_memory_or_another_operator_is_not_confused() -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        memory = torch.full((64,), 1.0 + rank)
+        x = torch_on_hip.on_gpu(memory, rank)
+        all_reduce(group, x).wait()
+        repeats = Repeats(group)
+        for other in (x[:32], x.view(8, 8), x[1:], x[32:]):
+            torch_on_hip.on_cpu(x)
+            memory.fill_(1.0 + rank)
+            all_reduce(group, other).wait()
+            assert (torch_on_hip.on_cpu(other) == 3.0).all()
+            assert memory.sum() == 3.0 * other.numel() + (1.0 + rank) * (64 - other.numel())
+        assert repeats.count == 0
+        memory.fill_(1.0 + rank)
+        for op, value in ((dist.ReduceOp.MAX, 2.0), (dist.ReduceOp.AVG, 2.0), (dist._make_nccl_premul_sum(0.5), 2.0)):
+            for _ in range(2):
+                all_reduce(group, x, op=op).wait()
+                assert (torch_on_hip.on_cpu(x) == value).all()
+        assert repeats.count == 2  # calls with a factor are not kept
+
+    on_gpus(body)
+
+
+def test_synchronous_and_asynchronous_calls_follow_each_other() -> None:
+    """They are on two streams, which the communicator orders."""
+
+    def body(group: Any) -> None:
+        rank, value = group.rank(), 1.0
+        x = torch_on_hip.on_gpu(torch.ones(1 << 16), rank)
+        for _ in range(6):
+            work = all_reduce(group, x, waits=False)
+            all_reduce(group, x)  # the program is to wait first, but the streams are in order all the same
+            work.wait()
+            value *= RANKS**2
+            assert (torch_on_hip.on_cpu(x) == value).all()
+
+    on_gpus(body)
+
+
+def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited() -> None:
+    def body(group: Any) -> None:
+        recorded: list[Any] = []
+
+        class Noted(torch.Tensor):
+            is_cuda, is_cpu, device = True, False, torch.device("cuda", group.rank())
+
+            def get_device(self) -> int:
+                return self.device.index
+
+            def record_stream(self, stream: Any) -> None:
+                recorded.append(stream.cuda_stream)
+
+        x = torch.ones(8).as_subclass(Noted)
+        for turn in range(3):
+            work = all_reduce(group, x, waits=False)
+            assert len(recorded) == turn
+            work.wait()
+            del work
+            all_reduce(group, x)  # the next Work ends the last
+            dropped = all_reduce(group, x, waits=False)
+            group._unwaited.forget(dropped)
+            all_reduce(group, x, waits=False).wait()
+            del dropped
+            gc.collect()
+            assert recorded == [group._gpu(x.device).own] * (turn + 1)
+        torch.cuda.current_stream(x.device).synchronize()
+
+    on_gpus(body)
+
+
+def test_a_repeated_call_of_an_aborted_group_raises_as_others() -> None:
+    def body(group: Any) -> None:
+        x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
+        for _ in range(3):
+            all_reduce(group, x).wait()
+        torch_on_hip.on_cpu(x)
+        repeats = Repeats(group)
+        group.abort()
+        for waits in (True, False):
+            with pytest.raises(dist.DistBackendError, match="AbortedError"):
+                all_reduce(group, x, waits=waits)
+        assert repeats.count == 0
+
+    on_gpus(body)
+
+
+def test_a_call_after_shutdown_is_refused() -> None:
+    def body(group: Any) -> None:
+        x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
+        for _ in range(3):
+            all_reduce(group, x).wait()
+        torch_on_hip.on_cpu(x)
+        group.shutdown()
+        with pytest.raises(dist.DistBackendError, match="ClosedError"):
+            all_reduce(group, x)
+
+    on_gpus(body)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["synchronous", "asynchronous"])
+def test_few_coalesced_tensors_are_calls_that_repeat(waits: bool) -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        memory = [torch.empty(8), torch.empty(12)]
+        tensors = [torch_on_hip.on_gpu(each, rank) for each in memory]
+        repeats = None
+        for turn in (1.0, 2.0):
+            for each in memory:
+                each.fill_(turn * (rank + 1))
+            work = group.allreduce_coalesced(tensors, options("AllreduceCoalesced", waits=waits))
+            assert work.wait()
+            assert [tensor.numel() for tensor in work.result()] == [8, 12]
+            assert all((torch_on_hip.on_cpu(each) == 3.0 * turn).all() for each in tensors)
+            repeats = repeats or Repeats(group)
+        assert repeats is not None
+        assert repeats.count == len(tensors)
+
+    on_gpus(body)
