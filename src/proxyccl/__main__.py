@@ -104,18 +104,18 @@ def command_parser() -> argparse.ArgumentParser:
         metavar="PORT",
         help="serve metrics of all proxies for Prometheus at this port of the loopback interface",
     )
-    for name, what in (
-        ("spin", "first spins for this time"),
-        ("yield", "then yields its core for this time"),
-        ("max-sleep", "then sleeps for at most this time at once"),
+    few, enough = IdlePolicy(), IdlePolicy.where_cores_suffice()
+    for name, what, default in (
+        ("spin", "first spins for this time", f"{few.spin_us:g}"),
+        ("yield", "then yields its core for this time", f"{few.yield_us:g}"),
+        (
+            "max-sleep",
+            "then sleeps for at most this time at once",
+            f"{few.max_sleep_us:g}; without any of the three, {enough.max_sleep_us:g} where cores are to spare",
+        ),
     ):
-        default = getattr(IdlePolicy(), f"{name.replace('-', '_')}_us")
         daemon.add_argument(
-            f"--{name}-us",
-            type=float,
-            default=default,
-            metavar="US",
-            help=f"an idle thread {what}, in µs (default {default:g})",
+            f"--{name}-us", type=float, metavar="US", help=f"an idle thread {what}, in µs (default {default})"
         )
 
     top_parser = _add_command(
@@ -123,7 +123,8 @@ def command_parser() -> argparse.ArgumentParser:
         "top",
         "show the activity of this machine's proxies, live",
         "busy: the share of time in which a proxy's busiest thread had work. The ranks of a node daemon share "
-        "its threads, so an idle rank there appears as busy as the ranks that share its thread.",
+        "its threads, so an idle rank there appears as busy as the ranks that share its thread. "
+        "core: the CPU time of that thread as a share of a core; idle: its policy when it has no work.",
     )
     top_parser.add_argument("--once", action="store_true", help="print one table, over one interval")
     top_parser.add_argument("--json", action="store_true", help="print a line of JSON for each table")
@@ -249,6 +250,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _idle(parsed: argparse.Namespace) -> IdlePolicy | None:
+    """The idle policy that options name; None if they name none."""
+    names = ("spin_us", "yield_us", "max_sleep_us")
+    given = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+    return IdlePolicy(**given) if given else None
+
+
 def _run(arguments: Sequence[str] | None) -> int:
     parser = command_parser()
     parsed = parser.parse_args(arguments)
@@ -265,7 +273,7 @@ def _run(arguments: Sequence[str] | None) -> int:
                 DaemonOptions(
                     threads=parsed.threads,
                     cores=parse_cores(parsed.cores) if parsed.cores is not None else None,
-                    idle=IdlePolicy(parsed.spin_us, parsed.yield_us, parsed.max_sleep_us),
+                    idle=_idle(parsed),
                 ),
                 parsed.metrics,
             )
