@@ -410,6 +410,7 @@ static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place,
     ],
     depends=[
         "device/launch.h",
+        "device/waking.h",
         "device/memory/memory_pool.h",
         "device/memory/places.h",
         "device/memory/allocation_guard.h",

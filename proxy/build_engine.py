@@ -255,6 +255,7 @@ static void proxyccl_thread_helped_by(ProxycclThread *thread, uintptr_t add_help
     depends=[
         *in_engine("*.h"),
         "device/launch.h",
+        "device/waking.h",
         "device/stream_operations.h",
         "device/include/proxyccl/trigger.h",
         "device/include/proxyccl/control.h",
