@@ -167,6 +167,7 @@ bench-gpu:
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/launch_cost.py --json $(RESULTS)/launch_cost_2.json
 	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/daemon.py --json $(RESULTS)/daemon_$(GPU_RUNTIME)_$(RANKS).json
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/proxy_place.py --json $(RESULTS)/proxy_place_$(GPU_RUNTIME)_2.json
+	CUDA_MODULE_LOADING=EAGER $(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/after_a_rest.py --json $(RESULTS)/after_a_rest_$(GPU_RUNTIME)_$(RANKS).json
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/triton_kernels.py --json $(RESULTS)/triton_kernels_2.json
 	$(GPU_PYTHON) benchmarks/observing.py --json $(RESULTS)/observing_$(GPU_RUNTIME).json
 	$(GPU_PYTHON) benchmarks/first_result.py --mpiexec "$(MPIEXEC)" --json $(RESULTS)/first_result_$(GPU_RUNTIME)_2.json

@@ -646,6 +646,47 @@ def proxy_place_section(result: Result) -> Section:
     return Section(f"Proxies in a process of their own {place(result)}", summary, lines)
 
 
+def after_a_rest_section(result: Result) -> Section:
+    """A table of one call after rests: by kernels, by proxy with each idle policy, and by NCCL."""
+    rests = sorted(int(key.split("_")[1]) for key in result["rows"][0] if key.startswith("after_"))
+    lines = [
+        *origin(result),
+        "One all_reduce of 1 KiB after all ranks have rested. A launch wakes the proxy; a replay of a graph does not. "
+        "Times in µs; the share of a core is that of an idle proxy's thread.",
+        "",
+        *table(
+            [
+                "by",
+                "issued",
+                "place",
+                "idle policy",
+                *(f"after {rest} ms" for rest in rests),
+                "issue",
+                "share of a core",
+            ],
+            [
+                [
+                    *(row[key] for key in ("by", "issued", "place", "policy")),
+                    *(number(row[f"after_{rest}_ms"], 1) for rest in rests),
+                    number(row["issue_us"], 1),
+                    number(row["share"]) if row.get("share") is not None else "",
+                ]
+                for row in result["rows"]
+            ],
+        ),
+    ]
+    longest = f"after_{rests[-1]}_ms"
+    calls = [row for row in result["rows"] if row["issued"] == "call"]
+    (kernels,) = (row[longest] for row in calls if row["by"] == "kernels")
+    parts = [
+        f"{number(row[longest], 0)} by proxy in a {row['place']}"
+        for row in calls
+        if row["by"] == "proxy" and row["policy"] == "default"
+    ]
+    summary = f"a call after {rests[-1]} ms of rest, µs: {number(kernels, 0)} by kernels, {', '.join(parts)}"
+    return Section(f"Calls after a rest {place(result)}", summary, lines)
+
+
 _FIRST_STAGES = ("interpreter", "imports", "communicator", "first result")
 _FIRST_CALLS = ("first proxied call", "second proxied call")
 
@@ -890,6 +931,7 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "ring": ring_section,
     "daemon": daemon_section,
     "proxy_place": proxy_place_section,
+    "after_a_rest": after_a_rest_section,
     "first_result": first_result_section,
     "observing": observing_section,
     "host_collectives": host_collectives_section,

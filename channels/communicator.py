@@ -100,8 +100,8 @@ class Communicator:
             back the channels of its ring.
         proxy_threads: threads that drain them.
         fifo_size: slots in each ring, a power of two.
-        idle: the policy of an idle proxy. The job's own daemon takes that of the rank that starts it; the node daemon
-            has its own policy.
+        idle: the policy of an idle proxy, wherever it runs; a thread that serves several has the most awake of their
+            policies. None to choose it by the cores that are free; in a node daemon, to have that of the daemon.
         proxy: where the proxy runs: "thread", in this process, "process", in a daemon that the job's ranks start on
             each host and that ends with them, or "daemon", in the node daemon. None for ``PROXYCCL_PROXY``, else
             "thread" on the host runtime, and on GPUs "daemon" if the ranks of the host find one, else "process". That

@@ -9,6 +9,7 @@ from proxyccl.device._native import ffi
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.integers import find_integer
 from proxyccl.device.runtime import Memory, Runtime
+from proxyccl.device.sleepers import Sleepers
 
 if TYPE_CHECKING:
     from proxyccl.device._native import CData  # the stub's; cffi has no such name
@@ -20,10 +21,12 @@ class Channel:
     Attributes:
         peer: the rank at the other end.
         device_pointer: the handle's address in device memory, for kernels that take its address; 0 if it is not there.
+        sleepers: of the proxy that takes its triggers; None if it has none.
     """
 
-    def __init__(self, peer: int, handle: CData) -> None:
+    def __init__(self, peer: int, handle: CData, sleepers: Sleepers | None = None) -> None:
         self.peer = peer
+        self.sleepers = sleepers
         self.device_pointer = 0
         self._handle = handle
         self._kept: tuple[object, ...] = ()
@@ -95,6 +98,11 @@ class ChannelSet(Sequence[C], Generic[C]):
     def peers(self) -> list[int]:
         """The ranks at the other ends."""
         return [channel.peer for channel in self._channels]
+
+    @property
+    def sleepers(self) -> Sleepers | None:
+        """Those of the channels, which have one proxy."""
+        return self._channels[0].sleepers if self._channels else None
 
     @property
     def device_pointer(self) -> int:

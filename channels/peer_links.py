@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from proxyccl.channels.joining.exchange import Exchange
 from proxyccl.channels.joining.proxy_options import ProxyOptions
 from proxyccl.channels.joining.proxy_place import ProxyPlace, Where
-from proxyccl.channels.joining.topology import Topology
+from proxyccl.channels.joining.topology import RankInfo, Topology
 from proxyccl.channels.liveness.failure import FailureState
 from proxyccl.channels.remote import RemoteLinks
 from proxyccl.channels.segment.control import ControlSegment
@@ -22,6 +23,7 @@ from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.connection import DaemonAddress, NodeDaemon
 from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
 from proxyccl.proxy.daemon.protocol import Prepare, socket_path
+from proxyccl.proxy.idle_choice import choose_idle
 from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService
@@ -140,6 +142,7 @@ class PeerLinks:
             shared_offset=ControlSegment.service_offset,
             semaphores_offset=ControlSegment.semaphore_offset(0),
             **options.rings(self._exchange.world_size),
+            idle=self._idle(),
             cores=self._cores(),
             on_failure=self._failure.file_proxy_failure,
             description=self._description,
@@ -150,15 +153,31 @@ class PeerLinks:
         cores = self._options.cores
         return parse_cores(cores, self._runtime.numa_node()) if cores is not None else None
 
+    def _of_host(self) -> list[RankInfo]:
+        """The ranks of this host."""
+        return [info for rank, info in enumerate(self.topology.ranks) if self.topology.same_host(rank)]
+
     def _job_options(self) -> JobOptions:
-        of_host = [info for rank, info in enumerate(self.topology.ranks) if self.topology.same_host(rank)]
-        idle = self._options.idle or IdlePolicy()
+        of_host = self._of_host()
         return JobOptions(
             threads=min(MAX_RINGS, self._options.threads * len(of_host)),
             cores=self._cores(),
-            affinity=sorted(set().union(*(cores_of(info.pid) for info in of_host))),
-            idle=(idle.spin_us, idle.yield_us, idle.max_sleep_us),
+            affinity=sorted(self._host_cores(of_host)),
+            programs=len(of_host),
         )
+
+    def _host_cores(self, of_host: Sequence[RankInfo]) -> set[int]:
+        """The cores that any of the host's ranks may run on."""
+        return set().union(*(cores_of(info.pid) for info in of_host))
+
+    def _idle(self) -> IdlePolicy:
+        """The policy of the proxy in this process: the caller's, else by the cores of the host's ranks."""
+        if self._options.idle is not None:
+            return self._options.idle
+        of_host, threads = self._of_host(), self._options.threads
+        cores = self._host_cores(of_host).union(self._cores() or ())
+        confined = len(cores_of(os.getpid())) > threads  # otherwise threads run on all cores (workers.py)
+        return choose_idle(len(cores) if confined else os.cpu_count() or 1, len(of_host), len(of_host) * threads)
 
     def _daemon_client(self) -> DaemonClient:
         options = self._options
@@ -168,6 +187,7 @@ class PeerLinks:
             shared_offset=ControlSegment.service_offset,
             semaphores_offset=ControlSegment.semaphore_offset(0),
             **options.rings(self._exchange.world_size),
+            idle=options.idle,
             on_failure=self._failure.file_proxy_failure,
             description=self._description,
             timeout=lambda: self._exchange.timeout,

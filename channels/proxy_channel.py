@@ -49,8 +49,8 @@ class ProxyChannel(Channel):
         transport: str,
         peer_channel: int | None,
     ) -> None:
-        super().__init__(peer, handle)
         self._group, self._service = group, group.links.proxy
+        super().__init__(peer, handle, self._service.sleepers)
         self._consumed = 0
         self.id: int = handle.channel
         self.transport = transport
@@ -226,7 +226,7 @@ class HandlerChannel(Channel):
         handle.completed = ffi.cast("uint64_t *", service.completed_pointer(self.id))
         handle.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         handle.channel, handle.peer = self.id, group.rank
-        super().__init__(group.rank, handle)
+        super().__init__(group.rank, handle, service.sleepers)
         group.inventory.add_channel(self.id, self)
 
 

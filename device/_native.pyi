@@ -461,6 +461,12 @@ class _ProxycclAllocationGuard:
 class ProxycclAllocationGuard(_ProxycclAllocationGuard, CData): ...
 class ProxycclAllocationGuardPointer(_ProxycclAllocationGuard, ItemPointer[ProxycclAllocationGuard]): ...
 
+class _ProxycclSleepers:
+    count: int
+
+class ProxycclSleepers(_ProxycclSleepers, CData): ...
+class ProxycclSleepersPointer(_ProxycclSleepers, ItemPointer[ProxycclSleepers]): ...
+
 class _ProxycclStreamOperation:
     kind: int
     address: int
@@ -476,6 +482,7 @@ class _ProxycclLaunch:
     block: ArrayField[int, UnsignedIntPointer]
     shared_bytes: int
     parameters: PointerField[PointerTo[VoidPointer]]
+    wakes: PointerField[PointerTo[ProxycclSleepersPointer]]
 
 class ProxycclLaunch(_ProxycclLaunch, CData): ...
 class ProxycclLaunchPointer(_ProxycclLaunch, ItemPointer[ProxycclLaunch]): ...
@@ -496,6 +503,7 @@ class _ProxycclStreamOperations:
     steps: PointerField[ProxycclStreamStepPointer]
     count: int
     captured: int
+    wakes: PointerField[PointerTo[ProxycclSleepersPointer]]
 
 class ProxycclStreamOperations(_ProxycclStreamOperations, CData): ...
 class ProxycclStreamOperationsPointer(_ProxycclStreamOperations, ItemPointer[ProxycclStreamOperations]): ...
@@ -653,6 +661,7 @@ class Lib:
     PROXYCCL_HOST_QUEUED: Final[int]
     PROXYCCL_HOST_INLINE: Final[int]
     PROXYCCL_HOST_IN_CALLER: Final[int]
+    PROXYCCL_MOST_SLEEPERS: Final[int]
     PROXYCCL_STREAM_WAIT: Final[int]
     PROXYCCL_STREAM_WRITE: Final[int]
     PROXYCCL_OTHER_CONTEXT: Final[int]
@@ -750,6 +759,9 @@ class Lib:
     ) -> None: ...
     def proxyccl_allocations_hold(self, guard: Passed[ProxycclAllocationGuardPointer], /) -> int: ...
     def proxyccl_allocations_hold_address(self) -> int: ...
+    def proxyccl_sleepers_add(
+        self, sleepers: Passed[ProxycclSleepersPointer], asleep: Passed[Uint32Pointer], /
+    ) -> int: ...
     def proxyccl_host_add_helper(self, help: CData, argument: Pointer, /) -> None: ...
     def proxyccl_host_remove_helper(self, argument: Pointer, /) -> None: ...
     def proxyccl_host_look_around(self, thread: int, look: CData, /) -> None: ...
@@ -1086,6 +1098,14 @@ class FFI(BaseFFI):
     ) -> Array[ProxycclAllocationGuard, ProxycclAllocationGuardPointer]: ...
     @overload
     def new(
+        self, cdecl: Literal["ProxycclSleepers *"], init: Initial[ProxycclSleepers] = ..., /
+    ) -> ProxycclSleepersPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclSleepers[]"], init: int | Sequence[Initial[ProxycclSleepers]], /
+    ) -> Array[ProxycclSleepers, ProxycclSleepersPointer]: ...
+    @overload
+    def new(
         self, cdecl: Literal["ProxycclStreamOperation *"], init: Initial[ProxycclStreamOperation] = ..., /
     ) -> ProxycclStreamOperationPointer: ...
     @overload
@@ -1110,6 +1130,14 @@ class FFI(BaseFFI):
     def new(
         self, cdecl: Literal["void *[]"], init: int | Sequence[Pointer], /
     ) -> Array[VoidPointer, PointerTo[VoidPointer]]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclSleepers **"], init: Passed[ProxycclSleepersPointer] = ..., /
+    ) -> PointerTo[ProxycclSleepersPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclSleepers *[]"], init: int | Sequence[Passed[ProxycclSleepersPointer]], /
+    ) -> Array[ProxycclSleepersPointer, PointerTo[ProxycclSleepersPointer]]: ...
     @overload
     def new(
         self, cdecl: Literal["ProxycclStreamStep *"], init: Initial[ProxycclStreamStep] = ..., /
@@ -1227,6 +1255,8 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclAllocationGuard *"], value: CData | int, /
     ) -> ProxycclAllocationGuardPointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclSleepers *"], value: CData | int, /) -> ProxycclSleepersPointer: ...
+    @overload
     def cast(
         self, cdecl: Literal["ProxycclStreamOperation *"], value: CData | int, /
     ) -> ProxycclStreamOperationPointer: ...
@@ -1238,6 +1268,10 @@ class FFI(BaseFFI):
     def cast(self, cdecl: Literal["unsigned int *"], value: CData | int, /) -> UnsignedIntPointer: ...
     @overload
     def cast(self, cdecl: Literal["void **"], value: CData | int, /) -> PointerTo[VoidPointer]: ...
+    @overload
+    def cast(
+        self, cdecl: Literal["ProxycclSleepers **"], value: CData | int, /
+    ) -> PointerTo[ProxycclSleepersPointer]: ...
     @overload
     def cast(self, cdecl: Literal["ProxycclStreamStep *"], value: CData | int, /) -> ProxycclStreamStepPointer: ...
     @overload
@@ -1292,10 +1326,12 @@ class FFI(BaseFFI):
             "ProxycclPoolCalls",
             "ProxycclSegment",
             "ProxycclAllocationGuard",
+            "ProxycclSleepers",
             "ProxycclStreamOperation",
             "ProxycclLaunch",
             "unsigned int",
             "void *",
+            "ProxycclSleepers *",
             "ProxycclStreamStep",
             "ProxycclStreamOperations",
             "ProxycclStreamOrder",

@@ -237,17 +237,22 @@ void proxyccl_allocation_guard_fill(ProxycclAllocationGuard *guard, uintptr_t po
 int proxyccl_allocations_hold(const ProxycclAllocationGuard *guard);
 uintptr_t proxyccl_allocations_hold_address(void);
 
+enum { PROXYCCL_MOST_SLEEPERS, ... };
+typedef struct { uint32_t count; ...; } ProxycclSleepers;
+int proxyccl_sleepers_add(ProxycclSleepers *sleepers, uint32_t *asleep);
+
 typedef enum { PROXYCCL_STREAM_WAIT, PROXYCCL_STREAM_WRITE, ... } ProxycclStreamOperationKind;
 typedef struct { uint32_t kind; uint64_t address; uint64_t value; ...; } ProxycclStreamOperation;
 typedef struct {
-  uint64_t context; void *function; unsigned grid[3]; unsigned block[3]; unsigned shared_bytes; void **parameters; ...;
+  uint64_t context; void *function; unsigned grid[3]; unsigned block[3]; unsigned shared_bytes; void **parameters;
+  const ProxycclSleepers *const *wakes; ...;
 } ProxycclLaunch;
 typedef struct {
   uint32_t words; const ProxycclLaunch *launch; uint64_t dst; uint64_t src; uint64_t bytes;
 } ProxycclStreamStep;
 typedef struct {
   uint64_t context; ProxycclStreamOperation *words; const ProxycclStreamStep *steps; uint32_t count; uint32_t captured;
-  ...;
+  const ProxycclSleepers *const *wakes; ...;
 } ProxycclStreamOperations;
 void proxyccl_host_add_helper(int (*help)(void *, int), void *argument);
 void proxyccl_host_remove_helper(void *argument);
@@ -427,6 +432,7 @@ static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place,
     ],
     depends=[
         "device/launch.h",
+        "device/waking.h",
         "device/memory/memory_pool.h",
         "device/memory/places.h",
         "device/memory/allocation_guard.h",

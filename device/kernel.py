@@ -18,6 +18,7 @@ from proxyccl.device.base_runtime import BaseRuntime, StreamLike
 from proxyccl.device.errors import ArgumentError, KernelError
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.integers import as_integer, find_extents, find_integer
+from proxyccl.device.sleepers import wakes
 
 if TYPE_CHECKING:
     from proxyccl.device._native import VoidPointer  # the stub's; cffi has no such name
@@ -49,6 +50,8 @@ class LaunchRuntime(BaseRuntime, Protocol):
 class Launch:
     """A launch whose arguments are packed: calling it is one call into the driver.
 
+    It first wakes the proxies to whose channels the kernel pushes: those of arguments that have `sleepers`.
+
     Attributes:
         prepared: the ProxycclLaunch (launch.h), for callers in C.
     """
@@ -65,6 +68,8 @@ class Launch:
         self.prepared.context, self.prepared.function = target.context, kernel.function
         self.prepared.grid, self.prepared.block = _dimensions(grid, "grid"), _dimensions(block, "block")
         self.prepared.shared_bytes, self.prepared.parameters = shared, self._parameters
+        self._sleepers = [getattr(value, "sleepers", None) for value in args]
+        self.prepared.wakes = self._wakes = wakes(self._sleepers)
 
     def replace(self, index: int, raw: bytes) -> None:
         """Changes an argument that is a struct, for launches from now on; queued ones keep theirs."""

@@ -5,6 +5,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "waking.h"
+
 typedef struct ProxycclLaunch {
   /* cuLaunchKernel, hipModuleLaunchKernel or proxyccl_host_launch */
   int (*call)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
@@ -17,6 +19,7 @@ typedef struct ProxycclLaunch {
   unsigned block[3];
   unsigned shared_bytes;
   void** parameters;
+  const ProxycclSleepers* const* wakes; /* of the proxies that the kernel pushes to, ends with NULL; NULL: of none */
 } ProxycclLaunch;
 
 enum { PROXYCCL_OTHER_CONTEXT = -1 };
@@ -29,6 +32,7 @@ static inline int proxyccl_is_current(const ProxycclLaunch* launch) {
 
 /* Returns the driver's status. */
 static inline int proxyccl_launch_current(const ProxycclLaunch* launch, uintptr_t stream) {
+  proxyccl_wake_all(launch->wakes);
   return launch->call(launch->function, launch->grid[0], launch->grid[1], launch->grid[2], launch->block[0],
                       launch->block[1], launch->block[2], launch->shared_bytes, (void*)stream, launch->parameters,
                       NULL);

@@ -48,8 +48,9 @@ typedef struct ProxycclStreamOperations {
   uint64_t context; /* the one that the streams belong to */
   ProxycclStreamOperation* words;
   const ProxycclStreamStep* steps;
-  uint32_t count;    /* of steps */
-  uint32_t captured; /* 1: a graph has them, and may repeat them at any time */
+  uint32_t count;                       /* of steps */
+  uint32_t captured;                    /* 1: a graph has them, and may repeat them at any time */
+  const ProxycclSleepers* const* wakes; /* of the proxies that they ring, ends with NULL; NULL: of none */
 } ProxycclStreamOperations;
 
 /* Whether the streams' context is the calling thread's current one. */
@@ -77,6 +78,7 @@ static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, 
   int first = 0, capturing = 0;
   if (self->is_capturing != 0 && self->is_capturing((void*)stream, &capturing) == 0 && capturing != 0)
     self->captured = 1;
+  proxyccl_wake_all(self->wakes);
   for (uint32_t i = 0; i < self->count; ++i) {
     const ProxycclStreamStep* step = &self->steps[i];
     int status;

@@ -12,6 +12,7 @@ from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import BaseRuntime, StreamLike
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.kernel import Launch
+from proxyccl.device.sleepers import Sleepers, wakes
 
 _WORD_BYTES = 8
 _VALUES = range(1 << 63)
@@ -67,6 +68,7 @@ class StreamOperations:
     Args:
         runtime: the runtime of the streams.
         operations: at least one.
+        sleepers: of the proxy that they ring, which is woken first; None if they ring none.
 
     Attributes:
         prepared: the ProxycclStreamOperations (stream_operations.h), for callers in C.
@@ -75,7 +77,9 @@ class StreamOperations:
         ArgumentError: there is no operation, an address is not that of a word, or a value is out of range.
     """
 
-    def __init__(self, runtime: BaseRuntime, operations: Sequence[Operation]) -> None:
+    def __init__(
+        self, runtime: BaseRuntime, operations: Sequence[Operation], *, sleepers: Sleepers | None = None
+    ) -> None:
         if not operations:
             raise ArgumentError("operations", "expected at least one")
         self._runtime = runtime
@@ -104,6 +108,8 @@ class StreamOperations:
         )
         self.prepared.context = calls.context
         self.prepared.words, self.prepared.steps, self.prepared.count = self._words, self._steps, len(steps)
+        self._sleepers = sleepers
+        self.prepared.wakes = self._wakes = wakes([sleepers])
 
     def __call__(self, stream: StreamLike = None) -> None:
         """Queues the operations. Raises KernelError if the driver refuses one."""

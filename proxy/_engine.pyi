@@ -79,7 +79,12 @@ class _ProxycclWorkerStats:
     idle_ns: int
     sleeps: int
     slept_ns: int
+    wakes: int
     started_ns: int
+    thread: int
+    spin_ns: int
+    yield_ns: int
+    max_sleep_ns: int
     traced: int
     trace_until: int
     connections: ArrayField[ProxycclConnectionStats, ProxycclConnectionStatsPointer]
@@ -523,7 +528,12 @@ class Lib:
     def proxyccl_worker_paused(self, worker: Passed[ProxycclWorkerPointer], /) -> int: ...
     def proxyccl_worker_resume(self, worker: Passed[ProxycclWorkerPointer], /) -> None: ...
     def proxyccl_worker_handled(self, worker: Passed[ProxycclWorkerPointer], /) -> None: ...
-    def proxyccl_thread_create(self, idle: Passed[ProxycclIdlePolicyPointer], /) -> ProxycclThreadPointer: ...
+    def proxyccl_thread_create(
+        self, idle: Passed[ProxycclIdlePolicyPointer], asleep: Passed[Uint32Pointer], /
+    ) -> ProxycclThreadPointer: ...
+    def proxyccl_thread_set_idle(
+        self, thread: Passed[ProxycclThreadPointer], idle: Passed[ProxycclIdlePolicyPointer], /
+    ) -> None: ...
     def proxyccl_thread_destroy(self, thread: Passed[ProxycclThreadPointer], /) -> None: ...
     def proxyccl_thread_add_worker(
         self, thread: Passed[ProxycclThreadPointer], worker: Passed[ProxycclWorkerPointer], /
@@ -986,6 +996,10 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclFabricOptions[]"], init: int | Sequence[Initial[ProxycclFabricOptions]], /
     ) -> Array[ProxycclFabricOptions, ProxycclFabricOptionsPointer]: ...
     @overload
+    def new(self, cdecl: Literal["uint32_t *"], init: int = ..., /) -> Uint32Pointer: ...
+    @overload
+    def new(self, cdecl: Literal["uint32_t[]"], init: int | Sequence[int], /) -> Array[int, Uint32Pointer]: ...
+    @overload
     def new(
         self, cdecl: Literal["ProxycclFabricOffers **"], init: Passed[ProxycclFabricOffersPointer] = ..., /
     ) -> PointerTo[ProxycclFabricOffersPointer]: ...
@@ -1010,10 +1024,6 @@ class FFI(BaseFFI):
     def new(
         self, cdecl: Literal["char *[]"], init: int | Sequence[Passed[CharPointer] | bytes], /
     ) -> Array[CharPointer, PointerTo[CharPointer]]: ...
-    @overload
-    def new(self, cdecl: Literal["uint32_t *"], init: int = ..., /) -> Uint32Pointer: ...
-    @overload
-    def new(self, cdecl: Literal["uint32_t[]"], init: int | Sequence[int], /) -> Array[int, Uint32Pointer]: ...
     @overload
     def cast(self, cdecl: Literal["ProxycclTrigger *"], value: CData | int, /) -> ProxycclTriggerPointer: ...
     @overload
@@ -1127,6 +1137,8 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclFabricOptions *"], value: CData | int, /
     ) -> ProxycclFabricOptionsPointer: ...
     @overload
+    def cast(self, cdecl: Literal["uint32_t *"], value: CData | int, /) -> Uint32Pointer: ...
+    @overload
     def cast(
         self, cdecl: Literal["ProxycclFabricOffers **"], value: CData | int, /
     ) -> PointerTo[ProxycclFabricOffersPointer]: ...
@@ -1136,8 +1148,6 @@ class FFI(BaseFFI):
     ) -> PointerTo[ProxycclFabricEndpointPointer]: ...
     @overload
     def cast(self, cdecl: Literal["char **"], value: CData | int, /) -> PointerTo[CharPointer]: ...
-    @overload
-    def cast(self, cdecl: Literal["uint32_t *"], value: CData | int, /) -> Uint32Pointer: ...
     @overload
     def cast(self, cdecl: Literal["uintptr_t"], value: CData | int, /) -> Number: ...
     def sizeof(
@@ -1182,10 +1192,10 @@ class FFI(BaseFFI):
             "ProxycclRemoteWriteTarget",
             "ProxycclStagedOptions",
             "ProxycclFabricOptions",
+            "uint32_t",
             "ProxycclFabricOffers *",
             "ProxycclFabricEndpoint *",
             "char *",
-            "uint32_t",
         ],
         /,
     ) -> int: ...

@@ -47,7 +47,8 @@ typedef struct {
 } ProxycclConnectionStats;
 typedef struct { uint64_t word0; uint64_t word1; ...; } ProxycclTraceRecord;
 typedef struct {
-  uint64_t looks; uint64_t idle_ns; uint64_t sleeps; uint64_t slept_ns; uint64_t started_ns; uint64_t traced;
+  uint64_t looks; uint64_t idle_ns; uint64_t sleeps; uint64_t slept_ns; uint64_t wakes; uint64_t started_ns;
+  uint64_t thread; uint64_t spin_ns; uint64_t yield_ns; uint64_t max_sleep_ns; uint64_t traced;
   uint64_t trace_until; ProxycclConnectionStats connections[...]; ...;
 } ProxycclWorkerStats;
 typedef struct { ProxycclChannelPlace channels[...]; ProxycclWorkerStats workers[]; ...; } ProxycclObserved;
@@ -112,7 +113,8 @@ uint32_t proxyccl_worker_pause(ProxycclWorker *worker);
 uint32_t proxyccl_worker_paused(const ProxycclWorker *worker);
 void proxyccl_worker_resume(ProxycclWorker *worker);
 void proxyccl_worker_handled(ProxycclWorker *worker);
-ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle);
+ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle, uint32_t *asleep);
+void proxyccl_thread_set_idle(ProxycclThread *thread, const ProxycclIdlePolicy *idle);
 void proxyccl_thread_destroy(ProxycclThread *thread);
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
 ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
@@ -251,6 +253,7 @@ static void proxyccl_thread_helped_by(ProxycclThread *thread, uintptr_t add_help
     depends=[
         *in_engine("*.h"),
         "device/launch.h",
+        "device/waking.h",
         "device/stream_operations.h",
         "device/include/proxyccl/trigger.h",
         "device/include/proxyccl/control.h",

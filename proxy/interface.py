@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from proxyccl.device.runtime import Event, PinnedMemory, Stream
+from proxyccl.device.sleepers import Sleepers
 from proxyccl.proxy.codec import Message, Uint64
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.schedule import Schedule, SchedulePointers, ScheduleWait
@@ -207,6 +208,11 @@ class RemoteContext(Protocol):
 
 class Proxy(Protocol):
     """Drains a rank's rings and issues their triggers' operations."""
+
+    @property
+    def sleepers(self) -> Sleepers:
+        """Its threads, for launches to wake."""
+        ...
 
     def fifo_for(self, channel: int) -> Fifo:
         """The ring that a channel's triggers go through."""

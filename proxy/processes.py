@@ -28,6 +28,20 @@ def start_of(pid: int) -> int | None:
     return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
+def cpu_time_of(pid: int, thread: int) -> int | None:
+    """The CPU time that a thread of a process has taken, in ns; None if the system does not tell."""
+    task = Path(f"/proc/{pid}/task/{thread}")
+    try:
+        return int((task / "schedstat").read_text().split()[0])
+    except (OSError, ValueError, IndexError):  # not every system counts in nanoseconds
+        pass
+    try:
+        user, system = stat_of(task / "stat")[11:13]
+    except (OSError, ValueError):
+        return None
+    return (int(user) + int(system)) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
 def pid_namespace() -> str:
     """The namespace that this process's ids of processes belong to; empty if /proc does not show it.
 

@@ -17,6 +17,7 @@ from proxyccl.device import forks
 from proxyccl.device._native import lib as native
 from proxyccl.device.errors import ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.runtime import PinnedMemory, Runtime
+from proxyccl.device.sleepers import Sleepers
 from proxyccl.proxy import _engine
 from proxyccl.proxy.channel_table import ChannelTable
 from proxyccl.proxy.created import created
@@ -57,7 +58,8 @@ class ProxyService:
         fifos: number of rings.
         threads: number of workers, each with its own thread; they get the rings in turn.
         fifo_size: slots in each ring.
-        idle: the policy of idle threads.
+        idle: the policy that its threads have when idle; shared ones have the most awake of their services'. None for
+            the default of `IdlePolicy`, or of the shared threads.
         cores: cores that the threads may run on; None for any.
         shared_threads: one thread for each worker, used by other services too; empty to make own threads.
         rings: rings made elsewhere, which `close` closes; empty to make own rings.
@@ -66,8 +68,10 @@ class ProxyService:
         on_failure: called in a worker's thread when an error ends the worker.
         description: its description for observers; None to stay hidden.
         name: the prefix of its threads' names.
+        sleepers: where it adds its threads; None to make its own.
 
     Attributes:
+        sleepers: its threads, for launches to wake.
         publication: its publication for observers; None without a description.
 
     Raises:
@@ -93,6 +97,7 @@ class ProxyService:
         on_failure: Callable[[ProxyFailure], None] | None = None,
         description: Description | None = None,
         name: str = "proxyccl",
+        sleepers: Sleepers | None = None,
     ) -> None:
         threads, fifos = len(shared_threads) or threads, len(rings) or fifos
         fifos, threads = require_rings(fifos, threads)
@@ -117,7 +122,7 @@ class ProxyService:
             self._observed = ObservedSegment(threads)
             undo.callback(self._observed.close)
             own = OwnThreads(threads, idle or IdlePolicy(), cores, name)
-            self._workers = Workers(self._engine, self._service, self._observed, shared_threads or own)
+            self._workers = Workers(self._engine, self._service, self._observed, shared_threads or own, idle)
             undo.callback(self._workers.discard)
             self._workers.add_rings(self._rings)
             self._memories = MemoryTable(self._service, self._shared)
@@ -135,6 +140,9 @@ class ProxyService:
             self.publication = self._describe(description) if description else None
             self._published = publications.try_publish(self.publication) if self.publication else None
             undo.pop_all()  # no failure is possible from here on: the threads use all of it
+        self.sleepers = sleepers or Sleepers()
+        for word in self._workers.asleep:
+            self.sleepers.add(word)
         self._workers.start(self._worker_event, self._thread_lost)
 
     def _describe(self, description: Description) -> Publication:
@@ -409,6 +417,11 @@ class ProxyService:
     def observed_handle(self) -> bytes:
         """The handle by which other processes open its `ObservedSegment`."""
         return self._observed.memory.handle
+
+    @property
+    def asleep_handles(self) -> list[bytes]:
+        """The handles by which other processes open the words that wake its threads."""
+        return [word.handle for word in self._workers.asleep]
 
     @property
     def rings(self) -> list[Fifo]:

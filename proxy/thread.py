@@ -9,11 +9,12 @@ from __future__ import annotations
 import numbers
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError, ResourceError
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import EngineFunctions
 from proxyccl.device.threads import Thread
 from proxyccl.proxy import _engine
@@ -21,7 +22,8 @@ from proxyccl.proxy.created import created
 
 ffi, lib = _engine.ffi, _engine.lib
 
-_LONGEST_US = 1e9
+LONGEST_US = 1e9
+"""The longest time of an `IdlePolicy`, in µs."""
 
 OnExit = Callable[[int, "_engine.ProxycclExitInfoPointer"], None]
 """Called in the thread with a ProxycclOutcome and a ProxycclExitInfo, which is valid until it returns."""
@@ -31,13 +33,16 @@ OnExit = Callable[[int, "_engine.ProxycclExitInfoPointer"], None]
 class IdlePolicy:
     """The policy of a thread when the rings of all its workers are empty.
 
-    It spins, then yields, then sleeps for a 32nd of its idle time, so waking late adds at most a 32nd to a pause.
-    The defaults cost about 3 % of a core on a virtual machine with two cores; a `max_sleep_us` of 200 costs
-    11 %. `proxyccl bench ring` measures both.
+    It spins, then yields, then sleeps for a 32nd of its idle time, so waking late adds at most a 32nd to a pause. A
+    call that this library launches wakes a sleeping thread before the launch. A graph that another library replays does
+    not: the thread then finds the work when its sleep ends.
+
+    The defaults are for few cores. Where there are enough, a proxy without a policy has that of `where_cores_suffice`.
 
     Attributes:
-        spin_us: how long it spins. If there are fewer cores than threads, a kernel that pushes and then needs the core
-            waits this long each time; if there are enough cores, yielding answers as fast.
+        spin_us: how long it polls without a pause. After 50 µs of it the thread yields its core between polls: whatever
+            else the system runs on that core would otherwise wait for a whole time slice. If there are fewer cores than
+            threads, a kernel that pushes and then needs the core waits this long each time.
         yield_us: how long it then yields the core between two polls.
         max_sleep_us: the longest sleep between two polls after that, and so the longest delay of waking, apart from the
             system's own.
@@ -53,9 +58,46 @@ class IdlePolicy:
     def __post_init__(self) -> None:
         for name in ("spin_us", "yield_us", "max_sleep_us"):
             value: Any = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= _LONGEST_US:
-                raise ArgumentError(name, f"must be a number from 0 to {_LONGEST_US:.0e} µs, not {value!r}")
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= LONGEST_US:
+                raise ArgumentError(name, f"must be a number from 0 to {LONGEST_US:.0e} µs, not {value!r}")
             object.__setattr__(self, name, float(value))  # messages to a daemon take Python's own numbers
+
+    @classmethod
+    def always_awake(cls) -> IdlePolicy:
+        """A thread that never sleeps while a communicator is open. It answers at once and costs a whole core."""
+        return cls(yield_us=LONGEST_US, max_sleep_us=50.0)
+
+    @classmethod
+    def where_cores_suffice(cls) -> IdlePolicy:
+        """A thread that sleeps for at most 50 µs at once, and the system's timer slack: about a tenth of a core."""
+        return cls(max_sleep_us=50.0)
+
+    def __str__(self) -> str:
+        if self.yield_us == LONGEST_US:
+            return "always awake"
+        return f"longest sleep {self.max_sleep_us:g} µs"
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """Its fields, in order."""
+        return self.spin_us, self.yield_us, self.max_sleep_us
+
+    @staticmethod
+    def most_awake(policies: Iterable[IdlePolicy]) -> IdlePolicy:
+        """The policy that wakes no later than any of these, of which there is at least one."""
+        each = list(policies)
+        return IdlePolicy(
+            max(policy.spin_us for policy in each),
+            max(policy.yield_us for policy in each),
+            min(policy.max_sleep_us for policy in each),
+        )
+
+
+def _policy(idle: IdlePolicy) -> _engine.ProxycclIdlePolicyPointer:
+    policy = ffi.new("ProxycclIdlePolicy *")
+    policy.spin_ns, policy.yield_ns = int(idle.spin_us * 1000), int(idle.yield_us * 1000)
+    policy.max_sleep_ns = max(1000, int(idle.max_sleep_us * 1000))
+    return policy
 
 
 def _pin(cores: Collection[int]) -> None:
@@ -70,10 +112,13 @@ class ProxyThread:
 
     Args:
         name: the thread's name.
-        idle: its policy when there is nothing to do.
+        idle: its policy for workers that have none.
         cores: numbers of the cores that it may run on; None for all of its process.
         begin: called in the thread before anything else.
         functions: those of a runtime whose waiting kernels may help it; None to run the workers without help.
+
+    Attributes:
+        asleep: the word by which a launch in any process wakes it (waking.h).
 
     Raises:
         ArgumentError: there are no such cores.
@@ -88,10 +133,11 @@ class ProxyThread:
         begin: Callable[[], None] = lambda: None,
         functions: EngineFunctions | None = None,
     ) -> None:
-        policy = ffi.new("ProxycclIdlePolicy *")
-        policy.spin_ns, policy.yield_ns = int(idle.spin_us * 1000), int(idle.yield_us * 1000)
-        policy.max_sleep_ns = max(1000, int(idle.max_sleep_us * 1000))
-        self._pointer = created(lib.proxyccl_thread_create(policy), "a thread of the proxy")
+        self._default = self._idle = idle
+        self._served: dict[int, tuple[IdlePolicy, _engine.ProxycclWorkerStatsPointer]] = {}  # by the worker's address
+        self.asleep = SharedMemory.allocate(ffi.sizeof("uint32_t"))
+        made = lib.proxyccl_thread_create(_policy(idle), ffi.cast("uint32_t *", self.asleep.ptr))
+        self._pointer = created(made, "a thread of the proxy")
         if functions is not None and functions.add_helper:
             lib.proxyccl_thread_helped_by(self._pointer, functions.add_helper, functions.remove_helper)
         self._begin = begin
@@ -131,18 +177,27 @@ class ProxyThread:
         assert number is not None
         return number
 
+    @property
+    def idle(self) -> IdlePolicy:
+        """Its policy now: the most awake of its workers', and its own if it has none."""
+        return self._idle
+
     def add(
         self,
         worker: _engine.ProxycclWorkerPointer,
+        stats: _engine.ProxycclWorkerStatsPointer,
         on_exit: OnExit,
         on_lost: Callable[[Exception], None] = lambda _: None,
+        idle: IdlePolicy | None = None,
     ) -> None:
         """Hands a worker over. It comes back with the first exit that is not for a handler.
 
         Args:
             worker: a ProxycclWorker.
+            stats: its ProxycclWorkerStats, where observers find the thread and its policy.
             on_exit: called in the thread when the engine returns for it.
             on_lost: called instead if an error has ended the thread, which then no longer runs the worker.
+            idle: the policy that the worker needs; None for the thread's own.
         """
         with self._changed:
             if self._error is None:
@@ -151,8 +206,19 @@ class ProxyThread:
                 on_lost(self._error)
                 return
             self._on_exit[int(ffi.cast("uintptr_t", worker))] = on_exit
+            stats.thread = self.native_id
+            self._served[int(ffi.cast("uintptr_t", worker))] = idle or self._default, stats
+            self._choose_idle()
             lib.proxyccl_thread_add_worker(self._pointer, worker)
             self._changed.notify()
+
+    def _choose_idle(self) -> None:
+        """Gives the thread the most awake policy of its workers, and tells observers."""
+        self._idle = IdlePolicy.most_awake([idle for idle, _ in self._served.values()] or [self._default])
+        policy = _policy(self._idle)
+        lib.proxyccl_thread_set_idle(self._pointer, policy)
+        for _, stats in self._served.values():
+            stats.spin_ns, stats.yield_ns, stats.max_sleep_ns = policy.spin_ns, policy.yield_ns, policy.max_sleep_ns
 
     def _run(self) -> None:
         try:
@@ -178,6 +244,9 @@ class ProxyThread:
                 runs_on = reason == lib.PROXYCCL_EXIT_HANDLER
                 on_exit = self._on_exit[worker] if runs_on else self._on_exit.pop(worker)
                 on_lost = self._on_lost[worker] if runs_on else self._on_lost.pop(worker)
+                if not runs_on:
+                    del self._served[worker]
+                    self._choose_idle()
             try:
                 on_exit(reason, info)
             except Exception as error:
@@ -191,6 +260,7 @@ class ProxyThread:
             lost = list(self._on_lost.values())
             self._on_exit.clear()
             self._on_lost.clear()
+            self._served.clear()
         for on_lost in lost:
             on_lost(error)
 

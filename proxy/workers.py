@@ -14,6 +14,7 @@ from msgspec import Struct, field
 
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.integers import as_integer
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.created import created
@@ -96,6 +97,7 @@ class Workers:
         service: a ProxycclService.
         observed: the segment where they publish their activity; with room for each.
         threads: the threads to make; or one existing thread for each worker.
+        idle: the policy that the workers need of existing threads; None for the threads' own.
 
     Raises:
         ArgumentError: there are no such cores.
@@ -107,7 +109,9 @@ class Workers:
         service: Any,
         observed: ObservedSegment,
         threads: OwnThreads | Sequence[ProxyThread],
+        idle: IdlePolicy | None = None,
     ) -> None:
+        self._idle = idle
         self._workers: list[Worker] = []
         self._own_threads: list[ProxyThread] = []
         with contextlib.ExitStack() as undo:
@@ -170,7 +174,13 @@ class Workers:
             on_lost(error)
 
         for worker in self._workers:
-            worker.thread.add(worker.pointer, functools.partial(told, worker), functools.partial(lost, worker))
+            on_exit, on_loss = functools.partial(told, worker), functools.partial(lost, worker)
+            worker.thread.add(worker.pointer, worker.stats, on_exit, on_loss, self._idle)
+
+    @property
+    def asleep(self) -> list[SharedMemory]:
+        """The words by which launches wake the workers' threads, each once."""
+        return list({worker.thread: worker.thread.asleep for worker in self._workers}.values())
 
     @contextlib.contextmanager
     def paused(self, timeout: float) -> Iterator[None]:

@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import sys
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -23,6 +24,7 @@ from proxyccl.device.build.compile_cache import cache_dir
 from proxyccl.device.cpu import cpu_name
 from proxyccl.device.environment import problem_with, set_variables
 from proxyccl.device.errors import (
+    ArgumentError,
     CompileError,
     ProtocolError,
     ProxyCCLError,
@@ -40,6 +42,8 @@ from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.fabric import library, requirements
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.idle_choice import choose_idle, cores_allowed
+from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.verbs import pyverbs_api
 from proxyccl.proxy.verbs.device_memory import unsupported_reason
 from proxyccl.proxy.verbs.devices import choose_device, rdma_devices
@@ -49,7 +53,10 @@ from proxyccl.proxy.verbs.registrations import Registrations
 from proxyccl.proxy.verbs.requirements import missing
 from proxyccl.proxy.verbs.sysfs import SYSFS
 from proxyccl.tools.results import Fields, installed_version, machine, versions
+from proxyccl.tools.top import Watch, share_of_a_core
 from proxyccl.tools.tune import in_words
+
+_OBSERVED_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -308,10 +315,33 @@ def _proxies() -> list[Finding]:
     found = Finding("Proxies", "place", True, f"{where} ({reason}): {_PLACES[where]}")
     if where == "daemon":
         try:
-            return [replace(found, detail=f"{found.detail}, process {daemon_process(socket_path())}")]
+            found = replace(found, detail=f"{found.detail}, process {daemon_process(socket_path())}")
         except RuntimeUnavailableError as error:
-            return [replace(found, available=False, detail=str(error))]
-    return [found]
+            found = replace(found, available=False, detail=str(error))
+    return [found, *_idle_policies()]
+
+
+def _idle_policies() -> list[Finding]:
+    """The default policy of idle threads for a rank on each core or GPU, and that of the proxies that run now."""
+    cores, allowed = len(os.sched_getaffinity(0)), cores_allowed()
+    quota = "" if allowed is None else f", of which control groups allow {allowed:g}"
+    most = next((ranks for ranks in range(cores, 0, -1) if choose_idle(cores, ranks, ranks) != IdlePolicy()), 0)
+    detail = f"default: {IdlePolicy.where_cores_suffice()} for at most {most} ranks on {cores} cores{quota}"
+    found = [Finding("Proxies", "idle", True, f"{detail}, {IdlePolicy()} for more")]
+    watch = Watch()
+    try:
+        watch.rates()
+        if watch.services:
+            time.sleep(_OBSERVED_SECONDS)
+        for service in watch.rates():
+            policy = f"{service.workers[0].idle}, {share_of_a_core(service)} of a core"
+            name = f"rank {service.rank}"
+            found.append(Finding("Proxies", name, True, f"{policy}; process {service.pid}, job {service.job}"))
+    except ArgumentError as error:
+        found.append(Finding("Proxies", "running", False, str(error)))
+    finally:
+        watch.close()
+    return found
 
 
 def _environment() -> list[Finding]:

@@ -35,6 +35,8 @@ _COLUMNS = (
     Column("flush", "(µs)", 7, ".1f"),
     Column("errors", "", 6, "d"),
     Column("busy", "", 5),
+    Column("core", "", 5),
+    Column("idle", "", 0, left=True),
 )
 
 
@@ -109,7 +111,15 @@ def _row(channel: ChannelRates) -> tuple[object, ...]:
         channel.flush_us,
         channel.errors + channel.connection_errors,
         "",
+        "",
+        "",
     )
+
+
+def share_of_a_core(service: ServiceRates) -> str:
+    """The CPU time of a service's busiest thread as a share of a core, in percent; a dash if it is not known."""
+    shares = [worker.core for worker in service.workers if worker.core is not None]
+    return f"{max(shares):.0%}" if shares else "-"
 
 
 def _summary(service: ServiceRates) -> tuple[object, ...]:
@@ -130,6 +140,8 @@ def _summary(service: ServiceRates) -> tuple[object, ...]:
         _mean_flush(channels),
         service.errors,
         f"{max(worker.busy for worker in service.workers):.0%}",
+        share_of_a_core(service),
+        str(service.workers[0].idle),
     )
 
 

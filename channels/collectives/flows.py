@@ -18,6 +18,7 @@ from proxyccl.device.errors import KernelError
 from proxyccl.device.kernel import Kernel, Launch
 from proxyccl.device.owned import closed_stream
 from proxyccl.device.runtime import Event, Runtime, Stream, StreamLike
+from proxyccl.device.sleepers import ProxiedStruct
 from proxyccl.device.thread_streams import ThreadStream, identify_stream
 from proxyccl.proxy.codec import Codec
 
@@ -202,7 +203,7 @@ class Flows:
             entry.lane_bytes = _round_up(-(-nbytes // entry.lanes), 128)
             blocks += entry.lanes
         threads = min(_THREADS, self._runtime.launch_defaults.threads)
-        return self._kernel.prepare(blocks, threads, bytes(ffi.buffer(flows)))
+        return self._kernel.prepare(blocks, threads, ProxiedStruct.of(bytes(ffi.buffer(flows)), self._links.sleepers))
 
     def close(self) -> None:
         """Frees the memory. Kernels of all ranks must have ended."""

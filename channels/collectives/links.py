@@ -25,6 +25,7 @@ class Links:
     Attributes:
         table: the links.
         proxy_channels: by peer, the channels of its lanes.
+        sleepers: of the proxy that they go through; None if there are none.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Links:
         self._kept: object = None
         if proxied_anywhere:
             self.proxy_channels, self._kept = connect_handles(group, memory, memory, via_proxy, lanes)
+        self.sleepers = group.links.proxy.sleepers if self.proxy_channels else None
         self.table = ffi.new("ProxycclLink[]", lanes * len(members))
         for lane in range(lanes):
             for number, peer in enumerate(members):

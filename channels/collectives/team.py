@@ -12,6 +12,7 @@ from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ResourceError
+from proxyccl.device.sleepers import ProxiedStruct
 from proxyccl.proxy.codec import Codec
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Team:
                 `meeting_bytes` on.
             reached_at: by rank, the address at which its kernels reach this rank's output; None if not all do.
         """
-        return bytes(ffi.buffer(self._call(nbytes, reached_at)))
+        return self._struct(self._call(nbytes, reached_at))
 
     def pipeline(self, count: int, itemsize: int, reached_at: Sequence[int] | None = None) -> tuple[int, bytes]:
         """Blocks of a two-shot kernel for `count` elements a rank, and its ProxycclTeam."""
@@ -119,7 +120,10 @@ class Team:
             part = _round_up(-(-team.share // _PROXIED_PARTS), aligned)
             team.piece = min(team.piece, max(part, _SHORTEST_PROXIED_PIECE // itemsize))
         team.pieces = -(-team.share // team.piece)
-        return self.grid(count * itemsize), bytes(ffi.buffer(team))
+        return self.grid(count * itemsize), self._struct(team)
+
+    def _struct(self, team: ProxycclTeamPointer) -> bytes:
+        return ProxiedStruct.of(bytes(ffi.buffer(team)), self._links.sleepers)
 
     def fits_one_round(self, nbytes: int) -> bool:
         """Whether `all_reduce_by_proxy` reduces this many bytes in one crossing."""

@@ -27,6 +27,7 @@ from proxyccl.device.arrays.array import Array, ArrayView
 from proxyccl.device.arrays.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import Memory
+from proxyccl.device.sleepers import ProxiedStruct
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 LEAST_THREADS = 32
@@ -333,7 +334,8 @@ class _Resources:
         scratch = self._buffers["s"].memory
         assert scratch is not None
         execution.alternate_bytes = scratch.nbytes // 2 if self._plan.document.use_double_scratch_buffer else 0
-        return bytes(ffi.buffer(execution))
+        sleepers = self._group.links.proxy.sleepers if ports else None
+        return ProxiedStruct.of(bytes(ffi.buffer(execution)), sleepers)
 
     def close(self) -> None:
         """Frees what the kernels use."""

@@ -35,6 +35,7 @@ from proxyccl.device.arrays.array import Array, ArrayView
 from proxyccl.device.errors import ArgumentError, ClosedError, WaitTimeoutError
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import StreamLike
+from proxyccl.device.sleepers import ProxiedStruct
 
 ROUTE: int = lib.PROXYCCL_EXPERT_ROUTE
 GATHER: int = lib.PROXYCCL_EXPERT_GATHER
@@ -137,7 +138,7 @@ class DispatchCombineContext:
         self._output_buf: tuple[Array, Array] | None = None
         self._dispatch_call = ffi.new("ProxycclDispatch *")
         self._combine_call = ffi.new("ProxycclCombine *")
-        experts = bytes(ffi.buffer(self.workspace.experts))
+        experts = ProxiedStruct.of(bytes(ffi.buffer(self.workspace.experts)), self.workspace.sleepers)
         self.grid = (self.blocks, threads)
         name = DISPATCH_KERNELS[self.workspace.announces]
         dispatch = shipped(dispatch_file(name), name)

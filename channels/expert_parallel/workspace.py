@@ -32,6 +32,7 @@ class ExpertWorkspace:
     Attributes:
         experts: the ProxycclExperts. It has output buffers only on one node whose ranks reach each other.
         announces: see `Geometry`.
+        sleepers: of the proxy that takes the data for other nodes; None on one node.
         outputs: the output buffers, or None.
     """
 
@@ -57,6 +58,7 @@ class ExpertWorkspace:
         if nodes.count > 1:
             rails = [peer for peer in nodes.rails if peer != group.rank]
             self._channels, self._kept = connect_handles(group, memory, memory, rails, 2 * self._shape.blocks)
+        self.sleepers = group.links.proxy.sleepers if self._channels else None
         outputs = KeptOutputs if self._shape.layout.stays else OutputBuffers
         self.outputs = outputs(group.runtime, self._workspace.memory, e) if e.output_buffers else None
         e.control = ffi.cast("ProxycclControl *", group.control.device_pointer)

@@ -42,5 +42,4 @@ class ProxyOptions(Struct, frozen=True):
             "threads": self.threads,
             "fifo_size": self.fifo_size,
             "ring_per_connection": self._by_peer,
-            "idle": self.idle,
         }

@@ -66,7 +66,7 @@ class ScheduleRings:
                 operations.append(WriteValue(self._words.bell, numbers[-1]))
             else:
                 operations.append(step)
-        ring = StreamOperations(self._group.runtime, operations)
+        ring = StreamOperations(self._group.runtime, operations, sleepers=proxy.sleepers if numbers else None)
         weakref.finalize(ring, self._dropped.append, (ring.prepared, numbers)).atexit = False
         return ring
 

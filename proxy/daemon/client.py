@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ProxyLostError
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import PinnedMemory, Runtime
+from proxyccl.device.sleepers import Sleepers
 from proxyccl.proxy.daemon.client_remote import DaemonRemote
 from proxyccl.proxy.daemon.connection import DaemonAddress, DaemonConnection, daemon_process, missing_in_daemon
 from proxyccl.proxy.daemon.protocol import (
@@ -75,7 +77,8 @@ class DaemonClient:
         threads: number of workers. Each has its own daemon thread if the daemon has that many.
         fifo_size: slots in each ring.
         ring_per_connection: see `ProxyService`.
-        idle: the policy of idle threads in this process; the daemon's threads have the daemon's policy.
+        idle: the policy that its threads need when idle, in the daemon and in this process; None for the daemon's, and
+            for the default of `IdlePolicy` here.
         on_failure: called in a thread of this object when a worker ends on an error and when the daemon is lost.
         description: the rank, for observers and the daemon's log.
         timeout: gives the seconds that the daemon may take for an answer.
@@ -86,6 +89,7 @@ class DaemonClient:
     Attributes:
         daemon: the daemon's process.
         daemon_started: when that began (`proxyccl.proxy.processes.start_of`).
+        sleepers: the threads, for launches to wake.
 
     Raises:
         ArgumentError: fewer rings than threads, or a device that the daemon does not see.
@@ -117,6 +121,7 @@ class DaemonClient:
         self._segment = shared
         self._shared = SharedWords(shared, shared_offset)
         self._threads = threads
+        self.sleepers = Sleepers()
         self._turns = self._watch_turns()
         self._own_options: dict[str, Any] = {
             "fifos": fifos,
@@ -127,6 +132,7 @@ class DaemonClient:
             "on_failure": on_failure,
             "description": description,
             "name": name,
+            "sleepers": self.sleepers,
         }
         self._own: ProxyService | None = None  # runs in this process, with the ids of the daemon's
         self._own_words: PinnedMemory | None = None
@@ -152,14 +158,23 @@ class DaemonClient:
                 description,
                 semaphores_offset,
                 ring_per_connection,
+                idle.times if idle is not None else None,
             )
             descriptors = [shared.descriptor, *(fifo.pinned.descriptor for fifo in self.fifos)]
             opened = self._daemon.ask(request, Opened, takes=timeout(), descriptors=descriptors)  # may open a device
             self._observed = _open_observed(opened.observed, threads)
+            self._open_sleepers(opened.asleep)
         except ProxyCCLError:
             self._daemon.hang_up()
             self._free()
             raise
+
+    def _open_sleepers(self, handles: list[bytes]) -> None:
+        try:
+            for handle in handles:
+                self.sleepers.add(SharedMemory.open(handle))
+        except ArgumentError as error:  # its threads wake by themselves
+            logging.getLogger("proxyccl").warning("launches cannot wake the node daemon's threads: %s", error)
 
     def __repr__(self) -> str:
         return f"<DaemonClient of process {self.daemon} at {self._daemon.address}, {len(self.fifos)} rings>"

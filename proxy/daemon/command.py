@@ -16,7 +16,6 @@ from proxyccl.proxy.daemon.job import JOB_OPTIONS
 from proxyccl.proxy.daemon.listeners import HandedOver
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions, raise_descriptor_limit
 from proxyccl.proxy.reports import on_signal
-from proxyccl.proxy.thread import IdlePolicy
 
 _LINE = "%(asctime)s %(levelname)s %(message)s"
 
@@ -65,9 +64,11 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
     raise_descriptor_limit()
     chosen = JOB_OPTIONS.decode(options.encode(), "the rank that starts it")
     every = range(os.cpu_count() or 1)
-    # Launchers may bind each rank to one core, where its program spins while it waits for its GPU.
-    os.sched_setaffinity(0, chosen.affinity if len(chosen.affinity) > chosen.threads else every)
-    daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, idle=IdlePolicy(*chosen.idle))
+    # Launchers may bind each rank to few cores, on which its program spins while it waits for its GPU. A thread there
+    # would run once in a time slice.
+    suffice = len(chosen.affinity) >= chosen.threads + chosen.programs
+    os.sched_setaffinity(0, chosen.affinity if suffice else every)
+    daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, programs=chosen.programs)
     with Daemon(HandedOver(listener), daemon_options, Attendance(starter)) as daemon:
         on_ready()
         _serve(daemon, ending)

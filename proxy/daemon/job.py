@@ -42,13 +42,13 @@ class JobOptions(Message, frozen=True):
         threads: number of threads that run the workers of all clients.
         cores: cores that these threads may run on; None for `affinity`.
         affinity: cores that the process may run on.
-        idle: the fields of an `IdlePolicy`, in order.
+        programs: number of the ranks, whose programs run on the same cores.
     """
 
     threads: int
     cores: list[int] | None
     affinity: list[int]
-    idle: tuple[float, float, float]
+    programs: int
 
 
 JOB_OPTIONS = Codec(JobOptions, 1 << 20)

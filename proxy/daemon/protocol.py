@@ -32,12 +32,13 @@ from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.schedule import Schedule
 from proxyccl.proxy.schedule_table import MAX_SCHEDULES
 from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.thread import LONGEST_US
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Trigger
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.workers import MAX_RINGS
 
-VERSION = 12
+VERSION = 13
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = MAX_RINGS + 1
 """Descriptors in a frame: the control segment's and the rings'."""
@@ -55,6 +56,7 @@ ChannelId = Annotated[int, Meta(ge=0, le=MAX_CHANNELS - 1)]
 Nbytes = Annotated[int, Meta(ge=0, le=2**62)]
 PositiveNbytes = Annotated[int, Meta(ge=1, le=2**62)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+IdleTime = Annotated[float, Meta(ge=0, le=LONGEST_US)]
 SegmentOffset = Annotated[int, Meta(ge=0, le=2**40)]
 
 
@@ -129,6 +131,7 @@ class Open(Request, frozen=True):
         semaphores_offset: of the words that peers signal in the control segment, by channel id; None for a service
             without schedules.
         ring_per_connection: see `ProxyService`.
+        idle: the fields of the `IdlePolicy` that the client needs, in order; None for the daemon's.
     """
 
     runtime: str
@@ -139,6 +142,7 @@ class Open(Request, frozen=True):
     description: Description | None = None
     semaphores_offset: Annotated[int, Meta(ge=CONTROL_BYTES, le=2**30)] | None = None
     ring_per_connection: bool = False
+    idle: tuple[IdleTime, IdleTime, IdleTime] | None = None
 
     def __post_init__(self) -> None:
         for name in ("shared_offset", "semaphores_offset"):
@@ -332,9 +336,15 @@ class Missing(Reply, frozen=True):
 
 
 class Opened(Reply, frozen=True):
-    """A service is open. `observed` is the handle of its `ObservedSegment`."""
+    """A service is open.
+
+    Attributes:
+        observed: the handle of its `ObservedSegment`.
+        asleep: the handles of the words that wake its threads.
+    """
 
     observed: bytes
+    asleep: list[bytes]
 
 
 class MemoryAdded(Reply, frozen=True):

@@ -103,7 +103,7 @@ class DaemonReport(Message, frozen=True, tag_field="format", tag="proxyccl daemo
         unread: the parts that could not be read, and why.
     """
 
-    version: Literal[3]
+    version: Literal[4]
     process: Member
     socket: str
     command: str

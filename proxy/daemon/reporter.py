@@ -52,7 +52,6 @@ class DaemonReporter:
     Args:
         place: the daemon's socket.
         threads: which run its clients' workers.
-        longest_sleep: of an idle thread, in seconds.
         sessions: gives the current sessions, without waiting.
         enabled: whether clients and signals may ask for reports.
     """
@@ -61,14 +60,12 @@ class DaemonReporter:
         self,
         place: str,
         threads: Sequence[ProxyThread],
-        longest_sleep: float,
         sessions: Callable[[], list[Session]],
         *,
         enabled: bool,
     ) -> None:
         self._place = place
         self._threads = threads
-        self._longest_sleep = longest_sleep
         self._sessions = sessions
         self.enabled = enabled
         self._group = secrets.token_hex(4)
@@ -118,14 +115,14 @@ class DaemonReporter:
             with _collecting_errors(unread, thread.name):
                 threads.append(_thread(thread))
         return DaemonReport(
-            version=3,
+            version=4,
             process=Member(host_name(), os.getpid(), start_of(os.getpid())),
             socket=self._place,
             command=" ".join(sys.orig_argv),
             written=datetime.now(UTC).isoformat(timespec="milliseconds"),
             cause=cause,
             meanwhile=_MEANWHILE,
-            longest_sleep=self._longest_sleep,
+            longest_sleep=max(thread.idle.max_sleep_us for thread in self._threads) / 1e6,
             threads=threads,
             clients=clients,
             unread=unread,

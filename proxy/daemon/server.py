@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -28,6 +28,7 @@ from proxyccl.proxy.daemon.frames import peer_credentials
 from proxyccl.proxy.daemon.listeners import Listener, SocketFile
 from proxyccl.proxy.daemon.reporter import DaemonReporter
 from proxyccl.proxy.daemon.session import Session, refuse_user
+from proxyccl.proxy.idle_choice import choose_idle
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.proxy.workers import MAX_RINGS
@@ -48,12 +49,14 @@ class DaemonOptions:
     Attributes:
         threads: number of threads that run the workers of all clients.
         cores: cores that the threads may run on; None for any. Cores near the GPUs or network devices answer soonest.
-        idle: the policy of an idle thread.
+        idle: the policy of a thread that serves no client which needs another; None to choose it by cores.
+        programs: number of clients' processes to expect.
     """
 
     threads: int = 1
     cores: Collection[int] | None = None
-    idle: IdlePolicy = field(default_factory=IdlePolicy)
+    idle: IdlePolicy | None = None
+    programs: int = 1
 
 
 class Daemon:
@@ -78,6 +81,7 @@ class Daemon:
     ) -> None:
         chosen = options or DaemonOptions()
         as_integer(chosen.threads, "threads", f"must be an integer from 1 to {MAX_RINGS}", 1, MAX_RINGS)
+        self._options = chosen
         reports = files.wanted()
         self._attendance = attendance
         self._stopping = False
@@ -94,13 +98,13 @@ class Daemon:
             undo.callback(self._listener.close)
             self.path = Path(self._listener.name)
             self._threads = [
-                ProxyThread(f"proxyccl-proxy-{i}", chosen.idle, chosen.cores) for i in range(chosen.threads)
+                ProxyThread(f"proxyccl-proxy-{i}", chosen.idle or IdlePolicy(), chosen.cores)
+                for i in range(chosen.threads)
             ]
             undo.pop_all()
-        sleep = chosen.idle.max_sleep_us / 1e6
         # A copy in one step: a report must not wait for the lock, under which a driver may hang.
         self.reporter = DaemonReporter(
-            self._listener.name, self._threads, sleep, lambda: list(self._sessions), enabled=reports
+            self._listener.name, self._threads, lambda: list(self._sessions), enabled=reports
         )
 
     def __enter__(self) -> Daemon:
@@ -192,7 +196,9 @@ class Daemon:
             session.abandon()
 
     def _admit(self, connection: socket.socket) -> None:
-        session = Session(connection, self._open_runtime, self._assign_threads, self.reporter.request)
+        session = Session(
+            connection, self._open_runtime, self._assign_threads, self._choose_idle, self.reporter.request
+        )
         thread = Thread(self._run, "proxyccl-client", session, failed=lambda _: session.abandon())
         with self._lock:
             self._sessions[session] = thread
@@ -229,6 +235,15 @@ class Daemon:
             users = [thread for session in self._sessions for thread in session.threads]
             by_load = sorted(self._threads, key=users.count)
             return [by_load[i % len(by_load)] for i in range(workers)]
+
+    def _choose_idle(self) -> IdlePolicy:
+        """The policy for a client that needs none."""
+        if self._options.idle is not None:
+            return self._options.idle
+        with self._lock:
+            processes = {session.pid for session in self._sessions if session.threads}
+        cores = os.sched_getaffinity(0).union(self._options.cores or ())
+        return choose_idle(len(cores), max(self._options.programs, len(processes)), len(self._threads))
 
     def close(self) -> None:
         """Finishes the clients' requests, ends their sessions, and stops listening."""

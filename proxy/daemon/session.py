@@ -47,7 +47,7 @@ from proxyccl.proxy.daemon.session_service import SessionService, require_descri
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService
-from proxyccl.proxy.thread import ProxyThread
+from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.proxy.transports.table import missing_transports
 
 HELLO_SECONDS = 10
@@ -75,6 +75,7 @@ class Session:
         connection: the socket; the session closes it.
         open_runtime: returns the runtime of a name and a device_id.
         assign_threads: returns the threads that run this number of workers.
+        choose_idle: returns the idle policy for a client that needs none.
         request_report: called with a job and a cause when the client asks for a report; it must not wait.
 
     Attributes:
@@ -94,6 +95,7 @@ class Session:
         connection: socket.socket,
         open_runtime: Callable[[str, str], Runtime],
         assign_threads: Callable[[int], Sequence[ProxyThread]],
+        choose_idle: Callable[[], IdlePolicy],
         request_report: Callable[[str, str], None],
     ) -> None:
         self._connection = connection
@@ -101,6 +103,7 @@ class Session:
         self._hung_up.register(connection, select.POLLRDHUP)
         self._open_runtime = open_runtime
         self._assign_threads = assign_threads
+        self._choose_idle = choose_idle
         self._request_report = request_report
         self._service: SessionService | None = None
         self._greeted = False
@@ -250,13 +253,16 @@ class Session:
         require_descriptors(request, len(descriptors))
         runtime = self._open_runtime(request.runtime, request.device_id)
         self.threads = self._assign_threads(request.threads)
-        self._service = SessionService(request, descriptors, runtime, self.threads, self._send_failure, self._has_left)
+        idle = IdlePolicy(*request.idle) if request.idle is not None else self._choose_idle()
+        self._service = SessionService(
+            request, descriptors, runtime, self.threads, idle, self._send_failure, self._has_left
+        )
         self.served, self.description, self.device_id = self._service.proxy, request.description, runtime.device_id
         if request.description is not None:
             self.name += f" (rank {request.description.rank} of job {request.description.job})"
         rings = len(descriptors) - 1
         log.info("%s: %d rings of %d slots on %s", self.name, rings, request.fifo_size, runtime.device_id)
-        return Opened(self._service.proxy.observed_handle)
+        return Opened(self._service.proxy.observed_handle, self._service.proxy.asleep_handles)
 
     def _send_failure(self, failure: ProxyFailure) -> None:
         log.warning("%s: its proxy failed: %s", self.name, failure.reason)

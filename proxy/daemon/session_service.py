@@ -37,7 +37,7 @@ from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.ring import ring_bytes
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.shared_words import SharedWords
-from proxyccl.proxy.thread import ProxyThread
+from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.proxy.trigger import MAX_CHANNELS
 from proxyccl.proxy.workers import MAX_RINGS
 
@@ -60,6 +60,7 @@ class SessionService:
         descriptors: of the control segment and the rings; the caller closes them.
         runtime: the runtime whose copies the service issues.
         threads: the threads that run its workers.
+        idle: the policy that the client needs of them.
         on_failure: called in a worker's thread when the worker ends on an error.
         has_left: whether the client has hung up.
 
@@ -76,6 +77,7 @@ class SessionService:
         descriptors: Sequence[int],
         runtime: Runtime,
         threads: Sequence[ProxyThread],
+        idle: IdlePolicy,
         on_failure: Callable[[ProxyFailure], None],
         has_left: Callable[[], bool],
     ) -> None:
@@ -102,6 +104,7 @@ class SessionService:
                 ring_per_connection=request.ring_per_connection,
                 on_failure=on_failure,
                 description=request.description,
+                idle=idle,
             )
             undo.pop_all()
         self._segment = segment

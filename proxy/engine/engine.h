@@ -53,7 +53,7 @@ typedef struct ProxycclExitInfo {
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {
-  uint64_t spin_ns;      /* spin this long after the last trigger of any worker … */
+  uint64_t spin_ns;      /* poll this long after the last trigger of any worker, without yielding at first … */
   uint64_t yield_ns;     /* … then yield the core between polls for this long … */
   uint64_t max_sleep_ns; /* … then sleep between polls, for a 32nd of the idle time, up to this */
 } ProxycclIdlePolicy;
@@ -109,8 +109,11 @@ void proxyccl_worker_resume(ProxycclWorker *worker);
 /* Takes the trigger of PROXYCCL_EXIT_HANDLER out of its ring, before the thread runs again. */
 void proxyccl_worker_handled(ProxycclWorker *worker);
 
-ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle);
+/* `asleep`: the word by which others may wake it (waking.h), zeroed, in memory that other processes may map. */
+ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle, uint32_t *asleep);
 void proxyccl_thread_destroy(ProxycclThread *thread);
+/* Changes its policy, from any thread. */
+void proxyccl_thread_set_idle(ProxycclThread *thread, const ProxycclIdlePolicy *idle);
 /* Adds a worker, also while the thread runs. No other thread may run it. */
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
 /* Runs its workers in turn until one of them exits or needs a handler. The caller must not hold the GIL. */

@@ -11,7 +11,7 @@
 #include "proxyccl/trigger.h"
 
 enum {
-  PROXYCCL_OBSERVE_FORMAT = 3, /* version of everything here: readers of another version read nothing */
+  PROXYCCL_OBSERVE_FORMAT = 4, /* version of everything here: readers of another version read nothing */
   PROXYCCL_MAX_CONNECTIONS = 1024,
   PROXYCCL_TRACE_RECORDS = 1 << 16, /* kept of one worker */
   PROXYCCL_TRACE_UNPUBLISHED = 2048 /* most records that a worker writes between two stores to `traced` */
@@ -59,11 +59,15 @@ typedef enum ProxycclTraceMark {
 
 typedef struct ProxycclWorkerStats {
   /* Written by the worker. */
-  uint64_t looks;                                /* polls of its rings and connections */
-  uint64_t idle_ns;                              /* time in which its thread had nothing to do, for any worker */
-  uint64_t sleeps;                               /* sleeps in that time */
-  uint64_t slept_ns;                             /* time asleep */
-  uint64_t started_ns;                           /* by CLOCK_MONOTONIC; 0: the worker has ended */
+  uint64_t looks;      /* polls of its rings and connections */
+  uint64_t idle_ns;    /* time in which its thread had nothing to do, for any worker */
+  uint64_t sleeps;     /* sleeps in that time */
+  uint64_t slept_ns;   /* time asleep */
+  uint64_t wakes;      /* sleeps that a launch ended */
+  uint64_t started_ns; /* by CLOCK_MONOTONIC; 0: the worker has ended */
+  /* Written by the thread's owner. */
+  uint64_t thread;                               /* the system's number of its thread, in the worker's process */
+  uint64_t spin_ns, yield_ns, max_sleep_ns;      /* the thread's idle policy (engine.h) */
   uint64_t traced __attribute__((aligned(128))); /* records ever written; the last of them are in `records` */
   /* Written by an observer: the time by CLOCK_MONOTONIC until which it wants records; 0: it wants none. The worker
    * zeroes a time that has passed, so an observer that was killed soon costs nothing. */

@@ -8,13 +8,15 @@
 #include <time.h>
 
 #include "clock.h"
+#include "waking.h"
 #include "worker.h"
 
 enum {
   POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock: one costs as much as several */
   SLEEP_PART = 32,      /* an idle thread sleeps for a 32nd of the time that it has been idle */
   OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding: somebody may wait for its completion */
-  TURN_SLEEP_NS = 50000         /* between two tries for the turn, which a helper has for a round */
+  TURN_SLEEP_NS = 50000,        /* between two tries for the turn, which a helper has for a round */
+  SPIN_NS = 50000 /* longest spin: whoever else the system puts on the core waits for a time slice meanwhile */
 };
 
 enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers: made no progress, made progress */
@@ -24,7 +26,9 @@ enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers: made no pr
 #define NO_CONTEXT UINTPTR_MAX /* not 0, which is a device where contexts are numbers */
 
 struct ProxycclThread {
-  ProxycclIdlePolicy idle;
+  ProxycclIdlePolicy idle;     /* relaxed: each field stands for itself */
+  uint32_t *asleep;            /* 1 while it sleeps and may be woken (waking.h) */
+  int woken;                   /* its last sleep was ended by a launch */
   ProxycclWorker *added;       /* a stack: any thread pushes, this one takes all of it */
   ProxycclWorker *first, **at; /* its workers, and the link to the one whose turn it is */
   uintptr_t context;           /* the context that a worker made current last */
@@ -54,10 +58,11 @@ static ProxycclWorker *pop_added(ProxycclThread *thread) {
   return __atomic_exchange_n(&thread->added, NULL, __ATOMIC_ACQUIRE);
 }
 
-ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle) {
+ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle, uint32_t *asleep) {
   ProxycclThread *thread = calloc(1, sizeof *thread);
   if (thread == NULL) return NULL;
-  thread->idle = *idle;
+  proxyccl_thread_set_idle(thread, idle);
+  thread->asleep = asleep;
   thread->at = &thread->first;
   thread->context = NO_CONTEXT;
   thread->turn = 1;
@@ -70,27 +75,63 @@ void proxyccl_thread_destroy(ProxycclThread *thread) {
   free(thread);
 }
 
+void proxyccl_thread_set_idle(ProxycclThread *thread, const ProxycclIdlePolicy *idle) {
+  counter_set(&thread->idle.spin_ns, idle->spin_ns);
+  counter_set(&thread->idle.yield_ns, idle->yield_ns);
+  counter_set(&thread->idle.max_sleep_ns, idle->max_sleep_ns);
+}
+
+static ProxycclIdlePolicy idle_of(const ProxycclThread *thread) {
+  return (ProxycclIdlePolicy){__atomic_load_n(&thread->idle.spin_ns, __ATOMIC_RELAXED),
+                              __atomic_load_n(&thread->idle.yield_ns, __ATOMIC_RELAXED),
+                              __atomic_load_n(&thread->idle.max_sleep_ns, __ATOMIC_RELAXED)};
+}
+
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker) { push_added(thread, worker); }
 
+static struct timespec timespec_of(uint64_t ns) {
+  return (struct timespec){(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
+}
+
 static void sleep_for(uint64_t ns) {
-  const struct timespec pause = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
+  const struct timespec pause = timespec_of(ns);
   nanosleep(&pause, NULL);
 }
 
+/* Sleeps, at most for a time, until a launch wakes the thread. Returns whether one did. */
+static int sleep_until_woken(uint32_t *asleep, uint64_t ns) {
+  const struct timespec longest = timespec_of(ns);
+  __atomic_store_n(asleep, 1, __ATOMIC_RELAXED); /* a hint: see waking.h */
+  syscall(SYS_futex, asleep, FUTEX_WAIT, 1, &longest, NULL, 0);
+  return __atomic_exchange_n(asleep, 0, __ATOMIC_RELAXED) == 0;
+}
+
+/* What an idle thread may miss. */
+typedef enum {
+  NOTHING_OUTSTANDING,
+  OUTSTANDING, /* somebody may wait for a completion */
+  HELPED       /* others do its work: a launch does not wake it, as it would take a core from them */
+} Idleness;
+
 /* Spins, then yields, then sleeps for a part of the time that it has been idle: waking late adds little to that time,
  * and a thread that is idle for a long time takes hardly any CPU time. Returns the time slept. */
-static uint64_t back_off(const ProxycclIdlePolicy *policy, uint64_t idle_ns, int outstanding) {
-  if (idle_ns < policy->spin_ns) {
+static uint64_t back_off(ProxycclThread *thread, uint64_t idle_ns, Idleness idleness) {
+  const ProxycclIdlePolicy policy = idle_of(thread);
+  thread->woken = 0;
+  if (idle_ns < policy.spin_ns && idle_ns < SPIN_NS) {
     return 0;
-  } else if (idle_ns < policy->spin_ns + policy->yield_ns) {
+  } else if (idle_ns < policy.spin_ns + policy.yield_ns) {
     sched_yield();
     return 0;
   } else {
     const uint64_t begin_ns = now_ns();
     uint64_t sleep_ns = idle_ns / SLEEP_PART;
-    if (sleep_ns > policy->max_sleep_ns) sleep_ns = policy->max_sleep_ns;
-    if (outstanding && sleep_ns > OUTSTANDING_SLEEP_NS) sleep_ns = OUTSTANDING_SLEEP_NS;
-    sleep_for(sleep_ns);
+    if (sleep_ns > policy.max_sleep_ns) sleep_ns = policy.max_sleep_ns;
+    if (idleness == OUTSTANDING && sleep_ns > OUTSTANDING_SLEEP_NS) sleep_ns = OUTSTANDING_SLEEP_NS;
+    if (idleness == HELPED)
+      sleep_for(sleep_ns);
+    else
+      thread->woken = sleep_until_woken(thread->asleep, sleep_ns);
     return now_ns() - begin_ns;
   }
 }
@@ -102,6 +143,7 @@ static void count_idle(ProxycclThread *thread, uint64_t idle_ns, uint64_t slept_
     if (slept_ns == 0) continue;
     counter_add(&worker->stats->sleeps, 1);
     counter_add(&worker->stats->slept_ns, slept_ns);
+    counter_add(&worker->stats->wakes, (uint64_t)thread->woken);
   }
 }
 
@@ -246,10 +288,10 @@ static void take_back(ProxycclThread *thread) {
 }
 
 /* After a round without work: backs off, without the turn. Returns the time slept. */
-static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, int outstanding) {
-  if (thread->end_help == NULL) return back_off(&thread->idle, idle_ns, outstanding);
+static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, Idleness idleness) {
+  if (thread->end_help == NULL) return back_off(thread, idle_ns, idleness);
   turn_give(thread);
-  const uint64_t slept = back_off(&thread->idle, idle_ns, outstanding);
+  const uint64_t slept = back_off(thread, idle_ns, idleness);
   take_back(thread);
   return slept;
 }
@@ -284,9 +326,16 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
     if (is_helped || ++polls % POLLS_PER_CLOCK == 0) {
       const uint64_t now = now_ns(), idle_ns = is_helped ? IDLE_FOR_LONG : now - idle_since;
       /* A thread that has just helped handles outstanding work too. */
-      const uint64_t slept = rest(thread, idle_ns, round.outstanding && !helped);
+      const Idleness idleness = is_helped && (helped || !round.outstanding) ? HELPED
+                                : round.outstanding                         ? OUTSTANDING
+                                                                            : NOTHING_OUTSTANDING;
+      const uint64_t slept = rest(thread, idle_ns, idleness);
       if (!(thread->helped & HELPED_ON)) count_idle(thread, now + slept - counted, slept);
       counted = now + slept;
+      if (thread->woken)
+        idle_since = 0; /* work is on its way */
+      else if (slept != 0 && !round.outstanding)
+        polls = POLLS_PER_CLOCK - 1; /* one look between two sleeps: the looks would cost more than the sleeps do */
     }
   }
 }

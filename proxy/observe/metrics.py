@@ -6,6 +6,7 @@ Exposition format 0.0.4: https://prometheus.io/docs/instrumenting/exposition_for
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,13 @@ _WORKERS: tuple[tuple[str, str, str, Callable[[WorkerView], float]], ...] = (
     ("worker_idle_seconds_total", "counter", f"Time that {_THREAD} was idle.", lambda w: w.idle_ns / 1e9),
     ("worker_sleeps_total", "counter", f"Sleeps of {_THREAD}.", lambda w: w.sleeps),
     ("worker_slept_seconds_total", "counter", f"Time that {_THREAD} slept.", lambda w: w.slept_ns / 1e9),
+    ("worker_wakes_total", "counter", f"Sleeps of {_THREAD} that a launch ended.", lambda w: w.wakes),
+    (
+        "worker_cpu_seconds_total",
+        "counter",
+        f"CPU time of {_THREAD}.",
+        lambda w: math.nan if w.cpu_ns is None else w.cpu_ns / 1e9,
+    ),
 )
 _RINGS: tuple[tuple[str, str, str, Callable[[RingView], float]], ...] = (
     ("ring_triggers_total", "counter", "Triggers taken out of the ring.", lambda r: r.taken),

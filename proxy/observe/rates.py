@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from proxyccl.proxy.codec import Message
 from proxyccl.proxy.observe.reader import ChannelView, ServiceView
+from proxyccl.proxy.thread import IdlePolicy
 
 
 class WorkerRates(Message, frozen=True):
@@ -14,12 +15,23 @@ class WorkerRates(Message, frozen=True):
         busy: fraction of the time in which its thread had work, for any worker that shares the thread; 0 to 1.
         looks_per_s: polls of its rings and connections.
         sleeps_per_s: how often that thread slept.
+        wakes_per_s: how often a launch ended such a sleep.
+        core: CPU time of that thread, as a share of a core; None if the system does not tell.
+        idle_times: the fields of its `IdlePolicy`, in order.
     """
 
     number: int
     busy: float
     looks_per_s: float
     sleeps_per_s: float
+    wakes_per_s: float
+    core: float | None
+    idle_times: tuple[float, float, float]
+
+    @property
+    def idle(self) -> IdlePolicy:
+        """The thread's policy."""
+        return IdlePolicy(*self.idle_times)
 
 
 class ChannelRates(Message, frozen=True):
@@ -114,6 +126,9 @@ def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
                 min(1.0, max(0.0, (age - idle) / seconds)),
                 (new.looks - old.looks) / seconds,
                 (new.sleeps - old.sleeps) / seconds,
+                (new.wakes - old.wakes) / seconds,
+                None if new.cpu_ns is None or old.cpu_ns is None else (new.cpu_ns - old.cpu_ns) / 1e9 / seconds,
+                new.idle_times,
             )
         )
     who = after.publication

@@ -22,8 +22,10 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Message
 from proxyccl.proxy.observe.publications import Publication
 from proxyccl.proxy.observe.segment import observed_bytes, outstanding_in, peer_of, schedule_waits_in
+from proxyccl.proxy.processes import cpu_time_of
 from proxyccl.proxy.ring import RingContents, RingMemory, ring_bytes
 from proxyccl.proxy.schedule import ScheduleWait
+from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import MAX_CHANNELS
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -39,6 +41,9 @@ class WorkerView(Message, frozen=True):
         idle_ns: of that time, when its thread had nothing to do, for any worker that shares it.
         sleeps: in that time.
         slept_ns: of that time.
+        wakes: sleeps that a launch ended.
+        cpu_ns: CPU time of its thread, for all workers that share it; None if the system does not tell.
+        idle_times: the fields of that thread's `IdlePolicy`, in order.
     """
 
     number: int
@@ -47,6 +52,14 @@ class WorkerView(Message, frozen=True):
     idle_ns: int
     sleeps: int
     slept_ns: int
+    wakes: int
+    cpu_ns: int | None
+    idle_times: tuple[float, float, float]
+
+    @property
+    def idle(self) -> IdlePolicy:
+        """The thread's policy."""
+        return IdlePolicy(*self.idle_times)
 
 
 class RingView(Struct, frozen=True):
@@ -276,7 +289,10 @@ class Observer:
             stats = self.worker_stats(number)
             age = max(0, now - stats.started_ns) if stats.started_ns else 0  # it has ended
             idle = min(stats.idle_ns, age)  # counted in steps, the last of which may be newer than `now`
-            workers.append(WorkerView(number, stats.looks, age, idle, stats.sleeps, min(stats.slept_ns, idle)))
+            slept = min(stats.slept_ns, idle)
+            cpu = cpu_time_of(self.publication.pid, stats.thread)
+            times = (stats.spin_ns / 1e3, stats.yield_ns / 1e3, stats.max_sleep_ns / 1e3)
+            workers.append(WorkerView(number, stats.looks, age, idle, stats.sleeps, slept, stats.wakes, cpu, times))
             connections += self._connections_of(number)
         return ServiceView(
             self.publication,

@@ -10,11 +10,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from proxyccl.device.environment import warn_of_unknown
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.tools import options
+
+if TYPE_CHECKING:
+    from proxyccl.proxy.thread import IdlePolicy
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -107,19 +110,28 @@ def _daemon_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="serve metrics of all proxies for Prometheus at this port of the loopback interface",
     )
-    for name, what in (
-        ("spin", "first spins for this time"),
-        ("yield", "then yields its core for this time"),
-        ("max-sleep", "then sleeps for at most this time at once"),
+    few, enough = IdlePolicy(), IdlePolicy.where_cores_suffice()
+    for name, what, default in (
+        ("spin", "first spins for this time", f"{few.spin_us:g}"),
+        ("yield", "then yields its core for this time", f"{few.yield_us:g}"),
+        (
+            "max-sleep",
+            "then sleeps for at most this time at once",
+            f"{few.max_sleep_us:g}; without any of the three, {enough.max_sleep_us:g} where cores are to spare",
+        ),
     ):
-        default = getattr(IdlePolicy(), f"{name.replace('-', '_')}_us")
         parser.add_argument(
-            f"--{name}-us",
-            type=float,
-            default=default,
-            metavar="US",
-            help=f"an idle thread {what}, in µs (default {default:g})",
+            f"--{name}-us", type=float, metavar="US", help=f"an idle thread {what}, in µs (default {default})"
         )
+
+
+def _idle(parsed: argparse.Namespace) -> IdlePolicy | None:
+    """The idle policy that options name; None if they name none."""
+    from proxyccl.proxy.thread import IdlePolicy
+
+    names = ("spin_us", "yield_us", "max_sleep_us")
+    given = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+    return IdlePolicy(**given) if given else None
 
 
 def _daemon(parsed: argparse.Namespace) -> int:
@@ -127,14 +139,13 @@ def _daemon(parsed: argparse.Namespace) -> int:
     from proxyccl.proxy.daemon import command
     from proxyccl.proxy.daemon.protocol import socket_path
     from proxyccl.proxy.daemon.server import DaemonOptions
-    from proxyccl.proxy.thread import IdlePolicy
 
     return command.run(
         socket_path(parsed.socket),
         DaemonOptions(
             threads=parsed.threads,
             cores=parse_cores(parsed.cores) if parsed.cores is not None else None,
-            idle=IdlePolicy(parsed.spin_us, parsed.yield_us, parsed.max_sleep_us),
+            idle=_idle(parsed),
         ),
         parsed.metrics,
     )
@@ -318,7 +329,8 @@ _COMMANDS = {
         _top_arguments,
         _top,
         "busy: the share of time in which a proxy's busiest thread had work. The ranks of a node daemon share "
-        "its threads, so an idle rank there appears as busy as the ranks that share its thread.",
+        "its threads, so an idle rank there appears as busy as the ranks that share its thread. "
+        "core: the CPU time of that thread as a share of a core; idle: its policy when it has no work.",
     ),
     "trace": _Command("record the proxies' triggers for Perfetto", _trace_arguments, _trace),
     "doctor": _Command(

@@ -207,7 +207,7 @@ def test_links_to_other_hosts_are_refused_before_peers_wait_for_them() -> None:
 
 
 def test_a_daemon_is_not_blamed_for_too_few_descriptors(tmp_path: Path) -> None:
-    daemon = JobDaemon(new_name(), JobOptions(1, None, [0], (0, 0, 1)))
+    daemon = JobDaemon(new_name(), JobOptions(1, None, [0], 1))
     with no_descriptors():
         with pytest.raises(ResourceError, match="no descriptor is left for a connection to the node daemon"):
             daemon_process(tmp_path / "socket")

@@ -600,6 +600,8 @@ def test_a_restarted_daemon_serves_new_jobs_alone(own_daemon: RunningDaemon) -> 
 
 
 def test_a_silent_daemon_is_lost_within_the_time_out(own_daemon: RunningDaemon) -> None:
+    mappings = own_daemon.mappings()
+
     def body(comm: Communicator) -> None:
         proxy = comm.proxy
         with own_daemon.stopped():
@@ -610,7 +612,7 @@ def test_a_silent_daemon_is_lost_within_the_time_out(own_daemon: RunningDaemon) 
                 run_ranks(1, lambda _: None, timeout=SHORT)
 
     run_ranks(1, body, timeout=SHORT)
-    assert own_daemon.settles((own_daemon.descriptors(), 0, own_daemon.threads()))
+    assert own_daemon.settles((own_daemon.descriptors(), mappings, own_daemon.threads()))
 
 
 def test_a_proxy_that_is_closed_says_so(daemon: RunningDaemon) -> None:

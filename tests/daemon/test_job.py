@@ -47,7 +47,7 @@ extern "C" __global__ void put_to(DeviceHandle<ProxyChannel> channel, uint32_t d
 extern "C" __global__ void take(DeviceHandle<ProxyChannel> channel) { channel.wait(); }
 extern "C" __global__ void flush(ProxyChannelDeviceHandle channel) { channel.flush(); }
 """
-OPTIONS = JobOptions(1, None, sorted(os.sched_getaffinity(0)), (5.0, 500.0, 1000.0))
+OPTIONS = JobOptions(1, None, sorted(os.sched_getaffinity(0)), 1)
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,7 @@ from support.ranks import Gate
 from support.running import TIMEOUT, impatient, run_alone, run_ranks, wait_for
 
 NAMED: dict[str, Any] = {"description": {"job": "0badcafe", "rank": 5, "world_size": 8, "program": "raw"}}
+IDLE = IdlePolicy(max_sleep_us=700.0)
 WAITING = r"""
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
@@ -103,13 +104,13 @@ def test_the_daemon_reports_on_a_signal_and_goes_on(daemon: RunningDaemon, repor
         comm.all_reduce(comm.empty(100), algorithm="proxy")
         comm.synchronize()
 
-    run_ranks(2, body)
+    run_ranks(2, body, idle=IDLE)
     (report,), (job,) = found, jobs
     assert report.cause == "signal SIGUSR1"
     assert report.process.pid == daemon.process.pid
     assert report.socket == str(daemon.path)
     assert report.unread == []
-    assert report.longest_sleep == IdlePolicy().max_sleep_us / 1e6
+    assert report.longest_sleep == IDLE.max_sleep_us / 1e6
     assert [thread.name for thread in report.threads] == ["proxyccl-proxy-0", "proxyccl-proxy-1"]
     for thread in report.threads:
         assert set(thread.cores) == os.sched_getaffinity(0)
@@ -150,7 +151,7 @@ def test_a_client_whose_request_hangs_keeps_no_report_back(
         monkeypatch.setattr(HostRuntime, "open", hang_in_the_driver)
         running = RunningDaemon(inside.path, None)
         with RawClient(running) as client, RawClient(running) as other:
-            assert client.open(**NAMED).keys() == {"kind", "observed"}
+            assert client.open(**NAMED).keys() == {"kind", "observed", "asleep"}
             assert other.opens()
             handle = client.buffer.export(client.buffer.ptr, 4096)
             client.connection.send(frame_of({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096}))
@@ -186,8 +187,8 @@ def test_a_thread_held_by_a_driver_keeps_no_report_back(
         monkeypatch.setattr(HostRuntime, "engine_functions", lambda _: functions)
         running = RunningDaemon(inside.path, None)
         with RawClient(running) as client, RawClient(running) as other:
-            assert client.open(**NAMED).keys() == {"kind", "observed"}
-            assert other.open(description={**NAMED["description"], "rank": 6}).keys() == {"kind", "observed"}
+            assert client.open(**NAMED).keys() == {"kind", "observed", "asleep"}
+            assert other.open(description={**NAMED["description"], "rank": 6}).keys() == {"kind", "observed", "asleep"}
             used = client.use()
             assert client.say(client.set_channel(used, offset=1024)) == DONE
             put = Trigger(Operation.DATA, used["channel"], 8, used["first"], 0, used["first"], 64)
@@ -209,7 +210,7 @@ def test_a_client_that_goes_while_it_is_reported_on(
     inside: Daemon, reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = RawClient(RunningDaemon(inside.path, None))
-    assert client.open(**NAMED).keys() == {"kind", "observed"}
+    assert client.open(**NAMED).keys() == {"kind", "observed", "asleep"}
     client.use()
     finish = reporter._Snapshots.finish
 
@@ -229,7 +230,7 @@ def test_a_client_that_goes_while_it_is_reported_on(
 
 def test_a_client_that_asks_and_leaves_is_in_the_report(inside: Daemon, reports: Path) -> None:
     with RawClient(RunningDaemon(inside.path, None)) as client:
-        assert client.open(**NAMED).keys() == {"kind", "observed"}
+        assert client.open(**NAMED).keys() == {"kind", "observed", "asleep"}
         client.connection.send(frame_of({"do": "write_report", "cause": "all is wrong" * 100}))
     (report,) = written(reports)
     assert report.client_of("0badcafe", 5) is not None
@@ -255,7 +256,7 @@ def test_what_can_not_be_read_of_a_client_is_said(
 
     monkeypatch.setattr(reporter, "Observer", refuse)
     with RawClient(RunningDaemon(inside.path, None)) as client:
-        assert client.open(**NAMED).keys() == {"kind", "observed"}
+        assert client.open(**NAMED).keys() == {"kind", "observed", "asleep"}
         inside.reporter.write("a test")
     (report,) = written(reports)
     (note,) = report.unread
@@ -387,7 +388,7 @@ def test_a_report_is_read_back_as_it_was_written(sample: Sample, tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"version": 99}, "version: unknown value 99; expected 3"),
+        ({"version": 99}, "version: unknown value 99; expected 4"),
         ({"clients": [{}]}, r"clients\[0\]: field 'pid' is missing"),
         ({"threads": None}, "threads: expected array, got None"),
         ({"format": "another"}, "format: unknown value 'another'; expected one of proxyccl report, proxyccl daemon"),

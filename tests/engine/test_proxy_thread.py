@@ -19,6 +19,8 @@ from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.channels.segment.error_record import ErrorRecord
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import EngineFunctions, LaunchTarget
+from proxyccl.device.sleepers import Sleepers
+from proxyccl.device.stream_operations import StreamOperations, WriteValue
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.tools import ring_loops
@@ -34,7 +36,7 @@ SIGNAL = Operation.SIGNAL
 class Client:
     """A service with one channel to its own memory."""
 
-    def __init__(self, thread: ProxyThread, runtime: HostRuntime | None = None) -> None:
+    def __init__(self, thread: ProxyThread, runtime: HostRuntime | None = None, idle: IdlePolicy | None = None) -> None:
         self.runtime = runtime or HostRuntime()
         self.segment = create_segment(self.runtime, 0, TIMEOUT)
         self.failures: list[ProxyFailure] = []
@@ -45,6 +47,7 @@ class Client:
             shared_offset=ControlSegment.service_offset,
             fifo_size=64,
             shared_threads=[thread],
+            idle=idle,
             on_failure=self.failures.append,
         )
         connection = self.service.connect_copy()
@@ -281,6 +284,69 @@ def test_who_does_not_wait_and_has_pushed_nothing_leaves_the_workers_to_their_th
         until(lambda: stats.looks > 1000)
         assert [help_(False) for _ in range(10000)] == [0] * 10000
         assert stats.sleeps == 0
+
+
+def sleeping(client: Client) -> Any:
+    """The counters of a client's worker, once its thread sleeps, and hardly does anything else."""
+    stats = client.service._workers[0].stats
+    until(lambda: stats.sleeps > 0 and stats.idle_ns > 50e6)
+    return stats
+
+
+def test_an_operation_that_rings_a_proxy_wakes_its_thread(thread: ProxyThread) -> None:
+    with Client(thread) as client:
+        stats, word = sleeping(client), client.buffer.ptr
+        silent = StreamOperations(client.runtime, [WriteValue(word, 1)])
+        rings = StreamOperations(client.runtime, [WriteValue(word, 1)], sleepers=client.service.sleepers)
+        for _ in range(100):
+            silent()
+        assert stats.wakes == 0
+
+        def woken() -> bool:
+            rings()
+            return bool(stats.wakes)
+
+        until(woken)
+
+
+def test_a_kernel_that_is_given_a_channel_wakes_the_proxys_thread(thread: ProxyThread) -> None:
+    class Channel:
+        """As a kernel's argument: bytes, and the proxy that takes its triggers."""
+
+        def __init__(self, sleepers: Sleepers) -> None:
+            self.device_handle, self.sleepers = b"1234", sleepers
+
+    with Client(thread) as client:
+        source = 'struct Four { char c[4]; }; extern "C" __global__ void nothing(Four, int) {}'
+        kernel = client.runtime.compile(f'#include "proxyccl/proxyccl.h"\n{source}')["nothing"]
+        stats, channel = sleeping(client), Channel(client.service.sleepers)
+        silent, prepared = kernel.prepare(1, 1, b"1234", 3), kernel.prepare(1, 1, channel, 3)
+        for _ in range(100):
+            silent()
+        assert stats.wakes == 0
+        for launch in (prepared, lambda: kernel(1, 1, channel, 3)):
+
+            def woken(before: int = stats.wakes, launch: Callable[[], None] = launch) -> bool:
+                launch()
+                return bool(stats.wakes > before)
+
+            until(woken)
+
+
+def test_a_thread_is_as_awake_as_the_most_awake_of_its_workers(thread: ProxyThread) -> None:
+    awake, asleep = IdlePolicy(1, 900, 2000), IdlePolicy(7, 30, 40)
+    with Client(thread, idle=awake) as first:
+        assert thread.idle == awake
+        with Client(thread, idle=asleep) as second:
+            assert thread.idle == IdlePolicy(7, 900, 40)
+            for client in (first, second):
+                stats = client.service._workers[0].stats
+                assert (stats.spin_ns, stats.yield_ns, stats.max_sleep_ns) == (7000, 900_000, 40_000)
+                assert stats.thread == thread.native_id
+        assert thread.idle == awake
+        with Client(thread):
+            assert thread.idle == IdlePolicy(5, 900, 1000)
+    assert thread.idle == IdlePolicy()
 
 
 def test_a_thread_runs_on_the_cores_that_are_named() -> None:

@@ -30,6 +30,7 @@ from proxyccl.proxy.observe.metrics import MetricsServer, metrics_text, snapshot
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.rates import rates_between
 from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, Observer, RingView, ServiceView, WorkerView
+from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.tools.top import short, table_of
 from support.daemons import running_daemon
 from support.device_arrays import barrier, on_device, on_host
@@ -547,7 +548,7 @@ def test_totals_count_each_flush_and_each_failure_once() -> None:
         return ServiceView(
             publication=a_publication(),
             time_ns=0,
-            workers=(WorkerView(0, looks=0, age_ns=0, idle_ns=0, sleeps=0, slept_ns=0),),
+            workers=(WorkerView(0, 0, 0, 0, 0, 0, 0, None, IdlePolicy().times),),
             rings=(RingView(0, worker=0, size=8, taken=0, full=0),),
             connections=(ConnectionView(0, 0, 1, "copy", completed=0, outstanding=5, errors=failures),),
             channels=tuple(
@@ -574,7 +575,8 @@ def test_totals_count_each_flush_and_each_failure_once() -> None:
     assert [channel.flush_us for channel in rates.channels] == [2, 4, None]
     assert (rates.errors, [channel.errors for channel in rates.channels]) == (3, [0, 0, 2])
     (total,) = (line.split() for line in table_of([rates]).splitlines() if " all " in line)
-    assert total[-4:-1] == ["5", "3.8", "3"]
+    assert total[7:10] == ["5", "3.8", "3"]
+    assert " ".join(total[11:]) == "- longest sleep 1000 µs"
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,19 @@ def test_execution_plans_run_on_the_host() -> None:
     assert "# out of bounds values: 0 OK" in done.stdout
 
 
+def test_calls_after_a_rest_are_measured_on_the_host(tmp_path: Path) -> None:
+    path, options = tmp_path / "rest.json", ("--quick", "--policy", "default", "--policy", "always awake")
+    program = BENCHMARKS / "after_a_rest.py"
+    done = run_mpi(2, program, *options, "--json", str(path), env={"PROXYCCL_RUNTIME": "host"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    found = [(row["by"], row["place"], row["policy"]) for row in rows]
+    proxied = [("proxy", place, policy) for place in ("thread", "process") for policy in ("default", "always awake")]
+    assert [each for each in found if "daemon" not in each] == [("kernels", "", ""), *proxied]
+    assert make_page(tmp_path).returncode == 0
+    assert "| proxy | call | process | always awake |" in (tmp_path / "README.md").read_text()
+
+
 def test_communicators_of_fewer_ranks_are_made_on_the_host(tmp_path: Path) -> None:
     path = tmp_path / "regroup.json"
     done = run_mpi(3, BENCHMARKS / "regroup.py", "--quick", "--json", str(path), env={"PROXYCCL_RUNTIME": "host"})

@@ -78,7 +78,7 @@ class RawClient:
     def opens(self) -> bool:
         """Whether `open` succeeds."""
         answer = self.open()
-        return answer is not None and answer.keys() == {"kind", "observed"}
+        return answer is not None and answer.keys() == {"kind", "observed", "asleep"}
 
     def use(self) -> dict[str, Any]:
         """Sets up a memory and a channel to itself."""

@@ -1,0 +1,49 @@
+/* The sleeping threads of a proxy, for whoever is about to launch work for them. A thread that sleeps needs tens of
+ * microseconds to run again, which pass beside the launch.
+ *
+ * It is a hint. A thread that falls asleep just after it was looked at sleeps for as long as it chose to, and no work
+ * is lost. So the words are relaxed: the system compares a word once more as the thread begins to wait, under the lock
+ * under which it looks for waiting threads. */
+#ifndef PROXYCCL_WAKING_H
+#define PROXYCCL_WAKING_H
+
+#include <linux/futex.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+enum { PROXYCCL_MOST_SLEEPERS = 128 };
+
+/* Each word is 1 while its thread sleeps and may be woken. The memory may be another process's, too. */
+typedef struct ProxycclSleepers {
+  uint32_t count; /* grows; pairing sleeper */
+  uint32_t* asleep[PROXYCCL_MOST_SLEEPERS];
+} ProxycclSleepers;
+
+/* Adds a thread's word. One thread adds at a time, also while others wake. Returns 0 if there is no room. */
+static inline int proxyccl_sleepers_add(ProxycclSleepers* self, uint32_t* asleep) {
+  if (self->count == PROXYCCL_MOST_SLEEPERS) return 0;
+  self->asleep[self->count] = asleep;
+  /* Pairing sleeper, release: the word's address before the number of words. */
+  __atomic_store_n(&self->count, self->count + 1, __ATOMIC_RELEASE);
+  return 1;
+}
+
+/* Wakes the threads that sleep. If none does, this is a load for each. */
+static inline void proxyccl_wake(const ProxycclSleepers* self) {
+  const uint32_t count = __atomic_load_n(&self->count, __ATOMIC_ACQUIRE); /* pairing sleeper, acquire */
+  for (uint32_t i = 0; i < count; ++i) {
+    uint32_t* asleep = self->asleep[i];
+    if (__atomic_load_n(asleep, __ATOMIC_RELAXED) == 0) continue;
+    __atomic_store_n(asleep, 0, __ATOMIC_RELAXED);
+    syscall(SYS_futex, asleep, FUTEX_WAKE, 1, NULL, NULL, 0); /* not private: the thread may be another process's */
+  }
+}
+
+/* The same for each of a list that ends with NULL. The list may be NULL. */
+static inline void proxyccl_wake_all(const ProxycclSleepers* const* list) {
+  for (; list != NULL && *list != NULL; ++list) proxyccl_wake(*list);
+}
+
+#endif

@@ -1,0 +1,64 @@
+"""The idle policy of a proxy for which none was asked: by the cores that it shares with the programs it serves."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path, PurePosixPath
+
+from proxyccl.proxy.thread import IdlePolicy
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def choose_idle(cores: int, programs: int, threads: int) -> IdlePolicy:
+    """The policy of threads that have to share cores with programs.
+
+    A program may spin while it waits for its GPU, and a thread while it has work, so each of them needs a core.
+
+    Args:
+        cores: that all of them may run on.
+        programs: ranks of this machine that use the threads.
+        threads: of all their proxies.
+    """
+    allowed = cores_allowed()
+    suffice = (cores if allowed is None else min(cores, allowed)) >= programs + threads
+    return IdlePolicy.where_cores_suffice() if suffice else IdlePolicy()
+
+
+def cores_allowed(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> float | None:
+    """The CPU time that control groups allow this process, in cores; None for no limit, or none that can be read.
+
+    Args:
+        root: where control groups are mounted.
+        own: the file that names those of the process.
+    """
+    limits = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                limits += [_limit(directory) for directory in _upwards(root, path)]
+            elif "cpu" in controllers.split(","):
+                limits += [_old_limit(directory) for directory in _upwards(root / controllers, path)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _upwards(mounted: Path, path: str) -> list[Path]:
+    """A group's directory and those of its parents, whose limits hold for it too."""
+    group = PurePosixPath(path).relative_to("/")
+    return [mounted / group, *(mounted / parent for parent in group.parents)]
+
+
+def _limit(directory: Path) -> float | None:
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = (directory / "cpu.max").read_text().split()
+        return int(quota) / int(period)  # "max" stands for no limit
+    return None
+
+
+def _old_limit(directory: Path) -> float | None:
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        quota = int((directory / "cpu.cfs_quota_us").read_text())
+        return quota / int((directory / "cpu.cfs_period_us").read_text()) if quota > 0 else None
+    return None

@@ -1,0 +1,65 @@
+"""The default idle policy: by the cores that are left for a proxy's threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from proxyccl.proxy import idle_choice
+from proxyccl.proxy.idle_choice import choose_idle, cores_allowed
+from proxyccl.proxy.thread import IdlePolicy
+
+FEW, ENOUGH = IdlePolicy(), IdlePolicy.where_cores_suffice()
+
+
+@pytest.mark.parametrize(
+    ("cores", "programs", "threads", "allowed", "chosen"),
+    [
+        (2, 1, 1, None, ENOUGH),
+        (2, 4, 4, None, FEW),
+        (8, 4, 4, None, ENOUGH),
+        (7, 4, 4, None, FEW),
+        (64, 4, 8, None, ENOUGH),
+        (64, 4, 4, 7.5, FEW),
+        (64, 4, 4, 8.0, ENOUGH),
+    ],
+)
+def test_a_thread_stays_awake_where_each_program_and_each_thread_has_a_core(
+    monkeypatch: pytest.MonkeyPatch, cores: int, programs: int, threads: int, allowed: float | None, chosen: IdlePolicy
+) -> None:
+    monkeypatch.setattr(idle_choice, "cores_allowed", lambda: allowed)
+    assert choose_idle(cores, programs, threads) == chosen
+
+
+def test_policies_are_ordered_by_how_soon_they_wake() -> None:
+    assert ENOUGH.max_sleep_us < FEW.max_sleep_us
+    assert IdlePolicy.most_awake([FEW, ENOUGH]) == ENOUGH
+    awake = IdlePolicy.always_awake()
+    assert IdlePolicy.most_awake([ENOUGH, awake, FEW]) == awake
+    assert str(awake) == "always awake"
+
+
+def test_the_smallest_quota_of_a_group_and_its_parents_counts(tmp_path: Path) -> None:
+    own, root = tmp_path / "own", tmp_path / "mounted"
+    own.write_text("0::/job/rank\n")
+    assert cores_allowed(root, own) is None
+    (root / "job/rank").mkdir(parents=True)
+    (root / "job/rank/cpu.max").write_text("max 100000\n")
+    assert cores_allowed(root, own) is None
+    (root / "job/cpu.max").write_text("250000 100000\n")
+    assert cores_allowed(root, own) == 2.5
+    (root / "cpu.max").write_text("800000 100000\n")
+    assert cores_allowed(root, own) == 2.5
+    assert cores_allowed(root, tmp_path / "no such file") is None
+
+
+def test_quotas_of_the_first_version_count_too(tmp_path: Path) -> None:
+    own, group = tmp_path / "own", tmp_path / "mounted/cpu,cpuacct/job"
+    own.write_text("5:memory:/job\n4:cpu,cpuacct:/job\n")
+    group.mkdir(parents=True)
+    (group / "cpu.cfs_period_us").write_text("50000\n")
+    (group / "cpu.cfs_quota_us").write_text("-1\n")
+    assert cores_allowed(tmp_path / "mounted", own) is None
+    (group / "cpu.cfs_quota_us").write_text("100000\n")
+    assert cores_allowed(tmp_path / "mounted", own) == 2
