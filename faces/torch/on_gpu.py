@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from proxyccl.channels.collectives.tensor_calls import TensorCalls
-from proxyccl.device import open_driver
 from proxyccl.device.gpu import stream_order
+from proxyccl.device.runtimes import open_driver
 from proxyccl.torch import own_streams
 from proxyccl.torch.device_runtimes import runtime_name
 
