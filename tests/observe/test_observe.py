@@ -575,8 +575,8 @@ def test_totals_count_each_flush_and_each_failure_once() -> None:
     assert [channel.flush_us for channel in rates.channels] == [2, 4, None]
     assert (rates.errors, [channel.errors for channel in rates.channels]) == (3, [0, 0, 2])
     (total,) = (line.split() for line in table_of([rates]).splitlines() if " all " in line)
-    assert total[7:10] == ["5", "3.8", "3"]
-    assert " ".join(total[11:]) == "- longest sleep 1000 µs"
+    assert total[8:11] == ["5", "3.8", "3"]
+    assert " ".join(total[12:]) == "- longest sleep 1000 µs"
 
 
 @pytest.mark.parametrize(
