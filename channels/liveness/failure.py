@@ -142,7 +142,8 @@ class FailureState:
 
     def check(self) -> None:
         """Raises the exception that ended the group, if a rank has failed, and ClosedError in a fork's child."""
-        self.require_own_process()
+        if not self._process.is_here:
+            self.require_own_process()
         if self.state != "closed" and self._control.aborted:
             raise self.exception()
 

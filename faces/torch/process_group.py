@@ -362,7 +362,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 failure = as_torch_error(error)
         # A graph's memory is its own, and a captured call is not in progress.
         kept = () if waits or captured else tensors
-        work = DeviceWork(tensors, gpu, stream, end, self._check, kept, blocks=blocks, error=failure)
+        work = DeviceWork(tensors, gpu, stream, end, self._endpoints.check, kept, blocks=blocks, error=failure)
         if not captured:
             self._under_way.add(None, self._sequence, name, None if end is None else end.query)
         return work
@@ -412,7 +412,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         gpu, stream = self._gpu(device), self._stream_of(device, flow)
         current, handle = gpu.current(), stream.cuda_stream
         ready = gpu.order.mark(current)
-        work = TransferWork(tensors, gpu, handle, self._check, _source_of(flow))
+        work = TransferWork(tensors, gpu, handle, self._endpoints.check, _source_of(flow))
         executor, has_met = self._executor(device, flow), self._endpoints.has_met(device, flow[0])
         number, is_captured = self._sequence, gpu.order.is_capturing(current)
         if not is_captured:
@@ -514,9 +514,6 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             if device not in self._gpus:
                 self._gpus[device] = GroupOnGpu(device)
             return self._gpus[device]
-
-    def _check(self) -> None:
-        self._endpoints.check()
 
     # -- collectives: torch's two spellings are aliases ---
 

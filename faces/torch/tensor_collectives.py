@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from proxyccl.channels.communicator import Communicator
 from proxyccl.torch.reductions import plain_op, reduction
-from proxyccl.torch.tensors import as_bytes, flat, is_plain, put_back, require_same_dtype
+from proxyccl.torch.tensors import as_bytes, flat, is_plain, put_back, put_back_all, require_same_dtype
 
 Tensors = Sequence[torch.Tensor]
 Made = tuple[str, torch.Tensor, torch.Tensor, str | None, int | None]
@@ -54,9 +54,7 @@ def all_reduce_coalesced(comm: Communicator, tensors: Tensors, op: Any) -> None:
             continue
         values = torch.cat([flat(tensor) for tensor in same])
         all_reduce(comm, values, op)
-        parts = values.split([tensor.numel() for tensor in same])
-        shaped = [part.view(tensor.shape) for part, tensor in zip(parts, same, strict=True)]
-        torch._foreach_copy_([tensor.detach() for tensor in same], shaped)
+        put_back_all(same, values.split([tensor.numel() for tensor in same]))
 
 
 def _by_dtype(tensors: Tensors) -> list[list[torch.Tensor]]:

@@ -31,6 +31,18 @@ def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
 
 
+def put_back_all(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """`put_back` of copies to several tensors: by one kernel, except lazy views and those that are not contiguous."""
+    plain = [is_plain(tensor) for tensor in tensors]
+    targets = [tensor.detach() for tensor, chosen in zip(tensors, plain, strict=True) if chosen]
+    copies = [each.view(tensor.shape) for each, tensor, chosen in zip(values, tensors, plain, strict=True) if chosen]
+    if targets:
+        torch._foreach_copy_(targets, copies)
+    for tensor, each, chosen in zip(tensors, values, plain, strict=True):
+        if not chosen:
+            put_back(tensor, each)
+
+
 def in_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors; each result of a functional collective is replaced by the tensor that it wraps, once that is
     complete.

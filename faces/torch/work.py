@@ -27,26 +27,29 @@ forks.hold_while_forking(_futures)
 
 
 class _KeptWork(dist.Work):
-    """A Work that may be kept until it is waited for."""
+    """A Work that may be kept until it is waited for.
 
-    __slots__ = ("_process", "_unwaited")
+    Attributes:
+        _unwaited: where it is kept, or None. Its `forget` is called when this is waited for.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._process = forks.here()
-        self._unwaited: Unwaited | None = None
+    __slots__ = ("_unwaited",)
+    _unwaited: Unwaited | None
 
     def keep_in(self, unwaited: Unwaited) -> None:
         """Has `forget` of `unwaited` be called when this is waited for."""
         self._unwaited = unwaited
 
-    def _is_waited_for(self, ended: threading.Event) -> None:
-        """At the begin of a wait for `ended`, which no thread of a fork's child sets."""
-        if not ended.is_set():
-            with torch_errors():
-                self._process.require("the call")
+    def _forget(self) -> None:
         if self._unwaited is not None:
             self._unwaited.forget(self)
+
+
+def _require_process(process: forks.Process, ended: threading.Event) -> None:
+    """Refuses a wait for `ended` in a fork's child, where no thread sets it."""
+    if not ended.is_set():
+        with torch_errors():
+            process.require("the call")
 
 
 class HostWork(_KeptWork):
@@ -59,6 +62,8 @@ class HostWork(_KeptWork):
 
     def __init__(self, result: Sequence[torch.Tensor], source: int = -1) -> None:
         super().__init__()
+        self._process = forks.here()
+        self._unwaited = None
         self._result = list(result)
         self._source = source
         self._error: BaseException | None = None
@@ -82,7 +87,8 @@ class HostWork(_KeptWork):
         Raises:
             RuntimeError: it did not end within the time.
         """
-        self._is_waited_for(self._done)
+        _require_process(self._process, self._done)
+        self._forget()
         seconds = timeout.total_seconds()
         if not self._done.wait(seconds if 0 < seconds < threading.TIMEOUT_MAX else None):
             raise _timed_out(timeout)
@@ -169,7 +175,8 @@ class DeviceWork(_KeptWork):
         blocks: bool = False,
         error: BaseException | None = None,
     ) -> None:
-        super().__init__()
+        dist.Work.__init__(self)
+        self._unwaited = None
         self._result = result
         self._gpu = gpu
         self._stream = stream
@@ -183,7 +190,7 @@ class DeviceWork(_KeptWork):
     def __del__(self) -> None:
         # What the caller's stream does not wait for may still be used when its memory is free for another tensor.
         for tensor in self._unrecorded:
-            tensor.record_stream(self._gpu.own_stream)
+            tensor.record_stream(self._gpu.torch_stream(self._stream))
 
     def raise_failure(self) -> None:
         """Raises the error that kept the call from its stream, if one has."""
@@ -198,15 +205,14 @@ class DeviceWork(_KeptWork):
         Raises:
             RuntimeError: it did not end within the time.
         """
-        if self._unwaited is not None:
-            self._unwaited.forget(self)
+        self._forget()
         if self._error is not None:
             raise self._error
-        if timeout > _NO_LIMIT:
-            self._wait_on_host(time.monotonic() + timeout.total_seconds(), timeout)
-        elif self._blocks:
-            self._wait_on_host(math.inf, timeout)
         try:
+            if timeout > _NO_LIMIT:
+                self._wait_on_host(time.monotonic() + timeout.total_seconds(), timeout)
+            elif self._blocks:
+                self._wait_on_host(math.inf, timeout)
             self._check()
             if self._end is not None:
                 self._end.hold(self._gpu.current())
@@ -230,7 +236,8 @@ class DeviceWork(_KeptWork):
         """Whether the device has done the call, or an error has ended it."""
         if self._error is not None:
             return True
-        return (self._end if self._end is not None else self._gpu.order.mark(self._stream)).query()
+        with torch_errors():
+            return (self._end if self._end is not None else self._gpu.order.mark(self._stream)).query()
 
     def is_success(self) -> bool:
         """Whether the device has done the call, and the communicator can still be used."""
@@ -286,12 +293,13 @@ class TransferWork(DeviceWork):
         source: the rank that sends to it; -1 for none.
     """
 
-    __slots__ = ("_issued", "_source")
+    __slots__ = ("_issued", "_process", "_source")
 
     def __init__(
         self, result: Sequence[torch.Tensor], gpu: GroupOnGpu, stream: int, check: Callable[[], None], source: int
     ) -> None:
         super().__init__(result, gpu, stream, None, check)
+        self._process = forks.here()
         self._source = source
         self._issued = threading.Event()
 
@@ -318,13 +326,14 @@ class TransferWork(DeviceWork):
         for the group's time-out.
         """
         begin = time.monotonic()
-        self._is_waited_for(self._issued)
+        _require_process(self._process, self._issued)
         has_limit = timeout > _NO_LIMIT
         if not self._issued.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX) if has_limit else None):
             raise _timed_out(timeout)
         if has_limit:
             self.raise_failure()
-            self._wait_on_host(begin + timeout.total_seconds(), timeout)
+            with torch_errors():
+                self._wait_on_host(begin + timeout.total_seconds(), timeout)
         return super().wait()
 
     def is_completed(self) -> bool:
@@ -348,12 +357,12 @@ class JointWork(_KeptWork):
 
     def __init__(self, works: Sequence[DeviceWork | HostWork | JointWork]) -> None:
         super().__init__()
+        self._unwaited = None
         self._works = list(works)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Waits for all of them, each in its own way. The time-out covers all together."""
-        if self._unwaited is not None:
-            self._unwaited.forget(self)
+        self._forget()
         deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
         for work in self._works:
             left = timeout if deadline is None else max(timedelta(seconds=deadline - time.monotonic()), _LEAST)
