@@ -332,10 +332,7 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
       const uint64_t slept = rest(thread, idle_ns, idleness);
       if (!(thread->helped & HELPED_ON)) count_idle(thread, now + slept - counted, slept);
       counted = now + slept;
-      if (thread->woken)
-        idle_since = 0; /* work is on its way */
-      else if (slept != 0 && !round.outstanding)
-        polls = POLLS_PER_CLOCK - 1; /* one look between two sleeps: the looks would cost more than the sleeps do */
+      if (thread->woken) idle_since = 0; /* work is on its way */
     }
   }
 }
