@@ -36,6 +36,45 @@ def streams(device: torch.device) -> None:
     assert (future.wait() == 4).all()
 
 
+def repeated(device: torch.device) -> None:
+    """Calls with the same memory again: on several streams, coalesced, for memory that was freed, and in a graph."""
+    ranks, side = dist.get_world_size(), torch.cuda.Stream(device)
+    x, y = torch.ones(COUNT, device=device), torch.ones(8, device=device)
+    value = 1
+    for turn in range(10):
+        with torch.cuda.stream(side if turn % 2 else torch.cuda.current_stream(device)):
+            side.wait_stream(torch.cuda.default_stream(device))
+            x.fill_(1)
+            dist.all_reduce(x)
+            dist.all_reduce(x, async_op=True).wait()
+            assert (x == ranks**2).all()
+        value *= ranks
+        with dist._coalescing_manager(async_ops=True) as joint:
+            dist.all_reduce(x)
+            dist.all_reduce(y)
+        joint.wait()
+        assert (x == ranks**3).all()
+        assert (y == value).all()
+    for size in (COUNT, COUNT // 2, COUNT):
+        del x
+        x = torch.ones(size, device=device)  # most likely where the last one was
+        for _ in range(2):
+            x.fill_(1)
+            dist.all_reduce(x)
+            assert (x == ranks).all()
+    x.untyped_storage().resize_(0)
+    refused = ""
+    try:
+        dist.all_reduce(x)
+    except ValueError as error:
+        refused = str(error)
+    assert "its storage was freed" in refused
+    x.untyped_storage().resize_(COUNT * x.element_size())
+    x.fill_(1)
+    dist.all_reduce(x)
+    assert (x == ranks).all()
+
+
 def capture(device: torch.device) -> None:
     """Captured calls replay, synchronous and asynchronous ones."""
     x = torch.ones(4096, device=device)
@@ -118,7 +157,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:proxyccl" if case == "mixed" else "proxyccl", timeout=timedelta(seconds=60))
-    {each.__name__: each for each in (streams, capture, transfers, ring, memory, mixed)}[case](device)
+    {each.__name__: each for each in (streams, repeated, capture, transfers, ring, memory, mixed)}[case](device)
     torch.cuda.synchronize()
     dist.barrier()
     is_first = dist.get_rank() == 0
