@@ -52,7 +52,8 @@ class Collectives:
         call_cache: calls that were made before.
         execution_plans: the executor of MSCCL++'s plans.
         repeat_prepared: issues a call without a stream like `repeat`, but without Python: repeat_prepared(x, out,
-            options). False if it can't; then `CallCache.repeat` may.
+            options). False if it can't; then `CallCache.repeat` may. None on a GPU, where a call without a stream is on
+            the stream that is current.
         unspecified: the request of calls that name neither an algorithm nor a policy nor symmetric memory.
     """
 
@@ -60,7 +61,7 @@ class Collectives:
         self.group = group
         self.call_cache = CallCache(group)
         self.execution_plans = ExecutionPlans(group, self.call_cache.clear)
-        self.repeat_prepared = group.launches.prepared_calls.repeat
+        self.repeat_prepared = group.launches.prepared_calls.repeat if group.runtime.name == "host" else None
         self._cta_policy = cta_policy
         self.unspecified = request("all_reduce", None, None, False, cta_policy)  # the same for all collectives
         self._team: Team | None = None

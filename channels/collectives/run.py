@@ -57,7 +57,7 @@ def run(
         root = as_rank(collectives.group.world_size, root, "root")
     given = x if out is None and collective.in_place else out
     options = (collective.name, op, root, request.name)
-    if stream is None and collectives.repeat_prepared(x, given, options):
+    if stream is None and (repeat := collectives.repeat_prepared) is not None and repeat(x, given, options):
         return given
     if collective.reduces:
         require_op(op)
