@@ -273,7 +273,7 @@ def test_measuring_takes_the_plans_of_the_tables_part_and_keeps_the_librarys_own
 
     def body(comm: Communicator) -> Selector:
         with_tables(comm, all_reduce=SizeTable(((4096, BY_READS),), BY_PACKETS))
-        selector = comm.tune(sizes=(1024, 16384), iterations=1)
+        selector = comm.tune(sizes=(1024, 16384), iterations=1, seconds=60)
         assert comm.collectives.selector == selector
         assert reduced(comm, 256) == BY_READS.call_name
         assert reduced(comm, 4096) == BY_PACKETS.call_name
