@@ -181,7 +181,7 @@ def has_ended(pid: int) -> bool:
     """Whether a process has ended, even if its parent has not noticed yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it goes while its state is read
         return True
 
 
