@@ -11,7 +11,6 @@ from proxyccl.device.driver import Driver
 from proxyccl.device.errors import DriverError
 from proxyccl.device.gpu.context import DeviceContext
 
-_NOT_READY = 600
 _MADE_AT_ONCE = 8
 
 
@@ -30,7 +29,7 @@ class StreamMark:
         """Whether the stream has got past it. May be asked while any thread captures a graph."""
         order = self._order
         status = lib.proxyccl_event_query(order._order, self._event)
-        if status == _NOT_READY:
+        if status == lib.PROXYCCL_HOST_NOT_READY:  # of CUDA and HIP too
             return False
         if status:
             order._finish(status, "event query", lib.proxyccl_event_query, self._event)

@@ -81,12 +81,12 @@ static int copy_put_value(ProxycclConnection *base, const ProxycclMemory *dst, u
     return 0;
   }
   self->issued = 1;
-  for (char *address = dst->base + dst_offset; bytes > 0;) {
-    const uint32_t part = aligned_part(address, bytes);
-    const int status = write_part(self, address, value, part);
+  char *const address = dst->base + dst_offset;
+  for (uint32_t done = 0; done < bytes;) {
+    const uint32_t part = aligned_part(address + done, bytes - done);
+    const int status = write_part(self, address + done, value >> 8 * done, part);
     if (status != PROXYCCL_RUNTIME_SUCCESS) return status;
-    address += part, bytes -= part;
-    value = bytes > 0 ? value >> 8 * part : 0; /* a shift by 64 is undefined */
+    done += part;
   }
   return 0;
 }
