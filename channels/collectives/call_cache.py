@@ -156,7 +156,7 @@ class CallCache:
             cache[key] = value
 
     def _forget(self, start: int, end: int) -> None:
-        """Forgets calls with arrays about which peers may now know more or less."""
+        """Forgets calls with arrays that peers may have mapped or unmapped."""
         with self._lock:
             self._changes += 1
             self._launches.prepared_calls.clear()

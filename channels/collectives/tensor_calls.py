@@ -12,8 +12,8 @@ class TensorCalls:
     """The calls that torch's backend has made on one communicator.
 
     Attributes:
-        repeat: issues a call: repeat(x, out, options, stream), with tensors, what tells the calls with them apart, and
-            a stream's handle. False if it is not kept, or can't be repeated now. Raises as the collective.
+        repeat: repeat(x, out, options, stream) issues a call again, given its tensors, its options as for `keep`, and a
+            stream's handle. Returns False if the call is not kept or can't be repeated. Raises the collective's errors.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -34,7 +34,7 @@ class TensorCalls:
         """Has `repeat` issue the latest call with some arrays. The backend has made it on their communicator.
 
         Args:
-            options: at most six, known by identity: what the call depends on beside the tensors.
+            options: the call's other arguments, at most six. They are compared by identity.
             x, out: the tensors of torch's call.
             collective, source, target, op, root: the communicator's, as that was given them: on the same memory, with
                 elements of any type.

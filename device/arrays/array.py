@@ -214,7 +214,7 @@ def _from_numpy(x: NDArray[Any], writable: bool, owner: object, argument: str) -
 
 def require_unmasked(x: object, argument: str) -> None:
     """Raises ArgumentError for a masked array of numpy, whose memory holds values under the mask."""
-    numpy_ma = sys.modules.get("numpy.ma")  # numpy imports it on demand; without it there are no masked arrays
+    numpy_ma = sys.modules.get("numpy.ma")  # while numpy has not imported it, no array is masked
     if isinstance(x, getattr(numpy_ma, "MaskedArray", ())):
         raise ArgumentError(argument, "the array is masked; pass x.filled(), which replaces the masked values")
 

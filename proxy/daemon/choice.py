@@ -107,7 +107,7 @@ class ChosenDaemon:
         return prepared.connection, prepared.process
 
     def _made_early(self) -> _Prepared | None:
-        """What `begin` has made, once. Raises the error that it met."""
+        """Takes the connection that `begin` has made, if any. Raises the error of the attempt."""
         if self._early is None:
             return None
         self._early.join()  # each of its steps is bounded
