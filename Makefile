@@ -8,6 +8,8 @@ PYTEST ?= $(BIN)/pytest
 # Tests wait as much as they compute, so there are more workers than cores.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 20
+# As tests/conftest.py sets it, for kernels that are compiled before the tests.
+FAST_COMPILER := PROXYCCL_CXXFLAGS=-O1
 # The tests with a marker. Every worker imports the files that it is given: those without one stay out.
 marked = -m $(1) $(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 GPU_RUNTIME ?= cuda
@@ -38,13 +40,14 @@ demo:
 # Everything that needs no GPU. The machine with Soft-RoCE is work for one core. The other tests run beside it, and behind
 # it where both want the core: everything takes 15 times as long in there.
 test: $(VENV)/.installed lint
-	PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/proxyccl compile  # on all cores; the tests compile others as they go
+	PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(FAST_COMPILER) $(BIN)/proxyccl compile  # on all cores; the tests compile others as they go
 	$(MAKE) --no-print-directory --jobs 2 test-beside-rdma test-rdma-beside
 
-# And what that leaves out: the further cases of matrices (marked full), the whole suite through the daemon, more ranks on the HIP runtime, two cores for the proxies over RDMA.
+# And what that leaves out: the further cases of matrices (marked full), the whole suite through the daemon, with kernels as
+# users compile them, more ranks on the HIP runtime, two cores for the proxies over RDMA.
 test-all: test
 	$(WORKERS_PYTEST) --full -m full
-	PROXYCCL_PROXY=daemon $(WORKERS_PYTEST) --full
+	PROXYCCL_PROXY=daemon PROXYCCL_CXXFLAGS=-O3 $(WORKERS_PYTEST) --full
 	$(MAKE) test-hip HIP_PROXY=process FULL=--full
 	$(ON_HIP) $(WORKERS_PYTEST) tests/collectives --full -k "ranks_as_processes or same_bits"
 	$(MAKE) test-rdma RDMA_CORES=2 FULL=--full
@@ -89,11 +92,11 @@ test-faults: $(VENV)/.installed
 
 # RDMA, in a virtual machine with Soft-RoCE. Where that can't be had it is skipped, unless PROXYCCL_REQUIRE_RDMA is 1.
 # In there root runs the tests, who does not take another user's kernels: so it copies them.
-WITH_RDMA_CACHE = sh -c 'cp -r build/rdma-cache /run && PROXYCCL_CACHE=/run/rdma-cache exec "$$0" "$$@"'
+WITH_RDMA_CACHE = sh -c 'cp -r build/rdma-cache /run && PROXYCCL_CACHE=/run/rdma-cache $(FAST_COMPILER) exec "$$0" "$$@"'
 test-rdma: $(VENV)/.installed
 	@if reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_machine.py build/soft-roce); then \
 	  $(BIN)/python tests/support/packages/fetch_fabric.py build/fabric; \
-	  PROXYCCL_CACHE=$(CURDIR)/build/rdma-cache $(BIN)/python $(SOFT_ROCE)/kernels.py && \
+	  PROXYCCL_CACHE=$(CURDIR)/build/rdma-cache $(FAST_COMPILER) $(BIN)/python $(SOFT_ROCE)/kernels.py && \
 	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- $(WITH_RDMA_CACHE) $(BIN)/pytest $(RDMA_PYTEST) $(FULL) tests/rdma/soft_roce && \
 	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- $(WITH_RDMA_CACHE) $(BIN)/python tests/rdma/soft_roce/two_machines.py; \
 	elif [ $$? = 2 ] && [ "$$PROXYCCL_REQUIRE_RDMA" != 1 ]; then \

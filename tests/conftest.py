@@ -28,6 +28,10 @@ Versions 4 and 5 have different names for it.
 """
 NUMPY = {"OPENBLAS_NUM_THREADS": "1"}
 """Its own threads would only compete with a test's ranks for the cores."""
+KERNELS = {"PROXYCCL_CXXFLAGS": "-O1"}
+"""The host runtime's: most are compiled for a few short calls, and g++ takes twice as long with the default -O3.
+`collectives/test_same_bits.py` has a test of those; `make test-all` runs everything with them.
+"""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -73,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.register_profile("busy", deadline=None)
         settings.load_profile("busy")
-    for name, value in {**OPEN_MPI, **NUMPY}.items():
+    for name, value in {**OPEN_MPI, **NUMPY, **KERNELS}.items():
         os.environ.setdefault(name, value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def load_source(
     """
     command = _command(options, include_dirs)
     key = text = text_with_exports(source, names)
-    if include_dirs or options:  # foreign headers may be included, and may change
+    if include_dirs or _may_include(options):  # foreign headers may change
         key = _run([*command, "-E"], text, "preprocess")
     return _loaded(key, command, lambda: _compiled(command, text, ", ".join(names)), load)
 
@@ -81,8 +82,13 @@ def load_shipped(
         return _compiled(command, text, name)
 
     # The cache's key covers shipped headers. Only options may bring in others.
-    key = _run([*command, "-E"], text, "preprocess") if options else text
+    key = _run([*command, "-E"], text, "preprocess") if _may_include(options) else text
     return _loaded(key, command, build, load)
+
+
+def _may_include(options: tuple[str, ...]) -> bool:
+    """Whether options may bring in headers of others. Only levels, such as -O1 and -g, are known not to."""
+    return not all(re.fullmatch(r"-(O|g)\w?", option) for option in options)
 
 
 def _loaded(key: str, command: list[str], build: Callable[[], bytes], load: Callable[[Path], T]) -> T:

@@ -30,6 +30,7 @@ COMPILER_ALONE = pytest.mark.host_only(reason="needs only a compiler")
 @pytest.fixture
 def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("PROXYCCL_CACHE", str(tmp_path))
+    monkeypatch.delenv("PROXYCCL_CXXFLAGS", raising=False)
     return tmp_path
 
 
@@ -178,7 +179,7 @@ def test_on_a_gpu_a_layer_takes_what_the_command_compiled(empty_cache: Path) -> 
 @pytest.mark.skipif(not ON_HOST, reason="flags of the host's compiler")
 def test_a_layer_that_may_not_compile_says_so() -> None:
     def body(comm: Communicator) -> None:
-        with pytest.raises(CompileError, match=r"expert_dispatch was not compiled beforehand with -DPLANTED"):
+        with pytest.raises(CompileError, match=r"expert_dispatch was not compiled beforehand with .*-DPLANTED"):
             layer(comm, use_aot=True)
         assert comm.all_gather(np.array([comm.rank])).tolist() == [0, 1]
 

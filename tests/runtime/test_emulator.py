@@ -781,6 +781,22 @@ def test_a_compiler_that_takes_a_second_is_announced(
     assert f"proxyccl: compiling awaited for the CPU, at first use; kept in {tmp_path}" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("options", "runs"), [(("-O1", "-g"), 0), (("-DUNUSED",), 1)], ids=["levels", "others"])
+def test_only_options_that_may_include_files_make_a_cached_kernel_run_the_compiler(
+    options: tuple[str, ...], runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, counted = tmp_path / "log", tmp_path / "counted"
+    counted.write_text(f'#!/bin/sh\n[ "$1" = --version ] || echo ran >> {log}\nexec {" ".join(find_compiler())} "$@"\n')
+    counted.chmod(0o755)
+    monkeypatch.setenv("CXX", str(counted))
+    monkeypatch.setenv("PROXYCCL_CACHE", str(tmp_path / "cache"))
+    for each in range(2):
+        HostRuntime(cxxflags=options).shipped("signal_peer.h", "signal_peer")
+        if each == 0:
+            log.write_text("")
+    assert log.read_text().count("ran") == runs
+
+
 def test_arguments_outlive_the_launch_that_uses_them() -> None:
     runtime = HostRuntime()
     kernel = runtime.compile(
