@@ -20,10 +20,16 @@ from support.ranks import Ranks
 from support.running import run_mpi
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # as far as there are devices
+REPRESENTED = (4, 5)  # by 2 and 8, which are powers of two too, and by 3, which is none
+CHOICES = (*ALGORITHMS, None)
 ALL_TYPES = max(world_sizes(1, 2, 3))  # the number of ranks that reduce and move all types
 
 
-@pytest.fixture(scope="module", params=world_sizes(*WORLD_SIZES), ids=lambda n: f"{n}-ranks")
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=pytest.mark.full if n in REPRESENTED else []) for n in world_sizes(*WORLD_SIZES)],
+    ids=lambda n: f"{n}-ranks",
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param, make_runtime=runtime_with_blocks) as group:
         yield group
@@ -42,24 +48,20 @@ def run_calls(ranks: Ranks, calls: list[Call]) -> None:
             assert len(outputs) == 1, f"{call}: ranks got different bits"
 
 
-def operations_of(algorithm: str | None, dtype: str) -> list[str]:
-    """A third of a type's operations for each algorithm, and all for the default one.
+def operations_of(dtype: str, algorithm: str | None) -> tuple[str, ...]:
+    """A type's operations that go by this algorithm in `make test`: they are dealt to all algorithms by turns.
 
-    So every operation on every type is computed by the default algorithm and by two others, and each algorithm has all
-    types and all operations. They are instances of one kernel for each algorithm; --full compiles them all.
+    So each algorithm gets all operations and all types, and they are instances of one kernel; --full compiles them all.
     """
-    ops = ops_of(dtype)
-    if algorithm is None:
-        return list(ops)
-    part = (DTYPES.index(dtype) + ALGORITHMS.index(algorithm)) % 3
-    return [op for number, op in enumerate(ops) if number % 3 == part]
+    first = (DTYPES.index(dtype) + CHOICES.index(algorithm)) % len(CHOICES)
+    return ops_of(dtype)[first :: len(CHOICES)] or ("sum",)
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS, None])
+@pytest.mark.parametrize("algorithm", CHOICES)
 def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None, pytestconfig: pytest.Config) -> None:
     """In place and out of place, at counts that leave packets, warps and shares incomplete, in views at odd offsets."""
     for dtype in DTYPES if ranks.world_size == ALL_TYPES else SOME_DTYPES:
-        ops = ops_of(dtype) if pytestconfig.getoption("--full") else operations_of(algorithm, dtype)
+        ops = ops_of(dtype) if pytestconfig.getoption("--full") else operations_of(dtype, algorithm)
         odd = [("sum", count) for count in (0, 1, 3)] if dtype in SOME_DTYPES else []
         calls = [*odd, *itertools.product(ops, (17, 1000))]
         run_calls(
@@ -88,14 +90,17 @@ def test_all_reduce_of_more_than_the_scratch_memory_holds(ranks: Ranks, algorith
 
 @pytest.mark.parametrize("algorithm", [None, "proxy"])
 @pytest.mark.parametrize("op", OPS + BITWISE_OPS)
-def test_reduce_scatter_gives_each_rank_its_share(ranks: Ranks, op: str, algorithm: str | None) -> None:
+def test_reduce_scatter_gives_each_rank_its_share(
+    ranks: Ranks, op: str, algorithm: str | None, pytestconfig: pytest.Config
+) -> None:
     dtypes = DTYPES if ranks.world_size == ALL_TYPES else SOME_DTYPES
+    full = pytestconfig.getoption("--full")
     run_calls(
         ranks,
         [
             Call("reduce_scatter", dtype, op, algorithm, count, offset=i % 3, in_place=i % 2 == 0)
             for i, (dtype, count) in enumerate(itertools.product(dtypes, (0, 1, 17, 601)))
-            if op in ops_of(dtype)
+            if op in (ops_of(dtype) if full else operations_of(dtype, algorithm))
         ],
     )
 
@@ -136,12 +141,15 @@ def test_short_last_epochs_back_to_back_keep_slots_apart(ranks: Ranks, algorithm
 def calls(world_size: int) -> st.SearchStrategy[Call]:
     def call(collective: str) -> st.SearchStrategy[Call]:
         reduces = collective in ("all_reduce", "reduce_scatter")
+        algorithms = CHOICES if collective == "all_reduce" else (None, "proxy")
+        instances = [
+            (dtype, op, algorithm)
+            for dtype, algorithm in itertools.product(DTYPES, algorithms)
+            for op in (operations_of(dtype, algorithm) if reduces else ("sum",))
+        ]
         return st.builds(
-            Call,
-            st.just(collective),
-            st.sampled_from(DTYPES),
-            st.sampled_from(OPS) if reduces else st.just("sum"),
-            st.sampled_from([*ALGORITHMS, None] if collective == "all_reduce" else [None, "proxy"]),
+            lambda instance, *others: Call(collective, *instance, *others),
+            st.sampled_from(instances),
             st.sampled_from([0, 1, 2, 3, 7, 17, 64, 257, 1000, 4097, 8193, 20_011]),
             st.integers(0, 5),
             st.booleans(),
@@ -180,7 +188,8 @@ def test_barrier_waits_for_every_rank(ranks: Ranks) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_minimum_and_maximum_pass_nan_on(ranks: Ranks, algorithm: str) -> None:
     def body(comm: Communicator) -> None:
-        for dtype, op in itertools.product(("float32", "float64", "float16"), ("min", "max")):
+        dtype = ("float32", "float64", "float16")[ALGORITHMS.index(algorithm) % 3]  # others: test_same_bits.py
+        for op in ("min", "max"):
             values = np.arange(9, dtype=dtype)
             if comm.rank == comm.world_size - 1:
                 values[4] = np.nan
@@ -208,8 +217,8 @@ def test_results_have_the_documented_shapes(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "world_size",
     [
-        # Through the daemon and on the HIP runtime, the other sizes run only in make test-all.
-        pytest.param(size, marks=[pytest.mark.daemon, pytest.mark.hip] if size == processes(3) else [])
+        # Other numbers of ranks, as threads: above.
+        pytest.param(size, marks=[pytest.mark.daemon, pytest.mark.hip] if size == processes(3) else pytest.mark.full)
         for size in world_sizes(1, 2, 3, 5, processes=True)
     ],
 )
