@@ -2,14 +2,14 @@
 
 On the host every rank has its own device. GPUs are few: ranks that are threads of one process need one each; processes
 may share one, but take turns, which makes every exchange between them slow.
+
+Programs that ranks run use this too: pytest, whose import takes as long as that of the library, is left to the tests.
 """
 
 from __future__ import annotations
 
 import os
 from typing import Any
-
-import pytest
 
 from proxyccl import Communicator, Runtime, open_runtime
 from proxyccl.device.host import HostRuntime
@@ -59,6 +59,8 @@ def most_ranks(*, processes: bool = False) -> int:
 def require_devices(ranks: int) -> None:
     """Skips the test if there are fewer devices than ranks that are threads."""
     if not ON_HOST and ranks > most_ranks():
+        import pytest
+
         pytest.skip(f"needs {ranks} devices, and there are {device_count()}")
 
 
@@ -71,6 +73,8 @@ def with_the_largest_once_more(sizes: list[int]) -> list[Any]:
     """Numbers of ranks as parameters. Once more only the largest runs: on the host's own runtime all sizes do, and what
     few ranks have of their own is in no runtime and no daemon.
     """
+    import pytest
+
     return [pytest.param(n, marks=pytest.mark.full if ONCE_MORE and n < max(sizes) else []) for n in sizes]
 
 

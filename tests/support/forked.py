@@ -104,10 +104,13 @@ def _code(program: str) -> types.CodeType:
 
 
 def _import_all() -> None:
+    import tempfile  # noqa: F401
+
     import ml_dtypes  # noqa: F401
     import numpy as np  # noqa: F401
 
     import proxyccl
+    from proxyccl.device.host import HostRuntime  # noqa: F401  (most ranks open it, with all that it needs)
 
     for name in proxyccl.__all__:
         getattr(proxyccl, name)
