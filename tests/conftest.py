@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -79,6 +80,12 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("busy")
     for name, value in {**OPEN_MPI, **NUMPY, **KERNELS}.items():
         os.environ.setdefault(name, value)
+
+
+def pytest_collection_finish() -> None:
+    """Leaves modules and tests out of later collections of garbage, of which tests of memory do hundreds."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:

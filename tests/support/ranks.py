@@ -113,18 +113,23 @@ class _Cycle:
         self.itself = self
 
 
+_COLLECTING = threading.Lock()
+
+
 def collect_garbage() -> None:
     """Collects until there is nothing more to collect: objects that a finalizer holds are garbage only once it has run.
 
-    `gc.collect` does nothing while another thread, perhaps of another rank, collects and runs such a finalizer.
+    `gc.collect` does nothing while another thread collects and runs such a finalizer. Ranks that are threads take
+    turns: each would otherwise find the other's object, and both would start again.
     """
-    while True:
-        gone = weakref.ref(_Cycle())
-        found = gc.collect()
-        if gone() is not None:
-            time.sleep(0.001)
-        elif found == 1:
-            return
+    with _COLLECTING:
+        while True:
+            gone = weakref.ref(_Cycle())
+            found = gc.collect()
+            if gone() is not None:
+                time.sleep(0.001)
+            elif found == 1:
+                return
 
 
 def open_descriptors() -> int:
