@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import find_integer
+from proxyccl.device.integers import as_integer, find_integer
 from proxyccl.proxy.environment_options import named_options
 from proxyccl.proxy.gpu_writes import GPU_WRITES
 from proxyccl.proxy.staging import STAGING_BYTES, STAGING_CHUNK
@@ -112,5 +112,4 @@ def _check(field: str, shown: str, value: object, *, optional: bool) -> None:
             raise ArgumentError(shown, f"must be one of {', '.join(map(str, _CHOICES[field]))}, not {value!r}")
         return
     allowed = _RANGES[field]
-    if find_integer(value) not in allowed:
-        raise ArgumentError(shown, f"must be a whole number from {allowed[0]} to {allowed[-1]}, not {value!r}")
+    as_integer(value, shown, f"must be a whole number from {allowed[0]} to {allowed[-1]}", allowed[0], allowed[-1])
