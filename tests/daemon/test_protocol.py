@@ -312,12 +312,13 @@ def test_descriptors_without_an_answers_number_are_closed(daemon: RunningDaemon)
     wait_for(lambda: daemon.descriptors() <= before, "the daemon keeps none")
 
 
-def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
-    """3,000 frames: valid ones with a changed part, and noise; sometimes with descriptors."""
+@pytest.mark.parametrize("frames", [600, pytest.param(3_000, marks=pytest.mark.full)])
+def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClient, frames: int) -> None:
+    """Frames are valid ones with a changed part, and noise; sometimes with descriptors."""
     rng = random.Random(20260101)
     before = daemon.resources()
     sent = 0
-    while sent < 3_000:
+    while sent < frames:
         with RawClient(daemon) as client:
             used = client.opens() and client.use()
             assert used
@@ -341,7 +342,7 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
                 OPEN,
             ]
             alive = True
-            while alive and sent < 3_000:
+            while alive and sent < frames:
                 frame: bytes = frame_of(rng.choice(valid))
                 chance = rng.random()
                 if chance < 0.1:
@@ -359,10 +360,16 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
     assert daemon.settles(before), (before, daemon.resources())
 
 
-def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
+ATTEMPTS = pytest.mark.parametrize("attempts", [12, pytest.param(60, marks=pytest.mark.full)])
+
+
+@ATTEMPTS
+def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(
+    daemon: RunningDaemon, bystander: RawClient, attempts: int
+) -> None:
     """A client that frees and sets entries that its triggers name at that moment."""
     before = daemon.resources()
-    for attempt in range(60):
+    for attempt in range(attempts):
         with RawClient(daemon) as client:
             assert client.opens()
             used = client.use()
@@ -384,10 +391,13 @@ def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(daemon: Running
     assert daemon.settles(before), (before, daemon.resources())
 
 
-def test_tables_that_change_under_a_schedule_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
+@ATTEMPTS
+def test_tables_that_change_under_a_schedule_do_no_harm(
+    daemon: RunningDaemon, bystander: RawClient, attempts: int
+) -> None:
     """A client that keeps ringing a schedule, and withdraws the memory that the schedule names."""
     before = daemon.resources()
-    for attempt in range(60):
+    for attempt in range(attempts):
         with RawClient(daemon) as client:
             assert client.opens()
             used = client.use()
@@ -417,10 +427,11 @@ def test_a_schedule_without_the_words_of_peers_is_refused(daemon: RunningDaemon)
         assert refused["error"] == "argument"
 
 
-def test_two_hundred_clients_come_and_go(daemon: RunningDaemon, bystander: RawClient) -> None:
+@pytest.mark.parametrize("number", [40, pytest.param(200, marks=pytest.mark.full)])
+def test_many_clients_come_and_go(daemon: RunningDaemon, bystander: RawClient, number: int) -> None:
     before = daemon.resources()
     clients = []
-    for _ in range(200):
+    for _ in range(number):
         client = RawClient(daemon)
         assert client.opens()
         client.use()
