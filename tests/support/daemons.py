@@ -1,4 +1,4 @@
-"""Node daemons for tests, as separate processes."""
+"""Node daemons for tests, as separate processes: forks, except beside GPUs (processes.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,9 @@ from pathlib import Path
 
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
 from proxyccl.proxy.processes import stat_of
+from support.forked import ForkedProcess
+from support.paths import PROGRAMS
+from support.processes import started
 
 _START_SECONDS = 180.0
 _END_SECONDS = 60.0
@@ -26,7 +28,7 @@ class RunningDaemon:
     """A `proxyccl daemon`."""
 
     path: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str] | ForkedProcess
     ended: int | None = None  # its exit status, once it was told to end
 
     @property
@@ -97,10 +99,11 @@ class RunningDaemon:
 @contextlib.contextmanager
 def running_daemon(path: Path, *arguments: str) -> Iterator[RunningDaemon]:
     """A daemon that listens at a path, ended at the end of the block."""
-    command = [sys.executable, "-m", "proxyccl", "daemon", "--socket", str(path), *arguments]
+    command = [str(PROGRAMS / "command.py"), "daemon", "--socket", str(path), *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PROXYCCL_PROXY"}
     log = path.with_name(path.name + ".log")
-    with log.open("w") as errors, subprocess.Popen(command, env=environment, stderr=errors) as process:
+    with log.open("w") as errors:
+        process = started(command, environment, errors, errors)
         daemon = RunningDaemon(path, process)
         try:
             deadline = time.monotonic() + _START_SECONDS
@@ -112,6 +115,7 @@ def running_daemon(path: Path, *arguments: str) -> Iterator[RunningDaemon]:
             daemon.end()
         finally:
             process.kill()
+            process.wait(_END_SECONDS)
 
 
 def _listens(path: Path) -> bool:

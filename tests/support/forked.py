@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import io
 import os
 import pickle
 import select
@@ -18,8 +19,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,43 +32,46 @@ _MOST_BYTES = 1 << 20  # of a message
 class Forks:
     """Starts processes. The template, which they are forks of, is started with the first.
 
+    Args:
+        environment: the template's, without variables of one test.
+        prefix: the beginning of a command that starts a program elsewhere, and becomes that program.
+
     Attributes:
         processor_seconds: of the processes that have ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
         self.processor_seconds = 0.0
-        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("PROXYCCL_")}
+        self._environment = {name: value for name, value in environment.items() if not name.startswith("PROXYCCL_")}
+        self._prefix = prefix
         self._connection: socket.socket | None = None
         self._ended: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self.close: Callable[[], object] = lambda: None  # ends the template
 
     def start(self, command: Sequence[str], env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> int:
         """Starts a program with its arguments and returns its process."""
-        connection = self._connected()
-        request = pickle.dumps((list(command), env, os.getcwd()))
-        socket.send_fds(connection, [request], [stdout.fileno(), stderr.fileno()])
-        while not isinstance(answer := self._receive(connection), int):
-            self._note(*answer)
-        return answer
+        with self._lock:
+            connection = self._connected()
+            request = pickle.dumps((list(command), env, os.getcwd()))
+            socket.send_fds(connection, [request], [stdout.fileno(), stderr.fileno()])
+            while not isinstance(answer := self._receive(connection), int):
+                self._note(*answer)
+            return answer
 
     def wait(self, pid: int, timeout: float) -> int | None:
         """The status that a process ended with, as Popen has it; None where it has not ended in time."""
-        connection = self._connected()
-        connection.settimeout(max(0.0, timeout) or 0.001)
-        try:
-            while pid not in self._ended:
-                self._note(*self._receive(connection))
-        except TimeoutError:
-            return None
-        finally:
-            connection.settimeout(None)
-        return self._ended.pop(pid)
-
-    def kill(self, pid: int) -> int | None:
-        """Kills a process that has not been waited for; its status."""
-        if pid not in self._ended:
-            os.kill(pid, signal.SIGKILL)
-        return self.wait(pid, 60)
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._lock:
+                if pid in self._ended:
+                    return self._ended.pop(pid)
+                if select.select([self._connected()], [], [], 0)[0]:
+                    self._note(*self._receive(self._connected()))
+                    continue
+            if (remaining := deadline - time.monotonic()) <= 0:
+                return None
+            select.select([self._connected()], [], [], min(remaining, 0.1))  # another thread may take the answer
 
     def _note(self, pid: int, status: int, seconds: float) -> None:
         self._ended[pid] = status
@@ -80,13 +86,13 @@ class Forks:
             self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 template = subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno())],
-                    env=self._environment,  # that of the test run, not of one test
+                    [*self._prefix, sys.executable, __file__, str(theirs.fileno())],
+                    env=self._environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                 )
-            atexit.register(_end, template, self._connection)
+            self.close = atexit.register(functools.partial(_end, template, self._connection))
         return self._connection
 
 
@@ -95,7 +101,63 @@ def _end(template: subprocess.Popen[bytes], connection: socket.socket) -> None:
     template.wait(60)
 
 
-FORKS = Forks()
+FORKS = Forks(os.environ)
+
+
+class ForkedProcess:
+    """A program in a fork. Its attributes and methods are those of `Popen`."""
+
+    def __init__(
+        self, command: Sequence[str], env: dict[str, str], stdout: IO[str], stderr: IO[str], forks: Forks = FORKS
+    ) -> None:
+        self._forks = forks
+        self.returncode: int | None = None
+        self.pid = forks.start(command, env, stdout, stderr)
+
+    def poll(self) -> int | None:
+        """Its status, if it has ended."""
+        if self.returncode is None:
+            self.returncode = self._forks.wait(self.pid, 0)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Its status, once it has ended. Raises TimeoutExpired."""
+        if self.returncode is None:
+            self.returncode = self._forks.wait(self.pid, timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a fork", timeout)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Sends it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Tells it to end."""
+        self.send_signal(signal.SIGKILL)
+
+
+class PipedFork(ForkedProcess):
+    """One with both of its outputs in a pipe, which `stdout` reads unbuffered."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str], forks: Forks) -> None:
+        reader, writer = os.pipe()
+        self.stdout = io.FileIO(reader)
+        with os.fdopen(writer, "w") as output:
+            super().__init__(command, env, output, output, forks)
+
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """Its further output, once it has ended. Raises TimeoutExpired."""
+        deadline = time.monotonic() + timeout
+        pieces = []
+        with self.stdout:
+            while select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                if not (piece := self.stdout.read(1 << 16)):  # all have closed the pipe
+                    self.wait(deadline - time.monotonic())
+                    return b"".join(pieces).decode(errors="replace"), None
+                pieces.append(piece)
+        raise subprocess.TimeoutExpired("a fork", timeout, b"".join(pieces))
 
 
 @functools.cache

@@ -5,7 +5,6 @@ An MPI launcher ends the whole job when a rank dies. This one does not, and show
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import IO
 
 import proxyccl
 from support.devices import RUNTIME
-from support.forked import FORKS
+from support.forked import ForkedProcess
 
 
 class FileBootstrap(proxyccl.FileBootstrap):
@@ -27,6 +26,9 @@ class FileBootstrap(proxyccl.FileBootstrap):
     def from_environment(cls) -> FileBootstrap:
         """From its environment variables."""
         return cls(os.environ["RENDEZVOUS"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+_KILLED_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -59,65 +61,35 @@ def run_processes(
     with tempfile.TemporaryDirectory() as directory:
         shared = {**os.environ, **(env or {}), "RENDEZVOUS": directory, "WORLD_SIZE": str(world_size)}
         outputs = [[Path(directory, f"{name}-{rank}") for name in ("out", "err")] for rank in range(world_size)]
-        start = _Interpreter if fresh else _Fork
-        processes: list[_Interpreter | _Fork] = []
+        processes: list[subprocess.Popen[str] | ForkedProcess] = []
         deadline = time.monotonic() + timeout
         try:
             for rank, (stdout, stderr) in enumerate(outputs):
                 with stdout.open("w") as out, stderr.open("w") as err:
-                    processes.append(start([str(program), *arguments], {**shared, "RANK": str(rank)}, out, err))
+                    processes.append(
+                        started([str(program), *arguments], {**shared, "RANK": str(rank)}, out, err, fresh)
+                    )
             for process in processes:
-                if not process.ended(deadline - time.monotonic()):
-                    raise TimeoutError(f"a process of {program.name} {arguments} hangs")
+                process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"a process of {program.name} {arguments} hangs") from None
         finally:
             for process in processes:
                 process.kill()
+                process.wait(_KILLED_SECONDS)
         return [
             Ended(process.returncode, *(output.read_text(errors="replace") for output in written))
             for process, written in zip(processes, outputs, strict=True)
         ]
 
 
-class _Interpreter:
-    """A process with an interpreter of its own."""
-
-    def __init__(self, command: list[str], env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> None:
-        self._process = subprocess.Popen([sys.executable, *command], env=env, stdout=stdout, stderr=stderr)
-
-    def ended(self, timeout: float) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.1, timeout))
-        return self._process.returncode is not None
-
-    @property
-    def returncode(self) -> int:
-        return self._process.returncode
-
-    def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-
-
-class _Fork:
-    """A process that is a fork of one that has imported the library."""
-
-    def __init__(self, command: list[str], env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> None:
-        self._status: int | None = None
-        self._pid = FORKS.start(command, env, stdout, stderr)
-
-    def ended(self, timeout: float) -> bool:
-        self._status = FORKS.wait(self._pid, max(0.1, timeout))
-        return self._status is not None
-
-    @property
-    def returncode(self) -> int:
-        assert self._status is not None
-        return self._status
-
-    def kill(self) -> None:
-        if self._status is None:
-            self._status = FORKS.kill(self._pid)
+def started(
+    command: list[str], env: dict[str, str], stdout: IO[str], stderr: IO[str], fresh: bool = RUNTIME == "cuda"
+) -> subprocess.Popen[str] | ForkedProcess:
+    """A process that runs a Python program with its arguments: with an interpreter of its own, or a fork."""
+    if fresh:
+        return subprocess.Popen([sys.executable, *command], env=env, stdout=stdout, stderr=stderr, text=True)
+    return ForkedProcess(command, env, stdout, stderr)
 
 
 def address_space() -> int:
