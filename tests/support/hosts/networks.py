@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -17,6 +17,7 @@ from typing import NoReturn
 import pytest
 
 from proxyccl.proxy import _engine
+from support.forked import Forks, PipedFork
 from support.hosts.secure_shell import SecureShell
 from support.packages.debian import UnavailableError
 from support.packages.fabric import PACKAGES, environment, unavailable_reason
@@ -43,6 +44,7 @@ class Hosts:
         self._holders: list[subprocess.Popen[bytes]] = []
         self._environment = environment()
         self._secure_shell: SecureShell | None = None
+        self._forks: list[Forks] = []
         for tool in ("unshare", "nsenter"):
             if shutil.which(tool) is None:
                 raise UnavailableError(f"there is no {tool} (util-linux)")
@@ -52,6 +54,7 @@ class Hosts:
             self._ip(switch, "link", "set", "bridge", "up")
             for number in range(count):
                 self._add(switch, number, ipv4=ipv4)
+                self._forks.append(Forks(self._with_tests(self._environment), self.inside(number)))
             if secure_shell is not None:
                 self._secure_shell = SecureShell([self.inside(host) for host in range(count)], secure_shell)
         except BaseException:
@@ -116,13 +119,22 @@ class Hosts:
         """Starts Python, which finds libfabric, on a host with both outputs in a pipe."""
         return self._run(host, [sys.executable, *arguments], {**self._environment, **(env or {})})
 
+    def fork(self, host: int, program: str, *arguments: str, env: dict[str, str]) -> PipedFork:
+        """The same for a program, as a fork (forked.py)."""
+        return PipedFork([program, *arguments], {**self._environment, **env}, self._forks[host])
+
+    @staticmethod
+    def _with_tests(environment: Mapping[str, str]) -> dict[str, str]:
+        """An environment in which Python finds the modules of tests/support."""
+        return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, (_TESTS, environment.get("PYTHONPATH"))))}
+
     def _run(self, host: int, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [*self.inside(host), *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, (_TESTS, environment.get("PYTHONPATH"))))},
+            env=self._with_tests(environment),
         )
 
     @staticmethod
@@ -171,6 +183,8 @@ class Hosts:
         try:
             if self._secure_shell is not None:
                 self._secure_shell.close()
+            for forks in self._forks:
+                forks.close()
         finally:
             for holder in self._holders:
                 holder.communicate(timeout=_STEP_SECONDS)

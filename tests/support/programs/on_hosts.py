@@ -18,6 +18,9 @@ import numpy as np
 from proxyccl import Communicator, DispatchCombine, ExecutionPlan, FileBootstrap, ProxyCCLError
 from support.cases.plan_documents import all_gather, all_reduce_of_nodes, port_packets
 
+SHORT = 2.0
+"""A time-out that a task waits for."""
+
 
 def collectives(comm: Communicator) -> None:
     """Collectives of a few lengths, in registered and other memory, and an MoE round trip."""
@@ -93,7 +96,12 @@ def go_on(comm: Communicator) -> None:
 
 def cut(comm: Communicator) -> None:
     """Reports that it runs, and runs until the network ends it."""
-    _until_it_fails(comm, lambda: print("ready", flush=True))
+
+    def report() -> None:
+        comm.timeout = SHORT
+        print("ready", flush=True)
+
+    _until_it_fails(comm, report)
 
 
 def _until_it_fails(comm: Communicator, after_first: Callable[[], None]) -> None:
