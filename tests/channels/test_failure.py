@@ -173,7 +173,10 @@ def test_exit_without_close_is_clean(launcher: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("scenario", ["killed_in_a_collective:two_shot", "killed_before_the_communicator"])
+@pytest.mark.parametrize(
+    "scenario",
+    ["killed_in_a_collective:two_shot", pytest.param("killed_before_the_communicator", marks=pytest.mark.full)],
+)
 def test_a_killed_rank_ends_an_mpi_job(scenario: str) -> None:
     """The launcher's own policy: it ends the remaining ranks, whatever they caught."""
     assert run_mpi(PROCESSES, PROGRAM, scenario, timeout=TIMEOUT).returncode != 0

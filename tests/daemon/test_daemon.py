@@ -637,9 +637,10 @@ def test_a_proxy_that_is_closed_says_so(daemon: RunningDaemon) -> None:
 
 
 @pytest.mark.usefixtures("daemon")
-def test_a_program_on_mpi_changes_nothing_but_the_environment() -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_program_on_mpi_changes_nothing_but_the_environment(ranks: int) -> None:
     example = EXAMPLES / "custom_kernel.py"
-    ended = run_mpi(4, example)
+    ended = run_mpi(ranks, example)
     assert ended.returncode == 0, ended.stderr
     assert "OK" in ended.stdout
 
