@@ -6,8 +6,10 @@ import ast
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from proxyccl.device.build.kernel_names import kernel_names
 from proxyccl.proxy.verbs.requirements import missing
 from support.devices import ON_HOST, RUNTIME, processes, world_sizes
 from support.kernels.nvrtc import CUBIN, Nvrtc
-from support.paths import EXAMPLES
+from support.paths import EXAMPLES, PROGRAMS
 from support.running import run_mpi
 
 NOT_PROGRAMS = {"demo.py", "traffic.py"}
@@ -50,24 +52,78 @@ def kernel_source(path: Path) -> str | None:
 KERNELS = {path.name: source for path in sorted(EXAMPLES.glob("*.py")) if (source := kernel_source(path)) is not None}
 
 
+@dataclass(frozen=True)
+class Training:
+    """A run of the data-parallel training."""
+
+    world_size: int
+    batch: int
+    epochs: int
+    algorithm: str | None
+
+    @property
+    def options(self) -> list[str]:
+        given = ["--epochs", str(self.epochs), "--batch", str(self.batch), "--json"]
+        return given if self.algorithm is None else [*given, "--algorithm", self.algorithm]
+
+    def check(self, output: str) -> None:
+        """Fails unless it ended where one process ends, over the channels that were asked for."""
+        result = result_of(output)
+        assert result["world_size"] == self.world_size
+        assert result["difference"] <= 1e-5
+        assert result["accuracy"] == result["reference_accuracy"] > 0.9
+        if self.algorithm == "proxy":
+            # A gradient is short, so each rank sends it whole to every other, which takes one crossing.
+            crossing = (self.world_size - 1) * result["payload_bytes"]
+            assert result["channel"] == "ProxyChannel"
+            assert result["proxy"]["bytes"] == pytest.approx(crossing, rel=0.01)
+            assert result["proxy"]["puts"] > 0
+            assert result["proxy"]["triggers"] == 0
+        else:
+            assert result["channel"] == ("none" if self.world_size == 1 else "SmChannel")
+            assert result["proxy"] == {"triggers": 0, "puts": 0, "bytes": 0}
+
+
+TRAINING = "digits_data_parallel.py"
+SHORT_TRAININGS = {
+    world_size: Training(world_size, 50, 4, algorithm) for world_size, algorithm in ((2, None), (3, "proxy"))
+}
+OF_TWO = ("all_reduce.py", "overlap.py", "triton_diffusion.py", "triton_all_reduce.py", "triton_overlapped_gemm.py")
+OF_THREE = (
+    *("all_to_all.py", "packets.py", "fused.py", "custom_kernel.py", "halo_exchange.py"),
+    *("expert_parallel.py", "expert_parallel_digits.py", "triton_all_to_all.py"),
+)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [case for case in ((2, OF_TWO), (3, OF_THREE)) if world_sizes(case[0], processes=True)],
+    ids=lambda value: str(value) if isinstance(value, int) else "",
+)
+def test_the_examples_check_their_results_and_say_so(world_size: int, names: tuple[str, ...]) -> None:
+    """One job runs them all: processes that start, and import what they need, cost more than most examples."""
+    training = SHORT_TRAININGS[world_size]
+    programs = [*([str(EXAMPLES / name)] for name in names), [str(EXAMPLES / TRAINING), *training.options]]
+    done = run_mpi(world_size, PROGRAMS / "in_turn.py", *map(shlex.join, programs), env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outputs = {name: lines for name, _, lines in (part.partition("\n") for part in done.stdout.split("== ")[1:])}
+    assert list(outputs) == [*names, TRAINING]
+    training.check(outputs.pop(TRAINING))
+    for name, output in outputs.items():
+        assert output.splitlines()[-1].startswith("OK: "), (name, output)
+
+
+# In jobs of their own, as the README starts them.
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        (name, world_size)
+        pytest.param(name, world_size, marks=[] if (name, world_size) == ("custom_kernel.py", 2) else pytest.mark.full)
         for name, wanted in {
-            "all_reduce.py": (2,),
-            "all_to_all.py": (2, 3),
-            "packets.py": (2, 3),
-            "overlap.py": (2,),
-            "fused.py": (2, 3),
-            "custom_kernel.py": (2, 3),
-            "halo_exchange.py": (1, 3),
-            "expert_parallel.py": (1, 3),
+            **dict.fromkeys(OF_TWO, (2,)),
+            **dict.fromkeys(OF_THREE[:4], (2, 3)),
+            **dict.fromkeys(("halo_exchange.py", "expert_parallel.py"), (1, 3)),
             "expert_parallel_digits.py": (1, 3, 4),
-            "triton_diffusion.py": (2,),
             "triton_all_to_all.py": (3,),
-            "triton_all_reduce.py": (2,),
-            "triton_overlapped_gemm.py": (2,),
         }.items()
         for world_size in world_sizes(*wanted, processes=True)
     ],
@@ -85,11 +141,12 @@ def test_the_expert_parallel_example_runs_with_torch() -> None:
     assert last.startswith(f"OK: {processes(2)} ranks, torch on c")
 
 
-@pytest.mark.parametrize("name", sorted(KERNELS.keys() - {"halo_exchange.py"}))
-def test_an_example_between_ranks_says_that_one_is_too_few(name: str) -> None:
-    done = run_mpi(1, EXAMPLES / name)
+def test_examples_between_ranks_say_that_one_is_too_few() -> None:
+    names = sorted(KERNELS.keys() - {"halo_exchange.py"})
+    done = run_mpi(1, PROGRAMS / "in_turn.py", *(str(EXAMPLES / name) for name in names))
     assert done.returncode != 0
-    assert f"{name} needs at least 2 ranks" in done.stderr
+    for name in names:
+        assert f"{name} needs at least 2 ranks" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -105,39 +162,23 @@ def test_the_interchange_says_in_one_line_what_rdma_lacks(world_size: int) -> No
     assert "Success" not in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    ("world_size", "batch", "epochs", "algorithm"),
+    "training",
     [
         case
         for case in (
-            (1, 64, 4, None),
-            (3, 50, 4, None),
-            (4, 51, 4, "proxy"),
-            (4, 3, 1, "ring"),  # in each batch at least one rank's share is empty
+            Training(1, 64, 4, None),
+            Training(3, 50, 4, None),
+            Training(4, 51, 4, "proxy"),
+            Training(4, 3, 1, "ring"),  # in each batch at least one rank's share is empty
         )
-        if world_sizes(case[0], processes=True)
+        if world_sizes(case.world_size, processes=True)
     ],
+    ids=str,
 )
-def test_data_parallel_training_ends_where_one_process_ends(
-    world_size: int, batch: int, epochs: int, algorithm: str | None
-) -> None:
-    options = ["--epochs", str(epochs), "--batch", str(batch), "--json"]
-    if algorithm is not None:
-        options += ["--algorithm", algorithm]
-    result = result_of(run_example(world_size, "digits_data_parallel.py", *options))
-    assert result["world_size"] == world_size
-    assert result["difference"] <= 1e-5
-    assert result["accuracy"] == result["reference_accuracy"] > 0.9
-    if algorithm == "proxy":
-        # A gradient is short, so each rank sends it whole to every other, which takes one crossing.
-        crossing = (world_size - 1) * result["payload_bytes"]
-        assert result["channel"] == "ProxyChannel"
-        assert result["proxy"]["bytes"] == pytest.approx(crossing, rel=0.01)
-        assert result["proxy"]["puts"] > 0
-        assert result["proxy"]["triggers"] == 0
-    else:
-        assert result["channel"] == ("none" if world_size == 1 else "SmChannel")
-        assert result["proxy"] == {"triggers": 0, "puts": 0, "bytes": 0}
+def test_data_parallel_training_ends_where_one_process_ends(training: Training) -> None:
+    training.check(run_example(training.world_size, TRAINING, *training.options))
 
 
 @pytest.mark.host_only(reason="more processes than most machines have GPUs")
