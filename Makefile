@@ -26,7 +26,7 @@ FORWARD = mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared -f
 FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in glob.glob(r + "/**/libnvrtc.so.*", recursive=True)))
 SOFT_ROCE := tests/support/soft_roce
 RDMA_CORES ?= 1
-RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CPU need not load
+RDMA_PYTEST := -p pytest_timeout -p no:cacheprovider  # an emulated CPU need not load more
 
 # Tests start a thousand processes: they shall not compile every module again, where that is turned off.
 unexport PYTHONDONTWRITEBYTECODE
@@ -92,13 +92,13 @@ test-faults: $(VENV)/.installed
 
 # RDMA, in a virtual machine with Soft-RoCE. Where that can't be had it is skipped, unless PROXYCCL_REQUIRE_RDMA is 1.
 # In there root runs the tests, who does not take another user's kernels: so it copies them.
-WITH_RDMA_CACHE = sh -c 'cp -r build/rdma-cache /run && PROXYCCL_CACHE=/run/rdma-cache $(FAST_COMPILER) exec "$$0" "$$@"'
+WITH_RDMA_CACHE = sh -c 'cp -r build/rdma-cache /run && PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PROXYCCL_CACHE=/run/rdma-cache $(FAST_COMPILER) exec "$$0" "$$@"'
 test-rdma: $(VENV)/.installed
 	@if reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_machine.py build/soft-roce); then \
 	  $(BIN)/python tests/support/packages/fetch_fabric.py build/fabric; \
-	  PROXYCCL_CACHE=$(CURDIR)/build/rdma-cache $(FAST_COMPILER) $(BIN)/python $(SOFT_ROCE)/kernels.py && \
+	  PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(FAST_COMPILER) $(BIN)/python $(SOFT_ROCE)/kernels.py build/rdma-cache && \
 	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- $(WITH_RDMA_CACHE) $(BIN)/pytest $(RDMA_PYTEST) $(FULL) tests/rdma/soft_roce && \
-	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- $(WITH_RDMA_CACHE) $(BIN)/python tests/rdma/soft_roce/two_machines.py; \
+	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- $(WITH_RDMA_CACHE) $(BIN)/python tests/rdma/soft_roce/two_machines.py $(FULL); \
 	elif [ $$? = 2 ] && [ "$$PROXYCCL_REQUIRE_RDMA" != 1 ]; then \
 	  echo "test-rdma is skipped: $$reason"; \
 	else \

@@ -49,7 +49,13 @@ def test_ranks_of_a_node_copy_and_nodes_use_rdma(nodes: Ranks) -> None:
     nodes.run(body)
 
 
-@pytest.mark.parametrize(("dst", "src", "nbytes"), [(0, 0, 1), (5, 3, 4096), (1001, 77, 50_003), (8, 8, 0)])
+@pytest.mark.parametrize(
+    ("dst", "src", "nbytes"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((0, 0, 1), (5, 3, 4096), (8, 8, 0))),
+        (1001, 77, 50_003),
+    ],
+)
 def test_bytes_arrive_between_any_offsets(pair: Ranks, dst: int, src: int, nbytes: int) -> None:
     size = 64 * 1024
 
@@ -67,9 +73,8 @@ def test_bytes_arrive_between_any_offsets(pair: Ranks, dst: int, src: int, nbyte
 
 
 @pytest.mark.parametrize("signal", ["write", "fetch_add"])
-def test_a_signal_never_overtakes_its_data(signal: str) -> None:
-    turns = 200
-
+@pytest.mark.parametrize("turns", [50, pytest.param(200, marks=pytest.mark.full)])
+def test_a_signal_never_overtakes_its_data(signal: str, turns: int) -> None:
     def body(comm: Communicator) -> None:
         # Elements 0 to turns - 1 hold the value read in each turn; the peer writes to the one after them.
         values = comm.empty(turns + 1, "int64").fill(0)
@@ -85,8 +90,9 @@ def test_a_signal_never_overtakes_its_data(signal: str) -> None:
         pair.run(body)
 
 
-def test_a_queue_of_16_bears_a_flood_of_puts() -> None:
-    puts, nbytes = 3000, 64
+@pytest.mark.parametrize("puts", [300, pytest.param(3000, marks=pytest.mark.full)])
+def test_a_queue_of_16_bears_a_flood_of_puts(puts: int) -> None:
+    nbytes = 64
 
     def body(comm: Communicator) -> None:
         target, source = np.zeros(puts * nbytes, np.uint8), bytes_of(comm.rank, puts * nbytes)
@@ -101,7 +107,7 @@ def test_a_queue_of_16_bears_a_flood_of_puts() -> None:
         pair.run(body)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
 def test_puts_values_gets_and_signals_keep_their_order(pair: Ranks, seed: int) -> None:
     def body(comm: Communicator) -> None:
         assert run_random_transfers(comm, seed).transport == "verbs"
@@ -109,11 +115,13 @@ def test_puts_values_gets_and_signals_keep_their_order(pair: Ranks, seed: int) -
     pair.run(body)
 
 
+@pytest.mark.full
 def test_they_do_so_where_signals_are_added() -> None:
     with two_nodes(local=1, signal="fetch_add", send_depth=16) as pair:
         pair.run(lambda comm: run_random_transfers(comm, 7, values=False))
 
 
+@pytest.mark.full
 def test_a_put_longer_than_a_message_is_split(pair: Ranks) -> None:
     size = 9 * 1024 * 1024  # a Soft-RoCE message has at most 8 MiB
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,14 @@ from support.soft_roce.nodes import RANKS, two_nodes
 from support.soft_roce.wire import Wire
 
 COUNTS = (1, 5003)
+# tests/rdma/test_collectives_over_verbs.py has all of them, on this machine.
+ALWAYS = {("all_reduce", "ring"), ("all_reduce", "hierarchical"), ("reduce_scatter", None), ("all_to_all", None)}
+
+
+def case(collective: str, algorithm: str | None) -> Any:
+    """One as a parameter; most run only with --full."""
+    marks = [] if (collective, algorithm) in ALWAYS else pytest.mark.full
+    return pytest.param(collective, algorithm, id=f"{algorithm}-{collective}", marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -23,18 +32,23 @@ def nodes() -> Iterator[Ranks]:
         yield group
 
 
-@pytest.mark.parametrize("algorithm", [None, "two_shot", "ring", "proxy", "hierarchical"])
-def test_all_reduce(nodes: Ranks, algorithm: str | None) -> None:
+@pytest.mark.parametrize(
+    ("collective", "algorithm"),
+    [case("all_reduce", algorithm) for algorithm in (None, "two_shot", "ring", "proxy", "hierarchical")],
+)
+def test_all_reduce(nodes: Ranks, collective: str, algorithm: str | None) -> None:
     def body(comm: Communicator) -> None:
         for seed, (dtype, op) in enumerate((("int64", "sum"), ("float32", "avg"), ("bfloat16", "sum"))):
             for count in COUNTS:
-                Call("all_reduce", dtype, op, algorithm, count, in_place=seed % 2 == 0, seed=seed).run(comm)
+                Call(collective, dtype, op, algorithm, count, in_place=seed % 2 == 0, seed=seed).run(comm)
 
     nodes.run(body)
 
 
-@pytest.mark.parametrize("collective", ["reduce_scatter", *MOVES])
-@pytest.mark.parametrize("algorithm", [None, "proxy"])
+@pytest.mark.parametrize(
+    ("collective", "algorithm"),
+    [case(collective, algorithm) for algorithm in (None, "proxy") for collective in ("reduce_scatter", *MOVES)],
+)
 def test_the_other_collectives(nodes: Ranks, collective: str, algorithm: str | None) -> None:
     def body(comm: Communicator) -> None:
         for count in COUNTS:
@@ -58,6 +72,7 @@ def experts_flow(comm: Communicator) -> tuple[bytes, bytes]:
     return rows.tobytes(), out.tobytes()
 
 
+@pytest.mark.full  # test_expert_parallel.py does it by the layer
 def test_dispatch_and_combine_give_what_they_give_on_one_node(nodes: Ranks) -> None:
     assert nodes.run(experts_flow) == run_ranks(RANKS, experts_flow)
 

@@ -58,7 +58,9 @@ def bytes_of(rank: int, size: int) -> np.ndarray:
     return np.random.default_rng(rank).integers(0, 256, size, dtype=np.uint8)
 
 
-@pytest.mark.parametrize(("transport", "between"), [(None, "verbs"), (STAGED, "staged")])
+@pytest.mark.parametrize(
+    ("transport", "between"), [(None, "verbs"), pytest.param(STAGED, "staged", marks=pytest.mark.full)]
+)
 def test_channels_and_collectives_are_the_same(daemon: RunningDaemon, transport: object, between: str) -> None:
     part = 50_003
 
@@ -114,6 +116,7 @@ def test_a_key_that_is_none_of_the_client_ends_its_job_alone(daemon: RunningDaem
         owners.run(lambda comm: Call("all_reduce", "int64", "sum", "proxy", 100, seed=1).run(comm))
 
 
+@pytest.mark.full
 def test_a_staged_peer_is_refused_what_was_taken_back() -> None:
     def body(comm: Communicator) -> BaseException:
         memory, kept = (comm.register(comm.empty(100, "uint8").fill(9)) for _ in range(2))
@@ -133,6 +136,7 @@ def test_a_staged_peer_is_refused_what_was_taken_back() -> None:
     assert "outside the memory that this rank offers" in " ".join(map(str, errors))
 
 
+@pytest.mark.full  # test_failure.py, without a daemon
 def test_a_device_that_is_not_there_is_named_and_nothing_is_left(daemon: RunningDaemon) -> None:
     def options_of(rank: int) -> dict[str, object]:
         return {"rdma": replace(rdma_of(rank, 1)["rdma"], device="mlx5_99")} if rank == 0 else rdma_of(rank, 1)

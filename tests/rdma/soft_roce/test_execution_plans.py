@@ -10,16 +10,14 @@ import pytest
 from proxyccl import Communicator, ExecutionPlan
 from support.cases.plan_documents import all_gather, all_reduce_of_nodes, port_packets
 from support.ranks import Ranks
-from support.soft_roce.nodes import LOCAL, RANKS, TIMEOUT, rdma_of
+from support.soft_roce.nodes import LOCAL, RANKS, TIMEOUT, rdma_of, two_nodes
 
 STAGED = {(a, b): "staged" for a in range(LOCAL) for b in range(LOCAL, RANKS)}
 COUNT = 5 * 4 * RANKS
 
 
-# That plans are the same over staged links, collectives by proxy and test_daemon.py show: they take the same channels.
-@pytest.mark.parametrize(
-    "transport", [pytest.param(None, id="verbs"), pytest.param(STAGED, id="staged", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("transport", [None, STAGED], ids=["verbs", "staged"])
 def test_plans_run_between_nodes(transport: Any) -> None:
     gather, packets = ExecutionPlan.load(all_gather(RANKS, "port", "pwsf")), ExecutionPlan.load(port_packets(RANKS))
     reduce = ExecutionPlan.load(all_reduce_of_nodes(RANKS, LOCAL))
@@ -42,3 +40,17 @@ def test_plans_run_between_nodes(transport: Any) -> None:
         transport=transport,
     ) as nodes:
         nodes.run(body)
+
+
+# The others run on this machine, over fake devices: tests/rdma/test_plans_over_verbs.py.
+def test_a_plan_runs_between_two_ranks() -> None:
+    plan = ExecutionPlan.load(all_gather(2, "port", "pwsf"))
+    inputs = np.arange(COUNT, dtype=np.float32) + np.arange(2, dtype=np.float32)[:, None]
+
+    def body(comm: Communicator) -> None:
+        gathered = np.zeros((2, COUNT), np.float32)
+        comm.execute(plan, inputs[comm.rank].copy(), out=gathered)
+        np.testing.assert_array_equal(gathered, inputs)
+
+    with two_nodes(local=1) as pair:
+        pair.run(body)

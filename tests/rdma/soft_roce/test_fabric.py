@@ -33,6 +33,7 @@ def exchange(comm: Communicator) -> None:
     assert (taken.numpy().reshape(2, COUNT) == own + np.arange(2)[:, None]).all()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport")
 def test_an_exchange_over_a_bad_wire(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """TCP handles loss and delay by retransmission."""

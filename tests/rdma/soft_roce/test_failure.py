@@ -64,7 +64,10 @@ def test_a_wrong_key_is_refused_by_the_peer_and_named() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"gid_index": 99}, "gid_index"), ({"device": "mlx5_99"}, "mlx5_99"), ({"port": 7}, "port")],
+    [
+        ({"device": "mlx5_99"}, "mlx5_99"),
+        *(pytest.param({name: 99}, name, marks=pytest.mark.full) for name in ("gid_index", "port")),
+    ],
 )
 def test_a_missing_device_port_or_gid_is_named_on_every_rank(options: dict[str, object], message: str) -> None:
     def options_of(rank: int) -> dict[str, object]:
@@ -76,6 +79,7 @@ def test_a_missing_device_port_or_gid_is_named_on_every_rank(options: dict[str, 
         group.run(lambda comm: None)
 
 
+@pytest.mark.full  # test_daemon.py, with their proxies in a daemon
 def test_a_killed_rank_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXYCCL_LOCAL_WORLD_SIZE", "1")
     survivor, victim = run_processes(2, PROGRAM, "killed_in_a_collective:two_shot")

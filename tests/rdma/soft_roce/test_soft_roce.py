@@ -56,7 +56,11 @@ def test_both_devices_are_active() -> None:
         assert gid_index(context, address) >= 0
 
 
-@pytest.mark.parametrize("netem", [(), ("loss", "3%", "delay", "1ms")], ids=["undisturbed", "lossy"])
+@pytest.mark.parametrize(
+    "netem",
+    [(), pytest.param(("loss", "3%", "delay", "1ms"), marks=pytest.mark.full)],
+    ids=["undisturbed", "lossy"],
+)
 def test_processes_write_to_each_other_across_the_wire(wire: Wire, netem: tuple[str, ...]) -> None:
     here, other = connected()
     if netem:
@@ -72,6 +76,7 @@ def test_processes_write_to_each_other_across_the_wire(wire: Wire, netem: tuple[
     other.close()
 
 
+@pytest.mark.full  # test_failure.py cuts it under a communicator
 def test_a_cut_wire_fails_writes_until_it_is_restored(wire: Wire) -> None:
     here, other = connected()
     wire.cut(end=1)

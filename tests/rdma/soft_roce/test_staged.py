@@ -54,6 +54,7 @@ def test_puts_values_gets_and_signals_keep_their_order() -> None:
         pair.run(body)
 
 
+@pytest.mark.full
 def test_channels_and_collectives_are_the_same_over_it() -> None:
     def body(comm: Communicator) -> tuple[Array, object]:
         there = [peer for peer in range(RANKS) if peer // LOCAL != comm.rank // LOCAL]

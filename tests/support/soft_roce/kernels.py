@@ -1,21 +1,29 @@
 """Kernels of the tests over RDMA, in one source: compiling takes seconds where everything is emulated.
 
-python tests/support/soft_roce/kernels.py
+python tests/support/soft_roce/kernels.py DIRECTORY
 
-compiles them, the example's, the shipped ones that the tests use, and all Python files, outside of the machine.
+compiles them, the example's, the shipped ones that the tests use, and all Python files, outside of the machine. The
+kernels are those of the cache, which other tests use too; copies of them are put into the directory.
 """
 
 import compileall
 import os
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import proxyccl
-from proxyccl import open_runtime
-from proxyccl.channels.collectives.table import COLLECTIVES
+from proxyccl.channels.collectives.table import ALL_REDUCE_KERNELS, COLLECTIVES, REDUCTION_OF_SCHEDULES
+from proxyccl.device.host import HostRuntime
 from proxyccl.tools.compile_kernels import EXPERT_KERNELS
 
+BETWEEN_NODES = [
+    *(ALL_REDUCE_KERNELS[algorithm] for algorithm in ("ring", "proxy")),
+    REDUCTION_OF_SCHEDULES,
+    *COLLECTIVES["reduce_scatter"],
+]
+"""The kernels that reduce where not all memory is mapped."""
 REDUCTIONS = [
     ("int32", "sum"),
     ("int64", "sum"),
@@ -24,12 +32,13 @@ REDUCTIONS = [
 ]
 SHIPPED = [
     *(kernel for kernel in EXPERT_KERNELS if kernel[2] in {None, "float32"}),
+    *((kernel.file, kernel.name, *instance) for kernel in dict.fromkeys(BETWEEN_NODES) for instance in REDUCTIONS),
     *(
-        (kernel.file, kernel.name, *instance)
+        (kernel.file, kernel.name, None, None)
         for kernel in dict.fromkeys(kernel for kernels in COLLECTIVES.values() for kernel in kernels)
-        for instance in (REDUCTIONS if kernel.reduces else [(None, None)])
+        if not kernel.reduces
     ),
-    *(("execute_plan.h", "execute_plan", dtype, None) for dtype in ("int32", "float32")),
+    *(("execute_plan.h", "execute_plan", dtype, None) for dtype in ("uint8", "float32")),
 ]
 
 KERNELS = r"""
@@ -78,8 +87,13 @@ if __name__ == "__main__":
 
     from support.cases import random_transfers
 
-    runtime = open_runtime("host")
+    runtime = HostRuntime()
     for source in (KERNELS, random_transfers.KERNEL, gpu_data_interchange.KERNEL):
         runtime.compile(source)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(lambda kernel: runtime.shipped(*kernel), SHIPPED))
+    target = Path(sys.argv[1])
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(mode=0o700, parents=True)
+    for compiled in {Path(path) for modules in runtime._modules.values() for path in modules}:
+        shutil.copy(compiled, target)

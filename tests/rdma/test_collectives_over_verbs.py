@@ -1,0 +1,51 @@
+"""Collectives on the verbs transport between rehearsed nodes, whose devices copy memory and are strict."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxyccl import Communicator
+from proxyccl.proxy import _engine
+from support.cases.reference import MOVES, Call
+from support.cases.span_calls import COLLECTIVES, Kind, SpanCalls
+from support.fakes.network import FakeNetwork
+from support.ranks import Ranks
+
+pytestmark = [
+    pytest.mark.host_only(reason="devices of the CPU's memory"),
+    pytest.mark.own_proxy(reason="devices of this process"),
+    pytest.mark.skipif(not _engine.lib.proxyccl_verbs_built(), reason="this build has no verbs transport"),
+]
+
+RANKS, LOCAL = 4, 2
+BETWEEN = {(a, b): "verbs" for a in range(LOCAL) for b in range(LOCAL, RANKS)}
+
+
+def test_each_algorithm_gives_the_results_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = FakeNetwork(monkeypatch)
+
+    def body(comm: Communicator) -> int:
+        for count in (1, 5003):
+            for seed, algorithm in enumerate((None, "two_shot", "ring", "proxy", "hierarchical")):
+                Call("all_reduce", "float32", "sum", algorithm, count, in_place=seed % 2 == 0, seed=seed).run(comm)
+            for collective in ("reduce_scatter", *MOVES):
+                for algorithm in (None, "proxy"):
+                    Call(collective, "float32", "sum", algorithm, count, root=RANKS - 1).run(comm)
+        return network.requests()
+
+    with Ranks(RANKS, local_world_size=LOCAL, transport=BETWEEN) as nodes:
+        assert all(nodes.run(body))
+
+
+@pytest.mark.parametrize("kind", ["registered", "empty"])
+def test_spans_arrive_whole(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+    network, share = FakeNetwork(monkeypatch), 20_003
+
+    def body(comm: Communicator) -> int:
+        calls = SpanCalls(comm, share * comm.world_size, (kind, kind))
+        for seed in range(9):
+            calls.run(COLLECTIVES[seed % 3], (1, 4096, share)[seed // 3], seed, root=seed % comm.world_size)
+        return network.requests()
+
+    with Ranks(RANKS, local_world_size=LOCAL, transport=BETWEEN) as nodes:
+        assert all(nodes.run(body))
