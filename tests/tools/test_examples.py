@@ -85,32 +85,31 @@ class Training:
 
 
 TRAINING = "digits_data_parallel.py"
-SHORT_TRAININGS = {
-    world_size: Training(world_size, 50, 4, algorithm) for world_size, algorithm in ((2, None), (3, "proxy"))
-}
 OF_TWO = ("all_reduce.py", "overlap.py", "triton_diffusion.py", "triton_all_reduce.py", "triton_overlapped_gemm.py")
 OF_THREE = (
     *("all_to_all.py", "packets.py", "fused.py", "custom_kernel.py", "halo_exchange.py"),
     *("expert_parallel.py", "expert_parallel_digits.py", "triton_all_to_all.py"),
 )
+JOBS: dict[int, tuple[tuple[str, ...], list[Training]]] = {
+    2: (OF_TWO, []),
+    3: (OF_THREE, [Training(3, 50, 4, algorithm) for algorithm in (None, "proxy")]),
+}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "names"),
-    [case for case in ((2, OF_TWO), (3, OF_THREE)) if world_sizes(case[0], processes=True)],
-    ids=lambda value: str(value) if isinstance(value, int) else "",
-)
-def test_the_examples_check_their_results_and_say_so(world_size: int, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("world_size", world_sizes(*JOBS, processes=True))
+def test_the_examples_check_their_results_and_say_so(world_size: int) -> None:
     """One job runs them all: processes that start, and import what they need, cost more than most examples."""
-    training = SHORT_TRAININGS[world_size]
-    programs = [*([str(EXAMPLES / name)] for name in names), [str(EXAMPLES / TRAINING), *training.options]]
-    done = run_mpi(world_size, PROGRAMS / "in_turn.py", *map(shlex.join, programs), env=ENVIRONMENT)
+    names, trainings = JOBS[world_size]
+    programs = [[name] for name in names] + [[TRAINING, *training.options] for training in trainings]
+    commands = [shlex.join([str(EXAMPLES / name), *options]) for name, *options in programs]
+    done = run_mpi(world_size, PROGRAMS / "in_turn.py", *commands, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
-    outputs = {name: lines for name, _, lines in (part.partition("\n") for part in done.stdout.split("== ")[1:])}
-    assert list(outputs) == [*names, TRAINING]
-    training.check(outputs.pop(TRAINING))
-    for name, output in outputs.items():
-        assert output.splitlines()[-1].startswith("OK: "), (name, output)
+    outputs = done.stdout.split("== ")[1:]
+    assert [output.splitlines()[0] for output in outputs] == [name for name, *_ in programs]
+    for output in outputs[: len(names)]:
+        assert output.splitlines()[-1].startswith("OK: "), output
+    for training, output in zip(trainings, outputs[len(names) :], strict=True):
+        training.check(output)
 
 
 # In jobs of their own, as the README starts them.
