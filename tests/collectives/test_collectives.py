@@ -12,16 +12,27 @@ from hypothesis import strategies as st
 
 from proxyccl import Communicator
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
-from support.cases.reference import ALGORITHMS, BITWISE_OPS, DTYPES, MOVES, OPS, SOME_DTYPES, Call, ops_of
+from proxyccl.device.runtimes import open_runtime
+from support.cases.reference import (
+    ALGORITHMS,
+    BITWISE_OPS,
+    CHOICES,
+    DTYPES,
+    MOVES,
+    OPS,
+    SOME_DTYPES,
+    Call,
+    operations_of,
+    ops_of,
+)
 from support.device_arrays import barrier, on_device, on_host
-from support.devices import processes, runtime_with_blocks, world_sizes
+from support.devices import RUNTIME, processes, runtime_with_blocks, world_sizes
 from support.paths import PROGRAMS
 from support.ranks import Ranks
 from support.running import run_mpi
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # as far as there are devices
 REPRESENTED = (4, 5)  # by 2 and 8, which are powers of two too, and by 3, which is none
-CHOICES = (*ALGORITHMS, None)
 ALL_TYPES = max(world_sizes(1, 2, 3))  # the number of ranks that reduce and move all types
 
 
@@ -48,15 +59,6 @@ def run_calls(ranks: Ranks, calls: list[Call]) -> None:
             assert len(outputs) == 1, f"{call}: ranks got different bits"
 
 
-def operations_of(dtype: str, algorithm: str | None) -> tuple[str, ...]:
-    """A type's operations that go by this algorithm in `make test`: they are dealt to all algorithms by turns.
-
-    So each algorithm gets all operations and all types, and they are instances of one kernel; --full compiles them all.
-    """
-    first = (DTYPES.index(dtype) + CHOICES.index(algorithm)) % len(CHOICES)
-    return ops_of(dtype)[first :: len(CHOICES)] or ("sum",)
-
-
 @pytest.mark.parametrize("algorithm", CHOICES)
 def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None, pytestconfig: pytest.Config) -> None:
     """In place and out of place, at counts that leave packets, warps and shares incomplete, in views at odd offsets."""
@@ -77,8 +79,9 @@ def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_all_reduce_of_more_than_the_scratch_memory_holds(ranks: Ranks, algorithm: str, dtype: str) -> None:
     """Several epochs of packets, or several rounds of exchange, the last one short."""
-    packets = algorithm in PACKET_ALGORITHMS
-    counts = (8 * 1024 + 1, 100_007) if packets else (2_200_001,) if dtype == "float32" else (2_100_003,)
+    memory = open_runtime(RUNTIME).launch_defaults.exchange_bytes
+    long = min(5 * memory, 8_800_000) // 4 + 1 if dtype == "float32" else min(2 * memory, 4_200_000) // 2 + 3
+    counts = (8 * 1024 + 1, 100_007) if algorithm in PACKET_ALGORITHMS else (long,)
     run_calls(
         ranks,
         [
@@ -161,10 +164,12 @@ def calls(world_size: int) -> st.SearchStrategy[Call]:
     return st.sampled_from(["all_reduce", "all_reduce", "reduce_scatter", *MOVES]).flatmap(call)
 
 
-def test_any_sequence_of_calls_gives_the_right_results_twice(ranks: Ranks) -> None:
+def test_any_sequence_of_calls_gives_the_right_results_twice(ranks: Ranks, pytestconfig: pytest.Config) -> None:
     """Slots are reused from call to call, guarded only by the protocol (exchange.h, packets.h)."""
 
-    @settings(max_examples=12, deadline=None, derandomize=True, print_blob=True)
+    @settings(
+        max_examples=12 if pytestconfig.getoption("--full") else 6, deadline=None, derandomize=True, print_blob=True
+    )
     @given(st.lists(calls(ranks.world_size), min_size=1, max_size=25))
     def check(sequence: list[Call]) -> None:
         run_calls(ranks, sequence + sequence)
@@ -226,7 +231,7 @@ def test_ranks_as_processes(world_size: int) -> None:
     run_program(world_size)
 
 
-@pytest.mark.parametrize("local_world_size", [1, 2])
+@pytest.mark.parametrize("local_world_size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_ranks_as_processes_on_rehearsed_nodes(local_world_size: int) -> None:
     run_program(2 * (processes(4) // 2), PROXYCCL_LOCAL_WORLD_SIZE=str(local_world_size))
 

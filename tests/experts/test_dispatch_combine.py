@@ -197,7 +197,16 @@ def world_name(world: tuple[int, dict[str, int]]) -> str:
     return "-".join([str(size), *(f"{name}{value}" for name, value in options.items())])
 
 
-@pytest.fixture(scope="module", params=[world for world in WORLDS if world[0] <= most_ranks()], ids=world_name)
+@pytest.fixture(
+    scope="module",
+    params=[
+        # Eight ranks on two nodes do what they do on one.
+        pytest.param(world, marks=pytest.mark.full if world == (8, {}) else [])
+        for world in WORLDS
+        if world[0] <= most_ranks()
+    ],
+    ids=world_name,
+)
 def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     size, options = request.param
     with Ranks(size, make_runtime=runtime_with_blocks, **options) as ranks:
@@ -237,20 +246,25 @@ def test_no_tokens_anywhere(world: Ranks) -> None:
 
 # -- sizes beyond one message; a round of the exchange moves 4 MiB to a rank ---
 
+SIZES = {
+    "many rounds": Case((700, 1500, 0), hidden=512, topk=3),
+    "one expert gets all": Case((2500, 0, 1), hidden=300, topk=2, routing="one expert", dtype="float64"),
+    "row beyond a slot": Case((2, 1, 1), hidden=800_001, dtype="float16", topk=1),
+    "row of many slots": Case((1, 2, 2), hidden=400_000, dtype="float32", topk=1, experts_per_rank=1),
+    "many experts": Case((64, 64, 64), hidden=16, experts_per_rank=64, topk=16),
+}
+
 
 @pytest.mark.daemon
 @pytest.mark.hip
-@pytest.mark.parametrize("algorithm", [None, "proxy"])
 @pytest.mark.parametrize(
-    "case",
+    ("case", "algorithm"),
     [
-        Case((700, 1500, 0), hidden=512, topk=3),
-        Case((2500, 0, 1), hidden=300, topk=2, routing="one expert", dtype="float64"),
-        Case((2, 1, 1), hidden=800_001, dtype="float16", topk=1),
-        Case((1, 2, 2), hidden=400_000, dtype="float32", topk=1, experts_per_rank=1),
-        Case((64, 64, 64), hidden=16, experts_per_rank=64, topk=16),
+        # By turns; both for one case.
+        pytest.param(case, algorithm, id=f"{name}-{algorithm}", marks=pytest.mark.full if (i + j) % 2 and i else [])
+        for i, (name, case) in enumerate(SIZES.items())
+        for j, algorithm in enumerate((None, "proxy"))
     ],
-    ids=["many rounds", "one expert gets all", "row beyond a slot", "row of many slots", "many experts"],
 )
 def test_sizes(case: Case, algorithm: str | None) -> None:
     run_ranks(3, lambda comm: check(comm, case, algorithm))
@@ -576,11 +590,11 @@ def test_a_missing_rank_is_waited_for_within_the_time_out() -> None:
 def test_mixture_of_experts_equals_one_process() -> None:
     program = EXAMPLES / "moe_digits.py"
     env = {"PROXYCCL_LOCAL_WORLD_SIZE": "2"}
-    done = run_mpi(4, program, "--epochs", "3", "--json", env=env)
+    done = run_mpi(4, program, "--epochs", "2", "--json", env=env)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
     assert result["channel"] == "SmChannel and ProxyChannel"
     assert result["difference"] <= 1e-5
-    assert result["accuracy"] == result["reference_accuracy"] > 0.8
+    assert result["accuracy"] == result["reference_accuracy"] > 0.7
     assert 0 < result["rows_between_ranks"] < result["rows"]
     assert result["proxy"]["triggers"] > 0

@@ -70,12 +70,12 @@ def world_sizes(*sizes: int, processes: bool = False) -> list[int]:
 
 
 def with_the_largest_once_more(sizes: list[int]) -> list[Any]:
-    """Numbers of ranks as parameters. Once more only the largest runs: on the host's own runtime all sizes do, and what
-    few ranks have of their own is in no runtime and no daemon.
+    """Numbers of ranks as parameters: one rank alone, and the largest for several. Once more only the largest runs:
+    what few ranks have of their own is in no runtime and no daemon.
     """
     import pytest
 
-    return [pytest.param(n, marks=pytest.mark.full if ONCE_MORE and n < max(sizes) else []) for n in sizes]
+    return [pytest.param(n, marks=pytest.mark.full if n < max(sizes) and (ONCE_MORE or n > 1) else []) for n in sizes]
 
 
 def processes(wanted: int) -> int:

@@ -21,6 +21,7 @@ from proxyccl.device.arrays.dtypes import reduction_dtypes
 from support.device_arrays import on_device, on_host
 
 ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring", "proxy")
+CHOICES = (*ALGORITHMS, None)
 MOVES = ("all_gather", "all_to_all", "broadcast")
 DTYPES = tuple(reduction_dtypes())
 SOME_DTYPES = ("float32", "bfloat16", "int8")  # one of each kind of accumulator
@@ -282,6 +283,15 @@ def _reduced(call: Call, inputs: list[Values]) -> tuple[Values, Values | None]:
 def ops_of(dtype: str) -> tuple[str, ...]:
     """The operators that reduce a type."""
     return OPS + BITWISE_OPS if numpy_dtype(dtype).kind in "iu" else OPS
+
+
+def operations_of(dtype: str, algorithm: str | None) -> tuple[str, ...]:
+    """A type's operations that go by this algorithm in `make test`: they are dealt to all algorithms by turns.
+
+    So each algorithm gets all operations and all types, and they are instances of one kernel; --full compiles them all.
+    """
+    first = (DTYPES.index(dtype) + CHOICES.index(algorithm)) % len(CHOICES)
+    return ops_of(dtype)[first :: len(CHOICES)] or ("sum",)
 
 
 @_cached
