@@ -99,7 +99,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def belongs(item: pytest.Item) -> bool:
         if PLACE in {"process", "daemon"} and item.get_closest_marker("own_proxy"):
             return False
-        if item.get_closest_marker("full") and not config.getoption("--full"):
+        further = item.get_closest_marker("full") or (IN_DAEMON and item.get_closest_marker("no_proxy"))
+        if further and not config.getoption("--full"):
             return False
         return item.get_closest_marker("gpu_only" if ON_HOST else "host_only") is None
 

@@ -50,6 +50,7 @@ from support.ranks import Gate, Ranks, collect_garbage, live_threads, open_descr
 from support.running import SHORT, TIMEOUT, impatient, run_mpi, run_ranks, wait_for
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
+NO_PROXY = pytest.mark.no_proxy
 
 PROGRAM = PROGRAMS / "failure.py"
 VICTIM = 1
@@ -101,8 +102,9 @@ def outcomes(ended: list[Ended]) -> dict[int, list[str]]:
 @pytest.mark.parametrize(
     "scenario",
     [
-        *(f"killed_in_a_collective:{name}" for name in ("one_shot", "two_shot", "ring", "proxy")),
-        "killed_in_a_kernel",
+        *(pytest.param(f"killed_in_a_collective:{name}", marks=NO_PROXY) for name in ("one_shot", "two_shot", "ring")),
+        "killed_in_a_collective:proxy",
+        pytest.param("killed_in_a_kernel", marks=NO_PROXY),
         "killed_in_a_dispatch",
         "killed_before_a_registration",
         *(f"killed_before_it_is_mapped:{memory}" for memory in ("schedules", "semaphores")),
@@ -117,6 +119,7 @@ def test_a_killed_rank_is_named_on_the_others(scenario: str) -> None:
             assert line.startswith(f"PeerLostError peer={VICTIM}")
 
 
+@NO_PROXY
 @pytest.mark.usefixtures("nothing_left")
 def test_a_rank_killed_in_the_bootstrap_runs_into_the_time_out() -> None:
     """Nobody watches a process that has not announced its process id yet."""
@@ -145,6 +148,7 @@ def test_a_handler_that_raises_ends_every_rank() -> None:
     assert printed[VICTIM][1] == "cause LookupError('no such expert')"
 
 
+@NO_PROXY
 @pytest.mark.usefixtures("nothing_left")
 def test_an_exception_inside_with_releases_the_others() -> None:
     printed = outcomes(run_processes(PROCESSES, PROGRAM, "exception_inside_with"))
@@ -160,7 +164,7 @@ def test_a_rank_that_leaves_without_close_releases_the_others() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("launcher", ["mpi", "processes"])
+@pytest.mark.parametrize("launcher", [pytest.param("mpi", marks=NO_PROXY), "processes"])
 def test_exit_without_close_is_clean(launcher: str) -> None:
     if launcher == "mpi":
         result = run_mpi(PROCESSES, PROGRAM, "exit_without_close")
@@ -172,6 +176,7 @@ def test_exit_without_close_is_clean(launcher: str) -> None:
     assert not any(process.stderr for process in ended), ended
 
 
+@NO_PROXY
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize(
     "scenario",
@@ -195,6 +200,7 @@ extern "C" __global__ void hear(DeviceHandle<SmChannel>* channels) { channels[0]
 """
 
 
+@NO_PROXY
 def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchers sleep, and the CPU of the rank that gave up does not look: only its kernel can tell the other."""
     monkeypatch.setattr(Watcher, "INTERVAL_MS", 60_000)
@@ -219,6 +225,7 @@ def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.M
     assert all(isinstance(error, WaitTimeoutError) and error.rank == 0 for error in errors), errors
 
 
+@NO_PROXY
 def test_a_rank_keeps_the_first_error_record_it_was_told() -> None:
     segments = [create_segment(open_runtime("host"), rank, TIMEOUT, world_size=3) for rank in range(3)]
     for rank, segment in enumerate(segments):
@@ -378,6 +385,7 @@ extern "C" __global__ void getPackets(Sm channel, unsigned long from, unsigned l
 """
 
 
+@NO_PROXY
 @pytest.mark.parametrize(
     ("call", "first", "second", "nbytes", "reason"),
     [  # the peer's memory has 1024 bytes, this rank's 512, the packet buffer 256
@@ -424,6 +432,7 @@ def test_an_access_outside_an_sm_channels_memory_moves_nothing(
         assert reason in str(error)
 
 
+@NO_PROXY
 def test_an_sm_channel_reaches_to_the_end_of_its_memory() -> None:
     def body(comm: Communicator) -> None:
         target, source = comm.empty(1024, "uint8").fill(comm.rank), comm.empty(512, "uint8").fill(comm.rank)
@@ -477,6 +486,7 @@ def test_two_threads_that_wait_on_one_channel_are_refused(kind: str) -> None:
         assert "one thread calls wait()" in str(error)
 
 
+@NO_PROXY
 def test_threads_may_wait_on_one_channel_in_turn() -> None:
     def body(comm: Communicator) -> None:
         done = comm.empty(1, "int32").fill(0)
@@ -489,6 +499,7 @@ def test_threads_may_wait_on_one_channel_in_turn() -> None:
     run_ranks(2, body)
 
 
+@NO_PROXY
 def test_packet_flag_zero_is_refused() -> None:
     def body(comm: Communicator) -> BaseException | None:
         channels = comm.sm_channels(comm.empty(16))
@@ -691,6 +702,7 @@ def differing(comm: Communicator, field: str) -> None:
     comm.synchronize()
 
 
+@NO_PROXY
 @pytest.mark.parametrize("field", ["collective", "dtype", "op", "algorithm", "root", "count", "shape"])
 @pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
 def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: bool) -> None:
@@ -744,6 +756,7 @@ def test_the_1025th_channel_is_a_resource_error() -> None:
     run_ranks(1, body)
 
 
+@NO_PROXY
 def test_too_much_device_memory_is_a_resource_error() -> None:
     def body(comm: Communicator) -> None:
         for size in (1 << 62, 1 << 66):
@@ -834,6 +847,7 @@ def test_use_after_a_failure_raises_the_failure_again(use: str) -> None:
     run_ranks(2, body)
 
 
+@NO_PROXY
 def test_a_lost_context_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a GPU's runtime loses its context, so the driver's answer is simulated."""
 
@@ -865,6 +879,7 @@ def test_abort_ends_the_waits_of_the_others() -> None:
     assert all(str(error) == "rank 0 ended the communicator: for a reason" for error in errors[1:])
 
 
+@NO_PROXY
 @pytest.mark.parametrize("local_world_size", [None, 2], ids=["one-host", "two-hosts"])
 def test_all_ranks_hear_which_error_a_rank_raised(local_world_size: int | None) -> None:
     lines = [f"line {number} of a long text" for number in range(100)]
@@ -888,6 +903,7 @@ def test_all_ranks_hear_which_error_a_rank_raised(local_world_size: int | None) 
         assert 500 < len(str(error)) < 1100
 
 
+@NO_PROXY
 @pytest.mark.host_only(reason="a GPU does not report that its threads deadlocked")
 def test_a_deadlocked_kernel_leaves_the_communicator_alive() -> None:
     def body(comm: Communicator) -> None:

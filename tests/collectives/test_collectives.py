@@ -222,8 +222,8 @@ def test_results_have_the_documented_shapes(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "world_size",
     [
-        # Other numbers of ranks, as threads: above.
-        pytest.param(size, marks=[pytest.mark.daemon, pytest.mark.hip] if size == processes(3) else pytest.mark.full)
+        # Other numbers of ranks, as threads: above. Through the daemon, processes call by proxy: test_by_proxy.py.
+        pytest.param(size, marks=pytest.mark.hip if size == processes(3) else pytest.mark.full)
         for size in world_sizes(1, 2, 3, 5, processes=True)
     ],
 )

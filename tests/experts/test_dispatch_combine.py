@@ -255,15 +255,19 @@ SIZES = {
 }
 
 
-@pytest.mark.daemon
 @pytest.mark.hip
 @pytest.mark.parametrize(
     ("case", "algorithm"),
     [
-        # By turns; both for one case.
-        pytest.param(case, algorithm, id=f"{name}-{algorithm}", marks=pytest.mark.full if (i + j) % 2 and i else [])
+        # By turns; both for one case, which goes through the daemon too.
+        pytest.param(
+            case,
+            algorithm,
+            id=f"{name}-{algorithm}",
+            marks=(pytest.mark.full if j else []) if i else pytest.mark.daemon,
+        )
         for i, (name, case) in enumerate(SIZES.items())
-        for j, algorithm in enumerate((None, "proxy"))
+        for j, algorithm in enumerate((None, "proxy") if i % 2 == 0 else ("proxy", None))
     ],
 )
 def test_sizes(case: Case, algorithm: str | None) -> None:
