@@ -21,9 +21,7 @@ from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
 from support.soft_roce.kernels import KERNELS
-from support.soft_roce.nodes import LOCAL, RANKS, TIMEOUT, failure_of, rdma_of
-
-STAGED = {(a, b): "staged" for a in range(LOCAL) for b in range(LOCAL, RANKS)}
+from support.soft_roce.nodes import LOCAL, TIMEOUT, failure_of, rdma_of
 
 
 @pytest.fixture(scope="module")
@@ -59,24 +57,29 @@ def bytes_of(rank: int, size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("transport", "between"), [(None, "verbs"), pytest.param(STAGED, "staged", marks=pytest.mark.full)]
+    ("between", "local"),
+    [
+        ("verbs", 1),
+        pytest.param("verbs", LOCAL, marks=pytest.mark.full),
+        pytest.param("staged", LOCAL, marks=pytest.mark.full),
+    ],
 )
-def test_channels_and_collectives_are_the_same(daemon: RunningDaemon, transport: object, between: str) -> None:
-    part = 50_003
+def test_channels_and_collectives_are_the_same(daemon: RunningDaemon, between: str, local: int) -> None:
+    part, ranks = 50_003, 2 * local
 
     def body(comm: Communicator) -> None:
-        target = comm.empty(RANKS * part, "uint8").fill(0)
+        target = comm.empty(ranks * part, "uint8").fill(0)
         source = comm.empty(part, "uint8").upload(bytes_of(comm.rank, part))
         memories = comm.register(target), comm.register(source)
         channels = comm.proxy_channels(*memories)
         assert {c.peer: c.transport for c in channels} == {
-            peer: "copy" if peer // LOCAL == comm.rank // LOCAL else between
-            for peer in range(RANKS)
+            peer: "copy" if peer // local == comm.rank // local else between
+            for peer in range(ranks)
             if peer != comm.rank
         }
         comm.compile(KERNELS, "exchange")(1, 1, channels, len(channels), comm.rank, part)
         comm.synchronize()
-        got = target.numpy().reshape(RANKS, part)
+        got = target.numpy().reshape(ranks, part)
         assert all(np.array_equal(got[channel.peer], bytes_of(channel.peer, part)) for channel in channels)
         Call("all_reduce", "int64", "sum", None, 5003, seed=1).run(comm)
         Call("all_to_all", "int32", "sum", "proxy", 5003, seed=2).run(comm)
@@ -85,7 +88,7 @@ def test_channels_and_collectives_are_the_same(daemon: RunningDaemon, transport:
             memory.close()
         comm.barrier()
 
-    with two_nodes(transport=transport) as nodes:
+    with two_nodes(local, {(a, b): between for a in range(local) for b in range(local, ranks)}) as nodes:
         nodes.run(body)
     assert not open_devices(daemon)
 

@@ -14,25 +14,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import proxyccl
-from proxyccl.channels.collectives.table import ALL_REDUCE_KERNELS, COLLECTIVES, REDUCTION_OF_SCHEDULES
+from proxyccl.channels.collectives.table import (
+    ALL_REDUCE_KERNELS,
+    COLLECTIVES,
+    REDUCTION_OF_SCHEDULES,
+    CollectiveKernel,
+)
 from proxyccl.device.host import HostRuntime
 from proxyccl.tools.compile_kernels import EXPERT_KERNELS
 
-BETWEEN_NODES = [
-    *(ALL_REDUCE_KERNELS[algorithm] for algorithm in ("ring", "proxy")),
-    REDUCTION_OF_SCHEDULES,
-    *COLLECTIVES["reduce_scatter"],
-]
-"""The kernels that reduce where not all memory is mapped."""
-REDUCTIONS = [
-    ("int32", "sum"),
-    ("int64", "sum"),
-    ("bfloat16", "sum"),
-    *(("float32", op) for op in ("sum", "avg", "max")),
-]
+OF_ALL_REDUCE = [("int64", "sum"), ("bfloat16", "sum"), ("float32", "avg")]
+REDUCTIONS: dict[CollectiveKernel, list[tuple[str, str]]] = {
+    ALL_REDUCE_KERNELS["ring"]: OF_ALL_REDUCE,
+    ALL_REDUCE_KERNELS["proxy"]: [*OF_ALL_REDUCE, ("float32", "sum")],
+    REDUCTION_OF_SCHEDULES: [*OF_ALL_REDUCE, ("float32", "sum"), ("float32", "max"), ("int32", "sum")],
+    COLLECTIVES["reduce_scatter"][0]: [("int32", "sum"), ("int64", "sum")],
+}
+"""The kernels that reduce where not all memory is mapped, with the types and operations of the tests."""
 SHIPPED = [
     *(kernel for kernel in EXPERT_KERNELS if kernel[2] in {None, "float32"}),
-    *((kernel.file, kernel.name, *instance) for kernel in dict.fromkeys(BETWEEN_NODES) for instance in REDUCTIONS),
+    *((kernel.file, kernel.name, *instance) for kernel, instances in REDUCTIONS.items() for instance in instances),
     *(
         (kernel.file, kernel.name, None, None)
         for kernel in dict.fromkeys(kernel for kernels in COLLECTIVES.values() for kernel in kernels)
