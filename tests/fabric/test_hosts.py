@@ -166,9 +166,10 @@ def test_those_that_are_left_go_on(hosts: Hosts, tmp_path: Path) -> None:
     assert [rank.returncode for rank in job.ranks] == [0, 0, -9]
 
 
-def test_connections_that_meet_are_made(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("times", [2, pytest.param(6, marks=pytest.mark.full)])
+def test_connections_that_meet_are_made(hosts: Hosts, tmp_path: Path, times: int) -> None:
     """Both ends of each pair open their connection at the same time, repeatedly."""
-    Job(hosts, [2, 2], tmp_path, "meetings").succeeds()
+    Job(hosts, [2, 2], tmp_path, "meetings", MEETINGS=str(times)).succeeds()
 
 
 def test_a_stranger_without_the_key_changes_nothing(hosts: Hosts) -> None:

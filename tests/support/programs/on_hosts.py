@@ -129,7 +129,7 @@ def one(comm: Communicator) -> None:
 WHAT: dict[str, Callable[[Communicator], None]] = {
     each.__name__: each for each in (collectives, plans, flood, loss, go_on, cut, one)
 }
-MEETINGS = 6
+MEETINGS = int(os.environ.get("MEETINGS", "0"))
 
 
 def main() -> None:
