@@ -31,12 +31,12 @@ WITH_FAULTS = (
     "clock jumps",
     "daemon stopped",
 )
-CASES = [Case.of(FAULTS.index(fault)) for fault in WITH_FAULTS]
+CASES = [Case.of(FAULTS.index(fault), brief=True) for fault in WITH_FAULTS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault)
 def test_every_rank_ends_in_time_by_name_and_the_rest_goes_on(case: Case, tmp_path: Path) -> None:
-    campaign = Campaign(tmp_path)
+    campaign = Campaign(tmp_path, cache=Path(os.environ["PROXYCCL_CACHE"]))
     if reason := campaign.why_not(case):
         pytest.skip(reason)
     assert campaign.run(case) == []

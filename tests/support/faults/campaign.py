@@ -114,12 +114,14 @@ class Campaign:
     """Runs cases, one in each thread that calls it.
 
     Args:
-        directory: for the cases' reports and caches. The cache is shared, because compiling takes seconds.
+        directory: for the cases' reports and, unless `cache` is given, their kernels.
         hosts: two hosts for cases on hosts.
+        cache: the directory of kernels, which all cases share, because compiling takes seconds.
     """
 
-    def __init__(self, directory: Path, hosts: Hosts | None = None) -> None:
+    def __init__(self, directory: Path, hosts: Hosts | None = None, *, cache: Path | None = None) -> None:
         self._directory = directory
+        self._cache = cache or directory / "cache"
         self._surroundings = Surroundings(directory, hosts)
         self._lock = threading.Lock()
         self._shared_memory = shared_memory()
@@ -162,7 +164,7 @@ class Campaign:
         environment = {
             **os.environ,
             "PROXYCCL_RUNTIME": "host",
-            "PROXYCCL_CACHE": str(self._directory / "cache"),
+            "PROXYCCL_CACHE": str(self._cache),
             "PROXYCCL_REPORT_DIR": str(here / "reports"),
             "XDG_RUNTIME_DIR": str(runtime_directory),
             "RENDEZVOUS": str(here / "rendezvous"),

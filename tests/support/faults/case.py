@@ -44,6 +44,9 @@ others are the directory of the cache and the one that replaces it if that can't
 _TIMEOUT_SECONDS = 3.0
 _HARMLESS_TIMEOUT_SECONDS = 15.0
 """The time-out if no wait may run out: on a busy machine, compiling a kernel takes seconds."""
+_WORK_SECONDS = 1.2
+_BRIEF = 0.3
+"""The pace of a brief case: ranks compute all the time that they work."""
 _DAEMON_STARTS_SECONDS = 60.0
 """For two daemons, the first and the one after a shrink: each may take half of it (`proxyccl.proxy.daemon.job`)."""
 
@@ -63,6 +66,8 @@ class Case:
         delay: seconds from when all ranks are ready to the fault.
         timeout: of every wait, in seconds.
         work: seconds that the ranks work, if nothing ends them.
+        repeats: whether the ranks repeat the same calls, so that only their streams wait for the daemon.
+        brief: whether the fault and the end come early.
     """
 
     seed: int
@@ -74,10 +79,12 @@ class Case:
     victim: int
     delay: float
     timeout: float
-    work: float = 1.2
+    work: float
+    repeats: bool
+    brief: bool
 
     @classmethod
-    def of(cls, seed: int, fault: str | None = None, *, hosts: bool = False) -> Case:
+    def of(cls, seed: int, fault: str | None = None, *, hosts: bool = False, brief: bool = False) -> Case:
         """The case of a seed, with this fault or the next one in turn."""
         rng = random.Random(seed)
         faults = FAULTS + LINK_FAULTS if hosts else FAULTS
@@ -86,17 +93,28 @@ class Case:
         place = "process" if fault.startswith("daemon") else rng.choice(["thread", "process"])
         nodes = 2 if ranks == 4 and rng.random() < 0.3 and not hosts else None
         timeout = _HARMLESS_TIMEOUT_SECONDS if fault in HARMLESS else _TIMEOUT_SECONDS
-        return cls(seed, ranks, place, nodes, hosts, fault, rng.randrange(ranks), rng.uniform(0, 1.0), timeout)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the ranks repeat the same calls, so that only their streams wait for the daemon."""
-        return self.fault == "daemon stopped" and self.delay > 0.4
+        victim, moment = rng.randrange(ranks), rng.uniform(0, 1.0)
+        pace = _BRIEF if brief else 1.0
+        return cls(
+            seed=seed,
+            ranks=ranks,
+            place=place,
+            nodes=nodes,
+            hosts=hosts,
+            fault=fault,
+            victim=victim,
+            delay=pace * moment,
+            timeout=timeout,
+            work=pace * _WORK_SECONDS,
+            repeats=fault == "daemon stopped" and moment > 0.4,
+            brief=brief,
+        )
 
     @property
     def arguments(self) -> list[str]:
         """The arguments of rank.py that reproduce this case."""
-        return [str(self.seed), self.fault, *(["hosts"] if self.hosts else [])]
+        flags = {"hosts": self.hosts, "brief": self.brief}
+        return [str(self.seed), self.fault, *(name for name, wanted in flags.items() if wanted)]
 
     def host(self, rank: int) -> int:
         """A rank's host: 0 for the first half of the ranks, 1 for the others."""

@@ -1,6 +1,6 @@
 """One rank of a case: works, has its fault, and goes on with the remaining ranks. Prints its observations, in JSON.
 
-rank.py SEED FAULT [hosts], further by the environment, as `run_processes` sets it.
+rank.py SEED FAULT [hosts] [brief], further by the environment, as `run_processes` sets it.
 
 It ends with 0 if it saw only named errors of the library, and correct results after a shrink.
 """
@@ -235,4 +235,5 @@ def main(case: Case) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Case.of(int(sys.argv[1]), sys.argv[2], hosts=len(sys.argv) > 3)))
+    flags = dict.fromkeys(sys.argv[3:], True)
+    sys.exit(main(Case.of(int(sys.argv[1]), sys.argv[2], **flags)))
