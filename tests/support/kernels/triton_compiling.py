@@ -16,8 +16,10 @@ def without_interpreter() -> dict[str, str]:
     return kept | {"TRITON_CACHE_DIR": str(Path(os.environ["PROXYCCL_CACHE"], "triton"))}
 
 
-def compile_accesses(directory: Path, architectures: list[str]) -> None:
-    """Writes the compiled form of each kernel of programs/triton_accesses.py: ``directory / architecture / kernel``."""
-    program = [sys.executable, str(PROGRAMS / "triton_accesses.py"), str(directory), *architectures]
+def compile_accesses(directory: Path) -> None:
+    """Writes the compiled form of kernels of programs/triton_accesses.py: ``directory / kernel``. The directory's name
+    says which ones and for which architecture.
+    """
+    program = [sys.executable, str(PROGRAMS / "triton_accesses.py"), str(directory)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=280, check=False, env=without_interpreter())
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """Compiles a kernel for each access that synchronises, and those of the examples, for GPUs that this machine lacks.
 
-Arguments: a directory, then architectures. Writes directory/architecture/kernel.
+Argument: a directory whose name is an architecture, and "large" for those that take long to compile: the examples and
+one with many functions. Writes a file for each kernel.
 """
 
 from __future__ import annotations
@@ -147,17 +148,14 @@ def example_kernels() -> list[tuple[triton.JITFunction, dict[str, Argument]]]:
 
 def main() -> None:
     kernels = [(each, arguments(each)) for each in globals().values() if isinstance(each, triton.JITFunction)]
-    for architecture in sys.argv[2:]:
-        directory = Path(sys.argv[1], architecture)
-        directory.mkdir(parents=True, exist_ok=True)
-        nvidia = architecture.startswith("sm_")
-        made_for = target_of(architecture) if nvidia else GPUTarget("hip", architecture, 64)
-        # Large kernels take long to compile: all except one only for each vendor's newer architecture.
-        newer = architecture in ("sm_90", "gfx942")
-        chosen = [(kernel, given) for kernel, given in kernels if newer or kernel is not values]
-        for kernel, given in chosen + (example_kernels() if newer else []):
-            compiled = compile_kernel(kernel, given, made_for, {"num_warps": 4})
-            (directory / kernel.__name__).write_text(compiled.asm["ptx" if nvidia else "amdgcn"])
+    directory = Path(sys.argv[1])
+    architecture, *large = directory.name.split()
+    nvidia = architecture.startswith("sm_")
+    made_for = target_of(architecture) if nvidia else GPUTarget("hip", architecture, 64)
+    chosen = [(kernel, given) for kernel, given in kernels if (kernel is values) == bool(large)]
+    for kernel, given in chosen + (example_kernels() if large else []):
+        compiled = compile_kernel(kernel, given, made_for, {"num_warps": 4})
+        (directory / kernel.__name__).write_text(compiled.asm["ptx" if nvidia else "amdgcn"])
 
 
 if __name__ == "__main__":
