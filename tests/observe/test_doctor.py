@@ -87,7 +87,8 @@ def reduce(comm: Communicator, count: int = 100, algorithm: str | None = None) -
 # -- hangs ---
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "proxy"])
+# Kernels in one round and schedules; a ring, whose waits end in another order. Two rounds are like one.
+@pytest.mark.parametrize("algorithm", ["one_shot", pytest.param("two_shot", marks=pytest.mark.full), "ring", "proxy"])
 def test_one_rank_never_calls(reports: Path, algorithm: str) -> None:
     def body(comm: Communicator) -> None:
         reduce(comm, algorithm=algorithm)
