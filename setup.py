@@ -39,6 +39,12 @@ def kernel_libraries() -> dict[str, str]:
             for each in types
             if each.c_name
         },
+        **{
+            each.name: f'#include "execute_plan.h"\n{each.c_check()}'
+            f"PROXYCCL_TYPED_KERNEL(execute_plan, execute_plan_{each.name}, {each.plan_name})\n"
+            for each in types
+            if each.plan_name
+        },
     }
 
 

@@ -50,7 +50,7 @@ class IterationContext(Message, frozen=True):
 
 
 class Op(Message, frozen=True):
-    """An operation of a threadblock. Its fields depend on `name`."""
+    """An operation of a threadblock. Its fields depend on `name`; the last four are those of switches alone."""
 
     name: str
     channel_type: ChannelType = "none"
@@ -64,6 +64,10 @@ class Op(Message, frozen=True):
     semaphore_ids: tuple[Uint32, ...] = ()
     iter_context: IterationContext | None = None
     ops: tuple[Op, ...] = ()
+    buffer_type: BufferName | None = None
+    buffer_offset: Uint32 = 0
+    size: Uint32 = 0
+    dst_chunk: Chunks | None = None
 
 
 class ThreadblockChannels(Message, frozen=True):

@@ -97,5 +97,5 @@ CHANNELLED: dict[str, tuple[ChannelType, ...]] = {
 """Operations on channels without data, and the types of channels that they take."""
 
 OTHERS = frozenset({"nop", "barrier", "sem_acquire", "sem_release", "pipeline"})
-SWITCHED = {"glres": "multi-load-reduce-store", "gst": "multi-store"}
+SWITCHED = frozenset({"glre", "glres", "gstore", "gstorepkt"})
 """Refused: they need a switch that multicasts."""

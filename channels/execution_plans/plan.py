@@ -14,7 +14,7 @@ import msgspec
 
 from proxyccl.channels.execution_plans.document import DOCUMENT, BufferName, ChannelType, Document
 from proxyccl.channels.execution_plans.operations import CHANNELLED
-from proxyccl.channels.execution_plans.program import Operation, Place, Program, Reader, channel_ends
+from proxyccl.channels.execution_plans.program import Operation, Place, Program, Reader, channel_ends, refuse_switches
 from proxyccl.channels.segment.calls import register_names
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError, ProtocolError
@@ -61,6 +61,8 @@ class ExecutionPlan:
                 raise ArgumentError("plan", f"gpus[{rank}] has id {gpu.id}; expected the ranks in order")
         if not document.gpus:
             raise ArgumentError("plan", "it has no gpus")
+        for gpu in document.gpus:
+            refuse_switches(gpu)
         if not any(gpu.threadblocks for gpu in document.gpus):
             raise ArgumentError("plan", "no rank has a threadblock")
         first = document.gpus[0]
@@ -179,7 +181,7 @@ class ExecutionPlan:
                 f"the message has {nbytes} bytes; the plan is for {document.min_message_size} to "
                 f"{document.max_message_size}",
             )
-        if self.combinations and not dtype.c_name:
+        if self.combinations and not (dtype.c_name or dtype.plan_name):
             return ArgumentError("x", f"kernels can't reduce {dtype}")
         return None
 
@@ -256,19 +258,16 @@ class ExecutionPlan:
         return [tuple(sorted(peer for one, peer in both if one == rank)) for rank in range(self.world_size)]
 
     def _check_signals(self) -> None:
-        """As many signals as waits on every channel: a leftover would be taken for the next execution's."""
+        """As many signals as waits on every channel: a leftover would be taken for the next execution's.
+
+        A channel that the peer's program does not name has a counterpart all the same, which nobody signals or awaits.
+        """
         sent: dict[tuple[int, int, str, int], _Times] = {}
         awaited: dict[tuple[int, int, str, int], _Times] = {}
         for rank in range(self.world_size):
             for operation, times in self.operations(rank):
                 for end in operation.channels:
-                    name, place = operation.place.name, operation.place
-                    if not any(
-                        other.peer == rank and other.number == end.number for other in self._ends[end.peer][end.type]
-                    ):
-                        raise place.refuse(
-                            f"{end.type} channel number {end.number} to rank {end.peer} has no counterpart there"
-                        )
+                    name = operation.place.name
                     if name in ("wait", "rlxwait"):
                         awaited.setdefault((end.peer, rank, end.type, end.number), Counter())[times] += 1
                     elif (name in CHANNELLED and name != "flush") or (operation.moving and operation.moving.signals):

@@ -117,6 +117,20 @@ def channel_ends(gpu: Gpu, ranks: int) -> dict[ChannelType, list[ChannelEnd]]:
     return ends
 
 
+def refuse_switches(gpu: Gpu) -> None:
+    """Raises ArgumentError, which names the operation, if the rank uses a switch that multicasts."""
+    why = "needs a switch that multicasts, which ProxyCCL does not use"
+    for block in gpu.threadblocks:
+        ops = [each for op in block.ops for each in (op, *op.ops)]
+        for i, op in enumerate(ops):
+            chunks = (*op.src_buff, *op.dst_buff)
+            switched = any(each.switch_channel_id is not None for each in chunks)
+            if switched or op.name in SWITCHED or op.channel_type == "switch":
+                raise Place(gpu.id, block.id, i, op.name).refuse(f"{op.name} {why}")
+    if any(channels.channel_type == "switch" for channels in gpu.channels):
+        raise ArgumentError("plan", f"rank {gpu.id}: a channel of type 'switch' {why}")
+
+
 class Reader:
     """Reads the program of one rank of a document."""
 
@@ -173,9 +187,6 @@ class Reader:
     def _operation(self, block: Threadblock, op: Op, place: Place) -> Operation:
         if op.ops and op.name != "pipeline":
             raise place.refuse("only a pipeline contains operations")
-        if op.name in SWITCHED or op.channel_type == "switch":
-            what = SWITCHED.get(op.name, op.name)
-            raise place.refuse(f"{what} needs a switch that multicasts, which ProxyCCL does not use")
         if op.name in CHANNELLED:
             channels = self._channels(block, op, place, CHANNELLED[op.name])
             if not channels:
@@ -276,8 +287,6 @@ class Reader:
         return chunks.buffer_id is not None
 
     def _range(self, block: Threadblock, op: Op, place: Place, entry: str, chunks: Chunks, operand: Operand) -> Range:
-        if chunks.switch_channel_id is not None:
-            raise place.refuse(f"{entry} is reached through a switch that multicasts, which ProxyCCL does not use")
         if (chunks.buffer_id is None) == (chunks.type is None) or operand.remote == (chunks.buffer_id is None):
             raise place.refuse(f"{entry}: expected {'buffer_id' if operand.remote else 'type'} alone")
         rank, buffer = self._gpu.id, chunks.type

@@ -23,6 +23,7 @@ class ElementType:
         itemsize: bytes.
         dlpack: DLPack's (type code, bits).
         c_name: the type in kernels (``reduce.h``), or "" if kernels only move it.
+        plan_name: the type in kernels of execution plans (``float8.h``), if only they reduce it.
         accumulator: bytes of the type that reductions accumulate in; 0 for the type itself.
         tokens: whether the kernels of the expert-parallel layer take tokens of it.
     """
@@ -33,6 +34,7 @@ class ElementType:
     c_name: str = ""
     accumulator: int = 0
     tokens: bool = False
+    plan_name: str = ""
 
     @property
     def accumulator_itemsize(self) -> int:
@@ -46,9 +48,10 @@ class ElementType:
 
     def c_check(self) -> str:
         """A line for a kernel source: it compiles if ``reduce.h`` has the type as the table has it."""
+        name = self.c_name or self.plan_name
         return (
-            f"static_assert(sizeof({self.c_name}) == {self.itemsize} && "
-            f"sizeof(proxyccl::Element<{self.c_name}>::Accumulator) == {self.accumulator_itemsize}, "
+            f"static_assert(sizeof({name}) == {self.itemsize} && "
+            f"sizeof(proxyccl::Element<{name}>::Accumulator) == {self.accumulator_itemsize}, "
             f'"element_types.py and reduce.h differ on {self.name}");\n'
         )
 
@@ -69,8 +72,8 @@ ELEMENT_TYPES = (
     ElementType("bool", 1, (_BOOL, 8)),
     ElementType("complex64", 8, (_COMPLEX, 64)),
     ElementType("complex128", 16, (_COMPLEX, 128)),
-    ElementType("float8_e4m3fn", 1, (_E4M3FN, 8)),
-    ElementType("float8_e5m2", 1, (_E5M2, 8)),
+    ElementType("float8_e4m3fn", 1, (_E4M3FN, 8), accumulator=4, plan_name="proxyccl::Float8E4M3"),
+    ElementType("float8_e5m2", 1, (_E5M2, 8), accumulator=4, plan_name="proxyccl::Float8E5M2"),
 )
 
 
@@ -79,7 +82,7 @@ def check_table(rows: tuple[ElementType, ...]) -> None:
     for i, row in enumerate(rows):
         if row.dlpack[1] != 8 * row.itemsize:
             raise ValueError(f"{row.name}: {row.dlpack[1]} bits in DLPack, but {row.itemsize} bytes")
-        if not row.c_name and (row.accumulator or row.tokens):
+        if not row.c_name and (row.tokens or (row.accumulator and not row.plan_name)):
             raise ValueError(f"{row.name}: kernels that compute with it need its c_name")
         for other in rows[:i]:
             if row.name == other.name or row.dlpack == other.dlpack or (row.c_name and row.c_name == other.c_name):

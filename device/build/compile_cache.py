@@ -44,7 +44,7 @@ def shipped_source(file: str, kernel: str, dtype: str | None, op: str | None) ->
     element = DTYPES[dtype]
     source += element.c_check()
     if op is None:
-        return source + f"PROXYCCL_TYPED_KERNEL({kernel}, {name}, {element.c_name})\n"
+        return source + f"PROXYCCL_TYPED_KERNEL({kernel}, {name}, {element.c_name or element.plan_name})\n"
     return source + f"PROXYCCL_REDUCTION({kernel}, {name}, {element.c_name}, {op.capitalize()})\n"
 
 

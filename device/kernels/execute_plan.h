@@ -12,6 +12,7 @@
 #include "execution.h"
 #include "instance.h"
 #include "packets.h"
+#include "proxyccl/float8.h"
 #include "reduce_ranks.h"
 
 namespace proxyccl {

@@ -7,24 +7,9 @@
 #define PROXYCCL_SCALED_ROWS_H
 
 #include "experts/expert_team.h"
+#include "proxyccl/float8.h"
 
 namespace proxyccl {
-
-// Rounds to nearest, ties to even, and saturates at 448. A NaN stays a NaN.
-PROXYCCL_DEVICE uint8_t floatToE4M3(float value) {
-  const uint32_t bits = __builtin_bit_cast(uint32_t, value), magnitude = bits & 0x7fffffff;
-  uint32_t result;
-  if (magnitude > 0x7f800000) {
-    result = 0x7f;
-  } else if (magnitude >= 0x43e00000) {  // 448 and more
-    result = 0x7e;
-  } else if (magnitude < 0x3c800000) {  // below 2^-6: near 2^14 a float's last bit has the weight of e4m3's here
-    result = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) + 16384.0f) - 0x46800000;
-  } else {
-    result = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
-  }
-  return static_cast<uint8_t>(result | (bits >> 24 & 0x80));
-}
 
 template <uint32_t kCount>
 PROXYCCL_DEVICE void floatsToE4M3(uint8_t* to, const float* values) {

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from proxyccl import ArgumentError, Communicator, ExecutionPlan, MismatchError, WaitTimeoutError
 from proxyccl.device.arrays.array import as_view
+from proxyccl.device.arrays.dtypes import DTYPES
 from support.cases.graphs import Graph
 from support.cases.plan_documents import (
     NOP,
@@ -114,6 +115,54 @@ def test_an_all_reduce_that_reads_and_writes_peers(
         expected = numpy_op.reduce(inputs(RANKS, count, seed, dtype), dtype=dtype)
         for output in outputs:
             np.testing.assert_array_equal(output, expected)
+
+
+def one_sided() -> dict[str, Any]:
+    """Rank 0 puts its input into rank 1's output by a port channel that rank 1 does not name."""
+
+    def threadblocks(view: RankView) -> list[Ops]:
+        at = {"buffer_id": 0, "index": 0, "size": 1}
+        put = move("put", [own("i", 0)], [at], channel_ids=[0], channel_type="port")
+        return [[*meet(view), *([] if view.rank else [put, on("flush", [0], "port")]), *meet(view)]]
+
+    plan = document(2, threadblocks, chunks=(1, 1, 0))
+    first = plan["gpus"][0]
+    first["channels"].append({"channel_type": "port", "connected_to": [1]})
+    first["remote_buffers"].append({"rank": 1, "type": "o", "access_channel_types": ["port"]})
+    block, last = first["threadblocks"][0], len(first["remote_buffers"]) - 1
+    block["channels"].append({"channel_type": "port", "channel_ids": [0]})
+    block["remote_buffer_refs"].append({"access_channel_type": "port", "remote_buffer_ids": [last]})
+    return plan
+
+
+def test_a_port_channel_needs_no_counterpart_in_the_peers_program(pair: Ranks) -> None:
+    for seed, outputs in enumerate(executed(pair, one_sided(), 1024, 1024)):
+        np.testing.assert_array_equal(outputs[1], values(0, 1024, seed=seed))
+        assert not outputs[0].any()
+    signalled = one_sided()
+    signalled["gpus"][0]["threadblocks"][0]["ops"][5]["name"] = "signal"
+    with pytest.raises(
+        ArgumentError, match="rank 0 signals rank 1 1 times on port channel number 0, which waits never"
+    ):
+        ExecutionPlan.load(signalled)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", pytest.param("float8_e5m2", marks=pytest.mark.full)])
+def test_floats_of_8_bits_are_summed_in_float_and_rounded_once(ranks: Ranks, dtype: str) -> None:
+    count, kind = RANKS * 16 * 5, DTYPES[dtype].numpy()
+    plan = ExecutionPlan.load(all_reduce_by_reads(RANKS, "sum", threadblocks=2))
+    inputs = [np.random.default_rng(rank).uniform(-200, 200, count).astype(kind) for rank in range(RANKS)]
+
+    def body(communicator: Communicator) -> np.ndarray:
+        x, out = communicator.empty(count, dtype).upload(inputs[communicator.rank]), communicator.empty(count, dtype)
+        communicator.execute(plan, x, out=out)
+        communicator.synchronize()
+        return out.numpy().astype(np.float32)
+
+    greatest = 448 if dtype == "float8_e4m3fn" else 57344  # sums saturate
+    total = sum(each.astype(np.float32) for each in inputs).clip(-greatest, greatest)
+    for output in ranks.run(body):
+        np.testing.assert_array_equal(output, total.astype(kind).astype(np.float32))
 
 
 def test_packets_alternate_between_the_halves_of_scratch_memory_and_survive_its_growth(ranks: Ranks) -> None:
@@ -596,6 +645,19 @@ def changed(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 OPS = "gpus.1.threadblocks.0.ops"
+# Operations of switches, as MSCCL++'s language writes them.
+_SWITCH = {"channel_type": "switch", "reduce_op": "sum"}
+_CHUNK = {"type": "i", "index": 0, "size": 9}
+_MULTICAST = {"switch_channel_id": 0, "index": 0, "size": 1}
+SWITCHED: list[tuple[str, dict[str, Any]]] = [
+    (
+        "glre",
+        {"buffer_type": "i", "buffer_offset": 0, "size": 1, "dst_chunk": _CHUNK, "channel_ids": [0], **_SWITCH},
+    ),
+    ("glres", {"src_buff": [_MULTICAST], "dst_buff": [_MULTICAST], **_SWITCH}),
+    ("gstore", {"src_buff": [_CHUNK], "dst_buff": [_MULTICAST], "channel_type": "switch"}),
+    ("gstorepkt", {"src_buff": [_CHUNK], "dst_buff": [_MULTICAST], "channel_type": "switch"}),
+]
 PLACE = r"rank 1, threadblock 0, operation "
 BROKEN = [
     (changed("gpus", []), "has no gpus"),
@@ -603,9 +665,16 @@ BROKEN = [
     (changed("gpus.1.input_chunks", 2), "rank 1 has 2 input and 2 output chunks"),
     (changed("gpus.1.threadblocks.0.id", 1), "rank 1: threadblocks must be numbered"),
     (changed("gpus.1.channels.0.connected_to", [1]), "rank 1 has a memory channel to rank 1"),
-    (changed("gpus.1.channels.0.channel_type", "switch"), "channels of type 'switch'"),
+    (
+        changed("gpus.1.channels.0.channel_type", "switch"),
+        "a channel of type 'switch' needs a switch",
+    ),
     (changed("gpus.1.channels", []), PLACE + r"1 \(signal\): memory channel 0 of the rank; it has 0"),
     (changed("gpus.0.channels", []), "rank 0, threadblock 0, operation 1"),
+    *(
+        (changed(f"{OPS}.4", {"name": name, **more}), PLACE + rf"4 \({name}\): {name} needs a switch that multicasts")
+        for name, more in SWITCHED
+    ),
     (changed(f"{OPS}.1.channel_ids", [1]), PLACE + r"1 \(signal\): memory channel 1; the threadblock has 1"),
     (changed(f"{OPS}.1.channel_ids", [0, 0]), PLACE + r"1 \(signal\): channel_ids \[0, 0\] name a channel twice"),
     (
@@ -614,7 +683,6 @@ BROKEN = [
     ),
     (changed(f"{OPS}.1.name", "nop"), "rank 1 signals rank 0 2 times on memory channel number 0, which waits 3 times"),
     (changed(f"{OPS}.4.name", "jump"), PLACE + r"4 \(jump\): there is no such operation"),
-    (changed(f"{OPS}.4.name", "glres"), "multi-load-reduce-store needs a switch that multicasts"),
     (changed(f"{OPS}.4.name", "pipeline"), "expected iter_context"),
     (changed(f"{OPS}.4.ops", [NOP]), "only a pipeline contains operations"),
     (changed(f"{OPS}.4.src_buff", []), "src_buff has 0 entries"),
