@@ -1,9 +1,10 @@
-"""Arrays of device handles: a set of channels, as a kernel sees it."""
+"""Device handles as kernels take them: channels and sets of them, and their semaphores and rings by themselves."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, overload
 
 from proxyccl.device._native import ffi
 from proxyccl.device.errors import ArgumentError
@@ -15,14 +16,60 @@ if TYPE_CHECKING:
     from proxyccl.device._native import CData  # the stub's; cffi has no such name
 
 
+class DeviceHandle:
+    """A part of a channel that a kernel takes by value: its semaphore, or the ring that it pushes to.
+
+    Attributes:
+        handle_kind: its ProxycclHandleKind, which a kernel's parameter must have.
+        device_handle: the struct that the kernel sees, as bytes.
+        sleepers: of the proxy that takes triggers from the ring; None for a semaphore.
+    """
+
+    def __init__(self, kind: int, handle: bytes, kept: object, sleepers: Sleepers | None = None) -> None:
+        self.handle_kind = kind
+        self.device_handle = handle
+        self.sleepers = sleepers
+        self._kept = kept
+
+
+class HandleArray:
+    """Device handles in device memory, as a kernel's pointer argument.
+
+    Attributes:
+        handle_kind: their ProxycclHandleKind, which a kernel's parameter must have.
+    """
+
+    def __init__(self, runtime: Runtime, kind: int, handles: Sequence[bytes], kept: object) -> None:
+        self.handle_kind = kind
+        self._count = len(handles)
+        self._kept = kept
+        self._memory: Memory | None = None
+        raw = b"".join(handles)
+        if raw:
+            self._memory = runtime.allocate(len(raw))
+            runtime.copy(self._memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def device_pointer(self) -> int:
+        """The address of the first one; 0 if there are none."""
+        return self._memory.ptr if self._memory is not None else 0
+
+
 class Channel:
     """A channel to one peer. A kernel takes `device_handle` by value.
 
     Attributes:
+        handle_kind: the ProxycclHandleKind of `device_handle`, which a kernel's parameter must have.
         peer: the rank at the other end.
         device_pointer: the handle's address in device memory, for kernels that take its address; 0 if it is not there.
         sleepers: of the proxy that takes its triggers; None if it has none.
     """
+
+    handle_kind: ClassVar[int]
+    semaphore_kind: ClassVar[int]
 
     def __init__(self, peer: int, handle: CData, sleepers: Sleepers | None = None) -> None:
         self.peer = peer
@@ -39,6 +86,16 @@ class Channel:
     def device_handle(self) -> bytes:
         """The struct that the kernel sees, as bytes."""
         return bytes(ffi.buffer(self._handle))
+
+    @property
+    def semaphore(self) -> DeviceHandle:
+        """Its semaphore, for a kernel that takes one by value: a `proxyccl::SharedSemaphore`, or one of MSCCL++'s."""
+        return DeviceHandle(self.semaphore_kind, self._part("semaphore"), (self, self._kept))
+
+    def _part(self, field: str) -> bytes:
+        """A struct that the handle contains."""
+        part = getattr(self._handle, field)
+        return bytes(ffi.buffer(ffi.addressof(self._handle, field), ffi.sizeof(part)))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} to rank {self.peer}>"
@@ -60,22 +117,20 @@ class ChannelSet(Sequence[C], Generic[C]):
 
     Attributes:
         kind: the class of the channels.
+        handle_kind: the ProxycclHandleKind of their handles, which a kernel's parameter must have.
     """
 
     def __init__(self, runtime: Runtime, kind: type[C], channels: list[C], kept: tuple[object, ...]) -> None:
         self.kind = kind
+        self.handle_kind = kind.handle_kind
+        self._runtime, self._kept = runtime, kept
         self._channels = channels
         self._by_peer = {channel.peer: channel for channel in channels}
-        for channel in channels:
-            channel.keep(kept)
-        self._memory: Memory | None = None
-        handles = b"".join(channel.device_handle for channel in channels)
-        if handles:
-            self._memory = runtime.allocate(len(handles))
-            runtime.copy(self._memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(handles))), len(handles))
-            for i, channel in enumerate(channels):
-                channel.device_pointer = self._memory.ptr + i * len(handles) // len(channels)
-                channel.keep((*kept, self._memory))
+        handles = [channel.device_handle for channel in channels]
+        self._handles = HandleArray(runtime, self.handle_kind, handles, kept)
+        for i, channel in enumerate(channels):
+            channel.device_pointer = self._handles.device_pointer + i * len(handles[i])
+            channel.keep((*kept, self._handles))
 
     @overload
     def __getitem__(self, index: int) -> C: ...
@@ -107,7 +162,13 @@ class ChannelSet(Sequence[C], Generic[C]):
     @property
     def device_pointer(self) -> int:
         """Address of the array of device handles, 0 if there are no channels."""
-        return self._memory.ptr if self._memory is not None else 0
+        return self._handles.device_pointer
+
+    @functools.cached_property
+    def semaphores(self) -> HandleArray:
+        """The channels' semaphores in their order, for a kernel with a pointer to semaphores."""
+        handles = [channel.semaphore.device_handle for channel in self._channels]
+        return HandleArray(self._runtime, self.kind.semaphore_kind, handles, self._kept)
 
     def __repr__(self) -> str:
         return f"<{len(self)} channels to ranks {self.peers}>"

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from proxyccl.channels.group import Group
-from proxyccl.channels.handles import Channel, ChannelSet
+from proxyccl.channels.handles import Channel, ChannelSet, DeviceHandle
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.channels.segment.rendezvous import wait_at_most
-from proxyccl.device._native import ffi
+from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.integers import as_integer
 from proxyccl.device.runtime import Runtime, StreamLike
@@ -28,7 +28,19 @@ _SPINS = 2000  # polls of a word before the thread pauses between them
 _MOST = (1 << 64) - 1
 
 
-class ProxyChannel(Channel):
+class _RingChannel(Channel):
+    """A channel whose kernels push triggers into a ring."""
+
+    handle_kind = lib.PROXYCCL_HANDLE_PROXY_CHANNEL
+    semaphore_kind = lib.PROXYCCL_HANDLE_PROXY_SEMAPHORE
+
+    @property
+    def fifo(self) -> DeviceHandle:
+        """The ring that it pushes to, for a kernel that takes a `proxyccl::Fifo` or `mscclpp::FifoDeviceHandle`."""
+        return DeviceHandle(lib.PROXYCCL_HANDLE_FIFO, self._part("fifo"), self, self.sleepers)
+
+
+class ProxyChannel(_RingChannel):
     """A channel to one peer; its device side is proxyccl::ProxyChannelDeviceHandle.
 
     The CPU's program can signal and wait too: the peer's signals are counted in host memory. Either kernels or the CPU
@@ -210,7 +222,7 @@ def free_handles(group: Group, channels: dict[int, list[ProxyChannel]]) -> None:
         group.links.proxy.free_channels([channel.id for channel in of_peer], group.links.connection(peer))
 
 
-class HandlerChannel(Channel):
+class HandlerChannel(_RingChannel):
     """A channel whose triggers go to a Python function of this rank; its peer is the rank itself.
 
     Its device side is proxyccl::ProxyChannelDeviceHandle: `custom` passes three numbers, and put, signal and flush

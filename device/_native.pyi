@@ -81,6 +81,8 @@ class _ProxycclFifo:
     tail_cache: PointerField[Uint64Pointer]
     refresh_lock: PointerField[Uint32Pointer]
     size_log2: int
+    size: int
+    size_mask: int
 
 class ProxycclFifo(_ProxycclFifo, CData): ...
 class ProxycclFifoPointer(_ProxycclFifo, ItemPointer[ProxycclFifo]): ...
@@ -90,6 +92,7 @@ class _ProxycclSemaphore:
     expected: PointerField[Uint64Pointer]
     remote_inbound: PointerField[Uint64Pointer]
     outbound: PointerField[Uint64Pointer]
+    adds: int
 
 class ProxycclSemaphore(_ProxycclSemaphore, CData): ...
 class ProxycclSemaphorePointer(_ProxycclSemaphore, ItemPointer[ProxycclSemaphore]): ...
@@ -583,6 +586,13 @@ class Lib:
     PROXYCCL_WAIT_CONDITION: Final[int]
     PROXYCCL_WAIT_EXECUTION: Final[int]
     PROXYCCL_WAIT_COMPLETION: Final[int]
+    PROXYCCL_HANDLE_NONE: Final[int]
+    PROXYCCL_HANDLE_SM_CHANNEL: Final[int]
+    PROXYCCL_HANDLE_PROXY_CHANNEL: Final[int]
+    PROXYCCL_HANDLE_SEMAPHORE: Final[int]
+    PROXYCCL_HANDLE_SM_SEMAPHORE: Final[int]
+    PROXYCCL_HANDLE_PROXY_SEMAPHORE: Final[int]
+    PROXYCCL_HANDLE_FIFO: Final[int]
     PROXYCCL_PRESENT: Final[int]
     PROXYCCL_CLOSING_ANOTHER: Final[int]
     PROXYCCL_LEFT: Final[int]

@@ -35,6 +35,8 @@ enum { PROXYCCL_WAIT_NONE, PROXYCCL_WAIT_RING_ROOM, PROXYCCL_WAIT_RING_SYNC, PRO
        PROXYCCL_WAIT_SCHEDULE_POST, PROXYCCL_WAIT_SCHEDULE_DATA, PROXYCCL_WAIT_SCHEDULE_SEND,
        PROXYCCL_WAIT_SCHEDULE_GATE, PROXYCCL_WAIT_CONDITION, PROXYCCL_WAIT_EXECUTION, PROXYCCL_WAIT_COMPLETION,
        ... };
+enum { PROXYCCL_HANDLE_NONE, PROXYCCL_HANDLE_SM_CHANNEL, PROXYCCL_HANDLE_PROXY_CHANNEL, PROXYCCL_HANDLE_SEMAPHORE,
+       PROXYCCL_HANDLE_SM_SEMAPHORE, PROXYCCL_HANDLE_PROXY_SEMAPHORE, PROXYCCL_HANDLE_FIFO, ... };
 enum { PROXYCCL_PRESENT, PROXYCCL_CLOSING_ANOTHER, PROXYCCL_LEFT, PROXYCCL_STOPPED, ... };
 enum { PROXYCCL_RECORD_EMPTY, PROXYCCL_RECORD_CLAIMED, PROXYCCL_RECORD_VALID, ... };
 
@@ -55,9 +57,10 @@ typedef struct ProxycclControl {
 
 typedef struct {
   ProxycclTrigger *slots; uint64_t *tail; uint64_t *head; uint64_t *tail_cache; uint32_t *refresh_lock;
-  uint32_t size_log2; ...;
+  uint32_t size_log2; uint32_t size; uint64_t size_mask; ...;
 } ProxycclFifo;
-typedef struct { uint64_t *inbound; uint64_t *expected; uint64_t *remote_inbound; uint64_t *outbound; ...; }
+typedef struct { uint64_t *inbound; uint64_t *expected; uint64_t *remote_inbound; uint64_t *outbound;
+  uint64_t adds; ...; }
 ProxycclSemaphore; typedef struct {
   ProxycclSemaphore semaphore; char *dst; char *src; char *packet_buffer; ProxycclControl *control; uint64_t dst_bytes;
   uint64_t src_bytes; uint64_t packet_buffer_bytes; uint32_t peer; uint32_t channel; ...;

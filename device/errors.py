@@ -19,6 +19,10 @@ class ArgumentError(ProxyCCLError, ValueError):
         self.argument = argument
 
 
+class HandleTypeError(ArgumentError, TypeError):
+    """A kernel's argument is a handle of another kind than its parameter takes."""
+
+
 class UntrustedPathError(ArgumentError):
     """A file or directory that another user owns or can change, or a link in its place. Its contents were not used."""
 

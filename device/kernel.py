@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays.array import as_view
 from proxyccl.device.base_runtime import BaseRuntime, StreamLike
-from proxyccl.device.errors import ArgumentError, KernelError
+from proxyccl.device.errors import ArgumentError, HandleTypeError, KernelError
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.integers import as_integer, find_extents, find_integer
 from proxyccl.device.sleepers import wakes
@@ -27,6 +27,36 @@ BYTES, INTEGER, FLOAT, POINTER = range(4)  # kernel.h, ParameterKind
 _FLOAT_FORMAT = {4: "<f", 8: "<d"}
 
 Shape = int | Sequence[int]
+
+_HANDLES = {
+    lib.PROXYCCL_HANDLE_SM_CHANNEL: "SmChannels",
+    lib.PROXYCCL_HANDLE_PROXY_CHANNEL: "ProxyChannels",
+    lib.PROXYCCL_HANDLE_SEMAPHORE: "semaphores",
+    lib.PROXYCCL_HANDLE_SM_SEMAPHORE: "semaphores of SmChannels",
+    lib.PROXYCCL_HANDLE_PROXY_SEMAPHORE: "semaphores of ProxyChannels",
+    lib.PROXYCCL_HANDLE_FIFO: "a ring of triggers (`fifo` of ProxyChannels)",
+}
+_SEMAPHORES = (lib.PROXYCCL_HANDLE_SM_SEMAPHORE, lib.PROXYCCL_HANDLE_PROXY_SEMAPHORE)
+
+
+class Parameter(NamedTuple):
+    """A kernel's parameter.
+
+    Attributes:
+        size: bytes.
+        kind: BYTES, INTEGER, FLOAT or POINTER.
+        handle: the ProxycclHandleKind of the handles that it takes, by value or by pointer; 0 if it takes others.
+    """
+
+    size: int
+    kind: int
+    handle: int = 0
+
+
+def parameters_of(table: Any) -> list[Parameter]:
+    """The parameters from the table that a kernel exports (kernel.h): their number, then a word for each."""
+    words = [int(table[1 + i]) for i in range(table[0])]
+    return [Parameter(word >> 8, word & 3, word >> 2 & 63) for word in words]
 
 
 def _dimensions(shape: Shape, argument: str) -> tuple[int, int, int]:
@@ -101,7 +131,8 @@ class Kernel:
     """A kernel of a module, launched as ``kernel(grid, block, *args, stream=None, shared=0)``.
 
     A pointer parameter takes an array (anything that `as_view` takes), a registered memory, an integer address or
-    None; an integer or floating parameter a number; a struct by value a channel handle or bytes of its size.
+    None; an integer or floating parameter a number; a struct by value a channel handle or bytes of its size. A pointer
+    to handles takes a set of channels, or its `semaphores`; a handle by value a channel, or its `semaphore` or `fifo`.
     """
 
     def __init__(
@@ -109,7 +140,7 @@ class Kernel:
         runtime: LaunchRuntime,
         name: str,
         function: VoidPointer,
-        parameters: Sequence[tuple[int, int]],
+        parameters: Sequence[Parameter],
         module: object,
     ) -> None:
         self.runtime = runtime
@@ -126,6 +157,8 @@ class Kernel:
 
         Raises:
             ArgumentError: an argument does not fit its parameter, or grid or block is not a shape.
+            HandleTypeError: it is a handle of another kind than the parameter takes, such as a ProxyChannel's for an
+                SmChannel's.
             KernelError: the driver refused the launch.
         """
         launch = Launch(self, grid, block, args, shared)
@@ -143,13 +176,16 @@ class Kernel:
             raise ArgumentError("args", f"kernel {self.name} takes {len(self.parameters)} arguments, not {len(args)}")
         kept: list[object] = []
         values = [
-            bytearray(self._convert(i, value, size, kind, kept))
-            for i, (value, (size, kind)) in enumerate(zip(args, self.parameters, strict=True))
+            bytearray(self._convert(i, value, parameter, kept))
+            for i, (value, parameter) in enumerate(zip(args, self.parameters, strict=True))
         ]
         return values, kept
 
-    def _convert(self, index: int, value: Any, size: int, kind: int, kept: list[object]) -> bytes:
+    def _convert(self, index: int, value: Any, parameter: Parameter, kept: list[object]) -> bytes:
+        size, kind, handle = parameter
         argument = f"args[{index}] of kernel {self.name}"
+        if handle:
+            _require_handle(value, handle, argument)
         if kind == POINTER:
             kept.append(value)
             return struct.pack("<Q", self._address(value, argument))
@@ -197,6 +233,14 @@ class Kernel:
                 f"the array lies on {view.place}, the kernel runs on {self.runtime.name}:{self.runtime.device}",
             )
         return view.ptr
+
+
+def _require_handle(value: Any, expected: int, argument: str) -> None:
+    """Refuses handles of another kind. Addresses, arrays and bytes are the caller's own."""
+    given = getattr(value, "handle_kind", 0)
+    if given in (0, expected) or (expected == lib.PROXYCCL_HANDLE_SEMAPHORE and given in _SEMAPHORES):
+        return
+    raise HandleTypeError(argument, f"expected {_HANDLES[expected]}, not {_HANDLES[given]}")
 
 
 class Module:

@@ -51,6 +51,7 @@ class Fifo(Ring):
         handle.tail_cache = ffi.cast("uint64_t *", self._device.ptr + LINE_BYTES)
         handle.refresh_lock = ffi.cast("uint32_t *", self._device.ptr + 2 * LINE_BYTES)
         handle.size_log2 = self.size_log2
+        handle.size, handle.size_mask = 1 << self.size_log2, (1 << self.size_log2) - 1
 
     @property
     def device_handle(self) -> bytes:

@@ -28,6 +28,10 @@ from proxyccl.device.private_directories import open_private, read_private, writ
 from proxyccl.device.user_directories import user_directory
 
 INCLUDE_DIR = Path(__file__).parents[1] / "include"
+CUDA_NAMES_DIR = INCLUDE_DIR / "cuda_names"
+"""Headers with the names of CUDA's own, for targets that lack those."""
+RTC_NAMES_DIR = INCLUDE_DIR / "rtc_names"
+"""Headers with the names of libc's and C++'s, for run-time compilers, which have none."""
 KERNEL_DIR = Path(__file__).parents[1] / "kernels"
 
 T = TypeVar("T")

@@ -16,7 +16,11 @@ _RAW_STRING = r'R"(?P<fence>[^(\s]*)\(.*?\)(?P=fence)"'
 _QUOTED = r'"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])*\''
 _COMMENT_OR_TEXT = re.compile(rf"//[^\n]*|/\*.*?\*/|{_RAW_STRING}|{_QUOTED}", re.DOTALL)
 _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?P<name>\w*)(?P<rest>(?:[^\n]*\\\n)*[^\n]*)", re.MULTILINE)
-_OWN_HEADER = re.compile(r'[ \t]*(?:"{0}"|<{0}>)[ \t]*'.format(r"(?:proxyccl/\w+\.h|mscclpp/\w+\.hpp)"))
+_OWN_HEADER = re.compile(
+    r'[ \t]*(?:"{0}"|<{0}>)[ \t]*'.format(
+        r"(?:proxyccl/\w+\.h|mscclpp/\w+\.hpp|cuda_(?:fp16|bf16|fp8)\.h|assert\.h|c(?:assert|stdint|stddef)|stdint\.h)"
+    )
+)  # and those that surely hold no kernels
 _TOKEN = re.compile(r"\w+|[(){};<>]|\[\[|\]\]")
 _NOT_A_FUNCTION = {"alignas", "decltype", "noexcept", "sizeof"}
 

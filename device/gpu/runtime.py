@@ -27,7 +27,9 @@ from proxyccl.device.base_runtime import (
     StreamOperationCalls,
 )
 from proxyccl.device.build.compile_cache import (
+    CUDA_NAMES_DIR,
     INCLUDE_DIR,
+    RTC_NAMES_DIR,
     compiled_image,
     image_is_there,
     shipped_options,
@@ -50,10 +52,15 @@ from proxyccl.device.gpu.unused_memory import UnusedMemory
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.integers import find_integer
 from proxyccl.device.interrupts import wait_elsewhere
-from proxyccl.device.kernel import Kernel, Module
+from proxyccl.device.kernel import Kernel, Module, Parameter, parameters_of
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
 from proxyccl.device.texts import require_text, require_texts
+
+_NAMES = (
+    f"-I{CUDA_NAMES_DIR}",
+    f"-I{RTC_NAMES_DIR}",
+)  # after the program's own directories, which may have a toolkit's
 
 
 class _LoadedModule:
@@ -229,6 +236,15 @@ class GpuRuntime:
                 return self.driver.can_access_peer(self.device, peer)
         return True
 
+    def adds_at_peer(self, device_id: str) -> bool:
+        """The driver's statement about the link to the other device, if this process sees that."""
+        if device_id == self.device_id:
+            return True
+        return any(
+            self.driver.device(peer).device_id == device_id and self.driver.adds_at_peer(self.device, peer)
+            for peer in range(self.driver.device_count())
+        )
+
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
         """The allocations that contain a range, by the driver's numbers."""
         return self._memory.allocations(ptr, nbytes)
@@ -323,7 +339,7 @@ class GpuRuntime:
         require_text(source, "source")
         options, include_dirs = require_texts(options, "options"), require_texts(include_dirs, "include_dirs")
         compiler, extra = self.driver.compiler, (*(f"-I{directory}" for directory in include_dirs), *options)
-        full = (*compiler.options(self.info.architecture), f"-I{INCLUDE_DIR}", *extra)
+        full = (*compiler.options(self.info.architecture), f"-I{INCLUDE_DIR}", *extra, *_NAMES)
 
         def image(text: str) -> bytes:
             if extra:  # foreign headers may be included, and their changes can't be detected
@@ -379,7 +395,8 @@ class GpuRuntime:
         with self.current():
             function = self.driver.module_function(module.handle, name)
             self.driver.allow_shared_memory(function, shared)
-        return Kernel(self, name, ffi.cast("void *", function), parameters, module)
+        table = [Parameter(*each) for each in parameters]
+        return Kernel(self, name, ffi.cast("void *", function), table, module)
 
     def release_control(self, control: int) -> None:
         """Unloads the modules that were compiled for it, except those with kernels that are still referenced."""
@@ -416,8 +433,7 @@ class GpuRuntime:
             address, nbytes = self.driver.module_global(module.handle, f"proxyccl_parameters_{name}")
         table = ffi.new("uint32_t[]", nbytes // 4)
         self.copy(int(ffi.cast("uintptr_t", table)), address, nbytes)
-        parameters = [(table[1 + i] >> 2, table[1 + i] & 3) for i in range(table[0])]
-        return Kernel(self, name, ffi.cast("void *", function), parameters, module)
+        return Kernel(self, name, ffi.cast("void *", function), parameters_of(table), module)
 
     def launch_target(self) -> LaunchTarget:
         """The driver's launch call."""

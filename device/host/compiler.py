@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from proxyccl.device.build.compile_cache import INCLUDE_DIR, KERNEL_DIR, cache_dir, loaded_object
+from proxyccl.device.build.compile_cache import CUDA_NAMES_DIR, INCLUDE_DIR, KERNEL_DIR, cache_dir, loaded_object
 from proxyccl.device.build.kernel_names import text_with_exports
 from proxyccl.device.errors import CompileError
+from proxyccl.device.host.cuda_source import for_the_host, missing
 from proxyccl.device.host.shipped_libraries import ships_kernels
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ def load_source(
         CompileError: no compiler, or the source does not compile; carries the compiler's messages.
     """
     command = _command(options, include_dirs)
-    key = text = text_with_exports(source, names)
+    key = text = text_with_exports(for_the_host(source), names)
     if include_dirs or _may_include(options):  # foreign headers may change
         key = _run([*command, "-E"], text, "preprocess")
     return _loaded(key, command, lambda: _compiled(command, text, ", ".join(names)), load)
@@ -111,7 +112,7 @@ def preprocessed(source: str, options: tuple[str, ...], include_dirs: tuple[str,
 
 
 def _command(options: tuple[str, ...], include_dirs: tuple[str, ...]) -> list[str]:
-    flags = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{INCLUDE_DIR}"]
+    flags = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{INCLUDE_DIR}", f"-I{CUDA_NAMES_DIR}"]
     flags += [f"-I{directory}" for directory in include_dirs]
     return [*find_compiler(), *flags, *options, "-x", "c++", "-"]
 
@@ -145,5 +146,5 @@ def _run(command: list[str], text: str, action: str, announce: Callable[[], None
             raise
     _compiling += time.monotonic() - began
     if process.returncode:
-        raise CompileError(f"{command[0]} could not {action} the kernel source", err)
+        raise CompileError(f"{command[0]} could not {action} the kernel source{missing(err)}", err)
     return out

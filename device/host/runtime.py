@@ -33,7 +33,7 @@ from proxyccl.device.host.status import check_status
 from proxyccl.device.host.streams import HostEvent, HostStream
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.integers import as_integer
-from proxyccl.device.kernel import Kernel, Module
+from proxyccl.device.kernel import Kernel, Module, parameters_of
 from proxyccl.device.memory.shared_memory import SharedMemory, export_descriptor
 from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
 from proxyccl.device.texts import require_text, require_texts
@@ -177,6 +177,10 @@ class HostRuntime:
     def can_access_peer(self, device_id: str) -> bool:
         """Whether the other device is a host device: all of them are this machine's memory."""
         return device_id.startswith("host:")
+
+    def adds_at_peer(self, device_id: str) -> bool:
+        """True: all of them share one memory."""
+        return self.can_access_peer(device_id)
 
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
         """The shared memory in which a range begins; empty for memory that is private to its process."""
@@ -395,7 +399,7 @@ class HostRuntime:
         if lib.proxyccl_host_module_function(out, module, name.encode()):
             raise ArgumentError("kernel", f"no kernel {name!r} in the module")
         table = lib.proxyccl_host_function_parameters(out[0])
-        return Kernel(self, name, out[0], [(table[1 + i] >> 2, table[1 + i] & 3) for i in range(table[0])], module)
+        return Kernel(self, name, out[0], parameters_of(table), module)
 
 
 def _default_control(module: VoidPointer) -> Uint64Pointer:

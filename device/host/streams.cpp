@@ -474,7 +474,7 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
   };
   auto arguments = std::make_shared<Arguments>();
   for (uint32_t i = 0; i < count; ++i) {
-    const size_t bytes = kernel->parameters[1 + i] >> 2;
+    const size_t bytes = kernel->parameters[1 + i] >> 8;
     arguments->values.emplace_back(new char[bytes]);
     memcpy(arguments->values.back().get(), parameters[i], bytes);
     arguments->addresses.push_back(arguments->values.back().get());

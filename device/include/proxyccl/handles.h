@@ -9,6 +9,18 @@
 #include "proxyccl/control.h"
 #include "proxyccl/trigger.h"
 
+/* Which kind of handle a kernel's parameter takes, by value or by pointer (kernel.h); what Python passes must be one.
+ */
+enum ProxycclHandleKind {
+  PROXYCCL_HANDLE_NONE = 0,
+  PROXYCCL_HANDLE_SM_CHANNEL = 1,
+  PROXYCCL_HANDLE_PROXY_CHANNEL = 2,
+  PROXYCCL_HANDLE_SEMAPHORE = 3,       /* of either kind of channel */
+  PROXYCCL_HANDLE_SM_SEMAPHORE = 4,    /* signalled by the peer's kernels */
+  PROXYCCL_HANDLE_PROXY_SEMAPHORE = 5, /* signalled by the peer's proxy */
+  PROXYCCL_HANDLE_FIFO = 6
+};
+
 /* A ring of triggers. `slots` and `tail` are pinned host memory, the rest is device memory. */
 typedef struct ProxycclFifo {
   ProxycclTrigger* slots;
@@ -17,15 +29,17 @@ typedef struct ProxycclFifo {
   uint64_t* tail_cache;   /* the producers' copy of `tail`, which saves them the trip to the host */
   uint32_t* refresh_lock; /* held by the producer that refreshes tail_cache */
   uint32_t size_log2;     /* slots = 1 << size_log2 */
-  uint32_t reserved;
+  uint32_t size;          /* the number of slots, and one less: for kernels that read them */
+  uint64_t size_mask;
 } ProxycclFifo;
 
-/* A counting semaphore between one writer (the peer, or its proxy) and one waiter. */
+/* A counting semaphore between two ranks. */
 typedef struct ProxycclSemaphore {
-  uint64_t* inbound;        /* the peer's count of signals, as it arrives here */
-  uint64_t* expected;       /* two words in local device memory: signals consumed, then whether a thread waits */
+  uint64_t* inbound;  /* the peer's count of signals, as it arrives here */
+  uint64_t* expected; /* in local device memory: signals consumed or waited for; then a word for Triton's checks */
   uint64_t* remote_inbound; /* the peer's `inbound`, if it is mapped */
   uint64_t* outbound;       /* in local device memory: signals sent */
+  uint64_t adds;            /* not 0 if kernels here may add to `remote_inbound` atomically */
 } ProxycclSemaphore;
 
 typedef struct ProxycclSmChannel {

@@ -5,7 +5,11 @@
 #ifndef PROXYCCL_KERNEL_H
 #define PROXYCCL_KERNEL_H
 
+#include "proxyccl/integer_limits.h"
 #include "proxyccl/platform.h"
+#if PROXYCCL_ON_HOST
+#include "proxyccl/host_cuda.h"
+#endif
 
 namespace proxyccl {
 
@@ -46,15 +50,32 @@ PROXYCCL_INTEGER_PARAMETER(long long)
 PROXYCCL_INTEGER_PARAMETER(unsigned long long)
 #undef PROXYCCL_INTEGER_PARAMETER
 
-// {count, then size << 2 | kind for each parameter}
+// The kind of handle (handles.h, ProxycclHandleKind) that a parameter takes, by value or by pointer: the type's
+// kHandleKind; 0 if it has none.
+template <uint32_t>
+struct IsNumber {
+  using Type = void;
+};
+template <class T, class = void>
+struct HandleKindOf {
+  static constexpr uint32_t value = 0;
+};
+template <class T>
+struct HandleKindOf<T, typename IsNumber<T::kHandleKind>::Type> {
+  static constexpr uint32_t value = T::kHandleKind;
+};
+template <class T>
+struct HandleKindOf<T*, void> : HandleKindOf<T> {};
+
+// {count, then size << 8 | kind of handle << 2 | kind for each parameter}
 template <class... Args>
 struct ParameterTable {
   uint32_t entries[1 + sizeof...(Args)];
 };
 template <class... Args>
 PROXYCCL_DEVICE constexpr ParameterTable<Args...> parameterTable(void (*)(Args...)) {
-  return {{static_cast<uint32_t>(sizeof...(Args)),
-           (static_cast<uint32_t>(sizeof(Args)) << 2 | ParameterKindOf<Args>::value)...}};
+  return {{static_cast<uint32_t>(sizeof...(Args)), (static_cast<uint32_t>(sizeof(Args)) << 8 |
+                                                    HandleKindOf<Args>::value << 2 | ParameterKindOf<Args>::value)...}};
 }
 
 }  // namespace proxyccl

@@ -109,6 +109,7 @@ void callKernel(void (*kernel)(Args...), void** args) {
 
 #define PROXYCCL_LOAD(p, ORDER, SCOPE) __atomic_load_n(p, __ATOMIC_##ORDER)
 #define PROXYCCL_STORE(p, v, ORDER, SCOPE) __atomic_store_n(p, v, __ATOMIC_##ORDER)
+#define PROXYCCL_ADD(p, v, ORDER, SCOPE) PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE)
 #define PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE) __atomic_fetch_add(p, v, __ATOMIC_##ORDER)
 #define PROXYCCL_EXCHANGE(p, v, ORDER, SCOPE) __atomic_exchange_n(p, v, __ATOMIC_##ORDER)
 #define PROXYCCL_COMPARE_EXCHANGE(p, expected, desired, SCOPE) \
@@ -254,8 +255,19 @@ PROXYCCL_DEVICE T __shfl_up_sync(uint32_t mask, T value, uint32_t delta) {
   const uint32_t lane = ::proxyccl::host::self()->lane;
   return __shfl_sync(mask, value, static_cast<int>(lane >= delta ? lane - delta : lane));
 }
+namespace proxyccl {
+namespace host {
+// T, but not deduced from the argument: atomicAdd(&counter, 1) converts the 1.
 template <class T>
-PROXYCCL_DEVICE T atomicAdd(T* p, T v) {
+struct SameType {
+  using Type = T;
+};
+template <class T>
+using Same = typename SameType<T>::Type;
+}  // namespace host
+}  // namespace proxyccl
+template <class T>
+PROXYCCL_DEVICE T atomicAdd(T* p, ::proxyccl::host::Same<T> v) {
   if constexpr (T(1) / T(2) == T(0)) {
     return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
   } else {  // floating point has no fetch_add before C++20
@@ -267,30 +279,42 @@ PROXYCCL_DEVICE T atomicAdd(T* p, T v) {
   }
 }
 template <class T>
-PROXYCCL_DEVICE T atomicAdd_system(T* p, T v) {
+PROXYCCL_DEVICE T atomicAdd_system(T* p, ::proxyccl::host::Same<T> v) {
   return atomicAdd(p, v);
 }
 template <class T>
-PROXYCCL_DEVICE T atomicExch(T* p, T v) {
+PROXYCCL_DEVICE T atomicExch(T* p, ::proxyccl::host::Same<T> v) {
   return __atomic_exchange_n(p, v, __ATOMIC_RELAXED);
 }
 template <class T>
-PROXYCCL_DEVICE T atomicCAS(T* p, T expected, T desired) {
+PROXYCCL_DEVICE T atomicCAS(T* p, ::proxyccl::host::Same<T> expected, ::proxyccl::host::Same<T> desired) {
   __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
 template <class T>
-PROXYCCL_DEVICE T atomicOr(T* p, T v) {
+PROXYCCL_DEVICE T atomicOr(T* p, ::proxyccl::host::Same<T> v) {
   return __atomic_fetch_or(p, v, __ATOMIC_RELAXED);
 }
 template <class T>
-PROXYCCL_DEVICE T atomicMax(T* p, T v) {
+PROXYCCL_DEVICE T atomicAnd(T* p, ::proxyccl::host::Same<T> v) {
+  return __atomic_fetch_and(p, v, __ATOMIC_RELAXED);
+}
+template <class T>
+PROXYCCL_DEVICE T atomicXor(T* p, ::proxyccl::host::Same<T> v) {
+  return __atomic_fetch_xor(p, v, __ATOMIC_RELAXED);
+}
+template <class T>
+PROXYCCL_DEVICE T atomicSub(T* p, ::proxyccl::host::Same<T> v) {
+  return __atomic_fetch_sub(p, v, __ATOMIC_RELAXED);
+}
+template <class T>
+PROXYCCL_DEVICE T atomicMax(T* p, ::proxyccl::host::Same<T> v) {
   T seen = __atomic_load_n(p, __ATOMIC_RELAXED);
   while (seen < v && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
   return seen;
 }
 template <class T>
-PROXYCCL_DEVICE T atomicMin(T* p, T v) {
+PROXYCCL_DEVICE T atomicMin(T* p, ::proxyccl::host::Same<T> v) {
   T seen = __atomic_load_n(p, __ATOMIC_RELAXED);
   while (v < seen && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
   return seen;

@@ -1,0 +1,94 @@
+// CUDA's names of narrow floats, where CUDA's own headers are not: on the host, and under NVRTC without a toolkit. They
+// are there as far as conversions, arithmetic and comparisons; the files in cuda_names include this one.
+#ifndef PROXYCCL_CUDA_FLOATS_H
+#define PROXYCCL_CUDA_FLOATS_H
+
+#include "proxyccl/narrow_float.h"
+
+// CUDA's headers, should they come later, would define the names again.
+#define __CUDA_FP16_H__
+#define __CUDA_BF16_H__
+#define __CUDA_FP8_H__
+
+using __half = ::proxyccl::NarrowFloat<::proxyccl::Half>;
+using __half2 = ::proxyccl::NarrowFloat2<::proxyccl::Half>;
+using half = __half;
+using half2 = __half2;
+using __nv_bfloat16 = ::proxyccl::NarrowFloat<::proxyccl::BFloat16>;
+using __nv_bfloat162 = ::proxyccl::NarrowFloat2<::proxyccl::BFloat16>;
+using nv_bfloat16 = __nv_bfloat16;
+using nv_bfloat162 = __nv_bfloat162;
+using __nv_fp8_e4m3 = ::proxyccl::NarrowFloat<::proxyccl::Float8E4M3>;
+using __nv_fp8x2_e4m3 = ::proxyccl::NarrowFloat2<::proxyccl::Float8E4M3>;
+using __nv_fp8_e5m2 = ::proxyccl::NarrowFloat<::proxyccl::Float8E5M2>;
+using __nv_fp8x2_e5m2 = ::proxyccl::NarrowFloat2<::proxyccl::Float8E5M2>;
+
+PROXYCCL_DEVICE __half __float2half(float x) { return x; }
+PROXYCCL_DEVICE __half __float2half_rn(float x) { return x; }
+PROXYCCL_DEVICE float __half2float(__half x) { return x; }
+PROXYCCL_DEVICE __half __int2half_rn(int x) { return x; }
+PROXYCCL_DEVICE __half __ushort_as_half(unsigned short x) { return __builtin_bit_cast(__half, x); }
+PROXYCCL_DEVICE unsigned short __half_as_ushort(__half x) { return x.bits; }
+PROXYCCL_DEVICE __half2 make_half2(__half x, __half y) { return {x, y}; }
+PROXYCCL_DEVICE __half2 __halves2half2(__half x, __half y) { return {x, y}; }
+PROXYCCL_DEVICE __half2 __float2half2_rn(float x) { return {x, x}; }
+PROXYCCL_DEVICE __half2 __floats2half2_rn(float x, float y) { return {x, y}; }
+PROXYCCL_DEVICE __half2 __float22half2_rn(float2 x) { return {x.x, x.y}; }
+PROXYCCL_DEVICE float2 __half22float2(__half2 x) { return make_float2(x.x, x.y); }
+PROXYCCL_DEVICE __half __low2half(__half2 x) { return x.x; }
+PROXYCCL_DEVICE __half __high2half(__half2 x) { return x.y; }
+PROXYCCL_DEVICE __nv_bfloat16 __float2bfloat16(float x) { return x; }
+PROXYCCL_DEVICE __nv_bfloat16 __float2bfloat16_rn(float x) { return x; }
+PROXYCCL_DEVICE float __bfloat162float(__nv_bfloat16 x) { return x; }
+PROXYCCL_DEVICE __nv_bfloat16 __ushort_as_bfloat16(unsigned short x) { return __builtin_bit_cast(__nv_bfloat16, x); }
+PROXYCCL_DEVICE unsigned short __bfloat16_as_ushort(__nv_bfloat16 x) { return x.bits; }
+PROXYCCL_DEVICE __nv_bfloat162 make_bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
+PROXYCCL_DEVICE __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { return {x, y}; }
+PROXYCCL_DEVICE __nv_bfloat162 __float2bfloat162_rn(float x) { return {x, x}; }
+PROXYCCL_DEVICE __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {x, y}; }
+PROXYCCL_DEVICE __nv_bfloat162 __float22bfloat162_rn(float2 x) { return {x.x, x.y}; }
+PROXYCCL_DEVICE float2 __bfloat1622float2(__nv_bfloat162 x) { return make_float2(x.x, x.y); }
+
+// Of both types of 16 bits, and of pairs.
+#define PROXYCCL_CUDA_OPERATION(name, expression)                                                                     \
+  template <class S>                                                                                                  \
+  PROXYCCL_DEVICE ::proxyccl::NarrowFloat<S> name(::proxyccl::NarrowFloat<S> a, ::proxyccl::NarrowFloat<S> b) {       \
+    return expression;                                                                                                \
+  }                                                                                                                   \
+  template <class S>                                                                                                  \
+  PROXYCCL_DEVICE ::proxyccl::NarrowFloat2<S> name##2(::proxyccl::NarrowFloat2<S> a, ::proxyccl::NarrowFloat2<S> b) { \
+    return {name(a.x, b.x), name(a.y, b.y)};                                                                          \
+  }
+PROXYCCL_CUDA_OPERATION(__hadd, a + b)
+PROXYCCL_CUDA_OPERATION(__hsub, a - b)
+PROXYCCL_CUDA_OPERATION(__hmul, a* b)
+PROXYCCL_CUDA_OPERATION(__hmin, float(a) < float(b) || float(b) != float(b) ? a : b)
+PROXYCCL_CUDA_OPERATION(__hmax, float(a) > float(b) || float(b) != float(b) ? a : b)
+#undef PROXYCCL_CUDA_OPERATION
+template <class S>
+PROXYCCL_DEVICE ::proxyccl::NarrowFloat<S> __hdiv(::proxyccl::NarrowFloat<S> a, ::proxyccl::NarrowFloat<S> b) {
+  return a / b;
+}
+template <class S>
+PROXYCCL_DEVICE ::proxyccl::NarrowFloat<S> __hfma(::proxyccl::NarrowFloat<S> a, ::proxyccl::NarrowFloat<S> b,
+                                                  ::proxyccl::NarrowFloat<S> c) {
+  return __builtin_fmaf(a, b, c);
+}
+template <class S>
+PROXYCCL_DEVICE ::proxyccl::NarrowFloat<S> __hneg(::proxyccl::NarrowFloat<S> a) {
+  return -a;
+}
+#define PROXYCCL_CUDA_COMPARISON(name, comparison)                                        \
+  template <class S>                                                                      \
+  PROXYCCL_DEVICE bool name(::proxyccl::NarrowFloat<S> a, ::proxyccl::NarrowFloat<S> b) { \
+    return float(a) comparison float(b);                                                  \
+  }
+PROXYCCL_CUDA_COMPARISON(__heq, ==)
+PROXYCCL_CUDA_COMPARISON(__hne, !=)
+PROXYCCL_CUDA_COMPARISON(__hlt, <)
+PROXYCCL_CUDA_COMPARISON(__hle, <=)
+PROXYCCL_CUDA_COMPARISON(__hgt, >)
+PROXYCCL_CUDA_COMPARISON(__hge, >=)
+#undef PROXYCCL_CUDA_COMPARISON
+
+#endif
