@@ -451,54 +451,6 @@ def test_an_sm_channel_reaches_to_the_end_of_its_memory() -> None:
     run_ranks(2, body)
 
 
-ALL_WAIT = r"""
-#include "proxyccl/proxyccl.h"
-using namespace proxyccl;
-extern "C" __global__ void sm(DeviceHandle<SmChannel> channel) { channel.wait(); }
-extern "C" __global__ void proxy(DeviceHandle<ProxyChannel> channel) { channel.wait(); }
-extern "C" __global__ void in_turn(DeviceHandle<SmChannel> channel, int signals, int* done) {
-  if (threadIdx.x == 0)
-    for (int i = 0; i < signals; ++i) channel.signal();
-  for (int turn = 0; turn < signals; ++turn) {
-    if (threadIdx.x == turn && channel.wait()) ++*done;
-    __syncthreads();
-  }
-}
-"""
-
-
-@pytest.mark.host_only(reason="on a GPU the check would cost every wait a trip to memory")
-@pytest.mark.parametrize("kind", ["sm", "proxy"])
-def test_two_threads_that_wait_on_one_channel_are_refused(kind: str) -> None:
-    def body(comm: Communicator) -> BaseException | None:
-        channels = (comm.sm_channels if kind == "sm" else comm.proxy_channels)(comm.empty(16))
-        kernel = comm.compile(ALL_WAIT, kind)
-        meet(comm)
-        if comm.rank == 0:
-            kernel(1, 2, channels[0])
-        return caught(comm.synchronize if comm.rank == 0 else lambda: barrier(comm))
-
-    for error in run_ranks(2, body):
-        assert isinstance(error, TriggerError), error
-        assert (error.rank, error.peer, error.operation) == (0, 1, "wait")
-        name = "SmChannel" if kind == "sm" else "ProxyChannel"
-        assert f"waited at once for a signal ({name}) from rank 1 on channel {error.channel}" in str(error)
-        assert "one thread calls wait()" in str(error)
-
-
-@NO_PROXY
-def test_threads_may_wait_on_one_channel_in_turn() -> None:
-    def body(comm: Communicator) -> None:
-        done = comm.empty(1, "int32").fill(0)
-        channels = comm.sm_channels(comm.empty(16))
-        comm.compile(ALL_WAIT, "in_turn")(1, 4, channels[0], 4, done)
-        comm.synchronize()
-        assert done.numpy()[0] == 4
-        barrier(comm)
-
-    run_ranks(2, body)
-
-
 @NO_PROXY
 def test_packet_flag_zero_is_refused() -> None:
     def body(comm: Communicator) -> BaseException | None:

@@ -297,7 +297,10 @@ def test_an_access_is_one_instruction_of_the_right_kind(assembled: dict[str, Ins
     # The first store is to the sender's own counter.
     assert merged(kernels["signal"]) == ["global_store_dwordx2", *to.write_back, store]
     assert kernels["relaxed_signal"] == ["global_store_dwordx2", store]
-    assert kernels["poll"][:3] == ["global_load_dwordx2" + to.system_load, "s_waitcnt", to.invalidate[0]]
+    assert [entry.split()[0] for entry in merged(kernels["add_signal"])][-1] == "global_atomic_add_x2"
+    assert merged(kernels["add_signal"])[:-1] == to.write_back
+    acquired = kernels["poll"].index(to.invalidate[0])
+    assert kernels["poll"][acquired - 2 : acquired] == ["global_load_dwordx2" + to.system_load, "s_waitcnt"]
     # An element is one access if its alignment is its size, else one for each piece of its alignment.
     assert kernels["read_int4"][0] == "global_load_dwordx4" + to.system_load
     assert kernels["write_int4"] == ["global_store_dwordx4" + to.system_store]

@@ -147,7 +147,11 @@ STRAIGHT = {
     # The signal's release and the waiter's acquire, across the link.
     "signal": ["st.release.sys.b64"],
     "relaxed_signal": ["st.relaxed.sys.b64"],
-    "poll": ["ld.acquire.sys.b64"],
+    # Without a result, so that a signal waits for no answer from the peer.
+    "add_signal": ["red.release.sys.global.add.u64"],
+    "add_relaxed_signal": ["red.relaxed.sys.global.add.u64"],
+    # How many are taken, how many have come, and one more is taken.
+    "poll": ["ld.relaxed.gpu.b64", "ld.acquire.sys.b64", "atom.cas.acq_rel.gpu.b64"],
     # An element is one access if its alignment is its size, else one for each piece of its alignment.
     "read_int4": ["ld.relaxed.sys.global.b128"],
     "write_int4": ["st.relaxed.sys.global.b128"],

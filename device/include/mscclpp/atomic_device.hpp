@@ -9,6 +9,16 @@ namespace mscclpp {
 enum MemoryOrder { memoryOrderRelaxed, memoryOrderAcquire, memoryOrderRelease, memoryOrderAcqRel, memoryOrderSeqCst };
 enum ThreadScope { scopeSystem, scopeDevice };
 
+namespace detail {
+// T, but not deduced from the argument, which is converted.
+template <class T>
+struct SameType {
+  using Type = T;
+};
+template <class T>
+using Same = typename SameType<T>::Type;
+}  // namespace detail
+
 /// Loads a number of 4 or 8 bytes.
 /// @param p      its address
 /// @param order  relaxed, acquire or sequentially consistent
@@ -25,31 +35,31 @@ PROXYCCL_DEVICE T atomicLoad(const T* p, MemoryOrder order) {
 /// @param value  the value to store
 /// @param order  relaxed, release or sequentially consistent
 template <class T, ThreadScope Scope = scopeSystem>
-PROXYCCL_DEVICE void atomicStore(T* p, T value, MemoryOrder order) {
+PROXYCCL_DEVICE void atomicStore(T* p, const detail::Same<T>& value, MemoryOrder order) {
   if (order == memoryOrderRelaxed) {
     if (Scope == scopeSystem)
-      proxyccl::storeRelaxedSystem(p, value);
+      proxyccl::storeRelaxedSystem<T>(p, value);
     else
-      proxyccl::storeRelaxedDevice(p, value);
+      proxyccl::storeRelaxedDevice<T>(p, value);
     return;
   }
   if (Scope == scopeSystem)
-    proxyccl::storeReleaseSystem(p, value);
+    proxyccl::storeReleaseSystem<T>(p, value);
   else
-    proxyccl::storeReleaseDevice(p, value);
+    proxyccl::storeReleaseDevice<T>(p, value);
   if (order == memoryOrderSeqCst) proxyccl::fenceSystem();
 }
 
 /// Adds to an integer.
 /// @return the previous value
 template <class T, ThreadScope Scope = scopeSystem>
-PROXYCCL_DEVICE T atomicFetchAdd(T* p, T value, MemoryOrder order) {
+PROXYCCL_DEVICE T atomicFetchAdd(T* p, const detail::Same<T>& value, MemoryOrder order) {
   if (order == memoryOrderRelaxed)
-    return Scope == scopeSystem ? PROXYCCL_FETCH_ADD(p, value, RELAXED, SYSTEM)
-                                : PROXYCCL_FETCH_ADD(p, value, RELAXED, DEVICE);
+    return Scope == scopeSystem ? PROXYCCL_FETCH_ADD(p, static_cast<T>(value), RELAXED, SYSTEM)
+                                : PROXYCCL_FETCH_ADD(p, static_cast<T>(value), RELAXED, DEVICE);
   if (order == memoryOrderSeqCst) proxyccl::fenceSystem();
-  return Scope == scopeSystem ? PROXYCCL_FETCH_ADD(p, value, ACQ_REL, SYSTEM)
-                              : PROXYCCL_FETCH_ADD(p, value, ACQ_REL, DEVICE);
+  return Scope == scopeSystem ? PROXYCCL_FETCH_ADD(p, static_cast<T>(value), ACQ_REL, SYSTEM)
+                              : PROXYCCL_FETCH_ADD(p, static_cast<T>(value), ACQ_REL, DEVICE);
 }
 
 }  // namespace mscclpp

@@ -7,14 +7,23 @@
 
 namespace mscclpp {
 
+namespace detail {
+// The word that a thread copies at once.
+PROXYCCL_DEVICE constexpr uint32_t wordOf(int alignment) {
+  return alignment % 16 == 0 ? 16 : static_cast<uint32_t>(alignment);
+}
+}  // namespace detail
+
 /// Copies bytes. A group of threads calls it together; each copies its part. It orders nothing.
 ///
-/// Works for any alignment and any number of bytes, and copies every byte. It uses the widest accesses that both
-/// addresses allow, whatever Alignment says.
+/// Of the words of Alignment bytes (at most 16), thread t copies number t, t + numThreads, … . The bytes before the
+/// first whole word and after the last one are copied by words of 4 bytes in the same way, unless CopyRemainder is
+/// false. It works for any alignment and any number of bytes (proxyccl::copyInTurn()).
 template <int Alignment = 16, bool CopyRemainder = true>
 PROXYCCL_DEVICE void copy(void* dst, const void* src, uint64_t bytes, uint32_t threadId, uint32_t numThreads) {
-  static_assert(Alignment == 4 || Alignment == 8 || Alignment == 16, "Alignment must be 4, 8 or 16");
-  proxyccl::copyBytes(dst, src, bytes, threadId, numThreads);
+  static_assert(Alignment == 4 || Alignment == 8 || (Alignment > 0 && Alignment % 16 == 0),
+                "Alignment must be 4, 8 or a multiple of 16");
+  proxyccl::copyInTurn<detail::wordOf(Alignment), CopyRemainder>(dst, src, bytes, threadId, numThreads);
 }
 
 /// Writes one element, by a plain store.

@@ -12,6 +12,27 @@ namespace mscclpp {
 
 namespace detail {
 
+// MSCCL++'s bound of a wait, where a plain number would make calls ambiguous: a flag is not a signed number.
+template <class T>
+struct SignedNumber;
+template <>
+struct SignedNumber<int> {
+  using Type = void;
+};
+template <>
+struct SignedNumber<long> {
+  using Type = void;
+};
+template <>
+struct SignedNumber<long long> {
+  using Type = void;
+};
+struct SpinCount {
+  SpinCount() = default;
+  template <class Number, class = typename SignedNumber<Number>::Type>
+  PROXYCCL_DEVICE SpinCount(Number) {}
+};
+
 template <class Packet>
 struct ChannelPacket;
 template <>
@@ -26,6 +47,8 @@ struct ChannelPacket<LL8Packet> {
 }  // namespace detail
 
 struct BaseMemoryChannelDeviceHandle {
+  static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_SM_CHANNEL;
+
   MemoryDevice2DeviceSemaphoreDeviceHandle semaphore_;
   void* dst_;           // the peer's memory
   void* src_;           // local memory
@@ -34,13 +57,13 @@ struct BaseMemoryChannelDeviceHandle {
   uint64_t dstBytes_, srcBytes_, packetBufferBytes_;
   uint32_t peer_, channel_;
 
-  /// Adds one to the peer's semaphore. One thread at a time calls it. It covers what the block wrote before a
-  /// __syncthreads(); on AMD, before a proxyccl::syncThreadsSystem().
+  /// Adds one to the peer's semaphore. It covers what the block wrote before a __syncthreads(); on AMD, before a
+  /// proxyccl::syncThreadsSystem(). Any number of threads may call this at once, and wait() and poll() too.
   PROXYCCL_DEVICE void signal() const { ours().signal(); }
   /// The same for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { ours().relaxedSignal(); }
   PROXYCCL_DEVICE void signalPacket() const { ours().relaxedSignal(); }
-  /// Waits for the peer's next signal and consumes it. One thread at a time calls it.
+  /// Waits for the peer's next signal and consumes it.
   PROXYCCL_DEVICE void wait(int64_t = -1) const { ours().wait(); }
   PROXYCCL_DEVICE void relaxedWait(int64_t = -1) const { ours().relaxedWait(); }
   /// Consumes the peer's next signal if it has arrived.
@@ -53,6 +76,13 @@ struct BaseMemoryChannelDeviceHandle {
 };
 
 struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
+  MemoryChannelDeviceHandle() = default;
+  /// A channel between addresses. Its ranges are not checked, and errors do not name its peer.
+  PROXYCCL_DEVICE MemoryChannelDeviceHandle(MemoryDevice2DeviceSemaphoreDeviceHandle semaphore, void* dst, void* src,
+                                            void* packetBuffer)
+      : BaseMemoryChannelDeviceHandle{semaphore, dst,   src,   packetBuffer,     nullptr,
+                                      ~0ull,     ~0ull, ~0ull, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL} {}
+
   /// One element of the peer's memory, by a relaxed access.
   template <class T>
   PROXYCCL_DEVICE T read(uint64_t index) const {
@@ -69,27 +99,30 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
     mscclpp::copy<Alignment, CopyRemainder>(to, from, bytes, threadId, numThreads);
   }
 
-  /// Copies local memory (the origin) to the peer's (the target). A group of threads calls it together.
+  /// Copies local memory (the origin) to the peer's (the target). A group of threads calls it together. Of the words of
+  /// Alignment bytes, thread t copies number t, t + numThreads, … , on every target (proxyccl::copyInTurn()).
   template <int Alignment = 16, bool CopyRemainder = true>
   PROXYCCL_DEVICE void put(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,
                            uint32_t numThreads) const {
-    handle().put(targetOffset, originOffset, originBytes, threadId, numThreads);
+    handle().put<detail::wordOf(Alignment), CopyRemainder>(targetOffset, originOffset, originBytes, threadId,
+                                                           numThreads);
   }
   template <int Alignment = 16, bool CopyRemainder = true>
   PROXYCCL_DEVICE void put(uint64_t offset, uint64_t originBytes, uint32_t threadId, uint32_t numThreads) const {
-    handle().put(offset, originBytes, threadId, numThreads);
+    handle().put<detail::wordOf(Alignment), CopyRemainder>(offset, originBytes, threadId, numThreads);
   }
 
-  /// Copies the peer's memory (here called the target) to local memory (the origin). proxyccl's get() takes the offset
-  /// of local memory first.
+  /// Copies the peer's memory (here the origin) to local memory (the target), whose offset comes first, as since
+  /// MSCCL++ 0.7; before, it came second.
   template <int Alignment = 16, bool CopyRemainder = true>
   PROXYCCL_DEVICE void get(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,
                            uint32_t numThreads) const {
-    handle().get(originOffset, targetOffset, originBytes, threadId, numThreads);
+    handle().get<detail::wordOf(Alignment), CopyRemainder>(targetOffset, originOffset, originBytes, threadId,
+                                                           numThreads);
   }
   template <int Alignment = 16, bool CopyRemainder = true>
   PROXYCCL_DEVICE void get(uint64_t offset, uint64_t originBytes, uint32_t threadId, uint32_t numThreads) const {
-    handle().get(offset, originBytes, threadId, numThreads);
+    handle().get<detail::wordOf(Alignment), CopyRemainder>(offset, originBytes, threadId, numThreads);
   }
 
   /// Writes local memory as packets to the peer's memory.
@@ -98,11 +131,21 @@ struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
                                   uint32_t numThreads, uint32_t flag) const {
     handle().putPackets<PacketOf<Packet>>(targetOffset, originOffset, originBytes, threadId, numThreads, flag);
   }
+  template <class Packet = LL16Packet>
+  PROXYCCL_DEVICE void putPackets(uint64_t offset, uint64_t originBytes, uint32_t threadId, uint32_t numThreads,
+                                  uint32_t flag) const {
+    putPackets<Packet>(offset, offset, originBytes, threadId, numThreads, flag);
+  }
   /// Waits for the packets in the packet buffer (here called the target) and writes their data to local memory.
   template <class Packet = LL16Packet>
   PROXYCCL_DEVICE void unpackPackets(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes,
                                      uint32_t threadId, uint32_t numThreads, uint32_t flag, int64_t = -1) const {
     handle().getPackets<PacketOf<Packet>>(targetOffset, originOffset, originBytes, threadId, numThreads, flag);
+  }
+  template <class Packet = LL16Packet>
+  PROXYCCL_DEVICE void unpackPackets(uint64_t offset, uint64_t originBytes, uint32_t threadId, uint32_t numThreads,
+                                     uint32_t flag, detail::SpinCount = {}) const {
+    unpackPackets<Packet>(offset, offset, originBytes, threadId, numThreads, flag);
   }
   /// The older name of unpackPackets().
   template <class Packet = LL16Packet>

@@ -8,15 +8,20 @@
 namespace mscclpp {
 
 /// 16 bytes that carry 8.
-struct LL16Packet : proxyccl::LL16Packet {
+union alignas(16) LL16Packet {
+  struct {
+    uint32_t data1, flag1, data2, flag2;
+  };
+  ulonglong2 raw_;
+
   using Payload = uint2;
 
   LL16Packet() = default;
-  PROXYCCL_DEVICE LL16Packet(uint2 value, uint32_t flag) : proxyccl::LL16Packet{value.x, flag, value.y, flag} {}
+  PROXYCCL_DEVICE LL16Packet(uint2 value, uint32_t flag) : data1(value.x), flag1(flag), data2(value.y), flag2(flag) {}
 
   /// Stores 8 bytes of data and the flag, which is neither 0 nor the packet's previous one.
   PROXYCCL_DEVICE void write(uint32_t first, uint32_t second, uint32_t flag) {
-    proxyccl::LL16Packet::write({first, second}, flag);
+    reinterpret_cast<proxyccl::LL16Packet*>(this)->write({first, second}, flag);
   }
   PROXYCCL_DEVICE void write(uint64_t value, uint32_t flag) {
     write(static_cast<uint32_t>(value), static_cast<uint32_t>(value >> 32), flag);
@@ -26,7 +31,7 @@ struct LL16Packet : proxyccl::LL16Packet {
   /// Loads the packet once.
   /// @return true if the packet does not have this flag yet, as in MSCCL++; otherwise `data` is its payload
   PROXYCCL_DEVICE bool readOnce(uint32_t flag, uint2& data) const {
-    const Words words = load();
+    const proxyccl::LL16Packet::Words words = ours()->load();
     const proxyccl::LL16Packet::Payload payload = words.payload();
     data.x = payload.x;
     data.y = payload.y;
@@ -35,25 +40,42 @@ struct LL16Packet : proxyccl::LL16Packet {
   /// Waits for the packet with this flag.
   /// @return its data; zeros if the communicator has ended or the time-out passed
   PROXYCCL_DEVICE uint2 read(uint32_t flag, int64_t = -1) const {
-    const auto payload = proxyccl::readPacket(static_cast<const proxyccl::LL16Packet*>(this), flag);
+    const auto payload = proxyccl::readPacket(ours(), flag);
     return make_uint2(payload.x, payload.y);
   }
   PROXYCCL_DEVICE void clear() { proxyccl::storePacket128(reinterpret_cast<uint64_t*>(this), 0, 0); }
+
+ private:
+  PROXYCCL_DEVICE const proxyccl::LL16Packet* ours() const {
+    return reinterpret_cast<const proxyccl::LL16Packet*>(this);
+  }
 };
 
 /// 8 bytes that carry 4.
-struct LL8Packet : proxyccl::LL8Packet {
-  LL8Packet() = default;
-  PROXYCCL_DEVICE LL8Packet(uint32_t value, uint32_t flag_) : proxyccl::LL8Packet{value, flag_} {}
+union alignas(8) LL8Packet {
+  struct {
+    uint32_t data, flag;
+  };
+  uint64_t raw_;
 
+  using Payload = uint32_t;
+
+  LL8Packet() = default;
+  PROXYCCL_DEVICE LL8Packet(uint32_t value, uint32_t flag_) : data(value), flag(flag_) {}
+
+  /// Stores 4 bytes of data and the flag.
+  PROXYCCL_DEVICE void write(uint32_t value, uint32_t flag_) {
+    reinterpret_cast<proxyccl::LL8Packet*>(this)->write(value, flag_);
+  }
   PROXYCCL_DEVICE bool readOnce(uint32_t flag_, uint32_t& value) const {
     uint64_t seen;
-    return !tryRead(flag_, &value, &seen);
+    return !ours()->tryRead(flag_, &value, &seen);
   }
-  PROXYCCL_DEVICE uint32_t read(uint32_t flag_, int64_t = -1) const {
-    return proxyccl::readPacket(static_cast<const proxyccl::LL8Packet*>(this), flag_);
-  }
+  PROXYCCL_DEVICE uint32_t read(uint32_t flag_, int64_t = -1) const { return proxyccl::readPacket(ours(), flag_); }
   PROXYCCL_DEVICE void clear() { proxyccl::storeRelaxedSystem<uint64_t>(reinterpret_cast<uint64_t*>(this), 0); }
+
+ private:
+  PROXYCCL_DEVICE const proxyccl::LL8Packet* ours() const { return reinterpret_cast<const proxyccl::LL8Packet*>(this); }
 };
 
 using LLPacket = LL16Packet;
@@ -73,7 +95,7 @@ PROXYCCL_DEVICE bool areWholePayloads(uint32_t call, uint64_t bytes) {
 }
 }  // namespace detail
 
-/// Writes data as packets. A group of threads calls it together.
+/// Writes data as packets. A group of threads calls it together: thread t writes packet t, t + numThreads, … .
 /// @param target      where the packets go: twice `bytes`
 /// @param origin      the data
 /// @param bytes       a multiple of the payload's size; otherwise nothing is written, and the communicator that
@@ -87,19 +109,20 @@ PROXYCCL_DEVICE void copyToPackets(void* target, const void* origin, uint64_t by
   if (!detail::areWholePayloads<Packet>(PROXYCCL_SM_COPY_TO_PACKETS, bytes)) return;
   Packet* packets = static_cast<Packet*>(target);
   const auto* payloads = static_cast<const PacketPayload<Packet>*>(origin);
-  proxyccl::forEach(bytes / sizeof(PacketPayload<Packet>), threadId, numThreads,
-                    [&](size_t i) { packets[i].write(payloads[i], flag); });
+  proxyccl::forEachInTurn(bytes / sizeof(PacketPayload<Packet>), threadId, numThreads,
+                          [&](size_t i) { packets[i].write(payloads[i], flag); });
 }
 
-/// Waits for packets and writes their data. Parameters as for copyToPackets(), but the data comes first.
+/// Waits for packets and writes their data, thread by thread as copyToPackets(). Its parameters too, but the data comes
+/// first.
 template <class Packet = LL16Packet>
 PROXYCCL_DEVICE void copyFromPackets(void* origin, const void* target, uint64_t bytes, uint32_t threadId,
                                      uint32_t numThreads, uint32_t flag, int64_t = -1) {
   if (!detail::areWholePayloads<Packet>(PROXYCCL_SM_COPY_FROM_PACKETS, bytes)) return;
   const Packet* packets = static_cast<const Packet*>(target);
   auto* payloads = static_cast<PacketPayload<Packet>*>(origin);
-  proxyccl::forEach(bytes / sizeof(PacketPayload<Packet>), threadId, numThreads,
-                    [&](size_t i) { payloads[i] = packets[i].read(flag); });
+  proxyccl::forEachInTurn(bytes / sizeof(PacketPayload<Packet>), threadId, numThreads,
+                          [&](size_t i) { payloads[i] = packets[i].read(flag); });
 }
 
 /// The older names of the two, with offsets in bytes.

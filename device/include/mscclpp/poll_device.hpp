@@ -2,7 +2,7 @@
 #ifndef MSCCLPP_POLL_DEVICE_HPP_
 #define MSCCLPP_POLL_DEVICE_HPP_
 
-#include "mscclpp/device.hpp"
+#include "mscclpp/assert_device.hpp"
 #include "proxyccl/wait.h"
 
 namespace mscclpp {

@@ -1,4 +1,4 @@
-// PortChannelDeviceHandle: proxyccl::ProxyChannelDeviceHandle with MSCCL++'s signatures.
+// PortChannelDeviceHandle: proxyccl::ProxyChannelDeviceHandle with MSCCL++'s member names and signatures.
 //
 // The two have the same layout, so a kernel may take the handles of `Communicator.proxy_channels` as either. A
 // semaphore's id is the channel's: both count from 0 in one proxy.
@@ -11,7 +11,19 @@
 namespace mscclpp {
 
 /// A channel whose calls name both memories.
-struct BasePortChannelDeviceHandle : proxyccl::ProxyChannelDeviceHandle {
+struct BasePortChannelDeviceHandle {
+  static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_PROXY_CHANNEL;
+
+  FifoDeviceHandle fifo_;
+  Host2DeviceSemaphoreDeviceHandle semaphore_;
+  uint64_t* flushDonePos_;  // one more than the place of the channel's last complete flush
+  uint64_t* completed_;
+  const uint64_t* memoryLimits_;
+  ProxycclControl* control_;
+  SemaphoreId semaphoreId_;
+  uint32_t peer_;
+  MemoryId dst_, src_;  // those of a PortChannel
+
   /// Starts a copy from local memory to the peer's. One thread calls it.
   /// @param dstId      the peer's memory: in Python RegisteredMemory.peer_id(peer)
   /// @param dstOffset  in bytes
@@ -47,17 +59,20 @@ struct BasePortChannelDeviceHandle : proxyccl::ProxyChannelDeviceHandle {
   PROXYCCL_DEVICE void flush(int64_t = -1) const { ours().flush(); }
   /// Consumes the peer's next signal if it has arrived.
   PROXYCCL_DEVICE bool poll() const { return ours().poll(); }
-  /// Waits for the peer's next signal and consumes it. One thread at a time calls it.
+  /// Waits for the peer's next signal and consumes it. Any number of threads may call it at once.
   PROXYCCL_DEVICE void wait(int64_t = -1) const { ours().wait(); }
+
+  /// The same channel with ProxyCCL's methods, some of which MSCCL++ lacks: get(), putValue(), signal(value),
+  /// waitUntil(), flushAsync(), and puts that return tickets.
+  PROXYCCL_DEVICE proxyccl::ProxyChannelDeviceHandle ours() const {
+    return __builtin_bit_cast(proxyccl::ProxyChannelDeviceHandle, *this);
+  }
 
   /// Not supported: neither copy engines nor the fabric add atomically.
   template <class Value>
   PROXYCCL_DEVICE void atomicAdd(MemoryId, uint64_t, Value) const {
     static_assert(sizeof(Value) == 0, "PortChannel::atomicAdd is not offered: no transport adds atomically");
   }
-
- protected:
-  PROXYCCL_DEVICE const proxyccl::ProxyChannelDeviceHandle& ours() const { return *this; }
 };
 
 /// A channel between two memories that are fixed when it is made.
@@ -77,6 +92,11 @@ struct PortChannelDeviceHandle : BasePortChannelDeviceHandle {
   PROXYCCL_DEVICE void putWithSignalAndFlush(uint64_t offset, uint64_t size) const {
     ours().putWithSignalAndFlush(offset, size);
   }
+  /// Copies the peer's memory to local memory; the offset of local memory comes first. An addition to MSCCL++.
+  PROXYCCL_DEVICE void get(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
+    ours().get(dstOffset, srcOffset, size);
+  }
+  PROXYCCL_DEVICE void get(uint64_t offset, uint64_t size) const { ours().get(offset, size); }
   /// Not supported either.
   template <class Value>
   PROXYCCL_DEVICE void atomicAdd(uint64_t, Value) const {
@@ -95,6 +115,15 @@ struct PortChannel {
 };
 using BaseProxyChannel = BasePortChannel;
 using ProxyChannel = PortChannel;
+
+namespace detail {
+/// Waits until the flush at a place of the ring is complete.
+PROXYCCL_DEVICE void waitFlush(uint64_t* flushDonePos, uint64_t place, int64_t = -1) {
+  const proxyccl::WaitFor what = {PROXYCCL_WAIT_FLUSH, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, place + 1};
+  proxyccl::waitUntil(nullptr, what,
+                      [&](uint64_t* seen) { return (*seen = proxyccl::loadAcquireSystem(flushDonePos)) > place; });
+}
+}  // namespace detail
 
 static_assert(sizeof(PortChannelDeviceHandle) == sizeof(ProxycclProxyChannel), "the handles differ in size");
 

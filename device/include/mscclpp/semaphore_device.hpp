@@ -1,32 +1,70 @@
-// The device's side of semaphores between ranks. Both handles have the layout of proxyccl::Semaphore.
+// The device's side of semaphores between ranks: proxyccl::SharedSemaphore with MSCCL++'s member names.
+//
+// Any number of threads may call each method at once, except where the link to the peer does not add atomically
+// (proxyccl::SharedSemaphore::signal()).
 #ifndef MSCCLPP_SEMAPHORE_DEVICE_HPP_
 #define MSCCLPP_SEMAPHORE_DEVICE_HPP_
 
+#include "mscclpp/atomic_device.hpp"
 #include "mscclpp/poll_device.hpp"
-#include "proxyccl/semaphore.h"
+#include "proxyccl/shared_semaphore.h"
 
 namespace mscclpp {
 
-/// Signalled by the peer's proxy.
-struct Host2DeviceSemaphoreDeviceHandle : proxyccl::Semaphore {
-  /// Consumes the next signal if it has arrived. One thread at a time calls it.
-  PROXYCCL_DEVICE bool poll() const { return proxyccl::Semaphore::poll(); }
-  /// Waits for the next signal and consumes it. One thread at a time calls it.
+namespace detail {
+
+// The fields of ProxycclSemaphore under other names.
+struct Semaphore {
+  uint64_t* inboundToken;          // the peer's signals, as they arrive here
+  uint64_t* expectedInboundToken;  // in local memory: those consumed or waited for
+  uint64_t* remoteInboundToken;    // the peer's inboundToken; null for a semaphore that its proxy signals
+  uint64_t* outbound_;
+  uint64_t adds_;
+
+  /// Consumes the next signal if it has arrived.
+  PROXYCCL_DEVICE bool poll() const { return ours().poll(); }
+  /// The count of signals that have arrived; what was written before them may be read.
+  PROXYCCL_DEVICE uint64_t loadInbound() const { return proxyccl::loadAcquireSystem(inboundToken); }
+  /// The count of signals that were consumed or are waited for.
+  PROXYCCL_DEVICE uint64_t loadExpectedInbound() const { return proxyccl::loadRelaxedDevice(expectedInboundToken); }
+  /// The number of the next signal, for which the caller then waits.
+  PROXYCCL_DEVICE uint64_t incExpectedInbound() const { return ours().takeNext(); }
+
+ protected:
+  PROXYCCL_DEVICE proxyccl::SharedSemaphore ours() const {
+    return {{inboundToken, expectedInboundToken, remoteInboundToken, outbound_, adds_}};
+  }
+};
+static_assert(sizeof(Semaphore) == sizeof(ProxycclSemaphore), "the semaphores differ in size");
+
+}  // namespace detail
+
+/// Signalled by the peer's proxy. In Python: `proxy_channels(…).semaphores`.
+struct Host2DeviceSemaphoreDeviceHandle : detail::Semaphore {
+  static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_PROXY_SEMAPHORE;
+
+  /// Waits for the next signal and consumes it.
   PROXYCCL_DEVICE void wait(int64_t = -1) const {
-    proxyccl::Semaphore::wait(nullptr, PROXYCCL_WAIT_PROXY_SIGNAL, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL);
+    ours().wait(nullptr, PROXYCCL_WAIT_PROXY_SIGNAL, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL);
   }
 };
 
-/// Signalled by the peer's kernels.
-struct MemoryDevice2DeviceSemaphoreDeviceHandle : proxyccl::Semaphore {
-  PROXYCCL_DEVICE bool poll() const { return proxyccl::Semaphore::poll(); }
+/// Signalled by the peer's kernels. In Python: `sm_channels(…).semaphores`.
+struct MemoryDevice2DeviceSemaphoreDeviceHandle : detail::Semaphore {
+  static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_SM_SEMAPHORE;
+
   PROXYCCL_DEVICE void wait(int64_t = -1) const {
-    proxyccl::Semaphore::wait(nullptr, PROXYCCL_WAIT_SM_SIGNAL, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL);
+    ours().wait(nullptr, PROXYCCL_WAIT_SM_SIGNAL, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL);
   }
   /// The same without ordering: for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedWait(int64_t = -1) const {
-    proxyccl::Semaphore::relaxedWait(nullptr, PROXYCCL_WAIT_SM_SIGNAL, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL);
+    ours().relaxedWait(nullptr, PROXYCCL_WAIT_SM_SIGNAL, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL);
   }
+  /// Adds one at the peer, after what this thread wrote.
+  PROXYCCL_DEVICE void signal() const { ours().signal(); }
+  /// The same for a signal that announces no data.
+  PROXYCCL_DEVICE void relaxedSignal() const { ours().relaxedSignal(); }
+  PROXYCCL_DEVICE uint64_t loadInboundRelaxed() const { return proxyccl::loadRelaxedSystem(inboundToken); }
 };
 
 using SmDevice2DeviceSemaphoreDeviceHandle = MemoryDevice2DeviceSemaphoreDeviceHandle;

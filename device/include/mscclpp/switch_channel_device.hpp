@@ -2,14 +2,34 @@
 #ifndef MSCCLPP_SWITCH_CHANNEL_DEVICE_HPP_
 #define MSCCLPP_SWITCH_CHANNEL_DEVICE_HPP_
 
-#include "mscclpp/device.hpp"
+#include "mscclpp/gpu_data_types.hpp"
+#include "mscclpp/semaphore_device.hpp"
 
 #define MSCCLPP_NO_SWITCH(T) \
   static_assert(sizeof(T) == 0, "SwitchChannel is not offered: ProxyCCL has no channel that multicasts by a switch")
 
 namespace mscclpp {
 
-struct SwitchChannelDeviceHandle {
+struct SwitchDevice2DeviceSemaphoreDeviceHandle {
+  template <class T = char>
+  PROXYCCL_DEVICE void signal() const {
+    MSCCLPP_NO_SWITCH(T);
+  }
+  template <class T = char>
+  PROXYCCL_DEVICE void relaxedSignal() const {
+    MSCCLPP_NO_SWITCH(T);
+  }
+  template <class T = char>
+  PROXYCCL_DEVICE void wait(int64_t = -1) const {
+    MSCCLPP_NO_SWITCH(T);
+  }
+  template <class T = char>
+  PROXYCCL_DEVICE void relaxedWait(int64_t = -1) const {
+    MSCCLPP_NO_SWITCH(T);
+  }
+};
+
+struct SwitchChannelDeviceHandle : SwitchDevice2DeviceSemaphoreDeviceHandle {
   void* devicePtr;
   void* mcPtr;
   size_t bufferSize;
@@ -23,13 +43,17 @@ struct SwitchChannelDeviceHandle {
   PROXYCCL_DEVICE void broadcast(uint64_t, const T&) const {
     MSCCLPP_NO_SWITCH(T);
   }
-  template <class T>
+  template <class T, class Accumulator = void>
   static PROXYCCL_DEVICE T multimemLoadReduce(T*) {
     MSCCLPP_NO_SWITCH(T);
     return T();
   }
   template <class T, class Pointer>
   static PROXYCCL_DEVICE void multimemStore(const T&, Pointer*) {
+    MSCCLPP_NO_SWITCH(T);
+  }
+  template <class T, class Pointer>
+  static PROXYCCL_DEVICE void multimemStoreReduce(const T&, Pointer*) {
     MSCCLPP_NO_SWITCH(T);
   }
 };

@@ -23,6 +23,7 @@ enum { CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16, CU_DEVICE_ATTRIBUTE_COMPUT
 enum { CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76 };
 enum { CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2, CU_POINTER_ATTRIBUTE_BUFFER_ID = 7 };
 enum { CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9 };
+enum { CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED = 3 };
 enum { CU_MEMORYTYPE_HOST = 1, CU_MEMORYTYPE_DEVICE = 2 };
 enum { CU_MEMHOSTREGISTER_PORTABLE = 1, CU_MEMHOSTREGISTER_DEVICEMAP = 2 };
 enum { CU_STREAM_NON_BLOCKING = 1, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1 };
@@ -113,6 +114,9 @@ HIP_EXPORT hipError_t hipSetDevice(int device) {
   return as(CU(cuCtxSetCurrent, context));
 }
 HIP_EXPORT hipError_t hipDeviceSynchronize() { return as(CU(cuCtxSynchronize)); }
+HIP_EXPORT hipError_t hipDeviceGetP2PAttribute(int* value, int, int device, int peer) {
+  return as(CU(cuDeviceGetP2PAttribute, value, CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, device, peer));
+}
 HIP_EXPORT hipError_t hipDeviceCanAccessPeer(int* can, int device, int peer) {
   return as(CU(cuDeviceCanAccessPeer, can, device, peer));
 }

@@ -289,6 +289,9 @@ HIP_EXPORT hipError_t hipDeviceCanAccessPeer(int* can, int device, int peer) {
   *can = device != peer;
   return hipSuccess;
 }
+HIP_EXPORT hipError_t hipDeviceGetP2PAttribute(int* value, int, int device, int peer) {
+  return hipDeviceCanAccessPeer(value, device, peer);
+}
 HIP_EXPORT hipError_t hipDeviceEnablePeerAccess(int peer, unsigned) {
   if (peer < 0 || peer >= deviceCount() || peer == current_device) return hipErrorInvalidDevice;
   std::lock_guard<std::mutex> lock(mutex);

@@ -150,7 +150,9 @@ __global__ void read_ll8(const LL8Packet* packet, uint64_t* out) {
 }
 __global__ void signal(Semaphore semaphore) { semaphore.signal(); }
 __global__ void relaxed_signal(Semaphore semaphore) { semaphore.relaxedSignal(); }
-__global__ void poll(Semaphore semaphore) { semaphore.poll(); }
+__global__ void add_signal(uint64_t* count) { addReleaseSystem(count, 1); }
+__global__ void add_relaxed_signal(uint64_t* count) { addRelaxedSystem(count, 1); }
+__global__ void poll(SharedSemaphore semaphore) { semaphore.poll(); }
 __global__ void push(Fifo fifo, ProxycclTrigger trigger) { fifo.push(trigger, nullptr); }
 __global__ void sync_ring(Fifo fifo) { fifo.sync(0, nullptr); }
 __global__ void sync_grid(DeviceSyncer* syncer) { syncer->sync(gridDim.x); }
@@ -189,7 +191,9 @@ def headers(target: str) -> list[str]:
     """
     public = {f"{path.parent.name}/{path.name}" for path in INCLUDE_DIR.glob("*/*.h*")}
     kernels = {str(path.relative_to(KERNEL_DIR)) for path in KERNEL_DIR.rglob("*.h")}
-    platforms = {name for name in public if name.startswith("proxyccl/platform_")}
+    platforms = {name for name in public if name.startswith(("proxyccl/platform_", "proxyccl/host_", "host_only/"))}
+    if target != "cuda":
+        platforms |= {name for name in public if name.startswith(("proxyccl/cuda_", "cuda_names/"))}
     own = {f"proxyccl/platform_{target}.h"}
     other_names = {
         name for name in public if re.search(r"mscclpp/(?!device|gpu_data)(?!.*_device)|mscclpp/(sm|proxy|nvls)", name)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proxyccl.device.build.compile_cache import INCLUDE_DIR, KERNEL_DIR
+from proxyccl.device.build.compile_cache import CUDA_NAMES_DIR, INCLUDE_DIR, KERNEL_DIR
 
 CUBIN = "-arch=sm_90"
 PTX = "-arch=compute_90"
@@ -28,7 +28,7 @@ class Nvrtc:
     def compile(self, source: str, arch: str) -> bytes:
         """The cubin (for -arch=sm_*) or the PTX (for -arch=compute_*). A warning fails the test, like an error."""
         program = ctypes.c_void_p()
-        options = [f"-I{INCLUDE_DIR}", f"-I{KERNEL_DIR}", "-std=c++17", arch]
+        options = [f"-I{INCLUDE_DIR}", f"-I{KERNEL_DIR}", f"-I{CUDA_NAMES_DIR}", "-std=c++17", arch]
         encoded = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         self._check(self._lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source", 0, None, None))
         try:
