@@ -5,7 +5,7 @@ from __future__ import annotations
 from proxyccl.channels.group import Group
 from proxyccl.channels.handles import Channel, ChannelSet
 from proxyccl.channels.memory import RegisteredMemory
-from proxyccl.device._native import ffi
+from proxyccl.device._native import ffi, lib
 from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.proxy.codec import Codec
 
@@ -15,6 +15,9 @@ _LINE = 128  # one semaphore word for each cache line: writers and pollers of di
 
 class SmChannel(Channel):
     """A channel to one peer; its device side is proxyccl::SmChannelDeviceHandle."""
+
+    handle_kind = lib.PROXYCCL_HANDLE_SM_CHANNEL
+    semaphore_kind = lib.PROXYCCL_HANDLE_SM_SEMAPHORE
 
 
 class SmSemaphores:
@@ -89,6 +92,7 @@ def connect(
     for number, peer in enumerate(peers):
         handle = ffi.new("ProxycclSmChannel *")
         semaphores.fill(handle.semaphore, peer)
+        handle.semaphore.adds = group.runtime.adds_at_peer(group.topology.ranks[peer].device_id)
         handle.dst = ffi.cast("char *", pointers[peer])
         handle.src = ffi.cast("char *", src.ptr)
         handle.packet_buffer = ffi.cast("char *", packet_buffer.ptr if packet_buffer is not None else 0)

@@ -364,6 +364,13 @@ class BaseRuntime(Protocol):
         """Whether kernels here can touch memory of the device with this `device_id`."""
         ...
 
+    def adds_at_peer(self, device_id: str) -> bool:
+        """Whether kernels here can add atomically to memory of the device with this `device_id`, which they reach.
+
+        False if the driver does not say so: over PCIe alone, or if this process does not see the device.
+        """
+        ...
+
     @property
     def device_id(self) -> str:
         """Identifies the physical device on this machine, the same in every process."""

@@ -135,6 +135,10 @@ class Driver(Protocol):
         """Whether kernels of device `ordinal` can touch memory of device `peer`."""
         ...
 
+    def adds_at_peer(self, ordinal: int, peer: int) -> bool:
+        """Whether the link from device `ordinal` to device `peer` adds atomically."""
+        ...
+
     def enable_peer_access(self, peer_context: int) -> None:
         """Lets the current context reach a peer's memory. Doing it again is not an error."""
         ...

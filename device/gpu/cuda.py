@@ -138,6 +138,11 @@ class CudaDriver:
         """Whether a device reaches another's memory."""
         return bool(ok("cuDeviceCanAccessPeer", cu.cuDeviceCanAccessPeer(ordinal, peer)))
 
+    def adds_at_peer(self, ordinal: int, peer: int) -> bool:
+        """Whether the link adds atomically."""
+        kind = cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+        return bool(ok("cuDeviceGetP2PAttribute", cu.cuDeviceGetP2PAttribute(kind, ordinal, peer)))
+
     def enable_peer_access(self, peer_context: int) -> None:
         """Lets the current context reach a peer's memory."""
         result = cu.cuCtxEnablePeerAccess(peer_context, 0)

@@ -131,6 +131,11 @@ class HipDriver:
         """Whether a device reaches another's memory."""
         return bool(call("hipDeviceCanAccessPeer", ordinal, peer))
 
+    def adds_at_peer(self, ordinal: int, peer: int) -> bool:
+        """Whether the link adds atomically."""
+        kind = hip.hipDeviceP2PAttr.hipDevP2PAttrNativeAtomicSupported
+        return bool(call("hipDeviceGetP2PAttribute", kind, ordinal, peer))
+
     def enable_peer_access(self, peer_context: int) -> None:
         """Lets the current device reach a peer's memory."""
         status, _ = status_of("hipDeviceEnablePeerAccess", peer_context, 0)

@@ -18,6 +18,8 @@ namespace proxyccl {
 constexpr uint64_t kNoTicket = ~0ull;
 
 struct Fifo : ProxycclFifo {
+  static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_FIFO;
+
   /// Pushes one trigger; waits while the ring is full. Any number of threads may call it at once.
   ///
   /// Triggers of one thread are executed in the order of its pushes. The proxy's transfer sees what the thread wrote

@@ -5,7 +5,7 @@
 //   PROXYCCL_OUT_OF_LINE      one that is long or rarely runs: not inlined, to keep run-time compilation short
 //   PROXYCCL_ON_HOST          1 where GPU threads are fibers on a CPU, else 0
 //   PROXYCCL_WARP_SIZE        lanes that run together
-//   PROXYCCL_LOAD/STORE/FETCH_ADD/EXCHANGE/COMPARE_EXCHANGE(pointer, …, ORDER, SCOPE)
+//   PROXYCCL_LOAD/STORE/ADD/FETCH_ADD/EXCHANGE/COMPARE_EXCHANGE(pointer, …, ORDER, SCOPE)
 //   the CUDA names that kernels use: __global__, __device__, __shared__, threadIdx, …, __syncthreads()
 //   namespace proxyccl: defaultControl (the control block for waits that are not given one; may be null),
 //   inGlobal, spinHint, nanoseconds, shuffle, ballotWarp, syncWarp, countBits, store128, prefetch, fenceSystem,
@@ -91,19 +91,34 @@ template <class T>
 PROXYCCL_DEVICE T exchangeRelaxedDevice(T* p, T v) {
   return PROXYCCL_EXCHANGE(p, v, RELAXED, DEVICE);
 }
+// Additions whose result nobody waits for.
+PROXYCCL_DEVICE void addReleaseSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELEASE, SYSTEM); }
+PROXYCCL_DEVICE void addRelaxedSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, SYSTEM); }
+PROXYCCL_DEVICE void addRelaxedDevice(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, DEVICE); }
+template <class T>
+PROXYCCL_DEVICE bool compareExchangeDevice(T* p, T expected, T desired) {
+  return PROXYCCL_COMPARE_EXCHANGE(p, &expected, desired, DEVICE);
+}
 template <class T>
 PROXYCCL_DEVICE bool compareExchangeSystem(T* p, T expected, T desired) {
   return PROXYCCL_COMPARE_EXCHANGE(p, &expected, desired, SYSTEM);
 }
 
-/// Calls body(i) for each i < n, with the work divided among a group of threads.
+/// Calls body(i) for each i < n, with the work divided among a group of threads: thread t takes i = t, t + threads, … .
 /// @param n        number of calls
 /// @param thread   the calling thread's number in the group: 0 to threads - 1
 /// @param threads  threads in the group
 /// @param body     takes a size_t
+template <class Body>
+PROXYCCL_DEVICE void forEachInTurn(size_t n, uint32_t thread, uint32_t threads, Body body) {
+  for (size_t i = thread; i < n; i += threads) body(i);
+}
+
+/// The same where it does not matter which thread takes which element: the group meets before and after. Parameters as
+/// for forEachInTurn().
 ///
-/// On a GPU neighbouring threads take neighbouring elements, so that accesses coalesce. On a CPU each fiber takes one
-/// contiguous run, so that the loop vectorises, which is 20 to 30 times faster there.
+/// On a GPU it is forEachInTurn(): neighbouring threads take neighbouring elements, so that accesses coalesce. On a CPU
+/// each fiber takes one contiguous run, so that the loop vectorises, which is 20 to 30 times faster there.
 template <class Body>
 PROXYCCL_DEVICE void forEach(size_t n, uint32_t thread, uint32_t threads, Body body) {
 #if PROXYCCL_ON_HOST
@@ -112,7 +127,7 @@ PROXYCCL_DEVICE void forEach(size_t n, uint32_t thread, uint32_t threads, Body b
   const size_t end = begin + share + (thread < extra ? 1 : 0);
   for (size_t i = begin; i < end; ++i) body(i);
 #else
-  for (size_t i = thread; i < n; i += threads) body(i);
+  forEachInTurn(n, thread, threads, body);
 #endif
 }
 

@@ -17,6 +17,13 @@
 #define PROXYCCL_LOAD(p, ORDER, SCOPE) \
   __nv_atomic_load_n(::proxyccl::withoutConst(p), __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
 #define PROXYCCL_STORE(p, v, ORDER, SCOPE) __nv_atomic_store_n(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
+// Without a result, which the built-in always asks for: of 64 bits, in global memory.
+#define PROXYCCL_ADD(p, v, ORDER, SCOPE) asm volatile(PROXYCCL_PTX_ADD(ORDER, SCOPE)::"l"(p), "l"(v) : "memory")
+#define PROXYCCL_PTX_ADD(ORDER, SCOPE) "red" PROXYCCL_PTX_##ORDER PROXYCCL_PTX_##SCOPE ".global.add.u64 [%0], %1;"
+#define PROXYCCL_PTX_RELAXED ".relaxed"
+#define PROXYCCL_PTX_RELEASE ".release"
+#define PROXYCCL_PTX_DEVICE ".gpu"
+#define PROXYCCL_PTX_SYSTEM ".sys"
 #define PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE) \
   __nv_atomic_fetch_add(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
 #define PROXYCCL_EXCHANGE(p, v, ORDER, SCOPE) \

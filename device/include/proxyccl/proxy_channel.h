@@ -17,7 +17,7 @@
 
 #include "proxyccl/element.h"
 #include "proxyccl/fifo.h"
-#include "proxyccl/semaphore.h"
+#include "proxyccl/shared_semaphore.h"
 
 namespace proxyccl {
 
@@ -57,6 +57,8 @@ PROXYCCL_DEVICE ProxycclTrigger makeValueTrigger(uint32_t op, uint32_t channel, 
 }
 
 struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
+  static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_PROXY_CHANNEL;
+
   /// Starts a copy from local memory to the peer's and returns at once, unless the ring is full.
   ///
   /// The source may be overwritten when the put is complete. The peer may read the data after a signal() that follows
@@ -205,21 +207,21 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   /// Waits for the peer's next signal and consumes it. After that, the data that the peer put before the signal may be
-  /// read. One thread calls it; the others in its block continue after a __syncthreads(). If two threads wait at once
-  /// it is undefined which signals they take; the host runtime then ends the communicator with a TriggerError.
+  /// read. Any number of threads may call it at once: each consumes one signal. If one thread calls it for its block,
+  /// the others continue after a __syncthreads().
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const {
     return semaphoreHandle().wait(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel);
   }
 
-  /// Waits until the peer's signals have reached `value`, and consumes them. If they were consumed before, it returns
-  /// true at once. Otherwise like wait().
+  /// Waits until the peer's signals have reached `value`, and consumes them. If they have, it returns true at once.
+  /// Otherwise like wait().
   /// @param value  a count of signals since the channel was made
   PROXYCCL_DEVICE bool waitUntil(uint64_t value) const {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel, value);
   }
 
-  /// Consumes the peer's next signal if it has arrived. One thread at a time calls it.
+  /// Consumes the peer's next signal if it has arrived. Any number of threads may call it at once.
   ///
   /// It never waits, so a loop around it must itself end when the communicator ends:
   /// `while (!channel.poll()) if (aborted(channel.control)) return;`
@@ -227,7 +229,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   PROXYCCL_DEVICE bool poll() const { return semaphoreHandle().poll(); }
 
  private:
-  PROXYCCL_DEVICE Semaphore semaphoreHandle() const { return {semaphore}; }
+  PROXYCCL_DEVICE SharedSemaphore semaphoreHandle() const { return {semaphore}; }
 
   // Checks what the engine cannot. An offset past the first window addresses the following ids, and past the last
   // window those belong to another memory. The word in host memory is read only for a range that leaves the first

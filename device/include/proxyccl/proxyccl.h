@@ -4,6 +4,7 @@
 
 #include "proxyccl/proxy_channel.h"
 #include "proxyccl/reduce.h"
+#include "proxyccl/semaphore.h"
 #include "proxyccl/sm_channel.h"
 #include "proxyccl/sync.h"
 

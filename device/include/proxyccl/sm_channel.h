@@ -12,11 +12,13 @@
 #include "proxyccl/copy.h"
 #include "proxyccl/element.h"
 #include "proxyccl/packet.h"
-#include "proxyccl/semaphore.h"
+#include "proxyccl/shared_semaphore.h"
 
 namespace proxyccl {
 
 struct SmChannelDeviceHandle : ProxycclSmChannel {
+  static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_SM_CHANNEL;
+
   /// Reads one element of the peer's memory. Any thread may call it.
   ///
   /// The access is relaxed: it orders nothing. It is one access if sizeof(T) == alignof(T) <= 16 (element.h). The index
@@ -38,7 +40,9 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
     storeElement(reinterpret_cast<T*>(dst) + index, value);
   }
 
-  /// Copies local memory to the peer's. A group of threads calls it together; each copies its part.
+  /// Copies local memory to the peer's. A group of threads calls it together; each copies its part: of the words,
+  /// thread t copies number t, t + numThreads, … , on every target. So a thread may put what it has written itself
+  /// without a barrier. copyInTurn() describes the words.
   ///
   /// When the call returns, the thread's part may still be in flight. The peer may read the data after a signal() that
   /// follows a syncThreadsSystem() of the block; local memory may be written again at once.
@@ -47,17 +51,21 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// @param bytes         number of bytes
   /// @param threadId      the calling thread's number in the group: 0 to numThreads - 1
   /// @param numThreads    threads in the group
+  /// @tparam kWord        bytes of a word: 4, 8 or 16
+  /// @tparam kRemainder   whether to copy the bytes before the first whole word and after the last one
+  template <uint32_t kWord = 16, bool kRemainder = true>
   PROXYCCL_DEVICE void put(uint64_t targetOffset, uint64_t originOffset, uint64_t bytes, uint32_t threadId,
                            uint32_t numThreads) const {
     if (peerMemoryHas(PROXYCCL_SM_PUT, targetOffset, bytes) && ownMemoryHas(PROXYCCL_SM_PUT, originOffset, bytes))
-      copyBytes(dst + targetOffset, src + originOffset, bytes, threadId, numThreads);
+      copyInTurn<kWord, kRemainder>(dst + targetOffset, src + originOffset, bytes, threadId, numThreads);
   }
   /// The same with one offset for both memories.
+  template <uint32_t kWord = 16, bool kRemainder = true>
   PROXYCCL_DEVICE void put(uint64_t offset, uint64_t bytes, uint32_t threadId, uint32_t numThreads) const {
-    put(offset, offset, bytes, threadId, numThreads);
+    put<kWord, kRemainder>(offset, offset, bytes, threadId, numThreads);
   }
 
-  /// Copies the peer's memory to local memory. A group of threads calls it together; each copies its part.
+  /// Copies the peer's memory to local memory. A group of threads calls it together; each copies its part, as in put().
   ///
   /// After the wait() for a signal, a get reads what the peer wrote before that signal. When the call returns, a thread
   /// may read its own part. After a __syncthreads() the group may read all parts.
@@ -66,17 +74,22 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// @param bytes         number of bytes
   /// @param threadId      the calling thread's number in the group: 0 to numThreads - 1
   /// @param numThreads    threads in the group
+  /// @tparam kWord        bytes of a word: 4, 8 or 16
+  /// @tparam kRemainder   whether to copy the bytes before the first whole word and after the last one
+  template <uint32_t kWord = 16, bool kRemainder = true>
   PROXYCCL_DEVICE void get(uint64_t targetOffset, uint64_t originOffset, uint64_t bytes, uint32_t threadId,
                            uint32_t numThreads) const {
     if (ownMemoryHas(PROXYCCL_SM_GET, targetOffset, bytes) && peerMemoryHas(PROXYCCL_SM_GET, originOffset, bytes))
-      copyBytes(src + targetOffset, dst + originOffset, bytes, threadId, numThreads);
+      copyInTurn<kWord, kRemainder>(src + targetOffset, dst + originOffset, bytes, threadId, numThreads);
   }
   /// The same with one offset for both memories.
+  template <uint32_t kWord = 16, bool kRemainder = true>
   PROXYCCL_DEVICE void get(uint64_t offset, uint64_t bytes, uint32_t threadId, uint32_t numThreads) const {
-    get(offset, offset, bytes, threadId, numThreads);
+    get<kWord, kRemainder>(offset, offset, bytes, threadId, numThreads);
   }
 
-  /// Writes local memory as packets to the peer's memory. A group of threads calls it together.
+  /// Writes local memory as packets to the peer's memory. A group of threads calls it together: thread t writes packet
+  /// t, t + numThreads, … , on every target. So a thread may send what it has written itself without a barrier.
   ///
   /// It needs no fence and no signal: the peer's getPackets() with the same flag waits for each packet.
   /// @tparam Packet      LL16Packet (16 bytes that carry 8) or LL8Packet (8 that carry 4): twice `bytes` are written
@@ -97,11 +110,12 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
       return;
     Packet* packets = reinterpret_cast<Packet*>(dst + packetOffset);
     const auto* payloads = reinterpret_cast<const Payload*>(src + dataOffset);
-    forEach(count, threadId, numThreads, [&](size_t i) { packets[i].write(payloads[i], flag); });
+    forEachInTurn(count, threadId, numThreads, [&](size_t i) { packets[i].write(payloads[i], flag); });
   }
 
   /// Waits for the packets that the peer puts into this rank's packet buffer, and writes their data to local memory. A
-  /// group of threads calls it together, each for its part. After a __syncthreads() the group may read all parts.
+  /// group of threads calls it together: thread t takes packet t, t + numThreads, … . It may use their data at once;
+  /// after a __syncthreads() the group may use all of it.
   ///
   /// If a wait fails, zeros are written, and the communicator ends or has ended; a time-out ends it with a
   /// WaitTimeoutError.
@@ -123,49 +137,47 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
       return;
     const Packet* packets = reinterpret_cast<const Packet*>(packet_buffer + packetOffset);
     auto* payloads = reinterpret_cast<Payload*>(src + dataOffset);
-    forEach(count, threadId, numThreads,
-            [&](size_t i) { payloads[i] = readPacket(&packets[i], flag, control, peer, channel); });
+    forEachInTurn(count, threadId, numThreads,
+                  [&](size_t i) { payloads[i] = readPacket(&packets[i], flag, control, peer, channel); });
   }
 
-  /// Adds one to the peer's semaphore of this channel. One thread at a time calls it.
+  /// Adds one to the peer's semaphore of this channel. Any number of threads may call it at once, unless the link to
+  /// the peer adds nothing atomically (GPUs joined by PCIe alone): then one thread at a time calls it.
   ///
   /// The peer that waits for the signal sees what this thread wrote before it, and what its block wrote before a
   /// syncThreadsSystem().
   PROXYCCL_DEVICE void signal() const { semaphoreHandle().signal(); }
 
   /// Raises the peer's semaphore to `value`, as that many signals would; ordered like signal(). The peer waits for it
-  /// with waitUntil(value), or with as many calls of wait(). One thread at a time calls it.
+  /// with waitUntil(value), or with as many calls of wait().
   /// @param value  greater than every earlier count, or the communicator ends with a TriggerError
   PROXYCCL_DEVICE void signal(uint64_t value) const {
-    const uint64_t count = *semaphore.outbound;
-    if (value > count)
-      semaphoreHandle().signal(value);
-    else
+    uint64_t count;
+    if (!semaphoreHandle().signal(value, &count))
       recordError(control, PROXYCCL_ERROR_SIGNAL_VALUE, {PROXYCCL_WAIT_SM_SIGNAL, peer, channel, count}, value);
   }
 
-  /// The same for a signal that announces no data: it orders nothing. One thread at a time calls it.
+  /// The same for a signal that announces no data: it orders nothing.
   PROXYCCL_DEVICE void relaxedSignal() const { semaphoreHandle().relaxedSignal(); }
 
-  /// Waits for the peer's next signal and consumes it. One thread calls it; the others in its block continue after a
-  /// __syncthreads(). If two threads wait at once it is undefined which signals they take; the host runtime then ends
-  /// the communicator with a TriggerError.
+  /// Waits for the peer's next signal and consumes it. Any number of threads may call it at once: each consumes one
+  /// signal. If one thread calls it for its block, the others continue after a __syncthreads().
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const { return semaphoreHandle().wait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel); }
 
-  /// Waits until the peer's signals have reached `value`, and consumes them. If they were consumed before, it returns
-  /// true at once. Otherwise like wait().
+  /// Waits until the peer's signals have reached `value`, and consumes them. If they have, it returns true at once.
+  /// Otherwise like wait().
   /// @param value  a count of signals since the channel was made
   PROXYCCL_DEVICE bool waitUntil(uint64_t value) const {
     return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel, value);
   }
 
-  /// The same for a signal that announces no data: it orders nothing. One thread at a time calls it.
+  /// The same for a signal that announces no data: it orders nothing.
   PROXYCCL_DEVICE bool relaxedWait() const {
     return semaphoreHandle().relaxedWait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel);
   }
 
-  /// Consumes the peer's next signal if it has arrived. One thread at a time calls it.
+  /// Consumes the peer's next signal if it has arrived. Any number of threads may call it at once.
   ///
   /// It never waits, so a loop around it must itself end when the communicator ends:
   /// `while (!channel.poll()) if (aborted(channel.control)) return;`
@@ -173,7 +185,7 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   PROXYCCL_DEVICE bool poll() const { return semaphoreHandle().poll(); }
 
  private:
-  PROXYCCL_DEVICE Semaphore semaphoreHandle() const { return {semaphore}; }
+  PROXYCCL_DEVICE SharedSemaphore semaphoreHandle() const { return {semaphore}; }
 
   // Whether a memory has the range, and the range is whole: offset and size are multiples of `unit`, a power of two
   // that the compiler knows.

@@ -4,6 +4,7 @@
 
 #include "proxyccl/packet.h"
 #include "proxyccl/proxy_channel.h"
+#include "proxyccl/semaphore.h"
 #include "proxyccl/sync.h"
 
 extern "C" {
@@ -303,7 +304,7 @@ struct SemaphoreScenario {
   static constexpr uint64_t kRounds = 3;
 
   struct Side {
-    uint64_t inbound, expected[2], outbound, received;
+    uint64_t inbound, expected, outbound, received;
   };
   static inline Side sides[2];
 
@@ -320,7 +321,7 @@ struct SemaphoreScenario {
   static void run(uint32_t thread) {
     Side& own = sides[thread];
     Side& peer = sides[1 - thread];
-    const Semaphore semaphore{{&own.inbound, own.expected, &peer.inbound, &own.outbound}};
+    const Semaphore semaphore{{&own.inbound, &own.expected, &peer.inbound, &own.outbound, 0}};
     for (uint64_t round = 1; round <= kRounds; ++round) {
       if (thread == 1) {
         CHECK(semaphore.wait(&quiet, PROXYCCL_WAIT_SM_SIGNAL, 0, 0));
@@ -329,10 +330,36 @@ struct SemaphoreScenario {
       write(peer.received, round);
       semaphore.signal();
       if (thread == 0) {
-        while (!semaphore.poll()) {}
+        CHECK(semaphore.wait(&quiet, PROXYCCL_WAIT_SM_SIGNAL, 1, 0));
         CHECK(read(own.received) == round);
       }
     }
+  }
+};
+
+// Two threads of one rank signal a channel at once; the peer, which has counted both, reads what both wrote.
+struct SharedSemaphoreScenario {
+  static inline uint64_t inbound, expected, outbound, received[2];
+
+  static void begin() {
+    declareQuietControl();
+    inbound = expected = outbound = 0;
+    declareAtomic(inbound);
+    declareAtomic(expected);
+    declareAtomic(outbound);
+    for (uint64_t& each : received) declareData(each);
+  }
+
+  static void run(uint32_t thread) {
+    const SharedSemaphore semaphore{{&inbound, &expected, &inbound, &outbound, 1}};
+    if (thread < 2) {
+      write(received[thread], 1);
+      semaphore.signal();
+      return;
+    }
+    CHECK(semaphore.wait(&quiet, PROXYCCL_WAIT_SM_SIGNAL, 0, 0));
+    while (!semaphore.poll()) {}
+    for (uint64_t& each : received) CHECK(read(each) == 1);
   }
 };
 
@@ -434,7 +461,7 @@ struct AbortScenario {
   static void run(uint32_t rank) {
     Control* const control = &controls[rank];
     const uint32_t next = (rank + 1) % kRanks;
-    const Semaphore semaphore{{&inbound[rank], expected[rank], &inbound[next], &outbound[rank]}};
+    const Semaphore semaphore{{&inbound[rank], expected[rank], &inbound[next], &outbound[rank], 0}};
     if (rank == 0) {
       recordError(control, PROXYCCL_ERROR_TIMEOUT, {PROXYCCL_WAIT_SM_SIGNAL, 2, 0, kExpected}, 0);
       return;
@@ -528,7 +555,7 @@ struct QuestionScenario {
 
   static void run(uint32_t thread) {
     if (thread == 0) {
-      const Semaphore semaphore{{&inbound, expected, nullptr, nullptr}};
+      const Semaphore semaphore{{&inbound, expected, nullptr, nullptr, 0}};
       CHECK(semaphore.wait(&control, PROXYCCL_WAIT_PROXY_SIGNAL, kPeer, 0));
       return;
     }
@@ -662,6 +689,7 @@ const Scenario kScenarios[] = {
     SCENARIO("tickets_by_the_cpu", 3, ChannelScenario<false, true>),
     SCENARIO("tickets_by_a_stream", 4, ChannelScenario<true, true>),
     SCENARIO("semaphores", 2, SemaphoreScenario),
+    SCENARIO("shared_semaphores", 3, SharedSemaphoreScenario),
     SCENARIO("grid", 3, GridScenario),
     SCENARIO("packets_of_16_bytes", 2, PacketScenario<LL16Packet>),
     SCENARIO("packets_of_8_bytes", 2, PacketScenario<LL8Packet>),

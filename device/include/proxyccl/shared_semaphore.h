@@ -1,0 +1,104 @@
+// The semaphore of channels: any number of threads and blocks may signal it and wait for it at once.
+//
+// A thread takes the number of the signal that it waits for by an atomic add, whose trip to memory overlaps with the
+// first load of the count: one thread alone waits no longer than by a load and a store.
+#ifndef PROXYCCL_SHARED_SEMAPHORE_H
+#define PROXYCCL_SHARED_SEMAPHORE_H
+
+#include "proxyccl/handles.h"
+#include "proxyccl/wait.h"
+
+namespace proxyccl {
+
+struct SharedSemaphore : ProxycclSemaphore {
+  static constexpr uint32_t kHandleKind = PROXYCCL_HANDLE_SEMAPHORE;
+
+  /// Adds one to the count at the peer.
+  ///
+  /// The release pairs with the acquire in the peer's wait() and poll(): once the signal is visible, so is what this
+  /// thread wrote before, and what its block wrote before a syncThreadsSystem(). An addition to a count continues the
+  /// release of those before it.
+  ///
+  /// Where the link to the peer does not add atomically (`adds`), the count is stored, and one thread at a time calls
+  /// this.
+  PROXYCCL_DEVICE void signal() const {
+    if (adds == 0) return storeReleaseSystem<uint64_t>(remote_inbound, ++*outbound);
+    addRelaxedDevice(outbound, 1);
+    addReleaseSystem(remote_inbound, 1);
+  }
+
+  /// The same without ordering: for a signal that announces no data.
+  PROXYCCL_DEVICE void relaxedSignal() const {
+    if (adds == 0) return storeRelaxedSystem<uint64_t>(remote_inbound, ++*outbound);
+    addRelaxedDevice(outbound, 1);
+    addRelaxedSystem(remote_inbound, 1);
+  }
+
+  /// Raises the count at the peer to `value`; ordered like signal().
+  /// @param count  the count so far, if that is not below `value`
+  /// @return false if it is not: then nothing is signalled
+  PROXYCCL_DEVICE bool signal(uint64_t value, uint64_t* count) const {
+    *count = raise(outbound, value);
+    if (*count >= value) return false;
+    if (adds == 0)
+      storeReleaseSystem(remote_inbound, value);
+    else
+      addReleaseSystem(remote_inbound, value - *count);
+    return true;
+  }
+
+  /// Waits for the next signal that no other thread waits for, and consumes it.
+  /// @param control  the communicator's control block; null for the module's
+  /// @param kind     ProxycclWaitKind, for the error record if the wait fails
+  /// @param peer     the rank that signals, or PROXYCCL_NO_PEER
+  /// @param channel  channel id, or PROXYCCL_NO_CHANNEL
+  /// @return false if the communicator has ended or the time-out passed
+  PROXYCCL_DEVICE bool wait(Control* control, uint32_t kind, uint32_t peer, uint32_t channel) const {
+    return await(control, {kind, peer, channel, takeNext()}, [](const uint64_t* p) { return loadAcquireSystem(p); });
+  }
+
+  /// The same without ordering: for a signal that announces no data.
+  PROXYCCL_DEVICE bool relaxedWait(Control* control, uint32_t kind, uint32_t peer, uint32_t channel) const {
+    return await(control, {kind, peer, channel, takeNext()}, [](const uint64_t* p) { return loadRelaxedSystem(p); });
+  }
+
+  /// Waits until the count has reached `value`, and consumes all signals up to it. If it has, it returns true at once.
+  /// Otherwise like wait().
+  PROXYCCL_DEVICE bool waitUntil(Control* control, uint32_t kind, uint32_t peer, uint32_t channel,
+                                 uint64_t value) const {
+    if (!await(control, {kind, peer, channel, value}, [](const uint64_t* p) { return loadAcquireSystem(p); }))
+      return false;
+    raise(expected, value);
+    return true;
+  }
+
+  /// Consumes a signal if one has arrived that no thread waits for. A loop around it must itself end when the
+  /// communicator ends: `while (!poll()) if (aborted(control)) return;`
+  /// @return whether there was one
+  PROXYCCL_DEVICE bool poll() const {
+    const uint64_t taken = loadRelaxedDevice(expected);
+    if (loadAcquireSystem(inbound) > taken && compareExchangeDevice(expected, taken, taken + 1)) return true;
+    spinHint(0);  // threads of a block take turns on the host, and the signal may depend on one of them
+    return false;
+  }
+
+  /// The number of the next signal that no thread waits for, from 1 on; the caller waits for it.
+  PROXYCCL_DEVICE uint64_t takeNext() const { return fetchAddRelaxedDevice<uint64_t>(expected, 1) + 1; }
+
+ private:
+  template <class Load>
+  PROXYCCL_DEVICE bool await(Control* control, const WaitFor& what, Load load) const {
+    return proxyccl::waitUntil(control, what, [&](uint64_t* seen) { return (*seen = load(inbound)) >= what.expected; });
+  }
+
+  // Raises a count in local memory to `value`, unless it is not below. Returns the count before.
+  PROXYCCL_DEVICE uint64_t raise(uint64_t* count, uint64_t value) const {
+    uint64_t before = loadRelaxedDevice(count);
+    while (before < value && !compareExchangeDevice(count, before, value)) before = loadRelaxedDevice(count);
+    return before;
+  }
+};
+
+}  // namespace proxyccl
+
+#endif
