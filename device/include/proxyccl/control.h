@@ -22,7 +22,7 @@ enum ProxycclErrorCode {
   PROXYCCL_ERROR_LOCAL = 8,          /* any other failure on one rank that ends the communicator */
   PROXYCCL_ERROR_PROXY_LOST = 9,     /* the node daemon that runs a rank's proxy ended */
   PROXYCCL_ERROR_OUT_OF_RANGE = 10,  /* the range of an SmChannel's call leaves its memory, or splits a packet */
-  PROXYCCL_ERROR_SHARED_WAIT = 11,   /* two threads wait on one channel at the same time */
+  PROXYCCL_ERROR_SHARED_WAIT = 11,   /* two interpreted Triton programs wait on one channel at once */
   PROXYCCL_ERROR_BAD_SCHEDULE = 12,  /* a schedule names an unused id, or leaves its memory */
   PROXYCCL_ERROR_TRANSFER_SIZE = 13, /* a rank expects another number of bytes than its peer sends */
   PROXYCCL_ERROR_PARENT = 14,        /* the communicator that this one was split from has ended */
