@@ -13,6 +13,7 @@ from typing import Any
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.group import Group
+from proxyccl.channels.joining.bootstrap import library_of_group
 from proxyccl.channels.segment.error_record import raised
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
@@ -93,10 +94,10 @@ def node_size(group: Group) -> int:
 
 
 def _open(ep_group: Any, local_world_size: int) -> Communicator:
-    kind = type(ep_group).__module__.split(".")[0]
-    if kind == "torch":
+    library = library_of_group(ep_group)
+    if library == "torch":
         return Communicator.from_torch(ep_group, local_world_size=local_world_size)
-    if ep_group is None or kind == "mpi4py":
+    if ep_group is None or library == "mpi4py":
         return Communicator.from_mpi(ep_group, local_world_size=local_world_size)
     raise ArgumentError(
         "ep_group",

@@ -319,6 +319,15 @@ def _warn_of_one_rank(others: str) -> None:
     )
 
 
+def library_of_group(value: Any) -> str | None:
+    """The library of a caller's group of ranks, "torch" or "mpi4py"; None for any other object.
+
+    All bases count: before torch 2.15 a backend in Python is a process group of a class of its own.
+    """
+    packages = {base.__module__.split(".")[0] for base in type(value).__mro__}
+    return next((name for name in ("torch", "mpi4py") if name in packages), None)
+
+
 def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
     """A bootstrap from a caller's argument.
 
@@ -335,10 +344,10 @@ def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
     if hasattr(value, "all_gather") and hasattr(value, "world_size"):
         require_place(getattr(value, "rank", None), value.world_size)
         return value, False
-    module = type(value).__module__.split(".")[0]
-    if module == "mpi4py":
+    library = library_of_group(value)
+    if library == "mpi4py":
         return MpiBootstrap(value), True
-    if module == "torch":
+    if library == "torch":
         return of_process_group(value), True
     raise ArgumentError(
         "bootstrap", f"a Bootstrap, an MPI communicator or a torch process group is wanted, not {type(value).__name__}"

@@ -27,7 +27,7 @@ from proxyccl import (
     TorchBootstrap,
     WaitTimeoutError,
 )
-from proxyccl.channels.joining.bootstrap import as_bootstrap
+from proxyccl.channels.joining.bootstrap import as_bootstrap, library_of_group
 from proxyccl.channels.joining.exchange import Exchange
 from support.device_arrays import on_device, on_host
 from support.devices import processes, require_devices
@@ -151,6 +151,12 @@ def test_ranks_that_set_up_different_things_are_told_so() -> None:
     for error in together(ThreadBootstrap.create(3), body):
         assert isinstance(error, MismatchError)
         assert error.argument == "collective"
+
+
+def test_a_group_of_a_class_that_a_backend_derives_from_torchs_is_torchs() -> None:
+    of_torch = type("ProcessGroup", (), {"__module__": "torch._C._distributed_c10d"})
+    assert library_of_group(type("OfABackend", (of_torch,), {})()) == "torch"
+    assert library_of_group(object()) is None
 
 
 def test_mpi_communicators_and_their_parts_are_bootstraps() -> None:
