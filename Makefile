@@ -160,6 +160,7 @@ MPIEXEC ?= $(BIN)/mpiexec
 GPU_PYTHON ?= $(BIN)/python
 RESULTS := benchmarks/results
 bench-gpu:
+	$(GPU_PYTHON) benchmarks/programs.py --ranks $(RANKS) --mpiexec "$(MPIEXEC)" --json $(RESULTS)/programs_$(RANKS).json
 	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/all_reduce.py --json $(RESULTS)/all_reduce_$(RANKS).json
 	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/all_gather.py --json $(RESULTS)/all_gather_$(RANKS).json
 	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/all_to_all.py --json $(RESULTS)/all_to_all_$(RANKS).json

@@ -7,8 +7,6 @@ import faulthandler
 import re
 from pathlib import Path
 
-from mpi4py import MPI
-
 from proxyccl import Communicator
 from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions
@@ -37,6 +35,8 @@ def nvidia_driver() -> str:
 
 def describe(comm: Communicator) -> Fields:
     """The fields of results that describe the ranks and their devices."""
+    from mpi4py import MPI  # programs that torchrun starts have none
+
     return {
         "device": comm.runtime.describe(),
         "nvidia_driver": nvidia_driver(),

@@ -469,7 +469,7 @@ def main() -> int:
             "value_latency": collect(
                 "ProxyChannel: what travels in the trigger, one way",
                 _latency_columns("operation")[:4],
-                [lambda k=k: bench.value_latency(k) for k in (0, 1, 3, 2)],
+                [lambda k=k: bench.value_latency(k) for k in range(len(_VALUES))],
             ),
             "sm_latency": collect(
                 "SmChannel: signal, one way",

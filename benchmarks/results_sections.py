@@ -82,6 +82,47 @@ def origin(result: Result) -> list[str]:
     return [text, ""]
 
 
+def _program_cells(row: Result) -> list[list[str]]:
+    """A line of the programs' table for each contender of a row."""
+    ours = row["values"][0]["value"]
+    digits = {"tokens/s": 0, "ms": 2}.get(row["unit"], 1)
+    lines = []
+    for value in row["values"]:
+        ratio = value["value"] / ours if value["value"] and ours and value is not row["values"][0] else None
+        share = "" if value["cpu_share"] is None else number(value["cpu_share"])
+        name = f"{value['name']} (ours)" if value["ours"] else value["name"]
+        titles = (row["program"], f"{row['figure']}, {row['unit']}") if not lines else ("", "")
+        lines.append([*titles, name, number(value["value"], digits), share, "" if ratio is None else number(ratio)])
+    return lines
+
+
+def programs_section(result: Result) -> Section:
+    """The table of programs, each contender's line below ours."""
+    rows = result["rows"]
+    lines = [
+        *origin(result),
+        "*CPU's share*: the part of the time in which the CPU issued the work; near 1 a faster GPU gains nothing. Of "
+        "calls after a rest it is the share of a core that an idle proxy takes. Where ours is not the faster, the last "
+        "column is below 1, of tokens a second above 1.",
+        "",
+        *table(
+            ["program", "figure", "by", "value", "CPU's share", "over ours"],
+            [cells for row in rows for cells in _program_cells(row)],
+        ),
+        *(f"- Not measured: {part}, {reason}." for part, reason in result["failed"].items()),
+        *([""] if result["failed"] else []),
+    ]
+    parts = []
+    for row in rows:
+        peer = next((value for value in row["values"] if not value["ours"]), None)
+        ours = row["values"][0]["value"]
+        if peer and ours and row["figure"] in ("a step", "training, eager", "training, captured"):
+            ratio, what = ours / peer["value"], row["figure"].removeprefix("a step").replace("training", "")
+            parts.append(f"{row['program']}{what} {number(ratio)}")
+    summary = f"ours over the peer's: {'; '.join(parts) or '-'} (of steps their time, of training its tokens a second)"
+    return Section(f"Programs {place(result)}", summary, lines)
+
+
 def collective_table(result: Result, dtype: str) -> list[str]:
     """Times by size and contender, and the bus bandwidth of the fastest one."""
     rows = [row for row in result["results"] if row["type"] == dtype]
@@ -918,6 +959,7 @@ def regroup_section(result: Result) -> Section:
 
 
 SECTIONS: dict[str, Callable[[Result], Section]] = {
+    "programs": programs_section,
     "all_reduce": all_reduce_section,
     "all_gather": move_section,
     "all_to_all": move_section,
@@ -940,4 +982,4 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "fabric_writes": fabric_writes_section,
     "regroup": regroup_section,
 }
-"""By program, in the page's order: first what a user calls, then the layers below."""
+"""By program, in the page's order: first users' programs, then what a user calls, then the layers below."""

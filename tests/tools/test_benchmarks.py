@@ -60,7 +60,16 @@ def all_reduce_result(ranks: int, time_us: float, **fields: Any) -> dict[str, An
     )
 
 
-def test_put_and_signal_run_on_the_host_and_are_shown(tmp_path: Path) -> None:
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module `benchmarks/programs.py`."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import programs
+
+    return programs
+
+
+def test_put_and_signal_run_on_the_host_and_are_shown(tmp_path: Path, programs: Any) -> None:
     path = tmp_path / "put_signal.json"
     done = run_mpi(2, BENCHMARKS / "put_signal.py", "--quick", "--json", str(path), env={"PROXYCCL_RUNTIME": "host"})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,6 +82,8 @@ def test_put_and_signal_run_on_the_host_and_are_shown(tmp_path: Path) -> None:
     assert [row["operation"] for row in results["completion"]][:2] == ["put", "get"]
     assert all(row["flush_us"] > 0 and row["ticket_us"] > 0 for row in results["completion"])
     assert all(row["put_gbs"] > 0 and row["get_gbs"] > 0 for row in results["get_bandwidth"])
+    beside = [(row["program"], [value["value"] > 0 for value in row["values"]]) for row in programs.of_values(results)]
+    assert ("putValueWithSignal, 8 B", [True, True]) in beside
     assert make_page(tmp_path).returncode == 0
     page = (tmp_path / "README.md").read_text()
     assert "signal alone" in page
@@ -111,7 +122,7 @@ def test_execution_plans_run_on_the_host() -> None:
 
 
 @pytest.mark.full
-def test_calls_after_a_rest_are_measured_on_the_host(tmp_path: Path) -> None:
+def test_calls_after_a_rest_are_measured_on_the_host(tmp_path: Path, programs: Any) -> None:
     path, options = tmp_path / "rest.json", ("--quick", "--policy", "default", "--policy", "always awake")
     program = BENCHMARKS / "after_a_rest.py"
     done = run_mpi(2, program, *options, "--json", str(path), env={"PROXYCCL_RUNTIME": "host"})
@@ -120,6 +131,9 @@ def test_calls_after_a_rest_are_measured_on_the_host(tmp_path: Path) -> None:
     found = [(row["by"], row["place"], row["policy"]) for row in rows]
     proxied = [("proxy", place, policy) for place in ("thread", "process") for policy in ("default", "always awake")]
     assert [each for each in found if "daemon" not in each] == [("kernels", "", ""), *proxied]
+    of_programs = programs.of_rests(json.loads(path.read_text()))
+    assert [row["figure"] for row in of_programs] == [f"after {rest} ms of rest" for rest in (0, 1, 10, 100)]
+    assert of_programs[0]["values"][0]["name"] == "proxyccl, proxy, process"
     assert make_page(tmp_path).returncode == 0
     assert "| proxy | call | process | always awake |" in (tmp_path / "README.md").read_text()
 
@@ -233,6 +247,40 @@ def test_the_kernels_compile_for_nvidia(path: Path) -> None:
     source = re.search(r'_SOURCE = r"""(.*?)"""', path.read_text(), re.DOTALL)
     assert source is not None
     assert Nvrtc().compile(source[1], CUBIN)
+
+
+def test_the_page_begins_with_programs_and_the_share_of_the_cpu(tmp_path: Path, programs: Any) -> None:
+    step = [programs.figure("proxyccl", 24.5, 0.75), programs.figure("nccl", 28.0, 0.8, ours=False)]
+    trained = {"name": "nccl", "captured": False, "tokens_per_second": 5e4, "cpu_share": 0.5}
+    rows = [programs.row("FSDP2 step", "a step", "ms", step), programs.of_a_mixture(trained)]
+    fields = {"world_size": 2, "device": "a GPU", "failed": {"values": "ended after 40 s"}}
+    (tmp_path / "z.json").write_text(json.dumps(result("programs", **fields, rows=rows)))
+    (tmp_path / "a.json").write_text(json.dumps(all_reduce_result(2, 3.25)))
+    done = make_page(tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "README.md").read_text()
+    assert page.index("## Programs on 2 GPUs") < page.index("## all_reduce on 2 GPUs")
+    assert "| FSDP2 step | a step, ms | proxyccl (ours) | 24.50 | 0.75 |  |" in page
+    assert "|  |  | nccl | 28.00 | 0.80 | 1.14 |" in page
+    assert "| mixture of experts, 8 layers | training, eager, tokens/s | nccl | 50,000 | 0.50 |" in page
+    assert "- Not measured: values, ended after 40 s." in page
+
+
+def test_a_program_s_part_that_hangs_is_ended_with_the_rows_that_it_had(tmp_path: Path, programs: Any) -> None:
+    program = tmp_path / "hangs.py"
+    program.write_text(
+        "import json, time\n"
+        'value = {"name": "n", "value": 1.0, "cpu_share": None}\n'
+        'row = {"program": "p", "figure": "f", "unit": "ms", "values": [value]}\n'
+        'print("RESULT " + json.dumps(row), flush=True)\n'
+        "time.sleep(600)\n"
+    )
+    collected = programs.Collected(tmp_path / "programs.json", {})
+    part, parsed = programs.Part((str(program),), 3), SimpleNamespace(ranks=2, quick=False, cases=[])
+    programs.run("hanging", part, parsed, [], collected, tmp_path)
+    written = json.loads((tmp_path / "programs.json").read_text())
+    assert [row["program"] for row in written["rows"]] == ["p"]
+    assert written["failed"] == {"hanging": "ended after 3 s"}
 
 
 def test_the_page_shows_deep_eps_normal_mode_beside_nccl(tmp_path: Path) -> None:

@@ -1,0 +1,337 @@
+"""Programs as users write them, ours beside NCCL's: python programs.py --ranks 2 --json FILE
+
+Each part is a job of its own, with a time-out of its own, in which the contenders take turns: trainings by FSDP2 and
+DDP, a mixture of experts, the issue of calls, and calls by proxies that rest. The results are written after each row,
+so a part that fails or is ended costs only its own rows; the file says which and why. A time is that of the slowest
+rank.
+
+The CPU's share is the part of the time in which the CPU issued what was measured: near 1, a faster GPU gains nothing.
+Of calls after a rest it is the share of a core that an idle proxy takes.
+
+Without a GPU for each rank it runs tiny cases on the host runtime, beside gloo: that shows that the programs work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from program import common_arguments
+
+from proxyccl.device.runtimes import find_runtime
+from proxyccl.tools import options
+from proxyccl.tools.results import Fields, machine, versions, write_json
+from proxyccl.tools.tables import Column, Table
+
+_HERE = Path(__file__).parent
+_RANK = _HERE / "programs_rank.py"
+_MIXTURE = _HERE.parent / "examples" / "moe_training.py"
+_RESULT, _FACTS = "RESULT ", "FACTS "  # programs_ranks.py has them too; this program imports no torch
+_WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+_GRACE_SECONDS = 3.0
+_SHOWN_LINES = 15  # of a failed job's output
+_COLUMNS = (
+    Column("program", "", 50, left=True),
+    Column("figure", "", 38, left=True),
+    Column("by", "", 34, left=True),
+    Column("value", "", 12, ",.1f"),
+    Column("unit", "", 8, left=True),
+    Column("CPU's", "share", 6, ".2f"),
+    Column("over", "ours", 6, ".2f"),
+)
+
+Rows = Callable[[Fields], list[Fields]]
+"""The rows of `programs.py` in another program's results."""
+
+
+def figure(name: str, value: float | None, cpu_share: float | None = None, *, ours: bool = True) -> Fields:
+    """One contender's value in a row."""
+    return {"name": name, "ours": ours, "value": value, "cpu_share": cpu_share}
+
+
+def row(program: str, what: str, unit: str, values: list[Fields], **more: Any) -> Fields:
+    """A row: a program, what of it was measured, the unit, and a value for each contender, ours first."""
+    return {"program": program, "figure": what, "unit": unit, "values": values, **more}
+
+
+def of_a_mixture(result: Fields) -> Fields:
+    """What `moe_training.py` says of one way; both ways' are joined by `joined`."""
+    how = "captured" if result["captured"] else "eager"
+    name = result["name"]
+    value = figure(name, result["tokens_per_second"], result["cpu_share"], ours=name == "proxyccl")
+    return row("mixture of experts, 8 layers", f"training, {how}", "tokens/s", [value], more_is_better=True)
+
+
+def of_rests(results: Fields) -> list[Fields]:
+    """Calls after rests, by proxy in its default place and policy, beside kernels and NCCL."""
+    rows = [each for each in results["rows"] if each["issued"] == "call"]
+    rests = [key for key in rows[0] if key.startswith("after_")]
+    shown = []
+    for rest in rests:
+        values = [
+            figure(
+                {"NCCL": "nccl", "kernels": "proxyccl, by kernels"}.get(
+                    each["by"], f"proxyccl, proxy, {each['place']}"
+                ),
+                each[rest],
+                each.get("share"),
+                ours=each["by"] != "NCCL",
+            )
+            for each in sorted(rows, key=lambda each: (each["by"] != "proxy", each["place"] != "process"))
+        ]
+        after = f"after {rest.split('_')[1]} ms of rest"
+        shown.append(row("all_reduce of 1 KiB by proxy", after, "µs", values))
+    return shown
+
+
+def of_values(results: Fields) -> list[Fields]:
+    """Each operation of a trigger that carries a value, beside a put of as many bytes."""
+    times = {each["operation"]: each["one_way_us"] for each in results["value_latency"]}
+    beside = "putWithSignal, 8 B"
+    return [
+        row(name, "one way", "µs", [figure(f"proxyccl, {name}", us), figure(f"proxyccl, {beside}", times.get(beside))])
+        for name, us in times.items()
+        if name != beside
+    ]
+
+
+def of_normal_mode(results: Fields) -> list[Fields]:
+    """deep_ep's normal mode with outputs of the exact size, beside one of fixed size and NCCL's bytes."""
+    shown = []
+    for tokens in dict.fromkeys(each["tokens"] for each in results["results"]):
+        names = {"Buffer": "proxyccl", "Buffer, num_worst_tokens": "proxyccl, num_worst_tokens", "NCCL": "nccl"}
+        of_it = {names[e["name"]]: e for e in results["results"] if e["tokens"] == tokens and e["name"] in names}
+        for what, key in (("a dispatch", "dispatch_us"), ("issue of a pair", "issuing_us")):
+            values = []
+            for name, each in of_it.items():
+                share = min(1.0, each["issuing_us"] / (each["dispatch_us"] + each["combine_us"]))
+                values.append(figure(name, each[key], share, ours=name != "nccl"))
+            shown.append(row(f"deep_ep normal mode, exact, {tokens} tokens", what, "µs", values))
+    return shown
+
+
+@dataclass(frozen=True)
+class Part:
+    """A job.
+
+    Attributes:
+        arguments: the program and its options.
+        seconds: after which it is ended.
+        of_file: the rows in the JSON file that it writes; None for one that prints its rows. Those are started with
+            torchrun's variables, the others by mpiexec.
+        ranks: the only number of ranks that it has; None for any.
+        needs_gpus: whether it has no case for CPUs.
+        quick: how it is told to measure less.
+    """
+
+    arguments: tuple[str, ...]
+    seconds: float
+    of_file: Rows | None = None
+    ranks: int | None = None
+    needs_gpus: bool = False
+    quick: tuple[str, ...] = ("--quick",)
+
+
+PARTS: dict[str, Part] = {
+    "trainings": Part((str(_RANK), "fsdp-bf16", "fsdp-f32", "ddp-f32", "fsdp-half"), 100),
+    "moe": Part((str(_MIXTURE), "--json"), 60, quick=("--steps", "1")),
+    "moe-captured": Part((str(_MIXTURE), "--json", "--captured"), 90, needs_gpus=True, quick=("--steps", "1")),
+    "calls": Part((str(_RANK), "issue", "proxied-graphs", "low-latency"), 80),
+    "normal-mode": Part(
+        (str(_HERE / "deep_ep_buffer.py"), "--tokens", "4096", "--quick"),
+        40,
+        of_normal_mode,
+        needs_gpus=True,
+        quick=(),
+    ),
+    "rests": Part((str(_HERE / "after_a_rest.py"), "--policy", "default"), 60, of_rests),
+    "values": Part((str(_HERE / "put_signal.py"), "--quick"), 40, of_values, ranks=2, quick=()),
+}
+
+
+class Job:
+    """The processes of a part. Reading its lines takes until they have ended, or are ended when the time is up.
+
+    Args:
+        commands: one for each process, with its variables. The first one's output is read.
+        seconds: after which they are ended.
+        log: for the output of the others.
+    """
+
+    def __init__(self, commands: list[tuple[list[str], dict[str, str]]], seconds: float, log: Any) -> None:
+        self.timed_out = False
+        self._processes = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **_WITHOUT_MULTICAST, **variables},
+                stdout=log if number else subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            for number, (command, variables) in enumerate(commands)
+        ]
+        self._timer = threading.Timer(seconds, self._end)
+        self._timer.start()
+
+    def lines(self) -> Iterator[str]:
+        """The lines of the first process, as they come."""
+        output = self._processes[0].stdout
+        assert output is not None
+        yield from output
+
+    def status(self) -> int:
+        """The first status that is not 0, when all have ended; 0 if there is none."""
+        statuses = [process.wait() for process in self._processes]
+        self._timer.cancel()
+        return next((status for status in statuses if status), 0)
+
+    def close(self) -> None:
+        """Ends what still runs."""
+        self._timer.cancel()
+        self._kill()
+
+    def _end(self) -> None:
+        self.timed_out = True
+        self._kill()
+
+    def _kill(self) -> None:
+        """Asks first: a launcher then ends its ranks."""
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+        end = time.monotonic() + _GRACE_SECONDS
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def commands_of(part: Part, parsed: Any, more: list[str], written: Path) -> list[tuple[list[str], dict[str, str]]]:
+    """What starts a part's ranks."""
+    arguments = [part.arguments[0], *parsed.cases] if parsed.cases and part is PARTS["trainings"] else part.arguments
+    given = [*arguments, *(part.quick if parsed.quick else ()), *more]
+    if part.of_file is not None:
+        launcher = [*shlex.split(parsed.mpiexec), "-n", str(parsed.ranks), sys.executable, "-m", "mpi4py"]
+        return [([*launcher, *given, "--json", str(written)], {})]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(parsed.ranks)}
+    common |= {"LOCAL_WORLD_SIZE": str(parsed.ranks), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    command = [sys.executable, *given]
+    return [(command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(parsed.ranks)]
+
+
+class Collected:
+    """The rows so far, which are printed and written as they come."""
+
+    def __init__(self, path: Path | None, facts: Fields) -> None:
+        self._path, self.facts = path, facts
+        self.rows: list[Fields] = []
+        self.failed: dict[str, str] = {}
+        self._table = Table(_COLUMNS)
+        self._table.header()
+
+    def add(self, new: Fields) -> None:
+        """A row; one that says more of the last row's figure is joined to it."""
+        last = self.rows[-1] if self.rows else {}
+        if all(last.get(key) == new[key] for key in ("program", "figure", "unit")):
+            last["values"] += new["values"]
+        else:
+            self.rows.append(new)
+        ours = self.rows[-1]["values"][0]["value"]
+        for value in new["values"]:
+            ratio = value["value"] / ours if value["value"] and ours else None
+            given = (value["value"], new["unit"], value["cpu_share"], ratio)
+            self._table.row(new["program"], new["figure"], value["name"], *given)
+        self.write()
+
+    def fail(self, part: str, reason: str, output: list[str]) -> None:
+        """Notes that a part has not ended well."""
+        self.failed[part] = reason
+        print(f"# {part}: {reason}", *(f"#   {line.rstrip()}" for line in output[-_SHOWN_LINES:]), sep="\n", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Writes what is known."""
+        if self._path is not None:
+            write_json(self._path, {"benchmark": "programs", **self.facts, "rows": self.rows, "failed": self.failed})
+
+
+def run(name: str, part: Part, parsed: Any, more: list[str], collected: Collected, folder: Path) -> None:
+    """Runs a part."""
+    written, others = folder / f"{name}.json", folder / f"{name}.log"
+    output: list[str] = []
+    with others.open("w") as log, closing(Job(commands_of(part, parsed, more, written), part.seconds, log)) as job:
+        for line in job.lines():
+            if line.startswith(_RESULT):
+                found = json.loads(line.removeprefix(_RESULT))
+                collected.add(of_a_mixture(found) if "tokens_per_second" in found else found)
+            elif line.startswith(_FACTS):
+                collected.facts |= json.loads(line.removeprefix(_FACTS))
+            else:
+                output.append(line)
+        status = job.status()
+    if part.of_file is not None and written.exists():
+        for found in part.of_file(json.loads(written.read_text())):
+            collected.add(found)
+    if job.timed_out or status:
+        reason = f"ended after {part.seconds:g} s" if job.timed_out else f"status {status}"
+        collected.fail(name, reason, output + others.read_text().splitlines())
+
+
+def main() -> int:
+    parser = common_arguments(__doc__.splitlines()[0])
+    parser.set_defaults(seconds=170)
+    parser.add_argument("-n", "--ranks", type=options.count, default=2, help="number of ranks (default %(default)s)")
+    parser.add_argument("-p", "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
+    parser.add_argument("--cases", nargs="+", default=[], help="only these of the trainings, such as fsdp-bf16")
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar="WORDS", help="of ours in trainings: see programs_ranks.py"
+    )
+    parser.add_argument("--together", action="store_true", help="also time steps of trainings that follow one another")
+    beside = Path(sys.executable).with_name("mpiexec")
+    launcher = os.fspath(beside) if beside.exists() else "mpiexec"
+    parser.add_argument("--mpiexec", default=launcher, metavar="COMMAND", help="with its options (%(default)s)")
+    parsed = parser.parse_args()
+    runtime = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
+    os.environ["PROXYCCL_RUNTIME"] = runtime
+    print(f"# ProxyCCL {versions().get('proxyccl', '')}: programs, {parsed.ranks} ranks, {runtime}")
+    print(f"# {machine()['cpu']}, {machine()['cores']} cores, load {machine()['load']}\n#", flush=True)
+    method = "contenders in turns; median, of the slowest rank"
+    collected = Collected(parsed.json, {"runtime": runtime, "world_size": parsed.ranks, "method": method})
+    end = time.monotonic() + parsed.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        for name in parsed.parts:
+            part = PARTS[name]
+            if (part.needs_gpus and runtime == "host") or part.ranks not in (None, parsed.ranks):
+                continue
+            if time.monotonic() > end:
+                collected.fail(name, f"the {parsed.seconds} s were up", [])
+                continue
+            more: list[str] = []
+            if name == "trainings":
+                more = [word for variant in parsed.variant for word in ("--variant", variant)]
+                more += ["--together"] if parsed.together else []
+            run(name, part, parsed, more, collected, Path(folder))
+    collected.write()
+    return 1 if collected.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""Single calls as programs make them, for `programs.py`: the CPU's time to issue them, and small proxied graphs.
+
+Each function measures a part with `Ranks` and reports its rows. The CPU's share is the time to issue over the time
+until the device has done everything.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from programs_ranks import OURS, Figure, Ranks, Variant
+
+from proxyccl.deep_ep import Buffer
+from proxyccl.tools.options import show_size
+
+_COUNT = 256  # elements: few, so that the kernels are short
+_BURST, _BURSTS = 50, 10  # a burst fits a stream's queue
+_PAIR_BURST = 20
+_GRAPH_CALLS, _REPLAYS = 4, 30
+_GRAPH_BYTES = (8 << 10, 16 << 10, 32 << 10)
+
+
+def issue_and_whole(ranks: Ranks, calls: dict[str, Callable[[], object]], burst: int, bursts: int) -> dict[str, Figure]:
+    """The time to issue a call in µs, on the slowest rank; contenders take turns."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for turn in range(-2, bursts):  # the first two warm up
+        for name, call in calls.items():
+            ranks.meet()
+            start = time.perf_counter()
+            for _ in range(burst):
+                call()
+            issued = time.perf_counter() - start
+            ranks.synchronize()
+            if turn >= 0:
+                times[name].append((issued / burst * 1e6, (time.perf_counter() - start) / burst * 1e6))
+    found = {}
+    for name, taken in times.items():
+        issue, whole = ranks.slowest(*(statistics.median(column) for column in zip(*taken, strict=True)))
+        found[name] = Figure(issue, min(1.0, issue / whole))
+    return found
+
+
+def measure_issue(ranks: Ranks, *, quick: bool) -> None:
+    """Issue of `dist.all_reduce`, synchronous and not, and of `Communicator.all_reduce`."""
+    bursts = 2 if quick else _BURSTS
+    x = ranks.ones(_COUNT)
+    groups = {OURS: ranks.group_of_ours(Variant(OURS)), ranks.peer: dist.group.WORLD}
+
+    def synchronous(group: object) -> Callable[[], object]:
+        return lambda: dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
+
+    def asynchronous(group: object) -> Callable[[], object]:
+        return lambda: dist.all_reduce(x, dist.ReduceOp.MAX, group=group, async_op=True).wait()
+
+    for title, made in (("synchronous", synchronous), ("asynchronous, with wait", asynchronous)):
+        calls = {name: made(group) for name, group in groups.items()}
+        ranks.report("dist.all_reduce", f"issue, {title}", "µs", issue_and_whole(ranks, calls, _BURST, bursts))
+    with ranks.communicator() as comm:
+        found = issue_and_whole(ranks, {OURS: lambda: comm.all_reduce(x, "max")}, _BURST, bursts)
+    ranks.report("Communicator.all_reduce", "issue", "µs", found)
+
+
+def measure_low_latency(ranks: Ranks, *, quick: bool) -> None:
+    """A pair of `deep_ep`'s low-latency calls that no graph holds, beside the pair in a graph, which only its kernels
+    bound.
+    """
+    tokens, hidden, topk, experts = (128, 7168, 8, 256) if ranks.on_gpus else (8, 128, 2, 4)
+    buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
+    x = ranks.ones(tokens * hidden, torch.bfloat16).view(tokens, hidden)
+    ids = torch.rand(tokens, experts, device=ranks.device).topk(topk, dim=1).indices
+    weights = ranks.ones(tokens * topk).view(tokens, topk)
+
+    def pair() -> torch.Tensor:
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, tokens, experts, use_fp8=False)
+        combined, _, _ = buffer.low_latency_combine(rows, ids, weights, handle)
+        return combined
+
+    wrong = int((pair() != topk).sum())
+    if wrong:
+        raise SystemExit(f"{wrong} elements of deep_ep's low-latency pair are wrong")
+    program = f"deep_ep low latency, {tokens} tokens"
+    bursts = 2 if quick else _BURSTS
+    found = issue_and_whole(ranks, {OURS: pair}, _PAIR_BURST, bursts)[OURS]
+    ranks.report(program, "issue of a pair", "µs", {OURS: found})
+    ranks.report(program, "dispatch and combine", "µs", {OURS: _whole(found, 1)})
+    if ranks.on_gpus:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for _ in range(_PAIR_BURST):
+                pair()
+        name = f"{OURS}, captured"
+        replayed = issue_and_whole(ranks, {name: graph.replay}, 1, bursts)[name]
+        ranks.report(program, "dispatch and combine", "µs", {name: _whole(replayed, _PAIR_BURST)})
+    buffer.destroy()
+
+
+def _whole(issue: Figure, pairs: int) -> Figure:
+    """The time until the device has done everything, of one of several pairs that were issued together."""
+    assert issue.cpu_share is not None
+    return Figure(issue.value / issue.cpu_share / pairs, issue.cpu_share)
+
+
+def measure_proxied_graphs(ranks: Ranks, *, quick: bool) -> None:
+    """An all_reduce by proxy in a graph of few calls; on CPUs the calls themselves."""
+    with ranks.communicator() as comm:
+        for nbytes in _GRAPH_BYTES:
+            array = comm.empty(nbytes // 4, "float32").fill(1)
+            comm.register(array)
+            x = torch.from_dlpack(array)
+            ways: dict[str, Callable[[], object]] = {
+                OURS: lambda x=x: comm.all_reduce(x, "max", algorithm="proxy"),  # type: ignore[misc]
+                ranks.peer: lambda x=x: dist.all_reduce(x, dist.ReduceOp.MAX),  # type: ignore[misc]
+            }
+            found = {name: Figure(_per_call(ranks, call, 2 if quick else _REPLAYS)) for name, call in ways.items()}
+            ranks.report(f"all_reduce by proxy, a graph of {_GRAPH_CALLS} calls", show_size(nbytes), "µs", found)
+        comm.check()
+
+
+def _per_call(ranks: Ranks, call: Callable[[], object], replays: int) -> float:
+    """Microseconds of a call, the median over replays of the slowest rank."""
+    queue: Callable[[], object] = lambda: [call() for _ in range(_GRAPH_CALLS)]  # noqa: E731
+    if ranks.on_gpus:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            queue()  # what is made once
+        ranks.meet()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            queue()
+        queue = graph.replay
+    times = []
+    for replay in range(-2, replays):  # the first two warm up
+        ranks.meet()
+        start = time.perf_counter()
+        queue()
+        ranks.synchronize()
+        if replay >= 0:
+            times.append((time.perf_counter() - start) * 1e6 / _GRAPH_CALLS)
+    (slowest,) = ranks.slowest(statistics.median(times))
+    return slowest

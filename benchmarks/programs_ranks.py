@@ -1,0 +1,168 @@
+"""The ranks of a job that `programs.py` starts with torchrun's variables: their groups, and the rows that they report.
+
+The default group is NCCL's, or gloo's where there is not a GPU for each rank. Ours are beside it, of the same ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+# NVLink multicast must not be used. NCCL reads this when it makes its first communicator.
+os.environ["NCCL_NVLS_ENABLE"] = "0"
+
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace
+from program import nvidia_driver
+
+import proxyccl.torch  # noqa: F401  torch 2.15 and later find the backend without this line
+from proxyccl import Communicator
+from proxyccl.channels.collectives.selection import SizeTable
+from proxyccl.tools.results import Fields
+
+RESULT, FACTS = "RESULT ", "FACTS "
+"""How lines for `programs.py` begin: a row's, and that of the facts about the job."""
+OURS = "proxyccl"
+_MOVED = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What was measured of one contender.
+
+    Attributes:
+        value: in the row's unit, of the slowest rank.
+        cpu_share: the part of the time in which the CPU issued what was measured, from 0 to 1; None if unknown.
+    """
+
+    value: float
+    cpu_share: float | None = None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to run our collectives, by words joined by +: a number is the most blocks of a kernel; `proxy` has the
+    proxies do everything, and `gather-by-proxy` the all_gathers alone; `registered` has FSDP2 gather into registered
+    memory. `default` is none of them.
+    """
+
+    name: str
+    blocks: int | None = None
+    proxied: tuple[str, ...] = ()
+    registered: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Raises ValueError for an unknown word."""
+        blocks, proxied, registered = None, (), False
+        for word in text.split("+"):
+            if word.isdecimal():
+                blocks = int(word)
+            elif word == "proxy":
+                proxied = _MOVED
+            elif word == "gather-by-proxy":
+                proxied = ("all_gather",)
+            elif word == "registered":
+                registered = True
+            elif word != "default":
+                raise ValueError(f"unknown variant {word!r}; expected a number of blocks or one of the words")
+        return cls(OURS if text == "default" else f"{OURS}, {text}", blocks, proxied, registered)
+
+
+def communicator_of(group: Any, device: torch.device) -> Communicator:
+    """The communicator of a process group of ours."""
+    backend = group if hasattr(group, "endpoints") else group._get_backend(device)
+    made: Communicator = backend.endpoints.of_all(device)
+    return made
+
+
+class Ranks:
+    """This rank among the others.
+
+    Attributes:
+        rank, size: its number, and how many there are.
+        on_gpus: whether each has a GPU.
+        device: this rank's.
+        peer: the name of torch's own backend.
+    """
+
+    def __init__(self) -> None:
+        local = int(os.environ["LOCAL_RANK"])
+        wanted = os.environ.get("PROXYCCL_RUNTIME") != "host"
+        self.on_gpus = wanted and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+        self.device = torch.device("cuda", local) if self.on_gpus else torch.device("cpu")
+        if self.on_gpus:
+            torch.cuda.set_device(self.device)
+        self.peer = "nccl" if self.on_gpus else "gloo"
+        dist.init_process_group(self.peer)
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.first = self.rank == 0
+
+    def group_of_ours(self, variant: Variant) -> Any:
+        """A process group of all ranks with a communicator of its own. All ranks call it together."""
+        group = dist.new_group(backend=OURS)
+        comm = communicator_of(group, self.device)
+        defaults = comm.runtime.launch_defaults
+        if variant.blocks is not None:
+            comm.runtime.launch_defaults = replace(defaults, blocks=min(variant.blocks, defaults.blocks))
+        for collective in variant.proxied:
+            tables = comm.collectives.selector.with_table(collective, SizeTable((), "proxy"))
+            comm.collectives.selector = tables
+        # This makes the kernels' team, which has these blocks from then on.
+        dist.reduce_scatter_tensor(self.ones(1), self.ones(self.size), group=group)
+        comm.runtime.launch_defaults = defaults
+        return group
+
+    @contextmanager
+    def communicator(self) -> Iterator[Communicator]:
+        """A communicator of all ranks, of the same kind of device."""
+        runtime = "cuda" if self.on_gpus else "host"
+        with Communicator.from_torch(runtime=runtime, timeout=30) as comm:
+            yield comm
+
+    def ones(self, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A tensor of ones on the device."""
+        return torch.ones(count, dtype=dtype, device=self.device)
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.on_gpus:
+            torch.cuda.synchronize()
+
+    def meet(self) -> None:
+        """Waits until all ranks have come, with nothing queued."""
+        self.synchronize()
+        dist.barrier()
+        self.synchronize()
+
+    def slowest(self, *values: float) -> list[float]:
+        """The largest of all ranks, of each value."""
+        most = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        found: list[float] = most.tolist()
+        return found
+
+    def report(self, program: str, figure: str, unit: str, values: dict[str, Figure], **more: Any) -> None:
+        """Prints a row for `programs.py` on the first rank. Names that begin as ours are ours."""
+        row: Fields = {"program": program, "figure": figure, "unit": unit, **more}
+        row["values"] = [
+            {"name": name, "ours": name.startswith(OURS), "value": found.value, "cpu_share": found.cpu_share}
+            for name, found in values.items()
+        ]
+        if self.first:
+            print(RESULT + json.dumps(row), flush=True)
+
+    def report_facts(self) -> None:
+        """Prints on the first rank what the ranks run on."""
+        with self.communicator() as comm:
+            facts: Fields = {"device": comm.runtime.describe(), "runtime": comm.runtime.name}
+        facts |= {"nvidia_driver": nvidia_driver(), "peers": {"torch": torch.__version__}}
+        if self.on_gpus:
+            facts["peers"]["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        if self.first:
+            print(FACTS + json.dumps(facts), flush=True)

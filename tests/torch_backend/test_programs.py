@@ -1,0 +1,39 @@
+"""The benchmark of programs and the example that it runs, on CPUs: they end well and report every row."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.host_only(reason="on GPUs the benchmark itself runs")
+
+SECONDS = 400
+
+
+def test_programs_run_beside_gloo_and_report_their_rows(tmp_path: Path) -> None:
+    path = tmp_path / "programs.json"
+    options = ["--quick", "--json", str(path), "-t", str(SECONDS), "-p", "trainings", "moe", "calls"]
+    options += ["--cases", "fsdp-f32", "--variant", "default", "--variant", "1+proxy+registered"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "programs.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**os.environ, "PROXYCCL_RUNTIME": "host"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(path.read_text())
+    names = {row["program"]: [value["name"] for value in row["values"]] for row in results["rows"]}
+    assert names["FSDP2 step, float32, 512 rows, tiny"] == ["proxyccl", "proxyccl, 1+proxy+registered", "gloo"]
+    assert names["mixture of experts, 8 layers"] == ["proxyccl", "gloo"]
+    assert {"dist.all_reduce", "Communicator.all_reduce", "deep_ep low latency, 8 tokens"} <= set(names)
+    assert all(value["value"] > 0 for row in results["rows"] for value in row["values"])
