@@ -120,8 +120,9 @@ class Communicator:
         fabric: libfabric's provider, interface and settings; None for those in ``PROXYCCL_FABRIC_*``, else the defaults
             of `FabricOptions`.
         cta_policy: "zero" leaves the multiprocessors to the program, as NCCL_CTA_POLICY_ZERO does: collectives run by
-            proxy unless a call names an algorithm or another policy. "default" takes the fastest. The same on all
-            ranks. None for ``PROXYCCL_CTA_POLICY``, else "default".
+            proxy unless a call names an algorithm or another policy. "efficiency" leaves it most of them: kernels have
+            few blocks. "default" takes what is fastest alone. The same on all ranks. None for
+            ``PROXYCCL_CTA_POLICY``, else "default".
         linger: seconds that the process waits at its end, silently, for ranks that have not closed the
             communicator; None for `timeout`, after which a report names the missing ranks.
 
@@ -607,8 +608,8 @@ class Communicator:
                 of as many ranks each also "hierarchical". None chooses, by size and element type. Or an `ExecutionPlan`
                 for this collective and operator.
             cta_policy: "zero" leaves the multiprocessors to the program: the proxies move the data, and only a
-                reduction runs a kernel, with few blocks. "default" chooses from all. None for the communicator's
-                policy. All ranks pass the same.
+                reduction runs a kernel, with few blocks. "efficiency" has kernels of few blocks, whatever the
+                algorithm. "default" chooses from all. None for the communicator's policy. All ranks pass the same.
             symmetric: promises that the arrays of all ranks are symmetric memory (`empty`, `register`), so that
                 the choice may rely on it; the result does not depend on it. All ranks pass the same.
             stream: where to queue it: a stream of any library, or its handle, which must live until the next call. With

@@ -234,6 +234,7 @@ class LaunchDefaults(Struct, frozen=True):
     Attributes:
         threads: threads in a block of the shipped kernels.
         blocks: most blocks that a shipped collective uses.
+        efficient_blocks: the same under the policy that spares multiprocessors: so few that it takes little longer.
         copy_blocks: most blocks that a proxied collective uses.
         bytes_per_block: a collective takes one more block for each of these numbers of bytes that a rank contributes.
         exchange_bytes: the bytes that a rank receives from all others at a time, in each buffer for rounds (team.h).
@@ -250,6 +251,7 @@ class LaunchDefaults(Struct, frozen=True):
 
     threads: int
     blocks: int
+    efficient_blocks: int
     copy_blocks: int
     bytes_per_block: int
     exchange_bytes: int

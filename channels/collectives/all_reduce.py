@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.reduce_schedules import prepare_all_reduce
+from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
 from proxyccl.channels.collectives.table import ALL_REDUCE_KERNELS, COLLECTIVES
 from proxyccl.channels.collectives.team import Team
@@ -28,24 +29,25 @@ class AllReduce(Collective):
         """See `Collective.launch`."""
         group, source, target, op = collectives.group, call.source, call.target, call.op
         assert op is not None
+        policy = call.request.cta_policy
         chosen = collectives.choose(self.table, call.request, source.dtype, call.nbytes)
         if chosen == "hierarchical":
-            return _prepare_by_levels(collectives, source, target, op)
+            return _prepare_by_levels(collectives, source, target, op, policy)
         team = collectives.team()
         if chosen in PACKET_ALGORITHMS and team.packets is None:
             chosen = "two_shot"
         if chosen in ("two_shot", "proxy") and collectives.goes_by_schedule(chosen):
             return prepare_all_reduce(collectives.by_proxy(), source, target, op)
         if chosen == "two_shot":
-            reached_at = group.symmetric.reached(target)
-            return _prepare_two_shot(group, team, source.dtype, op, source.ptr, target.ptr, source.size, reached_at)
+            arrays, reached_at = (source.ptr, target.ptr, source.size), group.symmetric.reached(target)
+            return _prepare_two_shot(group, team, source.dtype, op, policy, *arrays, reached_at)
         kernel = ALL_REDUCE_KERNELS[chosen]
         shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
         arrays = (source.ptr, target.ptr, source.size)
         if chosen in PACKET_ALGORITHMS and team.packets is not None:
             blocks, threads, parameter = team.packets.launch(chosen, source.dtype, source.size)
             return shipped.prepare(blocks, threads, parameter, *arrays)
-        return shipped.prepare(team.grid(source.nbytes), team.threads, team.parameter(), *arrays)
+        return shipped.prepare(team.grid(source.nbytes, policy), team.threads, team.parameter(), *arrays)
 
 
 ALL_REDUCE = AllReduce()
@@ -57,18 +59,21 @@ def _prepare_two_shot(
     team: Team,
     dtype: DType,
     op: str,
+    policy: CtaPolicy,
     source: int,
     target: int,
     count: int,
     reached_at: Sequence[int] | None = None,
 ) -> Launch:
     kernel = ALL_REDUCE_KERNELS["two_shot" if team.all_mapped else "proxy"]
-    blocks, parameter = team.pipeline(count, dtype.itemsize, reached_at)
+    blocks, parameter = team.pipeline(count, dtype.itemsize, policy, reached_at)
     shipped = group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
     return shipped.prepare(blocks, team.threads, parameter, source, target, count)
 
 
-def _prepare_by_levels(collectives: Collectives, source: ArrayView, target: ArrayView, op: str) -> Launchable:
+def _prepare_by_levels(
+    collectives: Collectives, source: ArrayView, target: ArrayView, op: str, policy: CtaPolicy
+) -> Launchable:
     """Each share is reduced inside the node, then between the ranks with the same number on all nodes, then gathered
     inside the node, so a node's data crosses to the others once. Elements that do not divide into even shares go
     through all ranks together.
@@ -101,12 +106,12 @@ def _prepare_by_levels(collectives: Collectives, source: ArrayView, target: Arra
     gather = shipped(gather_kernel.file, gather_kernel.name)
     team = inside.parameter()
     launches = [
-        scatter.prepare(inside.grid(even * dtype.itemsize), inside.threads, team, source.ptr, own, share),
-        _prepare_two_shot(group, across, dtype, op, own, own, share),
-        gather.prepare(inside.grid(nbytes), inside.threads, team, own, target.ptr, nbytes),
+        scatter.prepare(inside.grid(even * dtype.itemsize, policy), inside.threads, team, source.ptr, own, share),
+        _prepare_two_shot(group, across, dtype, op, policy, own, own, share),
+        gather.prepare(inside.grid(nbytes, policy), inside.threads, team, own, target.ptr, nbytes),
     ]
     if even < source.size:
         offset = even * dtype.itemsize
         pointers = (source.ptr + offset, target.ptr + offset)
-        launches.append(_prepare_two_shot(group, collectives.team(), dtype, op, *pointers, source.size - even))
+        launches.append(_prepare_two_shot(group, collectives.team(), dtype, op, policy, *pointers, source.size - even))
     return StreamOperations(group.runtime, launches)

@@ -49,4 +49,5 @@ class Move(Collective):
         staged = self.rereads_output and source.ptr == target.ptr
         reached_at = None if staged else group.symmetric.reached(target)
         arguments = (team.parameter(nbytes=share, reached_at=reached_at), source.ptr, target.ptr, share, *root)
-        return group.runtime.shipped(kernel.file, kernel.name).prepare(team.grid(share), team.threads, *arguments)
+        blocks = team.grid(share, call.request.cta_policy)
+        return group.runtime.shipped(kernel.file, kernel.name).prepare(blocks, team.threads, *arguments)

@@ -28,7 +28,7 @@ class _ReduceScatter(Collective):
         team, kernel = collectives.team(), COLLECTIVES[self.name][0]
         arguments = (team.parameter(), source.ptr, target.ptr, target.size)
         shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
-        return shipped.prepare(team.grid(source.nbytes), team.threads, *arguments)
+        return shipped.prepare(team.grid(source.nbytes, call.request.cta_policy), team.threads, *arguments)
 
 
 REDUCE_SCATTER = _ReduceScatter()

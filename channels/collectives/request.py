@@ -6,17 +6,18 @@ import functools
 import os
 from typing import Literal, NamedTuple
 
-from proxyccl.channels.collectives.selection import require_algorithm
+from proxyccl.channels.collectives.selection import ALGORITHMS_BY_COLLECTIVE, require_algorithm
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.segment.calls import ANY_ALGORITHM, register_names
 from proxyccl.device.errors import ArgumentError
 
-CtaPolicy = Literal["default", "zero"]
-"""How many multiprocessors (of NCCL's blocks, the CTAs) a collective may occupy: as many as are best for it, or none,
-as with NCCL_CTA_POLICY_ZERO."""
-CTA_POLICIES: tuple[CtaPolicy, ...] = ("default", "zero")
+CtaPolicy = Literal["default", "efficiency", "zero"]
+"""How many multiprocessors (of NCCL's blocks, the CTAs) a collective may occupy: as many as are best for it alone; few,
+with which it takes little longer; or none. These are NCCL_CTA_POLICY_DEFAULT, _EFFICIENCY and _ZERO."""
+CTA_POLICIES: tuple[CtaPolicy, ...] = ("default", "efficiency", "zero")
 
 _ZERO, _SYMMETRIC = f"{ANY_ALGORITHM}, cta_policy zero", f"{ANY_ALGORITHM}, symmetric"
+_ALGORITHMS = dict.fromkeys(name for names in ALGORITHMS_BY_COLLECTIVE.values() for name in names)
 
 
 class Request(NamedTuple):
@@ -84,16 +85,26 @@ def request(
 def _request(
     collective: str, algorithm: str | None, cta_policy: CtaPolicy | None, symmetric: bool, standing: CtaPolicy
 ) -> Request:
+    policy: CtaPolicy = cta_policy or standing
     if algorithm is not None:
         require_algorithm(algorithm, collective)
         if cta_policy == "zero" and algorithm != "proxy":
             raise ArgumentError(
                 "algorithm", f"{algorithm!r} occupies multiprocessors; with cta_policy 'zero' expected None or 'proxy'"
             )
-        return Request(algorithm, algorithm)
-    if (cta_policy or standing) == "zero":
+        return _with_policy(Request(algorithm, algorithm), policy)
+    if policy == "zero":
         return Request(_ZERO, cta_policy="zero")
-    return Request(_SYMMETRIC, symmetric=True) if symmetric else Request()
+    return _with_policy(Request(_SYMMETRIC, symmetric=True) if symmetric else Request(), policy)
 
 
-register_names(_ZERO, _SYMMETRIC)
+def _with_policy(request: Request, policy: CtaPolicy) -> Request:
+    """The request with few multiprocessors, if that is the policy: any algorithm can have few."""
+    return request._replace(name=_efficient(request.name), cta_policy=policy) if policy == "efficiency" else request
+
+
+def _efficient(name: str) -> str:
+    return f"{name}, cta_policy efficiency"
+
+
+register_names(_ZERO, _SYMMETRIC, *map(_efficient, (ANY_ALGORITHM, _SYMMETRIC, *_ALGORITHMS)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from proxyccl.channels.collectives import packet_team
 from proxyccl.channels.collectives.links import Links
 from proxyccl.channels.collectives.packet_team import PacketTeam
+from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
@@ -59,6 +60,7 @@ class Team:
         self.all_mapped = ranks <= lib.PROXYCCL_MAX_MAPPED_RANKS and all(flags[peer] for peer in members)
         defaults = runtime.launch_defaults
         self.blocks = defaults.blocks if self.all_mapped else defaults.copy_blocks
+        self._efficient_blocks = min(self.blocks, defaults.efficient_blocks)
         self._bytes_per_block, self._meeting_bytes = defaults.bytes_per_block, defaults.meeting_bytes
         self.threads = max(defaults.threads, ranks)
         lanes = self.blocks if self.all_mapped else 1
@@ -95,9 +97,10 @@ class Team:
         with_packets = self.all_mapped and ranks == group.world_size <= packet_team.MAX_RANKS
         self.packets = PacketTeam(group) if with_packets else None
 
-    def grid(self, nbytes: int) -> int:
+    def grid(self, nbytes: int, policy: CtaPolicy) -> int:
         """Blocks for a collective of `nbytes` bytes a rank: few for a short one, which is then fastest."""
-        return max(1, min(self.blocks, -(-nbytes // self._bytes_per_block)))
+        most = self._efficient_blocks if policy == "efficiency" else self.blocks
+        return max(1, min(most, -(-nbytes // self._bytes_per_block)))
 
     def parameter(self, *, nbytes: int = 0, reached_at: Sequence[int] | None = None) -> bytes:
         """A kernel's ProxycclTeam.
@@ -109,7 +112,9 @@ class Team:
         """
         return self._struct(self._call(nbytes, reached_at))
 
-    def pipeline(self, count: int, itemsize: int, reached_at: Sequence[int] | None = None) -> tuple[int, bytes]:
+    def pipeline(
+        self, count: int, itemsize: int, policy: CtaPolicy, reached_at: Sequence[int] | None = None
+    ) -> tuple[int, bytes]:
         """Blocks of a two-shot kernel for `count` elements a rank, and its ProxycclTeam."""
         team = self._call(0, reached_at)
         aligned = 16 // itemsize  # shares and pieces start on 16 bytes where the array does
@@ -120,7 +125,7 @@ class Team:
             part = _round_up(-(-team.share // _PROXIED_PARTS), aligned)
             team.piece = min(team.piece, max(part, _SHORTEST_PROXIED_PIECE // itemsize))
         team.pieces = -(-team.share // team.piece)
-        return self.grid(count * itemsize), self._struct(team)
+        return self.grid(count * itemsize, policy), self._struct(team)
 
     def _struct(self, team: ProxycclTeamPointer) -> bytes:
         return ProxiedStruct.of(bytes(ffi.buffer(team)), self._links.sleepers)

@@ -75,6 +75,7 @@ class HostRuntime:
         self.launch_defaults = LaunchDefaults(
             threads=4,
             blocks=blocks,
+            efficient_blocks=1,
             copy_blocks=blocks,
             bytes_per_block=32 * 1024,
             exchange_bytes=1024 * 1024,

@@ -113,8 +113,12 @@ COLLECTIVES: list[Any] = [
         "unknown algorithm 'two_shot'; expected one of kernels, proxy",
     ),
     ("algorithm", lambda c: c.broadcast(ones(c, 4), algorithm=["proxy"]), "must be a name or None"),
-    ("cta_policy", lambda c: c.all_reduce(ones(c, 4), cta_policy="none"), "'none' is not one of 'default', 'zero'"),
-    ("cta_policy", lambda c: c.all_to_all(ones(c, 4), cta_policy=0), "0 is not one of 'default', 'zero'"),
+    (
+        "cta_policy",
+        lambda c: c.all_reduce(ones(c, 4), cta_policy="none"),
+        "'none' is not one of 'default', 'efficiency', 'zero'",
+    ),
+    ("cta_policy", lambda c: c.all_to_all(ones(c, 4), cta_policy=0), "0 is not one of 'default', 'efficiency', 'zero'"),
     ("symmetric", lambda c: c.all_gather(ones(c, 4), symmetric=1), "must be True or False, not 1"),
     *(
         (

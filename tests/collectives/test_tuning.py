@@ -27,7 +27,7 @@ from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.device.arrays.dtypes import DTYPES
 from support.device_arrays import on_device, on_host
-from support.devices import require_devices, world_sizes
+from support.devices import require_devices, runtime_with_blocks, world_sizes
 from support.running import TIMEOUT, run_ranks, wait_for
 
 MANY = max(world_sizes(2, 3), default=2)
@@ -216,11 +216,25 @@ def test_a_communicators_policy_is_for_calls_that_name_none(
     run_ranks(2, body, **options)
 
 
-def test_there_are_two_policies(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArgumentError, match="cta_policy: 'none' is not one of 'default', 'zero'"):
+def test_under_the_policy_efficiency_kernels_have_few_blocks(cache: Path) -> None:
+    def body(comm: Communicator) -> None:
+        x = on_device(comm, np.full(1 << 16, comm.rank + 1, np.float32))
+        for options in ({}, {"algorithm": "two_shot"}, {"symmetric": True}):
+            assert (on_host(comm.all_reduce(x, "max", cta_policy="efficiency", **options)) == 2).all()
+        assert on_host(comm.all_gather(x, cta_policy="efficiency")).shape == (1 << 17,)
+        assert (on_host(comm.reduce_scatter(x, "sum", cta_policy="efficiency")) == 4).all()
+        assert not by_proxy(comm)
+        team, most = comm.collectives.team(), comm.runtime.launch_defaults
+        assert team.grid(1 << 30, "efficiency") == most.efficient_blocks < team.grid(1 << 30, "default") == most.blocks
+
+    run_ranks(2, body, make_runtime=runtime_with_blocks)
+
+
+def test_there_are_three_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match="cta_policy: 'none' is not one of 'default', 'efficiency', 'zero'"):
         run_ranks(1, lambda _: None, cta_policy="none")
-    monkeypatch.setenv("PROXYCCL_CTA_POLICY", "efficiency")
-    with pytest.raises(ArgumentError, match="PROXYCCL_CTA_POLICY: 'efficiency' is not one of"):
+    monkeypatch.setenv("PROXYCCL_CTA_POLICY", "most")
+    with pytest.raises(ArgumentError, match="PROXYCCL_CTA_POLICY: 'most' is not one of"):
         run_ranks(1, lambda _: None)
 
 
