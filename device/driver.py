@@ -214,8 +214,12 @@ class Driver(Protocol):
 
     # -- streams and events ---
 
-    def create_stream(self) -> int:
-        """A stream that does not wait for the legacy default stream."""
+    def create_stream(self, *, first: bool = False) -> int:
+        """A stream that does not wait for the legacy default stream.
+
+        Args:
+            first: whether its kernels' blocks are placed before those of other streams' kernels that wait for room.
+        """
         ...
 
     def destroy_stream(self, stream: int) -> None:

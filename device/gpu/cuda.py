@@ -240,9 +240,12 @@ class CudaDriver:
 
     # -- streams and events ---
 
-    def create_stream(self) -> int:
+    def create_stream(self, *, first: bool = False) -> int:
         """A non-blocking stream."""
-        return int(ok("cuStreamCreate", cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))))
+        flags, priority = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING), 0
+        if first:
+            _, priority = ok("cuCtxGetStreamPriorityRange", cu.cuCtxGetStreamPriorityRange())
+        return int(ok("cuStreamCreateWithPriority", cu.cuStreamCreateWithPriority(flags, priority)))
 
     def destroy_stream(self, stream: int) -> None:
         """Destroys a stream."""

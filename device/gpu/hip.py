@@ -216,9 +216,12 @@ class HipDriver:
 
     # -- streams and events ---
 
-    def create_stream(self) -> int:
+    def create_stream(self, *, first: bool = False) -> int:
         """A non-blocking stream."""
-        return int(call("hipStreamCreateWithFlags", hip.hipStreamNonBlocking))
+        priority = 0
+        if first:
+            _, priority = call("hipDeviceGetStreamPriorityRange")
+        return int(call("hipStreamCreateWithPriority", hip.hipStreamNonBlocking, priority))
 
     def destroy_stream(self, stream: int) -> None:
         """Destroys a stream."""

@@ -14,12 +14,17 @@ from proxyccl.device.owned import Owned, OwnedStream
 
 
 class GpuStream(OwnedStream):
-    """A queue of device work, independent of the legacy default stream."""
+    """A queue of device work, independent of the legacy default stream.
 
-    def __init__(self, context: DeviceContext) -> None:
+    Args:
+        context: of the device.
+        first: as for `Driver.create_stream`.
+    """
+
+    def __init__(self, context: DeviceContext, *, first: bool = False) -> None:
         self._context, self._driver = context, context.driver
         with context.current():
-            self.handle = self._driver.create_stream()
+            self.handle = self._driver.create_stream(first=first)
         super().__init__(context.call, self._driver.destroy_stream, self.handle)
 
     def close(self) -> None:

@@ -22,13 +22,16 @@ _idle: dict[torch.device, list[Any]] = {}
 
 
 def take(device: torch.device) -> Any:
-    """A stream of a GPU, as torch's, that nobody else uses until `give_back`."""
+    """A stream of a GPU, as torch's, that nobody else uses until `give_back`.
+
+    It has the highest priority: the peers wait for what it runs, and a graph keeps the priority of what was captured.
+    """
     with _lock:
         idle = _idle.get(device)
         if idle:
             return idle.pop()
     driver = open_driver(runtime_name(device))
-    stream = GpuStream(DeviceContext(driver, driver.context(device.index)))
+    stream = GpuStream(DeviceContext(driver, driver.context(device.index)), first=True)
     with _lock:
         _made.append(stream)
     return torch.cuda.ExternalStream(stream.handle, device)

@@ -176,8 +176,11 @@ HIP_EXPORT hipError_t hipMemsetD8Async(hipDeviceptr_t dst, unsigned char value, 
 
 // -- streams and events ---
 
-HIP_EXPORT hipError_t hipStreamCreateWithFlags(hipStream_t* stream, unsigned flags) {
-  return as(CU(cuStreamCreate, stream, flags));
+HIP_EXPORT hipError_t hipStreamCreateWithPriority(hipStream_t* stream, unsigned flags, int priority) {
+  return as(CU(cuStreamCreateWithPriority, stream, flags, priority));
+}
+HIP_EXPORT hipError_t hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  return as(CU(cuCtxGetStreamPriorityRange, least, greatest));
 }
 HIP_EXPORT hipError_t hipStreamDestroy(hipStream_t stream) { return as(CU(cuStreamDestroy_v2, stream)); }
 HIP_EXPORT hipError_t hipStreamQuery(hipStream_t stream) { return as(CU(cuStreamQuery, stream)); }

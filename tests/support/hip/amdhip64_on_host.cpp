@@ -438,8 +438,12 @@ HIP_EXPORT hipError_t hipMemsetD8Async(hipDeviceptr_t dst, unsigned char value, 
 
 // -- streams and events ---
 
-HIP_EXPORT hipError_t hipStreamCreateWithFlags(hipStream_t* stream, unsigned) {
+HIP_EXPORT hipError_t hipStreamCreateWithPriority(hipStream_t* stream, unsigned, int) {
   *stream = createStream();
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = *greatest = 0;
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipStreamDestroy(hipStream_t stream) { return destroyStream(static_cast<Stream*>(stream)); }

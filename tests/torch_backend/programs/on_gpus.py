@@ -12,13 +12,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-import proxyccl.torch  # noqa: F401  before torch 2.15 the backend is not found by itself
+from proxyccl.torch import own_streams  # importing the package registers the backend, as torch before 2.15 needs
 
 COUNT = 1 << 22
 
 
 def streams(device: torch.device) -> None:
-    """Asynchronous calls follow the current stream, and work after `wait` follows them."""
+    """Asynchronous calls follow the current stream, and work after `wait` follows them; their stream goes first."""
     for _ in range(20):
         x = torch.zeros(COUNT, device=device)
         torch.cuda._sleep(1_000_000)
@@ -34,6 +34,9 @@ def streams(device: torch.device) -> None:
     y = torch.ones(COUNT, device=device)
     future = dist.all_reduce(y, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
     assert (future.wait() == 4).all()
+    own = own_streams.take(device)
+    assert own.priority < torch.cuda.Stream().priority, "lower numbers come first"
+    own_streams.give_back(device, own)
 
 
 def repeated(device: torch.device) -> None:
