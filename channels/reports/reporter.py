@@ -30,8 +30,8 @@ _UNREPORTED = (lib.PROXYCCL_ERROR_LOCAL, lib.PROXYCCL_ERROR_PARENT)
 """A program that ends a communicator itself needs no report; and a split communicator is in its parent's report."""
 _ASKED_SECONDS = 1.0
 _NOTE_SECONDS = 5.0
-"""How long an exception waits for its report, to name the file: reading the device and the stacks takes 20 ms, on a machine
-with more work than cores up to a second or two."""
+"""How long an exception waits for its report, to name the file. Reading the device and the stacks takes 20 ms; on a
+machine with more work than cores, seconds."""
 
 
 class Reporter:
