@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator, TriggerError
+from support.devices import rank_runtime
 from support.ranks import Ranks
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
@@ -135,8 +136,14 @@ def test_more_values_arrive_than_can_be_on_their_way(ranks: Ranks) -> None:
     ranks.run(body)
 
 
-@pytest.mark.parametrize("kind", ["proxy", "sm"])
-def test_a_signal_raises_the_count_to_its_value(ranks: Ranks, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "adds"), [("proxy", True), ("sm", True), ("sm", False)])
+def test_a_signal_raises_the_count_to_its_value(
+    ranks: Ranks, kind: str, adds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the link to the peer does not add atomically, a kernel stores the count."""
+    if not adds:
+        monkeypatch.setattr(type(rank_runtime(0)), "adds_at_peer", lambda *_: False)
+
     def body(comm: Communicator) -> None:
         memory, seen = comm.empty(8, "uint8"), comm.empty(4, "int32").fill(-1)
         channels = (comm.proxy_channels if kind == "proxy" else comm.sm_channels)(memory, memory)
