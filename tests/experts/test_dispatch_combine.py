@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from proxyccl import ArgumentError, Communicator, DispatchCombine, MismatchError, WaitTimeoutError
 from proxyccl.device.arrays.array import as_view
 from support import running
-from support.cases.reference import numpy_dtype, poison, unit_roundoff
+from support.cases.reference import computed_once, numpy_dtype, poison, unit_roundoff
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import most_ranks, runtime_with_blocks
 from support.paths import EXAMPLES
@@ -68,24 +69,13 @@ class Case:
         )
 
     def values(self, rank: int, rows: int, what: int) -> Values:
-        rng = np.random.default_rng((self.seed, rank, what))
-        return rng.normal(size=(rows, self.hidden)).astype(numpy_dtype(self.dtype))
+        return _values(self, rank, rows, what).copy()
 
     def inputs(self, rank: int) -> Values:
         return self.values(rank, self.tokens[rank], 0)
 
     def expert_ids(self, rank: int) -> NDArray[np.int32]:
-        rng = np.random.default_rng((self.seed, rank, 1))
-        shape = (self.tokens[rank], self.topk)
-        dropped = np.full(shape, self.experts)
-        chosen = {
-            "uniform": rng.integers(0, self.experts + 1, shape),
-            "one expert": np.full(shape, self.experts // 2),
-            "one rank": rng.integers(0, self.experts_per_rank, shape),
-            "mostly dropped": np.where(rng.random(shape) < 0.9, dropped, rng.integers(0, self.experts, shape)),
-            "all dropped": dropped,
-        }[self.routing]
-        return chosen.astype(np.int32)
+        return _expert_ids(self, rank).copy()
 
     def weights(self, rank: int) -> NDArray[np.float32]:
         rng = np.random.default_rng((self.seed, rank, 2))
@@ -95,19 +85,12 @@ class Case:
 
     def arrivals(self, rank: int) -> list[tuple[int, int, int]]:
         """(source rank, token, k) of each row that the rank gets, in order."""
-        ids = [self.expert_ids(source) for source in range(self.ranks)]
-        first = rank * self.experts_per_rank
-        return [
-            (source, int(token), int(k))
-            for expert in range(first, first + self.experts_per_rank)
-            for source in range(self.ranks)
-            for token, k in np.argwhere(ids[source] == expert)
-        ]
+        return _arrivals(self, rank)
 
     def counts(self, rank: int) -> list[int]:
         first = rank * self.experts_per_rank
         return [
-            sum(int((self.expert_ids(source) == expert).sum()) for source in range(self.ranks))
+            sum(int((_expert_ids(self, source) == expert).sum()) for source in range(self.ranks))
             for expert in range(first, first + self.experts_per_rank)
         ]
 
@@ -127,6 +110,42 @@ class Case:
                 if source == rank:
                     out[token, k] = row
         return out
+
+
+# Ranks as threads share them, and get copies.
+
+
+@computed_once
+def _values(case: Case, rank: int, rows: int, what: int) -> Values:
+    rng = np.random.default_rng((case.seed, rank, what))
+    return rng.normal(size=(rows, case.hidden)).astype(numpy_dtype(case.dtype))
+
+
+@computed_once
+def _expert_ids(case: Case, rank: int) -> NDArray[np.int32]:
+    rng = np.random.default_rng((case.seed, rank, 1))
+    shape = (case.tokens[rank], case.topk)
+    dropped = np.full(shape, case.experts)
+    chosen = {
+        "uniform": rng.integers(0, case.experts + 1, shape),
+        "one expert": np.full(shape, case.experts // 2),
+        "one rank": rng.integers(0, case.experts_per_rank, shape),
+        "mostly dropped": np.where(rng.random(shape) < 0.9, dropped, rng.integers(0, case.experts, shape)),
+        "all dropped": dropped,
+    }[case.routing]
+    return chosen.astype(np.int32)
+
+
+@computed_once
+def _arrivals(case: Case, rank: int) -> list[tuple[int, int, int]]:
+    ids = [_expert_ids(case, source) for source in range(case.ranks)]
+    first = rank * case.experts_per_rank
+    return [
+        (source, int(token), int(k))
+        for expert in range(first, first + case.experts_per_rank)
+        for source in range(case.ranks)
+        for token, k in np.argwhere(ids[source] == expert)
+    ]
 
 
 def assert_combined(case: Case, got: Values, slots: Values, weights: Values, *, parts_rounded: bool) -> None:
@@ -591,14 +610,23 @@ def test_a_missing_rank_is_waited_for_within_the_time_out() -> None:
 # -- the example ---
 
 
-def test_mixture_of_experts_equals_one_process() -> None:
-    program = EXAMPLES / "moe_digits.py"
-    env = {"PROXYCCL_LOCAL_WORLD_SIZE": "2"}
-    done = run_mpi(4, program, "--epochs", "2", "--json", env=env)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+def assert_equals_one_process(result: dict[str, Any]) -> None:
     assert result["channel"] == "SmChannel and ProxyChannel"
     assert result["difference"] <= 1e-5
     assert result["accuracy"] == result["reference_accuracy"] > 0.7
     assert 0 < result["rows_between_ranks"] < result["rows"]
     assert result["proxy"]["triggers"] > 0
+
+
+def test_mixture_of_experts_equals_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("moe_digits")
+    assert_equals_one_process(asdict(run_ranks(4, lambda comm: example.run(comm, epochs=2), local_world_size=2)[0]))
+
+
+@pytest.mark.full  # most of the time is four processes' that start
+def test_mixture_of_experts_as_a_program_equals_one_process() -> None:
+    env = {"PROXYCCL_LOCAL_WORLD_SIZE": "2"}
+    done = run_mpi(4, EXAMPLES / "moe_digits.py", "--epochs", "2", "--json", env=env)
+    assert done.returncode == 0, done.stderr
+    assert_equals_one_process(json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT ")))

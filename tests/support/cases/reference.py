@@ -213,7 +213,7 @@ def _compare(out: Values, expected: Values, bound: Values | None, message: str) 
 _cache_lock = threading.RLock()
 
 
-def _cached(function: Callable[P, T]) -> Callable[P, T]:
+def computed_once(function: Callable[P, T]) -> Callable[P, T]:
     """A small cache that ranks as threads share; each value is computed once."""
     cached = functools.lru_cache(maxsize=64)(function)
 
@@ -225,7 +225,7 @@ def _cached(function: Callable[P, T]) -> Callable[P, T]:
     return locked
 
 
-@_cached
+@computed_once
 def _inputs(call: Call, world_size: int) -> list[Values]:
     dtype = numpy_dtype(call.dtype)
     size, _ = call.sizes(world_size)
@@ -294,12 +294,12 @@ def operations_of(dtype: str, algorithm: str | None) -> tuple[str, ...]:
     return ops_of(dtype)[first :: len(CHOICES)] or ("sum",)
 
 
-@_cached
+@computed_once
 def _reduced_once(call: Call, world_size: int) -> tuple[Values, Values | None]:
     return _reduced(call, _inputs(call, world_size))
 
 
-@_cached
+@computed_once
 def _expected(call: Call, world_size: int, rank: int) -> tuple[Values, Values | None]:
     inputs = _inputs(call, world_size)
     if call.collective == "all_gather":
