@@ -176,7 +176,10 @@ def test_local_combine(pair: Ranks, dtype: str, local_combine: bool) -> None:
     ],
     ids=["many tokens", "long rows", "one expert a rank", "many experts", "one block", "rows in pieces"],
 )
-@pytest.mark.parametrize(("local_world_size", "local_combine"), [(3, False), (3, True), (1, False)])
+@pytest.mark.parametrize(
+    ("local_world_size", "local_combine"),
+    [(3, False), pytest.param(3, True, marks=pytest.mark.full), (1, False)],  # test_local_combine
+)
 def test_sizes(case: Case, local_world_size: int, local_combine: bool) -> None:
     plan = plan_of(replace(case, local_world_size=local_world_size, local_combine=local_combine))
     run_ranks(3, lambda comm: check(comm, plan), local_world_size=local_world_size)
@@ -495,7 +498,7 @@ def test_a_layer_may_be_finalized_with_calls_under_way(local_world_size: int) ->
     run_ranks(2, body, local_world_size=local_world_size)
 
 
-@pytest.mark.parametrize("local_world_size", [2, 1])
+@pytest.mark.parametrize("local_world_size", [pytest.param(2, marks=pytest.mark.full), 1])
 def test_finalized_layers_give_back_what_they_took(local_world_size: int) -> None:
     """Ids of memory are few: 254 layers between nodes have them all."""
     plan = plan_of(Case((4, 6), local_world_size=local_world_size))
