@@ -38,6 +38,9 @@ class CurrentStream(int):
     """
 
 
+_NUMBERS = (int, CurrentStream)
+
+
 class Launches:
     """Launches of one rank's collectives.
 
@@ -110,7 +113,7 @@ class Launches:
         kept alive until the stream has got past them, unless it is a `CurrentStream`; `kept` are in any case.
         """
         with self._lock:
-            handle = self._next_stream(stream)
+            handle = self._handle_of(stream)
             # The last check before the driver call: since the call was agreed on, a module may have been loaded, and
             # kernels that begin later must not use memory that peers free after a failure.
             self._failure.require_usable()
@@ -126,12 +129,7 @@ class Launches:
         with self._lock:
             if self._failure.state != "open":
                 self._failure.require_usable()  # C checks the abort word itself
-            if stream is None and self._on_host and self._last == self._default_handle:
-                handle = self._default_handle
-            elif type(stream) is int and stream == self._last and closed_stream(self._last_stream_owner) is None:
-                handle = stream
-            else:
-                handle = self._next_stream(stream)
+            handle = self._handle_of(stream)
             status = issue(call, launch.prepared, handle)
             if status == lib.PROXYCCL_OTHER_CONTEXT:
                 with self._runtime.current():
@@ -235,6 +233,14 @@ class Launches:
             return f"{this_rank} and rank {peer} call a collective with different {name}: {what}"
 
         return self._failure.file_mismatch(peer, cause, field)
+
+    def _handle_of(self, stream: StreamLike) -> int:
+        """The handle of a call's stream, ordered after the latest launch."""
+        if stream is None and self._on_host and self._last == self._default_handle:
+            return self._default_handle
+        if type(stream) in _NUMBERS and stream == self._last and closed_stream(self._last_stream_owner) is None:
+            return int(stream)
+        return self._next_stream(stream)
 
     def _next_stream(self, stream: StreamLike) -> int:
         on_default = stream is None and self._on_host

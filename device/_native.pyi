@@ -654,10 +654,12 @@ class Lib:
     PROXYCCL_EXPERT_SEND: Final[int]
     PROXYCCL_EXPERT_RECEIVE: Final[int]
     PROXYCCL_EXPERT_LAYOUT: Final[int]
+    PROXYCCL_EXPERT_TELL: Final[int]
     PROXYCCL_NUMBER_DROPS: Final[int]
     PROXYCCL_MINUS_ONE_DROPS: Final[int]
     PROXYCCL_NO_ROW: Final[int]
     PROXYCCL_PAST_END: Final[int]
+    PROXYCCL_LAYOUT_TABLES: Final[int]
     PROXYCCL_HOST_SUCCESS: Final[int]
     PROXYCCL_HOST_INVALID_VALUE: Final[int]
     PROXYCCL_HOST_NOT_FOUND: Final[int]
@@ -675,6 +677,35 @@ class Lib:
     PROXYCCL_STREAM_WAIT: Final[int]
     PROXYCCL_STREAM_WRITE: Final[int]
     PROXYCCL_OTHER_CONTEXT: Final[int]
+    def proxyccl_expert_place(
+        self, layout: Passed[ProxycclExpertLayoutPointer], array: int, offsets: Passed[Uint64Pointer], /
+    ) -> None: ...
+    def proxyccl_expert_dispatch_fill(
+        self,
+        call: Passed[ProxycclDispatchPointer],
+        ticket: int,
+        tokens: int,
+        input: int,
+        expert_ids: int,
+        weights: int,
+        output: int,
+        output_scales: int,
+        output_weights: int,
+        received: int,
+        output_buffer: int,
+        /,
+    ) -> None: ...
+    def proxyccl_expert_combine_fill(
+        self,
+        call: Passed[ProxycclCombinePointer],
+        tokens: int,
+        rows: int,
+        rows_buffer: int,
+        weights: int,
+        slot_weights: int,
+        output: int,
+        /,
+    ) -> None: ...
     def proxyccl_host_stream_create(
         self, stream: Passed[PointerTo[VoidPointer]] | Sequence[Pointer], kind: int, /
     ) -> int: ...

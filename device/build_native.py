@@ -129,7 +129,7 @@ enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_MAX_EXPERT_RANKS, PR
        PROXYCCL_ANNOUNCED_EXPERTS, PROXYCCL_IDS_PER_PACKET, PROXYCCL_MASKED_RANKS, PROXYCCL_ANNOUNCED_PAYLOADS,
        PROXYCCL_SUMMED_WORDS, PROXYCCL_KEPT_TARGETS, PROXYCCL_EXPERT_COUNTERS,
        PROXYCCL_EXPERT_ROUTE, PROXYCCL_EXPERT_GATHER, PROXYCCL_EXPERT_SEND, PROXYCCL_EXPERT_RECEIVE,
-       PROXYCCL_EXPERT_LAYOUT, PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, PROXYCCL_NO_ROW,
+       PROXYCCL_EXPERT_LAYOUT, PROXYCCL_EXPERT_TELL, PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, PROXYCCL_NO_ROW,
        PROXYCCL_PAST_END, ... };
 typedef struct { uint32_t tokens; uint32_t bad_slot; ...; } ProxycclExpertSegment;
 typedef struct { uint32_t expert; uint32_t position; ...; } ProxycclExpertSlot;
@@ -175,6 +175,14 @@ typedef struct {
   const float *slot_weights; char *output;
   ProxycclExpertLayout layout; ...;
 } ProxycclCombine;
+
+enum { PROXYCCL_LAYOUT_TABLES, ... };
+void proxyccl_expert_place(ProxycclExpertLayout *layout, uintptr_t array, const uint64_t *offsets);
+void proxyccl_expert_dispatch_fill(ProxycclDispatch *call, uint64_t ticket, uint32_t tokens, uintptr_t input,
+                                   uintptr_t expert_ids, uintptr_t weights, uintptr_t output, uintptr_t output_scales,
+                                   uintptr_t output_weights, uintptr_t received, uint32_t output_buffer);
+void proxyccl_expert_combine_fill(ProxycclCombine *call, uint32_t tokens, uintptr_t rows, uint32_t rows_buffer,
+                                  uintptr_t weights, uintptr_t slot_weights, uintptr_t output);
 
 enum { PROXYCCL_HOST_SUCCESS, PROXYCCL_HOST_INVALID_VALUE, PROXYCCL_HOST_NOT_FOUND, PROXYCCL_HOST_NOT_READY,
        PROXYCCL_HOST_IN_HANDLER, PROXYCCL_HOST_LAUNCH_FAILED, PROXYCCL_HOST_MAX_THREADS_PER_BLOCK,
@@ -305,6 +313,7 @@ ffi.set_source(
 #include "team.h"
 #include "flows.h"
 #include "packet_team.h"
+#include "expert_calls.h"
 #include "experts/experts.h"
 #include "runtime.h"
 #include "launch.h"
@@ -435,6 +444,7 @@ static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place,
     ],
     depends=[
         "device/launch.h",
+        "device/expert_calls.h",
         "device/waking.h",
         "device/memory/memory_pool.h",
         "device/memory/places.h",

@@ -87,7 +87,7 @@ class Launch:
     """
 
     def __init__(self, kernel: Kernel, grid: Shape, block: Shape, args: tuple[Any, ...], shared: int) -> None:
-        self._kernel = kernel
+        self._kernel, self._arguments = kernel, args
         self._runtime = kernel.runtime
         shared = as_integer(shared, "shared", "expected a number of bytes from 0 to 2**32 - 1", 0, (1 << 32) - 1)
         self._values, self._kept = kernel.pack(args)
@@ -104,6 +104,15 @@ class Launch:
     def replace(self, index: int, raw: bytes) -> None:
         """Changes an argument that is a struct, for launches from now on; queued ones keep theirs."""
         self._values[index][:] = raw
+
+    def copy(self) -> Launch:
+        """The same launch with arguments of its own, as they were first packed."""
+        prepared = self.prepared
+        return Launch(self._kernel, tuple(prepared.grid), tuple(prepared.block), self._arguments, prepared.shared_bytes)
+
+    def packed(self, index: int) -> VoidPointer:
+        """The address of an argument, which can be changed there for launches from now on; queued ones keep theirs."""
+        return ffi.cast("void *", ffi.from_buffer(self._values[index]))
 
     def __call__(self, stream: StreamLike = None) -> None:
         """Queues the launch on the stream."""

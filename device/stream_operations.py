@@ -120,6 +120,11 @@ class StreamOperations:
                 status = lib.proxyccl_stream_issue(self.prepared, handle)
         self.check(status)
 
+    def set_copy(self, step: int, copied: CopyBytes) -> None:
+        """Changes the copy of a step, for calls from now on. The step must have been made as a copy."""
+        made = self._steps[step]
+        made.dst, made.src, made.bytes = copied.dst, copied.src, copied.nbytes
+
     def check(self, status: int) -> None:
         """Raises KernelError unless `status`, the driver's for these operations, is 0."""
         self._runtime.check(status, "stream operations")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,8 +48,28 @@ def part_of(array: Any, offset: int, shape: tuple[int, ...], dtype: DType | str)
     nbytes = math.prod(shape) * element.itemsize
     if isinstance(array, Array):
         return Array(array.runtime, MemoryPart(array.memory, offset, nbytes), shape, element)
-    native = element.numpy() if isinstance(array, np.ndarray) else getattr(sys.modules["torch"], element.name)
-    return array[offset : offset + nbytes].view(native).reshape(shape)
+    if isinstance(array, np.ndarray):
+        return array[offset : offset + nbytes].view(element.numpy()).reshape(shape)
+    elements = array.view(getattr(sys.modules["torch"], element.name))
+    return elements.as_strided(shape, _strides_of(shape), offset // element.itemsize)
+
+
+def words_of(array: Any, first: int, shape: tuple[int, ...]) -> Any:
+    """An array of the same library in the memory of an int32 array, from element `first` on."""
+    if isinstance(array, Array):
+        part = MemoryPart(array.memory, 4 * first, 4 * math.prod(shape))
+        return Array(array.runtime, part, shape, array.dtype)
+    if isinstance(array, np.ndarray):
+        return array[first : first + math.prod(shape)].reshape(shape)
+    return array.as_strided(shape, _strides_of(shape), first)  # one call where slices and shapes are several
+
+
+def _strides_of(shape: tuple[int, ...]) -> list[int]:
+    strides, elements = [], 1
+    for extent in reversed(shape):
+        strides.append(elements)
+        elements *= max(1, extent)
+    return strides[::-1]
 
 
 def first_rows(array: Any, rows: int) -> Any:
@@ -71,6 +93,17 @@ class ExpertArrays:
         if library == "numpy":
             return np.empty(shape, element.numpy())
         return allocate(self._group, shape, element)
+
+    def maker(self, like: Any, dtype: DType | str) -> Callable[[tuple[int, ...]], Any]:
+        """`new` for many arrays like one, by their shapes."""
+        element, library = as_dtype(dtype), library_of(like, self._group.runtime.name)
+        if library == "torch":
+            torch = sys.modules["torch"]
+            empty, native, device = torch.empty, getattr(torch, element.name), like.device
+            return lambda shape: empty(shape, dtype=native, device=device)
+        if library == "numpy":
+            return functools.partial(np.empty, dtype=element.numpy())
+        return lambda shape: allocate(self._group, shape, element)
 
     @staticmethod
     def address(array: Any) -> int:

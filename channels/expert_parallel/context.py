@@ -26,6 +26,7 @@ from proxyccl.channels.expert_parallel.members import Members
 from proxyccl.channels.expert_parallel.nodes import Nodes
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
+from proxyccl.channels.expert_parallel.tables import RECEIVED, TableLayouts
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace
 from proxyccl.channels.launches import CurrentStream
 from proxyccl.channels.memory import allocate
@@ -42,9 +43,16 @@ GATHER: int = lib.PROXYCCL_EXPERT_GATHER
 SEND: int = lib.PROXYCCL_EXPERT_SEND
 RECEIVE: int = lib.PROXYCCL_EXPERT_RECEIVE
 LAYOUT: int = lib.PROXYCCL_EXPERT_LAYOUT
+TELL: int = lib.PROXYCCL_EXPERT_TELL
 
 _SPINS = 2000  # polls of the count between two looks at the group; on a GPU a count takes about 20 us
 _HOST_THREADS = 16
+NO_TABLES = bytes(ffi.sizeof("ProxycclExpertLayout"))
+
+
+def logged_number(number: int) -> int:
+    """The number of a dispatch as the call log has it."""
+    return number % 2**31
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,11 @@ class DispatchCombineContext:
         nodes: the placement of the ranks on nodes.
         workspace: memory that peers reach.
         layout: of the outputs.
+        tables: of its descriptors.
         grid: blocks of the kernels and their threads.
+        dispatch_plain, dispatch_scaled, quantize_launch: launches to `copy`: the dispatch; the one that makes float8
+            rows where it stores them, and the kernel that makes them before; None if the layer needs none.
+        scale_bytes: bytes of a row's scales in float8.
     """
 
     def __init__(
@@ -126,13 +138,14 @@ class DispatchCombineContext:
         quantizes = scale_elements == SCALED_ELEMENTS
         quantize = shipped("experts/quantize.h", "expert_quantize", config.token.name) if quantizes else None
         self._pack = shipped("experts/quantize.h", "expert_pack") if scale_elements else None
-        self._scale_bytes = 4 * config.hidden // scale_elements if scale_elements else 0
+        self.scale_bytes = 4 * config.hidden // scale_elements if scale_elements else 0
         self.nodes = Nodes.of_group(group, config, proxied=proxied)
-        shape = WorkspaceShape(config, self.blocks, threads, layout, local_combine, self._scale_bytes)
+        shape = WorkspaceShape(config, self.blocks, threads, layout, local_combine, self.scale_bytes)
         with group.exchange.telling():
             self.workspace = ExpertWorkspace(group, self.nodes, shape)
         self.workspace.experts.dropping_ids = dropping_ids
         self.layout = layout
+        self.tables = TableLayouts(config, self.nodes, layout)
         group.keep(self.workspace)  # a rank may finish a call and drop its layer before its peers have finished
         self._capacity = capacity * config.max_tokens * config.topk
         self._output_buf: tuple[Array, Array] | None = None
@@ -143,15 +156,15 @@ class DispatchCombineContext:
         name = DISPATCH_KERNELS[self.workspace.announces]
         dispatch = shipped(dispatch_file(name), name)
         empty = bytes(ffi.buffer(self._dispatch_call))
-        self._dispatch = dispatch.prepare(*self.grid, experts, empty)
-        self._dispatch_scaled: Launch | None = None
+        self.dispatch_plain = dispatch.prepare(*self.grid, experts, empty)
+        self.dispatch_scaled: Launch | None = None
         if quantizes and self.workspace.outputs is not None and config.token.name in SCALED_DTYPES:
             scaled = shipped("experts/dispatch.h", f"{name}_scaled", config.token.name)
-            self._dispatch_scaled = scaled.prepare(*self.grid, experts, empty)
+            self.dispatch_scaled = scaled.prepare(*self.grid, experts, empty)
         filled = bytes(ffi.buffer(self._combine_call))
         self._combine = {name: kernel.prepare(*self.grid, experts, filled) for name, kernel in combines.items()}
         self._scale = scale.prepare(*self.grid, experts, filled)
-        self._quantize = quantize.prepare(*self.grid, experts, filled) if quantize is not None else None
+        self.quantize_launch = quantize.prepare(*self.grid, experts, filled) if quantize is not None else None
         self._number = 0
         self._closed = False
 
@@ -233,36 +246,51 @@ class DispatchCombineContext:
 
     # -- dispatch ---
 
-    def describe(self, call: str, inputs: DispatchInputs, taken: TakenBuffer = NO_BUFFER) -> EPAllToAllLayoutDesc:
-        """The descriptor of a new dispatch. Refuses the call if the ranks' arguments differ. `taken`: the output buffer
-        to which its rows go. Then one kernel must send and receive.
+    def describe(
+        self,
+        call: str,
+        inputs: DispatchInputs,
+        taken: TakenBuffer = NO_BUFFER,
+        *,
+        most_rows: int | None = None,
+        counts_rows: bool = False,
+    ) -> EPAllToAllLayoutDesc:
+        """The descriptor of a new dispatch. Refuses the call if the ranks' arguments differ.
+
+        Args:
+            call: its name.
+            inputs: the arrays that it reads.
+            taken: the output buffer to which its rows go. Then one kernel must send and receive.
+            most_rows: rows that its tables have room for; None to size them when the number is known.
+            counts_rows: whether kernels count the received rows for `num_recv_tokens`.
         """
-        self._number += 1
+        number = self.next_number()
         name = call_name(call, weights=inputs.weights is not None, indices=inputs.scatter is not None)
-        self._agree(name, self.ep_config.token.name, self._number)
+        self._agree(name, self.ep_config.token.name, number)
         tokens = inputs.tokens
         return EPAllToAllLayoutDesc(
             self,
-            self.arrays,
-            self.ep_config,
-            self.nodes,
-            self._number,
+            number,
             tokens.shape[0],
             tokens.owner,
+            most_rows=most_rows,
+            counts_rows=counts_rows,
             scatter=inputs.scatter,
-            by_rank=bool(self.layout.chosen_per_rank),
-            padded=bool(self.layout.padded_rows),
-            expert_alignment=self.layout.expert_alignment,
             lost_slots=inputs.lost_slots,
             output_buffer=taken.number,
         )
+
+    def next_number(self) -> int:
+        """The number of a new dispatch."""
+        self._number += 1
+        return self._number
 
     def begin(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs, stream: StreamLike) -> None:
         """Queues the start of a dispatch: its counts, and its rows if `phases` has SEND."""
         desc.require_sent(self, "desc")
         call = self._fill_inputs(phases, desc, inputs)
         desc.stream = stream
-        self._launch(self._dispatch, call, stream, desc, (inputs,))
+        self._launch(self.dispatch_plain, call, stream, desc, (inputs,))
 
     def await_rows(self, desc: EPAllToAllLayoutDesc) -> int:
         """Waits on the CPU until this dispatch's number of rows is known, but not for the stream. Returns the number.
@@ -326,30 +354,28 @@ class DispatchCombineContext:
         inputs: DispatchInputs,
         rows: int,
         output: tuple[ArrayView | None, ...] | None,
-        received: ArrayView | None,
         stream: StreamLike,
     ) -> None:
         """Queues the end of a dispatch, which fills the first `rows` rows of `output`: rows, weights and, if quantized,
         scales. With None it receives nothing.
         """
         desc.require_sent(self, "desc")
-        if desc.num_recv_tokens is None:  # with a fixed number of rows they were made before
-            desc.size_rows(rows if output is not None else 0)
+        desc.size_rows(rows if output is not None else 0)
         call = self._fill_inputs(phases, desc, inputs)
         if output is not None:
             self._fill_output(call, rows, output)
-        if received is not None:
-            call.received = ffi.cast("int32_t *", received.ptr)
+        if desc.counts_rows:
+            call.received = ffi.cast("int32_t *", desc.pointer(RECEIVED))
         # Rows that nobody writes must show it: one that the caller's indices leave out, or in a gap.
         cleared = "first_rows" if inputs.scatter is not None else "row_slots" if self.layout.expert_alignment else ""
         at = desc.pointer(cleared) if cleared and desc.rows else 0
         fill = (lambda handle: self._fill(at, 4 * rows, handle)) if at else None
         if desc.stream is None:
             desc.stream = stream
-        kept = (inputs, output, received)
-        launch, config = self._dispatch, self.ep_config
-        if output is not None and self._dispatch_scaled is not None and inputs.tokens.dtype == config.token:
-            launch, call.row_bytes = self._dispatch_scaled, config.hidden + self._scale_bytes
+        kept = (inputs, output)
+        launch, config = self.dispatch_plain, self.ep_config
+        if output is not None and self.dispatch_scaled is not None and inputs.tokens.dtype == config.token:
+            launch, call.row_bytes = self.dispatch_scaled, config.hidden + self.scale_bytes
         self._launch(launch, call, stream, desc, kept, before=fill)
         desc.mark_received(refused=output is None)
 
@@ -383,23 +409,23 @@ class DispatchCombineContext:
         call.expert_ids, call.id_bytes = ffi.cast("char *", own), 4
         self._agree("redispatch", tokens.dtype.name, desc.number)
         kept = (tokens.owner, output.owner, scales and scales.owner)
-        self._launch(self._dispatch, call, stream, desc, kept)
+        self._launch(self.dispatch_plain, call, stream, desc, kept)
 
     @property
     def scales_while_storing(self) -> bool:
         """Whether a dispatch to output buffers takes tokens of the layer's type, and makes float8 rows of them."""
-        return self._dispatch_scaled is not None
+        return self.dispatch_scaled is not None
 
     def quantize(self, tokens: ArrayView, stream: StreamLike) -> ArrayView:
         """Queues the conversion of tokens to float8 rows with their scales after them: uint8 [T, hidden + bytes of
         scales].
         """
-        assert self._quantize is not None
+        assert self.quantize_launch is not None
         packed = self._packed(tokens)
         call = self._combine_call
         call.tokens, call.hidden = tokens.shape
         call.rows, call.output = ffi.cast("char *", tokens.ptr), ffi.cast("char *", packed.ptr)
-        self._launch(self._quantize, call, stream, None, (tokens.owner, packed.owner))
+        self._launch(self.quantize_launch, call, stream, None, (tokens.owner, packed.owner))
         return packed
 
     def pack(self, rows: ArrayView, scales: ArrayView, stream: StreamLike) -> ArrayView:
@@ -407,12 +433,12 @@ class DispatchCombineContext:
         assert self._pack is not None
         packed = self._packed(rows)
         pointers = (rows.ptr, scales.ptr, packed.ptr)
-        launch = self._pack.prepare(*self.grid, *pointers, rows.shape[0], rows.shape[1], self._scale_bytes)
+        launch = self._pack.prepare(*self.grid, *pointers, rows.shape[0], rows.shape[1], self.scale_bytes)
         self._queue(launch, stream, None, (rows.owner, scales.owner, packed.owner))
         return packed
 
     def _packed(self, rows: ArrayView) -> ArrayView:
-        shape = (rows.shape[0], self.ep_config.hidden + self._scale_bytes)
+        shape = (rows.shape[0], self.ep_config.hidden + self.scale_bytes)
         return input_view(self.group, self.arrays.new(rows.owner, shape, "uint8"), "input")
 
     def _fill_inputs(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs) -> Any:
@@ -432,7 +458,7 @@ class DispatchCombineContext:
             if view is not None:
                 setattr(call, name, ffi.cast("char *", view.ptr))
         if call.output_scales:
-            call.scale_bytes = self._scale_bytes
+            call.scale_bytes = self.scale_bytes
 
     def _fill_dispatch(self, phases: int, tokens: ArrayView, desc: EPAllToAllLayoutDesc) -> Any:
         call = self._dispatch_call
@@ -440,7 +466,7 @@ class DispatchCombineContext:
         call.phases, call.tokens, call.ticket = phases, tokens.shape[0], desc.number
         call.row_bytes = tokens.shape[1] * tokens.dtype.itemsize
         call.input = ffi.cast("char *", tokens.ptr)
-        desc.fill(call.layout)
+        desc.fill(ffi.addressof(call, "layout"))
         return call
 
     # -- combine ---
@@ -471,13 +497,18 @@ class DispatchCombineContext:
         filled.weights = ffi.cast("float *", weights.ptr if weights is not None else 0)
         filled.slot_weights = ffi.cast("float *", slot_weights.ptr if slot_weights is not None else 0)
         filled.output = ffi.cast("char *", output.ptr if output is not None else 0)
-        desc.fill(filled.layout)
+        ffi.memmove(ffi.addressof(filled, "layout"), NO_TABLES, len(NO_TABLES))
+        desc.fill(ffi.addressof(filled, "layout"))
         if phases & SEND:
             self._agree(call_name(call, weights=weights is not None), rows.dtype.name, desc.number)
         if at != rows.ptr:
             self.copy([(at, rows.ptr, rows.nbytes)], stream, (rows.owner,))
         arrays = [rows.owner, *(view.owner for view in (weights, slot_weights, output) if view is not None)]
         self._launch(self._combine[rows.dtype.name], filled, stream, desc, (arrays,))
+
+    def combine_launch(self, dtype: str) -> Launch:
+        """The combine of rows of a type, to `copy`."""
+        return self._combine[dtype]
 
     def scale(self, rows: ArrayView, weights: ArrayView, stream: StreamLike) -> None:
         """Queues the multiplication of rows by their weights, float32 [R], in place. Each product is rounded."""
@@ -526,8 +557,11 @@ class DispatchCombineContext:
         return found
 
     def _agree(self, call: str, dtype: str, number: int) -> None:
-        call_of = CollectiveCall(call, dtype, root=number % 2**31, count=self.ep_config.hidden)
-        self.group.launches.agree(call_of)
+        self.group.launches.agree(self.logged(call, dtype, number))
+
+    def logged(self, call: str, dtype: str, number: int) -> CollectiveCall:
+        """A call on dispatch `number` as the ranks compare it."""
+        return CollectiveCall(call, dtype, root=logged_number(number), count=self.ep_config.hidden)
 
     def _launch(
         self,

@@ -9,11 +9,14 @@ from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array
 from proxyccl.channels.expert_parallel.arrays import first_rows
 from proxyccl.channels.expert_parallel.config import SCALED_ELEMENTS
-from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, DispatchInputs
+from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, TELL, DispatchInputs
+from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.options import FLOAT8
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
 from proxyccl.device.runtime import StreamLike
 
@@ -32,14 +35,6 @@ class Output:
     weights: Any
     views: tuple[ArrayView | None, ...]
     copies: tuple[tuple[int, int, int], ...] = ()
-
-    def first(self, rows: int) -> Output:
-        """The first rows alone, of arrays that are not copied."""
-        pair = isinstance(self.rows, tuple)
-        values = tuple(first_rows(part, rows) for part in self.rows) if pair else first_rows(self.rows, rows)
-        weights = None if self.weights is None else first_rows(self.weights, rows)
-        views = tuple(view and replace(view, shape=(rows, *view.shape[1:])) for view in self.views)
-        return Output(values, weights, views)
 
 
 class DispatchCall:
@@ -89,18 +84,23 @@ class DispatchCall:
             # In the exact mode a capture was refused above.
             on_current = stream is None and (rows is None or parts.outlives_no_graph(self.stream))
             self._taken = outputs.take(self._like, on_current_stream=on_current)
-        self.desc = ctx.describe("dispatch_send" if halves else "dispatch", self.inputs, self._taken)
-        self.output: Output | None = None
-        if rows is not None:
-            self.desc.num_recv_tokens = ctx.arrays.new(self._like, (1,), "int32")
-            self.desc.size_rows(rows)
-            self.output = self._new_output(rows)
+        most = parts.options.most_tokens if self.is_at_once else rows
+        name, fixed = "dispatch_send" if halves else "dispatch", rows is not None
+        self.desc = ctx.describe(name, self.inputs, self._taken, most_rows=most, counts_rows=fixed)
+        self.output = None if rows is None else self._new_output(rows, self._new_weights(rows))
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether rows of a number that is not known yet go to an output buffer, by the kernel that counts them."""
+        return self._taken.number != 0 and self._parts.options.fixed_rows is None
 
     def run(self) -> Dispatched:
         """Makes the whole call."""
         if self.output is not None:
             return self._receive_fixed(ROUTE | SEND | GATHER | RECEIVE, self.output, self.stream)
-        self._parts.ctx.begin(ROUTE | GATHER, self.desc, self.inputs, self.stream)
+        if self.is_at_once:
+            return self._receive_at_once()
+        self._parts.ctx.begin(ROUTE | GATHER | TELL, self.desc, self.inputs, self.stream)
         return self._receive_exact(SEND | RECEIVE, self.stream)
 
     def send(self) -> None:
@@ -111,7 +111,7 @@ class DispatchCall:
         """Makes the second half on a stream."""
         if self.output is not None:
             return self._receive_fixed(GATHER | RECEIVE, self.output, stream)
-        self._parts.ctx.begin(GATHER, self.desc, self.inputs, stream)
+        self._parts.ctx.begin(GATHER | TELL, self.desc, self.inputs, stream)
         return self._receive_exact(RECEIVE, stream)
 
     def refuse_capture(self, stream: StreamLike) -> None:
@@ -184,30 +184,32 @@ class DispatchCall:
     # -- the rows ---
 
     def _receive_exact(self, phases: int, stream: StreamLike) -> Dispatched:
-        ctx, options, desc, made = self._parts.ctx, self._parts.options, self.desc, None
-        if options.by_rank and self._taken.whole is not None:  # done while the counts are on their way
-            desc.reserve_rows(options.most_tokens)
-            made = self._new_output(options.most_tokens)
+        ctx, desc = self._parts.ctx, self.desc
         rows = ctx.await_rows(desc)
-        if options.by_rank or options.expert_alignment:
-            desc.chosen_rows = ctx.workspace.chosen_rows
-        bad: ProxyCCLError | None = ctx.bad_expert("exp_indices", options.all_experts)
-        wanted = ctx.wanted_tokens
-        if wanted:
-            most = options.config.max_tokens
-            bad = CapacityError(f"a rank dispatches {wanted} tokens; max_tokens is {most}", wanted)
+        bad = learn_counts(self._parts, desc)
         if bad is not None:
             end = RECEIVE if phases == RECEIVE else LAYOUT  # rows that were sent must still be received
-            ctx.receive(end, desc, self.inputs, 0, None, None, stream)
+            ctx.receive(end, desc, self.inputs, 0, None, stream)
             raise bad
-        output = self._new_output(rows) if made is None else made.first(rows)
-        ctx.receive(phases, desc, self.inputs, rows, output.views, None, stream)
+        output = self._new_output(rows, self._new_weights(rows))
+        ctx.receive(phases, desc, self.inputs, rows, output.views, stream)
         return self._received(output, stream)
 
+    def _receive_at_once(self) -> Dispatched:
+        """Makes the whole call by one kernel, to an output buffer, which has room for all rows that may come. The CPU
+        learns their number while they are on their way.
+        """
+        ctx, desc, most = self._parts.ctx, self.desc, self._parts.options.most_tokens
+        phases = ROUTE | SEND | GATHER | RECEIVE | TELL
+        weights = self._new_weights(most)
+        ctx.receive(phases, desc, self.inputs, most, self._views_of_buffer(weights), self.stream)
+        desc.rows = rows = ctx.await_rows(desc)
+        refuse_bad(self._parts, desc)
+        output = self._new_output(rows, None if weights is None else first_rows(weights, rows))
+        return self._received(output, self.stream)
+
     def _receive_fixed(self, phases: int, output: Output, stream: StreamLike) -> Dispatched:
-        ctx, desc = self._parts.ctx, self.desc
-        received = input_view(ctx.group, desc.num_recv_tokens, "out")
-        ctx.receive(phases, desc, self.inputs, desc.rows, output.views, received, stream)
+        self._parts.ctx.receive(phases, self.desc, self.inputs, self.desc.rows, output.views, stream)
         return self._received(output, stream)
 
     def _received(self, output: Output, stream: StreamLike) -> Dispatched:
@@ -217,12 +219,17 @@ class DispatchCall:
             check_ended(self._parts)
         return output.rows, output.weights, self.desc
 
-    def _new_output(self, rows: int) -> Output:
-        parts, config, taken = self._parts, self._parts.options.config, self._taken
-        outputs, group = parts.ctx.workspace.outputs, parts.ctx.group
+    def _new_weights(self, rows: int) -> Any:
+        parts, config = self._parts, self._parts.options.config
+        if self.inputs.weights is None:
+            return None
         leading = parts.leading(rows)
         shape = (*leading, config.topk) if parts.options.by_rank else leading
-        weights = None if self.inputs.weights is None else parts.ctx.arrays.new(self._like, shape, config.weight)
+        return parts.ctx.arrays.new(self._like, shape, config.weight)
+
+    def _new_output(self, rows: int, weights: Any) -> Output:
+        parts, taken = self._parts, self._taken
+        outputs, group = parts.ctx.workspace.outputs, parts.ctx.group
         output = parts.new_rows(self._like, rows, float8=parts.options.quantized, taken=taken)
         made = output if parts.options.quantized else (output, None)
         arrays = (made[0], weights, made[1])
@@ -235,6 +242,41 @@ class DispatchCall:
                     copies.append((view.ptr, address, view.nbytes))
                     views[place] = replace(view, ptr=address)
         return Output(output, weights, tuple(views), tuple(copies))
+
+    def _views_of_buffer(self, weights: Any) -> tuple[ArrayView | None, ...]:
+        """Views of the rows, their weights and their scales in the output buffer, for the most rows that may come."""
+        parts, config, outputs = self._parts, self._parts.options.config, self._parts.ctx.workspace.outputs
+        assert outputs is not None
+        group, most, here = parts.ctx.group, parts.options.most_tokens, self.inputs.tokens.device
+        number, element = self._taken.number, as_dtype(FLOAT8) if parts.options.quantized else config.token
+        rows = ArrayView(outputs.address(number), (most, config.hidden), element, here, True, self._taken.whole)
+        of_weights = None if weights is None else input_view(group, weights, "out")
+        if not parts.options.quantized:
+            return rows, of_weights, None
+        shape, scale = (most, config.hidden // parts.options.scale_elements), as_dtype("float32")
+        return rows, of_weights, replace(rows, ptr=outputs.scales_address(number), shape=shape, dtype=scale)
+
+
+def learn_counts(parts: LayerParts, desc: EPAllToAllLayoutDesc) -> ProxyCCLError | None:
+    """Reads how many rows chose each expert, when `await_rows` has returned. Returns the error with which all ranks
+    refuse the call, if there is one.
+    """
+    ctx, options = parts.ctx, parts.options
+    if options.by_rank or options.expert_alignment:
+        desc.chosen_rows = ctx.workspace.chosen_rows
+    wanted = ctx.wanted_tokens
+    if wanted:
+        return CapacityError(f"a rank dispatches {wanted} tokens; max_tokens is {options.config.max_tokens}", wanted)
+    return ctx.bad_expert("exp_indices", options.all_experts)
+
+
+def refuse_bad(parts: LayerParts, desc: EPAllToAllLayoutDesc) -> None:
+    """Raises that error for a call whose rows are on their way already, and which all ranks forget."""
+    bad = learn_counts(parts, desc)
+    if bad is not None:
+        desc.rows = 0
+        desc.mark_received(refused=True)
+        raise bad
 
 
 def check_ended(parts: LayerParts) -> None:

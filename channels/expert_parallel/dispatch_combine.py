@@ -185,13 +185,13 @@ class DispatchCombine:
         rows = ctx.await_rows(desc)
         bad = ctx.bad_expert("expert_ids", ctx.ep_config.num_experts)
         if bad is not None:
-            ctx.receive(LAYOUT, desc, inputs, 0, None, None, stream)
+            ctx.receive(LAYOUT, desc, inputs, 0, None, stream)
             raise bad
         row_weights = None
         if scales is not None:
             made = ctx.arrays.new(view.owner, (rows,), "float32")
             row_weights = input_array(group, made, "weights", (rows,), "float32")
-        ctx.receive(LAYOUT, desc, inputs, rows, (None, row_weights), None, stream)
+        ctx.receive(LAYOUT, desc, inputs, rows, (None, row_weights), stream)
         counts = ctx.arrays.download(desc.counts).astype(np.int64)
         first = group.rank * self.experts_per_rank
         per_expert: NDArray[np.int64] = counts[:, first : first + self.experts_per_rank].sum(axis=0)

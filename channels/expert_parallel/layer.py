@@ -21,6 +21,7 @@ from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.recording import Recording, recorder_of, refuse_output
+from proxyccl.channels.expert_parallel.repeated_calls import RepeatedCalls
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
@@ -164,6 +165,7 @@ class EPAll2AllLayer:
                 use_aot=options.use_aot,
             )
         self._parts, self._recording = LayerParts(ctx, options, surviving), Recording(options)
+        self._repeated = RepeatedCalls(self._parts)
         self._sent: DispatchCall | None = None
         self._returned: CombineCall | None = None
 
@@ -283,8 +285,27 @@ class EPAll2AllLayer:
         self._refuse_under_way()
         # What is kept for the backward pass must not be written over.
         buffered = recorder is None or self._parts.options.keeps_outputs
+        repeats = recorder is None and stream is None and full_scatter_indices is None
+        if repeats and (repeated := self._repeated.dispatch(input, exp_indices, weight)) is not None:
+            return repeated
         call = DispatchCall(self._parts, input, exp_indices, weight, full_scatter_indices, stream, buffered=buffered)
-        return call.run() if recorder is None else recorder.dispatch(self, call.run, input, weight)
+        if recorder is not None:
+            return recorder.dispatch(self, call.run, input, weight)
+        dispatched = call.run()
+        if repeats:
+            self._repeated.keep_dispatch(input, exp_indices, weight)
+        return dispatched
+
+    def repeat_dispatch(
+        self, input: Any, exp_indices: Any, weight: Any = None
+    ) -> tuple[Any, Any, EPAllToAllLayoutDesc] | None:
+        """`dispatch` for a call like one that was made before. It is not recorded for a backward pass.
+
+        Returns:
+            As `dispatch`; None if there was no such call, and then it has done nothing.
+        """
+        self._refuse_under_way()
+        return self._repeated.dispatch(input, exp_indices, weight)
 
     def dispatch_send(
         self,
@@ -389,11 +410,38 @@ class EPAll2AllLayer:
             `out`, or the new array. Raises as `dispatch`.
         """
         recorder = self._recording.of_combine(input, weights, topk_weights)
+        repeats = recorder is None and stream is None
+        if repeats:
+            repeated = self.repeat_combine(
+                input, ep_a2a_layout_desc, weights=weights, topk_weights=topk_weights, out=out
+            )
+            if repeated is not None:
+                return repeated
         call = self._combine_call(input, ep_a2a_layout_desc, weights, topk_weights, stream)
         if recorder is None:
-            return call.run(out)
+            output = call.run(out)
+            if repeats:
+                self._repeated.keep_combine(input, weights, topk_weights, out)
+            return output
         refuse_output(out)
         return recorder.combine(self, call.run, input, weights, call.desc)
+
+    def repeat_combine(
+        self,
+        input: Any,
+        ep_a2a_layout_desc: EPAllToAllLayoutDesc,
+        *,
+        weights: Any = None,
+        topk_weights: Any = None,
+        out: Any = None,
+    ) -> Any:
+        """`combine` for a call like one that was made before. It is not recorded for a backward pass.
+
+        Returns:
+            As `combine`; None if there was no such call, and then it has done nothing.
+        """
+        self._refuse_returning()
+        return self._repeated.combine(input, ep_a2a_layout_desc, weights, topk_weights, out)
 
     def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
         """With output_buffers: an array for the experts' results, [R, hidden] of `dtype`, whose rows `combine` need not
@@ -451,8 +499,7 @@ class EPAll2AllLayer:
         self, input: Any, desc: EPAllToAllLayoutDesc, weights: Any, topk_weights: Any, stream: StreamLike
     ) -> CombineCall:
         desc = self._own_desc(desc)
-        if self._returned is not None:
-            raise ArgumentError("combine", "another combine is under way; call combine_recv first")
+        self._refuse_returning()
         return CombineCall(self._parts, desc, input, weights, topk_weights, stream)
 
     def combine_weights(
@@ -536,6 +583,11 @@ class EPAll2AllLayer:
             )
         desc.require_received(self.ctx, "ep_a2a_layout_desc")
         return desc
+
+    def _refuse_returning(self) -> None:
+        self.ctx.require_usable()
+        if self._returned is not None:
+            raise ArgumentError("combine", "another combine is under way; call combine_recv first")
 
     def _refuse_under_way(self) -> None:
         self.ctx.require_usable()

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from proxyccl.channels.expert_parallel.arrays import ExpertArrays, part_of
+from proxyccl.channels.expert_parallel.arrays import ExpertArrays, words_of
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.nodes import Nodes
 from proxyccl.channels.expert_parallel.numbers import whole_number
-from proxyccl.device._native import ffi
+from proxyccl.channels.expert_parallel.tables import OF_ROWS, RECEIVED, TableLayouts, Tables
+from proxyccl.device._native import lib
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
 
-_TABLE_ALIGNMENT = 128  # bytes
-_OF_ROWS = {"first_rows", "token_rows", "row_slots", "row_experts", "row_tokens"}
 _NOT_RECEIVED = "its dispatch was not received; call dispatch_recv first"
 _REFUSED = "its dispatch was refused and brought no rows; dispatch again"
+
+
+class DescriptorOwner(Protocol):
+    """The context that made a dispatch."""
+
+    arrays: ExpertArrays
+    ep_config: EPConfig
+    nodes: Nodes
+    tables: TableLayouts
 
 
 class EPAllToAllLayoutDesc:
@@ -34,8 +41,7 @@ class EPAllToAllLayoutDesc:
     Attributes:
         owner: the context whose dispatch it describes.
         num_dispatch_token_cur_rank: T, the tokens that this rank dispatched.
-        num_recv_tokens: int32 [1]: number of received rows, at most those of the output; None in the exact mode, where
-            it is the output's.
+        counts_rows: whether kernels count the received rows in `num_recv_tokens`.
         lost_slots: bool [T, topk]: the slots that were dropped because their experts' ranks are lost; None if the layer
             has no lost ranks. In all other fields, experts and ranks have the numbers of the remaining ones.
         chosen_rows: in the exact mode with layout="rank", or with expert_alignment: for each expert of this rank the
@@ -46,52 +52,30 @@ class EPAllToAllLayoutDesc:
 
     def __init__(
         self,
-        owner: object,
-        arrays: ExpertArrays,
-        config: EPConfig,
-        nodes: Nodes,
+        owner: DescriptorOwner,
         number: int,
         tokens: int,
         like: Any,
         *,
+        most_rows: int | None = None,
+        counts_rows: bool = False,
         scatter: ArrayView | None = None,
-        by_rank: bool = False,
-        padded: bool = False,
-        expert_alignment: int = 0,
         lost_slots: ArrayView | None = None,
         output_buffer: int = 0,
     ) -> None:
         self.owner = owner
         self.output_buffer = output_buffer
-        self._by_rank, self._padded = by_rank, padded
-        self._alignment = expert_alignment or 1
-        self._arrays = arrays
-        self._config = config
-        self._nodes = nodes
+        self._arrays, self._config, self._nodes = owner.arrays, owner.ep_config, owner.nodes
         self._like = like
         self._scatter = scatter
-        self._blocks: list[Any] = []  # arrays of bytes that the tables lie in: each array that is made takes time
-        # Each by block, offset and shape; of rows as many as are reserved.
-        self._tables: dict[str, tuple[Any, int, tuple[int, ...]]] = {}
-        self._pointers: dict[str, int] = {}
-        ranks = config.world_size
-        shapes: dict[str, tuple[int, ...]] = {
-            "tokens": (ranks,),
-            "counts": (ranks, config.num_experts),
-            "rows": (ranks, config.max_tokens, config.topk),
-            "expert_ids": (nodes.count, config.max_tokens, config.topk),
-        }
-        if nodes.count > 1:
-            shapes |= {"places": (ranks, config.max_tokens), "sent_places": (nodes.count, config.max_tokens)}
-        if output_buffer:
-            shapes["sent_rows"] = (config.max_tokens, config.topk)
-        self._allocate(shapes)
+        self._blocks: list[tuple[Any, int, Tables]] = []  # arrays, their addresses, and the tables that lie in them
+        self._allocate(owner.tables.of_call(most_rows, buffered=output_buffer != 0))
         self.number = number
         self.num_dispatch_token_cur_rank = tokens
-        self.num_recv_tokens: Any = None
+        self.counts_rows = counts_rows
         self.lost_slots: Any = None if lost_slots is None else lost_slots.owner
         self.chosen_rows: list[int] | None = None
-        self.rows = 0
+        self.rows = most_rows or 0
         self.stream: Any = None
         self._missing: str | None = _NOT_RECEIVED  # why there are no rows
 
@@ -100,6 +84,10 @@ class EPAllToAllLayoutDesc:
         self._require_owner(owner, argument)
         if self._missing is not _NOT_RECEIVED:
             raise ArgumentError(argument, _REFUSED if self._missing else "its dispatch was received already")
+
+    def is_received(self, owner: object) -> bool:
+        """Whether `require_received` raises nothing."""
+        return self.owner is owner and self._missing is None
 
     def require_received(self, owner: object, argument: str) -> None:
         """Raises ArgumentError unless `owner` made the dispatch and has received it, so that the tables are filled."""
@@ -118,57 +106,46 @@ class EPAllToAllLayoutDesc:
         """Records that the kernels that fill the tables are queued; or that the dispatch was refused, so none will."""
         self._missing = _REFUSED if refused else None
 
-    def _allocate(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        offsets, end = [], 0
-        for shape in shapes.values():
-            offsets.append(end)
-            end += -(-4 * math.prod(shape) // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
-        block = self._arrays.new(self._like, (end,), "uint8")
-        address = self._arrays.address(block)
-        for (name, shape), offset in zip(shapes.items(), offsets, strict=True):
-            self._tables[name], self._pointers[name] = (block, offset, shape), address + offset
-        self._blocks.append(block)
+    def _allocate(self, tables: Tables) -> None:
+        array = self._arrays.new(self._like, (tables.words,), "int32")
+        self._blocks.append((array, self._arrays.address(array), tables))
 
     def _table(self, name: str) -> Any:
         """A table as an int32 array; None if this descriptor has none of that name."""
-        if name not in self._tables:
-            return None
-        block, offset, shape = self._tables[name]
-        if name in _OF_ROWS:
-            shape = (self.rows, *shape[1:])
-        return part_of(block, offset, shape, "int32")
-
-    def reserve_rows(self, most: int) -> None:
-        """Allocates the tables that have an entry for each row of the output, of which there are at most so many."""
-        topk = self._config.topk
-        shapes: dict[str, tuple[int, ...]] = {"first_rows": (most,), "token_rows": (most, topk), "row_slots": (most,)}
-        if self._by_rank:
-            shapes |= {"row_experts": (most, topk), "row_tokens": (most,)}
-        if self._padded:
-            shapes |= {"row_tokens": (most,), "expert_rows": (self._config.num_experts_per_rank,)}
-        self._allocate(shapes)
+        for array, _, tables in self._blocks:
+            if name in tables.places:
+                first, shape = tables.places[name]
+                return words_of(array, first, (self.rows, *shape[1:]) if name in OF_ROWS else shape)
+        return None
 
     def size_rows(self, rows: int) -> None:
-        """Sets the number of rows, and allocates their tables if none are reserved."""
-        if "first_rows" not in self._tables:
-            self.reserve_rows(rows)
+        """Sets the number of rows, and allocates their tables if that was not known before."""
+        if "first_rows" not in self._blocks[-1][2].places:
+            self._allocate(self.owner.tables.of_rows(rows))
         self.rows = rows
 
     @property
     def table_owners(self) -> tuple[Any, ...]:
         """The arrays in which the tables lie, which must be kept alive while kernels use them."""
-        return tuple(self._blocks)
+        return tuple(array for array, _, _ in self._blocks)
 
     def pointer(self, name: str) -> int:
         """Address of a table."""
-        return self._pointers[name]
+        return next(at + 4 * tables.places[name][0] for _, at, tables in self._blocks if name in tables.places)
 
     def fill(self, layout: Any) -> None:
-        """Fills a ProxycclExpertLayout."""
-        for name, pointer in self._pointers.items():
-            setattr(layout, name, ffi.cast("int32_t *", pointer))
+        """Fills a ProxycclExpertLayout, but not the fields of tables that this descriptor lacks."""
+        for _, address, tables in self._blocks:
+            lib.proxyccl_expert_place(layout, address, tables.offsets)
 
     # -- for inspection ---
+
+    @property
+    def num_recv_tokens(self) -> Any:
+        """int32 [1]: number of received rows, at most those of the output; None in the exact mode, where it is the
+        output's.
+        """
+        return self._table(RECEIVED) if self.counts_rows else None
 
     @property
     def num_input_tokens_per_rank(self) -> Any:
@@ -221,7 +198,7 @@ class EPAllToAllLayoutDesc:
     @property
     def has_gaps(self) -> bool:
         """Whether rows between an expert's last one and the next expert's first one may be empty."""
-        return self._alignment > 1
+        return self.owner.tables.alignment > 1
 
     @property
     def expert_rows(self) -> Any:
@@ -271,7 +248,7 @@ class EPAllToAllLayoutDesc:
         per_rank, own_node = config.num_experts_per_rank, config.rank // config.local_world_size
         # The first row for each expert from each source, on the expert's rank.
         by_rank = counts.reshape(config.world_size, config.world_size, per_rank).transpose(1, 2, 0).copy()
-        by_rank[..., -1] += -by_rank.sum(-1) % self._alignment
+        by_rank[..., -1] += -by_rank.sum(-1) % self.owner.tables.alignment
         flat = by_rank.reshape(config.world_size, -1)
         first = (np.cumsum(flat, axis=1) - flat).reshape(config.num_experts, config.world_size)
         rows_before = np.concatenate([[0], np.cumsum(flat.sum(axis=1))])

@@ -17,6 +17,7 @@ from proxyccl.device.arrays.dtypes import DTYPES
 
 CALL_FIELDS = ("collective", "dtype", "op", "algorithm", "root", "count", "shape")
 """The fields of a ProxycclCall (calls.h), in order. `shape` stands for registered arrays too: see `CollectiveCall`."""
+ROOT_FIELD = CALL_FIELDS.index("root")
 _NAMED = frozenset({"collective", "dtype", "op", "algorithm"})
 SHAPED = frozenset({"all_gather", "all_to_all", "all_to_all_v", "broadcast", "gather", "reduce_scatter", "scatter"})
 """Collectives whose arrays, or rows of all_to_all_v, have one shape on all ranks: a rank gets rows that others passed.

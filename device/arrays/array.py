@@ -181,8 +181,25 @@ def _numpy_fingerprint(x: Any) -> tuple[Any, ...] | None:
     return int(_cast("uintptr_t", first)), x.flags.writeable, x.shape, x.dtype
 
 
-register(Array, _fingerprint)
-register(np.ndarray, _numpy_fingerprint)
+def _kind(x: Array) -> tuple[Any, ...]:
+    return (x.dtype.name, x.runtime)
+
+
+def _memory(x: Array, nbytes: int) -> int:
+    return 0 if x.memory.closed or not nbytes else x.memory.ptr
+
+
+def _numpy_kind(x: Any) -> tuple[Any, ...]:
+    return (x.dtype,)
+
+
+def _numpy_memory(x: Any, nbytes: int) -> int:
+    known = _numpy_fingerprint(x) if nbytes else None
+    return 0 if known is None or known[0] % x.itemsize else int(known[0])
+
+
+register(Array, _fingerprint, kind_of=_kind, memory=_memory)
+register(np.ndarray, _numpy_fingerprint, kind_of=_numpy_kind, memory=_numpy_memory)
 
 
 def _from_interface(x: Any, device: tuple[str, int], argument: str) -> ArrayView:

@@ -103,6 +103,23 @@ def _torch_fingerprint(x: Any) -> tuple[Any, ...] | None:
         return None
 
 
+def _tensor_kind(x: Any) -> tuple[Any, ...]:
+    return (x.dtype, x.get_device())
+
+
+def _tensor_memory(x: Any, nbytes: int) -> int:
+    try:
+        if not x.is_contiguous() or x.is_neg() or x.is_conj():
+            return 0
+        # Not by its address alone: a view of a storage that was freed has its offset as address.
+        if x.untyped_storage().nbytes() < x.storage_offset() * x.element_size() + nbytes:
+            return 0
+        address: int = x.data_ptr()
+    except RuntimeError:  # it has no storage
+        return 0
+    return 0 if address % x.element_size() else address
+
+
 def _cupy_fingerprint(x: Any) -> tuple[Any, ...] | None:
     return (x.data.ptr, x.shape, x.dtype.str) if x.flags.c_contiguous else None
 
@@ -123,16 +140,31 @@ def _nothing(_: Any) -> None:
     return None
 
 
+def _no_memory(_: Any, __: int) -> int:
+    return 0
+
+
 class _Library(Struct, frozen=True):
-    """The functions for a type of arrays; see `fingerprint`, `current_stream`, `from_torch` and `_INSTEAD`."""
+    """The functions for a type of arrays; see `fingerprint`, `current_stream`, `from_torch`, `_INSTEAD`, and:
+
+    Attributes:
+        kind: kind(array): its element type and place. If one array of a type and kind was checked, another need only
+            have the expected shape, and memory. None for arrays that must be checked each time.
+        memory: memory(array, nbytes): the address of an array of a checked kind that has so many bytes; 0 if it is
+            empty, or if only another check can tell.
+    """
 
     fingerprint: Callable[[Any], tuple[Any, ...] | None]
     stream: Callable[[Any], StreamLike]
+    kind: Callable[[Any], tuple[Any, ...] | None] = _nothing
+    memory: Callable[[Any, int], int] = _no_memory
     is_torch: bool = False
     instead: str | None = None
 
 
 def _find_library(kind: type) -> _Library:
+    if kind.__module__ == "torch" and kind.__name__ == "Tensor":
+        return _Library(_torch_fingerprint, _torch_stream, _tensor_kind, _tensor_memory, is_torch=True)
     if is_torch(kind):
         return _Library(_torch_fingerprint, _torch_stream, is_torch=True, instead=_find_instead(kind))
     if _is_cupy(kind):
@@ -159,16 +191,21 @@ class _Libraries(dict[type, _Library]):
 
 
 libraries = _Libraries()
-"""The functions for each type of arrays."""
+"""The functions for each type of arrays: see `_Library`."""
 
 
 def register(
     kind: type,
     fingerprint: Callable[[Any], tuple[Any, ...] | None],
     stream: Callable[[Any], StreamLike] = _nothing,
+    *,
+    kind_of: Callable[[Any], tuple[Any, ...] | None] = _nothing,
+    memory: Callable[[Any, int], int] = _no_memory,
 ) -> None:
-    """Makes an array type known. See `fingerprint`, and `current_stream` for its stream; none by default."""
-    libraries[kind] = _Library(fingerprint, stream)
+    """Makes an array type known. See `fingerprint`, and `current_stream` for its stream; none by default. For `kind_of`
+    and `memory` see `libraries`.
+    """
+    libraries[kind] = _Library(fingerprint, stream, kind_of, memory)
 
 
 def fingerprint(x: Any) -> tuple[Any, ...] | None:

@@ -34,10 +34,11 @@ class Names:
         try:
             yield
         except (ArgumentError, CapacityError) as error:
-            self._rename(error)
+            self.rename(error)
             raise
 
-    def _rename(self, error: ArgumentError | CapacityError) -> None:
+    def rename(self, error: ArgumentError | CapacityError) -> None:
+        """Has an error name DeepEP's arguments."""
         text, words = str(error), {**self.arguments, **self.words}
         if isinstance(error, ArgumentError):
             text = text.removeprefix(f"{error.argument}: ")

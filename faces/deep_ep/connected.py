@@ -14,7 +14,7 @@ from proxyccl.deep_ep.elastic_handle import EPHandle
 from proxyccl.deep_ep.handles import Handle, routing_of
 from proxyccl.deep_ep.layers import Layers
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
-from proxyccl.device.errors import ArgumentError, ClosedError
+from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
 from proxyccl.device.flags import as_flag
 
 T = TypeVar("T")
@@ -108,6 +108,12 @@ class Connected:
             names: DeepEP's names of a layer's arguments, for errors.
             apart: whether the current stream does not wait for the call.
         """
+        if apart is False and events.count(None) == len(events):
+            try:
+                return call(), EventOverlap()
+            except (ArgumentError, CapacityError) as error:
+                names.rename(error)
+                raise
         for event in events:
             if event is not None and not isinstance(event, (EventHandle, EventOverlap)):
                 raise ArgumentError("previous_event", f"must be an event or None, not {type(event).__name__}")

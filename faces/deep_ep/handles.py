@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, overload
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import torch
 
@@ -17,8 +16,7 @@ Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 """Rows, or a pair of float8 rows and their scales."""
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """A dispatch: the layer that made it, and its descriptor."""
 
     layer: EPAll2AllLayer
@@ -33,9 +31,11 @@ class Handle(Sequence[Any]):
         routing: the dispatch.
     """
 
-    def __init__(self, routing: Routing, entries: tuple[Callable[[], Any], ...]) -> None:
+    _entries: tuple[str | None, ...]
+    """The properties with the entries, in order; None for those that are None."""
+
+    def __init__(self, routing: Routing) -> None:
         self.routing = routing
-        self._entries = entries
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -46,8 +46,11 @@ class Handle(Sequence[Any]):
     def __getitem__(self, index: slice) -> Sequence[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
-            return tuple(entry() for entry in self._entries[index])
-        return self._entries[index]()
+            return tuple(self._entry(name) for name in self._entries[index])
+        return self._entry(self._entries[index])
+
+    def _entry(self, name: str | None) -> Any:
+        return None if name is None else getattr(self, name)
 
 
 def routing_of(handle: Any, *layouts: str) -> Routing:
@@ -65,40 +68,60 @@ def routing_of(handle: Any, *layouts: str) -> Routing:
     return routing
 
 
-def normal_handle(routing: Routing, is_token_in_rank: torch.Tensor) -> Handle:
+class NormalHandle(Handle):
     """(rank_prefix_matrix, None, None, recv_src_idx, is_token_in_rank, None).
 
     rank_prefix_matrix: int32 [ranks, ranks]: entry [i, j] is how many rows rank j gets from the ranks 0 to i.
     recv_src_idx: int32 [rows]: a row's token on its rank. DeepEP keeps the state of its queues in the entries that are
     None.
     """
-    desc, layer = routing.desc, routing.layer
-    nothing = lambda: None  # noqa: E731
-    return Handle(
-        routing,
-        (
-            lambda: _of_all_ranks(layer, _of_all_ranks(layer, desc.counts).t()).t().cumsum(0, dtype=torch.int32),
-            nothing,
-            nothing,
-            lambda: desc.source_tokens,
-            lambda: is_token_in_rank,
-            nothing,
-        ),
-    )
+
+    _entries = ("rank_prefix_matrix", None, None, "recv_src_idx", "is_token_in_rank", None)
+
+    def __init__(self, routing: Routing, is_token_in_rank: torch.Tensor) -> None:
+        super().__init__(routing)
+        self.is_token_in_rank = is_token_in_rank
+
+    @property
+    def rank_prefix_matrix(self) -> torch.Tensor:
+        """See the class."""
+        layer, counts = self.routing.layer, self.routing.desc.counts
+        return _of_all_ranks(layer, _of_all_ranks(layer, counts).t()).t().cumsum(0, dtype=torch.int32)
+
+    @property
+    def recv_src_idx(self) -> torch.Tensor:
+        """See the class."""
+        tokens: torch.Tensor = self.routing.desc.source_tokens
+        return tokens
 
 
-def low_latency_handle(routing: Routing, max_tokens: int, hidden: int, num_experts: int) -> Handle:
+class LowLatencyHandle(Handle):
     """(src_info, layout_range, max_tokens, hidden, num_experts).
 
     src_info: int32 [experts of this rank, ranks * max_tokens]: a row's token on its rank.
     layout_range: int64 [experts of this rank, ranks]: where the rows of each rank begin, in the upper 32 bits, and how
     many there are, in the lower. It can be read when the dispatch was received.
     """
-    layer, desc = routing.layer, routing.desc
-    config = layer.ep_config
-    own = config.rank * config.num_experts_per_rank
 
-    def layout_range() -> torch.Tensor:
+    _entries = ("src_info", "layout_range", "max_tokens", "hidden", "num_experts")
+
+    def __init__(self, routing: Routing, max_tokens: int, hidden: int, num_experts: int) -> None:
+        super().__init__(routing)
+        self.max_tokens, self.hidden, self.num_experts = max_tokens, hidden, num_experts
+
+    @property
+    def src_info(self) -> torch.Tensor:
+        """See the class."""
+        experts = self.routing.layer.ep_config.num_experts_per_rank
+        tokens: torch.Tensor = self.routing.desc.source_tokens.view(experts, -1)
+        return tokens
+
+    @property
+    def layout_range(self) -> torch.Tensor:
+        """See the class."""
+        layer, desc = self.routing.layer, self.routing.desc
+        config = layer.ep_config
+        own = config.rank * config.num_experts_per_rank
         with LOW_LATENCY.told():
             desc.require_received(layer.ctx, "handle")
         of_sources = desc.counts[:, own : own + config.num_experts_per_rank]
@@ -107,17 +130,6 @@ def low_latency_handle(routing: Routing, max_tokens: int, hidden: int, num_exper
         ends = counts.cumsum(1)
         begins = (ends - counts).clamp(max=room)
         return begins << 32 | (ends.clamp(max=room) - begins)
-
-    return Handle(
-        routing,
-        (
-            lambda: desc.source_tokens.view(config.num_experts_per_rank, -1),
-            layout_range,
-            lambda: max_tokens,
-            lambda: hidden,
-            lambda: num_experts,
-        ),
-    )
 
 
 def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
@@ -49,12 +49,23 @@ class Shape:
     sums_rows: bool = False
 
 
+class RepeatedDispatch(Protocol):
+    """A low-latency dispatch that was made before."""
+
+    def repeat(self, x: Any, topk_idx: Any, stats: Any) -> tuple[Any, Any, Any] | None:
+        """See `low_latency.Repeated`."""
+        ...
+
+
 class Layers:
     """Makes layers of a communicator and keeps them.
 
     Args:
         communicator: the ranks.
         lost_ranks: as for `EPAll2AllLayer`.
+
+    Attributes:
+        low_latency: low-latency dispatches that were made before, by their arguments that are not tensors.
     """
 
     def __init__(self, communicator: Communicator, lost_ranks: Sequence[int] = ()) -> None:
@@ -62,7 +73,8 @@ class Layers:
         self._growing: dict[Shape, EPAll2AllLayer] = {}
         self._of_size: dict[tuple[Shape, int, bool], EPAll2AllLayer] = {}
         self._second: dict[tuple[Shape, int], bool] = {}
-        self._all: list[EPAll2AllLayer] = []
+        self._all: dict[int, EPAll2AllLayer] = {}  # by identity, in the order in which all ranks made them
+        self.low_latency: dict[tuple[Any, ...], RepeatedDispatch] = {}
 
     def of_size(self, shape: Shape, max_tokens: int, *, hooked: bool) -> EPAll2AllLayer:
         """A layer for at most this many tokens of a rank; all ranks pass the same number.
@@ -98,12 +110,13 @@ class Layers:
 
     def made(self, layer: EPAll2AllLayer) -> bool:
         """Whether the layer is one of these."""
-        return any(layer is each for each in self._all)
+        return id(layer) in self._all
 
     def close(self) -> None:
         """Releases the layers. All ranks call it together."""
-        layers, self._all, self._growing, self._of_size = self._all, [], {}, {}
-        for layer in layers:
+        layers, self._all, self._growing, self._of_size = self._all, {}, {}, {}
+        self.low_latency.clear()
+        for layer in layers.values():
             layer.finalize()
 
     def _make(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
@@ -134,7 +147,7 @@ class Layers:
             expert_alignment=shape.alignment,
             lost_ranks=self._lost_ranks,
         )
-        self._all.append(layer)
+        self._all[id(layer)] = layer
         return layer
 
 

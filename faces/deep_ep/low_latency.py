@@ -16,7 +16,7 @@ from proxyccl.deep_ep.float8 import (
     quantize_rounded,
     require_packable,
 )
-from proxyccl.deep_ep.handles import Handle, Routing, Rows, low_latency_handle, routing_of
+from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, Routing, Rows, routing_of
 from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.device.errors import ArgumentError
 
@@ -24,6 +24,7 @@ Half = tuple[Callable[[], None], EPAll2AllLayer]
 """The second half of a call, and the layer that makes it."""
 
 
+@torch.no_grad()
 def dispatch(
     layers: Layers,
     x: torch.Tensor,
@@ -61,7 +62,7 @@ def dispatch(
         layers.take_turns(shape, max_tokens)
         assert pending.output is not None
         received, desc = pending.output.rows, pending.desc
-    handle = low_latency_handle(Routing(layer, desc), max_tokens, hidden, num_experts)
+    handle = LowLatencyHandle(Routing(layer, desc), max_tokens, hidden, num_experts)
     scales = column_major(received[1], packed=use_ue8m0) if use_fp8 else None
 
     def finish() -> None:
@@ -74,10 +75,70 @@ def dispatch(
 
     if not hooked:
         finish()
+        key = repeated_key(x, topk_idx, max_tokens, num_experts, num_sms, use_fp8, round_scale, use_ue8m0)
+        if not round_scale and key not in layers.low_latency:
+            layers.low_latency[key] = Repeated(layer, max_tokens, use_fp8=use_fp8)
     rows = received if scales is None else (received[0], scales)
     return rows, desc.expert_rows, handle, (finish, layer) if hooked else None
 
 
+def repeated_key(x: torch.Tensor, topk_idx: torch.Tensor, *others: Any) -> tuple[Any, ...]:
+    """The arguments that two dispatches must share for `Repeated`; the others are numbers and flags."""
+    return x.shape[-1:], getattr(topk_idx, "shape", ())[-1:], others
+
+
+class Repeated:
+    """Dispatches like one that was made before, without a hook: see `EPAll2AllLayer.repeat_dispatch`.
+
+    Args:
+        layer: which made it.
+        max_tokens: the most tokens of a rank.
+        use_fp8: rows are in float8.
+    """
+
+    def __init__(self, layer: EPAll2AllLayer, max_tokens: int, *, use_fp8: bool) -> None:
+        self._layer, self._max_tokens, self._use_fp8 = layer, max_tokens, use_fp8
+        config = layer.ep_config
+        self._experts, self._hidden = config.num_experts_per_rank, config.hidden
+        self._all_experts = self._experts * (config.world_size + len(layer.lost_ranks))
+        self._scales: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shape and strides
+
+    def repeat(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
+    ) -> tuple[Rows, torch.Tensor, Handle] | None:
+        """The rows, the rows of each expert and the handle; None, and nothing done, if it must be made as the first."""
+        require_stats(stats, self._experts)
+        dispatched = self._layer.repeat_dispatch(x, topk_idx)
+        if dispatched is None:
+            return None
+        rows, _, desc = dispatched
+        expert_rows = desc.expert_rows
+        handle = LowLatencyHandle(Routing(self._layer, desc), self._max_tokens, self._hidden, self._all_experts)
+        if self._use_fp8:
+            rows = rows[0], self._by_columns(rows[1])
+        if stats is not None:
+            stats.add_(expert_rows)
+        return rows, expert_rows, handle
+
+    def _by_columns(self, scales: torch.Tensor) -> torch.Tensor:
+        if self._scales is None:
+            like = column_major(scales)
+            self._scales = tuple(like.shape), like.stride()
+        return torch.empty_strided(*self._scales, dtype=scales.dtype, device=scales.device).copy_(scales)
+
+
+def combine_again(x: Any, topk_weights: Any, handle: LowLatencyHandle, out: Any) -> torch.Tensor | None:
+    """The tensor of `Buffer.low_latency_combine` for a call like one that was made before; None, and nothing done, if
+    there was no such call.
+    """
+    layer, desc = handle.routing
+    if not layer.sums_on_own_node:
+        return None
+    combined: torch.Tensor | None = layer.repeat_combine(x, desc, topk_weights=topk_weights, out=out)
+    return combined
+
+
+@torch.no_grad()
 def combine(
     x: torch.Tensor, topk_weights: torch.Tensor, handle: Any, out: torch.Tensor | None, *, hooked: bool
 ) -> tuple[torch.Tensor, Half | None]:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 
 from proxyccl.deep_ep.arguments import require_bias, require_ids, require_tensor
-from proxyccl.deep_ep.handles import Handle, Routing, Rows, normal_handle, routing_of
+from proxyccl.deep_ep.handles import Handle, NormalHandle, Routing, Rows, routing_of
 from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.deep_ep.tokens import Tokens
 
@@ -34,7 +34,7 @@ def dispatch(
     values, weights, desc, layer = layers.dispatch(shape, tokens.moved, topk_idx, topk_weights)
     counts = [] if most_rows is not None else desc.num_tokens_per_expert(expert_alignment)
     ids = desc.local_expert_ids.to(topk_idx.dtype)
-    return tokens.as_given(values), ids, weights, counts, normal_handle(Routing(layer, desc), is_token_in_rank)
+    return tokens.as_given(values), ids, weights, counts, NormalHandle(Routing(layer, desc), is_token_in_rank)
 
 
 def repeat(x: Rows, handle: Any, *, scales_by_columns: bool = False) -> Rows:

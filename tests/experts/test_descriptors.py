@@ -122,7 +122,7 @@ def test_phases_by_hand_need_a_descriptor_in_the_right_state(pair: Ranks) -> Non
                     call()
             desc = layer.dispatch_recv(pending)[2]
             with pytest.raises(ArgumentError, match=r"^desc: its dispatch was received already"):
-                ctx.receive(8, desc, pending.inputs, 0, None, None, None)
+                ctx.receive(8, desc, pending.inputs, 0, None, None)
             with pytest.raises(ArgumentError, match=r"^desc: its dispatch was received already"):
                 ctx.begin(1, desc, pending.inputs, None)
 

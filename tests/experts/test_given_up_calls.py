@@ -41,9 +41,9 @@ def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
     plan = plan_of(Case((8, 8), hidden=16))
     allocate = EPAllToAllLayoutDesc._allocate
 
-    def allocate_and_fill(desc: Any, shapes: Any) -> None:
-        allocate(desc, shapes)
-        desc._blocks[-1][:] = 0x3F  # rows and ranks far out of range
+    def allocate_and_fill(desc: Any, tables: Any) -> None:
+        allocate(desc, tables)
+        desc._blocks[-1][0][:] = 0x3F3F3F3F  # rows and ranks far out of range
 
     monkeypatch.setattr(EPAllToAllLayoutDesc, "_allocate", allocate_and_fill)
 

@@ -325,7 +325,7 @@ class Combine {
     int32_t row = PROXYCCL_NO_ROW;
     if (rank == team_->rank) {
       row = rowsOfToken(source, token)[k];
-    } else if (hasBuffers()) {
+    } else if (call_.layout.sent_rows != nullptr) {  // rows of halves, for example, are in no buffer
       row = call_.layout.sent_rows[token * topk_ + k];
     }
     return {team_.localOf(rank), row};

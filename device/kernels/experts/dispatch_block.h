@@ -134,6 +134,10 @@ class Dispatch {
     constexpr uint32_t kBoth = PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
     return kMasks && storesRows() && (call_.phases & kBoth) == kBoth;
   }
+  // Whether one kernel does both with counts. Then the last block tells the CPU about them, else the first.
+  PROXYCCL_DEVICE bool storesCounted() const {
+    return !kAnnounced && storesRows() && call_.phases & PROXYCCL_EXPERT_SEND && movesRows();
+  }
   // Called by the block when it has announced masks, or sent its counts: does the rest.
   PROXYCCL_DEVICE void storeMaskedRows(const Group& group, uint32_t* next_item) const {
     if constexpr (kSharedMasks) {
@@ -314,7 +318,9 @@ class Dispatch {
     return row < call_.capacity ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
   // Whether the CPU wants them: only if it also waits for the number of rows, and launches another kernel for these.
-  PROXYCCL_DEVICE bool tellsChosen() const { return team_->chosen_per_rank != 0 && !movesRows(); }
+  PROXYCCL_DEVICE bool tellsChosen() const {
+    return team_->chosen_per_rank != 0 && call_.phases & PROXYCCL_EXPERT_TELL;
+  }
   // Called by a group of each block: writeCounts() from the announcements.
   PROXYCCL_DEVICE void writeAnnouncedCounts(const Group& group, uint32_t rows) const {
     awaitPreviousReaders(group);
@@ -486,7 +492,7 @@ class Dispatch {
     const uint32_t n = 2 * team_.experts();
     return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(segment_) * n;
   }
-  // With a row for each rank: in block 0, choices of each of this rank's experts. Bases are few then.
+  // With a row for each rank: in the block that tells them, choices of each of this rank's experts. Bases are few then.
   PROXYCCL_DEVICE uint32_t* chosen() const { return bases() + 2 * team_.experts(); }
   PROXYCCL_DEVICE uint32_t countersUsed() const { return 2 * team_.experts() + team_->chosen_per_rank; }
   static constexpr uint32_t kStoredPiecesLog2 = 1, kStoredPieces = 1u << kStoredPiecesLog2;  // of a row, in turns

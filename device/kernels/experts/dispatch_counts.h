@@ -189,6 +189,7 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::gatherCounts(const Group& group, Gathered* 
   __shared__ bool is_aborted;
   const uint32_t ranks = team_->world_size, segments = team_->segments, per_rank = team_->experts_per_rank;
   const uint32_t n = ranks * per_rank, own = team_->rank * per_rank;
+  const bool tells = tellsChosen() && blockIdx.x == (storesCounted() ? team_->blocks - 1 : 0);
   uint32_t *first = bases(), *before = first + n;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < countersUsed(); i += blockDim.x) first[i] = 0;
@@ -214,7 +215,7 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::gatherCounts(const Group& group, Gathered* 
     }
     const uint32_t* choices = countsOf(routing) + n + team_->rank * team_->chosen_per_rank;
 #pragma unroll 1
-    for (uint32_t e = group.lane; tellsChosen() && blockIdx.x == 0 && e < team_->chosen_per_rank; e += kGroupLanes)
+    for (uint32_t e = group.lane; tells && e < team_->chosen_per_rank; e += kGroupLanes)
       if (choices[e] != 0) atomicAdd(&chosen()[e], choices[e]);
   }
   if (threadIdx.x == 0) is_aborted = false;

@@ -195,6 +195,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
   }
   if (group.number == 1) awaitPreviousReaders(group);
   if (describes) {
+    if (tellsChosen()) countChosen();
     placeArriving(threadIdx.x, blockDim.x);
     __syncthreads();
     const Gathered gathered = arriving();

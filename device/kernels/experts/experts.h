@@ -60,6 +60,7 @@ enum {
   PROXYCCL_EXPERT_SEND = 4,    /* of a dispatch or a combine: send rows */
   PROXYCCL_EXPERT_RECEIVE = 8, /* of a dispatch or a combine: receive rows */
   PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only find out where the rows of a dispatch would go */
+  PROXYCCL_EXPERT_TELL = 32,   /* with GATHER and a row for each rank: tell the CPU how many rows chose each expert */
   PROXYCCL_FIRST_CHOICE = 1 << 30, /* in an announced ProxycclExpertChoice.expert: of its token's slots for that rank it
                                       is the first */
   /* Which ids drop a slot, in ProxycclExperts: */

@@ -1,0 +1,106 @@
+"""The places of a descriptor's tables in arrays, which are computed once for all dispatches of a layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from msgspec import Struct
+
+from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.expert_parallel.geometry import OutputLayout
+from proxyccl.channels.expert_parallel.nodes import Nodes
+from proxyccl.device._native import ffi, lib
+
+_ALIGNMENT = 32  # words of 4 bytes
+_NO_TABLE = 2**64 - 1
+RECEIVED = "received"
+"""The number of received rows, int32 [1]: a table that no ProxycclExpertLayout has."""
+OF_ROWS = frozenset({"first_rows", "token_rows", "row_slots", "row_experts", "row_tokens"})
+"""Tables with an entry for each row of the output."""
+
+
+class Tables(Struct, frozen=True):
+    """Tables that lie in one int32 array.
+
+    Attributes:
+        words: elements of the array.
+        places: each table's first element and its shape.
+        offsets: for `proxyccl_expert_place`.
+    """
+
+    words: int
+    places: dict[str, tuple[int, tuple[int, ...]]]
+    offsets: Any
+
+    @staticmethod
+    def of(shapes: dict[str, tuple[int, ...]]) -> Tables:
+        """Tables of these shapes, one after the other."""
+        places, end = {}, 0
+        for name, shape in shapes.items():
+            places[name] = end, shape
+            end += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+        offsets = ffi.new("uint64_t[]", [_NO_TABLE] * lib.PROXYCCL_LAYOUT_TABLES)
+        for name in places.keys() - {RECEIVED}:
+            offsets[ffi.offsetof("ProxycclExpertLayout", name) // 8] = 4 * places[name][0]
+        return Tables(end, places, offsets)
+
+
+class TableLayouts:
+    """The tables of the descriptors of a layer.
+
+    Args:
+        config: of the kernels.
+        nodes: the placement of the ranks.
+        layout: of the outputs.
+
+    Attributes:
+        alignment: each expert's rows begin at a multiple of it.
+    """
+
+    def __init__(self, config: EPConfig, nodes: Nodes, layout: OutputLayout) -> None:
+        self._config, self._nodes, self._layout = config, nodes, layout
+        self.alignment = layout.expert_alignment or 1
+        self._kept: dict[tuple[bool, int | None], Tables] = {}
+
+    def of_call(self, rows: int | None, *, buffered: bool) -> Tables:
+        """Those of a dispatch. Those with an entry for each row are among them if the number of rows is given.
+
+        Args:
+            rows: the most rows of the output; None if it is not known yet.
+            buffered: whether rows go to an output buffer.
+        """
+        key = buffered, rows
+        if key not in self._kept:
+            shapes = self._shapes(buffered)
+            if rows is not None:
+                shapes |= {**self._shapes_of_rows(rows), RECEIVED: (1,)}
+            self._kept[key] = Tables.of(shapes)
+        return self._kept[key]
+
+    def of_rows(self, rows: int) -> Tables:
+        """Those with an entry for each row, where their number became known later."""
+        return Tables.of(self._shapes_of_rows(rows))
+
+    def _shapes(self, buffered: bool) -> dict[str, tuple[int, ...]]:
+        config, nodes, ranks = self._config, self._nodes, self._config.world_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "tokens": (ranks,),
+            "counts": (ranks, config.num_experts),
+            "rows": (ranks, config.max_tokens, config.topk),
+            "expert_ids": (nodes.count, config.max_tokens, config.topk),
+        }
+        if nodes.count > 1:
+            shapes |= {"places": (ranks, config.max_tokens), "sent_places": (nodes.count, config.max_tokens)}
+        if buffered:
+            shapes["sent_rows"] = (config.max_tokens, config.topk)
+        return shapes
+
+    def _shapes_of_rows(self, rows: int) -> dict[str, tuple[int, ...]]:
+        topk = self._config.topk
+        shapes: dict[str, tuple[int, ...]] = {"first_rows": (rows,), "token_rows": (rows, topk), "row_slots": (rows,)}
+        if self._layout.chosen_per_rank:
+            shapes |= {"row_experts": (rows, topk), "row_tokens": (rows,)}
+        if self._layout.padded_rows:
+            shapes |= {"row_tokens": (rows,), "expert_rows": (self._config.num_experts_per_rank,)}
+        return shapes

@@ -1,0 +1,174 @@
+"""Calls of a buffer that were made before: they are issued without most checks, and must notice what has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import deep_ep  # noqa: E402
+
+from proxyccl import Communicator  # noqa: E402
+from proxyccl.channels.expert_parallel.combine_call import CombineCall  # noqa: E402
+from proxyccl.channels.expert_parallel.dispatch_call import DispatchCall  # noqa: E402
+from proxyccl.device.errors import ArgumentError  # noqa: E402
+from support.devices import runtime_with_blocks, torch_device  # noqa: E402
+from support.ranks import Ranks  # noqa: E402
+
+TOKENS, HIDDEN, TOPK, EXPERTS = 8, 256, 2, 4
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2, make_runtime=runtime_with_blocks) as made:
+        yield made
+
+
+class Batch:
+    """A rank's tokens, whose experts add nothing, and the result."""
+
+    def __init__(self, comm: Communicator, seed: int, tokens: int = TOKENS) -> None:
+        made, device = torch.Generator().manual_seed(2 * seed + comm.rank), torch_device(comm)
+        self.x = torch.randint(-8, 8, (tokens, HIDDEN), generator=made).to(torch.bfloat16).to(device)
+        order = torch.rand(tokens, EXPERTS, generator=made).argsort(1)[:, :TOPK]
+        self.ids = order.contiguous().to(device)
+        self.weights = torch.randint(1, 4, (tokens, TOPK), generator=made).float().to(device)
+
+    @property
+    def weighted(self) -> Any:
+        return (self.x.float() * self.weights.sum(1, keepdim=True)).to(torch.bfloat16)
+
+    @property
+    def by_rank(self) -> Any:
+        visits = torch.stack([(self.ids // 2 == rank).any(1) for rank in range(2)], 1).sum(1, keepdim=True)
+        return (self.x.float() * visits).to(torch.bfloat16)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the classes that made calls in full."""
+    names: list[str] = []
+    for kind in (DispatchCall, CombineCall):
+
+        def noted(
+            call: Any, *arguments: Any, start: Any = kind.__init__, name: str = kind.__name__, **options: Any
+        ) -> None:
+            names.append(name)
+            start(call, *arguments, **options)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+    return names
+
+
+@pytest.mark.parametrize("use_fp8", [False, True])
+def test_low_latency_calls_with_other_numbers_of_tokens_are_repeated(
+    ranks: Ranks, made: list[str], use_fp8: bool
+) -> None:
+    def body(comm: Communicator) -> None:
+        buffer = deep_ep.Buffer(comm, explicitly_destroy=True)
+        for turn, tokens in enumerate((TOKENS, TOKENS, 3, TOKENS)):
+            batch = Batch(comm, turn, tokens)
+            stats = torch.zeros(2, dtype=torch.int32, device=batch.x.device)
+            rows, counts, handle, event, hook = buffer.low_latency_dispatch(
+                batch.x, batch.ids, TOKENS, EXPERTS, stats, use_fp8=use_fp8
+            )
+            assert event.event is None
+            assert hook is None
+            assert torch.equal(stats, counts)
+            assert len(handle) == 5
+            assert handle[2:] == (TOKENS, HIDDEN, EXPERTS)
+            if use_fp8:
+                values, scales = rows
+                assert scales.stride(-2) == 1
+                groups = values.float().view(*values.shape[:-1], scales.shape[-1], -1) * scales.unsqueeze(-1)
+                rows = groups.view(values.shape).to(torch.bfloat16)
+            combined, _, _ = buffer.low_latency_combine(rows, batch.ids, batch.weights, handle)
+            torch.testing.assert_close(combined.float(), batch.weighted.float(), rtol=0.07, atol=0.6)
+            if not use_fp8:
+                assert torch.equal(combined, batch.weighted)
+        buffer.destroy()
+
+    ranks.run(body)
+    assert sorted(made) == ["CombineCall"] * 2 + ["DispatchCall"] * 2
+
+
+@pytest.mark.parametrize("worst", [0, 2 * TOKENS])
+def test_calls_of_normal_mode_are_repeated_while_their_outputs_live(ranks: Ranks, made: list[str], worst: int) -> None:
+    def body(comm: Communicator) -> None:
+        buffer = deep_ep.Buffer(comm, explicitly_destroy=True)
+        batches = [Batch(comm, turn, TOKENS - turn % 3) for turn in range(5)]
+        sent = []
+        for batch in batches:  # more outputs than the layer has memory for
+            per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(batch.ids, EXPERTS)
+            rows, ids, weights, counts, handle, _ = buffer.dispatch(
+                batch.x,
+                num_tokens_per_rank=per_rank,
+                is_token_in_rank=in_rank,
+                num_tokens_per_expert=per_expert,
+                topk_idx=batch.ids,
+                topk_weights=batch.weights,
+                num_worst_tokens=worst,
+            )
+            assert counts == ([] if worst else [int((ids == expert).sum()) for expert in range(2)])
+            assert len(rows) == len(ids) == len(weights)
+            assert worst or bool((ids >= 0).any(1).all())
+            sent.append((rows, handle))
+        for batch, (rows, handle) in zip(batches, sent, strict=True):
+            assert torch.equal(buffer.combine(rows, handle)[0], batch.by_rank)
+            assert torch.equal(buffer.combine(rows.clone(), handle)[0], batch.by_rank)
+        buffer.destroy()
+
+    ranks.run(body)
+    assert sorted(made) == ["CombineCall"] * 2 + ["DispatchCall"] * 2
+
+
+def test_what_a_repeated_call_refuses(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer, batch = deep_ep.Buffer(comm, explicitly_destroy=True), Batch(comm, 0)
+
+        def sent(x: Any, ids: Any) -> Any:
+            return buffer.low_latency_dispatch(x, ids, TOKENS, EXPERTS, use_fp8=False)
+
+        for _ in range(2):
+            rows, _, handle, _, _ = sent(batch.x, batch.ids)
+            buffer.low_latency_combine(rows, batch.ids, batch.weights, handle)
+        wide = torch.cat([batch.x, batch.x])
+        strided, freed = torch.cat([batch.x, batch.x], 1)[:, :HIDDEN], batch.x.clone()
+        freed.untyped_storage().resize_(0)
+        for x, ids, argument in (
+            (wide, torch.cat([batch.ids, batch.ids]), "x"),
+            (strided, batch.ids, "x"),
+            (freed, batch.ids, "x"),
+            (batch.x.float(), batch.ids, "x"),
+            (batch.x, batch.ids[1:], "topk_idx"),
+            (batch.x, batch.ids.float(), "topk_idx"),
+        ):
+            with pytest.raises(ArgumentError) as refused:
+                sent(x, ids)
+            assert refused.value.argument == argument
+        for rows_given, weights, argument in (
+            (rows[:, 1:], batch.weights, "x"),
+            (rows, batch.weights[1:], "topk_weights"),
+            (rows, batch.weights.double(), "topk_weights"),
+        ):
+            with pytest.raises(ArgumentError) as refused:
+                buffer.low_latency_combine(rows_given, batch.ids, weights, handle)
+            assert refused.value.argument == argument
+        with pytest.raises(ArgumentError, match=r"^out: overlaps"):
+            buffer.low_latency_combine(rows, batch.ids, batch.weights, handle, out=rows[0, :TOKENS])
+        combined, _, _ = buffer.low_latency_combine(rows, batch.ids, batch.weights, handle)
+        assert torch.equal(combined, batch.weighted)
+        _, _, under_way, _, hook = buffer.low_latency_dispatch(
+            batch.x, batch.ids, TOKENS, EXPERTS, use_fp8=False, return_recv_hook=True
+        )
+        with pytest.raises(ArgumentError, match="another dispatch is under way"):
+            sent(batch.x, batch.ids)
+        with pytest.raises(ArgumentError, match=r"^handle: its dispatch was not received"):
+            buffer.low_latency_combine(rows, batch.ids, batch.weights, under_way)
+        hook()
+        buffer.destroy()
+
+    ranks.run(body)
