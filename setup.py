@@ -84,19 +84,25 @@ shipped_kernels = [
     if os.environ.get("PROXYCCL_SHIP_KERNELS") == "1"
 ]
 
-# By hand and not by cffi: it looks into Python's objects.
-prepared_calls = Extension(
-    "proxyccl.channels._prepared_calls",
-    sources=["channels/prepared_calls.c"],
-    depends=["device/launch.h"],
-    include_dirs=["device"],
-    extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
-    py_limited_api=True,
-)
+# By hand and not by cffi: they look into Python's objects.
+of_objects = [
+    Extension(
+        name,
+        sources=[source],
+        depends=[f"device/{header}" for header in headers],
+        include_dirs=["device"],
+        extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
+        py_limited_api=True,
+    )
+    for name, source, *headers in (
+        ("proxyccl.channels._prepared_calls", "channels/prepared_calls.c", "launch.h", "stream_order.h"),
+        ("proxyccl.torch._repeated_calls", "faces/torch/repeated_calls.c", "launch.h", "stream_order.h"),
+    )
+]
 
 setup(
     cffi_modules=["device/build_native.py:ffi", "proxy/build_engine.py:ffi", "tools/build_ring_loops.py:ffi"],
-    ext_modules=[prepared_calls, *shipped_kernels],
+    ext_modules=[*of_objects, *shipped_kernels],
     options={
         "bdist_wheel": {"py_limited_api": "cp311"},
         "build": {"parallel": JOBS},

@@ -15,7 +15,9 @@ _MADE_AT_ONCE = 8
 
 
 class StreamMark:
-    """The point in a stream after the work queued by `StreamOrder.mark`. Its event is used again when it is freed."""
+    """The point in a stream that an event marks, as `StreamOrder.mark` does. The event is used again when the mark is
+    freed.
+    """
 
     __slots__ = ("_event", "_order")
 
@@ -59,6 +61,12 @@ class StreamOrder:
         )  # fmt: skip
         self._order.relaxed, self._order.context = calls.relaxed, context.handle
         self._idle: list[int] = []  # events; taken and put back by single operations, which no other thread interrupts
+
+    def in_c(self) -> tuple[int, list[int], Callable[[], int]]:
+        """For callers in C: the address of the order (stream_order.h), events that nothing uses, and a function that
+        makes one more.
+        """
+        return int(ffi.cast("uintptr_t", self._order)), self._idle, self._take
 
     def is_capturing(self, stream: int) -> bool:
         """Whether a stream's work goes into a graph."""

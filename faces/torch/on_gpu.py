@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from proxyccl.channels.collectives.tensor_calls import TensorCalls
+from proxyccl.device import forks
 from proxyccl.device.gpu import stream_order
 from proxyccl.device.runtimes import open_driver
 from proxyccl.torch import own_streams
+from proxyccl.torch._repeated_calls import RepeatedCalls
 from proxyccl.torch.device_runtimes import runtime_name
 
 
@@ -57,6 +59,20 @@ class GroupOnGpu:
         if self._own is not None and handle == self._own[1]:
             return self._own[0]
         return torch.cuda.ExternalStream(handle, self.device) if handle else torch.cuda.default_stream(self.device)
+
+    def repeated_calls(
+        self,
+        process: forks.Process,
+        numbers: Iterator[int],
+        log: Callable[[tuple[int, str, None]], object],
+        queued: Callable[[int, str, Any, Any, int, bool], Any],
+    ) -> RepeatedCalls:
+        """Issues `calls` again; arguments as for `RepeatedCalls`."""
+        assert self.calls is not None
+        raw_stream = torch._C._cuda_getCurrentRawStream
+        return RepeatedCalls(
+            self.calls.repeat, process, raw_stream, self.device.index, self.own, *self.order.in_c(), numbers, log, queued
+        )
 
     def give_back(self) -> None:
         """Lets another group use the stream, and repeats no call any more."""

@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from proxyccl.device import forks
 from proxyccl.device.errors import CommunicatorError, DriverError
+from proxyccl.device.gpu.stream_order import StreamMark
 from proxyccl.torch import own_streams, pools
 from proxyccl.torch import tensor_collectives as on_tensors
+from proxyccl.torch._repeated_calls import RepeatedCalls
 from proxyccl.torch.endpoints import Endpoints
 from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
@@ -50,6 +52,15 @@ _Flow = tuple[int, bool]
 """A peer, and whether this rank sends to it."""
 _Again = tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]
 """What makes two calls the same: the call's name and options, known by identity, its input and its output."""
+
+
+_Kind = dist.ReduceOp.RedOpType
+_KINDS = [kind.value for kind in _Kind.__members__.values() if kind != _Kind.PREMUL_SUM]  # it has a factor besides
+_ALL_REDUCE = {kind: ("all_reduce", kind) for kind in _KINDS}
+_REDUCE_SCATTER = {kind: ("reduce_scatter_single", kind) for kind in _KINDS}
+_BROADCAST: dict[int, tuple[str, int]] = {}
+_ALL_GATHER, _ALL_TO_ALL = ("all_gather_single",), ("all_to_all_single",)
+"""What calls are kept under: by the number of the operator's kind, by the root, or as they are."""
 
 
 class _Coalescing(threading.local):
@@ -104,9 +115,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._executors: dict[tuple[torch.device, _Flow | None], Executor] = {}
         self._gpus: dict[torch.device, GroupOnGpu] = {}
         self._flow_streams: dict[tuple[torch.device, _Flow], Any] = {}
-        self._repeating: dict[int, GroupOnGpu] = {}  # by the device's number: those with a communicator
+        self._repeating: dict[int, RepeatedCalls] = {}  # by the GPU's number
         self._lock = threading.Lock()
-        self._sequence = 0
+        self._numbers = itertools.count(1)  # of the group's calls
+        self._sequence = 0  # of the latest, except those that `_repeat` has issued
         self._barriers = itertools.count()
         self._splits = itertools.count()
         self._coalescing = _Coalescing()
@@ -158,7 +170,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Nothing to agree on: every rank counts its calls from 0."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._sequence
+        return max(self._sequence, *(calls.number for calls in self._repeating.values()), 0)
 
     @property
     def supports_splitting(self) -> bool:
@@ -287,7 +299,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         flow: _Flow | None = None,
         again: _Again | None = None,
     ) -> Any:
-        """Runs a call, or queues it. Returns its Work.
+        """Runs a call, or queues it. Returns its Work: None for a call on the current stream, which torch need not wait
+        for.
 
         Args:
             name: for messages.
@@ -300,7 +313,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             again: what tells calls on a GPU apart that `_repeat` may repeat; `function` returns how (`Made`).
         """
         self._require_process()
-        self._sequence += 1
+        self._sequence = next(self._numbers)
         waits = _waits(opts)
         if device.type == "cpu":
             work = self._issue_on_cpu(name, tensors, function, flow, _seconds_of(opts), waits=waits)
@@ -308,9 +321,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             work = self._issue_transfer(name, tensors, function, device, flow)
         else:
             work = self._issue_on_device(name, tensors, function, device, again, waits=waits, blocks=blocks)
-        return self._handed_out(work, waits=waits)
+        return work if work is None else self._handed_out(work, waits=waits)
 
-    def _handed_out(self, work: Any, *, waits: bool) -> Any:
+    def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
         """A Work for torch, which is kept where torch does not."""
         if self._coalescing.works is not None:
             self._coalescing.works.append(work)
@@ -318,54 +331,18 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             self._unwaited.add(work)
         return work
 
-    def _repeat(self, again: _Again, opts: Any) -> Any:
+    def _repeat(self, x: Any, out: Any, opts: Any, attribute: str | None, kept: Any) -> Any:
         """Issues a call on a GPU that was made before with the same tensors and options, by one call into C.
 
-        Returns:
-            Its Work. None if it was not made before, or can't be repeated now: then it is to be issued.
+        Arguments and result as for `RepeatedCalls.repeat`.
         """
-        options, x, out = again
-        gpu = self._repeating.get(x.get_device())
-        if gpu is None or (calls := gpu.calls) is None or not self._process.is_here:
-            return None
-        waits, current = _waits(opts), gpu.current()
-        stream = current if waits else gpu.own
+        calls = self._repeating.get((x[0] if type(x) is list else x).get_device())
+        if calls is None:
+            return NotImplemented
         try:
-            if not waits:
-                gpu.order.follow(current, stream)
-            if not calls.repeat(x, out, options, stream):
-                return None
+            return calls.repeat(x, out, opts, attribute, kept)
         except Exception as error:
             raise_as_torch(error)
-        self._sequence += 1
-        tensors = [x] if out is x else [out, x]
-        work = self._work_of(options[0], tensors, gpu, stream, waits=waits, captured=gpu.order.is_capturing(stream))
-        return self._handed_out(work, waits=waits)
-
-    def _work_of(
-        self,
-        name: str,
-        tensors: Tensors,
-        gpu: GroupOnGpu,
-        stream: int,
-        *,
-        waits: bool,
-        captured: bool,
-        blocks: bool = False,
-    ) -> DeviceWork:
-        """The Work of a call that was just queued on a stream."""
-        end, failure = None, None
-        if not waits or blocks:
-            try:
-                end = gpu.order.mark(stream)
-            except DriverError as error:  # the device's context is lost
-                failure = as_torch_error(error)
-        # A graph's memory is its own, and a captured call is not in progress.
-        kept = () if waits or captured else tensors
-        work = DeviceWork(tensors, gpu, stream, end, self._endpoints.check, kept, blocks=blocks, error=failure)
-        if not captured:
-            self._under_way.add(None, self._sequence, name, None if end is None else end.query)
-        return work
 
     def _issue_on_device(
         self,
@@ -377,7 +354,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         *,
         waits: bool,
         blocks: bool,
-    ) -> DeviceWork:
+    ) -> DeviceWork | None:
         gpu = self._gpu(device)
         with torch_errors(), torch.no_grad():
             stream = gpu.current()
@@ -391,13 +368,45 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             if again is not None and made is not None:
                 self._keep(gpu, again, made)
         captured = gpu.order.is_capturing(stream)
-        return self._work_of(name, tensors, gpu, stream, waits=waits, captured=captured, blocks=blocks)
+        if waits and not blocks:
+            if not captured:
+                self._under_way.add(None, self._sequence, name, None)
+            return None
+        return self._work_of(gpu, stream, self._sequence, name, tensors, captured=captured, blocks=blocks)
+
+    def _work_of(
+        self,
+        gpu: GroupOnGpu,
+        stream: int,
+        number: int,
+        name: str,
+        tensors: Tensors,
+        *,
+        event: int = 0,
+        captured: bool,
+        blocks: bool = False,
+    ) -> DeviceWork:
+        """The Work of a call that was just queued on a stream, whose end the event marks; with 0 it is marked here."""
+        end, failure = None, None
+        try:
+            end = StreamMark(gpu.order, event) if event else gpu.order.mark(stream)
+        except DriverError as error:  # the device's context is lost
+            failure = as_torch_error(error)
+        # A graph's memory is its own, and a captured call is not in progress.
+        kept = () if captured else tensors
+        work = DeviceWork(tensors, gpu, stream, end, self._endpoints.check, kept, blocks=blocks, error=failure)
+        if not captured:
+            self._under_way.add(None, number, name, None if end is None else end.query)
+        return work
 
     def _keep(self, gpu: GroupOnGpu, again: _Again, made: on_tensors.Made) -> None:
         """Has `_repeat` find a call that was made."""
         if gpu.calls is None:
             gpu.calls = self._endpoints.of_all(gpu.device).tensor_calls
-            self._repeating[gpu.device.index] = gpu
+            # It must not hold this group, which it would keep alive: CPython can't free a cycle through torch's objects.
+            self._repeating[gpu.device.index] = gpu.repeated_calls(
+                self._process, self._numbers, self._under_way.log, functools.partial(_queued, weakref.ref(self), gpu)
+            )
         options, x, out = again
         gpu.calls.keep(options, x, out, *made)
 
@@ -520,11 +529,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         """Reduces a tensor over all ranks, in place."""
         (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        op = _op_of(opts)
-        again = ("all_reduce", _kind_of(op)), x, x
-        work = self._repeat(again, opts)
-        if work is not None:
+        work = self._repeat(x, x, opts, "reduceOp", _ALL_REDUCE)
+        if work is not NotImplemented:
             return work
+        op = _op_of(opts)
         (tensor,) = in_memory([x])
         device = tensor.device
         return self._issue(
@@ -533,13 +541,13 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             lambda: on_tensors.all_reduce(self._endpoints.of_all(device), tensor, op),
             device=device,
             opts=opts,
-            again=again,
+            again=_again(_ALL_REDUCE.get(_kind_of(op)), x, x),
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduces several tensors over all ranks, in place."""
         if _goes_apart(tensors):
-            return self._joint([functools.partial(self.allreduce, tensor, opts) for tensor in tensors], opts)
+            return self._joint(self.allreduce, tensors, tensors, opts, "reduceOp", _ALL_REDUCE)
         op = _op_of(opts)
         tensors = in_memory(tensors)
         device = tensors[0].device
@@ -554,11 +562,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         """Copies a rank's tensor to all ranks."""
         (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
-        again = ("broadcast", root), x, x
-        work = self._repeat(again, opts)
-        if work is not None:
+        work = self._repeat(x, x, opts, "rootRank", _BROADCAST)
+        if work is not NotImplemented:
             return work
+        root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
         (tensor,) = in_memory([x])
         self._require_rank(root, "root")
         device = tensor.device
@@ -568,7 +575,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             lambda: on_tensors.broadcast(self._endpoints.of_all(device), tensor, root),
             device=device,
             opts=opts,
-            again=again,
+            again=_again(_BROADCAST.setdefault(root, ("broadcast", root)), x, x),
         )
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
@@ -600,9 +607,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Concatenates the ranks' tensors of one size."""
-        again = ("all_gather_single",), x, output
-        work = self._repeat(again, opts)
-        if work is not None:
+        again = _again(_ALL_GATHER, x, output)
+        work = self._repeat(x, output, opts, None, _ALL_GATHER)
+        if work is not NotImplemented:
             return work
         output, x = in_memory([output, x])
         _require_dtype(output, x)
@@ -622,8 +629,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`all_gather_single` of several tensors."""
         if _goes_apart(inputs):
-            pairs = zip(outputs, inputs, strict=True)
-            return self._joint([functools.partial(self.all_gather_single, *pair, opts) for pair in pairs], opts)
+            return self._joint(self.all_gather_single, inputs, outputs, opts, None, _ALL_GATHER)
         outputs, inputs = in_memory(outputs), in_memory(inputs)
         device = inputs[0].device
         return self._issue(
@@ -699,11 +705,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Reduces a tensor over all ranks and gives each its share."""
-        op = _op_of(opts)
-        again = ("reduce_scatter_single", _kind_of(op)), x, output
-        work = self._repeat(again, opts)
-        if work is not None:
+        work = self._repeat(x, output, opts, "reduceOp", _REDUCE_SCATTER)
+        if work is not NotImplemented:
             return work
+        op = _op_of(opts)
+        again = _again(_REDUCE_SCATTER.get(_kind_of(op)), x, output)
         output, x = in_memory([output, x])
         _require_dtype(output, x)
         if x.numel() != self._size * output.numel():
@@ -722,8 +728,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`reduce_scatter_single` of several tensors."""
         if _goes_apart(inputs):
-            pairs = zip(outputs, inputs, strict=True)
-            return self._joint([functools.partial(self.reduce_scatter_single, *pair, opts) for pair in pairs], opts)
+            return self._joint(self.reduce_scatter_single, inputs, outputs, opts, "reduceOp", _REDUCE_SCATTER)
         op = _op_of(opts)
         outputs, inputs = in_memory(outputs), in_memory(inputs)
         device = inputs[0].device
@@ -748,9 +753,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     ) -> Any:
         """Rows of a tensor to each rank: evenly many, or as the splits say."""
         even = not output_splits and not input_splits
-        again = (("all_to_all_single",), x, output) if even else None
-        work = None if again is None else self._repeat(again, opts)
-        if work is not None:
+        again = _again(_ALL_TO_ALL, x, output) if even else None
+        work = self._repeat(x, output, opts, None, _ALL_TO_ALL) if even else NotImplemented
+        if work is not NotImplemented:
             return work
         output, x = in_memory([output, x])
         _require_dtype(output, x)
@@ -845,16 +850,24 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     # -- coalescing ---
 
-    def _joint(self, calls: Sequence[Callable[[], Any]], opts: Any) -> Any:
-        """One Work of several calls."""
+    def _joint(
+        self, call: Callable[..., Any], xs: Tensors, outs: Tensors, opts: Any, attribute: str | None, kept: Any
+    ) -> Any:
+        """Makes a call for each tensor, with one Work for all; arguments from `xs` on as for `_repeat`."""
+        repeated = self._repeat(xs, outs, opts, attribute, kept)
+        if repeated is not NotImplemented and type(repeated) is not tuple:
+            return repeated
         collected: list[DeviceWork | HostWork | JointWork] = []
+        done, first = (0, None) if repeated is NotImplemented else repeated
+        if first is not None:
+            collected.append(first)
         outer, self._coalescing.works = self._coalescing.works, collected
         try:
-            for call in calls:
-                call()
+            for x, out in zip(xs[done:], outs[done:], strict=True):
+                call(*((x,) if out is x else (out, x)), opts)
         finally:
             self._coalescing.works = outer
-        return self._handed_out(JointWork(collected), waits=_waits(opts))
+        return self._handed_out(JointWork(collected), waits=_waits(opts)) if collected else None
 
     def start_coalescing(self, device: Any = None) -> None:
         """Collects the Work of the thread's calls that follow. Each runs as it comes; no transfer waits for another."""
@@ -898,6 +911,26 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
 
 
+def _queued(
+    of_group: weakref.ref[ProcessGroupProxyCCL],
+    gpu: GroupOnGpu,
+    number: int,
+    name: str,
+    x: Any,
+    out: Any,
+    event: int,
+    captured: bool,
+) -> Any:
+    """The Work of a call on a group's own stream; see `RepeatedCalls`."""
+    group = of_group()
+    assert group is not None  # it is in the call
+    if type(x) is list:
+        tensors = x if out is x else [*out, *x]
+    else:
+        tensors = [x] if out is x else [out, x]
+    return group._handed_out(group._work_of(gpu, gpu.own, number, name, tensors, event=event, captured=captured))
+
+
 def _goes_apart(tensors: Tensors) -> bool:
     """Whether tensors of one coalesced call are better not joined in one array: few, or large ones. Both can be
     repeated, and the memory is read and written once. All ranks answer the same.
@@ -916,6 +949,10 @@ def _waits(opts: Any) -> bool:
 def _kind_of(op: Any) -> int | None:
     """The number of an operator's kind; None for anything else."""
     return getattr(getattr(op, "op", op), "value", None)
+
+
+def _again(options: tuple[Any, ...] | None, x: torch.Tensor, out: torch.Tensor) -> _Again | None:
+    return None if options is None else (options, x, out)
 
 
 def _nothing() -> None:

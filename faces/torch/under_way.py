@@ -18,12 +18,17 @@ class UnderWay:
     Args:
         healthy: whether no communicator of the group has failed. A failure ends all waits, so calls that end after it
             stay recorded.
+
+    Attributes:
+        log: log((number, name, None)) adds a call of the flow None, as `add` does.
     """
 
     def __init__(self, healthy: Callable[[], bool]) -> None:
         self._healthy = healthy
         self._lock = threading.Lock()
-        self._flows: dict[Hashable, deque[_Call]] = {}
+        in_order: deque[_Call] = deque(maxlen=_MOST)
+        self._flows: dict[Hashable, deque[_Call]] = {None: in_order}
+        self.log = in_order.append
 
     def add(self, flow: Hashable, number: int, name: str, ended: Callable[[], bool] | None) -> None:
         """Adds a call. Nearly always without a lock: a deque is appended to by one operation.

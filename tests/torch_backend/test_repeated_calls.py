@@ -41,17 +41,23 @@ def on_gpus(body: Callable[[Any], None]) -> None:
 
 
 class Repeats:
-    """Counts the calls of a group that were repeated."""
+    """Counts the calls of a group that were repeated since."""
 
     def __init__(self, group: Any) -> None:
-        (gpu,) = group._repeating.values()
-        self._calls, self._repeat, self.count = gpu.calls, gpu.calls.repeat, 0
-        gpu.calls.repeat = self._counted
+        (self._calls,) = group._repeating.values()
+        self._before = self._calls.count
 
-    def _counted(self, *arguments: Any) -> bool:
-        repeated: bool = self._repeat(*arguments)
-        self.count += repeated
-        return repeated
+    @property
+    def count(self) -> int:
+        return int(self._calls.count - self._before)
+
+
+def wait(work: Any, *, waits: bool) -> None:
+    """Waits as torch does: a synchronous call is on the current stream, and has no Work."""
+    if waits:
+        assert work is None
+    else:
+        assert work.wait()
 
 
 def all_reduce(group: Any, x: Any, *, waits: bool = True, op: Any = dist.ReduceOp.SUM) -> Any:
@@ -85,7 +91,7 @@ def test_each_collective_is_repeated_with_what_its_memory_holds_then(waits: bool
                     torch_on_hip.on_cpu(whole)
                     memory["x"].fill_(turn * (rank + 1))
                     memory["moved"].fill_(turn * (rank + 1))
-                assert call().wait()
+                wait(call(), waits=waits)
                 assert (torch_on_hip.on_cpu(results[name]) == turn * expected[name]).all(), (name, turn)
         assert repeats is not None
         assert repeats.count == 2 * len(calls)
@@ -98,19 +104,19 @@ def test_a_call_with_other_memory_or_another_operator_is_not_confused() -> None:
         rank = group.rank()
         memory = torch.full((64,), 1.0 + rank)
         x = torch_on_hip.on_gpu(memory, rank)
-        all_reduce(group, x).wait()
+        all_reduce(group, x)
         repeats = Repeats(group)
         for other in (x[:32], x.view(8, 8), x[1:], x[32:]):
             torch_on_hip.on_cpu(x)
             memory.fill_(1.0 + rank)
-            all_reduce(group, other).wait()
+            all_reduce(group, other)
             assert (torch_on_hip.on_cpu(other) == 3.0).all()
             assert memory.sum() == 3.0 * other.numel() + (1.0 + rank) * (64 - other.numel())
         assert repeats.count == 0
         memory.fill_(1.0 + rank)
         for op, value in ((dist.ReduceOp.MAX, 2.0), (dist.ReduceOp.AVG, 2.0), (dist._make_nccl_premul_sum(0.5), 2.0)):
             for _ in range(2):
-                all_reduce(group, x, op=op).wait()
+                all_reduce(group, x, op=op)
                 assert (torch_on_hip.on_cpu(x) == value).all()
         assert repeats.count == 2  # calls with a factor are not kept
 
@@ -152,7 +158,9 @@ def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited() -> 
             assert len(recorded) == turn
             work.wait()
             del work
-            all_reduce(group, x)  # the next Work ends the last
+            all_reduce(group, x, waits=False).wait()  # the next Work ends the last
+            gc.collect()
+            assert len(recorded) == turn
             dropped = all_reduce(group, x, waits=False)
             group._unwaited.forget(dropped)
             all_reduce(group, x, waits=False).wait()
@@ -168,7 +176,7 @@ def test_a_repeated_call_of_an_aborted_group_raises_as_others() -> None:
     def body(group: Any) -> None:
         x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
         for _ in range(3):
-            all_reduce(group, x).wait()
+            all_reduce(group, x)
         torch_on_hip.on_cpu(x)
         repeats = Repeats(group)
         group.abort()
@@ -184,7 +192,7 @@ def test_a_call_after_shutdown_is_refused() -> None:
     def body(group: Any) -> None:
         x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
         for _ in range(3):
-            all_reduce(group, x).wait()
+            all_reduce(group, x)
         torch_on_hip.on_cpu(x)
         group.shutdown()
         with pytest.raises(dist.DistBackendError, match="ClosedError"):
@@ -204,11 +212,46 @@ def test_few_coalesced_tensors_are_calls_that_repeat(waits: bool) -> None:
             for each in memory:
                 each.fill_(turn * (rank + 1))
             work = group.allreduce_coalesced(tensors, options("AllreduceCoalesced", waits=waits))
-            assert work.wait()
-            assert [tensor.numel() for tensor in work.result()] == [8, 12]
+            wait(work, waits=waits)
+            assert waits or [tensor.numel() for tensor in work.result()] == [8, 12]
             assert all((torch_on_hip.on_cpu(each) == 3.0 * turn).all() for each in tensors)
             repeats = repeats or Repeats(group)
         assert repeats is not None
         assert repeats.count == len(tensors)
+
+    on_gpus(body)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["synchronous", "asynchronous"])
+def test_coalesced_calls_of_which_only_the_first_were_made_before(waits: bool) -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        memory = [torch.empty(size) for size in (8, 12, 20)]
+        first, second, third = (torch_on_hip.on_gpu(each, rank) for each in memory)
+        repeats = None
+        for tensors in ([first, second], [first, third], [first, second, third]):
+            for each in memory:
+                each.fill_(rank + 1.0)
+            work = group.allreduce_coalesced(tensors, options("AllreduceCoalesced", waits=waits))
+            wait(work, waits=waits)
+            assert waits or [tensor.numel() for tensor in work.result()] == [tensor.numel() for tensor in tensors]
+            assert all((torch_on_hip.on_cpu(tensor) == 3.0).all() for tensor in tensors)
+            repeats = repeats or Repeats(group)
+        assert repeats is not None
+        assert repeats.count == 1 + 3
+
+    on_gpus(body)
+
+
+def test_calls_are_numbered_in_their_order_whether_repeated_or_not() -> None:
+    def body(group: Any) -> None:
+        x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
+        for number, waits in enumerate((True, True, False, True, False, False), 1):
+            work = all_reduce(group, x, waits=waits)
+            assert group._get_sequence_number_for_group() == number
+            if not waits:
+                work.wait()
+        all_reduce(group, x)
+        torch_on_hip.on_cpu(x)
 
     on_gpus(body)

@@ -1,0 +1,275 @@
+/* Issues torch's calls on a GPU that were made before: from torch's arguments to the launch by one call of Python's.
+ *
+ * This is an extension that uses CPython's limited API. It asks torch's objects by their Python attributes, so it needs
+ * no header of torch, and works with any version.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <stdint.h>
+#include <structmember.h>
+
+#include "stream_order.h"
+
+/* One process group's calls on one GPU. */
+typedef struct {
+  PyObject ob_base;
+  PyObject* repeat;  /* PreparedCalls.repeat */
+  PyObject* process; /* of the group: a fork's child repeats nothing */
+  PyObject *current, *device;
+  PyObject *own, *idle, *more, *numbers, *log, *queued;
+  PyObject *is_here, *async_op;
+  const ProxycclStreamOrder* order;
+  uintptr_t own_stream;
+  unsigned long long count, number; /* of calls that were repeated, and of the latest */
+} RepeatedCalls;
+
+/* An attribute of options that may be None; NULL without an error if there is none. */
+static PyObject* option(PyObject* options, PyObject* name) {
+  PyObject* found = PyObject_GetAttr(options, name);
+  if (found == NULL) PyErr_Clear();
+  return found;
+}
+
+/* The options under which a call is kept: `kept` itself, or if torch's options have an attribute that tells calls
+ * apart, the entry of the dict `kept` for it. A borrowed reference; NULL without an error if there are none. */
+static PyObject* kept_under(PyObject* options, PyObject* name, PyObject* kept) {
+  if (name == Py_None) return kept;
+  if (!PyDict_Check(kept)) return NULL;
+  PyObject* value = options == Py_None ? PyLong_FromLong(0) : option(options, name); /* torch's default is 0 */
+  PyObject* found = NULL;
+  if (value != NULL && !PyLong_CheckExact(value)) { /* an operator: its hash is the number of its kind */
+    const Py_hash_t kind = PyObject_Hash(value);
+    Py_DECREF(value);
+    value = PyLong_FromSsize_t(kind);
+  }
+  if (value != NULL) found = PyDict_GetItemWithError(kept, value);
+  Py_XDECREF(value);
+  PyErr_Clear();
+  return found;
+}
+
+/* Takes an event that nothing uses. 0 with an exception. */
+static uintptr_t take_event(const RepeatedCalls* self) {
+  const Py_ssize_t last = PyList_Size(self->idle) - 1;
+  PyObject* event;
+  if (last >= 0) {
+    event = PyList_GetItem(self->idle, last);
+    Py_INCREF(event);
+    if (PyList_SetSlice(self->idle, last, last + 1, NULL) != 0) Py_CLEAR(event);
+  } else {
+    event = PyObject_CallNoArgs(self->more);
+  }
+  if (event == NULL) return 0;
+  const uintptr_t taken = (uintptr_t)PyLong_AsUnsignedLongLong(event);
+  Py_DECREF(event);
+  return PyErr_Occurred() != NULL ? 0 : taken;
+}
+
+static void give_event(const RepeatedCalls* self, uintptr_t event) {
+  PyObject* number = PyLong_FromUnsignedLongLong(event);
+  if (number == NULL || PyList_Append(self->idle, number) != 0) PyErr_Clear(); /* an event less */
+  Py_XDECREF(number);
+}
+
+/* Has the group's own stream follow the current one. 1 if it does, 0 if not, -1 with an exception. */
+static int follow(const RepeatedCalls* self, PyObject* current) {
+  const uintptr_t first = (uintptr_t)PyLong_AsUnsignedLongLong(current);
+  if (PyErr_Occurred() != NULL) return -1;
+  const uintptr_t event = take_event(self);
+  if (event == 0) return -1;
+  const int status = proxyccl_stream_follow(self->order, event, first, self->own_stream, 0);
+  give_event(self, event);
+  return status == 0;
+}
+
+/* Repeats the calls of leading tensors, on a stream. The number of those that were repeated; -1 with an exception. */
+static Py_ssize_t repeat_on(RepeatedCalls* self, PyObject* x, PyObject* out, PyObject* kept, PyObject* stream) {
+  const int several = PyList_Check(x);
+  const Py_ssize_t count = several ? PyList_Size(x) : 1;
+  if (several && (!PyList_Check(out) || PyList_Size(out) != count)) return 0;
+  Py_ssize_t done = 0;
+  for (; done < count; ++done) {
+    PyObject* const source = several ? PyList_GetItem(x, done) : x;
+    PyObject* const target = several ? PyList_GetItem(out, done) : out;
+    PyObject* repeated = PyObject_CallFunctionObjArgs(self->repeat, source, target, kept, stream, NULL);
+    if (repeated == NULL) return -1;
+    Py_DECREF(repeated);
+    if (repeated != Py_True) break;
+  }
+  self->count += (unsigned long long)done;
+  return done;
+}
+
+/* The Work of calls on the group's own stream. */
+static PyObject* work_of(const RepeatedCalls* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
+                         PyObject* captured) {
+  uintptr_t event = take_event(self);
+  if (event == 0) return NULL;
+  if (proxyccl_stream_mark(self->order, event, self->own_stream) != 0) {
+    give_event(self, event);
+    event = 0; /* `queued` tries again, and knows the error */
+  }
+  PyObject* mark = PyLong_FromUnsignedLongLong(event);
+  if (mark == NULL) return NULL;
+  PyObject* work = PyObject_CallFunctionObjArgs(self->queued, number, name, x, out, mark, captured, NULL);
+  Py_DECREF(mark);
+  return work;
+}
+
+/* After calls on a stream: records them as in progress. Returns None, or the Work of those that did not wait. */
+static PyObject* record(RepeatedCalls* self, PyObject* kept, PyObject* x, PyObject* out, uintptr_t stream, int waits) {
+  PyObject* const name = PyTuple_GetItem(kept, 0);
+  PyObject* number = name == NULL ? NULL : PyIter_Next(self->numbers);
+  if (number == NULL) return NULL;
+  self->number = PyLong_AsUnsignedLongLong(number);
+  PyObject* const captured = proxyccl_stream_captures(self->order, stream) ? Py_True : Py_False;
+  PyObject* work = NULL;
+  if (!waits) {
+    work = work_of(self, number, name, x, out, captured);
+  } else if (captured == Py_True) {
+    work = Py_NewRef(Py_None);
+  } else {
+    PyObject* call = PyTuple_Pack(3, number, name, Py_None);
+    work = call == NULL ? NULL : PyObject_CallFunctionObjArgs(self->log, call, NULL);
+    Py_XDECREF(call);
+  }
+  Py_DECREF(number);
+  return work;
+}
+
+static PyObject* issue(RepeatedCalls* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 5) {
+    PyErr_SetString(PyExc_TypeError, "repeat(x, out, opts, attribute, kept) takes 5 arguments");
+    return NULL;
+  }
+  PyObject *const x = arguments[0], *const out = arguments[1], *const options = arguments[2];
+  PyObject* const kept = kept_under(options, arguments[3], arguments[4]);
+  if (kept == NULL || !PyTuple_Check(kept)) Py_RETURN_NOTIMPLEMENTED;
+  PyObject* here = option(self->process, self->is_here);
+  Py_XDECREF(here); /* True and False are never freed */
+  if (here != Py_True) Py_RETURN_NOTIMPLEMENTED;
+  PyObject* async_op = options == Py_None ? NULL : option(options, self->async_op);
+  Py_XDECREF(async_op);
+  const int waits = async_op == Py_False;
+  PyObject* current = PyObject_CallFunctionObjArgs(self->current, self->device, NULL);
+  if (current == NULL) return NULL;
+  const int follows = waits ? 1 : follow(self, current);
+  PyObject* const stream = waits ? current : self->own;
+  const Py_ssize_t done = follows <= 0 ? follows : repeat_on(self, x, out, kept, stream);
+  const uintptr_t handle = done <= 0 || !waits ? self->own_stream : (uintptr_t)PyLong_AsUnsignedLongLong(current);
+  Py_DECREF(current);
+  if (done < 0) return NULL;
+  if (done == 0) Py_RETURN_NOTIMPLEMENTED;
+  if (!PyList_Check(x) || done == PyList_Size(x)) return record(self, kept, x, out, handle, waits);
+  PyObject* first_x = PyList_GetSlice(x, 0, done);
+  PyObject* first_out = out == x ? Py_XNewRef(first_x) : PyList_GetSlice(out, 0, done);
+  PyObject* work =
+      first_x == NULL || first_out == NULL ? NULL : record(self, kept, first_x, first_out, handle, waits);
+  PyObject* result = work == NULL ? NULL : Py_BuildValue("nO", done, work);
+  Py_XDECREF(first_x);
+  Py_XDECREF(first_out);
+  Py_XDECREF(work);
+  return result;
+}
+
+static int traverse(PyObject* object, visitproc visit, void* arg) {
+  RepeatedCalls* self = (RepeatedCalls*)object;
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->repeat);
+  Py_VISIT(self->process);
+  Py_VISIT(self->current);
+  Py_VISIT(self->idle);
+  Py_VISIT(self->more);
+  Py_VISIT(self->numbers);
+  Py_VISIT(self->log);
+  Py_VISIT(self->queued);
+  return 0;
+}
+
+static int let_go(PyObject* object) {
+  RepeatedCalls* self = (RepeatedCalls*)object;
+  Py_CLEAR(self->repeat);
+  Py_CLEAR(self->process);
+  Py_CLEAR(self->current);
+  Py_CLEAR(self->idle);
+  Py_CLEAR(self->more);
+  Py_CLEAR(self->numbers);
+  Py_CLEAR(self->log);
+  Py_CLEAR(self->queued);
+  return 0;
+}
+
+static void end(PyObject* object) {
+  RepeatedCalls* self = (RepeatedCalls*)object;
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  let_go(object);
+  Py_XDECREF(self->device);
+  Py_XDECREF(self->own);
+  Py_XDECREF(self->is_here);
+  Py_XDECREF(self->async_op);
+  PyObject_GC_Del(object);
+  Py_DECREF(type);
+}
+
+static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
+  PyObject *repeat, *process, *current, *device, *own, *idle, *more, *numbers, *log, *queued;
+  unsigned long long order;
+  if (!PyArg_ParseTuple(arguments, "OOOO!O!KO!OOOO", &repeat, &process, &current, &PyLong_Type, &device, &PyLong_Type,
+                        &own, &order, &PyList_Type, &idle, &more, &numbers, &log, &queued))
+    return NULL;
+  const unsigned long long own_stream = PyLong_AsUnsignedLongLong(own);
+  if (PyErr_Occurred() != NULL) return NULL;
+  PyObject* object = PyType_GenericNew(type, NULL, NULL);
+  if (object == NULL) return NULL;
+  RepeatedCalls* self = (RepeatedCalls*)object;
+  self->repeat = Py_NewRef(repeat), self->process = Py_NewRef(process), self->current = Py_NewRef(current);
+  self->device = Py_NewRef(device), self->own = Py_NewRef(own), self->idle = Py_NewRef(idle);
+  self->more = Py_NewRef(more), self->numbers = Py_NewRef(numbers), self->log = Py_NewRef(log);
+  self->queued = Py_NewRef(queued);
+  self->order = (const ProxycclStreamOrder*)(uintptr_t)order, self->own_stream = (uintptr_t)own_stream;
+  self->is_here = PyUnicode_InternFromString("is_here");
+  self->async_op = PyUnicode_InternFromString("asyncOp");
+  if (self->is_here != NULL && self->async_op != NULL) return object;
+  Py_DECREF(object);
+  return NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"repeat", (PyCFunction)(void (*)(void))issue, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef members[] = {
+    {"count", T_ULONGLONG, offsetof(RepeatedCalls, count), READONLY, NULL},
+    {"number", T_ULONGLONG, offsetof(RepeatedCalls, number), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_new, make},        {Py_tp_dealloc, end},     {Py_tp_traverse, traverse}, {Py_tp_clear, let_go},
+    {Py_tp_methods, methods}, {Py_tp_members, members}, {0, NULL},
+};
+static PyType_Spec spec = {
+    .name = "proxyccl.torch._repeated_calls.RepeatedCalls",
+    .basicsize = sizeof(RepeatedCalls),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
+
+static int add_type(PyObject* module) {
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == NULL) return -1;
+  const int status = PyModule_AddObjectRef(module, "RepeatedCalls", type);
+  Py_DECREF(type);
+  return status;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_type}, {0, NULL}};
+static PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_repeated_calls",
+    .m_size = 0,
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC PyInit__repeated_calls(void) { return PyModuleDef_Init(&module); }
