@@ -22,7 +22,12 @@ class PreparedCalls:
         turn: called as turn(stream) with the lock held, before a call on another stream than the last; it orders the
             two and calls `set_stream`.
         tensor_types: types of torch's tensors that have memory of their own; types may be added later.
+
+    Attributes:
+        stream: the handle of the stream of the latest call; None if no call is repeated at present.
     """
+
+    stream: int | None
 
     def __new__(
         cls,
@@ -35,6 +40,14 @@ class PreparedCalls:
     ) -> PreparedCalls: ...
     def set_stream(self, stream: int | None) -> None:
         """The stream of the latest call, by its handle; with None no call is repeated before the next `turn`."""
+    def order_by(self, order: int, event: int, thread_stream: int) -> None:
+        """Has calls on another stream than the last follow it without `turn`.
+
+        Args:
+            order: address of a ProxycclStreamOrder (stream_order.h).
+            event: that nothing else uses.
+            thread_stream: the handle that means another stream in each thread, which stays with `turn`.
+        """
     def keep(
         self,
         x: object,

@@ -68,6 +68,8 @@ class Launches:
         self.prepared_calls = PreparedCalls(
             Array, "identity", self._lock, self._refuse, self._next_stream, libraries.tensor_types
         )
+        if (order := runtime.stream_order_in_c()) is not None:
+            self.prepared_calls.order_by(*order)
         when_interrupted(self._default_handle, lambda error: failure.abort(f"interrupted by {type(error).__name__}"))
         if synchronize := runtime.launch_target().synchronize:
             call_log.wait_on(self._default_handle, synchronize)
@@ -163,6 +165,7 @@ class Launches:
 
         A program that gives a stream by its number keeps it until the next call.
         """
+        self._see_turns()
         last = self._last
         if last is None or self._failure.closed or closed_stream(self._last_stream_owner) is not None:
             return None
@@ -236,13 +239,20 @@ class Launches:
 
     def _handle_of(self, stream: StreamLike) -> int:
         """The handle of a call's stream, ordered after the latest launch."""
+        self._see_turns()
         if stream is None and self._on_host and self._last == self._default_handle:
             return self._default_handle
         if type(stream) in _NUMBERS and stream == self._last and closed_stream(self._last_stream_owner) is None:
             return int(stream)
         return self._next_stream(stream)
 
+    def _see_turns(self) -> None:
+        """Learns on which stream C has repeated the latest call, if it has turned to another by itself."""
+        if not self._on_host and (turned := self.prepared_calls.stream) is not None and turned != self._last:
+            self._last = self._last_stream_owner = turned
+
     def _next_stream(self, stream: StreamLike) -> int:
+        self._see_turns()
         on_default = stream is None and self._on_host
         handle = self._default_handle if on_default else self._runtime.stream_handle(stream)
         named = identify_stream(self._runtime, handle)

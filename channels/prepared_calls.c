@@ -13,6 +13,7 @@
 #include <string.h>
 
 #include "launch.h"
+#include "stream_order.h"
 
 enum { PLACES = 512, MOST_DIMENSIONS = 6, MOST_OPTIONS = 6, LONGEST_FORMAT = 8 };
 
@@ -53,6 +54,8 @@ typedef struct {
   PyObject* names[NAMES];
   int repeats;      /* 0: no call is repeated at present */
   uintptr_t stream; /* the one that calls are on */
+  const ProxycclStreamOrder* order; /* NULL: `turn` orders streams */
+  uintptr_t event, thread_stream;
   Entry* entries;
 } PreparedCalls;
 
@@ -174,6 +177,11 @@ static int turn_to(PreparedCalls* self, PyObject* stream) {
   const uintptr_t handle = (uintptr_t)PyLong_AsUnsignedLongLong(stream);
   if (PyErr_Occurred()) return -1;
   if (self->repeats && self->stream == handle) return 1;
+  if (self->repeats && self->order != NULL && handle != self->thread_stream &&
+      proxyccl_stream_follow(self->order, self->event, self->stream, handle, 1) == 0) {
+    self->stream = handle;
+    return 1;
+  }
   PyObject* turned = PyObject_CallFunctionObjArgs(self->turn, stream, NULL); /* it calls set_stream */
   if (turned == NULL) return -1;
   Py_DECREF(turned);
@@ -303,6 +311,20 @@ static PyObject* set_stream(PreparedCalls* self, PyObject* stream) {
   Py_RETURN_NONE;
 }
 
+static PyObject* order_by(PreparedCalls* self, PyObject* arguments) {
+  unsigned long long order, event, thread_stream;
+  if (!PyArg_ParseTuple(arguments, "KKK", &order, &event, &thread_stream)) return NULL;
+  self->order = (const ProxycclStreamOrder*)(uintptr_t)order;
+  self->event = (uintptr_t)event, self->thread_stream = (uintptr_t)thread_stream;
+  Py_RETURN_NONE;
+}
+
+static PyObject* stream_of_calls(PyObject* object, void* Py_UNUSED(closure)) {
+  const PreparedCalls* self = (const PreparedCalls*)object;
+  if (!self->repeats) Py_RETURN_NONE;
+  return PyLong_FromUnsignedLongLong(self->stream);
+}
+
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   PreparedCalls* self = (PreparedCalls*)object;
   Py_VISIT(Py_TYPE(object));
@@ -388,11 +410,16 @@ static PyMethodDef methods[] = {
     {"keep", (PyCFunction)keep, METH_VARARGS, NULL},
     {"clear", (PyCFunction)clear, METH_NOARGS, NULL},
     {"set_stream", (PyCFunction)set_stream, METH_O, NULL},
+    {"order_by", (PyCFunction)order_by, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
+static PyGetSetDef attributes[] = {
+    {"stream", stream_of_calls, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
 static PyType_Slot slots[] = {
-    {Py_tp_new, make},     {Py_tp_dealloc, end},     {Py_tp_traverse, traverse},
-    {Py_tp_clear, let_go}, {Py_tp_methods, methods}, {0, NULL},
+    {Py_tp_new, make},        {Py_tp_dealloc, end},      {Py_tp_traverse, traverse}, {Py_tp_clear, let_go},
+    {Py_tp_methods, methods}, {Py_tp_getset, attributes}, {0, NULL},
 };
 static PyType_Spec spec = {
     .name = "proxyccl.channels._prepared_calls.PreparedCalls",

@@ -280,8 +280,8 @@ class GpuRuntime:
     # -- streams ---
 
     def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> GpuStream:
-        """A stream."""
-        return GpuStream(self.context)
+        """A stream; a proxy's comes before others."""
+        return GpuStream(self.context, first=for_proxy)
 
     def create_event(self) -> GpuEvent:
         """An event."""
@@ -303,6 +303,11 @@ class GpuRuntime:
         are the caller's to order.
         """
         self._order.follow(first, then, alike=True)
+
+    def stream_order_in_c(self) -> tuple[int, int, int]:
+        """For a caller in C: its streams' order, an event, and the thread's own stream."""
+        address, _, make_event = self._order.in_c()
+        return address, make_event(), self.driver.thread_stream
 
     def wait_event(self, stream: int, event: Event) -> None:
         """Makes later work of the stream with this handle wait for the event's last record."""

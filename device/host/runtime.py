@@ -247,6 +247,10 @@ class HostRuntime:
         """Never: the host runtime has no graphs."""
         return False
 
+    def stream_order_in_c(self) -> None:
+        """None: `order_streams` looks for streams that are closed."""
+        return
+
     def order_streams(self, first: int, then: int) -> None:
         """Makes later work of `then` wait for work queued on `first`; a closed stream has no queued work."""
         if any(stream.handle == first and not stream.closed for stream in self._all_streams()):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -72,6 +73,7 @@ class Endpoints:
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
         self._made: dict[_Key, Communicator] = {}
+        self._checks: tuple[Callable[[], None], ...] = ()  # of the communicators that were made
         self._closed = self._aborted = False
         self._to_self = ToSelf(rank, self._require_open)
 
@@ -123,12 +125,12 @@ class Endpoints:
 
     def check(self) -> None:
         """Raises the error that ended a communicator, if one has failed."""
-        for (_, _, peer), comm in list(self._made.items()):  # one operation, which no thread interrupts
-            if peer is None:
-                comm.check()
-            else:
-                with self.transferring(peer):
-                    comm.check()
+        for check in self._checks:
+            check()
+
+    def _check_pair(self, peer: int, comm: Communicator) -> None:
+        with self.transferring(peer):
+            comm.check()
 
     @contextmanager
     def bounded(self, device: torch.device, peer: int | None, seconds: float | None) -> Iterator[None]:
@@ -166,11 +168,17 @@ class Endpoints:
                         del self._making[key]
                     raise
                 with self._lock:
-                    self._made[key] = comm
+                    self._add(key, comm)
                     closed = self._closed
                 if closed:
                     comm.close(wait=False)
             return self._made[key]
+
+    def _add(self, key: _Key, comm: Communicator) -> None:
+        self._made[key] = comm
+        peer = key[2]
+        check = comm.group.failure.check if peer is None else functools.partial(self._check_pair, peer, comm)
+        self._checks = (*self._checks, check)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -237,7 +245,8 @@ class Endpoints:
         with self._lock:
             made = {key: comm for key, comm in self._made.items() if key[2] is None}
         for key, comm in made.items():
-            shrunk._made[key] = left = comm.shrink(exclude=excluded, timeout=timeout)
+            left = comm.shrink(exclude=excluded, timeout=timeout)
+            shrunk._add(key, left)
             lost = sorted({*members} - {*left.members})
             if lost:
                 shrunk.close()

@@ -6,7 +6,6 @@ that is freed, C++ does not find our `wait` and waits forever.
 
 from __future__ import annotations
 
-import threading
 from typing import Protocol
 
 _MOST = 64
@@ -21,26 +20,30 @@ class Waitable(Protocol):
 
 
 class Unwaited:
-    """The latest Works of a group that nobody has waited for. With a Work its tensors stay, so there are few."""
+    """The latest Works of a group that nobody has waited for. With a Work its tensors stay, so there are few.
+
+    Without a lock: each step is one operation of a dict or a list, which no other thread interrupts.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._works: dict[int, Waitable] = {}
         self._waited_for: list[Waitable] = []
 
     def add(self, work: Waitable) -> None:
         """Keeps a Work until it is waited for, or many have come after it."""
         work.keep_in(self)
-        with self._lock:
-            for each in self._waited_for:
-                self._works.pop(id(each), None)
-            self._waited_for.clear()
-            self._works[id(work)] = work
-            if len(self._works) > _MOST:
-                del self._works[next(iter(self._works))]
+        works, waited_for = self._works, self._waited_for
+        while waited_for:
+            try:
+                each = waited_for.pop()
+            except IndexError:  # another thread took it
+                break
+            works.pop(id(each), None)
+        works[id(work)] = work
+        if len(works) > _MOST:
+            works.pop(next(iter(list(works))), None)
 
     def forget(self, work: Waitable) -> None:
         """Drops it only with the next Work: a caller that has waited in C++ may still ask for the result."""
-        with self._lock:
-            if id(work) in self._works:
-                self._waited_for.append(work)
+        if id(work) in self._works:
+            self._waited_for.append(work)

@@ -137,7 +137,7 @@ def without_a_device() -> tuple[GpuRuntime, list[bytes]]:
         loaded.append(image)
         raise LoadedError
 
-    def zero(*_: Any) -> int:
+    def zero(*_: Any, **__: Any) -> int:
         return 0
 
     driver: Any = SimpleNamespace(

@@ -190,6 +190,17 @@ except DriverError as error:
     ]
 
 
+def test_a_proxys_streams_have_the_highest_priority_and_a_programs_the_default() -> None:
+    out = run("""
+from hip import hip
+runtime = open_runtime("hip")
+for stream in runtime.create_stream(), runtime.create_stream(for_proxy=True):
+    print(hip.hipStreamGetPriority(stream.handle)[1])
+print(*hip.hipDeviceGetStreamPriorityRange()[1:])
+""")
+    assert out.split() == ["0", "-1", "1", "-1"]
+
+
 def test_events_time_and_order_streams() -> None:
     out = run("""
 runtime = open_runtime("hip")

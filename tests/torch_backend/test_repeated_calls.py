@@ -124,14 +124,21 @@ def test_a_call_with_other_memory_or_another_operator_is_not_confused() -> None:
 
 
 def test_synchronous_and_asynchronous_calls_follow_each_other() -> None:
-    """They are on two streams, which the communicator orders."""
+    """They are on two streams, which the communicator orders, whether C repeats a call or Python makes it."""
 
     def body(group: Any) -> None:
         rank, value = group.rank(), 1.0
         x = torch_on_hip.on_gpu(torch.ones(1 << 16), rank)
+
+        def launches() -> Any:
+            return group.endpoints.of_all(x.device).group.launches
+
         for _ in range(6):
             work = all_reduce(group, x, waits=False)
+            last = [launches().last_stream]
             all_reduce(group, x)  # the program is to wait first, but the streams are in order all the same
+            last.append(launches().last_stream)
+            assert last == [group._gpu(x.device).own, torch.cuda.current_stream(x.device).cuda_stream]
             work.wait()
             value *= RANKS**2
             assert (torch_on_hip.on_cpu(x) == value).all()

@@ -182,6 +182,9 @@ HIP_EXPORT hipError_t hipStreamCreateWithPriority(hipStream_t* stream, unsigned 
 HIP_EXPORT hipError_t hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return as(CU(cuCtxGetStreamPriorityRange, least, greatest));
 }
+HIP_EXPORT hipError_t hipStreamGetPriority(hipStream_t stream, int* priority) {
+  return as(CU(cuStreamGetPriority, stream, priority));
+}
 HIP_EXPORT hipError_t hipStreamDestroy(hipStream_t stream) { return as(CU(cuStreamDestroy_v2, stream)); }
 HIP_EXPORT hipError_t hipStreamQuery(hipStream_t stream) { return as(CU(cuStreamQuery, stream)); }
 HIP_EXPORT hipError_t hipStreamSynchronize(hipStream_t stream) { return as(CU(cuStreamSynchronize, stream)); }

@@ -60,6 +60,7 @@ std::mutex mutex;  // of everything below, which is never destroyed because thre
 auto& allocations = *new std::map<uintptr_t, Allocation>();
 auto& registered = *new std::map<uintptr_t, size_t>();  // host memory
 auto& allocated = *new std::map<int, size_t>();         // by device
+auto& priorities = *new std::map<void*, int>();         // by stream
 auto& peers = *new std::set<std::pair<int, int>>();
 uint64_t last_id = 0;
 
@@ -438,12 +439,21 @@ HIP_EXPORT hipError_t hipMemsetD8Async(hipDeviceptr_t dst, unsigned char value, 
 
 // -- streams and events ---
 
-HIP_EXPORT hipError_t hipStreamCreateWithPriority(hipStream_t* stream, unsigned, int) {
-  *stream = createStream();
+HIP_EXPORT hipError_t hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
+  *least = 1, *greatest = -1;
   return hipSuccess;
 }
-HIP_EXPORT hipError_t hipDeviceGetStreamPriorityRange(int* least, int* greatest) {
-  *least = *greatest = 0;
+// Streams here are threads; a test may see what was asked for.
+HIP_EXPORT hipError_t hipStreamCreateWithPriority(hipStream_t* stream, unsigned, int priority) {
+  *stream = createStream();
+  std::lock_guard<std::mutex> lock(mutex);
+  priorities[*stream] = priority;
+  return hipSuccess;
+}
+HIP_EXPORT hipError_t hipStreamGetPriority(hipStream_t stream, int* priority) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = priorities.find(stream);
+  *priority = found == priorities.end() ? 0 : found->second;
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipStreamDestroy(hipStream_t stream) { return destroyStream(static_cast<Stream*>(stream)); }
