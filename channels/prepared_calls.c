@@ -52,8 +52,8 @@ typedef struct {
   PyTypeObject* identified;
   PyObject *identity_name, *acquire, *release, *refuse, *turn, *tensor_types;
   PyObject* names[NAMES];
-  int repeats;      /* 0: no call is repeated at present */
-  uintptr_t stream; /* the one that calls are on */
+  int repeats;                      /* 0: no call is repeated at present */
+  uintptr_t stream;                 /* the one that calls are on */
   const ProxycclStreamOrder* order; /* NULL: `turn` orders streams */
   uintptr_t event, thread_stream;
   Entry* entries;
@@ -418,8 +418,13 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot slots[] = {
-    {Py_tp_new, make},        {Py_tp_dealloc, end},      {Py_tp_traverse, traverse}, {Py_tp_clear, let_go},
-    {Py_tp_methods, methods}, {Py_tp_getset, attributes}, {0, NULL},
+    {Py_tp_new, make},
+    {Py_tp_dealloc, end},
+    {Py_tp_traverse, traverse},
+    {Py_tp_clear, let_go},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, attributes},
+    {0, NULL},
 };
 static PyType_Spec spec = {
     .name = "proxyccl.channels._prepared_calls.PreparedCalls",

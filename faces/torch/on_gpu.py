@@ -71,7 +71,15 @@ class GroupOnGpu:
         assert self.calls is not None
         raw_stream = torch._C._cuda_getCurrentRawStream
         return RepeatedCalls(
-            self.calls.repeat, process, raw_stream, self.device.index, self.own, *self.order.in_c(), numbers, log, queued
+            self.calls.repeat,
+            process,
+            raw_stream,
+            self.device.index,
+            self.own,
+            *self.order.in_c(),
+            numbers,
+            log,
+            queued,
         )
 
     def give_back(self) -> None:

@@ -315,6 +315,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._require_process()
         self._sequence = next(self._numbers)
         waits = _waits(opts)
+        work: DeviceWork | HostWork | None
         if device.type == "cpu":
             work = self._issue_on_cpu(name, tensors, function, flow, _seconds_of(opts), waits=waits)
         elif flow is not None:
@@ -403,7 +404,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Has `_repeat` find a call that was made."""
         if gpu.calls is None:
             gpu.calls = self._endpoints.of_all(gpu.device).tensor_calls
-            # It must not hold this group, which it would keep alive: CPython can't free a cycle through torch's objects.
+            # By a weak reference to this group, which holds it.
             self._repeating[gpu.device.index] = gpu.repeated_calls(
                 self._process, self._numbers, self._under_way.log, functools.partial(_queued, weakref.ref(self), gpu)
             )
@@ -924,10 +925,8 @@ def _queued(
     """The Work of a call on a group's own stream; see `RepeatedCalls`."""
     group = of_group()
     assert group is not None  # it is in the call
-    if type(x) is list:
-        tensors = x if out is x else [*out, *x]
-    else:
-        tensors = [x] if out is x else [out, x]
+    xs, outs = (x, out) if type(x) is list else ([x], [out])
+    tensors = xs if out is x else [*outs, *xs]
     return group._handed_out(group._work_of(gpu, gpu.own, number, name, tensors, event=event, captured=captured))
 
 

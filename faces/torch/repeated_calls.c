@@ -164,8 +164,7 @@ static PyObject* issue(RepeatedCalls* self, PyObject* const* arguments, Py_ssize
   if (!PyList_Check(x) || done == PyList_Size(x)) return record(self, kept, x, out, handle, waits);
   PyObject* first_x = PyList_GetSlice(x, 0, done);
   PyObject* first_out = out == x ? Py_XNewRef(first_x) : PyList_GetSlice(out, 0, done);
-  PyObject* work =
-      first_x == NULL || first_out == NULL ? NULL : record(self, kept, first_x, first_out, handle, waits);
+  PyObject* work = first_x == NULL || first_out == NULL ? NULL : record(self, kept, first_x, first_out, handle, waits);
   PyObject* result = work == NULL ? NULL : Py_BuildValue("nO", done, work);
   Py_XDECREF(first_x);
   Py_XDECREF(first_out);
@@ -246,8 +245,13 @@ static PyMemberDef members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot slots[] = {
-    {Py_tp_new, make},        {Py_tp_dealloc, end},     {Py_tp_traverse, traverse}, {Py_tp_clear, let_go},
-    {Py_tp_methods, methods}, {Py_tp_members, members}, {0, NULL},
+    {Py_tp_new, make},
+    {Py_tp_dealloc, end},
+    {Py_tp_traverse, traverse},
+    {Py_tp_clear, let_go},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {0, NULL},
 };
 static PyType_Spec spec = {
     .name = "proxyccl.torch._repeated_calls.RepeatedCalls",

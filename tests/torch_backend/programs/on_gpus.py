@@ -95,6 +95,28 @@ def capture(device: torch.device) -> None:
         assert (x == 4 * value).all()
 
 
+def priority(device: torch.device) -> None:
+    """The group's own stream has the highest priority, and so have the kernels that a graph takes from it."""
+    from cuda.bindings import driver as cu
+
+    highest = torch.cuda.Stream.priority_range()[1]
+    x = torch.ones(4096, device=device)
+    for _ in range(3):
+        dist.all_reduce(x, async_op=True).wait()
+    torch.cuda.synchronize()
+    assert dist.group.WORLD._get_backend(device)._gpu(device).own_stream.priority == highest
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        dist.all_reduce(x, async_op=True).wait()
+        x.add_(1)
+    raw = cu.CUgraph(graph.raw_cuda_graph())
+    _, _, count = cu.cuGraphGetNodes(raw, 0)
+    _, nodes, _ = cu.cuGraphGetNodes(raw, count)
+    kernels = [node for node in nodes if cu.cuGraphNodeGetType(node)[1] == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL]
+    attribute = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PRIORITY
+    assert sorted(cu.cuGraphKernelNodeGetAttribute(node, attribute)[1].priority for node in kernels) == [highest, 0]
+
+
 def transfers(device: torch.device) -> None:
     """Sends and receives of two ranks, alone and in one batch."""
     rank = dist.get_rank()
@@ -160,7 +182,8 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:proxyccl" if case == "mixed" else "proxyccl", timeout=timedelta(seconds=60))
-    {each.__name__: each for each in (streams, repeated, capture, transfers, ring, memory, mixed)}[case](device)
+    cases = (streams, repeated, capture, priority, transfers, ring, memory, mixed)
+    {each.__name__: each for each in cases}[case](device)
     torch.cuda.synchronize()
     dist.barrier()
     is_first = dist.get_rank() == 0
