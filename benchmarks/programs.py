@@ -45,7 +45,7 @@ _GRACE_SECONDS = 3.0
 _SHOWN_LINES = 15  # of a failed job's output
 _COLUMNS = (
     Column("program", "", 50, left=True),
-    Column("figure", "", 38, left=True),
+    Column("figure", "", 50, left=True),
     Column("by", "", 34, left=True),
     Column("value", "", 12, ",.1f"),
     Column("unit", "", 8, left=True),
@@ -149,7 +149,7 @@ PARTS: dict[str, Part] = {
     "trainings": Part((str(_RANK), "fsdp-bf16", "fsdp-f32", "ddp-f32", "fsdp-half"), 100),
     "moe": Part((str(_MIXTURE), "--json"), 60, quick=("--steps", "1")),
     "moe-captured": Part((str(_MIXTURE), "--json", "--captured"), 90, needs_gpus=True, quick=("--steps", "1")),
-    "calls": Part((str(_RANK), "issue", "proxied-graphs", "low-latency"), 80),
+    "calls": Part((str(_RANK), "issue", "proxied-graphs", "experts"), 80),
     "normal-mode": Part(
         (str(_HERE / "deep_ep_buffer.py"), "--tokens", "4096", "--quick"),
         40,

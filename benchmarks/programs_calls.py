@@ -13,7 +13,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from programs_ranks import OURS, Figure, Ranks, Variant
+from torch_calls import issue_calls, nothing_group
 
+from proxyccl import EPAll2AllLayer
 from proxyccl.deep_ep import Buffer
 from proxyccl.tools.options import show_size
 
@@ -45,45 +47,56 @@ def issue_and_whole(ranks: Ranks, calls: dict[str, Callable[[], object]], burst:
 
 
 def measure_issue(ranks: Ranks, *, quick: bool) -> None:
-    """Issue of `dist.all_reduce`, synchronous and not, and of `Communicator.all_reduce`."""
+    """Issue of torch's calls, beside those of a group that does nothing, and of `Communicator.all_reduce`."""
     bursts = 2 if quick else _BURSTS
+    groups = {OURS: ranks.group_of_ours(Variant(OURS)), ranks.peer: dist.group.WORLD, "nothing": nothing_group()}
+    calls = {name: issue_calls(group, ranks.device) for name, group in groups.items() if group is not None}
+    for what in calls[OURS]:
+        found = issue_and_whole(ranks, {name: of_it[what] for name, of_it in calls.items()}, _BURST, bursts)
+        ranks.report("torch.distributed", f"issue, {what}", "µs", found)
     x = ranks.ones(_COUNT)
-    groups = {OURS: ranks.group_of_ours(Variant(OURS)), ranks.peer: dist.group.WORLD}
-
-    def synchronous(group: object) -> Callable[[], object]:
-        return lambda: dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
-
-    def asynchronous(group: object) -> Callable[[], object]:
-        return lambda: dist.all_reduce(x, dist.ReduceOp.MAX, group=group, async_op=True).wait()
-
-    for title, made in (("synchronous", synchronous), ("asynchronous, with wait", asynchronous)):
-        calls = {name: made(group) for name, group in groups.items()}
-        ranks.report("dist.all_reduce", f"issue, {title}", "µs", issue_and_whole(ranks, calls, _BURST, bursts))
     with ranks.communicator() as comm:
         found = issue_and_whole(ranks, {OURS: lambda: comm.all_reduce(x, "max")}, _BURST, bursts)
     ranks.report("Communicator.all_reduce", "issue", "µs", found)
 
 
-def measure_low_latency(ranks: Ranks, *, quick: bool) -> None:
-    """A pair of `deep_ep`'s low-latency calls that no graph holds, beside the pair in a graph, which only its kernels
-    bound.
-    """
+def measure_experts(ranks: Ranks, *, quick: bool) -> None:
+    """Pairs of experts' calls that no graph holds, beside the same in a graph, which only the kernels bound."""
     tokens, hidden, topk, experts = (128, 7168, 8, 256) if ranks.on_gpus else (8, 128, 2, 4)
     buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
+    sizes = (tokens, hidden, topk, ranks.rank, experts, ranks.size, ranks.size)
+    layer = EPAll2AllLayer(dist.group.WORLD, *sizes, layout="padded", minus_one_drops=True)
     x = ranks.ones(tokens * hidden, torch.bfloat16).view(tokens, hidden)
     ids = torch.rand(tokens, experts, device=ranks.device).topk(topk, dim=1).indices
     weights = ranks.ones(tokens * topk).view(tokens, topk)
+    results = x.new_ones(experts // ranks.size, ranks.size * tokens, hidden)  # the experts' of float8 rows
 
-    def pair() -> torch.Tensor:
+    def low_latency() -> torch.Tensor:
         rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, tokens, experts, use_fp8=False)
         combined, _, _ = buffer.low_latency_combine(rows, ids, weights, handle)
         return combined
 
-    wrong = int((pair() != topk).sum())
-    if wrong:
-        raise SystemExit(f"{wrong} elements of deep_ep's low-latency pair are wrong")
-    program = f"deep_ep low latency, {tokens} tokens"
-    bursts = 2 if quick else _BURSTS
+    def in_float8() -> torch.Tensor:
+        _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, tokens, experts, use_fp8=True)
+        combined, _, _ = buffer.low_latency_combine(results, ids, weights, handle)
+        return combined
+
+    def by_layer() -> torch.Tensor:
+        rows, _, desc = layer.dispatch(x, ids)
+        combined: torch.Tensor = layer.combine(rows, desc, topk_weights=weights)
+        return combined
+
+    pairs = {"deep_ep low latency": low_latency, "deep_ep low latency, float8": in_float8, "EPAll2AllLayer": by_layer}
+    for name, pair in pairs.items():
+        wrong = int((pair() != topk).sum())
+        if wrong:
+            raise SystemExit(f"{wrong} elements that a pair of {name} combines are wrong")
+        _measure_pair(ranks, f"{name}, {tokens} tokens", pair, 2 if quick else _BURSTS)
+    layer.finalize()
+    buffer.destroy()
+
+
+def _measure_pair(ranks: Ranks, program: str, pair: Callable[[], object], bursts: int) -> None:
     found = issue_and_whole(ranks, {OURS: pair}, _PAIR_BURST, bursts)[OURS]
     ranks.report(program, "issue of a pair", "µs", {OURS: found})
     ranks.report(program, "dispatch and combine", "µs", {OURS: _whole(found, 1)})
@@ -95,7 +108,6 @@ def measure_low_latency(ranks: Ranks, *, quick: bool) -> None:
         name = f"{OURS}, captured"
         replayed = issue_and_whole(ranks, {name: graph.replay}, 1, bursts)[name]
         ranks.report(program, "dispatch and combine", "µs", {name: _whole(replayed, _PAIR_BURST)})
-    buffer.destroy()
 
 
 def _whole(issue: Figure, pairs: int) -> Figure:

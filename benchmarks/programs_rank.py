@@ -17,7 +17,7 @@ from programs_ranks import Ranks, Variant
 
 CALLS: dict[str, Callable[..., None]] = {
     "issue": programs_calls.measure_issue,
-    "low-latency": programs_calls.measure_low_latency,
+    "experts": programs_calls.measure_experts,
     "proxied-graphs": programs_calls.measure_proxied_graphs,
 }
 

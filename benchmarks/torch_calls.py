@@ -1,0 +1,95 @@
+"""torch's calls whose issue `programs.py` times, and a process group that does nothing.
+
+That group is written in Python as ours is, so its calls take the part of a call that is torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from proxyccl.torch.process_group import IS_BACKEND
+from proxyccl.torch.whole_group import WholeGroup
+
+_COUNT = 256  # elements: few, so that the kernels are short
+
+
+class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torch's class has no types
+    """A process group of Python's whose calls do nothing: for torch before 2.15, as ours is there."""
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._store, self._rank, self._size = store, rank, size
+        self._work = _DoneWork()
+
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    def getBackendName(self) -> str:  # noqa: N802  torch's name
+        """The backend's name."""
+        return "nothing"
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _call(self, *arguments: Any) -> Any:
+        return self._work if arguments[-1].asyncOp else None
+
+    allreduce = allreduce_coalesced = _call
+    all_gather_single = _allgather_base = reduce_scatter_single = _reduce_scatter_base = _call
+
+
+class _DoneWork(dist.Work):
+    def wait(self, timeout: Any = None) -> bool:
+        """Nothing to wait for."""
+        return True
+
+
+def issue_calls(group: Any, device: torch.device) -> dict[str, Callable[[], object]]:
+    """The calls to issue on a group, by name."""
+    ranks = dist.get_world_size(group)
+    x, share = torch.ones(_COUNT, device=device), torch.ones(_COUNT, device=device)
+    whole, largest = torch.ones(_COUNT * ranks, device=device), dist.ReduceOp.MAX
+
+    def coalesced() -> None:
+        with dist._coalescing_manager(group, async_ops=True) as joint:
+            dist.all_reduce(x, largest, group)
+            dist.all_reduce(share, largest, group)
+        joint.wait()
+
+    def alternating() -> None:
+        dist.all_reduce(x, largest, group)
+        dist.all_reduce(x, largest, group, async_op=True).wait()
+
+    return {
+        "all_reduce": lambda: dist.all_reduce(x, largest, group),
+        "all_reduce, async_op and wait": lambda: dist.all_reduce(x, largest, group, async_op=True).wait(),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, share, group),
+        "all_gather_into_tensor, async_op and wait": lambda: dist.all_gather_into_tensor(
+            whole, share, group, async_op=True
+        ).wait(),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(share, whole, largest, group),
+        "two coalesced all_reduces and wait": coalesced,
+        "one all_reduce of each kind, in turn": alternating,
+    }
+
+
+def nothing_group() -> Any:
+    """A `NothingGroup` of the default group's ranks, which torch knows; None where Python makes backends (2.15)."""
+    if IS_BACKEND:
+        return None
+    dist.Backend.register_backend(
+        "nothing",
+        lambda made, _: NothingGroup(made.store, made.group_rank, made.group_size),
+        extended_api=True,
+        devices=["cpu", "cuda"],
+    )
+    return dist.new_group(backend="nothing")
