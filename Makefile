@@ -11,7 +11,7 @@ WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numpr
 # As tests/conftest.py sets it, for kernels that are compiled before the tests.
 FAST_COMPILER := PROXYCCL_CXXFLAGS=-O1
 # The tests with a marker. Every worker imports the files that it is given: those without one stay out.
-marked = -m $(1) $(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
+marked = -m "$(1)$(2)" $(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 GPU_RUNTIME ?= cuda
 RUN = $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py
 C_SOURCES = $(shell find device proxy channels tools benchmarks tests -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
@@ -21,7 +21,7 @@ SOURCES := $(shell find device proxy channels faces tools src -name '*.py' -o -n
 ROCM_ON_HOST := build/rocm-on-host
 ON_HIP := ROCM_PATH=$(CURDIR)/$(ROCM_ON_HOST) PROXYCCL_RUNTIME=hip
 ROCM_ON_CUDA := build/rocm-on-cuda
-FORWARD = mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared -fvisibility=hidden -pthread \
+FORWARD = mkdir -p $(@D) && $(CXX) -std=c++17 -O1 -Wall -Wextra -fPIC -shared -fvisibility=hidden -pthread \
   -Idevice -Idevice/memory -Idevice/host -Idevice/include $(filter %.cpp,$^) -ldl -o $@
 FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in glob.glob(r + "/**/libnvrtc.so.*", recursive=True)))
 SOFT_ROCE := tests/support/soft_roce
@@ -72,7 +72,7 @@ test-daemon: $(VENV)/.installed
 # default in a process of the job's own, which test-all tests.
 HIP_PROXY ?= thread
 test-hip: $(VENV)/.installed rocm-on-host
-	PROXYCCL_PROXY=$(HIP_PROXY) $(ON_HIP) $(WORKERS_PYTEST) $(FULL) $(call marked,hip)
+	PROXYCCL_PROXY=$(HIP_PROXY) $(ON_HIP) $(WORKERS_PYTEST) $(FULL) $(call marked,hip,$(if $(FULL),, and not hip_full))
 
 # The models alone. DEPTH multiplies the executions at random, and from 2 on adds larger models and bounds.
 DEPTH ?= 1

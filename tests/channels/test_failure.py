@@ -102,12 +102,22 @@ def outcomes(ended: list[Ended]) -> dict[int, list[str]]:
 @pytest.mark.parametrize(
     "scenario",
     [
-        *(pytest.param(f"killed_in_a_collective:{name}", marks=NO_PROXY) for name in ("one_shot", "two_shot", "ring")),
-        "killed_in_a_collective:proxy",
-        pytest.param("killed_in_a_kernel", marks=NO_PROXY),
-        "killed_in_a_dispatch",
-        "killed_before_a_registration",
-        *(f"killed_before_it_is_mapped:{memory}" for memory in ("schedules", "semaphores")),
+        *(
+            pytest.param(f"killed_in_a_collective:{name}", marks=[NO_PROXY, pytest.mark.hip_full])
+            for name in ("one_shot", "ring")
+        ),
+        pytest.param("killed_in_a_collective:two_shot", marks=NO_PROXY),
+        *(
+            pytest.param(scenario, marks=pytest.mark.hip_full)
+            for scenario in (
+                "killed_in_a_collective:proxy",
+                "killed_in_a_dispatch",
+                "killed_before_a_registration",
+                "killed_before_it_is_mapped:semaphores",
+            )
+        ),
+        pytest.param("killed_in_a_kernel", marks=[NO_PROXY, pytest.mark.hip_full]),
+        "killed_before_it_is_mapped:schedules",
     ],
 )
 def test_a_killed_rank_is_named_on_the_others(scenario: str) -> None:
@@ -135,6 +145,7 @@ def test_close_does_not_wait_for_a_killed_rank() -> None:
         assert printed[rank][-1].endswith("closed>")
 
 
+@pytest.mark.hip_full
 @pytest.mark.usefixtures("nothing_left")
 def test_a_stopped_rank_times_out_and_hears_of_it_later() -> None:
     printed = outcomes(run_processes(PROCESSES, PROGRAM, "stopped"))
@@ -164,7 +175,7 @@ def test_a_rank_that_leaves_without_close_releases_the_others() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("launcher", [pytest.param("mpi", marks=NO_PROXY), "processes"])
+@pytest.mark.parametrize("launcher", [pytest.param("mpi", marks=[NO_PROXY, pytest.mark.hip_full]), "processes"])
 def test_exit_without_close_is_clean(launcher: str) -> None:
     if launcher == "mpi":
         result = run_mpi(PROCESSES, PROGRAM, "exit_without_close")
@@ -177,6 +188,7 @@ def test_exit_without_close_is_clean(launcher: str) -> None:
 
 
 @NO_PROXY
+@pytest.mark.hip_full
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize(
     "scenario",
@@ -914,7 +926,7 @@ def _until_it_fails(comm: Communicator) -> None:
     shrunk.close()
 
 
-@pytest.mark.parametrize("body", [_in_every_way, _until_it_fails])
+@pytest.mark.parametrize("body", [_in_every_way, pytest.param(_until_it_fails, marks=pytest.mark.hip_full)])
 def test_communicators_give_back_descriptors_and_threads(body: Callable[[Communicator], None]) -> None:
     run_ranks(3, body)  # warm-up: a process keeps some resources
     descriptors, threads = open_descriptors(), live_threads()

@@ -153,6 +153,7 @@ def test_closed_memory_is_refused(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.hip_full
 def test_forgotten_registered_memory_lives_until_close(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         forgotten, closed = comm.empty(16), comm.empty(16)

@@ -100,6 +100,7 @@ def test_little_goes_through_pinned_memory(kinds: tuple[Kind, Kind]) -> None:
     run_ranks(max(world_sizes(1, 2, 3)), body)
 
 
+@pytest.mark.hip_full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in-place"])
 def test_reduces_in_pieces_and_rounds(kind: Kind, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +186,7 @@ def test_between_nodes_kernels_move_short_shares_and_schedules_longer_ones(colle
     run_ranks(nodes, body, local_world_size=1)
 
 
+@pytest.mark.hip_full
 def test_a_thousand_calls_of_all_kinds(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         calls = SpanCalls(comm, 700 * comm.world_size)
@@ -235,6 +237,7 @@ def test_two_groups_at_once() -> None:
             ended.result()
 
 
+@pytest.mark.hip_full
 def test_several_workers_share_a_schedule() -> None:
     size = max(world_sizes(1, 2, 3))
 
@@ -259,6 +262,7 @@ def test_schedules_and_kernels_triggers_take_turns(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.hip_full
 @pytest.mark.parametrize("size", with_the_largest_once_more(world_sizes(1, 2, 3, processes=True)))
 def test_ranks_as_processes(size: int) -> None:
     result = run_mpi(size, PROGRAMS / "by_proxy.py")
@@ -297,6 +301,7 @@ def test_a_rank_that_never_comes_is_named_with_the_schedule() -> None:
         assert error.peer == 1
 
 
+@pytest.mark.hip_full
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_a_killed_rank_is_named_on_the_others(collective: str) -> None:
     size, victim = processes(3), 1
@@ -532,6 +537,7 @@ def test_memory_that_was_freed_is_not_named_again(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.hip_full
 def test_many_arrays_leave_memory_ids_for_stages() -> None:
     def body(comm: Communicator) -> None:
         arrays = [SpanCalls(comm, 100 * comm.world_size) for _ in range(MAX_MEMORIES // 2)]

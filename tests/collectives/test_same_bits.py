@@ -69,7 +69,7 @@ def arrays(comm: Communicator, name: str, rows: int, kind: str) -> tuple[Any, An
 @pytest.mark.parametrize(
     "collective",
     # On the HIP runtime the one whose kernels are few: what compiles them there is the host's compiler again.
-    ["all_reduce", pytest.param("reduce_scatter", marks=pytest.mark.hip)],
+    ["all_reduce", pytest.param("reduce_scatter", marks=[pytest.mark.hip, pytest.mark.hip_full])],
 )
 def test_all_ranks_get_the_same_bits(ranks: Ranks, collective: str, kind: str, pytestconfig: pytest.Config) -> None:
     """By every algorithm that works between the ranks. All of them give NaN for the same elements.

@@ -283,7 +283,11 @@ SIZES = {
             case,
             algorithm,
             id=f"{name}-{algorithm}",
-            marks=(pytest.mark.full if j else []) if i else pytest.mark.daemon,
+            marks=[
+                *([pytest.mark.full] if i and j else []),
+                pytest.mark.hip_full if i < len(SIZES) - 1 else pytest.mark.hip,
+                *([] if i else [pytest.mark.daemon]),
+            ],
         )
         for i, (name, case) in enumerate(SIZES.items())
         for j, algorithm in enumerate((None, "proxy") if i % 2 == 0 else ("proxy", None))

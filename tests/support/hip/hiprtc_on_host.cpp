@@ -82,7 +82,7 @@ HIP_EXPORT hiprtcResult hiprtcCompileProgram(hiprtcProgram handle, int count, co
     std::ofstream(source, std::ios::app) << descriptors(readFile(log));
   }
   // After the caller's -O3: a test compiles more than it runs.
-  command += " -O1 -fPIC -shared -fvisibility=hidden " + quoted(source) + " -o " + quoted(image) + " 2>" + quoted(log);
+  command += " -O0 -fPIC -shared -fvisibility=hidden " + quoted(source) + " -o " + quoted(image) + " 2>" + quoted(log);
   const int status = std::system(command.c_str());
   program->log = readFile(log);
   program->image = readFile(image);
