@@ -122,10 +122,16 @@ def test_every_header_compiles(hiprtc: Hiprtc) -> None:
 
 
 # Every algorithm for every architecture; for gfx942 types with several kinds of arithmetic, and for its neighbours one
-# type with special instructions.
+# type with special instructions. That type on gfx942 is the example: the others' arithmetic compiles with NVRTC, and
+# the neighbours' accesses are read below.
 KINDS = ("float64", "bfloat16", "int8")
 INSTANCES = [
-    pytest.param(architecture, *reduction, id=f"{architecture}-{reduction[0]}")
+    pytest.param(
+        architecture,
+        *reduction,
+        id=f"{architecture}-{reduction[0]}",
+        marks=[] if (architecture, reduction[0]) == ("gfx942", "bfloat16") else pytest.mark.full,
+    )
     for architecture in ARCHITECTURES
     for reduction in REDUCTIONS
     if reduction[0] == "bfloat16" or (architecture == "gfx942" and reduction[0] in KINDS)
@@ -139,10 +145,10 @@ def test_shipped_reductions_compile(hiprtc: Hiprtc, architecture: str, dtype: st
         assert exports(code, f"{algorithm}_{dtype}_{op.lower()}")
 
 
-# The dispatches are instances of the same templates, so one of them shows that they compile. For gfx942's neighbours it
-# does so with the collectives that move data: the others have no instruction that these do not have.
+# The dispatches are instances of the same templates, so one of them shows that they compile. For gfx942's neighbours
+# the collectives that move data do so: the others have no access that a kernel with everything does not have.
 SAME = {"dispatch_kernel", "dispatch_masks_kernel", "dispatch_shared_masks_kernel"}
-ON_NEIGHBOURS = {"dispatch_ids_kernel", "moves"}
+ON_NEIGHBOURS = {"moves"}
 KERNELS = [
     pytest.param(
         architecture,
