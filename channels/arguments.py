@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,6 @@ from proxyccl.channels.memory import allocate, require_room
 from proxyccl.device.arrays.array import Array, ArrayView, as_view
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.integers import as_integer, find_integer, find_items
-
-LONGEST_TIME = 1e9
-"""Seconds: kernels count them in 64-bit nanoseconds, with room to spare."""
 
 
 def input_view(group: Group, x: Any, argument: str) -> ArrayView:
@@ -106,18 +102,6 @@ def refuse_partial_overlap(rank: int, source: ArrayView, target: ArrayView) -> N
     share = rank * part.nbytes if part.nbytes < whole.nbytes else 0
     if part.ptr != whole.ptr + share and overlap(part, whole):
         raise ArgumentError("out", "overlaps x in part; it must be apart from it or the same array")
-
-
-def as_seconds(value: Any, argument: str, expected: str, *, may_be_none: bool = False) -> float:
-    """A time that a caller passes, in seconds: above 0, or at least 0 if zero is allowed.
-
-    Raises:
-        ArgumentError: it is not such a number, or above `LONGEST_TIME`. `expected` describes the valid values.
-    """
-    known = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not known or not 0 <= value <= LONGEST_TIME or (value == 0 and not may_be_none):
-        raise ArgumentError(argument, f"{expected}, at most {LONGEST_TIME:.0e}, not {value!r}")
-    return float(value)
 
 
 def as_rank(world_size: int, rank: Any, argument: str) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
 from proxyccl.channels import array_libraries, kernel_languages, proxy_channel, sm_channel
-from proxyccl.channels.arguments import as_rank, as_ranks, as_seconds
+from proxyccl.channels.arguments import as_rank, as_ranks
 from proxyccl.channels.collectives.all_gather import ALL_GATHER
 from proxyccl.channels.collectives.all_reduce import ALL_REDUCE
 from proxyccl.channels.collectives.all_to_all import ALL_TO_ALL
@@ -41,6 +40,7 @@ from proxyccl.channels.reports.reporter import Reporter
 from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.segment.error_record import raised
 from proxyccl.channels.sm_channel import SmChannel
+from proxyccl.channels.timeouts import as_seconds, timeout_from
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.environment import warn_of_unknown
 from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, ProxyCCLError, ResourceError
@@ -54,25 +54,6 @@ from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.trigger import Trigger
 from proxyccl.proxy.verbs.options import RdmaOptions
-
-DEFAULT_TIMEOUT = 30.0
-
-
-def timeout_from(value: float | None) -> float:
-    """A time-out in seconds: the value, or for None that of ``PROXYCCL_TIMEOUT``, else the default.
-
-    Raises:
-        ArgumentError: it is not a positive number of seconds.
-    """
-    if value is None:
-        text = os.environ.get("PROXYCCL_TIMEOUT")
-        if not text:
-            return DEFAULT_TIMEOUT
-        try:
-            value = float(text)
-        except ValueError:
-            raise ArgumentError("PROXYCCL_TIMEOUT", f"must be a number of seconds, not {text!r}") from None
-    return as_seconds(value, "timeout", "must be a positive number of seconds")
 
 
 def _require_instance(argument: str, value: object, kind: type) -> None:

@@ -1,12 +1,41 @@
-"""A name of this machine that no other machine has."""
+"""This machine's names: one that no other machine has, and the addresses at which others may reach it."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import ipaddress
 import platform
+import socket
+import struct
 from pathlib import Path
+
+_SIOCGIFADDR = 0x8915
+_IPV6 = Path("/proc/net/if_inet6")
 
 
 def host_name() -> str:
     """This machine's host name and boot id. The boot id tells apart machines with the same name."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
+
+
+def host_addresses() -> list[str]:
+    """This host's addresses that other hosts may reach, IPv4 first; those of the loopback if there are no others."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without such an address
+                request = struct.pack("256s", name.encode()[:15])
+                found.append(socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)[20:24]))
+    found += _ipv6_addresses()
+    return [address for address in found if not ipaddress.ip_address(address).is_loopback] or found
+
+
+def _ipv6_addresses() -> list[str]:
+    """The addresses that are valid beyond one link, and the loopback's."""
+    if not _IPV6.exists():
+        return []
+    lines = (line.split() for line in _IPV6.read_text().splitlines())
+    addresses = (ipaddress.IPv6Address(bytes.fromhex(fields[0])) for fields in lines)
+    return [str(address) for address in addresses if not address.is_link_local]

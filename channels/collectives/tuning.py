@@ -10,7 +10,6 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from proxyccl.channels.arguments import as_seconds
 from proxyccl.channels.collectives.all_gather import ALL_GATHER
 from proxyccl.channels.collectives.all_reduce import ALL_REDUCE
 from proxyccl.channels.collectives.all_to_all import ALL_TO_ALL
@@ -32,6 +31,7 @@ from proxyccl.channels.collectives.selection import (
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import MOST_BYTES, allocate, deregister, register
+from proxyccl.channels.timeouts import as_seconds
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import ipaddress
 import os
 import selectors
 import socket
@@ -16,7 +14,6 @@ import struct
 import time
 from collections.abc import Callable
 from hmac import compare_digest
-from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
@@ -28,9 +25,8 @@ from proxyccl.device import forks
 from proxyccl.device.errors import PeerLostError
 from proxyccl.device.memory.descriptors import EXHAUSTED, naming_exhaustion, require_descriptors
 from proxyccl.proxy.codec import Codec, Message, ProtocolError
+from proxyccl.proxy.hosts import host_addresses
 
-_SIOCGIFADDR = 0x8915
-_IPV6 = Path("/proc/net/if_inet6")
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # what sends it back has not answered: the answer is the token alone
 _INTERVAL_SECONDS = 0.1
@@ -44,27 +40,6 @@ _KEEP_ALIVE = {
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 5,
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 3,
 }
-
-
-def host_addresses() -> list[str]:
-    """This host's addresses that other hosts may reach, IPv4 first; those of the loopback if there are no others."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without such an address
-                request = struct.pack("256s", name.encode()[:15])
-                found.append(socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)[20:24]))
-    found += _ipv6_addresses()
-    return [address for address in found if not ipaddress.ip_address(address).is_loopback] or found
-
-
-def _ipv6_addresses() -> list[str]:
-    """The addresses that are valid beyond one link, and the loopback's."""
-    if not _IPV6.exists():
-        return []
-    lines = (line.split() for line in _IPV6.read_text().splitlines())
-    addresses = (ipaddress.IPv6Address(bytes.fromhex(fields[0])) for fields in lines)
-    return [str(address) for address in addresses if not address.is_link_local]
 
 
 class Offer(Message, frozen=True):

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from proxyccl.channels.communicator import Communicator, timeout_from
+from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
+from proxyccl.channels.timeouts import timeout_from
 from proxyccl.deep_ep.arguments import Names
 from proxyccl.deep_ep.elastic_handle import EPHandle
 from proxyccl.deep_ep.handles import Handle, routing_of
