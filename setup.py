@@ -101,7 +101,12 @@ of_objects = [
 ]
 
 setup(
-    cffi_modules=["device/build_native.py:ffi", "proxy/build_engine.py:ffi", "tools/build_ring_loops.py:ffi"],
+    cffi_modules=[
+        "device/build_native.py:ffi",
+        "proxy/build_engine.py:ffi",
+        "proxy/build_transfers.py:ffi",
+        "tools/build_ring_loops.py:ffi",
+    ],
     ext_modules=[*of_objects, *shipped_kernels],
     options={
         "bdist_wheel": {"py_limited_api": "cp311"},

@@ -1,0 +1,1 @@
+"""Agents, which come and go, and transfers between their memory. They need no group."""

@@ -1,0 +1,490 @@
+"""An agent: registered memory that other agents read and write by address, and transfers to and from theirs."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from proxyccl.channels.timeouts import timeout_from
+from proxyccl.channels.transfers import metadata as metadata_of
+from proxyccl.channels.transfers.blocks import Rows, as_rows, sides
+from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
+from proxyccl.channels.transfers.errors import (
+    NameTakenError,
+    NotRegisteredError,
+    UnknownAgentError,
+    WaitTimeoutError,
+)
+from proxyccl.channels.transfers.link import Link
+from proxyccl.channels.transfers.metadata import Place
+from proxyccl.channels.transfers.paths import Path, connect, listen
+from proxyccl.channels.transfers.regions import Region, Regions
+from proxyccl.channels.transfers.transfer import State, Transfer
+from proxyccl.device import forks
+from proxyccl.device.arrays.array import as_view
+from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
+from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
+from proxyccl.proxy._transfers import ffi, lib
+
+if TYPE_CHECKING:
+    from proxyccl.proxy._transfers import ProxycclAgentPointer
+
+_CONNECT_SECONDS = 10.0
+_LENGTHS = struct.Struct("=QQ")
+_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+
+
+class _Peer:
+    """Another agent, as its metadata describe it."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.regions = Regions()
+        self.link: Link | None = None
+        self.connecting = threading.Lock()  # one thread connects, and the others wait for it
+        self.removed = False
+
+
+class Agent:
+    """Registers memory, and moves blocks between it and the memory of other agents.
+
+    There is no group and no rank: agents start and end when they like, and know those that they `add`. Only the side
+    that reads or writes acts; the other side's program takes no part.
+
+    Every method may be called by any thread at any time. Use the agent as a context manager, or call `close`. A fork's
+    child must make its own.
+
+    Args:
+        name: others see it in messages, and know this agent by it. At most 1024 characters.
+        listen: this host's addresses at which other hosts may reach it; None: all of them; (): none, so only agents of
+            this host reach it.
+        timeout: bound of a connection's start and of `wait`, in seconds; None: ``PROXYCCL_TIMEOUT``, else 30.
+
+    Attributes:
+        name: its name.
+        timeout: seconds.
+
+    Raises:
+        ArgumentError: a wrong name, address or time.
+        ResourceError: there are too few descriptors or threads.
+    """
+
+    def __init__(self, name: str, *, listen: Sequence[str] | None = None, timeout: float | None = None) -> None:
+        if not isinstance(name, str) or not 1 <= len(name) <= 1024 or "\0" in name:
+            raise ArgumentError("name", f"must be a text of 1 to 1024 characters, not {name!r}")
+        self.name = name
+        self.timeout = timeout_from(timeout)
+        self._lock = threading.RLock()
+        self._own = Regions()
+        self._peers: dict[str, _Peer] = {}
+        self._kept: list[tuple[Region, object]] = []
+        self._warned = False
+        self._closed = False
+        self._process = forks.here()
+        token, secret = os.urandom(lib.PROXYCCL_SECRET_BYTES), os.urandom(lib.PROXYCCL_SECRET_BYTES)
+        listeners, addresses = _listen(token, listen)
+        descriptors = ffi.new("int[]", [each.detach() for each in listeners])
+        handle = lib.proxyccl_agent_create(name.encode(), secret, descriptors, len(descriptors))
+        if not handle:
+            if ffi.errno in EXHAUSTED:
+                raise out_of_descriptors("an agent", ffi.errno)
+            raise ResourceError(f"an agent can't be started: {os.strerror(ffi.errno)}")
+        self._handle: ProxycclAgentPointer = handle
+        forks.finalizer(self, lib.proxyccl_agent_release, handle)
+        _agents.add(self)
+        self._place = Place(token, addresses, secret, lib.proxyccl_agent_secret(handle))
+
+    def __repr__(self) -> str:
+        return f"Agent({self.name!r}, {len(self._own.all)} regions, {len(self._peers)} peers)"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the agent: its links are lost, on both sides, and its active transfers are canceled."""
+        self._process.require("the agent")
+        with self._lock:
+            self._closed = True
+            self._peers.clear()
+        lib.proxyccl_agent_stop(self._handle)
+
+    # Memory
+
+    def register(self, memory: Any, *, label: str = "", device: int = 0) -> Region:
+        """Lets others read and write memory, and this agent's transfers use it.
+
+        Args:
+            memory: an array of the host's memory, contiguous in C order and writable; or (address, bytes), of memory
+                that the caller keeps mapped. The agent keeps an array alive until it is deregistered.
+            label: a name by which others find the region.
+            device: a number for the caller's own use.
+
+        Raises:
+            ArgumentError: it is neither, or memory of a GPU.
+        """
+        owner: object = None
+        if isinstance(memory, tuple):
+            address, nbytes = memory
+        else:
+            view = as_view(memory, "memory")
+            if view.device[0] != "host":
+                raise ArgumentError("memory", f"the array lies on {view.place}; agents move the host's memory only")
+            if not view.writable:
+                raise ArgumentError("memory", "the array is read-only")
+            owner, address, nbytes = view, view.ptr, view.nbytes
+        region = Region(address, nbytes, device, label=label)
+        self.register_regions([region])
+        if owner is not None:
+            with self._lock:
+                self._kept.append((region, owner))
+        return region
+
+    def register_regions(self, regions: Sequence[Region]) -> None:
+        """Registers regions, all or none of them. Whose memory they are is up to the caller."""
+        for region in regions:
+            if region.address + region.nbytes >= 2**63:
+                raise ArgumentError("regions", f"{region} is not a range of memory")
+        with self._lock:
+            self._require_open()
+            self._own.add(regions)
+            self._publish()
+
+    def deregister(self, *regions: Region) -> None:
+        """Ends the registration of regions, all or none of them. When this returns, no socket of this agent touches
+        them. A peer whose path is "process_vm" reaches this process's memory whether it is registered or not.
+
+        Raises:
+            NotRegisteredError: one is not registered.
+        """
+        with self._lock:
+            self._require_open()
+            if not self._own.remove(regions):
+                raise NotRegisteredError("a region is not registered")
+            self._publish()
+            for region in regions:
+                kept = next((index for index, (each, _) in enumerate(self._kept) if each == region), None)
+                if kept is not None:
+                    del self._kept[kept]
+
+    @property
+    def regions(self) -> list[Region]:
+        """What is registered here, in order."""
+        with self._lock:
+            return list(self._own.all)
+
+    def _publish(self) -> None:
+        starts, ends = self._own.bounds()
+        both = np.concatenate((starts, ends))
+        if lib.proxyccl_agent_set_memory(self._handle, ffi.cast("uint64_t *", both.ctypes.data), len(starts)):
+            raise MemoryError("there is no memory for the regions")
+
+    # Other agents
+
+    def metadata(self, regions: Iterable[Region] | None = None, *, place: bool = True) -> bytes:
+        """This agent's metadata, for `add` of another. Whoever has them may read and write this agent's memory.
+
+        Args:
+            regions: those to include; None: all.
+            place: whether to include where this agent listens. Without it they only extend what a peer knows.
+
+        Raises:
+            NotRegisteredError: a region is not registered.
+        """
+        with self._lock:
+            self._require_open()
+            chosen = self._own.all if regions is None else list(regions)
+            if regions is not None and not set(chosen) <= set(self._own.all):
+                raise NotRegisteredError("a region is not registered")
+            return metadata_of.encode(self.name, self._place if place else None, chosen)
+
+    def add(self, metadata: bytes) -> str:
+        """Adds another agent, or extends what is known of its memory. Nothing is sent.
+
+        Returns:
+            Its name.
+
+        Raises:
+            MetadataError: the bytes are not metadata.
+            ArgumentError: they are this agent's own.
+            UnknownAgentError: they only extend, and the agent was not added.
+            NameTakenError: another agent of this name was added. `remove` it first.
+        """
+        message = metadata_of.decode(bytes(metadata))
+        if message.name == self.name:
+            raise ArgumentError("metadata", f"are those of an agent of this one's name, {self.name!r}")
+        with self._lock:
+            self._require_open()
+            peer = self._peers.get(message.name)
+            if peer is None:
+                if message.place is None:
+                    raise _unknown(message.name)
+                peer = self._peers[message.name] = _Peer(message.place)
+            elif message.place not in (None, peer.place):
+                raise NameTakenError(f"another agent of the name {message.name!r} was added", message.name)
+            peer.regions.extend(message.regions)
+        return message.name
+
+    def remove(self, name: str) -> None:
+        """Forgets another agent, and ends the link to it. Its active transfers are lost.
+
+        Raises:
+            UnknownAgentError: no such agent was added.
+        """
+        with self._lock:
+            self._require_open()
+            peer = self._peer(name)
+            del self._peers[name]
+            peer.removed = True
+            link = peer.link
+        if link is not None:
+            link.end()
+
+    @property
+    def peers(self) -> list[str]:
+        """The names of the agents that were added."""
+        with self._lock:
+            return list(self._peers)
+
+    def regions_of(self, name: str) -> list[Region]:
+        """What is known of another agent's memory; of this agent's, by its own name.
+
+        Raises:
+            UnknownAgentError: no such agent was added.
+        """
+        with self._lock:
+            return list(self._regions(name).all)
+
+    def connect(self, name: str) -> Path:
+        """Connects to another agent, unless a link exists. Otherwise the first use does.
+
+        Returns:
+            How data moves between the two.
+
+        Raises:
+            UnknownAgentError: no such agent was added.
+            DisconnectedError: it can't be reached.
+        """
+        link = self._link(name)
+        return Path("self") if link is None else link.path
+
+    def find_outside(self, name: str, rows: Rows, kind: str) -> int | None:
+        """The index of the first block that is not known to be registered by an agent; None if all are.
+
+        Args:
+            name: the other agent's, or this agent's own.
+            rows: shape (N, 3): address, bytes, device.
+            kind: of memory.
+
+        Raises:
+            UnknownAgentError: no such agent was added.
+        """
+        with self._lock:
+            regions = self._regions(name)
+            first = len(rows)
+            for device in np.unique(rows[:, 2]):
+                chosen = np.flatnonzero(rows[:, 2] == device)
+                outside = regions.find_outside(rows[chosen, 0], rows[chosen, 1], kind, int(device))
+                if outside is not None:
+                    first = min(first, int(chosen[outside]))
+        return None if first == len(rows) else first
+
+    def _peer(self, name: str) -> _Peer:
+        peer = self._peers.get(name)
+        if peer is None:
+            raise _unknown(name)
+        return peer
+
+    def _regions(self, name: str) -> Regions:
+        return self._own if name == self.name else self._peer(name).regions
+
+    def _link(self, name: str) -> Link | None:
+        if name == self.name:
+            self._require_open()
+            return None
+        with self._lock:
+            self._require_open()
+            peer = self._peer(name)
+            if peer.link is not None:
+                return peer.link
+        with peer.connecting:  # not under the agent's lock: it may take its time
+            if peer.link is None:
+                connected = connect(name, peer.place, min(self.timeout, _CONNECT_SECONDS))
+                link = Link(self._handle, name, peer.place.secret, connected)
+                self._warn_of_slow(link)
+                with self._lock:
+                    peer.link = link
+                if peer.removed:
+                    link.end()
+        return peer.link
+
+    def _warn_of_slow(self, link: Link) -> None:
+        if link.path.reason and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"agent {self.name} moves data to and from agent {link.peer} of the same host through a socket: "
+                f"{link.path.reason}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    # Transfers
+
+    def prepare(self, operation: str, peer: str, blocks: Any) -> Transfer:
+        """A transfer that can be started again and again.
+
+        Args:
+            operation: "read", from the peer's memory, or "write".
+            peer: the other agent's name, or this agent's own.
+            blocks: shape (N, 3) of integers: local address, remote address, bytes. Each block lies in registered
+                memory on both sides. Blocks must not overlap where they are written.
+
+        Raises:
+            ArgumentError: a wrong operation or array.
+            UnknownAgentError: no such agent was added.
+            NotRegisteredError: a block lies outside registered memory.
+            DisconnectedError: the peer can't be reached.
+        """
+        if operation not in ("read", "write"):
+            raise ArgumentError("operation", f'must be "read" or "write", not {operation!r}')
+        rows = as_rows(blocks)
+        with self._lock:
+            for side, regions, column in (("local", self._own, 0), ("remote", self._regions(peer), 1)):
+                outside = regions.find_outside(rows[:, column], rows[:, 2])
+                if outside is not None:
+                    address, nbytes = int(rows[outside, column]), int(rows[outside, 2])
+                    raise NotRegisteredError(
+                        f"block {outside}: {nbytes} bytes at {side} address {address:#x} are not registered"
+                        + (f" by agent {peer}" if side == "remote" else ""),
+                        peer,
+                    )
+        return self.prepare_checked(operation == "write", peer, rows)
+
+    def prepare_checked(self, writes: bool, peer: str, rows: Rows) -> Transfer:
+        """`prepare` for rows that are known to lie in registered memory.
+
+        Raises:
+            UnknownAgentError, DisconnectedError: as `prepare`.
+        """
+        link = self._link(peer)
+        path = Path("self") if link is None else link.path
+        return Transfer(self._handle, link, peer, writes, sides(rows), path)
+
+    def read(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
+        """Starts to read blocks of another agent's memory. Arguments and errors as of `prepare` and
+        `Transfer.start`."""
+        return self.prepare("read", peer, blocks).start(message)
+
+    def write(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
+        """Starts to write blocks to another agent's memory. Arguments and errors as of `prepare` and
+        `Transfer.start`."""
+        return self.prepare("write", peer, blocks).start(message)
+
+    def wait(self, transfers: Iterable[Transfer], timeout: float | None = None) -> None:
+        """Waits until the data of all transfers is in place.
+
+        Args:
+            transfers: started ones.
+            timeout: seconds for all of them; None: the agent's.
+
+        Raises:
+            WaitTimeoutError: one is still active.
+            DisconnectedError, NotRegisteredError, CanceledError, TransferError: one ended otherwise.
+        """
+        bounded = self.timeout if timeout is None else timeout_from(timeout)
+        deadline = time.monotonic() + bounded
+        for transfer in transfers:
+            if transfer.state is State.ACTIVE:
+                transfer.wait(max(1e-6, deadline - time.monotonic()))
+            else:
+                transfer.done()
+
+    # Messages
+
+    def notify(self, peer: str, message: bytes) -> None:
+        """Sends a message to another agent, or to this one by its own name. Messages of one sender keep their order.
+
+        Args:
+            peer: its name.
+            message: up to 256 MiB.
+
+        Raises:
+            UnknownAgentError: no such agent was added.
+            DisconnectedError: it has ended, or can't be reached.
+            ArgumentError: the message is too long.
+        """
+        link = self._link(peer)
+        if link is None:
+            raise_status(lib.proxyccl_agent_tell_itself(self._handle, message, len(message)), peer)
+        else:
+            link.tell(message)
+
+    def messages(self) -> list[tuple[str, bytes]]:
+        """Takes the messages that have arrived: (sender's name, message), in order. A transfer's message is there after
+        its data."""
+        self._process.require("the agent")
+        taken: list[tuple[str, bytes]] = []
+        unread = lib.proxyccl_agent_unread(self._handle)
+        if not unread:
+            return taken
+        room = ffi.new("char[]", unread)
+        data = bytes(ffi.buffer(room, lib.proxyccl_agent_take(self._handle, room, unread)))
+        at = 0
+        while at < len(data):
+            name, message = _LENGTHS.unpack_from(data, at)
+            start = at + _LENGTHS.size + name
+            at = start + message
+            taken.append((data[start - name : start].decode(errors="replace"), data[start:at]))
+        return taken
+
+    def wait_for_message(self, timeout: float | None = None) -> None:
+        """Waits until `messages` has one.
+
+        Raises:
+            WaitTimeoutError: none came within the time, in seconds; None: the agent's.
+            ClosedError: the agent was closed.
+        """
+        bounded = self.timeout if timeout is None else timeout_from(timeout)
+        self._process.require("the agent")
+        if not wait_in_slices(lambda ns: lib.proxyccl_agent_wait(self._handle, ns), 0, bounded):
+            self._require_open()
+            raise WaitTimeoutError(f"agent {self.name}: no message came within {bounded:g} s")
+
+    def _require_open(self) -> None:
+        self._process.require("the agent")
+        if self._closed:
+            raise ClosedError(f"agent {self.name} was closed")
+
+
+def _unknown(name: str) -> UnknownAgentError:
+    return UnknownAgentError(f"no agent of the name {name!r} was added", name)
+
+
+def _listen(token: bytes, addresses: Sequence[str] | None) -> tuple[list[Any], list[tuple[str, int]]]:
+    try:
+        return listen(token, None if addresses is None else list(addresses))
+    except OSError as error:
+        raise ArgumentError("listen", f"this host can't listen at {addresses!r}: {error.strerror or error}") from None
+
+
+def _forget() -> None:
+    """In a fork's child: a peer learns of the parent's end although the child goes on."""
+    for agent in _agents:
+        lib.proxyccl_agent_forget(agent._handle)
+    _agents.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,80 @@
+"""Blocks of memory as arrays of numpy: one row for each, of unsigned 64-bit numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import as_integer
+
+Rows = NDArray[np.uint64]
+
+
+def strided(
+    local: int, remote: int, nbytes: int, count: int, local_stride: int, remote_stride: int | None = None
+) -> Rows:
+    """Blocks at equal distances, for `Agent.read` and `Agent.write`.
+
+    Args:
+        local, remote: addresses of the first block on either side.
+        nbytes: bytes of each block.
+        count: the number of blocks.
+        local_stride, remote_stride: bytes from one block to the next; the second is by default the first.
+
+    Returns:
+        uint64, shape (count, 3): local address, remote address, bytes.
+
+    Raises:
+        ArgumentError: a number is negative, or not an integer.
+    """
+    values = {"local": local, "remote": remote, "nbytes": nbytes, "count": count, "local_stride": local_stride}
+    values["remote_stride"] = local_stride if remote_stride is None else remote_stride
+    for name, value in values.items():
+        as_integer(value, name, "must be an integer from 0 on", 0, 2**63 - 1)
+    steps = np.arange(count, dtype=np.uint64)
+    rows = np.empty((count, 3), np.uint64)
+    rows[:, 0] = np.uint64(local) + steps * np.uint64(local_stride)
+    rows[:, 1] = np.uint64(remote) + steps * np.uint64(values["remote_stride"])
+    rows[:, 2] = nbytes
+    return rows
+
+
+def as_rows(blocks: Any, argument: str = "blocks") -> Rows:
+    """A caller's blocks: anything that numpy makes an array of N rows of three integers.
+
+    Raises:
+        ArgumentError: it is something else, or a number is negative.
+    """
+    if isinstance(blocks, np.ndarray) and blocks.dtype == np.uint64 and blocks.ndim == 2 and blocks.shape[1] == 3:
+        return blocks
+    try:
+        rows = np.asarray(blocks)
+    except ValueError as error:  # rows of different lengths
+        raise ArgumentError(argument, f"expected rows of three integers: {error}") from None
+    if rows.size == 0:
+        rows = rows.reshape(0, 3).astype(np.uint64)
+    if rows.ndim != 2 or rows.shape[1] != 3 or rows.dtype.kind not in "iu":
+        raise ArgumentError(
+            argument, f"expected an array of integers of shape (N, 3), not of shape {rows.shape} and type {rows.dtype}"
+        )
+    if rows.dtype.kind == "i" and (rows < 0).any():
+        raise ArgumentError(argument, "has a negative number")
+    return rows.astype(np.uint64)
+
+
+def sides(rows: Rows) -> tuple[Rows, Rows]:
+    """The lists that the engine takes: (address, bytes) for either side, without empty blocks. Blocks that follow each
+    other on both sides are one.
+    """
+    rows = rows[rows[:, 2] > 0]
+    if len(rows) > 1:
+        ends = rows[:-1, :2] + rows[:-1, 2:]
+        first = np.concatenate(([0], np.flatnonzero((rows[1:, :2] != ends).any(axis=1)) + 1))
+        if len(first) < len(rows):
+            nbytes = np.add.reduceat(rows[:, 2], first)
+            rows = rows[first]
+            rows[:, 2] = nbytes
+    return np.ascontiguousarray(rows[:, ::2]), np.ascontiguousarray(rows[:, 1:])

@@ -1,0 +1,54 @@
+"""What the calls of the engine have in common: their statuses, and waits that let signals' handlers run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from proxyccl.channels.transfers.errors import ActiveError, DisconnectedError, TransferError
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.interrupts import SLICE_MS
+from proxyccl.proxy._transfers import lib
+
+
+def raise_status(status: int, peer: str, lost: str = "") -> None:
+    """Raises the error for a nonzero status.
+
+    Args:
+        status: an errno.
+        peer: the other agent's name.
+        lost: why its link is lost, if it is.
+    """
+    if status == 0:
+        return
+    if status == errno.EBUSY:
+        raise ActiveError(f"the transfer with agent {peer} is active; it can be started again when it has ended", peer)
+    if status == errno.EMSGSIZE:
+        raise ArgumentError("message", f"is too long; expected at most {lib.PROXYCCL_LONGEST_MESSAGE} bytes")
+    if status == errno.ENOTCONN:
+        raise DisconnectedError(f"agent {peer}: {lost}", peer)
+    if status == errno.ENOBUFS:
+        raise TransferError(f"agent {peer} takes no messages: {lib.PROXYCCL_MOST_UNSENT} bytes are not sent", peer)
+    if status == errno.ENOMEM:
+        raise MemoryError("there is no memory for the message")
+    raise TransferError(f"agent {peer}: {os.strerror(status)}", peer)
+
+
+def wait_in_slices(wait: Callable[[int], int], pending: int, seconds: float) -> int:
+    """Waits in C. The main thread returns to Python from time to time, where handlers of signals run.
+
+    Args:
+        wait: waits for a number of nanoseconds at most, and returns a result.
+        pending: the result of a wait that ran out.
+        seconds: the bound.
+    """
+    deadline = time.monotonic_ns() + int(seconds * 1e9)
+    longest = SLICE_MS * 1_000_000 if threading.current_thread() is threading.main_thread() else int(seconds * 1e9)
+    while True:
+        left = deadline - time.monotonic_ns()
+        result = wait(max(0, min(left, longest)))
+        if result != pending or left <= longest:
+            return result

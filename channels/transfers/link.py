@@ -1,0 +1,56 @@
+"""This agent's link to a peer."""
+
+from __future__ import annotations
+
+import errno
+from typing import TYPE_CHECKING
+
+from proxyccl.channels.transfers.engine_calls import raise_status
+from proxyccl.channels.transfers.paths import Connected
+from proxyccl.device import forks
+from proxyccl.device.errors import ClosedError
+from proxyccl.proxy._transfers import ffi, lib
+
+if TYPE_CHECKING:
+    from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclLinkPointer
+
+
+class Link:
+    """A link that this agent opened. The engine frees it when nobody refers to it, here and in transfers.
+
+    Attributes:
+        peer: the other agent's name.
+        handle: the engine's.
+        path: how the data moves.
+    """
+
+    def __init__(self, agent: ProxycclAgentPointer, peer: str, secret: bytes, connected: Connected) -> None:
+        self.peer = peer
+        self.path = connected.path
+        handle = lib.proxyccl_link_create(agent, connected.socket, secret, connected.process, connected.pid)
+        if not handle:
+            if ffi.errno == errno.ECANCELED:
+                raise ClosedError("the agent was closed")
+            raise MemoryError("there is no memory for a link")
+        self.handle: ProxycclLinkPointer = handle
+        forks.finalizer(self, lib.proxyccl_link_release, handle)
+
+    @property
+    def lost(self) -> str:
+        """Why nothing moves over it any more; "" while something does."""
+        reason = lib.proxyccl_link_lost(self.handle)
+        return ffi.string(reason).decode() if reason else ""
+
+    def tell(self, message: bytes) -> None:
+        """Sends a message.
+
+        Raises:
+            DisconnectedError: it is lost.
+            ArgumentError: the message is longer than 256 MiB.
+            TransferError: the peer has not taken earlier messages for long.
+        """
+        raise_status(lib.proxyccl_link_tell(self.handle, message, len(message)), self.peer, self.lost)
+
+    def end(self) -> None:
+        """Ends it. Its active transfers are lost."""
+        lib.proxyccl_link_end(self.handle)

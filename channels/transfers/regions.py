@@ -1,0 +1,91 @@
+"""Registered memory of one agent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta
+
+from proxyccl.channels.transfers.blocks import Rows
+from proxyccl.proxy.codec import Message, Uint64
+
+DRAM = "dram"
+"""The host's memory, which is the only kind so far."""
+
+
+class Region(Message, frozen=True):
+    """A range of registered memory.
+
+    Attributes:
+        address, nbytes: the range.
+        device: a number that its owner gives; part of the region's identity.
+        kind: of memory: "dram".
+        label: its owner's name for it.
+    """
+
+    address: Uint64
+    nbytes: Uint64
+    device: Uint64 = 0
+    kind: Annotated[str, Meta(max_length=16)] = DRAM
+    label: Annotated[str, Meta(max_length=4096)] = ""
+
+
+class Regions:
+    """The regions of an agent. They may overlap, and a region may be registered more than once.
+
+    A block belongs to memory if one region holds all of it.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Region] = []
+        self._bounds: dict[tuple[str, int | None], tuple[Rows, Rows]] = {}
+
+    def add(self, regions: Iterable[Region]) -> None:
+        """Adds regions."""
+        self.all += regions
+        self._bounds = {}
+
+    def extend(self, regions: Iterable[Region]) -> None:
+        """Adds the regions that are not there."""
+        known = set(self.all)
+        self.add(region for region in regions if region not in known)
+
+    def remove(self, regions: Iterable[Region]) -> bool:
+        """Removes regions, each once. False, without effect, if one is not there."""
+        left = list(self.all)
+        for region in regions:
+            if region not in left:
+                return False
+            left.remove(region)
+        self.all = left
+        self._bounds = {}
+        return True
+
+    def bounds(self, kind: str = DRAM, device: int | None = None) -> tuple[Rows, Rows]:
+        """The first addresses of the regions, in order, and for each the highest end of those up to it.
+
+        Args:
+            kind, device: whose; None: of all devices.
+        """
+        key = (kind, device)
+        if key not in self._bounds:
+            chosen = sorted(
+                (region.address, region.address + region.nbytes)
+                for region in self.all
+                if region.kind == kind and device in (None, region.device)
+            )
+            found = np.array(chosen, np.uint64).reshape(-1, 2)
+            self._bounds[key] = np.ascontiguousarray(found[:, 0]), np.maximum.accumulate(found[:, 1])
+        return self._bounds[key]
+
+    def find_outside(self, addresses: Rows, nbytes: Rows, kind: str = DRAM, device: int | None = None) -> int | None:
+        """The index of the first block that no region holds; None if all belong to registered memory."""
+        starts, ends = self.bounds(kind, device)
+        if not len(starts):
+            return 0 if len(addresses) else None
+        at = np.searchsorted(starts, addresses, "right") - 1
+        last = addresses + nbytes
+        outside = (at < 0) | (ends[at] < last) | (last < addresses)
+        return int(outside.argmax()) if outside.any() else None

@@ -1,0 +1,205 @@
+"""A transfer between two agents."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from typing import TYPE_CHECKING, Self
+
+from msgspec import Struct
+
+from proxyccl.channels.timeouts import timeout_from
+from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
+from proxyccl.channels.transfers.errors import (
+    CanceledError,
+    DisconnectedError,
+    NotRegisteredError,
+    NotStartedError,
+    TransferError,
+    WaitTimeoutError,
+)
+from proxyccl.device import forks
+from proxyccl.device.errors import ClosedError
+from proxyccl.proxy._transfers import ffi, lib
+
+if TYPE_CHECKING:
+    from proxyccl.channels.transfers.blocks import Rows
+    from proxyccl.channels.transfers.link import Link
+    from proxyccl.channels.transfers.paths import Path
+    from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclTransferPointer
+
+
+class State(Enum):
+    """Where a transfer is."""
+
+    NEW = lib.PROXYCCL_TRANSFER_NEW
+    ACTIVE = lib.PROXYCCL_TRANSFER_ACTIVE
+    DONE = lib.PROXYCCL_TRANSFER_DONE
+    CANCELED = lib.PROXYCCL_TRANSFER_CANCELED
+    LOST = lib.PROXYCCL_TRANSFER_LOST
+    REFUSED = lib.PROXYCCL_TRANSFER_REFUSED
+    FAILED = lib.PROXYCCL_TRANSFER_FAILED
+
+
+_STATES = {state.value: state for state in State}
+
+
+class Times(Struct, frozen=True):
+    """Times of a transfer's last start, in ns of `time.monotonic_ns`; 0: not yet.
+
+    Attributes:
+        posted: when the start began.
+        returned: when it returned to its caller.
+        ended: when the transfer ended.
+    """
+
+    posted: int
+    returned: int
+    ended: int
+
+
+class Transfer:
+    """Blocks to read from a peer's memory, or to write there. `Agent.prepare` makes one; it may be started many times.
+
+    Any thread may use it. It holds the peer's link, and the arrays that describe the blocks, but not the memory.
+
+    Attributes:
+        peer: the other agent's name.
+        writes: whether data moves to the peer.
+        blocks: the number of blocks, after those that follow each other were joined.
+        nbytes: bytes in all.
+        path: how the data moves.
+    """
+
+    def __init__(
+        self,
+        agent: ProxycclAgentPointer,
+        link: Link | None,
+        peer: str,
+        writes: bool,
+        lists: tuple[Rows, Rows],
+        path: Path,
+    ) -> None:
+        local, remote = lists
+        self.peer = peer
+        self.writes = writes
+        self.blocks = len(local)
+        self.nbytes = int(local[:, 1].sum())
+        self.path = path
+        handle = lib.proxyccl_transfer_create(
+            agent,
+            ffi.NULL if link is None else link.handle,
+            writes,
+            ffi.cast("uint64_t *", local.ctypes.data),
+            ffi.cast("uint64_t *", remote.ctypes.data),
+            len(local),
+        )
+        if not handle:
+            raise MemoryError("there is no memory for a transfer")
+        self._handle: ProxycclTransferPointer = handle
+        self._link = link
+        self._closed = False
+        self._process = forks.here()
+        # It keeps the lists, which the engine reads. Only now may no thread be in a call with the handle.
+        forks.finalizer(self, _release, handle, lists)
+
+    def __repr__(self) -> str:
+        direction = "to" if self.writes else "from"
+        state = "closed" if self._closed else self.state.name.lower()
+        return f"Transfer({self.nbytes} bytes {direction} {self.peer} by {self.path.name}, {state})"
+
+    def start(self, message: bytes | None = None) -> Self:
+        """Starts it, and returns at once. A short one may have ended by then.
+
+        Args:
+            message: told to the peer when all data has arrived; None: none.
+
+        Raises:
+            ActiveError: it is active.
+            ArgumentError: the message is longer than 256 MiB.
+            ClosedError: it was closed, or belongs to another process.
+        """
+        status = lib.proxyccl_transfer_post(
+            self._open(), ffi.NULL if message is None else message, len(message) if message else 0
+        )
+        raise_status(status, self.peer)
+        return self
+
+    @property
+    def state(self) -> State:
+        """Where it is. Never raises for a transfer that failed."""
+        return _STATES[lib.proxyccl_transfer_state(self._open())]
+
+    def done(self) -> bool:
+        """Whether it has ended with its data in place.
+
+        Raises:
+            NotStartedError: it was never started.
+            DisconnectedError, NotRegisteredError, CanceledError, TransferError: it ended otherwise.
+        """
+        return self._outcome(self.state)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until its data is in place.
+
+        Args:
+            timeout: seconds; None: ``PROXYCCL_TIMEOUT``, else 30.
+
+        Raises:
+            WaitTimeoutError: it is still active.
+            NotStartedError: it was never started.
+            DisconnectedError, NotRegisteredError, CanceledError, TransferError: it ended otherwise.
+        """
+        bounded = timeout_from(timeout)
+        handle = self._open()
+        state = wait_in_slices(lambda ns: lib.proxyccl_transfer_wait(handle, ns), State.ACTIVE.value, bounded)
+        if not self._outcome(_STATES[state]):
+            raise WaitTimeoutError(
+                f"the transfer with agent {self.peer} is still active after {bounded:g} s", self.peer
+            )
+
+    def cancel(self) -> None:
+        """Cancels it if it is active. When this returns, its local memory is no longer touched."""
+        lib.proxyccl_transfer_cancel(self._open())
+
+    def close(self) -> None:
+        """Cancels it if it is active, and refuses further use. When this returns, its local memory is no longer
+        touched."""
+        if not self._closed:
+            self.cancel()
+            self._closed = True
+
+    @property
+    def times(self) -> Times:
+        """The times of its last start."""
+        times = ffi.new("ProxycclTransferTimes *")
+        lib.proxyccl_transfer_times(self._open(), times)
+        return Times(times.posted, times.returned, times.ended)
+
+    def _open(self) -> ProxycclTransferPointer:
+        self._process.require("the transfer")
+        if self._closed:
+            raise ClosedError(f"the transfer with agent {self.peer} was closed")
+        return self._handle
+
+    def _outcome(self, state: State) -> bool:
+        match state:
+            case State.DONE:
+                return True
+            case State.ACTIVE:
+                return False
+            case State.NEW:
+                raise NotStartedError(f"the transfer with agent {self.peer} was never started", self.peer)
+            case State.CANCELED:
+                raise CanceledError(f"the transfer with agent {self.peer} was canceled", self.peer)
+            case State.REFUSED:
+                raise NotRegisteredError(f"agent {self.peer} no longer has the memory of a block", self.peer)
+            case State.LOST:
+                assert self._link is not None
+                raise DisconnectedError(f"agent {self.peer}: {self._link.lost}", self.peer)
+        reason = os.strerror(lib.proxyccl_transfer_error(self._open()))
+        raise TransferError(f"the transfer with agent {self.peer} by {self.path.name} failed: {reason}", self.peer)
+
+
+def _release(handle: ProxycclTransferPointer, _lists: object) -> None:
+    lib.proxyccl_transfer_release(handle)

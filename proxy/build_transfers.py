@@ -1,0 +1,30 @@
+"""Declares the extension `proxyccl.proxy._transfers`: the C engine of transfers between agents.
+
+Run by setuptools at build time.
+"""
+
+from pathlib import Path
+
+import cffi
+
+ROOT = Path(__file__).parent.parent
+TRANSFERS = ROOT / "proxy/transfers"
+HEADER = (TRANSFERS / "transfers.h").read_text()
+
+
+def in_transfers(pattern: str) -> list[str]:
+    """Paths of its files, relative to the project as setuptools wants them."""
+    return sorted(f"proxy/transfers/{path.name}" for path in TRANSFERS.glob(pattern))
+
+
+ffi = cffi.FFI()
+ffi.cdef("\n".join(line for line in HEADER.split("\n") if not line.startswith("#")))  # it reads no preprocessor lines
+ffi.set_source(
+    "proxyccl.proxy._transfers",
+    '#include "transfers.h"',
+    sources=in_transfers("*.c"),
+    depends=[*in_transfers("*.h"), "proxy/engine/clock.h"],
+    include_dirs=["proxy/transfers", "proxy/engine"],
+    define_macros=[("_GNU_SOURCE", None)],  # process_vm_readv, accept4
+    extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
+)

@@ -1,0 +1,334 @@
+/* An agent: its thread, its inbox and the ranges that peers may reach. See transfers.h. */
+#include <errno.h>
+#include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "clock.h"
+#include "parts.h"
+
+enum { EVENTS = 32 };
+
+/* The tag of an event: 0 for the eventfd, else a pointer, with its kind in the bits that alignment leaves free. */
+enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_BITS = 3 };
+
+void agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events) {
+  struct epoll_event event = {.events = events, .data.u64 = tag};
+  epoll_ctl(agent->epoll, operation, descriptor, &event);
+}
+
+void agent_wake(ProxycclAgent *agent) {
+  const uint64_t one = 1;
+  const ssize_t written = write(agent->wake, &one, sizeof one);
+  (void)written; /* an eventfd refuses only a value that would overflow it: then the thread is awake already */
+}
+
+struct timespec agent_deadline(uint64_t timeout_ns) {
+  const uint64_t now = now_ns();
+  const uint64_t at = timeout_ns > UINT64_MAX / 4 ? UINT64_MAX / 4 : now + timeout_ns;
+  return (struct timespec){(time_t)(at / 1000000000u), (long)(at % 1000000000u)};
+}
+
+int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, const char *message, uint64_t bytes) {
+  const uint64_t lengths[2] = {name_bytes, bytes};
+  Buffer *inbox = &agent->inbox;
+  if (agent->read == inbox->used) agent->read = inbox->used = 0;
+  char *to = buffer_extend(inbox, sizeof lengths + name_bytes + bytes);
+  if (to == NULL) return ENOMEM;
+  memcpy(to, lengths, sizeof lengths);
+  memcpy(to + sizeof lengths, name, name_bytes);
+  if (bytes > 0) memcpy(to + sizeof lengths + name_bytes, message, bytes);
+  __atomic_store_n(&agent->unread, inbox->used - agent->read, __ATOMIC_RELAXED);
+  pthread_cond_broadcast(&agent->changed);
+  return 0;
+}
+
+uint64_t proxyccl_agent_unread(const ProxycclAgent *agent) { return __atomic_load_n(&agent->unread, __ATOMIC_RELAXED); }
+
+uint64_t proxyccl_agent_take(ProxycclAgent *agent, char *to, uint64_t room) {
+  uint64_t taken = 0;
+  pthread_mutex_lock(&agent->lock);
+  while (agent->read + taken < agent->inbox.used) {
+    uint64_t lengths[2];
+    memcpy(lengths, agent->inbox.bytes + agent->read + taken, sizeof lengths);
+    const uint64_t all = sizeof lengths + lengths[0] + lengths[1];
+    if (taken + all > room) break;
+    taken += all;
+  }
+  if (taken > 0) memcpy(to, agent->inbox.bytes + agent->read, taken);
+  agent->read += taken;
+  if (agent->read == agent->inbox.used && agent->inbox.room > 1 << 20) {
+    buffer_free(&agent->inbox);
+    agent->read = 0;
+  }
+  __atomic_store_n(&agent->unread, agent->inbox.used - agent->read, __ATOMIC_RELAXED);
+  pthread_mutex_unlock(&agent->lock);
+  return taken;
+}
+
+int proxyccl_agent_wait(ProxycclAgent *agent, uint64_t timeout_ns) {
+  const struct timespec deadline = agent_deadline(timeout_ns);
+  pthread_mutex_lock(&agent->lock);
+  while (agent->unread == 0 && !agent->stopped &&
+         pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) == 0) {}
+  const int has_one = agent->unread > 0;
+  pthread_mutex_unlock(&agent->lock);
+  return has_one;
+}
+
+int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64_t bytes) {
+  if (bytes > PROXYCCL_LONGEST_MESSAGE) return EMSGSIZE;
+  pthread_mutex_lock(&agent->lock);
+  const int error = agent_receive(agent, agent->name, strlen(agent->name), message, bytes);
+  pthread_mutex_unlock(&agent->lock);
+  return error;
+}
+
+uint64_t proxyccl_agent_secret(const ProxycclAgent *agent) { return (uintptr_t)agent->secret; }
+
+int proxyccl_agent_set_memory(ProxycclAgent *agent, const uint64_t *ranges, uint64_t count) {
+  uint64_t *copy = malloc((2 * count + 1) * sizeof *copy);
+  if (copy == NULL) return ENOMEM;
+  memcpy(copy, ranges, 2 * count * sizeof *copy);
+  pthread_mutex_lock(&agent->lock);
+  uint64_t *previous = agent->ranges;
+  agent->ranges = copy;
+  agent->range_count = count;
+  ++agent->memory;
+  pthread_mutex_unlock(&agent->lock);
+  free(previous);
+  return 0;
+}
+
+/* Whether each block lies in a range. */
+int agent_has(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count) {
+  const uint64_t *starts = agent->ranges, *ends = starts + agent->range_count;
+  for (uint64_t i = 0; i < count; ++i) {
+    const uint64_t address = (uintptr_t)blocks[i].iov_base;
+    uint64_t low = 0, high = agent->range_count; /* how many ranges start at or before the block */
+    while (low < high) {
+      const uint64_t middle = (low + high) / 2;
+      if (starts[middle] <= address) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    if (low == 0 || address > ends[low - 1] || ends[low - 1] - address < blocks[i].iov_len) return 0;
+  }
+  return 1;
+}
+
+/* Accepts one link. Strangers that send no greeting hold few descriptors: the oldest of them gives way. */
+static void accept_link(ProxycclAgent *agent, int listener) {
+  int socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+  if (socket < 0 && (errno == EMFILE || errno == ENFILE)) { /* refused, or the thread would find it again at once */
+    close(agent->spare);
+    socket = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
+    if (socket >= 0) close(socket);
+    agent->spare = eventfd(0, EFD_CLOEXEC);
+    return;
+  }
+  if (socket < 0) return; /* it has gone again */
+  uint32_t ungreeted = 0;
+  ProxycclLink *oldest = NULL; /* the list has the newest first */
+  for (ProxycclLink *link = agent->links; link != NULL; link = link->next) {
+    if (!link->serves || link->greeted || proxyccl_link_lost(link) != NULL) continue;
+    oldest = link;
+    ++ungreeted;
+  }
+  if (ungreeted >= UNGREETED) link_lose(oldest, "no greeting came");
+  link_new(agent, socket, -1, 1); /* without memory the socket is closed */
+}
+
+/* Frees links that ended and that nobody refers to. */
+static void reap(ProxycclAgent *agent) {
+  for (ProxycclLink **at = &agent->links; *at != NULL;) {
+    ProxycclLink *link = *at;
+    if (link->references == 0 && proxyccl_link_lost(link) != NULL) {
+      *at = link->next;
+      link_free(link);
+    } else {
+      at = &link->next;
+    }
+  }
+}
+
+static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
+  const uintptr_t tag = event->data.u64;
+  if (tag == 0) {
+    uint64_t count;
+    const ssize_t cleared = read(agent->wake, &count, sizeof count);
+    (void)cleared; /* it only woke this thread */
+    return;
+  }
+  void *object = (void *)(tag & ~(uintptr_t)TAG_BITS);
+  switch (tag & TAG_BITS) {
+    case TAG_LISTENER:
+      accept_link(agent, *(const int *)object);
+      break;
+    case TAG_PROCESS:
+      link_ready(object, EPOLLIN); /* its last messages */
+      link_lose(object, "the peer's process has ended");
+      break;
+    default:
+      link_ready(object, event->events);
+  }
+}
+
+/* One piece of the next copy, if there is one. */
+static void copy_next(ProxycclAgent *agent) {
+  ProxycclTransfer *transfer = agent->first;
+  if (transfer == NULL) return;
+  agent->first = transfer->next;
+  if (agent->first == NULL) agent->last = &agent->first;
+  transfer->queued = 0;
+  transfer_copy(transfer);
+  if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && !__atomic_load_n(&transfer->cancel, __ATOMIC_RELAXED)) {
+    transfer->next = NULL;
+    transfer->queued = 1;
+    *agent->last = transfer;
+    agent->last = &transfer->next;
+  }
+}
+
+static void *run(void *argument) {
+  ProxycclAgent *agent = argument;
+  struct epoll_event events[EVENTS];
+  pthread_mutex_lock(&agent->lock);
+  while (!agent->stopped) {
+    copy_next(agent);
+    const int timeout = agent->first != NULL ? 0 : -1; /* idle until a descriptor has something */
+    pthread_mutex_unlock(&agent->lock);
+    const int count = epoll_wait(agent->epoll, events, EVENTS, timeout);
+    pthread_mutex_lock(&agent->lock);
+    for (int i = 0; i < count; ++i) handle(agent, &events[i]);
+    reap(agent);
+  }
+  pthread_mutex_unlock(&agent->lock);
+  return NULL;
+}
+
+static void free_agent(ProxycclAgent *agent) {
+  for (uint32_t i = 0; i < agent->listener_count; ++i) {
+    if (agent->listeners[i] >= 0) close(agent->listeners[i]);
+  }
+  if (agent->epoll >= 0) close(agent->epoll);
+  if (agent->wake >= 0) close(agent->wake);
+  if (agent->spare >= 0) close(agent->spare);
+  pthread_cond_destroy(&agent->changed);
+  pthread_mutex_destroy(&agent->lock);
+  buffer_free(&agent->inbox);
+  free(agent->ranges);
+  free(agent->listeners);
+  free(agent->name);
+  free(agent);
+}
+
+void agent_unreference(ProxycclAgent *agent) {
+  const uint32_t left = --agent->references;
+  pthread_mutex_unlock(&agent->lock);
+  if (left == 0) free_agent(agent);
+}
+
+/* Starts the thread with all signals blocked: handlers belong to the program's threads. 0 or an errno. */
+static int start_thread(ProxycclAgent *agent) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const int error = pthread_create(&agent->thread, NULL, run, agent);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (error == 0) pthread_setname_np(agent->thread, "proxyccl-agent");
+  return error;
+}
+
+ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, const int *listeners, uint32_t count) {
+  ProxycclAgent *agent = calloc(1, sizeof *agent);
+  int *copy = malloc((count + 1) * sizeof *copy);
+  char *named = strdup(name);
+  if (agent == NULL || copy == NULL || named == NULL) {
+    for (uint32_t i = 0; i < count; ++i) close(listeners[i]);
+    free(agent);
+    free(copy);
+    free(named);
+    errno = ENOMEM;
+    return NULL;
+  }
+  memcpy(copy, listeners, count * sizeof *copy);
+  memcpy(agent->secret, secret, sizeof agent->secret);
+  agent->name = named;
+  agent->listeners = copy;
+  agent->listener_count = count;
+  agent->references = 1;
+  agent->last = &agent->first;
+  pthread_mutex_init(&agent->lock, NULL);
+  pthread_condattr_t monotonic;
+  pthread_condattr_init(&monotonic);
+  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+  pthread_cond_init(&agent->changed, &monotonic);
+  pthread_condattr_destroy(&monotonic);
+  agent->epoll = epoll_create1(EPOLL_CLOEXEC);
+  agent->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  agent->spare = eventfd(0, EFD_CLOEXEC);
+  int error = agent->epoll < 0 || agent->wake < 0 || agent->spare < 0 ? errno : 0;
+  if (error == 0) {
+    agent_watch(agent, agent->wake, 0, EPOLL_CTL_ADD, EPOLLIN);
+    for (uint32_t i = 0; i < count; ++i) {
+      agent_watch(agent, copy[i], (uintptr_t)&copy[i] | TAG_LISTENER, EPOLL_CTL_ADD, EPOLLIN);
+    }
+    error = start_thread(agent);
+  }
+  if (error == 0) return agent;
+  free_agent(agent);
+  errno = error;
+  return NULL;
+}
+
+void proxyccl_agent_stop(ProxycclAgent *agent) {
+  pthread_mutex_lock(&agent->lock);
+  const int stopped = agent->stopped;
+  agent->stopped = 1;
+  pthread_cond_broadcast(&agent->changed);
+  pthread_mutex_unlock(&agent->lock);
+  if (stopped) return;
+  agent_wake(agent);
+  pthread_join(agent->thread, NULL);
+  pthread_mutex_lock(&agent->lock);
+  for (uint32_t i = 0; i < agent->listener_count; ++i) {
+    close(agent->listeners[i]);
+    agent->listeners[i] = -1;
+  }
+  for (ProxycclLink *link = agent->links; link != NULL; link = link->next) link_lose(link, "the agent was closed");
+  while (agent->first != NULL) { /* within the agent */
+    ProxycclTransfer *transfer = agent->first;
+    agent->first = transfer->next;
+    transfer->queued = 0;
+    transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
+  }
+  agent->last = &agent->first;
+  reap(agent);
+  pthread_mutex_unlock(&agent->lock);
+}
+
+void proxyccl_agent_release(ProxycclAgent *agent) {
+  proxyccl_agent_stop(agent);
+  pthread_mutex_lock(&agent->lock);
+  agent_unreference(agent);
+}
+
+void proxyccl_agent_forget(ProxycclAgent *agent) {
+  /* Without the lock, which a thread that the child does not have may hold. Nothing else happens here any more. */
+  close(agent->epoll);
+  close(agent->wake);
+  close(agent->spare);
+  for (uint32_t i = 0; i < agent->listener_count; ++i) {
+    if (agent->listeners[i] >= 0) close(agent->listeners[i]);
+  }
+  for (const ProxycclLink *link = agent->links; link != NULL; link = link->next) {
+    if (link->socket >= 0) close(link->socket);
+    if (link->process >= 0) close(link->process);
+  }
+}

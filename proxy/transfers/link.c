@@ -1,0 +1,539 @@
+/* Links: sockets between agents, and the frames on them. See transfers.h and parts.h.
+ *
+ * The side that opened a link sends greetings, messages and requests, the other side only answers. An answer needs no
+ * room in the opener's window, and the opener always reads, so neither side waits for the other to read. Data goes
+ * straight from and to the blocks, except for what was read from the socket together with a head.
+ */
+#include <errno.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "parts.h"
+
+enum {
+  VERSION = 1,
+  LONGEST_NAME = 4096,
+  TURN_BYTES = 2 << 20 /* sent or received before other links have their turn */
+};
+
+const char *proxyccl_link_lost(const ProxycclLink *link) { return __atomic_load_n(&link->lost, __ATOMIC_ACQUIRE); }
+
+ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves) {
+  ProxycclLink *link = calloc(1, sizeof *link);
+  char *ahead = malloc(AHEAD_BYTES);
+  if (link == NULL || ahead == NULL || agent->stopped) {
+    errno = agent->stopped ? ECANCELED : ENOMEM;
+    free(link);
+    free(ahead);
+    close(socket);
+    if (process >= 0) close(process);
+    return NULL;
+  }
+  link->agent = agent;
+  link->socket = socket;
+  link->process = process;
+  link->serves = serves;
+  link->references = serves ? 0 : 1;
+  link->last = &link->first;
+  link->last_answer = &link->answer;
+  link->ahead = ahead;
+  link->next = agent->links;
+  agent->links = link;
+  ++agent->references;
+  agent_watch(agent, socket, (uintptr_t)link, EPOLL_CTL_ADD, EPOLLIN);
+  if (process >= 0) agent_watch(agent, process, (uintptr_t)link | 1, EPOLL_CTL_ADD, EPOLLIN);
+  return link;
+}
+
+/* Closes a descriptor. A fork's child may have a copy of it, which would keep it in the epoll set. */
+static void unwatch(ProxycclAgent *agent, int *descriptor) {
+  if (*descriptor < 0) return;
+  epoll_ctl(agent->epoll, EPOLL_CTL_DEL, *descriptor, NULL);
+  close(*descriptor);
+  *descriptor = -1;
+}
+
+static void end_lost(ProxycclTransfer *transfer) {
+  if (transfer->state == PROXYCCL_TRANSFER_ACTIVE) transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
+}
+
+static void end_sending(ProxycclLink *link) {
+  free(link->out.own);
+  link->out.own = NULL;
+  link->out.transfer = NULL;
+  link->out.head.used = link->out.sent = 0;
+  link->out.left = 0;
+}
+
+void link_lose(ProxycclLink *link, const char *reason) {
+  ProxycclAgent *agent = link->agent;
+  if (link->lost != NULL) return;
+  __atomic_store_n(&link->lost, reason, __ATOMIC_RELEASE);
+  unwatch(agent, &link->socket);
+  unwatch(agent, &link->process);
+  end_sending(link);
+  for (; link->first != NULL; link->first = link->first->next) {
+    link->first->queued = 0;
+    end_lost(link->first);
+  }
+  link->last = &link->first;
+  for (; link->unanswered > 0; --link->unanswered) {
+    ProxycclTransfer *transfer = link->awaited[link->oldest++ % WINDOW].transfer;
+    if (transfer != NULL) end_lost(transfer);
+  }
+  for (ProxycclTransfer **at = &agent->first; *at != NULL;) { /* copies; one that is being made ends itself */
+    ProxycclTransfer *transfer = *at;
+    if (transfer->link != link) {
+      at = &transfer->next;
+      continue;
+    }
+    *at = transfer->next;
+    if (agent->last == &transfer->next) agent->last = at;
+    transfer->queued = 0;
+    end_lost(transfer);
+  }
+  while (link->answer != NULL) {
+    Answer *next = link->answer->next;
+    free(link->answer);
+    link->answer = next;
+  }
+}
+
+void link_free(ProxycclLink *link) {
+  --link->agent->references;
+  buffer_free(&link->messages);
+  buffer_free(&link->out.head);
+  buffer_free(&link->in.body);
+  free(link->ahead);
+  free(link->name);
+  free(link);
+}
+
+void link_unreference(ProxycclLink *link) {
+  ProxycclAgent *agent = link->agent;
+  if (--link->references > 0 || link->lost == NULL) return;
+  if (!agent->stopped) {
+    agent_wake(agent); /* events that its thread has received may still name the link */
+    return;
+  }
+  ProxycclLink **at = &agent->links;
+  while (*at != link) at = &(*at)->next;
+  *at = link->next;
+  link_free(link);
+}
+
+/* Sending */
+
+int link_append(ProxycclLink *link, FrameKind kind, uint32_t count, const void *first, uint64_t first_bytes,
+                const void *second, uint64_t second_bytes) {
+  Buffer *messages = &link->messages;
+  const Frame frame = {kind, count, first_bytes + second_bytes};
+  if (link->lost != NULL) return ENOTCONN;
+  if (messages->used > PROXYCCL_MOST_UNSENT) return ENOBUFS;
+  const size_t before = messages->used;
+  if (buffer_append(messages, &frame, sizeof frame) && buffer_append(messages, first, first_bytes) &&
+      buffer_append(messages, second, second_bytes)) {
+    return 0;
+  }
+  messages->used = before;
+  return ENOMEM;
+}
+
+/* Begins the answer to the oldest request. */
+static int begin_answer(ProxycclLink *link) {
+  Sending *out = &link->out;
+  Answer *answer = link->answer;
+  link->answer = answer->next;
+  if (link->answer == NULL) link->last_answer = &link->answer;
+  --link->answers;
+  if (answer->error == 0 && !agent_has(link->agent, answer->blocks, answer->count)) answer->error = EACCES;
+  const Frame frame = {FRAME_ANSWER, answer->error, answer->error == 0 ? answer->bytes : 0};
+  out->own = answer;
+  out->blocks = answer->blocks;
+  out->count = answer->count;
+  out->at = (Position){0, 0};
+  out->left = frame.bytes;
+  out->memory = link->agent->memory;
+  return buffer_append(&out->head, &frame, sizeof frame);
+}
+
+/* Begins the next request of the next transfer. */
+static int begin_request(ProxycclLink *link) {
+  Sending *out = &link->out;
+  ProxycclTransfer *transfer = link->first;
+  struct iovec blocks[FRAME_BLOCKS];
+  uint32_t count;
+  link->first = transfer->next;
+  if (link->first == NULL) link->last = &link->first;
+  transfer->queued = 0;
+  const uint64_t bytes =
+      blocks_parts(transfer->remote, transfer->count, transfer->at, FRAME_BYTES, FRAME_BLOCKS, blocks, &count);
+  const Frame frame = {transfer->writes ? FRAME_WRITE : FRAME_READ, count, bytes};
+  link->awaited[(link->oldest + link->unanswered++) % WINDOW] =
+      (Awaited){transfer, transfer->at, transfer->writes ? 0 : bytes};
+  ++transfer->unanswered;
+  if (transfer->writes) {
+    out->transfer = transfer;
+    out->blocks = transfer->local;
+    out->count = transfer->count;
+    out->at = transfer->at;
+    out->left = bytes;
+  }
+  blocks_advance(transfer->remote, &transfer->at, bytes);
+  transfer->left -= bytes;
+  if (transfer->left > 0) {
+    transfer->next = NULL;
+    transfer->queued = 1;
+    *link->last = transfer;
+    link->last = &transfer->next;
+  }
+  return buffer_append(&out->head, &frame, sizeof frame) && buffer_append(&out->head, blocks, count * sizeof *blocks);
+}
+
+/* Begins the next frame: messages, as one; else an answer, or a request. 0: there is none. */
+static int begin_frame(ProxycclLink *link) {
+  Sending *out = &link->out;
+  end_sending(link);
+  if (link->messages.used > 0) {
+    const Buffer emptied = out->head;
+    out->head = link->messages;
+    link->messages = emptied;
+    return 1;
+  }
+  const int begun = link->answer != NULL                               ? begin_answer(link)
+                    : link->first != NULL && link->unanswered < WINDOW ? begin_request(link)
+                                                                       : -1;
+  if (begun == 0) link_lose(link, "there is no memory");
+  return begun > 0;
+}
+
+/* Sends until there is nothing to send, or no room in the socket. */
+void link_send(ProxycclLink *link) {
+  Sending *out = &link->out;
+  struct iovec parts[1 + FRAME_BLOCKS];
+  uint64_t turn = 0;
+  int full = 0;
+  while (link->lost == NULL && turn < TURN_BYTES && !full) {
+    if (out->sent == out->head.used && out->left == 0 && !begin_frame(link)) break;
+    if (out->left > 0 && out->transfer == NULL && out->memory != link->agent->memory) {
+      if (!agent_has(link->agent, out->blocks, out->count)) {
+        link_lose(link, "memory was deregistered while it was being read");
+        return;
+      }
+      out->memory = link->agent->memory;
+    }
+    uint32_t count = 0;
+    parts[0] = (struct iovec){out->head.bytes + out->sent, out->head.used - out->sent};
+    if (out->left > 0) blocks_parts(out->blocks, out->count, out->at, out->left, FRAME_BLOCKS, parts + 1, &count);
+    const struct msghdr message = {.msg_iov = parts, .msg_iovlen = 1 + count};
+    const ssize_t sent = sendmsg(link->socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0) {
+      if (errno == EINTR) continue;
+      full = errno == EAGAIN;
+      if (!full) link_lose(link, errno == EFAULT ? "memory to be sent is not mapped" : "the peer has closed the link");
+      continue;
+    }
+    const size_t of_head = (size_t)sent < parts[0].iov_len ? (size_t)sent : parts[0].iov_len;
+    out->sent += of_head;
+    if ((size_t)sent > of_head) blocks_advance(out->blocks, &out->at, (uint64_t)sent - of_head);
+    out->left -= (uint64_t)sent - of_head;
+    turn += (uint64_t)sent;
+  }
+  if (link->lost != NULL) return;
+  const int writable = out->sent < out->head.used || out->left > 0 || turn >= TURN_BYTES;
+  if (writable == link->writable) return;
+  link->writable = writable;
+  agent_watch(link->agent, link->socket, (uintptr_t)link, EPOLL_CTL_MOD, EPOLLIN | (writable ? EPOLLOUT : 0));
+}
+
+void link_forget_transfer(ProxycclLink *link, ProxycclTransfer *transfer) {
+  Sending *out = &link->out;
+  for (uint32_t i = 0; i < link->unanswered; ++i) {
+    Awaited *awaited = &link->awaited[(link->oldest + i) % WINDOW];
+    if (awaited->transfer == transfer) awaited->transfer = NULL;
+  }
+  transfer->unanswered = 0;
+  if (out->transfer != transfer) return;
+  /* The rest of a frame that is being sent comes from a copy. */
+  struct iovec *copy = malloc(sizeof *copy + out->left);
+  if (copy == NULL) {
+    link_lose(link, "there is no memory");
+    return;
+  }
+  char *to = (char *)(copy + 1);
+  *copy = (struct iovec){to, out->left};
+  for (uint64_t left = out->left; left > 0;) {
+    struct iovec part;
+    uint32_t count;
+    const uint64_t bytes = blocks_parts(out->blocks, out->count, out->at, left, 1, &part, &count);
+    memcpy(to, part.iov_base, bytes);
+    blocks_advance(out->blocks, &out->at, bytes);
+    to += bytes;
+    left -= bytes;
+  }
+  out->transfer = NULL;
+  out->own = copy;
+  out->blocks = copy;
+  out->count = 1;
+  out->at = (Position){0, 0};
+  out->memory = link->agent->memory;
+}
+
+/* Receiving */
+
+/* Takes bytes from the socket; `to` NULL: to nowhere. 0: there are none now, or the link is lost. */
+static size_t take(ProxycclLink *link, void *to, size_t bytes) {
+  if (link->ahead_at == link->ahead_end) {
+    const int straight = to != NULL && bytes >= AHEAD_BYTES;
+    ssize_t got;
+    do {
+      got = straight ? recv(link->socket, to, bytes, MSG_DONTWAIT)
+                     : recv(link->socket, link->ahead, AHEAD_BYTES, MSG_DONTWAIT);
+    } while (got < 0 && errno == EINTR);
+    if (got < 0 && errno == EAGAIN) return 0;
+    if (got <= 0) {
+      link_lose(link, got == 0 || errno == ECONNRESET ? "the peer has closed the link"
+                      : errno == EFAULT               ? "memory to be received in is not mapped"
+                                                      : "the peer's host does not answer");
+      return 0;
+    }
+    if (straight) return (size_t)got;
+    link->ahead_at = 0;
+    link->ahead_end = (size_t)got;
+  }
+  const size_t ready = link->ahead_end - link->ahead_at;
+  const size_t taken = bytes < ready ? bytes : ready;
+  if (to != NULL) memcpy(to, link->ahead + link->ahead_at, taken);
+  link->ahead_at += taken;
+  return taken;
+}
+
+/* The bytes of a frame's body, or -1: the frame is not valid here. */
+static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
+  if (!link->serves) {
+    if (frame->kind != FRAME_ANSWER || link->unanswered == 0) return -1;
+    return frame->bytes == (frame->count == 0 ? link->awaited[link->oldest % WINDOW].bytes : 0) ? 0 : -1;
+  }
+  if (!link->greeted) {
+    const uint64_t name = frame->bytes - PROXYCCL_SECRET_BYTES;
+    return frame->kind == FRAME_HELLO && frame->count == VERSION && name >= 1 && name <= LONGEST_NAME
+               ? (int64_t)frame->bytes
+               : -1;
+  }
+  if (frame->kind == FRAME_MESSAGE) return frame->bytes <= PROXYCCL_LONGEST_MESSAGE ? (int64_t)frame->bytes : -1;
+  if (frame->kind != FRAME_WRITE && frame->kind != FRAME_READ) return -1;
+  if (frame->count < 1 || frame->count > FRAME_BLOCKS || frame->bytes > FRAME_BYTES || link->answers > WINDOW)
+    return -1;
+  return (int64_t)(frame->count * sizeof(struct iovec));
+}
+
+/* Queues an answer. 0: there is no memory. */
+static int answer(ProxycclLink *link, uint32_t error, uint64_t bytes, const struct iovec *blocks, uint64_t count) {
+  Answer *made = malloc(sizeof *made + count * sizeof *blocks);
+  if (made == NULL) return 0;
+  *made = (Answer){.error = error, .bytes = bytes, .count = count};
+  if (count > 0) memcpy(made->blocks, blocks, count * sizeof *blocks);
+  *link->last_answer = made;
+  link->last_answer = &made->next;
+  ++link->answers;
+  return 1;
+}
+
+/* Whether blocks of a peer's request have the bytes that it says. */
+static int blocks_have(const struct iovec *blocks, uint64_t count, uint64_t bytes) {
+  for (uint64_t i = 0; i < count; ++i) {
+    if (blocks[i].iov_len == 0 || blocks[i].iov_len > bytes) return 0;
+    bytes -= blocks[i].iov_len;
+  }
+  return bytes == 0;
+}
+
+/* A body is complete. Returns why the link ends, or NULL. */
+static const char *take_body(ProxycclLink *link) {
+  Receiving *in = &link->in;
+  const Frame *frame = &in->frame;
+  ProxycclAgent *agent = link->agent;
+  if (frame->kind == FRAME_HELLO) {
+    unsigned different = 0;
+    for (int i = 0; i < PROXYCCL_SECRET_BYTES; ++i) different |= (unsigned)(in->body.bytes[i] ^ agent->secret[i]);
+    if (different != 0) return "the peer does not know the secret";
+    link->name_bytes = (uint32_t)(in->body.used - PROXYCCL_SECRET_BYTES);
+    link->name = malloc(link->name_bytes);
+    if (link->name == NULL) return "there is no memory";
+    memcpy(link->name, in->body.bytes + PROXYCCL_SECRET_BYTES, link->name_bytes);
+    link->greeted = 1;
+  } else if (frame->kind == FRAME_MESSAGE) {
+    if (agent_receive(agent, link->name, link->name_bytes, in->body.bytes, in->body.used) != 0)
+      return "there is no memory";
+  } else if (frame->kind == FRAME_ANSWER) {
+    in->left = frame->bytes;
+    in->in_data = 1;
+  } else {
+    const struct iovec *blocks = (const struct iovec *)in->body.bytes; /* malloc's alignment */
+    if (!blocks_have(blocks, frame->count, frame->bytes)) return "the peer sent an invalid request";
+    if (frame->kind == FRAME_READ)
+      return answer(link, 0, frame->bytes, blocks, frame->count) ? NULL : "there is no memory";
+    in->error = agent_has(agent, blocks, frame->count) ? 0 : EACCES;
+    in->blocks = in->error == 0 ? blocks : NULL;
+    in->count = frame->count;
+    in->at = (Position){0, 0};
+    in->memory = agent->memory;
+    in->left = frame->bytes;
+    in->in_data = 1;
+  }
+  return NULL;
+}
+
+/* All data of a frame is there. */
+static const char *end_data(ProxycclLink *link) {
+  Receiving *in = &link->in;
+  if (link->serves) return answer(link, in->error, 0, NULL, 0) ? NULL : "there is no memory";
+  ProxycclTransfer *transfer = link->awaited[link->oldest % WINDOW].transfer;
+  ++link->oldest;
+  --link->unanswered;
+  if (transfer == NULL) return NULL;
+  --transfer->unanswered;
+  if (in->frame.count != 0 && transfer->refusal == 0) transfer->refusal = in->frame.count;
+  if (transfer->refusal != 0 && transfer->queued) { /* it sends no more */
+    ProxycclTransfer **at = &link->first;
+    while (*at != transfer) at = &(*at)->next;
+    *at = transfer->next;
+    if (link->last == &transfer->next) link->last = at;
+    transfer->queued = 0;
+  }
+  if (transfer->unanswered > 0 || transfer->queued) return NULL;
+  transfer_end(transfer, transfer->refusal != 0 ? PROXYCCL_TRANSFER_REFUSED : PROXYCCL_TRANSFER_DONE);
+  return NULL;
+}
+
+/* Takes data for its blocks. The bytes taken. */
+static size_t take_data(ProxycclLink *link) {
+  Receiving *in = &link->in;
+  const struct iovec *blocks = in->blocks;
+  uint64_t count = in->count;
+  Position *at = &in->at;
+  if (!link->serves) {
+    Awaited *awaited = &link->awaited[link->oldest % WINDOW];
+    blocks = awaited->transfer == NULL ? NULL : awaited->transfer->local;
+    count = awaited->transfer == NULL ? 0 : awaited->transfer->count;
+    at = &awaited->at;
+  } else if (blocks != NULL && in->memory != link->agent->memory) {
+    if (!agent_has(link->agent, blocks, count)) in->error = EACCES;
+    if (in->error != 0) blocks = in->blocks = NULL;
+    in->memory = link->agent->memory;
+  }
+  if (blocks == NULL) return take(link, NULL, in->left);
+  struct iovec part;
+  uint32_t parts;
+  blocks_parts(blocks, count, *at, in->left, 1, &part, &parts);
+  const size_t taken = take(link, part.iov_base, part.iov_len);
+  blocks_advance(blocks, at, taken);
+  return taken;
+}
+
+/* Room for more of a body: no more at once than a peer has shown that it sends. */
+static int extend_body(Receiving *in) {
+  const uint64_t left = in->body_bytes - in->body.used, step = in->body.used + AHEAD_BYTES;
+  return buffer_extend(&in->body, left < step ? left : step) != NULL;
+}
+
+/* One step: a part of the head, the body or the data. 0: the socket has nothing more now. */
+static int step(ProxycclLink *link, uint64_t *turn) {
+  Receiving *in = &link->in;
+  size_t taken = 0;
+  const char *problem = NULL;
+  if (in->in_data) {
+    if (in->left > 0) {
+      taken = take_data(link);
+      in->left -= taken;
+      *turn += taken;
+      if (link->lost != NULL || taken == 0) return 0;
+    }
+    if (in->left == 0) {
+      in->in_data = 0;
+      problem = end_data(link);
+    }
+  } else if (in->in_body) {
+    if (in->have == in->body.used && in->have < in->body_bytes && !extend_body(in)) {
+      problem = "there is no memory";
+    } else if (in->have < in->body.used) {
+      taken = take(link, in->body.bytes + in->have, in->body.used - in->have);
+      in->have += taken;
+      *turn += taken;
+      if (taken == 0) return 0;
+    }
+    if (problem == NULL && in->have == in->body_bytes) {
+      in->in_body = 0;
+      in->have = 0;
+      problem = take_body(link);
+    }
+  } else {
+    taken = take(link, (char *)&in->frame + in->have, sizeof in->frame - in->have);
+    in->have += taken;
+    *turn += taken;
+    if (taken == 0) return 0;
+    if (in->have == sizeof in->frame) {
+      if (in->body.room > 1 << 20) buffer_free(&in->body);
+      in->body.used = in->have = 0;
+      in->in_body = 1;
+      const int64_t bytes = body_of(link, &in->frame);
+      if (bytes < 0) problem = "the peer sent an invalid frame";
+      in->body_bytes = (uint64_t)bytes;
+    }
+  }
+  if (problem != NULL) link_lose(link, problem);
+  return link->lost == NULL;
+}
+
+void link_ready(ProxycclLink *link, uint32_t events) {
+  uint64_t turn = 0;
+  if (link->lost != NULL) return;
+  if (events & (EPOLLIN | EPOLLHUP | EPOLLERR)) {
+    while (step(link, &turn) && turn < TURN_BYTES) {}
+    /* What was read ahead would not wake the thread again. */
+    while (link->lost == NULL && link->ahead_at < link->ahead_end && step(link, &turn)) {}
+  }
+  if (link->lost == NULL) link_send(link);
+}
+
+/* The calls of callers */
+
+ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process,
+                                   int32_t pid) {
+  pthread_mutex_lock(&agent->lock);
+  ProxycclLink *link = link_new(agent, socket, process, 0);
+  if (link != NULL) {
+    link->pid = pid;
+    if (link_append(link, FRAME_HELLO, VERSION, peer_secret, PROXYCCL_SECRET_BYTES, agent->name, strlen(agent->name))) {
+      link_lose(link, "there is no memory");
+    }
+    link_send(link);
+  }
+  pthread_mutex_unlock(&agent->lock);
+  return link;
+}
+
+void proxyccl_link_end(ProxycclLink *link) {
+  pthread_mutex_lock(&link->agent->lock);
+  link_lose(link, "the peer was removed");
+  pthread_mutex_unlock(&link->agent->lock);
+}
+
+void proxyccl_link_release(ProxycclLink *link) {
+  ProxycclAgent *agent = link->agent;
+  pthread_mutex_lock(&agent->lock);
+  link_lose(link, "the peer was removed");
+  ++agent->references; /* of this call */
+  link_unreference(link);
+  agent_unreference(agent);
+}
+
+int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes) {
+  if (bytes > PROXYCCL_LONGEST_MESSAGE) return EMSGSIZE;
+  pthread_mutex_lock(&link->agent->lock);
+  const int error = link_append(link, FRAME_MESSAGE, 0, message, bytes, NULL, 0);
+  link_send(link);
+  pthread_mutex_unlock(&link->agent->lock);
+  return error;
+}

@@ -1,0 +1,179 @@
+/* The structs of agents, links and transfers, which their three files share. See transfers.h.
+ *
+ * One mutex, the agent's, protects everything here but words that are marked as atomic. A copy by process_vm_readv runs
+ * without it; such a transfer is marked as copying.
+ */
+#ifndef PROXYCCL_TRANSFER_PARTS_H
+#define PROXYCCL_TRANSFER_PARTS_H
+
+#include <pthread.h>
+#include <stddef.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+
+#include "buffer.h"
+#include "transfers.h"
+
+enum {
+  FRAME_BLOCKS = 512,      /* most blocks of one frame */
+  FRAME_BYTES = 512 << 10, /* most data of one frame */
+  WINDOW = 16,             /* most frames of one link that are not answered */
+  PIECE_BYTES = 4 << 20,   /* most that is copied before the agent's thread looks at its sockets */
+  AHEAD_BYTES = 64 << 10,  /* read from a socket at once */
+  UNGREETED = 64           /* most accepted links that have not sent their greeting */
+};
+
+/* A place in a list of blocks. */
+typedef struct Position {
+  uint64_t index, offset;
+} Position;
+
+typedef enum FrameKind { FRAME_HELLO = 1, FRAME_MESSAGE, FRAME_WRITE, FRAME_READ, FRAME_ANSWER } FrameKind;
+
+/* What starts each frame on a socket. Both sides have the same byte order, as the greeting finds out.
+ * HELLO: `count` is the version, and `bytes` bytes follow, the secret and the sender's name.
+ * MESSAGE: `bytes` bytes follow.
+ * WRITE, READ: `count` blocks (address, bytes) of the receiver's memory follow; after those of WRITE their data.
+ * ANSWER: one for each WRITE and READ, in their order. `count` is an errno; `bytes` bytes of data follow, the READ's.
+ */
+typedef struct Frame {
+  uint32_t kind, count;
+  uint64_t bytes;
+} Frame;
+
+/* A frame that the peer has not answered. */
+typedef struct Awaited {
+  ProxycclTransfer *transfer; /* NULL: canceled */
+  Position at;                /* where a READ's data belongs */
+  uint64_t bytes;             /* of a READ's data; 0: a WRITE */
+} Awaited;
+
+/* An answer that has not begun to be sent. */
+typedef struct Answer {
+  struct Answer *next;
+  uint32_t error;
+  uint64_t bytes;
+  uint64_t count;
+  struct iovec blocks[]; /* of a READ */
+} Answer;
+
+/* The frame that is being sent: a head, then data from blocks. */
+typedef struct Sending {
+  Buffer head;
+  size_t sent; /* of the head */
+  const struct iovec *blocks;
+  uint64_t count;
+  Position at;
+  uint64_t left;              /* bytes of data */
+  ProxycclTransfer *transfer; /* whose blocks they are; NULL: `own` */
+  void *own;                  /* freed after the frame */
+  uint64_t memory;            /* the version of the agent's memory for which the blocks of an answer were checked */
+} Sending;
+
+/* The frame that is being received: a head, a body in memory of the link's, then data for blocks. */
+typedef struct Receiving {
+  Frame frame;
+  size_t have; /* bytes of the head, then of the body */
+  int in_body, in_data;
+  Buffer body;
+  uint64_t body_bytes;        /* of the whole body */
+  const struct iovec *blocks; /* of a WRITE, in `body`; NULL: nowhere */
+  uint64_t count;
+  Position at;
+  uint64_t left;   /* bytes of data */
+  uint32_t error;  /* of a WRITE, for its answer */
+  uint64_t memory; /* as in Sending */
+} Receiving;
+
+struct ProxycclLink {
+  ProxycclLink *next; /* of the agent's */
+  ProxycclAgent *agent;
+  int socket, process; /* -1: closed, or none */
+  int serves;          /* the peer opened it */
+  int greeted;         /* a serving link's greeting has arrived */
+  const char *lost;    /* atomic: why it ended */
+  uint32_t references; /* its handle, and transfers */
+  pid_t pid;           /* 0: everything moves through the socket */
+  char *name;          /* of the peer, of a serving link */
+  uint32_t name_bytes;
+  int writable;    /* the socket is watched for room */
+  Buffer messages; /* frames to be sent before the next one with data */
+  Sending out;
+  Receiving in;
+  ProxycclTransfer *first, **last; /* transfers with frames to send, in turn */
+  Awaited awaited[WINDOW];
+  uint32_t oldest, unanswered;
+  Answer *answer, **last_answer;
+  uint32_t answers;
+  char *ahead; /* AHEAD_BYTES that were read, and … */
+  size_t ahead_at, ahead_end;
+};
+
+struct ProxycclTransfer {
+  ProxycclTransfer *next; /* of its queue */
+  ProxycclAgent *agent;
+  ProxycclLink *link; /* NULL: within the agent */
+  int writes;
+  const struct iovec *local, *remote;
+  uint64_t count, bytes;
+  ProxycclTransferState state; /* atomic */
+  int error;
+  int queued, copying;
+  int cancel; /* atomic */
+  Position at;
+  uint64_t left;
+  uint32_t unanswered; /* its frames */
+  uint32_t refusal;    /* the first errno of an answer */
+  Buffer message;
+  int has_message;
+  ProxycclTransferTimes times;
+};
+
+struct ProxycclAgent {
+  pthread_mutex_t lock;
+  pthread_cond_t changed; /* a transfer ended, a message came, a copy stopped, the agent stopped */
+  pthread_t thread;
+  int epoll, wake;
+  int spare; /* given up to accept, and close, a link when no descriptor is left */
+  int *listeners;
+  uint32_t listener_count;
+  int stopped;
+  uint32_t references; /* its handle, links, transfers */
+  char *name;
+  char secret[PROXYCCL_SECRET_BYTES];
+  ProxycclLink *links;
+  ProxycclTransfer *first, **last; /* transfers to copy, in turn */
+  Buffer inbox;
+  size_t read;                           /* of the inbox */
+  uint64_t unread;                       /* atomic: bytes of the inbox that are not read */
+  uint64_t *ranges, range_count, memory; /* the memory's version */
+};
+
+/* agent.c */
+void agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events);
+void agent_wake(ProxycclAgent *agent);
+struct timespec agent_deadline(uint64_t timeout_ns);
+void agent_unreference(ProxycclAgent *agent); /* unlocks */
+int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, const char *message, uint64_t bytes);
+int agent_has(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count);
+
+/* link.c. All with the agent locked. */
+ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves);
+void link_lose(ProxycclLink *link, const char *reason);
+void link_unreference(ProxycclLink *link);
+void link_free(ProxycclLink *link);
+void link_ready(ProxycclLink *link, uint32_t events);
+void link_send(ProxycclLink *link);
+int link_append(ProxycclLink *link, FrameKind kind, uint32_t count, const void *first, uint64_t first_bytes,
+                const void *second, uint64_t second_bytes);
+void link_forget_transfer(ProxycclLink *link, ProxycclTransfer *transfer); /* one that is not queued */
+
+/* transfer.c. All with the agent locked. */
+/* The next bytes of blocks from a place on, as at most `most_parts` parts. Returns their bytes. */
+uint64_t blocks_parts(const struct iovec *blocks, uint64_t count, Position at, uint64_t most_bytes, uint32_t most_parts,
+                      struct iovec *parts, uint32_t *part_count);
+void blocks_advance(const struct iovec *blocks, Position *at, uint64_t bytes);
+void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
+void transfer_copy(ProxycclTransfer *transfer); /* one piece; unlocks meanwhile */
+
+#endif

@@ -1,0 +1,102 @@
+/* The engine of transfers between agents, which come and go and name memory by its address.
+ *
+ * An agent has one thread, which sleeps until a socket or a caller has work for it. A link is a socket from one agent
+ * to another: the side that opened it requests, the other side serves. A transfer is a list of blocks over one link, or
+ * within the agent. Its path is decided when the link is made: process_vm_readv and process_vm_writev into the peer's
+ * process, or the socket itself.
+ *
+ * Every function may be called from any thread at any time. None waits for a peer; proxyccl_transfer_wait and
+ * proxyccl_agent_wait are bounded.
+ *
+ * agent.c has the thread and the inbox, link.c the sockets and their frames, transfer.c the transfers and the copies.
+ */
+#ifndef PROXYCCL_TRANSFERS_H
+#define PROXYCCL_TRANSFERS_H
+
+#include <stdint.h>
+
+enum { PROXYCCL_SECRET_BYTES = 16, PROXYCCL_LONGEST_MESSAGE = 1 << 28, PROXYCCL_MOST_UNSENT = 1 << 29 };
+
+typedef struct ProxycclAgent ProxycclAgent;
+typedef struct ProxycclLink ProxycclLink;
+typedef struct ProxycclTransfer ProxycclTransfer;
+
+typedef enum ProxycclTransferState {
+  PROXYCCL_TRANSFER_NEW,      /* never posted */
+  PROXYCCL_TRANSFER_ACTIVE,   /* posted, not ended */
+  PROXYCCL_TRANSFER_DONE,     /* the data is where it belongs */
+  PROXYCCL_TRANSFER_CANCELED, /* by this side */
+  PROXYCCL_TRANSFER_LOST,     /* the link ended */
+  PROXYCCL_TRANSFER_REFUSED,  /* the peer has not registered a block */
+  PROXYCCL_TRANSFER_FAILED    /* a copy failed: proxyccl_transfer_error */
+} ProxycclTransferState;
+
+/* CLOCK_MONOTONIC, in ns. */
+typedef struct ProxycclTransferTimes {
+  uint64_t posted;   /* when the last post began */
+  uint64_t returned; /* when it returned */
+  uint64_t ended;
+} ProxycclTransferTimes;
+
+/* Makes an agent and its thread. It takes the listening sockets over, also when it fails. `secret`: the bytes that a
+ * peer must know. NULL with errno. */
+ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, const int *listeners, uint32_t count);
+/* Ends its thread, its links and their transfers. Everything but release is still allowed, and refused or without
+ * effect. */
+void proxyccl_agent_stop(ProxycclAgent *agent);
+/* Gives the handle back. The agent is freed with the last of its handle, its links and its transfers. */
+void proxyccl_agent_release(ProxycclAgent *agent);
+/* In a fork's child: closes the copies of its descriptors, so that peers notice the parent's end. */
+void proxyccl_agent_forget(ProxycclAgent *agent);
+/* Where its secret lies in this process: what a peer of this host reads to find out that it reaches this memory. */
+uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
+/* Replaces the ranges that peers may reach through sockets. `ranges`: `count` first addresses, in order, then for each
+ * the highest end of the ranges up to it. When it returns, no socket touches other memory. 0 or ENOMEM. */
+int proxyccl_agent_set_memory(ProxycclAgent *agent, const uint64_t *ranges, uint64_t count);
+/* Bytes in the inbox: for each message the lengths of the sender's name and of the message (8 bytes each), then both.
+ */
+uint64_t proxyccl_agent_unread(const ProxycclAgent *agent);
+/* Moves whole messages to `to` and returns their bytes: as many as fit. */
+uint64_t proxyccl_agent_take(ProxycclAgent *agent, char *to, uint64_t room);
+/* Waits until the inbox has a message, or the agent is stopped. 1: it has one. */
+int proxyccl_agent_wait(ProxycclAgent *agent, uint64_t timeout_ns);
+/* Puts a message into its own inbox. 0, EMSGSIZE or ENOMEM. */
+int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64_t bytes);
+
+/* Reads a word of another process: how a caller finds out whether process_vm_readv works, and for the process that it
+ * means. 0 or an errno. */
+int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t bytes);
+
+/* Makes a link of a connected stream socket, which it takes over, also when it fails. `peer_secret`: of the agent that
+ * it leads to. `process`: a pidfd of the peer, taken over too, or -1. `pid`: the peer's process if process_vm_readv
+ * works for it, else 0. NULL with errno. */
+ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process, int32_t pid);
+/* Ends it, and its active transfers as lost. */
+void proxyccl_link_end(ProxycclLink *link);
+/* Ends it, and gives the handle back. */
+void proxyccl_link_release(ProxycclLink *link);
+/* Why nothing moves over it any more (static text), or NULL. */
+const char *proxyccl_link_lost(const ProxycclLink *link);
+/* Sends a message. It arrives after those before it. 0, ENOTCONN, EMSGSIZE, ENOBUFS if the peer takes none for long,
+ * or ENOMEM. */
+int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
+
+/* Makes a transfer of `count` blocks, none of them empty. `local` and `remote` are arrays of (address, bytes), of equal
+ * bytes at each index, and outlive it. `link`: NULL for a transfer within the agent. NULL with errno. */
+ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
+                                           const uint64_t *remote, uint64_t count);
+/* Cancels it if it is active, and frees it. When it returns, nothing touches its local memory. */
+void proxyccl_transfer_release(ProxycclTransfer *transfer);
+/* Starts it. `message`: told to the peer when the data has arrived; NULL: none. A short transfer ends before it
+ * returns. 0, EBUSY if it is active, EMSGSIZE, or ENOMEM. */
+int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes);
+/* Ends it as canceled if it is active. When it returns, nothing touches its local memory. */
+void proxyccl_transfer_cancel(ProxycclTransfer *transfer);
+ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer);
+/* Waits until it is not active. The state, which is ACTIVE after a time-out. */
+ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_t timeout_ns);
+/* The errno of a failed copy. */
+int proxyccl_transfer_error(const ProxycclTransfer *transfer);
+void proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times);
+
+#endif

@@ -1,0 +1,42 @@
+"""Agents, which come and go, and transfers between their memory: ``from proxyccl.transfer import Agent``.
+
+This module holds the public names and nothing else. docs/transfers.md is an introduction.
+"""
+
+from proxyccl.channels.transfers.agent import Agent
+from proxyccl.channels.transfers.blocks import strided
+from proxyccl.channels.transfers.errors import (
+    ActiveError,
+    CanceledError,
+    DisconnectedError,
+    MetadataError,
+    NameTakenError,
+    NotRegisteredError,
+    NotStartedError,
+    TransferError,
+    UnknownAgentError,
+    WaitTimeoutError,
+)
+from proxyccl.channels.transfers.paths import Path
+from proxyccl.channels.transfers.regions import Region
+from proxyccl.channels.transfers.transfer import State, Times, Transfer
+
+__all__ = [
+    "ActiveError",
+    "Agent",
+    "CanceledError",
+    "DisconnectedError",
+    "MetadataError",
+    "NameTakenError",
+    "NotRegisteredError",
+    "NotStartedError",
+    "Path",
+    "Region",
+    "State",
+    "Times",
+    "Transfer",
+    "TransferError",
+    "UnknownAgentError",
+    "WaitTimeoutError",
+    "strided",
+]
