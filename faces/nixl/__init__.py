@@ -1,0 +1,26 @@
+"""NIXL's Python interface: ``from proxyccl.nixl import nixl_agent``. The distribution proxyccl-nixl names it `nixl`.
+
+It follows NIXL 1.5.1: names, arguments, defaults, types and errors. It translates calls to those of
+`proxyccl.transfer.Agent`, and adds no mechanism but NIXL's exchange of metadata by sockets. An unsupported feature
+raises an error that names it.
+"""
+
+from proxyccl.nixl._api import (
+    DEFAULT_COMM_PORT,
+    nixl_agent,
+    nixl_agent_config,
+    nixl_backend_handle,
+    nixl_prepped_dlist_handle,
+    nixl_thread_sync_t,
+    nixl_xfer_handle,
+)
+
+__all__ = [
+    "DEFAULT_COMM_PORT",
+    "nixl_agent",
+    "nixl_agent_config",
+    "nixl_backend_handle",
+    "nixl_prepped_dlist_handle",
+    "nixl_thread_sync_t",
+    "nixl_xfer_handle",
+]

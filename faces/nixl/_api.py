@@ -1,0 +1,560 @@
+"""NIXL's Python interface: agents, their configuration and their handles.
+
+Names of agents are text or bytes, messages are bytes or text. Every call of an agent may be made by any thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from proxyccl.nixl import _bindings as nixlBind
+from proxyccl.nixl.descriptors import deserialize
+from proxyccl.nixl.logging import get_logger
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+logger = get_logger("_api")
+
+DEFAULT_COMM_PORT = nixlBind.DEFAULT_COMM_PORT
+nixl_backend_handle = int
+
+
+class _Handle:
+    """Something of an agent's that is released, at the latest when nobody refers to it."""
+
+    def __init__(self, agent: nixlBind.nixlAgent, value: int) -> None:
+        self._handle = int(value)
+        self._agent = agent
+        self._released = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._handle:#x}, released={self._released})"
+
+    def _release(self) -> None:
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Releases it. Again, this has no effect."""
+        if not self._released:
+            self._release()
+            self._released = True
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.release()
+
+
+class nixl_prepped_dlist_handle(_Handle):
+    """A prepared list of descriptors."""
+
+    def _release(self) -> None:
+        self._agent.releasedDlistH(self._handle)
+
+
+class nixl_xfer_handle(_Handle):
+    """A transfer. Releasing an active one cancels it."""
+
+    def _release(self) -> None:
+        self._agent.releaseXferReq(self._handle)
+
+
+class nixl_thread_sync_t(Enum):
+    """How calls of several threads are kept apart. Every mode is safe here."""
+
+    NIXL_THREAD_SYNC_NONE = nixlBind.NIXL_THREAD_SYNC_NONE
+    NIXL_THREAD_SYNC_STRICT = nixlBind.NIXL_THREAD_SYNC_STRICT
+    NIXL_THREAD_SYNC_RW = nixlBind.NIXL_THREAD_SYNC_RW
+    NIXL_THREAD_SYNC_DEFAULT = nixlBind.NIXL_THREAD_SYNC_DEFAULT
+
+
+class nixl_agent_config:
+    """What an agent is made with.
+
+    Args:
+        enable_prog_thread: without effect: an agent always has its thread, which sleeps when there is nothing to do.
+        enable_listen_thread: whether peers may send and fetch metadata by `listen_port`.
+        listen_port: that port; 0: any free one.
+        capture_telemetry: whether `get_xfer_telemetry` works; ``NIXL_TELEMETRY_ENABLE`` wins.
+        num_threads: without effect.
+        backends: "UCX" and "LIBFABRIC" both mean ProxyCCL.
+        sync_mode: without effect: every mode is safe.
+
+    Raises:
+        TypeError: `sync_mode` is something else.
+    """
+
+    def __init__(
+        self,
+        enable_prog_thread: bool = True,
+        enable_listen_thread: bool = False,
+        listen_port: int = DEFAULT_COMM_PORT,
+        capture_telemetry: bool = False,
+        num_threads: int = 0,
+        backends: list[str] = ["UCX"],  # noqa: B006  as callers see it; it is not changed
+        sync_mode: nixl_thread_sync_t | None = None,
+    ) -> None:
+        if sync_mode is not None and not isinstance(sync_mode, nixl_thread_sync_t):
+            raise TypeError(f"sync_mode must be a nixl_thread_sync_t (got {type(sync_mode).__name__!r})")
+        self.backends = backends
+        self.enable_pthread = enable_prog_thread
+        self.enable_listen = enable_listen_thread
+        self.port = listen_port
+        self.capture_telemetry = capture_telemetry
+        self.num_threads = num_threads
+        self.sync_mode = sync_mode
+
+
+class nixl_agent:
+    """An agent: registers memory, and moves blocks between it and the memory of other agents.
+
+    Args:
+        agent_name: its name.
+        nixl_conf: see `nixl_agent_config`.
+        instantiate_all: whether to create all backends; ignored with `nixl_conf`.
+
+    Attributes:
+        name: its name.
+        agent: the object of `_bindings`.
+        backends: handles of the backends that were created, by name.
+
+    Raises:
+        ValueError: the name is empty.
+    """
+
+    def __init__(
+        self, agent_name: str, nixl_conf: nixl_agent_config | None = None, instantiate_all: bool = False
+    ) -> None:
+        if nixl_conf and instantiate_all:
+            logger.warning("instantiate_all is ignored: the configuration names the backends")
+        conf = nixl_conf or nixl_agent_config()
+        default = (
+            nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+            if conf.enable_listen
+            else nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE
+        )
+        config = nixlBind.nixlAgentConfig()
+        config.useProgThread = conf.enable_pthread
+        config.useListenThread = conf.enable_listen
+        config.listenPort = conf.port
+        config.syncMode = (conf.sync_mode or default).value
+        config.captureTelemetry = conf.capture_telemetry
+        self.agent = nixlBind.nixlAgent(agent_name, config)
+        self.name = agent_name
+        self.notifs: dict[str, list[bytes]] = {}
+        self.backends: dict[str, int] = {}
+        self.backend_mems: dict[str, list[str]] = {}
+        self.backend_options: dict[str, dict[str, str]] = {}
+        self.plugin_list = self.agent.getAvailPlugins()
+        for backend in self.plugin_list if instantiate_all and not nixl_conf else conf.backends:
+            if backend in self.plugin_list:
+                self.create_backend(backend)
+            else:
+                logger.warning("The backend %s is skipped: it is not one of %s", backend, ", ".join(self.plugin_list))
+        self.nixl_mems = {
+            "DRAM": nixlBind.DRAM_SEG,
+            "VRAM": nixlBind.VRAM_SEG,
+            "FILE": nixlBind.FILE_SEG,
+            "BLOCK": nixlBind.BLK_SEG,
+            "OBJ": nixlBind.OBJ_SEG,
+            "cpu": nixlBind.DRAM_SEG,
+            "cuda": nixlBind.VRAM_SEG,
+        }
+        self.nixl_ops = {"WRITE": nixlBind.NIXL_WRITE, "READ": nixlBind.NIXL_READ}
+        logger.info("Initialized NIXL agent: %s", agent_name)
+
+    # Backends
+
+    def get_plugin_list(self) -> list[str]:
+        """Names of the backends that can be created."""
+        return self.plugin_list
+
+    def get_plugin_mem_types(self, backend: str) -> list[str]:
+        """Kinds of memory of a backend that can be created; none, and a warning, for another name."""
+        return self._plugin(backend)[1]
+
+    def get_plugin_params(self, backend: str) -> dict[str, str]:
+        """Parameters of a backend that can be created; none, and a warning, for another name."""
+        return self._plugin(backend)[0]
+
+    def _plugin(self, backend: str) -> tuple[dict[str, str], list[str]]:
+        if backend not in self.plugin_list:
+            logger.warning("The backend %s is not one of %s", backend, ", ".join(self.plugin_list))
+            return {}, []
+        return self.agent.getPluginParams(backend)
+
+    def get_backend_mem_types(self, backend: str) -> list[str]:
+        """Kinds of memory of a backend that was created; none, and a warning, for another one."""
+        return self._created(backend, self.backend_mems, [])
+
+    def get_backend_params(self, backend: str) -> dict[str, str]:
+        """Parameters of a backend that was created; none, and a warning, for another one."""
+        return self._created(backend, self.backend_options, {})
+
+    def _created(self, backend: str, known: dict[str, Any], nothing: Any) -> Any:
+        if backend not in known:
+            logger.warning("The backend %s was not created", backend)
+        return known.get(backend, nothing)
+
+    def create_backend(self, backend: str, initParams: dict[str, str] | None = None) -> None:
+        """Creates a backend.
+
+        Raises:
+            nixlNotFoundError: there is none of this name.
+            nixlInvalidParamError: it exists.
+        """
+        handle = self.agent.createBackend(backend, initParams or {})
+        self.backends[backend] = handle
+        self.backend_options[backend], self.backend_mems[backend] = self.agent.getBackendParams(handle)
+        logger.info("Backend %s was instantiated", backend)
+
+    def _handles(self, backends: Sequence[str]) -> list[int]:
+        return [self.backends[backend] for backend in backends]
+
+    # Memory
+
+    def register_memory(
+        self, reg_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()
+    ) -> nixlBind.nixlRegDList:
+        """Registers memory.
+
+        Args:
+            reg_list: whatever `get_reg_descs` takes.
+            mem_type: likewise.
+            backends: names of backends that were created.
+
+        Returns:
+            The list, for `deregister_memory`.
+
+        Raises:
+            nixlBackendError: it is not the host's memory.
+            nixlNotFoundError: there is no backend.
+        """
+        descs = self.get_reg_descs(reg_list, mem_type)
+        self.agent.registerMem(descs, self._handles(backends))  # type: ignore[arg-type]  # None is a TypeError
+        return descs  # type: ignore[return-value]
+
+    def deregister_memory(self, dereg_list: nixlBind.nixlRegDList, backends: Sequence[str] = ()) -> None:
+        """Ends a registration. Raises nixlNotFoundError."""
+        self.agent.deregisterMem(dereg_list, self._handles(backends))
+
+    def query_memory(self, reg_list: Any, backend: str, mem_type: str | None = None) -> list[dict[str, str] | None]:
+        """Raises nixlNotSupportedError, as it asks about files; ValueError for a backend that was not created."""
+        descs = self.get_reg_descs(reg_list, mem_type)
+        if backend not in self.backends:
+            raise ValueError(f"Backend '{backend}' not found. Available backends: {list(self.backends)}")
+        return self.agent.queryMem(descs, self.backends[backend])  # type: ignore[arg-type]
+
+    # Transfers
+
+    def make_connection(self, remote_agent: str | bytes, backends: Sequence[str] = ()) -> None:
+        """Connects to an agent, which its first use does otherwise. Raises nixlNotFoundError,
+        nixlRemoteDisconnectError."""
+        self.agent.makeConnection(remote_agent, self._handles(backends))
+
+    def prep_xfer_dlist(
+        self, agent_name: str | bytes, xfer_list: Any, mem_type: str | None = None, backends: Sequence[str] = ()
+    ) -> nixl_prepped_dlist_handle:
+        """Prepares a list of descriptors, of which transfers pick some by index.
+
+        Args:
+            agent_name: "NIXL_INIT_AGENT" or "" for the initiator's side; for the other side the remote agent's name, or
+                this agent's own.
+            xfer_list: whatever `get_xfer_descs` takes.
+            mem_type: likewise.
+            backends: names of backends that were created.
+
+        Raises:
+            nixlNotFoundError: the agent is unknown, the list is empty, or a descriptor is not registered.
+        """
+        descs = self.get_xfer_descs(xfer_list, mem_type)
+        handles = self._handles(backends)
+        if agent_name in ("NIXL_INIT_AGENT", nixlBind.NIXL_INIT_AGENT):
+            return nixl_prepped_dlist_handle(self.agent, self.agent.prepXferDlist(descs, handles))
+        return nixl_prepped_dlist_handle(self.agent, self.agent.prepXferDlist(agent_name, descs, handles))
+
+    def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
+        """Duration and error margin in microseconds, and the method: (0, 0, "UNKNOWN"), as nothing is estimated."""
+        duration, margin, method = self.agent.estimateXferCost(req_handle._handle)
+        known = method == nixlBind.NIXL_COST_ANALYTICAL_BACKEND
+        return duration, margin, "ANALYTICAL_BACKEND" if known else "UNKNOWN"
+
+    def make_prepped_xfer(
+        self,
+        operation: str,
+        local_xfer_side: nixl_prepped_dlist_handle,
+        local_indices: Sequence[int] | NDArray[Any],
+        remote_xfer_side: nixl_prepped_dlist_handle,
+        remote_indices: Sequence[int] | NDArray[Any],
+        notif_msg: bytes | str = b"",
+        backends: Sequence[str] = (),
+        skip_desc_merge: bool = False,
+    ) -> nixl_xfer_handle:
+        """A transfer between descriptors of two prepared lists.
+
+        Args:
+            operation: "READ" or "WRITE".
+            local_xfer_side, remote_xfer_side: prepared lists.
+            local_indices, remote_indices: the descriptors, in order.
+            notif_msg: told to the other agent when the data has arrived; empty: nothing.
+            backends: names of backends that were created.
+            skip_desc_merge: without effect.
+
+        Raises:
+            KeyError: the operation is another.
+            nixlInvalidParamError: of the lists, the indices, or lengths that differ.
+            nixlNotFoundError: the agent was removed.
+        """
+        op = self.nixl_ops[operation]
+        handle = self.agent.makeXferReq(
+            op,
+            local_xfer_side._handle,
+            local_indices,
+            remote_xfer_side._handle,
+            remote_indices,
+            notif_msg,
+            self._handles(backends),
+            skip_desc_merge,
+        )
+        return nixl_xfer_handle(self.agent, handle)
+
+    def initialize_xfer(
+        self,
+        operation: str,
+        local_descs: nixlBind.nixlXferDList,
+        remote_descs: nixlBind.nixlXferDList,
+        remote_agent: str | bytes,
+        notif_msg: bytes | str = b"",
+        backends: Sequence[str] = (),
+    ) -> nixl_xfer_handle:
+        """A transfer between two lists of `get_xfer_descs`.
+
+        Args:
+            operation: "READ" or "WRITE".
+            local_descs, remote_descs: the lists.
+            remote_agent: the other agent's name, or this agent's own.
+            notif_msg: told to the other agent when the data has arrived; empty: nothing.
+            backends: names of backends that were created.
+
+        Raises:
+            KeyError: the operation is another.
+            nixlInvalidParamError: the lists differ in number or length.
+            nixlNotFoundError: the agent is unknown, the lists are empty, or a descriptor is not registered.
+            nixlRemoteDisconnectError: the agent can't be reached.
+        """
+        op = self.nixl_ops[operation]
+        handles = self._handles(backends)
+        handle = self.agent.createXferReq(op, local_descs, remote_descs, remote_agent, notif_msg, handles)
+        return nixl_xfer_handle(self.agent, handle)
+
+    def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes | str = b"") -> str:
+        """Starts a transfer, again if it has ended: "DONE" or "PROC".
+
+        Args:
+            handle: the transfer.
+            notif_msg: in place of the transfer's own, if it is not empty.
+
+        Raises:
+            nixlNotFoundError: the agent was removed.
+            nixlRepostActiveError: it is active.
+            nixlRemoteDisconnectError, nixlBackendError: it failed at once.
+        """
+        return _state(self.agent.postXferReq(handle._handle, notif_msg))
+
+    def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
+        """Where a transfer is: "DONE" or "PROC". Errors are raised, as of `transfer`; nixlNotPostedError before it."""
+        return _state(self.agent.getXferStatus(handle._handle))
+
+    def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlBind.nixlXferTelemetry:
+        """Times and sizes of a transfer. Raises nixlNoTelemetryError, nixlNotPostedError."""
+        return self.agent.getXferTelemetry(handle._handle)
+
+    def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
+        """The name of the backend that a transfer uses."""
+        backend = self.agent.queryXferBackend(handle._handle)
+        return next(name for name, value in self.backends.items() if value == backend)
+
+    def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
+        """Cancels a transfer if it is active, and releases it. Nothing is written locally afterwards."""
+        handle.release()
+
+    def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
+        """Releases a prepared list. Transfers that were made of it stay."""
+        handle.release()
+
+    # Notifications
+
+    def get_new_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
+        """The notifications that have arrived since the last call, by the sender's name."""
+        return self.agent.getNotifs({}, self._handles(backends))
+
+    def update_notifs(self, backends: Sequence[str] = ()) -> dict[str, list[bytes]]:
+        """Adds new notifications to those that are kept in the agent, and returns all."""
+        self.notifs = self.agent.getNotifs(self.notifs, self._handles(backends))
+        return self.notifs
+
+    def check_remote_xfer_done(
+        self,
+        remote_agent_name: str | bytes,
+        lookup_tag: bytes,
+        backends: Sequence[str] = (),
+        tag_is_prefix: bool = True,
+    ) -> bool:
+        """Whether a notification with a tag has come. It is then removed from those that are kept in the agent.
+
+        Args:
+            remote_agent_name: the sender.
+            lookup_tag: the beginning of the message, or a part of it.
+            backends: names of backends that were created.
+            tag_is_prefix: False: the tag may be anywhere in the message.
+        """
+        name = remote_agent_name.decode() if isinstance(remote_agent_name, bytes) else remote_agent_name
+        messages = self.update_notifs(backends).get(name, [])
+        for index, message in enumerate(messages):
+            if message.startswith(lookup_tag) if tag_is_prefix else lookup_tag in message:
+                del messages[index]
+                return True
+        return False
+
+    def send_notif(self, remote_agent_name: str | bytes, notif_msg: bytes | str, backend: str | None = None) -> None:
+        """Sends a notification that belongs to no transfer. Raises nixlNotFoundError, nixlRemoteDisconnectError."""
+        self.agent.genNotif(remote_agent_name, notif_msg, [] if backend is None else [self.backends[backend]])
+
+    # Metadata
+
+    def get_agent_metadata(self) -> bytes:
+        """This agent's metadata. Whoever has them may read and write its memory."""
+        return self.agent.getLocalMD()
+
+    def get_partial_agent_metadata(
+        self, descs: nixlBind.nixlRegDList, inc_conn_info: bool = False, backends: Sequence[str] = ()
+    ) -> bytes:
+        """A part of this agent's metadata.
+
+        Args:
+            descs: registered memory; an empty list: only where the agent listens.
+            inc_conn_info: whether to include where the agent listens.
+            backends: names of backends that were created.
+
+        Raises:
+            nixlNotFoundError: a descriptor is not registered.
+        """
+        return self.agent.getLocalPartialMD(descs, inc_conn_info, self._handles(backends))
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        """Adds an agent, or extends what is known of it. Returns its name, as bytes.
+
+        Raises:
+            nixlMismatchError: the bytes are not metadata.
+            nixlInvalidParamError: they are this agent's own.
+            nixlNotFoundError: they only extend, and the agent is unknown.
+            nixlNotAllowedError: another agent of this name is known.
+        """
+        return self.agent.loadRemoteMD(metadata)
+
+    def remove_remote_agent(self, agent: str | bytes) -> None:
+        """Forgets an agent, and disconnects from it."""
+        self.agent.invalidateRemoteMD(agent)
+
+    def send_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
+        """Sends this agent's metadata to a peer that listens. Raises nixlInvalidParamError without an address."""
+        self.agent.sendLocalMD(ip_addr, port)
+
+    def send_partial_agent_metadata(
+        self,
+        descs: nixlBind.nixlRegDList,
+        inc_conn_info: bool = False,
+        backends: Sequence[str] = (),
+        ip_addr: str = "",
+        port: int = DEFAULT_COMM_PORT,
+        label: str = "",
+    ) -> None:
+        """Sends a part of this agent's metadata to a peer that listens. `label` has no effect."""
+        self.agent.sendLocalPartialMD(descs, inc_conn_info, self._handles(backends), ip_addr, port, label)
+
+    def fetch_remote_metadata(
+        self, remote_agent: str | bytes, ip_addr: str = "", port: int = DEFAULT_COMM_PORT, label: str = ""
+    ) -> None:
+        """Asks a peer that listens for its metadata; `check_remote_metadata` tells when they are here."""
+        self.agent.fetchRemoteMD(remote_agent, ip_addr, port, label)
+
+    def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
+        """Makes a peer that listens forget this agent."""
+        self.agent.invalidateLocalMD(ip_addr, port)
+
+    def check_remote_metadata(self, agent: str | bytes, descs: nixlBind.nixlXferDList | None = None) -> bool:
+        """Whether an agent is known, and, if given, all of these descriptors."""
+        asked = nixlBind.nixlXferDList(nixlBind.DRAM_SEG) if descs is None else descs
+        return self.agent.checkRemoteMD(agent, asked) == nixlBind.NIXL_SUCCESS
+
+    # Descriptors
+
+    def get_xfer_descs(self, descs: Any, mem_type: str | None = None) -> nixlBind.nixlXferDList | None:
+        """A list of descriptors for a transfer.
+
+        Args:
+            descs: (address, bytes, device) tuples, or an array of shape (N, 3), of uint64 or int64; a contiguous
+                tensor, or several on one device; or such a list, which is returned.
+            mem_type: "DRAM", "VRAM", "FILE", "BLOCK", "OBJ", "cpu" or "cuda", for tuples and arrays.
+
+        Returns:
+            The list; None, with an error in the log, for other input.
+        """
+        if isinstance(descs, nixlBind.nixlRegDList):
+            logger.error("This is a list for registration; expected one for a transfer")
+            return None
+        return self._descs(nixlBind.nixlXferDList, (), descs, mem_type)
+
+    def get_reg_descs(self, descs: Any, mem_type: str | None = None) -> nixlBind.nixlRegDList | None:
+        """A list of descriptors for registration. Like `get_xfer_descs`, but tuples have four elements: the last is
+        text or bytes, without effect."""
+        if isinstance(descs, nixlBind.nixlXferDList):
+            logger.error("This is a list for a transfer; expected one for registration")
+            return None
+        return self._descs(nixlBind.nixlRegDList, ("",), descs, mem_type)
+
+    def _descs(self, kind: Any, rest: tuple[str, ...], descs: Any, mem_type: str | None) -> Any:
+        if isinstance(descs, kind):
+            return descs
+        array = isinstance(descs, np.ndarray)
+        if array or (not _is_tensor(descs) and isinstance(descs[0], tuple)):
+            fits = descs.ndim == 2 and descs.shape[1] == 3 if array else len(descs[0]) == 3 + len(rest)
+            if mem_type is None:
+                logger.error("mem_type is needed with tuples and arrays")
+            elif not fits:
+                logger.error("Expected an array of shape (N, 3), or tuples of %d elements", 3 + len(rest))
+            else:
+                return kind(self.nixl_mems[mem_type], descs)
+            return None
+        tensors = [descs] if _is_tensor(descs) else list(descs)
+        if not all(_is_tensor(tensor) for tensor in tensors):
+            return None
+        device = tensors[0].device
+        if any(tensor.device != device or not tensor.is_contiguous() for tensor in tensors):
+            logger.error("Expected contiguous tensors on one device")
+            return None
+        number = max(0, tensors[0].get_device())  # -1: the CPU's
+        rows = [(tensor.data_ptr(), tensor.numel() * tensor.element_size(), number, *rest) for tensor in tensors]
+        return kind(self.nixl_mems["DRAM" if tensors[0].get_device() == -1 else "VRAM"], rows)
+
+    def get_serialized_descs(self, descs: nixlBind.nixlXferDList | nixlBind.nixlRegDList) -> bytes:
+        """A list of descriptors as bytes."""
+        return descs.serialize()
+
+    def deserialize_descs(self, serialized_descs: bytes) -> nixlBind.nixlXferDList | nixlBind.nixlRegDList:
+        """The list of such bytes. Raises nixlMismatchError."""
+        return deserialize(serialized_descs)
+
+
+def _is_tensor(value: object) -> bool:
+    torch = sys.modules.get("torch")  # until it is imported, nothing is a tensor
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _state(status: nixlBind.nixl_status_t) -> str:
+    return "DONE" if status == nixlBind.NIXL_SUCCESS else "PROC"

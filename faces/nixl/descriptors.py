@@ -1,0 +1,180 @@
+"""NIXL's lists of descriptors: rows of (address, bytes, device), and for registration some bytes with each."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxyccl.nixl.enums import nixl_mem_t
+from proxyccl.nixl.errors import nixlMismatchError, nixlNotFoundError
+
+_HEAD = struct.Struct("<4sBBQQ")
+_FORMAT = b"PXD1"
+
+
+def text_of(name: str | bytes) -> str:
+    """An agent's name, which may also be bytes."""
+    return bytes(name).decode() if isinstance(name, bytes | bytearray) else name
+
+
+def bytes_of(message: str | bytes) -> bytes:
+    """A message, which may also be text."""
+    return message.encode() if isinstance(message, str) else bytes(message)
+
+
+class _DescList:
+    """A list of descriptors.
+
+    Attributes:
+        rows: uint64, shape (N, 3).
+    """
+
+    _fields: ClassVar[int]
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, type: nixl_mem_t, descs: Any = None, init_size: int = 0) -> None:
+        self._type = nixl_mem_t(type)
+        self._notes: list[bytes] = []
+        if isinstance(descs, np.ndarray):
+            self.rows = _checked_array(descs).astype(np.uint64)
+            self._notes = [b""] * len(self.rows) * (self._fields == 4)
+        elif isinstance(descs, list):
+            self.rows = np.empty((len(descs), 3), np.uint64)
+            self._notes = [b""] * len(descs) * (self._fields == 4)
+            for index, desc in enumerate(descs):
+                if not isinstance(desc, tuple):
+                    raise TypeError("Each descriptor must be a tuple when provided as a list")
+                if len(desc) != self._fields:
+                    raise ValueError(f"Each descriptor tuple must have exactly {self._fields} elements")
+                self[index] = desc
+        else:
+            self.rows = np.zeros((int(descs or init_size), 3), np.uint64)
+            self._notes = [b""] * len(self.rows) * (self._fields == 4)
+
+    def getType(self) -> nixl_mem_t:
+        """The kind of memory."""
+        return self._type
+
+    def descCount(self) -> int:
+        """The number of descriptors."""
+        return len(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def isEmpty(self) -> bool:
+        """Whether there are none."""
+        return len(self.rows) == 0
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _DescList)
+            and other._fields == self._fields
+            and other._type == self._type
+            and np.array_equal(other.rows, self.rows)
+            and other._notes == self._notes
+        )
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        row = tuple(int(value) for value in self.rows[index])
+        return (*row, self._notes[index]) if self._fields == 4 else row
+
+    def __setitem__(self, index: int, desc: tuple[Any, ...]) -> None:
+        self.rows[index] = desc[:3]
+        if self._fields == 4:
+            self._notes[index] = bytes_of(desc[3])
+
+    def addDesc(self, desc: tuple[Any, ...]) -> None:
+        """Adds a descriptor at the end."""
+        self.rows = np.concatenate((self.rows, np.array([desc[:3]], np.uint64)))
+        if self._fields == 4:
+            self._notes.append(bytes_of(desc[3]))
+
+    append = addDesc
+
+    def index(self, desc: tuple[Any, ...]) -> int:
+        """Where a descriptor is. Raises nixlNotFoundError."""
+        found = np.flatnonzero((self.rows == np.array(desc[:3], np.uint64)).all(axis=1))
+        if not len(found):
+            raise nixlNotFoundError(f"the list has no descriptor {desc[:3]}")
+        return int(found[0])
+
+    def remDesc(self, index: int) -> None:
+        """Removes a descriptor."""
+        self.rows = np.delete(self.rows, index, 0)
+        del self._notes[index : index + 1]
+
+    def clear(self) -> None:
+        """Removes all."""
+        self.rows = self.rows[:0]
+        self._notes = []
+
+    def print(self) -> None:
+        """Prints the list."""
+        print(self)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._type.name}, {[self[index] for index in range(len(self))]})"
+
+    def serialize(self) -> bytes:
+        """The list as bytes, for `deserialize`."""
+        notes = b"".join(len(note).to_bytes(4, "little") + note for note in self._notes)
+        head = _HEAD.pack(_FORMAT, self._fields, self._type, len(self.rows), len(notes))
+        return head + self.rows.tobytes() + notes
+
+    def _with(self, rows: NDArray[np.uint64], notes: list[bytes]) -> Self:
+        self.rows, self._notes = rows, notes
+        return self
+
+
+class nixlXferDList(_DescList):
+    """Descriptors of a transfer: (address, bytes, device)."""
+
+    _fields = 3
+
+
+class nixlRegDList(_DescList):
+    """Descriptors of a registration: (address, bytes, device, bytes for the backend)."""
+
+    _fields = 4
+
+    def trim(self) -> nixlXferDList:
+        """The same descriptors for a transfer."""
+        return nixlXferDList(self._type, self.rows)
+
+
+def deserialize(data: bytes) -> nixlXferDList | nixlRegDList:
+    """The list that was serialized. Unlike a pickle, it can't make this process run anything.
+
+    Raises:
+        nixlMismatchError: the bytes are not a list.
+    """
+    try:
+        name, fields, kind, count, notes_bytes = _HEAD.unpack_from(data)
+        rows_end = _HEAD.size + 24 * count
+        if name != _FORMAT or fields not in (3, 4) or len(data) != rows_end + notes_bytes:
+            raise nixlMismatchError("the bytes are not a list of descriptors")
+        rows = np.frombuffer(data, np.uint64, 3 * count, _HEAD.size).reshape(-1, 3).copy()
+        notes, at = [], rows_end
+        while at < len(data):
+            length = int.from_bytes(data[at : at + 4], "little")
+            notes.append(data[at + 4 : at + 4 + length])
+            at += 4 + length
+        if len(notes) != count * (fields == 4) or at != len(data):
+            raise nixlMismatchError("the bytes are not a list of descriptors")
+        return (nixlRegDList if fields == 4 else nixlXferDList)(nixl_mem_t(kind))._with(rows, notes)
+    except (struct.error, ValueError, TypeError) as error:
+        raise nixlMismatchError(f"the bytes are not a list of descriptors: {error}") from None
+
+
+def _checked_array(descs: NDArray[Any]) -> NDArray[Any]:
+    if descs.ndim != 2 or descs.shape[1] != 3:
+        raise ValueError("descs must be a Nx3 numpy array")
+    if descs.dtype not in (np.uint64, np.int64):
+        raise ValueError("descs must be a Nx3 numpy array of uint64 or int64")
+    if not descs.flags.c_contiguous:
+        raise ValueError("descs must be a C-contiguous numpy array")
+    return descs

@@ -1,0 +1,56 @@
+"""NIXL's enumerations. Their members are also names of `_bindings`."""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+
+
+class nixl_thread_sync_t(Enum):
+    """How calls of several threads are kept apart. Every mode is safe here."""
+
+    NIXL_THREAD_SYNC_NONE = 0
+    NIXL_THREAD_SYNC_STRICT = 1
+    NIXL_THREAD_SYNC_RW = 2
+    NIXL_THREAD_SYNC_DEFAULT = 0  # noqa: PIE796  an alias in NIXL too
+
+
+class nixl_mem_t(IntEnum):
+    """Kinds of memory."""
+
+    DRAM_SEG = 0
+    VRAM_SEG = 1
+    BLK_SEG = 2
+    OBJ_SEG = 3
+    FILE_SEG = 4
+
+
+class nixl_xfer_op_t(IntEnum):
+    """Directions, as the initiator sees them."""
+
+    NIXL_READ = 0
+    NIXL_WRITE = 1
+
+
+class nixl_cost_t(IntEnum):
+    """How a cost was estimated."""
+
+    NIXL_COST_ANALYTICAL_BACKEND = 0
+
+
+class nixl_status_t(IntEnum):
+    """Results of calls."""
+
+    NIXL_IN_PROG = 1
+    NIXL_SUCCESS = 0
+    NIXL_ERR_NOT_POSTED = -1
+    NIXL_ERR_INVALID_PARAM = -2
+    NIXL_ERR_BACKEND = -3
+    NIXL_ERR_NOT_FOUND = -4
+    NIXL_ERR_MISMATCH = -5
+    NIXL_ERR_NOT_ALLOWED = -6
+    NIXL_ERR_REPOST_ACTIVE = -7
+    NIXL_ERR_UNKNOWN = -8
+    NIXL_ERR_NOT_SUPPORTED = -9
+    NIXL_ERR_REMOTE_DISCONNECT = -10
+    NIXL_ERR_CANCELED = -11
+    NIXL_ERR_NO_TELEMETRY = -12

@@ -1,0 +1,173 @@
+"""NIXL's exchange of metadata by sockets: an agent that listens takes, gives and forgets metadata.
+
+It is neither encrypted nor authenticated, like NIXL's: who reaches the port gets this agent's metadata, and with it
+its memory. Agents that exchange metadata by other means need no listener.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Protocol
+
+from proxyccl.device import forks
+from proxyccl.device.threads import Thread
+from proxyccl.nixl.logging import get_logger
+
+_HEAD = struct.Struct("<4sBQ")
+_FORMAT = b"PXM1"
+_LONGEST = 64 << 20
+_SECONDS = 5.0  # for one exchange, and for a peer to start to listen
+_PAUSE_SECONDS = 0.05
+_logger = get_logger(__name__.removeprefix("proxyccl.nixl."))
+
+
+class Request(IntEnum):
+    """What a peer is asked to do."""
+
+    LOAD = 1
+    FETCH = 2
+    INVALIDATE = 3
+
+
+class Exchanging(Protocol):
+    """The calls of an agent that the exchange needs."""
+
+    def loadRemoteMD(self, remote_metadata: bytes) -> bytes: ...  # noqa: D102
+    def getLocalMD(self) -> bytes: ...  # noqa: D102
+    def invalidateRemoteMD(self, remote_agent: str | bytes) -> object: ...  # noqa: D102
+
+
+class Listener:
+    """Serves peers until the agent is gone.
+
+    Args:
+        agent: it is not kept alive.
+        port: 0: any free one.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    def __init__(self, agent: Exchanging, port: int) -> None:
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        listener = socket.create_server(("", port), family=family, backlog=64, dualstack_ipv6=dual)
+        self.port: int = listener.getsockname()[1]
+        forks.keep_from_children(listener)
+        forks.finalizer(agent, _end, listener)
+        Thread(_serve, "proxyccl-nixl-listener", listener, weakref.ref(agent)).start()
+
+
+def _end(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+
+
+def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) -> None:
+    with listener:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                if reference() is None:
+                    return
+                time.sleep(_PAUSE_SECONDS)  # no descriptor is left; the peer waits
+                continue
+            # A peer that leaves, or sends nothing valid, loses only its own request.
+            with connection:
+                agent = reference()
+                if agent is None:
+                    return
+                try:
+                    _answer(connection, agent)
+                except (OSError, RuntimeError) as error:
+                    _logger.warning("a peer's metadata request failed: %s", error)
+
+
+def _answer(connection: socket.socket, agent: Exchanging) -> None:
+    connection.settimeout(_SECONDS)
+    request, data = _receive(connection)
+    if request == Request.LOAD:
+        agent.loadRemoteMD(data)
+    elif request == Request.FETCH:
+        _send(connection, Request.LOAD, agent.getLocalMD())
+    elif request == Request.INVALIDATE:
+        agent.invalidateRemoteMD(data)
+
+
+class Sender:
+    """Sends requests to listening peers, one after the other, in a thread of its own.
+
+    Args:
+        agent: it is not kept alive.
+    """
+
+    def __init__(self, agent: Exchanging) -> None:
+        self._agent = weakref.ref(agent)
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        forks.finalizer(agent, self._requests.put, None)
+        Thread(self._run, "proxyccl-nixl-sender").start()
+
+    def send(self, address: str, port: int, request: Request, data: bytes) -> None:
+        """Begins a request. A failure is logged."""
+        self._requests.put(lambda: self._ask(address, port, request, data))
+
+    def _run(self) -> None:
+        while (request := self._requests.get()) is not None:
+            request()
+
+    def _ask(self, address: str, port: int, request: Request, data: bytes) -> None:
+        try:
+            with _reach(address, port) as connection:
+                _send(connection, request, data)
+                if request == Request.FETCH:
+                    _, metadata = _receive(connection)
+                    agent = self._agent()
+                    if agent is not None:
+                        agent.loadRemoteMD(metadata)
+        except (OSError, RuntimeError) as error:
+            text = "metadata can't be exchanged with %s port %d: %s"
+            _logger.error(text, address, port, error)  # noqa: TRY400  a peer's failure, not this code's
+
+
+def _reach(address: str, port: int) -> socket.socket:
+    """A connection to a peer, which may not listen yet."""
+    deadline = time.monotonic() + _SECONDS
+    while True:
+        try:
+            connection = socket.create_connection((address, port), _SECONDS)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_SECONDS)
+        else:
+            connection.settimeout(_SECONDS)
+            return connection
+
+
+def _send(connection: socket.socket, request: Request, data: bytes) -> None:
+    connection.sendall(_HEAD.pack(_FORMAT, request, len(data)) + data)
+
+
+def _receive(connection: socket.socket) -> tuple[int, bytes]:
+    name, request, length = _HEAD.unpack(_exactly(connection, _HEAD.size))
+    if name != _FORMAT or length > _LONGEST:
+        raise OSError("the peer sent an invalid request")
+    return request, _exactly(connection, length)
+
+
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        part = connection.recv(min(length - len(data), 1 << 20))
+        if not part:
+            raise OSError("the peer has closed the connection")
+        data += part
+    return bytes(data)
