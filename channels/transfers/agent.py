@@ -309,6 +309,7 @@ class Agent:
         return peer
 
     def _regions(self, name: str) -> Regions:
+        self._require_open()
         return self._own if name == self.name else self._peer(name).regions
 
     def _link(self, name: str) -> Link | None:

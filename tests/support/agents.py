@@ -1,0 +1,129 @@
+"""Agents for tests: pairs in this process over each path, and agents in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl.channels.transfers import paths
+from proxyccl.transfer import Agent
+
+PATHS = ("process_vm", "unix", "tcp")
+
+
+def force_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Makes links that are opened from now on take a path, although a faster one serves."""
+    if path != "process_vm":
+        monkeypatch.setattr(paths, "_why_not_copied", lambda _pid, _place: "the test wants it")
+    if path == "tcp":
+        found = paths.unix_address
+        monkeypatch.setattr(paths, "unix_address", lambda token: found(token) + b"-elsewhere")
+
+
+class Pair:
+    """Two agents, a and b, with a megabyte each that a's peer knows.
+
+    Attributes:
+        a, b: the agents; a has added b.
+        ours, theirs: their memory, uint8.
+    """
+
+    def __init__(self, nbytes: int = 1 << 20, timeout: float | None = None) -> None:
+        self.a, self.b = (Agent(name, listen=["127.0.0.1"], timeout=timeout) for name in "ab")
+        self.ours = np.zeros(nbytes, np.uint8)
+        self.theirs = np.random.default_rng(7).integers(0, 256, nbytes, dtype=np.uint8)
+        self.our_region, self.their_region = self.a.register(self.ours), self.b.register(self.theirs)
+        self.a.add(self.b.metadata())
+
+    def blocks(self, *blocks: tuple[int, int, int]) -> Any:
+        """Rows for a transfer of a's, of (offset here, offset there, bytes)."""
+        base = (self.our_region.address, self.their_region.address, 0)
+        return np.array(blocks, np.uint64).reshape(-1, 3) + np.array(base, np.uint64)
+
+    def whole(self) -> Any:
+        """All memory as one block."""
+        return self.blocks((0, 0, len(self.ours)))
+
+    def close(self) -> None:
+        """Closes both."""
+        self.a.close()
+        self.b.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+class Child:
+    """A process that runs a function.
+
+    Attributes:
+        pid: its number.
+        connection: a socket to the function.
+    """
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self.pid = pid
+        self.connection = connection
+
+    def kill(self) -> None:
+        """Kills it, and returns when it has ended."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    def receive(self) -> bytes:
+        """The function's next message."""
+        return self.connection.recv(1 << 20)
+
+
+@contextlib.contextmanager
+def child(body: Callable[[socket.socket], object]) -> Iterator[Child]:
+    """Runs a function in a fork of this process, which is killed at the end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            body(theirs)
+        finally:
+            os._exit(0)
+    theirs.close()
+    ours.settimeout(60)
+    try:
+        yield Child(pid, ours)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        ours.close()
+
+
+def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 7) -> None:
+    """The body of a child with an agent "b", whose memory has one value. It sends the agent's metadata, and then obeys:
+    "close", "fork", "wait"; it ends with the connection.
+    """
+    agent = Agent("b", listen=["127.0.0.1"])
+    memory = np.full(nbytes, value, np.uint8)
+    agent.register(memory)
+    connection.send(agent.metadata())
+    while command := connection.recv(100):
+        if command == b"close":
+            agent.close()
+        if command == b"wait":
+            agent.wait_for_message(60)
+        if command == b"fork" and os.fork() == 0:
+            connection.send(b"forked")
+            time.sleep(60)
+            os._exit(0)
+        connection.send(b"done")

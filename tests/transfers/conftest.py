@@ -1,0 +1,7 @@
+"""Settings for the tests of agents."""
+
+from __future__ import annotations
+
+from support.agents import pair
+
+__all__ = ["pair"]

@@ -1,0 +1,140 @@
+"""Bytes on an agent's sockets that no agent sends: the link ends, and nothing else happens."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from proxyccl.channels.transfers import metadata
+from proxyccl.channels.transfers.paths import unix_address
+from proxyccl.transfer import Agent
+
+FRAME = struct.Struct("<IIQ")
+HELLO, MESSAGE, WRITE, READ, ANSWER = range(1, 6)
+VERSION = 1
+EACCES = 13
+
+pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
+
+
+class Target:
+    """An agent, and memory of which it has registered the first half."""
+
+    def __init__(self) -> None:
+        self.agent = Agent("b", listen=["127.0.0.1"])
+        self.memory = np.arange(200, dtype=np.uint8)
+        self.region = self.agent.register((self.memory.ctypes.data, 100))
+        place = metadata.decode(self.agent.metadata()).place
+        assert place is not None
+        self.place = place
+
+    def link(self) -> socket.socket:
+        """A connection to its Unix socket."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(60)
+        connection.connect(unix_address(self.place.token))
+        return connection
+
+    def greeted(self) -> socket.socket:
+        """One that has sent the greeting of an agent "s"."""
+        connection = self.link()
+        connection.sendall(FRAME.pack(HELLO, VERSION, 17) + self.place.secret + b"s")
+        return connection
+
+
+@pytest.fixture
+def target() -> Iterator[Target]:
+    made = Target()
+    yield made
+    made.agent.close()
+
+
+def ends(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "greeting",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        FRAME.pack(HELLO, VERSION, 17) + bytes(16) + b"s",  # another secret
+        FRAME.pack(HELLO, VERSION + 1, 17) + bytes(16) + b"s",
+        FRAME.pack(HELLO, VERSION, 16) + bytes(16),  # no name
+        FRAME.pack(HELLO, VERSION, 1 << 40),
+        FRAME.pack(MESSAGE, 0, 1) + b"x",
+    ],
+)
+def test_a_link_without_the_secret_is_closed(target: Target, greeting: bytes) -> None:
+    with target.link() as unix, socket.create_connection(target.place.addresses[0], 60) as tcp:
+        for connection in (unix, tcp):
+            connection.sendall(greeting)
+            assert ends(connection)
+    assert target.agent.messages() == []
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        FRAME.pack(99, 0, 0),
+        FRAME.pack(HELLO, VERSION, 17),
+        FRAME.pack(ANSWER, 0, 0),
+        FRAME.pack(MESSAGE, 0, 1 << 60),
+        FRAME.pack(READ, 0, 0),
+        FRAME.pack(READ, 513, 513),
+        FRAME.pack(WRITE, 1, 1 << 40),
+        FRAME.pack(READ, 1, 8) + struct.pack("<QQ", 0, 9),  # the block is longer than the frame says
+        FRAME.pack(READ, 2, 8) + struct.pack("<QQQQ", 0, 8, 0, 0),  # an empty block
+        FRAME.pack(READ, 2, 8) + struct.pack("<QQQQ", 0, 2**64 - 1, 0, 9),  # lengths that wrap around
+    ],
+)
+def test_an_invalid_frame_ends_its_link_alone(target: Target, frame: bytes) -> None:
+    with target.greeted() as other, target.greeted() as connection:
+        connection.sendall(frame)
+        assert ends(connection)
+        other.sendall(FRAME.pack(MESSAGE, 0, 5) + b"still")
+        target.agent.wait_for_message(60)
+        assert target.agent.messages() == [("s", b"still")]
+
+
+@pytest.mark.parametrize("offset", [100, 95, 2**64 - 5])
+def test_memory_that_is_not_registered_is_not_touched(target: Target, offset: int) -> None:
+    block = struct.pack("<QQ", (target.region.address + offset) % 2**64, 10)
+    before = target.memory.copy()
+    with target.greeted() as connection:
+        connection.sendall(FRAME.pack(READ, 1, 10) + block)
+        assert connection.recv(100) == FRAME.pack(ANSWER, EACCES, 0)
+        connection.sendall(FRAME.pack(WRITE, 1, 10) + block + bytes(10))
+        assert connection.recv(100) == FRAME.pack(ANSWER, EACCES, 0)
+        connection.sendall(FRAME.pack(READ, 1, 10) + struct.pack("<QQ", target.region.address + 90, 10))
+        assert connection.recv(FRAME.size + 10, socket.MSG_WAITALL)[: FRAME.size] == FRAME.pack(ANSWER, 0, 10)
+    np.testing.assert_array_equal(target.memory, before)
+
+
+def test_frames_in_single_bytes(target: Target) -> None:
+    with target.greeted() as connection:
+        block = struct.pack("<QQ", target.region.address, 3)
+        for byte in FRAME.pack(WRITE, 1, 3) + block + b"abc" + FRAME.pack(MESSAGE, 0, 2) + b"hi":
+            connection.sendall(bytes([byte]))
+        assert connection.recv(100) == FRAME.pack(ANSWER, 0, 0)
+        target.agent.wait_for_message(60)
+    assert target.memory[:3].tobytes() == b"abc"
+
+
+def test_strangers_that_stay_silent_hold_few_descriptors(target: Target) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    silent = [target.link() for _ in range(100)]
+    with target.greeted() as connection:
+        connection.sendall(FRAME.pack(MESSAGE, 0, 2) + b"hi")
+        target.agent.wait_for_message(60)  # after it has accepted them all
+        assert ends(silent[0])
+        assert len(os.listdir("/proc/self/fd")) - before <= 100 + 64 + 2
+    for each in silent:
+        each.close()
