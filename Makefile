@@ -225,6 +225,8 @@ wheel: $(VENV)/.wheel-tools
 	$(BIN)/python tests/wheel/check_distributions.py $(WHEEL)
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 	  --wheel-dir $(WHEEL)/deep_ep packages/deep_ep
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  --wheel-dir $(WHEEL)/nixl packages/nixl
 
 # The documentation, as a site. Warnings are errors, a broken link among them; so is a public name without a docstring.
 DOCS := build/docs

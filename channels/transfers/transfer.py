@@ -150,6 +150,8 @@ class Transfer:
             NotStartedError: it was never started.
             DisconnectedError, NotRegisteredError, CanceledError, TransferError: it ended otherwise.
         """
+        if self._outcome(self.state):
+            return
         bounded = timeout_from(timeout)
         handle = self._open()
         state = wait_in_slices(lambda ns: lib.proxyccl_transfer_wait(handle, ns), State.ACTIVE.value, bounded)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from proxyccl.nixl.logging import get_logger
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+_T = TypeVar("_T")
+_List = TypeVar("_List", nixlBind.nixlXferDList, nixlBind.nixlRegDList)
 
 logger = get_logger("_api")
 
@@ -190,16 +193,16 @@ class nixl_agent:
 
     def get_backend_mem_types(self, backend: str) -> list[str]:
         """Kinds of memory of a backend that was created; none, and a warning, for another one."""
-        return self._created(backend, self.backend_mems, [])
+        return self._created(backend, self.backend_mems) or []
 
     def get_backend_params(self, backend: str) -> dict[str, str]:
         """Parameters of a backend that was created; none, and a warning, for another one."""
-        return self._created(backend, self.backend_options, {})
+        return self._created(backend, self.backend_options) or {}
 
-    def _created(self, backend: str, known: dict[str, Any], nothing: Any) -> Any:
+    def _created(self, backend: str, known: dict[str, _T]) -> _T | None:
         if backend not in known:
             logger.warning("The backend %s was not created", backend)
-        return known.get(backend, nothing)
+        return known.get(backend)
 
     def create_backend(self, backend: str, initParams: dict[str, str] | None = None) -> None:
         """Creates a backend.
@@ -518,7 +521,7 @@ class nixl_agent:
             return None
         return self._descs(nixlBind.nixlRegDList, ("",), descs, mem_type)
 
-    def _descs(self, kind: Any, rest: tuple[str, ...], descs: Any, mem_type: str | None) -> Any:
+    def _descs(self, kind: type[_List], rest: tuple[str, ...], descs: Any, mem_type: str | None) -> _List | None:
         if isinstance(descs, kind):
             return descs
         array = isinstance(descs, np.ndarray)

@@ -543,4 +543,5 @@ def _picked(prepared: _Prepared, indices: Any) -> NDArray[np.uint64]:
         raise ValueError("indices numpy array must be 1D")
     if not len(chosen) or chosen.dtype.kind not in "iu" or chosen.min() < 0 or chosen.max() >= len(prepared.rows):
         raise nixlInvalidParamError(f"expected indices from 0 to {len(prepared.rows) - 1}, at least one")
-    return prepared.rows[chosen]
+    rows: NDArray[np.uint64] = prepared.rows[chosen]
+    return rows

@@ -20,7 +20,7 @@ from proxyccl.proxy.verbs.requirements import missing
 from support.devices import ON_HOST, RUNTIME, processes, world_sizes
 from support.kernels.nvrtc import CUBIN, Nvrtc
 from support.paths import EXAMPLES, PROGRAMS
-from support.running import run_mpi
+from support.running import run_alone, run_mpi
 
 NOT_PROGRAMS = {"demo.py", "traffic.py"}
 ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # only the examples in Triton read it
@@ -130,6 +130,13 @@ def test_the_examples_check_their_results_and_say_so(world_size: int) -> None:
 def test_an_example_checks_its_result_and_says_so(name: str, world_size: int) -> None:
     last = run_example(world_size, name).splitlines()[-1]
     assert last.startswith("OK: ")
+
+
+@pytest.mark.host_only(reason="agents move the host's memory, whatever the runtime")
+def test_the_example_of_agents_starts_its_processes_itself() -> None:
+    done = run_alone(EXAMPLES / "kv_blocks.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("OK: ")
 
 
 def test_the_expert_parallel_example_runs_with_torch() -> None:
