@@ -25,7 +25,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = [(1, 8), (1, 4096), (1, 64 << 10), (1, 1 << 20), (1, 64 << 20), (1024, 4096), (10000, 45 << 10)]
 """(blocks, bytes of each)."""
-MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 29
 IDLE_SECONDS = 1.0
 
 

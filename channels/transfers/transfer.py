@@ -131,13 +131,13 @@ class Transfer:
         return _STATES[lib.proxyccl_transfer_state(self._open())]
 
     def done(self) -> bool:
-        """Whether it has ended with its data in place.
+        """Whether it has ended with its data in place. It copies a piece if the kernel copies and nobody else does.
 
         Raises:
             NotStartedError: it was never started.
             DisconnectedError, NotRegisteredError, CanceledError, TransferError: it ended otherwise.
         """
-        return self._outcome(self.state)
+        return self._outcome(_STATES[lib.proxyccl_transfer_help(self._open())])
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until its data is in place.

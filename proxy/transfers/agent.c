@@ -179,20 +179,17 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
   }
 }
 
-/* One piece of the next copy, if there is one. */
+/* One piece of the next copy, if there is one. The others have their turn then. */
 static void copy_next(ProxycclAgent *agent) {
   ProxycclTransfer *transfer = agent->first;
   if (transfer == NULL) return;
-  agent->first = transfer->next;
-  if (agent->first == NULL) agent->last = &agent->first;
-  transfer->queued = 0;
-  transfer_copy(transfer);
-  if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && !__atomic_load_n(&transfer->cancel, __ATOMIC_RELAXED)) {
+  if (transfer->next != NULL) {
+    agent->first = transfer->next;
     transfer->next = NULL;
-    transfer->queued = 1;
     *agent->last = transfer;
     agent->last = &transfer->next;
   }
+  if (!transfer->cancel) transfer_copy(transfer);
 }
 
 static void *run(void *argument) {
@@ -302,13 +299,7 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
     agent->listeners[i] = -1;
   }
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) link_lose(link, "the agent was closed");
-  while (agent->first != NULL) { /* within the agent */
-    ProxycclTransfer *transfer = agent->first;
-    agent->first = transfer->next;
-    transfer->queued = 0;
-    transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
-  }
-  agent->last = &agent->first;
+  while (agent->first != NULL) transfer_cancel(agent->first); /* within the agent */
   reap(agent);
   pthread_mutex_unlock(&agent->lock);
 }

@@ -82,16 +82,9 @@ void link_lose(ProxycclLink *link, const char *reason) {
     ProxycclTransfer *transfer = link->awaited[link->oldest++ % WINDOW].transfer;
     if (transfer != NULL) end_lost(transfer);
   }
-  for (ProxycclTransfer **at = &agent->first; *at != NULL;) { /* copies; one that is being made ends itself */
-    ProxycclTransfer *transfer = *at;
-    if (transfer->link != link) {
-      at = &transfer->next;
-      continue;
-    }
-    *at = transfer->next;
-    if (agent->last == &transfer->next) agent->last = at;
-    transfer->queued = 0;
-    end_lost(transfer);
+  for (ProxycclTransfer *transfer = agent->first, *next; transfer != NULL; transfer = next) {
+    next = transfer->next;
+    if (transfer->link == link) transfer_lose(transfer);
   }
   while (link->answer != NULL) {
     Answer *next = link->answer->next;

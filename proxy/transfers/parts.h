@@ -1,7 +1,7 @@
 /* The structs of agents, links and transfers, which their three files share. See transfers.h.
  *
- * One mutex, the agent's, protects everything here but words that are marked as atomic. A copy by process_vm_readv runs
- * without it; such a transfer is marked as copying.
+ * One mutex, the agent's, protects everything here but words that are marked as atomic. Copies run without it; their
+ * number is kept.
  */
 #ifndef PROXYCCL_TRANSFER_PARTS_H
 #define PROXYCCL_TRANSFER_PARTS_H
@@ -18,7 +18,7 @@ enum {
   FRAME_BLOCKS = 512,      /* most blocks of one frame */
   FRAME_BYTES = 512 << 10, /* most data of one frame */
   WINDOW = 16,             /* most frames of one link that are not answered */
-  PIECE_BYTES = 4 << 20,   /* most that is copied before the agent's thread looks at its sockets */
+  PIECE_BYTES = 1 << 20,   /* most that a thread copies at once */
   AHEAD_BYTES = 64 << 10,  /* read from a socket at once */
   UNGREETED = 64           /* most accepted links that have not sent their greeting */
 };
@@ -118,10 +118,11 @@ struct ProxycclTransfer {
   uint64_t count, bytes;
   ProxycclTransferState state; /* atomic */
   int error;
-  int queued, copying;
-  int cancel; /* atomic */
-  Position at;
-  uint64_t left;
+  int queued;
+  int copying; /* threads that copy a piece */
+  int cancel;
+  Position at;         /* of what is neither copied nor being copied, or not sent */
+  uint64_t left;       /* bytes from there on */
   uint32_t unanswered; /* its frames */
   uint32_t refusal;    /* the first errno of an answer */
   Buffer message;
@@ -174,6 +175,8 @@ uint64_t blocks_parts(const struct iovec *blocks, uint64_t count, Position at, u
                       struct iovec *parts, uint32_t *part_count);
 void blocks_advance(const struct iovec *blocks, Position *at, uint64_t bytes);
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
-void transfer_copy(ProxycclTransfer *transfer); /* one piece; unlocks meanwhile */
+void transfer_copy(ProxycclTransfer *transfer); /* the next piece; unlocks meanwhile */
+void transfer_cancel(ProxycclTransfer *transfer);
+void transfer_lose(ProxycclTransfer *transfer); /* a copy, whose link is lost */
 
 #endif

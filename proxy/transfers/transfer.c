@@ -68,78 +68,110 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
   pthread_cond_broadcast(&transfer->agent->changed);
 }
 
-/* The next piece of a copy: whole blocks where they lie in the two lists, or a part of a long block, in `parts`. */
-static uint32_t next_piece(const ProxycclTransfer *transfer, struct iovec parts[2], const struct iovec **local,
-                           const struct iovec **remote) {
-  const Position at = transfer->at;
-  uint64_t bytes = 0;
-  uint32_t blocks = 0;
-  *local = transfer->local + at.index;
-  *remote = transfer->remote + at.index;
-  if (at.offset == 0) {
-    while (blocks < IOV_MAX && at.index + blocks < transfer->count) {
-      bytes += (*local)[blocks].iov_len;
-      if (bytes > PIECE_BYTES) break;
-      ++blocks;
-    }
-  }
-  if (blocks > 0) return blocks;
-  uint32_t used;
-  blocks_parts(transfer->local, transfer->count, at, PIECE_BYTES, 1, &parts[0], &used);
-  blocks_parts(transfer->remote, transfer->count, at, PIECE_BYTES, 1, &parts[1], &used);
-  *local = &parts[0];
-  *remote = &parts[1];
-  return 1;
+static void queue(ProxycclTransfer *transfer, ProxycclTransfer ***last) {
+  transfer->next = NULL;
+  transfer->queued = 1;
+  **last = transfer;
+  *last = &transfer->next;
 }
 
-/* Bytes copied, or -1 with errno. */
-static ssize_t copy_piece(const ProxycclTransfer *transfer, pid_t pid) {
+static void unqueue(ProxycclTransfer *transfer, ProxycclTransfer **first, ProxycclTransfer ***last) {
+  ProxycclTransfer **at = first;
+  while (*at != transfer) at = &(*at)->next;
+  *at = transfer->next;
+  if (*last == &transfer->next) *last = at;
+  transfer->queued = 0;
+}
+
+/* A piece of a copy: whole blocks where they lie in the two lists, or a part of a long block, in `parts`. */
+typedef struct Piece {
   struct iovec parts[2];
   const struct iovec *local, *remote;
-  const uint32_t blocks = next_piece(transfer, parts, &local, &remote);
+  uint32_t blocks;
+  uint64_t bytes;
+} Piece;
+
+static void next_piece(const ProxycclTransfer *transfer, Piece *piece) {
+  const Position at = transfer->at;
+  piece->local = transfer->local + at.index;
+  piece->remote = transfer->remote + at.index;
+  piece->blocks = 0;
+  piece->bytes = 0;
+  while (at.offset == 0 && piece->blocks < IOV_MAX && at.index + piece->blocks < transfer->count) {
+    const uint64_t bytes = piece->local[piece->blocks].iov_len;
+    if (piece->bytes + bytes > PIECE_BYTES) break;
+    piece->bytes += bytes;
+    ++piece->blocks;
+  }
+  if (piece->blocks > 0) return;
+  piece->bytes = blocks_parts(transfer->local, transfer->count, at, PIECE_BYTES, 1, &piece->parts[0], &piece->blocks);
+  blocks_parts(transfer->remote, transfer->count, at, PIECE_BYTES, 1, &piece->parts[1], &piece->blocks);
+  piece->local = &piece->parts[0];
+  piece->remote = &piece->parts[1];
+}
+
+/* 0 or an errno. */
+static int copy_piece(const Piece *piece, int writes, pid_t pid) {
   if (pid != 0) {
-    return transfer->writes ? process_vm_writev(pid, local, blocks, remote, blocks, 0)
-                            : process_vm_readv(pid, local, blocks, remote, blocks, 0);
+    const ssize_t copied = writes ? process_vm_writev(pid, piece->local, piece->blocks, piece->remote, piece->blocks, 0)
+                                  : process_vm_readv(pid, piece->local, piece->blocks, piece->remote, piece->blocks, 0);
+    return copied < 0 ? errno : (uint64_t)copied < piece->bytes ? EFAULT : 0;
   }
-  ssize_t copied = 0;
-  for (uint32_t i = 0; i < blocks; ++i) {
-    if (transfer->writes) {
-      memmove(remote[i].iov_base, local[i].iov_base, local[i].iov_len);
-    } else {
-      memmove(local[i].iov_base, remote[i].iov_base, local[i].iov_len);
-    }
-    copied += (ssize_t)local[i].iov_len;
+  for (uint32_t i = 0; i < piece->blocks; ++i) {
+    const struct iovec *from = writes ? &piece->local[i] : &piece->remote[i];
+    const struct iovec *to = writes ? &piece->remote[i] : &piece->local[i];
+    memmove(to->iov_base, from->iov_base, from->iov_len);
   }
-  return copied;
+  return 0;
+}
+
+/* No more pieces are begun. */
+static void drop_rest(ProxycclTransfer *transfer) {
+  transfer->left = 0;
+  if (transfer->queued) unqueue(transfer, &transfer->agent->first, &transfer->agent->last);
+}
+
+static void end_copies(ProxycclTransfer *transfer) {
+  ProxycclLink *link = transfer->link;
+  if (transfer->error == ESRCH) link_lose(link, "the peer's process has ended");
+  if (link != NULL && link->lost != NULL) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* the number of its process may be another's by now */
+  } else {
+    transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
+  }
 }
 
 void transfer_copy(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
-  ProxycclLink *link = transfer->link;
-  const pid_t pid = link == NULL ? 0 : link->pid;
-  transfer->copying = 1;
+  Piece piece;
+  next_piece(transfer, &piece);
+  const pid_t pid = transfer->link == NULL ? 0 : transfer->link->pid;
+  blocks_advance(transfer->local, &transfer->at, piece.bytes);
+  transfer->left -= piece.bytes;
+  if (transfer->left == 0) drop_rest(transfer);
+  ++transfer->copying;
   pthread_mutex_unlock(&agent->lock);
-  const ssize_t copied = copy_piece(transfer, pid);
-  const int error = copied < 0 ? errno : copied == 0 ? EFAULT : 0;
+  const int error = copy_piece(&piece, transfer->writes, pid);
   pthread_mutex_lock(&agent->lock);
-  transfer->copying = 0;
-  if (__atomic_load_n(&transfer->cancel, __ATOMIC_RELAXED)) {
+  --transfer->copying;
+  if (transfer->error == 0) transfer->error = error;
+  if (error != 0 || (transfer->link != NULL && transfer->link->lost != NULL)) drop_rest(transfer);
+  if (transfer->cancel) {
     pthread_cond_broadcast(&agent->changed); /* whoever cancels it ends it */
-  } else if (error == ESRCH) {
-    link_lose(link, "the peer's process has ended");
-    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
-  } else if (error != 0) {
-    transfer->error = error;
-    transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
-  } else {
-    blocks_advance(transfer->local, &transfer->at, (uint64_t)copied);
-    transfer->left -= (uint64_t)copied;
-    if (link != NULL && proxyccl_link_lost(link) != NULL) {
-      transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* the number of its process may be another's by now */
-    } else if (transfer->left == 0) {
-      transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
-    }
+  } else if (transfer->left == 0 && transfer->copying == 0) {
+    end_copies(transfer);
   }
+}
+
+void transfer_lose(ProxycclTransfer *transfer) {
+  drop_rest(transfer);
+  if (transfer->copying == 0) transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* else the last copy does */
+}
+
+/* Whether it has a piece that nobody copies yet. */
+static int has_piece(const ProxycclTransfer *transfer) {
+  const int by_socket = transfer->link != NULL && transfer->link->pid == 0;
+  return transfer->state == PROXYCCL_TRANSFER_ACTIVE && !by_socket && !transfer->cancel && transfer->left > 0;
 }
 
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
@@ -159,13 +191,6 @@ ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *l
   if (link != NULL) ++link->references;
   pthread_mutex_unlock(&agent->lock);
   return transfer;
-}
-
-static void queue(ProxycclTransfer *transfer, ProxycclTransfer ***last) {
-  transfer->next = NULL;
-  transfer->queued = 1;
-  **last = transfer;
-  *last = &transfer->next;
 }
 
 int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes) {
@@ -189,7 +214,7 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
   transfer->left = transfer->bytes;
   transfer->error = 0;
   transfer->refusal = 0;
-  __atomic_store_n(&transfer->cancel, 0, __ATOMIC_RELAXED);
+  transfer->cancel = 0;
   set_state(transfer, PROXYCCL_TRANSFER_ACTIVE);
   if (agent->stopped) {
     transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
@@ -201,9 +226,7 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
     queue(transfer, &link->last);
     link_send(link);
   } else if (transfer->bytes <= POST_BYTES) {
-    while (transfer->state == PROXYCCL_TRANSFER_ACTIVE && !__atomic_load_n(&transfer->cancel, __ATOMIC_RELAXED)) {
-      transfer_copy(transfer);
-    }
+    while (has_piece(transfer)) transfer_copy(transfer);
   } else {
     queue(transfer, &agent->last);
     agent_wake(agent);
@@ -213,20 +236,11 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
   return 0;
 }
 
-static void unqueue(ProxycclTransfer *transfer, ProxycclTransfer **first, ProxycclTransfer ***last) {
-  ProxycclTransfer **at = first;
-  while (*at != transfer) at = &(*at)->next;
-  *at = transfer->next;
-  if (*last == &transfer->next) *last = at;
-  transfer->queued = 0;
-}
-
-/* Ends an active transfer as canceled, with the agent locked. */
-static void cancel(ProxycclTransfer *transfer) {
+void transfer_cancel(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return;
-  __atomic_store_n(&transfer->cancel, 1, __ATOMIC_RELAXED);
-  while (transfer->copying) pthread_cond_wait(&agent->changed, &agent->lock); /* for one piece at most */
+  transfer->cancel = 1;
+  while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* for one piece of each thread */
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return;
   ProxycclLink *link = transfer->link;
   const int by_socket = link != NULL && link->pid == 0;
@@ -238,14 +252,14 @@ static void cancel(ProxycclTransfer *transfer) {
 
 void proxyccl_transfer_cancel(ProxycclTransfer *transfer) {
   pthread_mutex_lock(&transfer->agent->lock);
-  cancel(transfer);
+  transfer_cancel(transfer);
   pthread_mutex_unlock(&transfer->agent->lock);
 }
 
 void proxyccl_transfer_release(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   pthread_mutex_lock(&agent->lock);
-  cancel(transfer);
+  transfer_cancel(transfer);
   if (transfer->link != NULL) link_unreference(transfer->link);
   buffer_free(&transfer->message);
   free(transfer);
@@ -257,9 +271,23 @@ ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_
   if (proxyccl_transfer_state(transfer) == PROXYCCL_TRANSFER_ACTIVE) {
     const struct timespec deadline = agent_deadline(timeout_ns);
     pthread_mutex_lock(&agent->lock);
-    while (transfer->state == PROXYCCL_TRANSFER_ACTIVE &&
-           pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) == 0) {}
+    while (transfer->state == PROXYCCL_TRANSFER_ACTIVE) {
+      if (has_piece(transfer)) {
+        transfer_copy(transfer);
+      } else if (pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) != 0) {
+        break;
+      }
+    }
     pthread_mutex_unlock(&agent->lock);
+  }
+  return proxyccl_transfer_state(transfer);
+}
+
+ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer) {
+  if (proxyccl_transfer_state(transfer) == PROXYCCL_TRANSFER_ACTIVE) {
+    pthread_mutex_lock(&transfer->agent->lock);
+    if (has_piece(transfer)) transfer_copy(transfer);
+    pthread_mutex_unlock(&transfer->agent->lock);
   }
   return proxyccl_transfer_state(transfer);
 }

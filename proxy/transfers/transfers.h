@@ -93,7 +93,10 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
 /* Ends it as canceled if it is active. When it returns, nothing touches its local memory. */
 void proxyccl_transfer_cancel(ProxycclTransfer *transfer);
 ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer);
-/* Waits until it is not active. The state, which is ACTIVE after a time-out. */
+/* Copies a piece of it, if there is one that nobody copies yet. The state afterwards. */
+ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer);
+/* Waits until it is not active, and helps meanwhile. The state, which is ACTIVE after a time-out; at most the copies of
+ * a piece pass after that. */
 ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_t timeout_ns);
 /* The errno of a failed copy. */
 int proxyccl_transfer_error(const ProxycclTransfer *transfer);

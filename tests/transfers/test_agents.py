@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -294,3 +295,31 @@ def test_idle_agents_take_no_processor_time(pair: Pair) -> None:
     before = spent()
     time.sleep(0.2)
     assert spent() - before < 5_000_000
+
+
+def test_threads_that_wait_for_a_copy_help_with_it() -> None:
+    big = Pair(4 << 20)
+    transfer = big.a.prepare("read", "b", big.whole())
+
+    def poll() -> None:
+        with contextlib.suppress(CanceledError):
+            while not transfer.done():
+                pass
+
+    def wait() -> None:
+        with contextlib.suppress(CanceledError):
+            transfer.wait()
+
+    for canceled in (False, True) * 5:
+        big.ours[:] = 0
+        transfer.start()
+        threads = [threading.Thread(target=run) for run in (poll, wait, wait)]
+        for thread in threads:
+            thread.start()
+        if canceled:
+            transfer.cancel()
+        for thread in threads:
+            thread.join()
+        if not canceled:
+            np.testing.assert_array_equal(big.ours, big.theirs)
+    big.close()
