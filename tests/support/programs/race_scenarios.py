@@ -368,8 +368,10 @@ extern "C" __global__ void packets(DeviceHandle<SmChannel>* channels, int rounds
     const uint64_t at = 4 * kBytes + (round & 1) * 4 * kBytes;
     channel.putPackets(at, 0, kBytes, threadIdx.x, blockDim.x, 2 * round + 1);
     channel.getPackets(at, kBytes, kBytes, threadIdx.x, blockDim.x, 2 * round + 1);
+    __syncthreads();  // the other kind of packets divides the same words among threads in another way
     channel.putPackets<LL8Packet>(at + 2 * kBytes, 0, kBytes, threadIdx.x, blockDim.x, 2 * round + 2);
     channel.getPackets<LL8Packet>(at + 2 * kBytes, kBytes, kBytes, threadIdx.x, blockDim.x, 2 * round + 2);
+    __syncthreads();
   }
 }
 
