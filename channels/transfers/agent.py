@@ -21,8 +21,8 @@ from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slice
 from proxyccl.channels.transfers.errors import (
     NameTakenError,
     NotRegisteredError,
+    TransferTimeoutError,
     UnknownAgentError,
-    WaitTimeoutError,
 )
 from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.metadata import Place
@@ -402,7 +402,7 @@ class Agent:
             timeout: seconds for all of them; None: the agent's.
 
         Raises:
-            WaitTimeoutError: one is still active.
+            TransferTimeoutError: one is still active.
             DisconnectedError, NotRegisteredError, CanceledError, TransferError: one ended otherwise.
         """
         bounded = self.timeout if timeout is None else timeout_from(timeout)
@@ -455,14 +455,14 @@ class Agent:
         """Waits until `messages` has one.
 
         Raises:
-            WaitTimeoutError: none came within the time, in seconds; None: the agent's.
+            TransferTimeoutError: none came within the time, in seconds; None: the agent's.
             ClosedError: the agent was closed.
         """
         bounded = self.timeout if timeout is None else timeout_from(timeout)
         self._process.require("the agent")
         if not wait_in_slices(lambda ns: lib.proxyccl_agent_wait(self._handle, ns), 0, bounded):
             self._require_open()
-            raise WaitTimeoutError(f"agent {self.name}: no message came within {bounded:g} s")
+            raise TransferTimeoutError(f"agent {self.name}: no message came within {bounded:g} s")
 
     def _require_open(self) -> None:
         self._process.require("the agent")

@@ -41,7 +41,7 @@ class CanceledError(TransferError):
     """The transfer was canceled, or this agent was closed."""
 
 
-class WaitTimeoutError(TransferError, TimeoutError):
+class TransferTimeoutError(TransferError, TimeoutError):
     """A bounded wait ran out. What was waited for goes on."""
 
 

@@ -16,7 +16,7 @@ from proxyccl.channels.transfers.errors import (
     NotRegisteredError,
     NotStartedError,
     TransferError,
-    WaitTimeoutError,
+    TransferTimeoutError,
 )
 from proxyccl.device import forks
 from proxyccl.device.errors import ClosedError
@@ -146,7 +146,7 @@ class Transfer:
             timeout: seconds; None: ``PROXYCCL_TIMEOUT``, else 30.
 
         Raises:
-            WaitTimeoutError: it is still active.
+            TransferTimeoutError: it is still active.
             NotStartedError: it was never started.
             DisconnectedError, NotRegisteredError, CanceledError, TransferError: it ended otherwise.
         """
@@ -156,7 +156,7 @@ class Transfer:
         handle = self._open()
         state = wait_in_slices(lambda ns: lib.proxyccl_transfer_wait(handle, ns), State.ACTIVE.value, bounded)
         if not self._outcome(_STATES[state]):
-            raise WaitTimeoutError(
+            raise TransferTimeoutError(
                 f"the transfer with agent {self.peer} is still active after {bounded:g} s", self.peer
             )
 

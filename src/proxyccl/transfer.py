@@ -14,8 +14,8 @@ from proxyccl.channels.transfers.errors import (
     NotRegisteredError,
     NotStartedError,
     TransferError,
+    TransferTimeoutError,
     UnknownAgentError,
-    WaitTimeoutError,
 )
 from proxyccl.channels.transfers.paths import Path
 from proxyccl.channels.transfers.regions import Region
@@ -36,7 +36,7 @@ __all__ = [
     "Times",
     "Transfer",
     "TransferError",
+    "TransferTimeoutError",
     "UnknownAgentError",
-    "WaitTimeoutError",
     "strided",
 ]

@@ -82,6 +82,11 @@ class Child:
         os.kill(self.pid, signal.SIGKILL)
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
+    def stop(self) -> None:
+        """Stops it, and returns when all its threads have stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+
     def receive(self) -> bytes:
         """The function's next message."""
         return self.connection.recv(1 << 20)

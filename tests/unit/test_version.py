@@ -29,8 +29,11 @@ def test_the_changelog_begins_with_the_version_of_the_project(version: str, pyte
     assert headings[0] == version
 
 
-def test_the_distribution_of_deep_ep_has_the_version_of_the_project(version: str, pytestconfig: pytest.Config) -> None:
-    path = pytestconfig.rootpath / "packages/deep_ep/pyproject.toml"
+@pytest.mark.parametrize(("name", "wanted"), [("deep_ep", "proxyccl[torch]"), ("nixl", "proxyccl")])
+def test_another_distribution_has_the_version_of_the_project(
+    name: str, wanted: str, version: str, pytestconfig: pytest.Config
+) -> None:
+    path = pytestconfig.rootpath / "packages" / name / "pyproject.toml"
     project = tomllib.loads(path.read_text())["project"]
     assert project["version"] == version
-    assert project["dependencies"] == [f"proxyccl[torch]=={version}"]
+    assert project["dependencies"] == [f"{wanted}=={version}"]
