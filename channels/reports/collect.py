@@ -268,6 +268,7 @@ def _channels(
             for trigger in ((*rings[ring].recent, *rings[ring].waiting) if rings else ())
             if trigger.channel == channel.id and flush_name in trigger.operation.split("+")
         ]
+        signals, taken = group.control.semaphore(channel.id), used.get(channel.id)
         found.append(
             ProxiedChannel(
                 id=channel.id,
@@ -277,8 +278,8 @@ def _channels(
                 ring=ring,
                 **asdict(proxy.counters(channel.id)),
                 outstanding=proxy.outstanding(channel.id),
-                signals_in=group.control.semaphore(channel.id),
-                signals_used=used.get(channel.id),
+                signals_in=signals,
+                signals_used=None if taken is None else min(taken, signals),  # a thread takes the number it waits for
                 completed=proxy.completed(channel.id),
                 flushed=proxy.flushed(channel.id),
                 flush_asked=max(asked, default=None),
@@ -307,7 +308,9 @@ def _semaphores(group: Group, device: DeviceReader) -> list[Semaphore]:
     found = []
     for semaphores in group.inventory.semaphores():
         words = device.read(semaphores.ranges)
-        found += [Semaphore(*row) for row in semaphores.decode(words) if any(row[2:])]
+        for peer, lane, signals, taken, sent in semaphores.decode(words):
+            if signals or taken or sent:
+                found.append(Semaphore(peer, lane, signals, min(taken, signals), sent))
     return found
 
 

@@ -98,7 +98,7 @@ class ProxiedChannel(Message, frozen=True):
         outstanding: triggers of all channels to this peer, and sends of schedules, that are issued but not known to be
             complete; None for a handler, and if the node daemon's memory cannot be opened.
         signals_in: signals received.
-        signals_used: signals that kernels have waited for; None if that could not be read.
+        signals_used: those of them that kernels have waited for; None if that could not be read.
         completed: one more than the ticket up to which all of the channel is known to be complete.
         flushed: one more than the ticket of the last flush that is complete.
         flush_asked: one more than the ticket of the last flush that the ring still shows; None if it shows none.
@@ -137,7 +137,7 @@ class Semaphore(Message, frozen=True):
         peer: the rank at the other end.
         lane: its number among those to the peer.
         signals_in: signals received.
-        signals_used: signals that kernels have waited for.
+        signals_used: those of them that kernels have waited for.
         signals_out: signals sent to the peer.
     """
 

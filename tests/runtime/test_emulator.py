@@ -537,7 +537,7 @@ def test_a_failure_in_the_caller_is_told_when_the_stream_is_synchronized(runtime
 
 def test_collectives_have_as_many_blocks_as_the_runtime_allows() -> None:
     def body(comm: Communicator) -> int:
-        return comm.collectives.team().grid(1 << 30)
+        return comm.collectives.team().grid(1 << 30, "default")
 
     assert run_ranks(2, body, make_runtime=lambda _: HostRuntime()) == [1, 1]
     assert run_ranks(2, body, make_runtime=lambda _: HostRuntime(blocks=3)) == [3, 3]
