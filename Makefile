@@ -97,8 +97,8 @@ test-rdma: $(VENV)/.installed
 	@if reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_machine.py build/soft-roce); then \
 	  $(BIN)/python tests/support/packages/fetch_fabric.py build/fabric; \
 	  PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(FAST_COMPILER) $(BIN)/python $(SOFT_ROCE)/kernels.py build/rdma-cache && \
-	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- $(WITH_RDMA_CACHE) $(BIN)/pytest $(RDMA_PYTEST) $(FULL) tests/rdma/soft_roce && \
-	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- $(WITH_RDMA_CACHE) $(BIN)/python tests/rdma/soft_roce/two_machines.py $(FULL); \
+	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- $(WITH_RDMA_CACHE) $(BIN)/pytest $(RDMA_PYTEST) $(FULL) tests/rdma/soft_roce$(if $(FULL), && \
+	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- $(WITH_RDMA_CACHE) $(BIN)/python tests/rdma/soft_roce/two_machines.py); \
 	elif [ $$? = 2 ] && [ "$$PROXYCCL_REQUIRE_RDMA" != 1 ]; then \
 	  echo "test-rdma is skipped: $$reason"; \
 	else \

@@ -1,8 +1,8 @@
 """Two ranks, each in its own machine, joined only by the wire: the example, and ends of a communicator.
 
-python tests/rdma/soft_roce/two_machines.py [--full]      in both machines: machine.py --nodes 2 -- ...
+python tests/rdma/soft_roce/two_machines.py      in both machines: machine.py --nodes 2 -- ...
 
-With --full the example runs too, and everything once more between two node daemons.
+Everything runs once more between two node daemons.
 """
 
 from __future__ import annotations
@@ -142,8 +142,7 @@ def main() -> None:
     os.environ["PROXYCCL_TIMEOUT"] = str(TIMEOUT)  # everything is emulated here
     rank = int(os.environ["SOFT_ROCE_NODE"])
     bootstrap = PairBootstrap(rank, os.environ["SOFT_ROCE_ADDRESSES"], os.environ["SOFT_ROCE_PEER"])
-    steps = (example, collectives, abort, in_daemon) if "--full" in sys.argv else (collectives, abort)
-    for step in (*steps, lost_peer):  # which ends rank 1
+    for step in (example, collectives, abort, in_daemon, lost_peer):  # the last ends rank 1
         step(bootstrap)
         print(f"OK: {step.__name__}", flush=True)
 
