@@ -93,7 +93,7 @@ def test_little_goes_through_pinned_memory(kinds: tuple[Kind, Kind]) -> None:
     def body(comm: Communicator) -> None:
         comm.collectives.by_proxy().memories.pinned_bytes = 4096
         calls = SpanCalls(comm, 2000 * comm.world_size, kinds)
-        for seed in range(60):
+        for seed in range(24):
             share = (1, 700, 1999)[seed // 3 % 3]  # on both sides of the limit
             calls.run(COLLECTIVES[seed % 3], share, seed, in_place=seed % 2 == 1, root=seed % comm.world_size)
 
@@ -101,8 +101,15 @@ def test_little_goes_through_pinned_memory(kinds: tuple[Kind, Kind]) -> None:
 
 
 @pytest.mark.hip_full
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in-place"])
+@pytest.mark.parametrize(
+    ("in_place", "kind"),
+    [
+        # Each kind of memory once, apart or in place; both together are moved above.
+        pytest.param(in_place, kind, marks=pytest.mark.full if in_place != (kind == "private") else [])
+        for in_place in (False, True)
+        for kind in KINDS
+    ],
+)
 def test_reduces_in_pieces_and_rounds(kind: Kind, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths around those of pieces and rounds, and those that fit one crossing."""
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
@@ -154,7 +161,7 @@ def read(comm: Communicator, view: ArrayView) -> NDArray[np.int32]:
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 def test_moves_megabytes(ranks: Ranks, collective: str) -> None:
-    share = 3_000_001
+    share = 1_100_001
 
     def body(comm: Communicator) -> None:
         calls = SpanCalls(comm, share * comm.world_size)
@@ -187,10 +194,13 @@ def test_between_nodes_kernels_move_short_shares_and_schedules_longer_ones(colle
 
 
 @pytest.mark.hip_full
-def test_a_thousand_calls_of_all_kinds(ranks: Ranks) -> None:
+def test_many_calls_of_all_kinds(ranks: Ranks, pytestconfig: pytest.Config) -> None:
+    """With --full more than are kept prepared; test_schedules_that_nobody_can_ring_are_removed keeps few."""
+    count = 1000 if pytestconfig.getoption("--full") else 250
+
     def body(comm: Communicator) -> None:
         calls = SpanCalls(comm, 700 * comm.world_size)
-        for seed in range(1000):
+        for seed in range(count):
             collective = COLLECTIVES[seed * 7 % 3]
             calls.run(collective, 1 + seed * 37 % 700, seed, in_place=seed % 2 == 1, root=seed % comm.world_size)
 
@@ -243,7 +253,7 @@ def test_several_workers_share_a_schedule() -> None:
 
     def body(comm: Communicator) -> None:
         calls = SpanCalls(comm, 5000 * comm.world_size)
-        for seed in range(150):
+        for seed in range(60):
             calls.run(COLLECTIVES[seed % 3], 1 + seed * 31 % 5000, seed)
 
     run_ranks(size, body, fifos=3, proxy_threads=3)
@@ -263,7 +273,14 @@ def test_schedules_and_kernels_triggers_take_turns(ranks: Ranks) -> None:
 
 
 @pytest.mark.hip_full
-@pytest.mark.parametrize("size", with_the_largest_once_more(world_sizes(1, 2, 3, processes=True)))
+@pytest.mark.parametrize(
+    "size",
+    # Fewer ranks do as processes what they do as threads, above.
+    [
+        pytest.param(size, marks=pytest.mark.full if size < processes(3) else [])
+        for size in world_sizes(1, 2, 3, processes=True)
+    ],
+)
 def test_ranks_as_processes(size: int) -> None:
     result = run_mpi(size, PROGRAMS / "by_proxy.py")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -302,7 +319,11 @@ def test_a_rank_that_never_comes_is_named_with_the_schedule() -> None:
 
 
 @pytest.mark.hip_full
-@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize(
+    # The others wait for a peer's data in the same steps of a schedule.
+    "collective",
+    [pytest.param(each, marks=pytest.mark.full if each != "all_to_all" else []) for each in COLLECTIVES],
+)
 def test_a_killed_rank_is_named_on_the_others(collective: str) -> None:
     size, victim = processes(3), 1
     ended = run_processes(size, PROGRAMS / "failure.py", f"killed_in_a_schedule:{collective}")
