@@ -76,19 +76,14 @@ def flood(comm: Communicator) -> None:
         assert (x.numpy() == comm.world_size).all()
 
 
-def loss(comm: Communicator) -> None:
-    """The last rank is killed in the middle; the others report it."""
+def go_on(comm: Communicator) -> None:
+    """The last rank is killed in the middle; the others report it, and continue without it."""
 
     def die() -> None:
         if comm.rank == comm.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     _until_it_fails(comm, die)
-
-
-def go_on(comm: Communicator) -> None:
-    """The last rank is killed in the middle; the others continue without it."""
-    loss(comm)
     with comm.shrink() as shrunk:
         collectives(shrunk)
         print(f"went on with {shrunk.members}", flush=True)
@@ -127,7 +122,7 @@ def one(comm: Communicator) -> None:
 
 
 WHAT: dict[str, Callable[[Communicator], None]] = {
-    each.__name__: each for each in (collectives, plans, flood, loss, go_on, cut, one)
+    each.__name__: each for each in (collectives, plans, flood, go_on, cut, one)
 }
 MEETINGS = int(os.environ.get("MEETINGS", "0"))
 
