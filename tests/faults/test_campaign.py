@@ -31,10 +31,16 @@ WITH_FAULTS = (
     "clock jumps",
     "daemon stopped",
 )
-CASES = [Case.of(FAULTS.index(fault), brief=True) for fault in WITH_FAULTS]
+# To its peers a rank that exits is like one that is killed; the tests of interrupts, of the cache and of reports have
+# signals and directories that can't be written; those of processes, of the daemon and of reports fork.
+FURTHER = {"exit", "fork", "signals", "full disk"}
+CASES = [
+    pytest.param(Case.of(FAULTS.index(fault), brief=True), id=fault, marks=pytest.mark.full if fault in FURTHER else [])
+    for fault in WITH_FAULTS
+]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault)
+@pytest.mark.parametrize("case", CASES)
 def test_every_rank_ends_in_time_by_name_and_the_rest_goes_on(case: Case, tmp_path: Path) -> None:
     campaign = Campaign(tmp_path, cache=Path(os.environ["PROXYCCL_CACHE"]))
     if reason := campaign.why_not(case):
