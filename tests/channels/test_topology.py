@@ -90,10 +90,17 @@ def test_what_a_rank_tells_survives_the_bootstrap(own: RankInfo) -> None:
 # -- rehearsed nodes ---
 
 
+# One rank on each node, and two nodes of two: what more nodes and ranks change is the numbers in the same formulas, for
+# which test_a_local_world_size_makes_nodes_of_consecutive_ranks has three nodes.
 @pytest.fixture(
     scope="module",
-    params=[nodes for nodes in ((2, 1), (4, 1), (4, 2), (6, 2), (6, 3)) if nodes[0] <= most_ranks()],
-    ids=lambda p: f"{p[0]}-ranks-{p[1]}-local",
+    params=[
+        pytest.param(
+            nodes, marks=[] if nodes in ((2, 1), (4, 2)) else pytest.mark.full, id="{}-ranks-{}-local".format(*nodes)
+        )
+        for nodes in ((2, 1), (4, 1), (4, 2), (6, 2), (6, 3))
+        if nodes[0] <= most_ranks()
+    ],
 )
 def nodes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     world_size, local = request.param
@@ -120,7 +127,7 @@ def test_collectives_cross_nodes(nodes: Ranks) -> None:
 
 
 # Which kernels a hierarchy runs, and on which parts, does not depend on the type or the operation.
-EXAMPLES = {("bfloat16", "sum"), ("int64", "avg"), ("float32", "max"), ("float32", "prod")}
+EXAMPLES = {("bfloat16", "sum"), ("int64", "avg")}
 REDUCTIONS = [
     pytest.param(dtype, op, marks=[] if (dtype, op) in EXAMPLES else pytest.mark.full)
     for dtype in ("int64", "float32", "bfloat16")
@@ -313,7 +320,7 @@ def test_streams_of_the_caller_are_kept_in_order() -> None:
 
     def body(comm: Communicator) -> None:
         streams = [comm.runtime.create_stream() for _ in range(3)]
-        for turn in range(10):
+        for turn in range(3):
             started = [
                 Call("all_reduce", "float32", "sum", algorithm, 3001 + i, seed=turn + i).start(
                     comm, streams[(turn + i) % 3]
@@ -355,7 +362,7 @@ def test_arrays_of_asynchronous_calls_are_kept_alive() -> None:
 
     def body(comm: Communicator) -> None:
         stream = comm.runtime.create_stream()
-        results = [comm.all_reduce(fresh(comm, 1), out=fresh(comm, 0), stream=stream) for _ in range(100)]
+        results = [comm.all_reduce(fresh(comm, 1), out=fresh(comm, 0), stream=stream) for _ in range(30)]
         comm.synchronize()
         assert all((on_host(result) == 2).all() for result in results)
 
