@@ -628,7 +628,9 @@ def assert_equals_one_process(result: dict[str, Any]) -> None:
 def test_mixture_of_experts_equals_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     example = importlib.import_module("moe_digits")
-    assert_equals_one_process(asdict(run_ranks(4, lambda comm: example.run(comm, epochs=2), local_world_size=2)[0]))
+    assert_equals_one_process(
+        asdict(run_ranks(4, lambda comm: example.run(comm, epochs=2, batch=256), local_world_size=2)[0])
+    )
 
 
 @pytest.mark.full  # most of the time is four processes' that start
