@@ -12,13 +12,14 @@ import pytest
 from numpy.typing import NDArray
 
 from proxyccl import Communicator
-from support.cases.reference import OPS, numpy_dtype
+from support.cases.reference import ALGORITHMS, OPS, numpy_dtype
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import runtime_with_blocks, world_sizes
 from support.ranks import Ranks
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 COUNT = 1003  # all combinations of three ranks' values; packets, vectors and shares that are not whole
+TURNS = (*ALGORITHMS, "hierarchical", "kernels")
 IN_NUMPY = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 
 
@@ -74,13 +75,16 @@ def arrays(comm: Communicator, name: str, rows: int, kind: str) -> tuple[Any, An
 def test_all_ranks_get_the_same_bits(ranks: Ranks, collective: str, kind: str, pytestconfig: pytest.Config) -> None:
     """By every algorithm that works between the ranks. All of them give NaN for the same elements.
 
-    In `make test` each computes one operation on one type, by turns: --full compiles all.
+    In `make test` each computes one operation on one type, by turns, the same ones between nodes: --full compiles all.
     """
     algorithms = [*ranks.run(lambda comm: comm.collectives.algorithms(collective))[0], None]
+    turns = [TURNS.index(algorithm or "hierarchical") for algorithm in algorithms]  # which None chooses between nodes
     rows = ranks.world_size if collective == "reduce_scatter" else 1
     calls = [
         (name, op, algorithm)
-        for (i, name), (j, op), (k, algorithm) in itertools.product(*map(enumerate, (FLOATS, OPS, algorithms)))
+        for (i, name), (j, op), (k, algorithm) in itertools.product(
+            enumerate(FLOATS), enumerate(OPS), zip(turns, algorithms, strict=True)
+        )
         if (i, j) == (k % len(FLOATS), k % len(OPS)) or pytestconfig.getoption("--full")
     ]
 
