@@ -516,7 +516,7 @@ def test_finalized_layers_give_back_what_they_took(local_world_size: int) -> Non
     plan = plan_of(Case((4, 6), local_world_size=local_world_size))
 
     def body(comm: Communicator) -> None:
-        for _ in range(300):
+        for _ in range(260):
             plan.case.layer(comm).finalize()
         check(comm, plan)
 
