@@ -32,7 +32,7 @@ WITH_FAULTS = (
     "daemon stopped",
 )
 # To its peers a rank that exits is like one that is killed; the tests of interrupts, of the cache and of reports have
-# signals and directories that can't be written; those of processes, of the daemon and of reports fork.
+# signals and directories that can't be written; those of forks fork.
 FURTHER = {"exit", "fork", "signals", "full disk"}
 CASES = [
     pytest.param(Case.of(FAULTS.index(fault), brief=True), id=fault, marks=pytest.mark.full if fault in FURTHER else [])
