@@ -1,7 +1,7 @@
 """Compiles a kernel for each access that synchronises, and those of the examples, for GPUs that this machine lacks.
 
-Argument: a directory whose name is an architecture, and "large" for those that take long to compile: the examples and
-one with many functions. Writes a file for each kernel.
+Argument: a directory whose name is an architecture, and "values" or "examples" for those that take long to compile: one
+with many functions, and the examples'. Writes a file for each kernel.
 """
 
 from __future__ import annotations
@@ -149,11 +149,11 @@ def example_kernels() -> list[tuple[triton.JITFunction, dict[str, Argument]]]:
 def main() -> None:
     kernels = [(each, arguments(each)) for each in globals().values() if isinstance(each, triton.JITFunction)]
     directory = Path(sys.argv[1])
-    architecture, *large = directory.name.split()
+    architecture, *more = directory.name.split()
     nvidia = architecture.startswith("sm_")
     made_for = target_of(architecture) if nvidia else GPUTarget("hip", architecture, 64)
-    chosen = [(kernel, given) for kernel, given in kernels if (kernel is values) == bool(large)]
-    for kernel, given in chosen + (example_kernels() if large else []):
+    chosen = [(kernel, given) for kernel, given in kernels if (kernel is values) == bool(more)]
+    for kernel, given in example_kernels() if more == ["examples"] else chosen:
         compiled = compile_kernel(kernel, given, made_for, {"num_warps": 4})
         (directory / kernel.__name__).write_text(compiled.asm["ptx" if nvidia else "amdgcn"])
 
