@@ -67,6 +67,8 @@ def build_instrumented(directory: Path) -> None:
         flags += extension.extra_compile_args
         if Path(source).name != "fibers.cpp":
             flags += SANITIZE
+        if Path(source).is_relative_to(directory):  # conversions of arguments: nothing to optimise
+            flags.append("-O0")
         language = "c++" if source.endswith(".cpp") else "c"
         return ["-fPIC", *flags, "-x", language, "-c", source, "-o", str(object_of(source))]
 
@@ -107,10 +109,14 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
     "scenarios",
     [
         ("all_reduce", "all_reduce_on_streams", "moves", "symmetric_memory", "transfers", "schedules"),
-        ("dispatch_combine", "expert_parallel", "expert_layouts"),
-        ("ring", "copy_streams", "pinned_memory", "channels", "grid", "timeout"),
+        (
+            *("expert_parallel", "expert_layouts"),
+            *("ring", "copy_streams", "pinned_memory", "channels", "grid", "timeout"),
+        ),
+        # A layer launches its kernels, and the copy streams' proxy carries out its schedules.
+        pytest.param(("dispatch_combine",), marks=pytest.mark.full),
     ],
-    ids=["collectives", "experts", "channels and streams"],
+    ids=["collectives", "experts, channels and streams", "dispatch and combine"],
 )
 def test_no_race_is_found_in(instrumented: Path, scenarios: tuple[str, ...]) -> None:
     result = run(instrumented, *scenarios)
