@@ -35,7 +35,7 @@ from proxyccl.tools.top import short, table_of
 from support.daemons import running_daemon
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import ON_HOST, rank_runtime
-from support.observing import KERNELS, channels_of, command, look, output_of
+from support.observing import KERNELS, called, channels_of, command, look, output_of
 from support.ranks import Gate, Ranks
 from support.running import TIMEOUT, run_ranks, wait_for
 
@@ -520,16 +520,15 @@ def test_what_one_daemon_runs_can_be_chosen(tmp_path: Path, monkeypatch: pytest.
         assert len(publications.find()) == 3
         assert publications.find(process=daemon.process.pid) == publications.find(comm.job)
         look_once = ("top", "--once", "--json", "--interval", "0.05")
-        (service,) = json.loads(output_of(command(*look_once, "--daemon", str(chosen))))
+        (service,) = json.loads(called(*look_once, "--daemon", str(chosen))[1])
         assert (service["job"], service["pid"]) == (comm.job, daemon.process.pid)
-        (service,) = json.loads(output_of(command(*look_once, "--daemon")))  # the daemon that the environment names
+        (service,) = json.loads(called(*look_once, "--daemon")[1])  # the daemon that the environment names
         assert service["job"] == another.job
         trace = ("trace", "-t", "0.05", "-o", str(tmp_path / "trace.json"))
-        assert "of 1 proxies" in output_of(command(*trace, "--daemon", str(chosen)))
+        assert "of 1 proxies" in called(*trace, "--daemon", str(chosen))[1]
         for arguments in ((*look_once, "--daemon", str(idle)), (*trace, "--daemon", str(idle))):
-            nothing = command(*arguments)
-            _, error = nothing.communicate(timeout=120)
-            assert nothing.returncode == 1
+            status, _, error = called(*arguments)
+            assert status == 1
             assert f"this user runs no proxy in process {without.process.pid}" in error
 
 

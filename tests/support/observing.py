@@ -4,11 +4,14 @@ own proxies.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 
 from proxyccl import Communicator
+from proxyccl.__main__ import main
 from proxyccl.channels.handles import ChannelSet
 from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.proxy.observe import publications
@@ -100,3 +103,10 @@ def output_of(process: subprocess.Popen[str]) -> str:
     out, error = process.communicate(timeout=3 * TIMEOUT)
     assert process.returncode == 0, error
     return out
+
+
+def called(*arguments: str) -> tuple[int, str, str]:
+    """The status, output and errors of the `proxyccl` command, called in this process, which has the imports."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+        status = main(list(arguments))
+    return status, out.getvalue(), error.getvalue()
