@@ -372,7 +372,7 @@ def test_top_shows_a_running_job_as_json_and_as_a_table() -> None:
             assert channel["bytes_per_s"] > 0
             assert services[1]["channels"][0]["triggers_per_s"] == 0
             assert 0 <= services[0]["workers"][0]["busy"] <= 1
-            table = output_of(command("top", "--once", "--interval", "0.1"))
+            table = called("top", "--once", "--interval", "0.1")[1]
             assert f"job {comm.job}" in table
             assert "2 ranks" in table
         comm.barrier()
@@ -410,10 +410,10 @@ def test_top_keeps_two_jobs_apart() -> None:
                 channels_of(each)
             if comm.rank == 0:
                 assert comm.job != other.job
-                table = output_of(command("top", "--once", "--interval", "0.1"))
+                table = called("top", "--once", "--interval", "0.1")[1]
                 assert f"job {comm.job}" in table
                 assert f"job {other.job}" in table
-                one = json.loads(output_of(command("top", "--once", "--json", "--interval", "0.1", "--job", other.job)))
+                one = json.loads(called("top", "--once", "--json", "--interval", "0.1", "--job", other.job)[1])
                 assert [(service["job"], service["rank"]) for service in one] == [(other.job, 0), (other.job, 1)]
             comm.barrier()
 
