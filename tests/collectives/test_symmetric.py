@@ -34,7 +34,7 @@ CALLS = [
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(n, marks=pytest.mark.full if n == 5 else []) for n in world_sizes(2, 3, 5)],  # 3 is odd too
+    params=[pytest.param(n, marks=pytest.mark.full if n != 3 else []) for n in world_sizes(2, 3, 5)],  # 3 has all paths
     ids=lambda n: f"{n}-ranks",
 )
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
@@ -89,7 +89,7 @@ def test_all_ranks_stage_where_one_array_is_private(ranks: Ranks, call: Call, wh
         room = room_for(call, comm.world_size)
         source, reached, unknown = symmetric(comm, room), symmetric(comm, room), private(comm, room)
         is_private = comm.rank == {"the first rank's": 0, "the last rank's": comm.world_size - 1}.get(who, -1)
-        for seed in range(3):
+        for seed in range(2):
             make_call(comm, replace(call, seed=seed), source, unknown if is_private else reached)
             make_call(comm, replace(call, seed=10 + seed), source, reached)
 
