@@ -240,7 +240,11 @@ RANDOM_WIRES = [(seed, WIRES[seed % len(WIRES)]) for seed in range(8)]
 
 
 @pytest.mark.parametrize(
-    ("seed", "wire"), [pytest.param(seed, *wire.values, marks=wire.marks) for seed, wire in RANDOM_WIRES]
+    ("seed", "wire"),
+    [
+        pytest.param(seed, *wire.values, marks=(*wire.marks, *([pytest.mark.full] if seed >= len(WIRES) else [])))
+        for seed, wire in RANDOM_WIRES  # each wire has one
+    ],
 )
 def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, runtime: Runtime) -> None:
     """Random triggers on three channels both ways at once, puts and gets over one another, and devices that dawdle."""
