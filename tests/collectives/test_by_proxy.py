@@ -43,6 +43,8 @@ from support.ranks import Ranks
 from support.running import TIMEOUT, impatient, run_mpi, run_ranks, wait_for
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
+# Those whose proxies do in a daemon what the other tests have them do there.
+NO_PROXY = pytest.mark.no_proxy
 
 SHORT = 2.0
 SHARES = (0, 1, 17, 603, 65_537)
@@ -171,6 +173,7 @@ def test_moves_megabytes(ranks: Ranks, collective: str) -> None:
     ranks.run(body)
 
 
+@NO_PROXY
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all", "broadcast", "reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("more", [0, 1])
 def test_between_nodes_kernels_move_short_shares_and_schedules_longer_ones(collective: str, more: int) -> None:
@@ -193,6 +196,7 @@ def test_between_nodes_kernels_move_short_shares_and_schedules_longer_ones(colle
     run_ranks(nodes, body, local_world_size=1)
 
 
+@NO_PROXY
 @pytest.mark.hip_full
 def test_many_calls_of_all_kinds(ranks: Ranks, pytestconfig: pytest.Config) -> None:
     """With --full more than are kept prepared; test_schedules_that_nobody_can_ring_are_removed keeps few."""
@@ -272,6 +276,7 @@ def test_schedules_and_kernels_triggers_take_turns(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@NO_PROXY  # ranks that are killed, below, are processes too
 @pytest.mark.hip_full
 @pytest.mark.parametrize(
     "size",
@@ -558,6 +563,7 @@ def test_memory_that_was_freed_is_not_named_again(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@NO_PROXY
 @pytest.mark.hip_full
 def test_many_arrays_leave_memory_ids_for_stages() -> None:
     def body(comm: Communicator) -> None:
