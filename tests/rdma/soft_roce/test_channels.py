@@ -90,7 +90,7 @@ def test_a_signal_never_overtakes_its_data(signal: str, turns: int) -> None:
         pair.run(body)
 
 
-@pytest.mark.parametrize("puts", [300, pytest.param(3000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("puts", [100, pytest.param(3000, marks=pytest.mark.full)])
 def test_a_queue_of_16_bears_a_flood_of_puts(puts: int) -> None:
     nbytes = 64
 
