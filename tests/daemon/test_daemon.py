@@ -293,7 +293,10 @@ def test_a_ring_full_of_garbage_ends_its_client_alone(daemon: RunningDaemon) -> 
     assert run_ranks(2, all_reduce) == [3.0] * 2
 
 
-@pytest.mark.parametrize("scenario", ["killed_in_a_collective:proxy", "killed_in_a_kernel"])
+# A kernel leaves nothing more in the daemon than a collective does.
+@pytest.mark.parametrize(
+    "scenario", ["killed_in_a_collective:proxy", pytest.param("killed_in_a_kernel", marks=pytest.mark.full)]
+)
 def test_a_killed_rank_is_cleaned_up_and_its_peers_are_told(daemon: RunningDaemon, scenario: str) -> None:
     before = daemon.resources()
     ended = run_processes(processes(3), PROGRAM, scenario)
@@ -396,7 +399,8 @@ def test_a_killed_daemon_ends_the_waits_of_streams(own_daemon: RunningDaemon) ->
     assert all(isinstance(error, ProxyLostError) for error in errors), errors
 
 
-@pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])  # all_reduce: with stages and a gate
+# all_reduce has stages and a gate too
+@pytest.mark.parametrize("collective", [pytest.param("all_gather", marks=pytest.mark.full), "all_reduce"])
 def test_a_stopped_daemon_ends_the_waits_of_streams_at_the_time_out(own_daemon: RunningDaemon, collective: str) -> None:
     def body(comm: Communicator) -> BaseException | None:
         x = comm.empty(5000, "float32").fill(1.0)

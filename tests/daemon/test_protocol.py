@@ -312,7 +312,7 @@ def test_descriptors_without_an_answers_number_are_closed(daemon: RunningDaemon)
     wait_for(lambda: daemon.descriptors() <= before, "the daemon keeps none")
 
 
-@pytest.mark.parametrize("frames", [600, pytest.param(3_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("frames", [300, pytest.param(3_000, marks=pytest.mark.full)])
 def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClient, frames: int) -> None:
     """Frames are valid ones with a changed part, and noise; sometimes with descriptors."""
     rng = random.Random(20260101)
@@ -360,7 +360,7 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
     assert daemon.settles(before), (before, daemon.resources())
 
 
-ATTEMPTS = pytest.mark.parametrize("attempts", [12, pytest.param(60, marks=pytest.mark.full)])
+ATTEMPTS = pytest.mark.parametrize("attempts", [6, pytest.param(60, marks=pytest.mark.full)])
 
 
 @ATTEMPTS
@@ -427,7 +427,7 @@ def test_a_schedule_without_the_words_of_peers_is_refused(daemon: RunningDaemon)
         assert refused["error"] == "argument"
 
 
-@pytest.mark.parametrize("number", [40, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [20, pytest.param(200, marks=pytest.mark.full)])
 def test_many_clients_come_and_go(daemon: RunningDaemon, bystander: RawClient, number: int) -> None:
     before = daemon.resources()
     clients = []
