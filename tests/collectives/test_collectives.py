@@ -32,7 +32,7 @@ from support.ranks import Ranks
 from support.running import run_mpi
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # as far as there are devices
-REPRESENTED = (5, 8)  # by 3, which is no power of two, and by 4, which takes several steps of doubling too
+REPRESENTED = (5, 8)  # by 3, which is not a power of two, and by 4, which takes several steps of doubling too
 ALL_TYPES = max(world_sizes(1, 2, 3))  # the number of ranks that reduce and move all types
 
 
