@@ -93,7 +93,9 @@ class Hiprtc:
         return answer
 
     def close(self) -> None:
+        """Ends the process by a line: a rank that was forked meanwhile keeps a copy of the pipe open."""
         assert self._worker.stdin is not None
+        self._worker.stdin.write("\n")
         self._worker.stdin.close()
         self._worker.wait(30)
 

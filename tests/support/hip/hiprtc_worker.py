@@ -2,7 +2,7 @@
 
 HIPRTC needs another C library than the tests, so this is a separate process and imports none of their modules. A
 request is a line of JSON {source, options, disassemble}; the answer one of {status, log, code, assembly}, `code` in
-base 64, `assembly` of the architecture that `disassemble` names, if any.
+base 64, `assembly` of the architecture that `disassemble` names, if any. An empty line ends it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def disassemble(code: bytes, architecture: str) -> str:
 
 
 def main() -> None:
-    for line in sys.stdin:
+    while (line := sys.stdin.readline()).strip():
         request = json.loads(line)
         status, log, code = compile_source(request["source"], request["options"])
         answer = {"status": status, "log": log, "code": base64.b64encode(code).decode(), "assembly": ""}
