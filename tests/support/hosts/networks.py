@@ -63,7 +63,7 @@ class Hosts:
 
     def _hold(self, name: str) -> int:
         """Makes namespaces, and a process that keeps them until its input ends."""
-        script = f"hostname {name} && echo made && cat"
+        script = f"hostname {name} && echo made && exec cat"
         holder = subprocess.Popen(
             ["unshare", "--net", "--uts", "sh", "-c", script],
             stdin=subprocess.PIPE,
@@ -187,6 +187,7 @@ class Hosts:
                 forks.close()
         finally:
             for holder in self._holders:
+                holder.terminate()  # ranks that were forked meanwhile may keep its input open
                 holder.communicate(timeout=_STEP_SECONDS)
 
     def __enter__(self) -> Hosts:
