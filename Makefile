@@ -6,7 +6,7 @@ RANKS ?= 4
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 PYTEST ?= $(BIN)/pytest
 # Tests wait as much as they compute, so there are more workers than cores.
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 7 ? cores + 2 : 8)))
 WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 20
 # As tests/conftest.py sets it, for kernels that are compiled before the tests.
 FAST_COMPILER := PROXYCCL_CXXFLAGS=-O1
