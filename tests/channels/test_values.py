@@ -44,7 +44,10 @@ extern "C" __global__ void many(Proxy* channels, unsigned count) {
   channels[0].signal();
   channels[0].wait();
 }
-extern "C" __global__ void leaves(Proxy* channels, unsigned long at) { channels[0].putValue(at, 1ul); }
+extern "C" __global__ void leaves(Proxy* channels, unsigned long at) {
+  channels[0].putValue(at, 1ul);
+  channels[0].flush();  // the proxy has seen the trigger when the kernel ends
+}
 
 template <class Channel>
 __device__ void raise(const Channel& channel, int rank, int* seen) {
