@@ -11,6 +11,9 @@ from proxyccl import Communicator
 from proxyccl.tools import options
 from proxyccl.tools.results import Fields, machine, versions
 
+RESULT, FACTS = "RESULT ", "FACTS "
+"""How a rank's lines begin that `programs.py` reads: a row's, and that of the facts about the job."""
+
 
 def common_arguments(description: str) -> argparse.ArgumentParser:
     """The options that all programs have."""

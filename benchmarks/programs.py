@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from program import common_arguments
+from program import FACTS, RESULT, common_arguments
 
 from proxyccl.device.runtimes import find_runtime
 from proxyccl.tools import options
@@ -39,7 +39,6 @@ from proxyccl.tools.tables import Column, Table
 _HERE = Path(__file__).parent
 _RANK = _HERE / "programs_rank.py"
 _MIXTURE = _HERE.parent / "examples" / "moe_training.py"
-_RESULT, _FACTS = "RESULT ", "FACTS "  # programs_ranks.py has them too; this program imports no torch
 _WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 _GRACE_SECONDS = 3.0
 _SHOWN_LINES = 15  # of a failed job's output
@@ -279,11 +278,11 @@ def run(name: str, part: Part, parsed: Any, more: list[str], collected: Collecte
     output: list[str] = []
     with others.open("w") as log, closing(Job(commands_of(part, parsed, more, written), part.seconds, log)) as job:
         for line in job.lines():
-            if line.startswith(_RESULT):
-                found = json.loads(line.removeprefix(_RESULT))
+            if line.startswith(RESULT):
+                found = json.loads(line.removeprefix(RESULT))
                 collected.add(of_a_mixture(found) if "tokens_per_second" in found else found)
-            elif line.startswith(_FACTS):
-                collected.facts |= json.loads(line.removeprefix(_FACTS))
+            elif line.startswith(FACTS):
+                collected.facts |= json.loads(line.removeprefix(FACTS))
             else:
                 output.append(line)
         status = job.status()

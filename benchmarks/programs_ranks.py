@@ -18,15 +18,13 @@ os.environ["NCCL_NVLS_ENABLE"] = "0"
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
-from program import nvidia_driver
+from program import FACTS, RESULT, nvidia_driver
 
 import proxyccl.torch  # noqa: F401  torch 2.15 and later find the backend without this line
 from proxyccl import Communicator
 from proxyccl.channels.collectives.selection import SizeTable
 from proxyccl.tools.results import Fields
 
-RESULT, FACTS = "RESULT ", "FACTS "
-"""How lines for `programs.py` begin: a row's, and that of the facts about the job."""
 OURS = "proxyccl"
 _MOVED = ("all_gather", "reduce_scatter", "all_reduce")
 
