@@ -148,6 +148,23 @@ def test_a_kernel_that_uses_everything_compiles(nvrtc: Nvrtc, arch: str) -> None
         assert f".text.{name}\0".encode() in cubin
 
 
+COPIES = """
+#include "proxyccl/proxyccl.h"
+extern "C" __global__ void copies(proxyccl::DeviceHandle<proxyccl::SmChannel> channel, uint64_t bytes) {
+  channel.put(1, 2, bytes, threadIdx.x, blockDim.x);
+  channel.get(1, 2, bytes, threadIdx.x, blockDim.x);
+  channel.put<4>(1, 2, bytes, threadIdx.x, blockDim.x);
+}
+"""
+_REGISTERS = re.compile(rb"\x04\x2f\x08\x00.{4}(.{4})", re.DOTALL)  # EIATTR_REGCOUNT: of a function, by its symbol
+
+
+def test_a_block_of_1024_threads_has_registers_for_copies(nvrtc: Nvrtc) -> None:
+    counts = [int.from_bytes(count, "little") for count in _REGISTERS.findall(nvrtc.compile(COPIES, CUBIN))]
+    assert counts
+    assert max(counts) <= 65536 // 1024
+
+
 def test_kernels_in_mscclpps_terms_compile(nvrtc: Nvrtc) -> None:
     names = kernel_names(MSCCLPP_KERNELS)
     assert kernels_of_image(nvrtc.compile(MSCCLPP_KERNELS, CUBIN)) == sorted(names) != []

@@ -18,18 +18,28 @@ PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_
   Word* to = reinterpret_cast<Word*>(dst);
   const Word* from = reinterpret_cast<const Word*>(src);
   const size_t words = bytes / sizeof(Word);
-  // A thread's loads are issued together: otherwise each would wait for the store before it, which may alias it.
-  constexpr uint32_t kInFlight = PROXYCCL_ON_HOST ? 1 : 4;
+  size_t i = thread;
+#if PROXYCCL_ON_HOST
+  for (; i < words; i += threads) to[i] = from[i];
+#else
+  // A thread's loads are issued together: otherwise each would wait for the store before it, which may alias it. All
+  // pointers are made from one, so that few registers hold them.
+  const size_t next = threads;
 #pragma unroll 1
-  for (size_t first = thread; first < words; first += static_cast<size_t>(kInFlight) * threads) {
-    Word held[kInFlight];
-#pragma unroll
-    for (uint32_t k = 0; k < kInFlight; ++k)
-      if (first + k * threads < words) held[k] = from[first + k * threads];
-#pragma unroll
-    for (uint32_t k = 0; k < kInFlight; ++k)
-      if (first + k * threads < words) to[first + k * threads] = held[k];
+  for (; i < words; i += 4 * next) {
+    const bool second = i + next < words, third = i + 2 * next < words, fourth = i + 3 * next < words;
+    const Word* of = from + i;
+    Word a = of[0], b, c, d;
+    if (second) b = (of += next)[0];
+    if (third) c = (of += next)[0];
+    if (fourth) d = (of += next)[0];
+    Word* at = to + i;
+    at[0] = a;
+    if (second) (at += next)[0] = b;
+    if (third) (at += next)[0] = c;
+    if (fourth) (at += next)[0] = d;
   }
+#endif
   const size_t done = words * sizeof(Word);
   forEachInTurn(bytes - done, thread, threads, [&](size_t i) { dst[done + i] = src[done + i]; });
 }
@@ -56,12 +66,17 @@ PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, ui
 #endif
 }
 
-// The bytes before the first word and after the last one, of which there are few.
+// The bytes before the first word and after the last one: few, so a thread has one load in flight. More would cost a
+// kernel of 1024 threads more registers than it has.
 PROXYCCL_DEVICE void copyRest(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
-  if ((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) % 4 == 0)
-    copyWords<uint32_t>(dst, src, bytes, thread, threads);
-  else
-    copyWords<char>(dst, src, bytes, thread, threads);
+  size_t done = 0;
+  if ((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) % 4 == 0) {
+    uint32_t* to = reinterpret_cast<uint32_t*>(dst);
+    const uint32_t* from = reinterpret_cast<const uint32_t*>(src);
+    forEachInTurn(bytes / 4, thread, threads, [&](size_t i) { to[i] = from[i]; });
+    done = bytes / 4 * 4;
+  }
+  forEachInTurn(bytes - done, thread, threads, [&](size_t i) { dst[done + i] = src[done + i]; });
 }
 
 // Both addresses are equally far from a whole word.
