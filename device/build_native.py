@@ -175,6 +175,10 @@ typedef struct {
   const float *slot_weights; char *output;
   ProxycclExpertLayout layout; ...;
 } ProxycclCombine;
+typedef struct {
+  uint64_t rows; uint64_t hidden; char *values; const float *weights; const char *others; float *products;
+  const int32_t *received; const int32_t *row_slots; ...;
+} ProxycclWeighing;
 
 enum { PROXYCCL_LAYOUT_TABLES, ... };
 void proxyccl_expert_place(ProxycclExpertLayout *layout, uintptr_t array, const uint64_t *offsets);

@@ -38,11 +38,8 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
         if announced != "ids"
         for dtype in SCALED_DTYPES
     ),
-    *(
-        ("experts/combine.h", kernel, dtype, None)
-        for kernel in ("expert_combine", "expert_scale")
-        for dtype in TOKEN_DTYPES
-    ),
+    *(("experts/combine.h", "expert_combine", dtype, None) for dtype in TOKEN_DTYPES),
+    *(("experts/weigh.h", "expert_weigh", dtype, None) for dtype in TOKEN_DTYPES),
     ("experts/spread.h", "expert_spread", None, None),
     ("experts/survivors.h", "expert_survivors", None, None),
     ("experts/quantize.h", "expert_pack", None, None),

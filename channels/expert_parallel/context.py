@@ -130,7 +130,7 @@ class DispatchCombineContext:
                 shipped(dispatch_file(name), name)
             shipped("experts/spread.h", "expert_spread")
             shipped("moves.h", "barrier")
-        scale = shipped("experts/combine.h", "expert_scale", config.token.name)
+        weigh = shipped("experts/weigh.h", "expert_weigh", config.token.name)
         combines = {
             name: shipped("experts/combine.h", "expert_combine", name)
             for name in {config.token.name, config.weight.name}
@@ -163,7 +163,10 @@ class DispatchCombineContext:
             self.dispatch_scaled = scaled.prepare(*self.grid, experts, empty)
         filled = bytes(ffi.buffer(self._combine_call))
         self._combine = {name: kernel.prepare(*self.grid, experts, filled) for name, kernel in combines.items()}
-        self._scale = scale.prepare(*self.grid, experts, filled)
+        # Peers do not wait for it, so it takes the whole device.
+        self._weighing = ffi.new("ProxycclWeighing *")
+        nothing = bytes(ffi.buffer(self._weighing))
+        self._weigh = weigh.prepare(runtime.launch_defaults.blocks, threads, experts, nothing)
         self.quantize_launch = quantize.prepare(*self.grid, experts, filled) if quantize is not None else None
         self._number = 0
         self._closed = False
@@ -510,13 +513,38 @@ class DispatchCombineContext:
         """The combine of rows of a type, to `copy`."""
         return self._combine[dtype]
 
-    def scale(self, rows: ArrayView, weights: ArrayView, stream: StreamLike) -> None:
-        """Queues the multiplication of rows by their weights, float32 [R], in place. Each product is rounded."""
-        call = self._combine_call
-        call.tokens, call.hidden = weights.shape[0], rows.shape[1]
-        call.rows = call.output = ffi.cast("char *", rows.ptr)
-        call.weights = ffi.cast("float *", weights.ptr)
-        self._launch(self._scale, call, stream, None, (rows.owner, weights.owner))
+    def weigh(
+        self,
+        values: ArrayView,
+        weights: ArrayView | None,
+        stream: StreamLike,
+        *,
+        desc: EPAllToAllLayoutDesc | None = None,
+        others: ArrayView | None = None,
+        products: ArrayView | None = None,
+    ) -> None:
+        """Queues the multiplication of rows by their weights, in place. Each product of an element is rounded.
+
+        Args:
+            values: [R, hidden] of the tokens' type.
+            weights: float32 [R]; None for 1.
+            stream: where.
+            desc: the rows' dispatch, if those that it has not filled are to be zero.
+            others: [R, hidden] of the tokens' type.
+            products: float32 [R]: each row's scalar product with that of `others`, before it is multiplied.
+        """
+        call = self._weighing
+        call.rows, call.hidden = values.shape[0], values.shape[1]
+        call.values = ffi.cast("char *", values.ptr)
+        call.weights = ffi.cast("float *", weights.ptr if weights is not None else 0)
+        call.others = ffi.cast("char *", others.ptr if others is not None else 0)
+        call.products = ffi.cast("float *", products.ptr if products is not None else 0)
+        slots = desc.pointer("row_slots") if desc is not None and desc.has_gaps else 0
+        received = desc.pointer(RECEIVED) if desc is not None and desc.counts_rows and not slots else 0
+        call.row_slots, call.received = ffi.cast("int32_t *", slots), ffi.cast("int32_t *", received)
+        views = (values, weights, others, products)
+        kept = tuple(view.owner for view in views if view is not None)
+        self._launch(self._weigh, call, stream, desc, (kept,))
 
     def collected_type(self, values: ArrayView) -> str:
         """The type in which `collect` takes values: their own if it is the tokens' or weights', else the weights'."""

@@ -228,7 +228,7 @@ class DispatchCombine:
         stream = self._ctx.stream_for(stream, source.owner)
         self._ctx.repeat(prepared.desc, source, target, stream)
         if weighted and prepared.row_weights is not None:
-            self._ctx.scale(target, prepared.row_weights, stream)
+            self._ctx.weigh(target, prepared.row_weights, stream)
         return result, prepared.per_expert.copy()
 
     def combine(self, rows: Any, *, weighted: bool = True, out: Any = None, stream: StreamLike = None) -> Any:

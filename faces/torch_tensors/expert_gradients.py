@@ -68,7 +68,7 @@ class _Dispatch(torch.autograd.Function):
         rows, row_weights, desc = call()
         outputs = ((rows, ctx.needs_input_grad[2]), (row_weights, ctx.needs_input_grad[3]))
         for output, _ in outputs:
-            _clear_rest(output, desc)
+            _clear_rest(layer, output, desc)
         ctx.mark_non_differentiable(*(output for output, wanted in outputs if output is not None and not wanted))
         ctx.layer, ctx.desc = layer, desc
         return rows, row_weights, desc
@@ -91,7 +91,7 @@ class _Redispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: Layer, call: Callable[[], Any], tokens: Any, desc: EPAllToAllLayoutDesc) -> Any:
         rows = call()
-        _clear_rest(rows, desc)
+        _clear_rest(layer, rows, desc)
         ctx.layer, ctx.desc = layer, desc
         return rows
 
@@ -119,14 +119,13 @@ class _Combine(torch.autograd.Function):
         layer, desc = ctx.layer, ctx.desc
         rows, weights = ctx.saved_tensors
         rows_grad, weights_grad = layer.redispatch(output_grad.contiguous().resolve_neg(), desc), None
+        others = products = None
         if ctx.needs_input_grad[3]:
-            wide = torch.promote_types(rows.dtype, weights.dtype)
-            weights_grad = torch.einsum("rh,rh->r", rows.to(wide), rows_grad.to(wide)).to(weights.dtype)
-            _clear_rest(weights_grad, desc)
-        if weights is not None and ctx.needs_input_grad[2]:
-            values, stream = _view_and_stream(layer, rows_grad)
-            layer.ctx.scale(values, _view_and_stream(layer, weights)[0], stream)
-        _clear_rest(rows_grad, desc)
+            weights_grad = torch.empty_like(weights)
+            others, products = _view(layer, rows), _view(layer, weights_grad)
+        factors = _view(layer, weights) if weights is not None and ctx.needs_input_grad[2] else None
+        values, stream = _view_and_stream(layer, rows_grad)
+        layer.ctx.weigh(values, factors, stream, desc=desc, others=others, products=products)
         return None, None, rows_grad if ctx.needs_input_grad[2] else None, weights_grad, None
 
 
@@ -144,10 +143,17 @@ def _view_and_stream(layer: Layer, x: Any) -> tuple[ArrayView, StreamLike]:
     return input_view(group, x, "gradient"), group.launches.stream_for(None, x)
 
 
-def _clear_rest(rows: Any, desc: EPAllToAllLayoutDesc) -> None:
+def _view(layer: Layer, x: Any) -> ArrayView:
+    return _view_and_stream(layer, x)[0]
+
+
+def _clear_rest(layer: Layer, rows: Any, desc: EPAllToAllLayoutDesc) -> None:
     """Zeroes the rows that are not filled, without waiting for their number."""
     if rows is None or (desc.num_recv_tokens is None and not desc.has_gaps):
         return
+    values, stream = _view_and_stream(layer, rows)
+    if values.dtype == layer.ctx.ep_config.token and len(values.shape) == 2:
+        return layer.ctx.weigh(values, None, stream, desc=desc)
     if desc.has_gaps:
         rest = desc.row_slots < 0
     else:

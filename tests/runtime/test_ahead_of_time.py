@@ -91,7 +91,7 @@ def test_the_command_compiles_all_kernels_of_a_layer(monkeypatch: pytest.MonkeyP
     run_ranks(2, round_trip)
     run_ranks(2, standalone)
     few = {"expert_dispatch_ids", "expert_spread"}
-    assert {kernel for _, kernel, _, _ in asked} == {*few, "expert_combine", "expert_scale", "barrier"}
+    assert {kernel for _, kernel, _, _ in asked} == {*few, "expert_combine", "expert_weigh", "barrier"}
     assert asked <= set(EXPERT_KERNELS)
 
 
@@ -99,7 +99,7 @@ def test_the_command_compiles_all_kernels_of_a_layer(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "names",
     [
-        {"barrier", "expert_scale"},
+        {"barrier", "expert_weigh"},
         pytest.param(
             {"expert_quantize", "expert_combine", "expert_dispatch_shared_masks_scaled"}, marks=pytest.mark.full
         ),
@@ -122,8 +122,8 @@ def test_the_command_compiles_for_an_absent_architecture(empty_cache: Path, name
 @COMPILER_ALONE
 def test_a_runtime_takes_what_the_command_compiled(empty_cache: Path) -> None:
     runtime, loaded = without_a_device()
-    (kernel,) = (each for each in EXPERT_KERNELS if each[1:3] == ("expert_scale", "bfloat16"))
-    refusal = f"expert_scale_bfloat16 was not compiled for {ARCHITECTURE} beforehand; run: proxyccl compile"
+    (kernel,) = (each for each in EXPERT_KERNELS if each[1:3] == ("expert_weigh", "bfloat16"))
+    refusal = f"expert_weigh_bfloat16 was not compiled for {ARCHITECTURE} beforehand; run: proxyccl compile"
     with pytest.raises(CompileError, match=refusal):
         runtime.shipped(*kernel, compiled_only=True)
     assert not list(empty_cache.iterdir())

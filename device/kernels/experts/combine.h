@@ -515,17 +515,6 @@ PROXYCCL_DEVICE void expert_combine(const ProxycclExperts& experts, const Proxyc
   finishExperts(experts, &experts.counters->combines, receives);
 }
 
-// output[tokens][hidden] = each row times its weight. `rows` and `output` may be the same array.
-template <class T>
-PROXYCCL_DEVICE void expert_scale(const ProxycclExperts&, const ProxycclCombine& call) {
-  using A = typename Element<T>::Accumulator;
-  const T* rows = reinterpret_cast<const T*>(call.rows);
-  forEach(call.tokens * call.hidden, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x, [&](size_t i) {
-    const A weight = static_cast<A>(call.weights[i / call.hidden]);
-    reinterpret_cast<T*>(call.output)[i] = Element<T>::narrow(weight * Element<T>::widen(rows[i]));
-  });
-}
-
 }  // namespace proxyccl
 
 #endif

@@ -208,4 +208,15 @@ typedef struct ProxycclCombine {
   ProxycclExpertLayout layout;
 } ProxycclCombine;
 
+/* What expert_weigh does with rows where they are. Rows that no dispatch has filled become zero. */
+typedef struct ProxycclWeighing {
+  uint64_t rows, hidden;
+  char* values;             /* [rows][hidden] */
+  const float* weights;     /* [rows]: the factor of each row; or null for 1 */
+  const char* others;       /* [rows][hidden], or null */
+  float* products;          /* [rows]: of each row, before it is weighed, with the other; zero where none is. Or null */
+  const int32_t* received;  /* how many rows are filled; or null for all */
+  const int32_t* row_slots; /* [rows]: negative where no row is; or null */
+} ProxycclWeighing;
+
 #endif
