@@ -160,7 +160,7 @@ class Exchange {
  public:
   PROXYCCL_DEVICE explicit Exchange(const ProxycclTeam& team)
       : team_(team),
-        lane_(team, roundBuffers(team, team.world_size), team.world_size),
+        lane_(team, roundBuffers(team, slotsOf(team)), slotsOf(team)),
         first_round_(team.counters->round),
         round_(first_round_),
         outgoing_(0),
@@ -180,7 +180,9 @@ class Exchange {
 
   // The two halves of send(), for data that is not contiguous: outbox() is where to write it, announce() says how many
   // bytes were written.
-  PROXYCCL_DEVICE char* outbox(uint32_t peer) const { return lane_.outbox(buffer(round_), peer, team_.rank, peer); }
+  PROXYCCL_DEVICE char* outbox(uint32_t peer) const {
+    return lane_.outbox(buffer(round_), peer, slot(peer, team_.rank), slot(team_.rank, peer));
+  }
   PROXYCCL_DEVICE void announce(uint32_t peer, uint64_t bytes) {
     if (threadIdx.x == peer) outgoing_ = bytes;
   }
@@ -190,7 +192,7 @@ class Exchange {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;
     if (lane_.handles(peer)) {
-      lane_.post(buffer(round_), peer, team_.rank, peer, outgoing_);
+      lane_.post(buffer(round_), peer, slot(peer, team_.rank), slot(team_.rank, peer), outgoing_);
       for (; owed_ > 0; --owed_) lane_.await(peer);
       lane_.await(peer);
     }
@@ -203,7 +205,7 @@ class Exchange {
   PROXYCCL_DEVICE void post() const {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;
-    if (lane_.handles(peer)) lane_.post(buffer(round_), peer, team_.rank, peer, 0);
+    if (lane_.handles(peer)) lane_.post(buffer(round_), peer, slot(peer, team_.rank), slot(team_.rank, peer), 0);
   }
   PROXYCCL_DEVICE void await() const {
     const uint32_t peer = threadIdx.x;
@@ -213,19 +215,25 @@ class Exchange {
   // Makes the next swap() also wait for a post of each peer that was not awaited.
   PROXYCCL_DEVICE void oweAwait() { ++owed_; }
 
-  PROXYCCL_DEVICE const char* inbox(uint32_t peer) const { return lane_.inbox(buffer(round_ - 1), peer); }
+  PROXYCCL_DEVICE const char* inbox(uint32_t peer) const {
+    return lane_.inbox(buffer(round_ - 1), slot(team_.rank, peer));
+  }
 
-  // Calls piece(offset, length) for this lane's share of `total` elements of `size` bytes, as few times as the slots
-  // allow. All lanes make the same number of calls. Their shares are equal up to rounding to cache lines.
-  template <class Piece>
-  PROXYCCL_DEVICE void forEachPiece(uint64_t total, uint64_t size, Piece piece) const {
+  // Rounds for this lane's share of `total` elements of `size` bytes. In each it calls send(offset, length), which
+  // sends a piece, and then take(offset, length) for the piece before, whose data of every peer inbox() has: what is
+  // under way crosses the links meanwhile.
+  template <class Send, class Take>
+  PROXYCCL_DEVICE void forEachRound(uint64_t total, uint64_t size, Send send, Take take) {
     if (total == 0) return;
-    const uint64_t lanes = lane_.count(), line = 128 / size;
-    const uint64_t rounds = divideUp(total, lanes * (slotBytes() / size));
-    const uint64_t length = divideUp(total, rounds * lanes * line) * line;
-    for (uint64_t start = 0; start < total; start += length * lanes) {
-      const uint64_t offset = minimum(start + lane_.number() * length, total);
-      piece(offset, minimum(length, total - offset));
+    const uint64_t lanes = lane_.count(), length = pieceLength(total, size);
+    uint64_t begin = 0, taken = 0;  // of the piece before
+    for (uint64_t start = 0;; start += length * lanes) {
+      const uint64_t offset = minimum(start + lane_.number() * length, total), n = minimum(length, total - offset);
+      if (start < total) send(offset, n);
+      if (start > 0) take(begin, taken);
+      if (start >= total) break;
+      swap();
+      begin = offset, taken = n;
     }
   }
 
@@ -240,7 +248,20 @@ class Exchange {
   PROXYCCL_DEVICE void finish() const { finishKernel(team_, round_ - first_round_); }
 
  private:
+  // Elements of a lane's pieces, in whole cache lines, so that they fit the slots and lanes have equal shares.
+  PROXYCCL_DEVICE uint64_t pieceLength(uint64_t total, uint64_t size) const {
+    const uint64_t lanes = lane_.count(), line = 128 / size;
+    const uint64_t rounds = divideUp(total, lanes * (slotBytes() / size));
+    return divideUp(total, rounds * lanes * line) * line;
+  }
+
   static PROXYCCL_DEVICE uint32_t buffer(uint64_t round) { return round % PROXYCCL_ROUND_BUFFERS; }
+
+  // A rank has a slot for each peer, in rank order.
+  static PROXYCCL_DEVICE uint32_t slotsOf(const ProxycclTeam& team) {
+    return team.world_size > 1 ? team.world_size - 1 : 1;
+  }
+  static PROXYCCL_DEVICE uint32_t slot(uint32_t at, uint32_t of) { return of < at ? of : of - 1; }
 
   const ProxycclTeam& team_;
   Lane lane_;

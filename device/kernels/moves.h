@@ -30,6 +30,15 @@ PROXYCCL_DEVICE bool meet(const ProxycclTeam& team, Exchange& exchange, const Ou
   return outputs.learn();
 }
 
+// Stores a piece of every peer's data to its part of the output.
+PROXYCCL_DEVICE void takeInboxes(const ProxycclTeam& team, const Exchange& exchange, char* out, uint64_t bytes,
+                                 uint64_t offset, uint64_t size) {
+  for (uint32_t i = 1; i < team.world_size; ++i) {
+    const uint32_t peer = (team.rank + i) % team.world_size;
+    exchange.copy(out + peer * bytes + offset, exchange.inbox(peer), size);
+  }
+}
+
 PROXYCCL_DEVICE void gatherBytes(const ProxycclTeam& team, const char* in, char* out, uint64_t bytes) {
   Exchange exchange(team);
   const Outputs outputs(team);
@@ -43,15 +52,13 @@ PROXYCCL_DEVICE void gatherBytes(const ProxycclTeam& team, const char* in, char*
     });
     exchange.swap();
   } else {
-    exchange.forEachPiece(bytes, 1, [&](uint64_t offset, uint64_t size) {
-      for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size);
-      if (own != in) exchange.copy(own + offset, in + offset, size);
-      exchange.swap();
-      for (uint32_t i = 1; i < ranks; ++i) {
-        const uint32_t peer = (rank + i) % ranks;
-        exchange.copy(out + peer * bytes + offset, exchange.inbox(peer), size);
-      }
-    });
+    exchange.forEachRound(
+        bytes, 1,
+        [&](uint64_t offset, uint64_t size) {
+          for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size);
+          if (own != in) exchange.copy(own + offset, in + offset, size);
+        },
+        [&](uint64_t offset, uint64_t size) { takeInboxes(team, exchange, out, bytes, offset, size); });
   }
   exchange.finish();
 }
@@ -70,18 +77,16 @@ PROXYCCL_DEVICE void exchangeBytes(const ProxycclTeam& team, const char* in, cha
     });
     exchange.swap();
   } else {
-    exchange.forEachPiece(bytes, 1, [&](uint64_t offset, uint64_t size) {
-      for (uint32_t i = 1; i < ranks; ++i) {
-        const uint32_t peer = (rank + i) % ranks;
-        exchange.send(peer, in + peer * bytes + offset, size);
-      }
-      if (out != in) exchange.copy(out + rank * bytes + offset, in + rank * bytes + offset, size);
-      exchange.swap();
-      for (uint32_t i = 1; i < ranks; ++i) {
-        const uint32_t peer = (rank + i) % ranks;
-        exchange.copy(out + peer * bytes + offset, exchange.inbox(peer), size);
-      }
-    });
+    exchange.forEachRound(
+        bytes, 1,
+        [&](uint64_t offset, uint64_t size) {
+          for (uint32_t i = 1; i < ranks; ++i) {
+            const uint32_t peer = (rank + i) % ranks;
+            exchange.send(peer, in + peer * bytes + offset, size);
+          }
+          if (out != in) exchange.copy(out + rank * bytes + offset, in + rank * bytes + offset, size);
+        },
+        [&](uint64_t offset, uint64_t size) { takeInboxes(team, exchange, out, bytes, offset, size); });
   }
   exchange.finish();
 }
@@ -99,14 +104,16 @@ PROXYCCL_DEVICE void broadcastBytes(const ProxycclTeam& team, const char* in, ch
     });
     exchange.swap();
   } else {
-    exchange.forEachPiece(bytes, 1, [&](uint64_t offset, uint64_t size) {
-      if (rank == root) {
-        for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size);
-        if (out != in) exchange.copy(out + offset, in + offset, size);
-      }
-      exchange.swap();
-      if (rank != root) exchange.copy(out + offset, exchange.inbox(root), size);
-    });
+    exchange.forEachRound(
+        bytes, 1,
+        [&](uint64_t offset, uint64_t size) {
+          if (rank != root) return;
+          for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size);
+          if (out != in) exchange.copy(out + offset, in + offset, size);
+        },
+        [&](uint64_t offset, uint64_t size) {
+          if (rank != root) exchange.copy(out + offset, exchange.inbox(root), size);
+        });
   }
   exchange.finish();
 }

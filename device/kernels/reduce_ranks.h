@@ -156,10 +156,23 @@ PROXYCCL_DEVICE void reduceRanks(uint32_t ranks, uint32_t divisor, uint64_t n, [
 #if PROXYCCL_ON_HOST
   reduceRuns<T, Op>(ranks, divisor, n * thread / threads, n * (thread + 1) / threads, source, store);
 #else
-  constexpr uint32_t kWide = 16 / sizeof(T);
-  const uint64_t wide = aligned ? n / kWide : 0;
-  forEach(wide, thread, threads,
-          [&](uint64_t i) { store(i * kWide, reducePack<T, Op, kWide>(ranks, divisor, i * kWide, source)); });
+  constexpr uint32_t kWide = 16 / sizeof(T), kTogether = 2;
+  const uint64_t wide = aligned ? n / kWide : 0, stride = threads;
+  uint64_t i = thread;
+#pragma unroll 1
+  for (; i + (kTogether - 1) * stride < wide; i += kTogether * stride) {
+    Bytes16 results[kTogether];
+    combineUnits<T, Op, kTogether, Loads::kAhead>(
+        ranks, divisor,
+        [&](uint32_t rank) {
+          return [=, from = source(rank)](uint32_t u) { return Unit<T>::load(from + (i + u * stride) * kWide); };
+        },
+        results);
+#pragma unroll
+    for (uint32_t u = 0; u < kTogether; ++u) store((i + u * stride) * kWide, __builtin_bit_cast(Unit<T>, results[u]));
+  }
+#pragma unroll 1
+  for (; i < wide; i += stride) store(i * kWide, reducePack<T, Op, kWide>(ranks, divisor, i * kWide, source));
   forEach(n - wide * kWide, thread, threads,
           [&](uint64_t i) { store(wide * kWide + i, reducePack<T, Op, 1>(ranks, divisor, wide * kWide + i, source)); });
 #endif

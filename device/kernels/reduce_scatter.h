@@ -17,19 +17,22 @@ PROXYCCL_DEVICE void reduce_scatter(const ProxycclTeam& team, const T* in, T* ou
   Exchange exchange(team);
   const Lane& lane = exchange.lane();
   const uint32_t rank = team.rank, ranks = team.world_size;
-  exchange.forEachPiece(count, sizeof(T), [&](uint64_t offset, uint64_t n) {
-    for (uint32_t i = 1; i < ranks; ++i) {
-      const uint32_t peer = (rank + i) % ranks;
-      exchange.send(peer, in + peer * count + offset, n * sizeof(T));
-    }
-    exchange.swap();
-    const T* mine = in + rank * count + offset;
-    T* result = out + offset;
-    reduceRanks<T, Op>(
-        ranks, team.divisor, n, isAligned16(mine) && isAligned16(result), lane.thread(), lane.threads(),
-        [&](uint32_t source) { return source == rank ? mine : reinterpret_cast<const T*>(exchange.inbox(source)); },
-        [&](uint64_t i, const auto& sum) { sum.store(result + i); });
-  });
+  exchange.forEachRound(
+      count, sizeof(T),
+      [&](uint64_t offset, uint64_t n) {
+        for (uint32_t i = 1; i < ranks; ++i) {
+          const uint32_t peer = (rank + i) % ranks;
+          exchange.send(peer, in + peer * count + offset, n * sizeof(T));
+        }
+      },
+      [&](uint64_t offset, uint64_t n) {
+        const T* mine = in + rank * count + offset;
+        T* result = out + offset;
+        reduceRanks<T, Op>(
+            ranks, team.divisor, n, isAligned16(mine) && isAligned16(result), lane.thread(), lane.threads(),
+            [&](uint32_t source) { return source == rank ? mine : reinterpret_cast<const T*>(exchange.inbox(source)); },
+            [&](uint64_t i, const auto& sum) { sum.store(result + i); });
+      });
   exchange.finish();
 }
 
