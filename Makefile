@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 RANKS ?= 4
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 PYTEST ?= $(BIN)/pytest
+CORES := $(shell nproc)
+at_most_8 = $(shell echo $$(($1 < 8 ? $1 : 8)))
 # Tests wait as much as they compute, so there are more workers than cores.
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 7 ? cores + 2 : 8)))
+WORKERS ?= $(call at_most_8,$(CORES) + 2)
 WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 20
 # As tests/conftest.py sets it, for kernels that are compiled before the tests.
 FAST_COMPILER := PROXYCCL_CXXFLAGS=-O1
@@ -37,11 +39,12 @@ demo:
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.built
 	@$(BIN)/python examples/demo.py
 
-# Everything that needs no GPU. The machine with Soft-RoCE is work for one core. The other tests run beside it, and behind
-# it where both want the core: everything takes 15 times as long in there.
-test: $(VENV)/.installed lint
-	PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(FAST_COMPILER) $(BIN)/proxyccl compile  # on all cores; the tests compile others as they go
-	$(MAKE) --no-print-directory --jobs 2 test-beside-rdma test-rdma-beside
+# Everything that needs no GPU. The machine with Soft-RoCE is work for one core, and so is most of what precedes the tests:
+# so two things are done at a time, on the host and elsewhere. All but the machine is nice to it, where everything takes 15
+# times as long.
+test:
+	$(MAKE) --no-print-directory --jobs 2 $(VENV)/.installed rocm-on-host
+	$(MAKE) --no-print-directory --jobs 3 test-on-host test-elsewhere
 
 # And what that leaves out: the further cases of matrices (marked full), the whole suite through the daemon, with kernels as
 # users compile them, more ranks on the HIP runtime, two cores for the proxies over RDMA.
@@ -52,14 +55,21 @@ test-all: test
 	$(ON_HIP) $(WORKERS_PYTEST) tests/collectives --full -k "ranks_as_processes or same_bits"
 	$(MAKE) test-rdma RDMA_CORES=2 FULL=--full
 
-.PHONY: test-beside-rdma test-rdma-beside
-test-beside-rdma:
+.PHONY: test-on-host test-elsewhere prepare-tests
+test-on-host:
+	nice -n 5 $(MAKE) --no-print-directory lint prepare-tests
 	nice -n 5 $(MAKE) --no-print-directory test-host
-	nice -n 5 $(MAKE) --no-print-directory test-daemon
-	nice -n 5 $(MAKE) --no-print-directory test-hip
-test-rdma-beside: # its output in one piece, when it has ended
-	@mkdir -p build
-	@$(MAKE) --no-print-directory test-rdma > build/test-rdma.log 2>&1; status=$$?; cat build/test-rdma.log; exit $$status
+test-elsewhere: # the output of each part in one piece, when it has ended
+	+@$(call in_one_piece,test-rdma)
+	+@$(call in_one_piece,test-daemon,nice -n 5)
+	+@$(call in_one_piece,test-hip,nice -n 5)
+in_one_piece = $2 $(MAKE) --no-print-directory $1 WORKERS=$(call at_most_8,$(CORES)) > build/$1.log 2>&1; \
+  status=$$?; cat build/$1.log; exit $$status
+
+# On all cores; tests compile other kernels as they go. Collected once, Python files are compiled once and not by every worker.
+prepare-tests: $(VENV)/.installed
+	PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(FAST_COMPILER) $(BIN)/proxyccl compile
+	@$(BIN)/pytest --collect-only -qq > build/collected.log 2>&1 || { cat build/collected.log; exit 1; }
 
 test-host: $(VENV)/.installed
 	$(WORKERS_PYTEST)
@@ -295,7 +305,7 @@ GPU_LOCK := $(if $(wildcard /dev/nvidiactl /dev/kfd),requirements-gpu.lock)
 $(VENV)/.locked: requirements.lock $(GPU_LOCK)
 	@test -x $(BIN)/python || echo "installing numpy, MPI and scikit-learn in $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) $(addprefix -r ,$^)
+	$(PIP_INSTALL) --no-compile $(addprefix -r ,$^)  # Python compiles the tenth that is used
 	touch $@
 
 # Shipped kernels are compiled at their first use (device/host/DESIGN.md).
@@ -315,9 +325,9 @@ build/.headers: tests/support/packages/fetch_headers.py
 	  { [ $$? = 2 ] && complete= && echo "The engine is built without the transport fabric: $$reason"; } || exit 1; \
 	if [ -n "$$complete" ]; then touch $@; fi
 
-# What tests and lint need besides. After the build, so that two pips never work at once.
-$(VENV)/.tools: requirements-test.lock requirements-gpu.lock requirements.lock | $(VENV)/.built
-	$(PIP_INSTALL) -r requirements-test.lock
+# What tests and lint need besides. With --no-deps pip looks only at what the lock names: another one may build meanwhile.
+$(VENV)/.tools: requirements-test.lock requirements-gpu.lock requirements.lock | $(VENV)/.locked
+	$(PIP_INSTALL) --no-compile --no-deps -r requirements-test.lock
 	touch $@
 
 $(VENV)/.docs-tools: requirements-docs.lock requirements-test.lock | $(VENV)/.installed
