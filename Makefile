@@ -16,7 +16,7 @@ FAST_COMPILER := PROXYCCL_CXXFLAGS=-O1
 marked = -m "$(1)$(2)" $(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 GPU_RUNTIME ?= cuda
 RUN = $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py
-C_SOURCES = $(shell find device proxy channels tools benchmarks tests -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
+C_SOURCES = $(shell find device proxy channels faces tools benchmarks tests -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
 SOURCES := $(shell find device proxy channels faces tools src -name '*.py' -o -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp') setup.py pyproject.toml
 
 # Libraries that forward HIP's calls to something that is here (tests/support/hip), in a directory for ROCM_PATH.

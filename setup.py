@@ -88,15 +88,19 @@ shipped_kernels = [
 of_objects = [
     Extension(
         name,
-        sources=[source],
-        depends=[f"device/{header}" for header in headers],
+        sources=sources,
+        depends=["device/launch.h", "device/stream_order.h", *headers],
         include_dirs=["device"],
         extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
         py_limited_api=True,
     )
-    for name, source, *headers in (
-        ("proxyccl.channels._prepared_calls", "channels/prepared_calls.c", "launch.h", "stream_order.h"),
-        ("proxyccl.torch._repeated_calls", "faces/torch/repeated_calls.c", "launch.h", "stream_order.h"),
+    for name, sources, headers in (
+        ("proxyccl.channels._prepared_calls", ["channels/prepared_calls.c"], []),
+        (
+            "proxyccl.torch._repeated_calls",
+            [f"faces/torch/{name}.c" for name in ("repeated_calls", "queued_call", "on_gpu")],
+            [f"faces/torch/{name}.h" for name in ("queued_call", "on_gpu")],
+        ),
     )
 ]
 

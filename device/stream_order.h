@@ -6,7 +6,10 @@
 
 #include "launch.h"
 
-enum { PROXYCCL_CAPTURE_IMPLICIT = 906 /* CUDA's and HIP's status for a stream that would join a capture */ };
+enum { /* of CUDA and HIP */
+       PROXYCCL_NOT_READY = 600,
+       PROXYCCL_CAPTURE_IMPLICIT = 906 /* of a stream that would join a capture */
+};
 
 typedef struct ProxycclStreamOrder {
   int (*record)(void* event, void* stream);               /* cuEventRecord, hipEventRecord */

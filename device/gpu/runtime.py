@@ -306,7 +306,7 @@ class GpuRuntime:
 
     def stream_order_in_c(self) -> tuple[int, int, int]:
         """For a caller in C: its streams' order, an event, and the thread's own stream."""
-        address, _, make_event = self._order.in_c()
+        address, _, make_event, _ = self._order.in_c()
         return address, make_event(), self.driver.thread_stream
 
     def wait_event(self, stream: int, event: Event) -> None:

@@ -14,35 +14,13 @@ from proxyccl.device.gpu.context import DeviceContext
 _MADE_AT_ONCE = 8
 
 
-class StreamMark:
-    """The point in a stream that an event marks, as `StreamOrder.mark` does. The event is used again when the mark is
-    freed.
-    """
-
-    __slots__ = ("_event", "_order")
-
-    def __init__(self, order: StreamOrder, event: int) -> None:
-        self._order, self._event = order, event
-
-    def __del__(self) -> None:
-        self._order._idle.append(self._event)
-
-    def query(self) -> bool:
-        """Whether the stream has got past it. May be asked while any thread captures a graph."""
-        order = self._order
-        status = lib.proxyccl_event_query(order._order, self._event)
-        if status == lib.PROXYCCL_HOST_NOT_READY:  # of CUDA and HIP too
-            return False
-        if status:
-            order._finish(status, "event query", lib.proxyccl_event_query, self._event)
-        return True
-
-    def hold(self, stream: int) -> None:
-        """Makes later work of the stream with this handle wait for it."""
-        order = self._order
-        status = lib.proxyccl_stream_wait(order._order, stream, self._event)
-        if status:
-            order._finish(status, "stream wait", lib.proxyccl_stream_wait, stream, self._event)
+_CALLS: dict[str, Callable[..., int]] = {
+    "event record": lib.proxyccl_stream_mark,
+    "stream wait": lib.proxyccl_stream_wait,
+    "event query": lib.proxyccl_event_query,
+    "order of streams": lib.proxyccl_stream_follow,
+}
+"""The calls of stream_order.h, by their names in errors."""
 
 
 class StreamOrder:
@@ -62,23 +40,15 @@ class StreamOrder:
         self._order.relaxed, self._order.context = calls.relaxed, context.handle
         self._idle: list[int] = []  # events; taken and put back by single operations, which no other thread interrupts
 
-    def in_c(self) -> tuple[int, list[int], Callable[[], int]]:
-        """For callers in C: the address of the order (stream_order.h), events that nothing uses, and a function that
-        makes one more.
+    def in_c(self) -> tuple[int, list[int], Callable[[], int], Callable[[int, str, tuple[int, ...]], None]]:
+        """For callers in C: the address of the order (stream_order.h), events that nothing uses, a function that makes
+        one more, and `finish`.
         """
-        return int(ffi.cast("uintptr_t", self._order)), self._idle, self._take
+        return int(ffi.cast("uintptr_t", self._order)), self._idle, self._take, self.finish
 
     def is_capturing(self, stream: int) -> bool:
         """Whether a stream's work goes into a graph."""
         return bool(lib.proxyccl_stream_captures(self._order, stream))
-
-    def mark(self, stream: int) -> StreamMark:
-        """Marks the stream's current end."""
-        mark = StreamMark(self, self._take())
-        status = lib.proxyccl_stream_mark(self._order, mark._event, stream)
-        if status:
-            self._finish(status, "event record", lib.proxyccl_stream_mark, mark._event, stream)
-        return mark
 
     def follow(self, first: int, then: int, *, alike: bool = False) -> None:
         """Makes later work of `then` wait for work queued on `first`.
@@ -89,7 +59,21 @@ class StreamOrder:
         status = lib.proxyccl_stream_follow(self._order, event, first, then, alike)
         self._idle.append(event)  # the wait is for this record, whatever the event records later
         if status:
-            self._finish(status, "order of streams", lib.proxyccl_stream_follow, event, first, then, alike)
+            self.finish(status, "order of streams", (event, first, then, alike))
+
+    def finish(self, status: int, name: str, arguments: tuple[int, ...]) -> None:
+        """After a call with a nonzero status: repeats it with the device current, or raises its error.
+
+        Args:
+            status: the call's.
+            name: of the call, as in `_CALLS`.
+            arguments: of the call, after the order.
+        """
+        if status == lib.PROXYCCL_OTHER_CONTEXT:
+            with self._context.current():
+                status = _CALLS[name](self._order, *arguments)
+        if status:
+            raise DriverError(name, status, self._context.driver.error_text(status))
 
     def _take(self) -> int:
         try:
@@ -98,14 +82,6 @@ class StreamOrder:
             made: list[int] = [self._context.call(_create_event, self._context.driver) for _ in range(_MADE_AT_ONCE)]
             self._idle.extend(made[1:])
             return made[0]
-
-    def _finish(self, status: int, name: str, call: Callable[..., int], *args: int) -> None:
-        """After a call with a nonzero status: repeats it with the device current, or raises its error."""
-        if status == lib.PROXYCCL_OTHER_CONTEXT:
-            with self._context.current():
-                status = call(self._order, *args)
-        if status:
-            raise DriverError(name, status, self._context.driver.error_text(status))
 
 
 def _create_event(driver: Driver) -> int:

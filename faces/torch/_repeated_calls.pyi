@@ -1,24 +1,122 @@
-"""The extension that repeated_calls.c makes."""
+"""The extension that repeated_calls.c, queued_call.c and on_gpu.c make."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+class StreamMark:
+    """The point in a stream that an event marks. The event is used again when the mark is freed.
+
+    Called, it is `query`.
+    """
+
+    def __call__(self) -> bool: ...
+    def query(self) -> bool:
+        """Whether the stream has got past it. May be asked while any thread captures a graph."""
+    def hold(self, stream: int, /) -> None:
+        """Makes later work of the stream with this handle wait for it."""
+
+class Owner(Protocol):
+    """One process group's part on a GPU.
+
+    Attributes:
+        device: the GPU.
+        current: the handle of torch's current stream there.
+        check: raises the error that ended the group, if it has failed.
+    """
+
+    device: torch.device
+    current: Callable[[], int]
+    check: Callable[[], None]
+
+    def torch_stream(self, handle: int) -> Any:
+        """torch's object for a stream of the GPU."""
+    def record(self, tensors: Sequence[torch.Tensor], handle: int) -> None:
+        """Has the memory of tensors be reused only after the work that a stream has now."""
+
+class Gpu:
+    """A GPU as the calls of one process group use it. Streams are known by their handles.
+
+    Args:
+        order: address of the ProxycclStreamOrder of the GPU's streams.
+        idle: events that nothing uses.
+        more: makes one more of them.
+        finish: called as finish(status, name, arguments) for a call of stream_order.h whose status is not 0; see
+            `StreamOrder.finish`.
+        owner: the group's part there.
+
+    Attributes:
+        owner: the same.
+    """
+
+    owner: Owner
+
+    def __new__(
+        cls,
+        order: int,
+        idle: list[int],
+        more: Callable[[], int],
+        finish: Callable[[int, str, tuple[int, ...]], None],
+        owner: Owner,
+    ) -> Gpu: ...
+    def mark(self, stream: int, /) -> StreamMark:
+        """Marks the stream's current end. Raises DriverError, among others once the device's context is lost."""
+
+class QueuedCall:
+    """A call that is queued on a stream of a GPU. With it go the tensors that it uses; if it is freed before `hold`,
+    their memory is marked as used by the stream.
+
+    Args:
+        gpu: the GPU.
+        x, out: input and output: a tensor each, or a sequence of them.
+        stream: the handle of the call's stream.
+        keeps: whether to mark the memory as used.
+        blocks: whether a wait for it waits for its end on the CPU, too.
+        source: the rank that sends to it; -1 for none.
+
+    Attributes:
+        gpu: the GPU.
+        mark: the call's end; None before `mark_end`.
+        error: the error that kept it from its stream, or `mark_end` from marking; None without one.
+        future: for the Work.
+    """
+
+    gpu: Gpu
+    mark: StreamMark | None
+    error: BaseException | None
+    future: Any
+    source: int
+    stream: int
+    blocks: bool
+
+    def __new__(
+        cls, gpu: Gpu, x: Any, out: Any, stream: int, keeps: bool, blocks: bool, source: int
+    ) -> QueuedCall: ...
+    def mark_end(self) -> None:
+        """Marks the end of the stream as the call's."""
+    def check(self) -> None:
+        """Raises `error`, or the error that ended the group."""
+    def hold(self) -> None:
+        """Makes torch's current stream wait for the call. Raises as `check`."""
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that it uses, those that it writes first."""
 
 class RepeatedCalls:
     """Issues one group's calls on one GPU that were made before.
 
     Args:
+        gpu: the GPU.
         repeat: `PreparedCalls.repeat`.
         process: of the group (`forks.Process`): a fork's child repeats nothing.
-        current: called as current(device) for the handle of torch's current stream.
-        device: the GPU's number.
         own: the handle of the group's own stream.
-        order: address of the ProxycclStreamOrder of the GPU's streams.
-        idle: events that nothing uses.
-        more: makes one more of them.
         numbers: numbers the calls.
-        log: called as log((number, name, None)) for a call on the current stream that no graph captures.
-        queued: called as queued(number, name, x, out, event, captured) for a call on the group's own stream, whose end
-            the event marks (0 if it could not be marked). It returns the call's Work.
+        log: called as log((number, name, mark)) for a call that no graph captures: the mark of its end, or None for a
+            call on the current stream.
+        forget: called once in several calls with marks, to forget those that have ended.
+        work: makes an empty Work for a `QueuedCall`, which is then stored as its `_call`; its `_unwaited` is None.
+        hand_out: called with the Work of a call; it returns that, for torch.
+        source: the rank that sends to the calls; -1 for none.
 
     Attributes:
         count: how many calls were repeated.
@@ -30,17 +128,16 @@ class RepeatedCalls:
 
     def __new__(
         cls,
+        gpu: Gpu,
         repeat: Callable[..., bool],
         process: object,
-        current: Callable[[int], int],
-        device: int,
         own: int,
-        order: int,
-        idle: list[int],
-        more: Callable[[], int],
         numbers: Iterator[int],
-        log: Callable[[tuple[int, str, None]], object],
-        queued: Callable[[int, str, Any, Any, int, bool], Any],
+        log: Callable[[tuple[int, str, StreamMark | None]], object],
+        forget: Callable[[], object],
+        work: Callable[[], Any],
+        hand_out: Callable[[Any], Any],
+        source: int,
     ) -> RepeatedCalls: ...
     def repeat(self, x: Any, out: Any, opts: Any, attribute: str | None, kept: Any, /) -> Any:
         """Issues a call, or one for each of a list's tensors: on the current stream if torch's options say that it is

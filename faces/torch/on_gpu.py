@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from proxyccl.device import forks
 from proxyccl.device.gpu import stream_order
 from proxyccl.device.runtimes import open_driver
 from proxyccl.torch import own_streams
-from proxyccl.torch._repeated_calls import RepeatedCalls
+from proxyccl.torch._repeated_calls import Gpu, QueuedCall, RepeatedCalls
 from proxyccl.torch.device_runtimes import runtime_name
 
 
@@ -22,17 +22,21 @@ class GroupOnGpu:
 
     Args:
         device: the GPU, with its number.
+        check: raises the error that ended the group, if it has failed.
 
     Attributes:
         order: orders streams of the GPU.
+        in_c: the same, for the group's calls.
         current: the handle of torch's current stream there.
         calls: the calls that the group's communicator has made; None before there is one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, check: Callable[[], None]) -> None:
         self.device = device
+        self.check = check
         self.order = stream_order.of(open_driver(runtime_name(device)), device.index)
         self.current: Callable[[], int] = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
+        self.in_c = Gpu(*self.order.in_c(), self)
         self.calls: TensorCalls | None = None
         self._lock = threading.Lock()
         self._own: tuple[Any, int] | None = None
@@ -60,27 +64,17 @@ class GroupOnGpu:
             return self._own[0]
         return torch.cuda.ExternalStream(handle, self.device) if handle else torch.cuda.default_stream(self.device)
 
-    def repeated_calls(
-        self,
-        process: forks.Process,
-        numbers: Iterator[int],
-        log: Callable[[tuple[int, str, None]], object],
-        queued: Callable[[int, str, Any, Any, int, bool], Any],
-    ) -> RepeatedCalls:
-        """Issues `calls` again; arguments as for `RepeatedCalls`."""
-        assert self.calls is not None
-        raw_stream = torch._C._cuda_getCurrentRawStream
-        return RepeatedCalls(
-            self.calls.repeat,
-            process,
-            raw_stream,
-            self.device.index,
-            self.own,
-            *self.order.in_c(),
-            numbers,
-            log,
-            queued,
-        )
+    def queued_call(
+        self, tensors: Sequence[torch.Tensor], stream: int, *, keeps: bool, blocks: bool = False, source: int = -1
+    ) -> QueuedCall:
+        """A call on a stream; see `QueuedCall`."""
+        return QueuedCall(self.in_c, tensors, tensors, stream, keeps, blocks, source)
+
+    def record(self, tensors: Sequence[torch.Tensor], handle: int) -> None:
+        """Has memory of tensors be reused only after the work that a stream has now."""
+        stream = self.torch_stream(handle)
+        for tensor in tensors:
+            tensor.record_stream(stream)
 
     def give_back(self) -> None:
         """Lets another group use the stream, and repeats no call any more."""

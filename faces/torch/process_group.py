@@ -19,13 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from proxyccl.device import forks
-from proxyccl.device.errors import CommunicatorError, DriverError
-from proxyccl.device.gpu.stream_order import StreamMark
+from proxyccl.device.errors import CommunicatorError
 from proxyccl.torch import own_streams, pools
 from proxyccl.torch import tensor_collectives as on_tensors
 from proxyccl.torch._repeated_calls import RepeatedCalls
 from proxyccl.torch.endpoints import Endpoints
-from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
+from proxyccl.torch.errors import raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
 from proxyccl.torch.monitored_barrier import monitored_barrier
 from proxyccl.torch.on_gpu import GroupOnGpu
@@ -373,43 +372,36 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             if not captured:
                 self._under_way.add(None, self._sequence, name, None)
             return None
-        return self._work_of(gpu, stream, self._sequence, name, tensors, captured=captured, blocks=blocks)
-
-    def _work_of(
-        self,
-        gpu: GroupOnGpu,
-        stream: int,
-        number: int,
-        name: str,
-        tensors: Tensors,
-        *,
-        event: int = 0,
-        captured: bool,
-        blocks: bool = False,
-    ) -> DeviceWork:
-        """The Work of a call that was just queued on a stream, whose end the event marks; with 0 it is marked here."""
-        end, failure = None, None
-        try:
-            end = StreamMark(gpu.order, event) if event else gpu.order.mark(stream)
-        except DriverError as error:  # the device's context is lost
-            failure = as_torch_error(error)
         # A graph's memory is its own, and a captured call is not in progress.
-        kept = () if captured else tensors
-        work = DeviceWork(tensors, gpu, stream, end, self._endpoints.check, kept, blocks=blocks, error=failure)
+        call = gpu.queued_call(tensors, stream, keeps=not captured, blocks=blocks)
+        call.mark_end()
         if not captured:
-            self._under_way.add(None, number, name, None if end is None else end.query)
-        return work
+            self._under_way.add(None, self._sequence, name, call.mark)
+        return DeviceWork.of(call)
 
     def _keep(self, gpu: GroupOnGpu, again: _Again, made: on_tensors.Made) -> None:
         """Has `_repeat` find a call that was made."""
         if gpu.calls is None:
             gpu.calls = self._endpoints.of_all(gpu.device).tensor_calls
-            # By a weak reference to this group, which holds it.
-            self._repeating[gpu.device.index] = gpu.repeated_calls(
-                self._process, self._numbers, self._under_way.log, functools.partial(_queued, weakref.ref(self), gpu)
-            )
+            self._repeating[gpu.device.index] = self._repeated_calls(gpu, gpu.calls.repeat, gpu.own, None)
         options, x, out = again
         gpu.calls.keep(options, x, out, *made)
+
+    def _repeated_calls(
+        self, gpu: GroupOnGpu, repeat: Callable[..., bool], stream: int, flow: _Flow | None
+    ) -> RepeatedCalls:
+        return RepeatedCalls(
+            gpu.in_c,
+            repeat,
+            self._process,
+            stream,
+            self._numbers,
+            self._under_way.log(flow),
+            functools.partial(self._under_way.forget_ended, flow),
+            DeviceWork,
+            self._handed_out,
+            _source_of(flow),
+        )
 
     def _issue_transfer(
         self, name: str, tensors: Tensors, function: Callable[[], None], device: torch.device, flow: _Flow
@@ -421,8 +413,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """
         gpu, stream = self._gpu(device), self._stream_of(device, flow)
         current, handle = gpu.current(), stream.cuda_stream
-        ready = gpu.order.mark(current)
-        work = TransferWork(tensors, gpu, handle, self._endpoints.check, _source_of(flow))
+        ready = gpu.in_c.mark(current)
+        work = TransferWork.of(gpu.queued_call(tensors, handle, keeps=False, source=_source_of(flow)))
         executor, has_met = self._executor(device, flow), self._endpoints.has_met(device, flow[0])
         number, is_captured = self._sequence, gpu.order.is_capturing(current)
         if not is_captured:
@@ -522,7 +514,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def _gpu(self, device: torch.device) -> GroupOnGpu:
         with self._lock:
             if device not in self._gpus:
-                self._gpus[device] = GroupOnGpu(device)
+                self._gpus[device] = GroupOnGpu(device, self._endpoints.check)
             return self._gpus[device]
 
     # -- collectives: torch's two spellings are aliases ---
@@ -910,24 +902,6 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 raise RuntimeError("Split sizes doesn't match total dim 0 size")
         elif tensor.size(0) % self._size:
             raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
-
-
-def _queued(
-    of_group: weakref.ref[ProcessGroupProxyCCL],
-    gpu: GroupOnGpu,
-    number: int,
-    name: str,
-    x: Any,
-    out: Any,
-    event: int,
-    captured: bool,
-) -> Any:
-    """The Work of a call on a group's own stream; see `RepeatedCalls`."""
-    group = of_group()
-    assert group is not None  # it is in the call
-    xs, outs = (x, out) if type(x) is list else ([x], [out])
-    tensors = xs if out is x else [*outs, *xs]
-    return group._handed_out(group._work_of(gpu, gpu.own, number, name, tensors, event=event, captured=captured))
 
 
 def _goes_apart(tensors: Tensors) -> bool:

@@ -3,23 +3,19 @@
  * This is an extension that uses CPython's limited API. It asks torch's objects by their Python attributes, so it needs
  * no header of torch, and works with any version.
  */
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
-#include <stdint.h>
-#include <structmember.h>
+#include "on_gpu.h"
+#include "queued_call.h"
 
-#include "stream_order.h"
+enum { ADDED_BETWEEN = 32 /* calls, before those that have ended are forgotten */ };
 
 /* One process group's calls on one GPU. */
 typedef struct {
   PyObject ob_base;
+  Gpu* gpu;
   PyObject* repeat;  /* PreparedCalls.repeat */
   PyObject* process; /* of the group: a fork's child repeats nothing */
-  PyObject *current, *device;
-  PyObject *own, *idle, *more, *numbers, *log, *queued;
-  PyObject *is_here, *async_op;
-  const ProxycclStreamOrder* order;
+  PyObject *own, *numbers, *log, *forget, *work, *hand_out, *source;
+  PyObject *is_here, *async_op, *call, *unwaited; /* names */
   uintptr_t own_stream;
   unsigned long long count, number; /* of calls that were repeated, and of the latest */
 } RepeatedCalls;
@@ -49,40 +45,6 @@ static PyObject* kept_under(PyObject* options, PyObject* name, PyObject* kept) {
   return found;
 }
 
-/* Takes an event that nothing uses. 0 with an exception. */
-static uintptr_t take_event(const RepeatedCalls* self) {
-  const Py_ssize_t last = PyList_Size(self->idle) - 1;
-  PyObject* event;
-  if (last >= 0) {
-    event = PyList_GetItem(self->idle, last);
-    Py_INCREF(event);
-    if (PyList_SetSlice(self->idle, last, last + 1, NULL) != 0) Py_CLEAR(event);
-  } else {
-    event = PyObject_CallNoArgs(self->more);
-  }
-  if (event == NULL) return 0;
-  const uintptr_t taken = (uintptr_t)PyLong_AsUnsignedLongLong(event);
-  Py_DECREF(event);
-  return PyErr_Occurred() != NULL ? 0 : taken;
-}
-
-static void give_event(const RepeatedCalls* self, uintptr_t event) {
-  PyObject* number = PyLong_FromUnsignedLongLong(event);
-  if (number == NULL || PyList_Append(self->idle, number) != 0) PyErr_Clear(); /* an event less */
-  Py_XDECREF(number);
-}
-
-/* Has the group's own stream follow the current one. 1 if it does, 0 if not, -1 with an exception. */
-static int follow(const RepeatedCalls* self, PyObject* current) {
-  const uintptr_t first = (uintptr_t)PyLong_AsUnsignedLongLong(current);
-  if (PyErr_Occurred() != NULL) return -1;
-  const uintptr_t event = take_event(self);
-  if (event == 0) return -1;
-  const int status = proxyccl_stream_follow(self->order, event, first, self->own_stream, 0);
-  give_event(self, event);
-  return status == 0;
-}
-
 /* Repeats the calls of leading tensors, on a stream. The number of those that were repeated; -1 with an exception. */
 static Py_ssize_t repeat_on(RepeatedCalls* self, PyObject* x, PyObject* out, PyObject* kept, PyObject* stream) {
   const int several = PyList_Check(x);
@@ -101,20 +63,34 @@ static Py_ssize_t repeat_on(RepeatedCalls* self, PyObject* x, PyObject* out, PyO
   return done;
 }
 
-/* The Work of calls on the group's own stream. */
+/* Records a call as in progress; with a mark, it has ended once the stream is past that. 0, or -1 with an exception. */
+static int log_call(const RepeatedCalls* self, PyObject* number, PyObject* name, PyObject* mark) {
+  PyObject* entry = PyTuple_Pack(3, number, name, mark);
+  PyObject* logged = entry == NULL ? NULL : PyObject_CallFunctionObjArgs(self->log, entry, NULL);
+  Py_XDECREF(entry);
+  Py_XDECREF(logged);
+  if (logged == NULL || mark == Py_None || self->number % ADDED_BETWEEN != 0) return logged == NULL ? -1 : 0;
+  PyObject* forgotten = PyObject_CallNoArgs(self->forget);
+  Py_XDECREF(forgotten);
+  return forgotten == NULL ? -1 : 0;
+}
+
+/* The Work of calls on the group's own stream, recorded as in progress unless a graph captures them. */
 static PyObject* work_of(const RepeatedCalls* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
-                         PyObject* captured) {
-  uintptr_t event = take_event(self);
-  if (event == 0) return NULL;
-  if (proxyccl_stream_mark(self->order, event, self->own_stream) != 0) {
-    give_event(self, event);
-    event = 0; /* `queued` tries again, and knows the error */
-  }
-  PyObject* mark = PyLong_FromUnsignedLongLong(event);
-  if (mark == NULL) return NULL;
-  PyObject* work = PyObject_CallFunctionObjArgs(self->queued, number, name, x, out, mark, captured, NULL);
-  Py_DECREF(mark);
-  return work;
+                         int captured) {
+  PyObject* call = proxyccl_queued_call(self->gpu, x, out, self->own_stream, !captured, self->source);
+  if (call == NULL) return NULL;
+  PyObject* mark = proxyccl_mark_end(call);
+  PyObject* work = mark == NULL && PyErr_Occurred() != NULL ? NULL : PyObject_CallNoArgs(self->work);
+  if (work != NULL &&
+      (PyObject_SetAttr(work, self->call, call) != 0 || PyObject_SetAttr(work, self->unwaited, Py_None)))
+    Py_CLEAR(work);
+  if (work != NULL && !captured && log_call(self, number, name, mark == NULL ? Py_None : mark) != 0) Py_CLEAR(work);
+  Py_DECREF(call);
+  if (work == NULL) return NULL;
+  PyObject* handed_out = PyObject_CallFunctionObjArgs(self->hand_out, work, NULL);
+  Py_DECREF(work);
+  return handed_out;
 }
 
 /* After calls on a stream: records them as in progress. Returns None, or the Work of those that did not wait. */
@@ -123,17 +99,12 @@ static PyObject* record(RepeatedCalls* self, PyObject* kept, PyObject* x, PyObje
   PyObject* number = name == NULL ? NULL : PyIter_Next(self->numbers);
   if (number == NULL) return NULL;
   self->number = PyLong_AsUnsignedLongLong(number);
-  PyObject* const captured = proxyccl_stream_captures(self->order, stream) ? Py_True : Py_False;
+  const int captured = proxyccl_stream_captures(self->gpu->order, stream);
   PyObject* work = NULL;
-  if (!waits) {
+  if (!waits)
     work = work_of(self, number, name, x, out, captured);
-  } else if (captured == Py_True) {
+  else if (captured || log_call(self, number, name, Py_None) == 0)
     work = Py_NewRef(Py_None);
-  } else {
-    PyObject* call = PyTuple_Pack(3, number, name, Py_None);
-    work = call == NULL ? NULL : PyObject_CallFunctionObjArgs(self->log, call, NULL);
-    Py_XDECREF(call);
-  }
   Py_DECREF(number);
   return work;
 }
@@ -152,12 +123,11 @@ static PyObject* issue(RepeatedCalls* self, PyObject* const* arguments, Py_ssize
   PyObject* async_op = options == Py_None ? NULL : option(options, self->async_op);
   Py_XDECREF(async_op);
   const int waits = async_op == Py_False;
-  PyObject* current = PyObject_CallFunctionObjArgs(self->current, self->device, NULL);
+  PyObject* current = PyObject_CallNoArgs(self->gpu->current);
   if (current == NULL) return NULL;
-  const int follows = waits ? 1 : follow(self, current);
-  PyObject* const stream = waits ? current : self->own;
-  const Py_ssize_t done = follows <= 0 ? follows : repeat_on(self, x, out, kept, stream);
-  const uintptr_t handle = done <= 0 || !waits ? self->own_stream : (uintptr_t)PyLong_AsUnsignedLongLong(current);
+  const uintptr_t first = (uintptr_t)PyLong_AsUnsignedLongLong(current), handle = waits ? first : self->own_stream;
+  const int ordered = PyErr_Occurred() == NULL && (waits || proxyccl_follow(self->gpu, first, handle) == 0);
+  const Py_ssize_t done = ordered ? repeat_on(self, x, out, kept, waits ? current : self->own) : -1;
   Py_DECREF(current);
   if (done < 0) return NULL;
   if (done == 0) Py_RETURN_NOTIMPLEMENTED;
@@ -177,12 +147,11 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(object));
   Py_VISIT(self->repeat);
   Py_VISIT(self->process);
-  Py_VISIT(self->current);
-  Py_VISIT(self->idle);
-  Py_VISIT(self->more);
   Py_VISIT(self->numbers);
+  Py_VISIT((PyObject*)self->gpu);
   Py_VISIT(self->log);
-  Py_VISIT(self->queued);
+  Py_VISIT(self->forget);
+  Py_VISIT(self->hand_out);
   return 0;
 }
 
@@ -190,12 +159,10 @@ static int let_go(PyObject* object) {
   RepeatedCalls* self = (RepeatedCalls*)object;
   Py_CLEAR(self->repeat);
   Py_CLEAR(self->process);
-  Py_CLEAR(self->current);
-  Py_CLEAR(self->idle);
-  Py_CLEAR(self->more);
   Py_CLEAR(self->numbers);
   Py_CLEAR(self->log);
-  Py_CLEAR(self->queued);
+  Py_CLEAR(self->forget);
+  Py_CLEAR(self->hand_out);
   return 0;
 }
 
@@ -204,33 +171,38 @@ static void end(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   let_go(object);
-  Py_XDECREF(self->device);
+  Py_XDECREF((PyObject*)self->gpu);
   Py_XDECREF(self->own);
+  Py_XDECREF(self->work);
+  Py_XDECREF(self->source);
   Py_XDECREF(self->is_here);
   Py_XDECREF(self->async_op);
+  Py_XDECREF(self->call);
+  Py_XDECREF(self->unwaited);
   PyObject_GC_Del(object);
   Py_DECREF(type);
 }
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
-  PyObject *repeat, *process, *current, *device, *own, *idle, *more, *numbers, *log, *queued;
-  unsigned long long order;
-  if (!PyArg_ParseTuple(arguments, "OOOO!O!KO!OOOO", &repeat, &process, &current, &PyLong_Type, &device, &PyLong_Type,
-                        &own, &order, &PyList_Type, &idle, &more, &numbers, &log, &queued))
+  PyObject *gpu, *repeat, *process, *own, *numbers, *log, *forget, *work, *hand_out, *source;
+  if (!PyArg_ParseTuple(arguments, "OOOO!OOOOOO", &gpu, &repeat, &process, &PyLong_Type, &own, &numbers, &log, &forget,
+                        &work, &hand_out, &source) ||
+      !proxyccl_require_gpu(gpu))
     return NULL;
   const unsigned long long own_stream = PyLong_AsUnsignedLongLong(own);
   if (PyErr_Occurred() != NULL) return NULL;
   PyObject* object = PyType_GenericNew(type, NULL, NULL);
   if (object == NULL) return NULL;
   RepeatedCalls* self = (RepeatedCalls*)object;
-  self->repeat = Py_NewRef(repeat), self->process = Py_NewRef(process), self->current = Py_NewRef(current);
-  self->device = Py_NewRef(device), self->own = Py_NewRef(own), self->idle = Py_NewRef(idle);
-  self->more = Py_NewRef(more), self->numbers = Py_NewRef(numbers), self->log = Py_NewRef(log);
-  self->queued = Py_NewRef(queued);
-  self->order = (const ProxycclStreamOrder*)(uintptr_t)order, self->own_stream = (uintptr_t)own_stream;
+  self->gpu = (Gpu*)Py_NewRef(gpu), self->repeat = Py_NewRef(repeat), self->process = Py_NewRef(process);
+  self->own = Py_NewRef(own), self->own_stream = (uintptr_t)own_stream, self->numbers = Py_NewRef(numbers);
+  self->log = Py_NewRef(log), self->forget = Py_NewRef(forget), self->work = Py_NewRef(work);
+  self->hand_out = Py_NewRef(hand_out), self->source = Py_NewRef(source);
   self->is_here = PyUnicode_InternFromString("is_here");
   self->async_op = PyUnicode_InternFromString("asyncOp");
-  if (self->is_here != NULL && self->async_op != NULL) return object;
+  self->call = PyUnicode_InternFromString("_call");
+  self->unwaited = PyUnicode_InternFromString("_unwaited");
+  if (self->is_here != NULL && self->async_op != NULL && self->call != NULL && self->unwaited != NULL) return object;
   Py_DECREF(object);
   return NULL;
 }
@@ -260,7 +232,8 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-static int add_type(PyObject* module) {
+static int add_types(PyObject* module) {
+  if (proxyccl_add_gpu_types(module) != 0 || proxyccl_add_queued_call(module) != 0) return -1;
   PyObject* type = PyType_FromSpec(&spec);
   if (type == NULL) return -1;
   const int status = PyModule_AddObjectRef(module, "RepeatedCalls", type);
@@ -268,7 +241,7 @@ static int add_type(PyObject* module) {
   return status;
 }
 
-static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_type}, {0, NULL}};
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_types}, {0, NULL}};
 static PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_repeated_calls",

@@ -18,17 +18,12 @@ class UnderWay:
     Args:
         healthy: whether no communicator of the group has failed. A failure ends all waits, so calls that end after it
             stay recorded.
-
-    Attributes:
-        log: log((number, name, None)) adds a call of the flow None, as `add` does.
     """
 
     def __init__(self, healthy: Callable[[], bool]) -> None:
         self._healthy = healthy
         self._lock = threading.Lock()
-        in_order: deque[_Call] = deque(maxlen=_MOST)
-        self._flows: dict[Hashable, deque[_Call]] = {None: in_order}
-        self.log = in_order.append
+        self._flows: dict[Hashable, deque[_Call]] = {}
 
     def add(self, flow: Hashable, number: int, name: str, ended: Callable[[], bool] | None) -> None:
         """Adds a call. Nearly always without a lock: a deque is appended to by one operation.
@@ -39,14 +34,25 @@ class UnderWay:
             name: for messages.
             ended: tells whether it has ended; None if `end`, or a later call of the flow, will tell.
         """
+        self._calls_of(flow).append((number, name, ended))
+        if ended is not None and not number % _ADDED_BETWEEN:
+            self.forget_ended(flow)
+
+    def log(self, flow: Hashable) -> Callable[[_Call], None]:
+        """What adds a call to a flow, given as (number, name, ended), as `add` does; but it forgets none."""
+        return self._calls_of(flow).append
+
+    def forget_ended(self, flow: Hashable) -> None:
+        """Forgets the calls of a flow that have ended. Called once in several calls, as it asks the device."""
+        with self._lock:
+            self._forget_ended(self._flows[flow])
+
+    def _calls_of(self, flow: Hashable) -> deque[_Call]:
         calls = self._flows.get(flow)
         if calls is None:
             with self._lock:
                 calls = self._flows.setdefault(flow, deque(maxlen=_MOST))
-        calls.append((number, name, ended))
-        if ended is not None and not number % _ADDED_BETWEEN:
-            with self._lock:
-                self._forget_ended(calls)
+        return calls
 
     def end(self, flow: Hashable, number: int) -> None:
         """Forgets the calls of a flow up to a number."""

@@ -5,22 +5,22 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from proxyccl.device import forks
-from proxyccl.device.errors import DriverError
-from proxyccl.device.gpu.stream_order import StreamMark
+from proxyccl.torch._repeated_calls import QueuedCall
 from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
-from proxyccl.torch.on_gpu import GroupOnGpu
 from proxyccl.torch.unwaited import Unwaited
 
 _NO_LIMIT = timedelta(0)
 _LEAST = timedelta(microseconds=1)
 _POLL_SECONDS = 2e-4
+_SOON_SECONDS = 2e-4
+"""A wait on the host first only yields for this time: most calls end by then."""
 _futures = threading.Lock()
 """Held while a GPU's call is given a future, which happens too rarely for a lock in each Work."""
 forks.hold_while_forking(_futures)
@@ -147,55 +147,24 @@ class DeviceWork(_KeptWork):
 
     Nothing that only some callers need is made before they ask. The tensors of a call on the group's own stream are
     kept until the caller's stream waits for the call; if nobody has waited, their memory is then marked as used there.
-
-    Args:
-        result: the tensors that it writes.
-        gpu: the GPU, with the group's own stream.
-        stream: the handle of the call's stream.
-        end: marks the call's end on the group's own stream; None for a call on the stream that was current, which the
-            program's later work follows anyway.
-        check: raises the error that ended the communicator.
-        tensors: those that the group's own stream uses, and that nobody has recorded there.
-        blocks: whether `wait` waits for the call's end on the CPU, too.
-        error: the error of marking the end.
+    C makes it, too (`RepeatedCalls`), so it is made without arguments.
     """
 
-    __slots__ = ("_blocks", "_check", "_end", "_error", "_future", "_gpu", "_result", "_stream", "_unrecorded")
-    _source = -1
+    __slots__ = ("_call",)
+    _call: QueuedCall
 
-    def __init__(
-        self,
-        result: Sequence[torch.Tensor],
-        gpu: GroupOnGpu,
-        stream: int,
-        end: StreamMark | None,
-        check: Callable[[], None],
-        tensors: Sequence[torch.Tensor] = (),
-        *,
-        blocks: bool = False,
-        error: BaseException | None = None,
-    ) -> None:
-        dist.Work.__init__(self)
-        self._unwaited = None
-        self._result = result
-        self._gpu = gpu
-        self._stream = stream
-        self._end = end
-        self._check = check
-        self._unrecorded = tensors
-        self._blocks = blocks
-        self._error = error
-        self._future: Any = None
-
-    def __del__(self) -> None:
-        # What the caller's stream does not wait for may still be used when its memory is free for another tensor.
-        for tensor in self._unrecorded:
-            tensor.record_stream(self._gpu.torch_stream(self._stream))
+    @classmethod
+    def of(cls, call: QueuedCall) -> Self:
+        """The Work of a call."""
+        work = cls()
+        work._call = call
+        work._unwaited = None
+        return work
 
     def raise_failure(self) -> None:
         """Raises the error that kept the call from its stream, if one has."""
-        if self._error is not None:
-            raise self._error
+        if self._call.error is not None:
+            raise_as_torch(self._call.error)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Makes the current stream wait. Raises the error that ended the communicator, if it is known.
@@ -205,28 +174,31 @@ class DeviceWork(_KeptWork):
         Raises:
             RuntimeError: it did not end within the time.
         """
-        self._forget()
-        if self._error is not None:
-            raise self._error
+        if self._unwaited is not None:
+            self._unwaited.forget(self)
+        call = self._call
         try:
-            if timeout > _NO_LIMIT:
+            if timeout is not _NO_LIMIT and timeout > _NO_LIMIT:
                 self._wait_on_host(time.monotonic() + timeout.total_seconds(), timeout)
-            elif self._blocks:
+            elif call.blocks:
                 self._wait_on_host(math.inf, timeout)
-            self._check()
-            if self._end is not None:
-                self._end.hold(self._gpu.current())
-                self._unrecorded = ()
+            call.hold()
         except Exception as error:
             raise_as_torch(error)
         return True
 
     def _wait_on_host(self, deadline: float, timeout: timedelta) -> None:
-        end = self._end if self._end is not None else self._gpu.order.mark(self._stream)
-        while not end.query():
-            if time.monotonic() > deadline:
+        self.raise_failure()
+        soon = time.monotonic() + _SOON_SECONDS
+        while not self._query():
+            now = time.monotonic()
+            if now > deadline:
                 raise _timed_out(timeout)
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0 if now < soon else _POLL_SECONDS)
+
+    def _query(self) -> bool:
+        """Whether the device has done the call."""
+        return self._call.mark is not None and self._call.mark.query()
 
     def synchronize(self) -> None:
         """Makes the current stream wait."""
@@ -234,10 +206,10 @@ class DeviceWork(_KeptWork):
 
     def is_completed(self) -> bool:
         """Whether the device has done the call, or an error has ended it."""
-        if self._error is not None:
+        if self._call.error is not None:
             return True
         with torch_errors():
-            return (self._end if self._end is not None else self._gpu.order.mark(self._stream)).query()
+            return self._query()
 
     def is_success(self) -> bool:
         """Whether the device has done the call, and the communicator can still be used."""
@@ -245,30 +217,29 @@ class DeviceWork(_KeptWork):
 
     def exception(self) -> BaseException | None:
         """The error that kept the call from its stream, or ended the communicator."""
-        if self._error is not None:
-            return self._error
         try:
-            self._check()
+            self._call.check()
         except Exception as error:
             return as_torch_error(error)
         return None
 
     def result(self) -> list[torch.Tensor]:
         """The tensors that it writes."""
-        return list(self._result)
+        return self._call.tensors()
 
     def source_rank(self) -> int:
         """The rank that sends to it."""
-        return self._source
+        return self._call.source
 
     _source_rank = source_rank
 
     def get_future(self) -> Any:
         """A future of `result`, whose callbacks run on streams that wait for the call."""
+        call = self._call
         with _futures:
-            if self._future is not None:
-                return self._future
-            future = self._future = torch.futures.Future(devices=[self._gpu.device])
+            if call.future is not None:
+                return call.future
+            future = call.future = torch.futures.Future(devices=[call.gpu.owner.device])
             issued = self._is_issued()
         if issued:
             self._complete(future)
@@ -278,48 +249,45 @@ class DeviceWork(_KeptWork):
         return True
 
     def _complete(self, future: Any) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)
+        call = self._call
+        if call.error is not None:
+            future.set_exception(as_torch_error(call.error))
             return
-        with torch.cuda.stream(self._gpu.torch_stream(self._stream)):
+        with torch.cuda.stream(call.gpu.owner.torch_stream(call.stream)):
             future.set_result(self.result())
 
 
 class TransferWork(DeviceWork):
-    """A transfer, which a stream of a GPU holds once `issued` was called.
+    """A transfer, which a stream of a GPU holds once `issued` was called."""
 
-    Args:
-        result, gpu, stream, check: as for `DeviceWork`.
-        source: the rank that sends to it; -1 for none.
-    """
+    __slots__ = ("_issued", "_process")
+    _issued: threading.Event
+    _process: forks.Process
 
-    __slots__ = ("_issued", "_process", "_source")
-
-    def __init__(
-        self, result: Sequence[torch.Tensor], gpu: GroupOnGpu, stream: int, check: Callable[[], None], source: int
-    ) -> None:
-        super().__init__(result, gpu, stream, None, check)
-        self._process = forks.here()
-        self._source = source
-        self._issued = threading.Event()
+    @classmethod
+    def of(cls, call: QueuedCall) -> Self:
+        """The Work of a transfer."""
+        work = super().of(call)
+        work._process = forks.here()
+        work._issued = threading.Event()
+        return work
 
     def issued(self, error: BaseException | None = None) -> None:
         """Records that the transfer is queued on the stream, or the error that kept it from being queued."""
+        call = self._call
         if error is None:
-            try:
-                self._end = self._gpu.order.mark(self._stream)
-            except DriverError as failure:  # the device's context is lost
-                error = failure
+            call.mark_end()
         with _futures:
-            self._error = None if error is None else as_torch_error(error)
+            if error is not None:
+                call.error = error
             self._issued.set()
-            future = self._future
+            future = call.future
         if future is not None:
             self._complete(future)
 
     def has_passed(self) -> bool:
         """Whether the stream has got past it."""
-        return self._end is not None and self._end.query()
+        return self._query()
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """As `DeviceWork.wait`. First it waits until the transfer is issued: for the peer of a first transfer, at most
@@ -331,7 +299,6 @@ class TransferWork(DeviceWork):
         if not self._issued.wait(min(timeout.total_seconds(), threading.TIMEOUT_MAX) if has_limit else None):
             raise _timed_out(timeout)
         if has_limit:
-            self.raise_failure()
             with torch_errors():
                 self._wait_on_host(begin + timeout.total_seconds(), timeout)
         return super().wait()
