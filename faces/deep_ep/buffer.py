@@ -175,7 +175,9 @@ class Buffer(Connected):
                 left out.
             num_tokens_per_rank, num_tokens_per_rdma_rank: ignored.
             is_token_in_rank, num_tokens_per_expert: as `get_dispatch_layout` returned them.
-            topk_idx: int64 or int32 [T, topk]: the experts; -1 for none.
+            topk_idx: int64 or int32 [T, topk]: the experts; -1 for none. None to send each token to the ranks of
+                is_token_in_rank, at most 16; then the numbers of the list are those that all ranks passed as
+                num_tokens_per_expert. Either all ranks pass it, or none.
             topk_weights: float32 [T, topk], or None. Either all ranks pass it, or none.
             expert_alignment: each number of the list is rounded up to a multiple of it.
             num_worst_tokens: rows of every output; 0 for outputs of the exact size, for which the CPU waits. All ranks
@@ -187,7 +189,8 @@ class Buffer(Connected):
         Returns:
             recv_x, like x, ordered by source rank and token; recv_topk_idx, the experts' numbers on this rank, or -1;
             recv_topk_weights, 0 where recv_topk_idx is -1; the rows that chose each expert of this rank, or [] with
-            num_worst_tokens; the handle; and the event. With a handle all but the first and the last are None.
+            num_worst_tokens; the handle; and the event. Without topk_idx the second and third are None, with a handle
+            all but the first and the last.
 
         Raises:
             ArgumentError: an argument is wrong; an expert id is out of range on any rank.
@@ -205,10 +208,11 @@ class Buffer(Connected):
                 lambda: normal.repeat(x, handle), (previous_event,), (x, handle), NORMAL, apart=async_finish
             )
             return rows, None, None, None, None, event
-        if topk_idx is None:
-            raise ArgumentError("topk_idx", "must be given without a handle; rows without expert ids are not supported")
-        if is_token_in_rank is None or num_tokens_per_expert is None:
-            raise ArgumentError("num_tokens_per_expert", "and is_token_in_rank must be given without a handle")
+        if topk_idx is None and topk_weights is not None:
+            raise ArgumentError("topk_weights", "can't be given without topk_idx")
+        for name, value in (("is_token_in_rank", is_token_in_rank), ("num_tokens_per_expert", num_tokens_per_expert)):
+            if value is None:
+                raise ArgumentError(name, "must be given without a handle")
         if config is not None and not isinstance(config, Config):
             raise ArgumentError("config", f"must be a Config or None, not {type(config).__name__}")
         num_experts = len(require_tensor("num_tokens_per_expert", num_tokens_per_expert, (None,)))
@@ -218,6 +222,16 @@ class Buffer(Connected):
         num_sms = Buffer.num_sms if config is None else config.num_sms
 
         def call() -> normal.Dispatched:
+            if topk_idx is None:
+                return normal.dispatch_to_ranks(
+                    layers,
+                    x,
+                    is_token_in_rank,
+                    num_tokens_per_expert,
+                    expert_alignment=expert_alignment,
+                    most_rows=num_worst_tokens or None,
+                    num_sms=num_sms,
+                )
             return normal.dispatch(
                 layers,
                 x,
@@ -230,7 +244,7 @@ class Buffer(Connected):
                 num_sms=num_sms,
             )
 
-        used = (x, topk_idx, topk_weights)
+        used = (x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
         dispatched, event = self._run(call, (previous_event,), used, NORMAL, apart=async_finish)
         return *dispatched, event
 

@@ -10,6 +10,7 @@ import torch
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.deep_ep.arguments import LOW_LATENCY
+from proxyccl.deep_ep.shares import heads_of_channels, prefixes_of_channels, rows_of_channels
 from proxyccl.device.errors import ArgumentError
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -69,18 +70,34 @@ def routing_of(handle: Any, *layouts: str) -> Routing:
 
 
 class NormalHandle(Handle):
-    """(rank_prefix_matrix, None, None, recv_src_idx, is_token_in_rank, None).
+    """(rank_prefix_matrix, channel_prefix_matrix, recv_channel_prefix_matrix, recv_src_idx, is_token_in_rank,
+    send_head).
+
+    DeepEP cuts a rank's tokens into consecutive shares of equal size, which its channels send. There are half as many
+    channels as multiprocessors.
 
     rank_prefix_matrix: int32 [ranks, ranks]: entry [i, j] is how many rows rank j gets from the ranks 0 to i.
-    recv_src_idx: int32 [rows]: a row's token on its rank. DeepEP keeps the state of its queues in the entries that are
-    None.
+    channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is how many tokens of the channels 0 to c go to rank r.
+    recv_channel_prefix_matrix: int32 [ranks, channels]: entry [r, c] is how many rows from rank r come before those of
+    its channel c.
+    recv_src_idx: int32 [rows]: a row's token on its rank.
+    is_token_in_rank: bool [T, ranks].
+    send_head: int32 [T, ranks]: how many tokens of the same channel go to that rank before this one; -1 if it does not.
     """
 
-    _entries = ("rank_prefix_matrix", None, None, "recv_src_idx", "is_token_in_rank", None)
+    _entries = (
+        "rank_prefix_matrix",
+        "channel_prefix_matrix",
+        "recv_channel_prefix_matrix",
+        "recv_src_idx",
+        "is_token_in_rank",
+        "send_head",
+    )
 
-    def __init__(self, routing: Routing, is_token_in_rank: torch.Tensor) -> None:
+    def __init__(self, routing: Routing, is_token_in_rank: torch.Tensor, num_sms: int, *, has_ids: bool) -> None:
         super().__init__(routing)
-        self.is_token_in_rank = is_token_in_rank
+        self.is_token_in_rank, self.has_ids = is_token_in_rank, has_ids
+        self._channels = max(1, num_sms // 2)
 
     @property
     def rank_prefix_matrix(self) -> torch.Tensor:
@@ -89,10 +106,29 @@ class NormalHandle(Handle):
         return _of_all_ranks(layer, _of_all_ranks(layer, counts).t()).t().cumsum(0, dtype=torch.int32)
 
     @property
+    def channel_prefix_matrix(self) -> torch.Tensor:
+        """See the class."""
+        return prefixes_of_channels(self.is_token_in_rank, self._channels)
+
+    @property
+    def recv_channel_prefix_matrix(self) -> torch.Tensor:
+        """See the class."""
+        layer, desc = self.routing.layer, self.routing.desc
+        sent = desc.num_input_tokens_per_rank
+        ends = desc.counts[:, layer.ep_config.rank].cumsum(0)
+        of_channels = rows_of_channels(ends, sent, self.recv_src_idx, self._channels)
+        return _of_all_ranks(layer, of_channels.cumsum(1, dtype=torch.int32) - of_channels)
+
+    @property
     def recv_src_idx(self) -> torch.Tensor:
         """See the class."""
         tokens: torch.Tensor = self.routing.desc.source_tokens
         return tokens
+
+    @property
+    def send_head(self) -> torch.Tensor:
+        """See the class."""
+        return heads_of_channels(self.is_token_in_rank, self._channels)
 
 
 class LowLatencyHandle(Handle):

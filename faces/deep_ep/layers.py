@@ -65,11 +65,12 @@ class Layers:
         lost_ranks: as for `EPAll2AllLayer`.
 
     Attributes:
+        communicator, lost_ranks: as given.
         low_latency: low-latency dispatches that were made before, by their arguments that are not tensors.
     """
 
     def __init__(self, communicator: Communicator, lost_ranks: Sequence[int] = ()) -> None:
-        self._communicator, self._lost_ranks = communicator, lost_ranks
+        self.communicator, self.lost_ranks = communicator, lost_ranks
         self._growing: dict[Shape, EPAll2AllLayer] = {}
         self._of_size: dict[tuple[Shape, int, bool], EPAll2AllLayer] = {}
         self._second: dict[tuple[Shape, int], bool] = {}
@@ -97,7 +98,7 @@ class Layers:
             The rows, their weights, the descriptor and the layer.
         """
         if shape not in self._growing:
-            everyone = self._communicator.group.exchange.all_gather(len(topk_idx), _TOKENS, "the size of a layer")
+            everyone = self.communicator.group.exchange.all_gather(len(topk_idx), _TOKENS, "the size of a layer")
             self._growing[shape] = self._make(shape, _rounded(max(everyone)))
         while True:
             layer = self._growing[shape]
@@ -120,7 +121,7 @@ class Layers:
             layer.finalize()
 
     def _make(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
-        communicator = self._communicator
+        communicator = self.communicator
         ranks, local_ranks = communicator.world_size, communicator.local_world_size
         by_rank = shape.layout == "rank"
         outputs = _kept_outputs() if by_rank else 0
@@ -145,7 +146,7 @@ class Layers:
             keeps_outputs=outputs > 0,
             minus_one_drops=True,
             expert_alignment=shape.alignment,
-            lost_ranks=self._lost_ranks,
+            lost_ranks=self.lost_ranks,
         )
         self._all[id(layer)] = layer
         return layer

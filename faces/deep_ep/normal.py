@@ -7,11 +7,13 @@ from typing import Any, TypeAlias
 import torch
 
 from proxyccl.deep_ep.arguments import require_bias, require_ids, require_tensor
+from proxyccl.deep_ep.chosen_ranks import CountsUnderWay, ranks_as_ids, too_many_ranks
 from proxyccl.deep_ep.handles import Handle, NormalHandle, Routing, Rows, routing_of
 from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.deep_ep.tokens import Tokens
+from proxyccl.device.errors import ArgumentError
 
-Dispatched: TypeAlias = "tuple[Rows, torch.Tensor, torch.Tensor | None, list[int], Handle]"
+Dispatched: TypeAlias = "tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int], Handle]"
 
 
 def dispatch(
@@ -34,7 +36,33 @@ def dispatch(
     values, weights, desc, layer = layers.dispatch(shape, tokens.moved, topk_idx, topk_weights)
     counts = [] if most_rows is not None else desc.num_tokens_per_expert(expert_alignment)
     ids = desc.local_expert_ids.to(topk_idx.dtype)
-    return tokens.as_given(values), ids, weights, counts, NormalHandle(Routing(layer, desc), is_token_in_rank)
+    handle = NormalHandle(Routing(layer, desc), is_token_in_rank, num_sms, has_ids=True)
+    return tokens.as_given(values), ids, weights, counts, handle
+
+
+def dispatch_to_ranks(
+    layers: Layers,
+    x: Rows,
+    is_token_in_rank: torch.Tensor,
+    num_tokens_per_expert: torch.Tensor,
+    *,
+    expert_alignment: int,
+    most_rows: int | None,
+    num_sms: int,
+) -> Dispatched:
+    """The same for a call without expert ids. Its layer takes each rank for one expert."""
+    tokens = Tokens.of(x)
+    rows, ranks = tokens.rows, is_token_in_rank.shape[1]
+    require_tensor("is_token_in_rank", is_token_in_rank, (len(rows), ranks))
+    ids = ranks_as_ids(is_token_in_rank)
+    shape = Shape("rank", rows.shape[1], ids.shape[1], ranks, tokens.dtype, num_sms, tokens.scale_elements, most_rows)
+    counts = None if most_rows is not None else CountsUnderWay(layers, num_tokens_per_expert, ranks)
+    try:
+        values, _, desc, layer = layers.dispatch(shape, tokens.moved, ids, None)
+    except ArgumentError as error:
+        raise (too_many_ranks() if error.argument == "exp_indices" else error) from None
+    handle = NormalHandle(Routing(layer, desc), is_token_in_rank, num_sms, has_ids=False)
+    return tokens.as_given(values), None, None, counts.aligned(expert_alignment) if counts else [], handle
 
 
 def repeat(x: Rows, handle: Any, *, scales_by_columns: bool = False) -> Rows:
@@ -52,6 +80,8 @@ def combine(
     added = require_bias(bias, desc.num_dispatch_token_cur_rank, config.hidden)
     require_tensor("x", x, (desc.rows, config.hidden))
     if topk_weights is not None:
+        if isinstance(handle, NormalHandle) and not handle.has_ids:
+            raise ArgumentError("topk_weights", "can't be given with the handle of a dispatch without topk_idx")
         of_rows = (desc.rows, config.topk) if routing.layer.layout == "rank" else (desc.rows,)
         require_tensor("topk_weights", topk_weights, of_rows, (torch.float32,))
     output: torch.Tensor = routing.layer.combine(x, desc)

@@ -308,8 +308,13 @@ def test_what_is_refused() -> None:
         refused("group", lambda: deep_ep.Buffer(None))
         refused("new_num_sms", lambda: deep_ep.Buffer.set_num_sms(7))
         refused("explicitly_destroy", deep_ep.Buffer(comm).destroy)
-        refused("topk_idx", lambda: buffer.dispatch(mixture.tokens))
-        refused("num_tokens_per_expert", lambda: buffer.dispatch(mixture.tokens, topk_idx=mixture.ids))
+        goes = torch.ones(len(mixture.tokens), 1, dtype=torch.bool, device=mixture.tokens.device)
+        refused("is_token_in_rank", lambda: buffer.dispatch(mixture.tokens, topk_idx=mixture.ids))
+        refused("num_tokens_per_expert", lambda: buffer.dispatch(mixture.tokens, is_token_in_rank=goes))
+        refused(
+            "topk_weights",
+            lambda: buffer.dispatch(mixture.tokens, is_token_in_rank=goes, topk_weights=mixture.weights),
+        )
         refused("handle", lambda: buffer.combine(mixture.tokens, (None,) * 6))
         refused("num_experts", lambda: buffer.get_dispatch_layout(mixture.ids, 0))
         refused("topk_idx: ", lambda: dispatched(buffer, Mixture(mixture.tokens, mixture.ids, mixture.weights, 2, 9)))

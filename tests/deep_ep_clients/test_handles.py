@@ -1,0 +1,93 @@
+"""The entries of a handle of normal mode, by DeepEP's definitions, which loops here spell out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import deep_ep  # noqa: E402
+
+from proxyccl import Communicator  # noqa: E402
+from support.cases.deep_ep_clients import Mixture  # noqa: E402
+from support.cases.deep_ep_oracle import Arrived  # noqa: E402
+from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
+from support.ranks import Ranks  # noqa: E402
+
+RANKS = 3 if ON_HOST else 2
+CHANNELS = 4
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(RANKS, make_runtime=runtime_with_blocks) as made:
+        yield made
+
+
+def goes_to(mixture: Mixture) -> list[list[bool]]:
+    """[T][ranks]: whether a token has an expert there."""
+    per_rank = mixture.experts // RANKS
+    return [[any(e >= 0 and e // per_rank == r for e in token) for r in range(RANKS)] for token in mixture.ids.tolist()]
+
+
+def channel_of(token: int, tokens: int) -> int:
+    """The channel that sends a token."""
+    return token // -(-tokens // CHANNELS)
+
+
+def sent_before(goes: list[list[bool]], rank: int, channel: int) -> int:
+    """How many tokens of earlier channels go to a rank."""
+    return sum(token[rank] for number, token in enumerate(goes) if channel_of(number, len(goes)) < channel)
+
+
+def head_of(goes: list[list[bool]], number: int, rank: int) -> int:
+    """How many tokens of the same channel go to a rank before a token."""
+    return sum(earlier[rank] for earlier in goes[:number]) - sent_before(goes, rank, channel_of(number, len(goes)))
+
+
+@pytest.mark.parametrize("worst", [0, 90])
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_entries(ranks: Ranks, *, with_ids: bool, worst: int) -> None:
+    def body(comm: Communicator) -> None:
+        everyone = [goes_to(Mixture.of(rank, RANKS)) for rank in range(RANKS)]
+        goes, rank = everyone[comm.rank], comm.rank
+        buffer, mixture = deep_ep.Buffer(comm), Mixture.of(comm.rank, RANKS, torch_device(comm))
+        per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(mixture.ids, mixture.experts)
+        options: dict[str, Any] = {"topk_idx": mixture.ids, "topk_weights": mixture.weights} if with_ids else {}
+        *_, handle, _ = buffer.dispatch(
+            mixture.tokens,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            num_worst_tokens=worst,
+            config=deep_ep.Config(2 * CHANNELS),
+            **options,
+        )
+        rank_prefix, channel_prefix, recv_channel_prefix, recv_src_idx, is_token_in_rank, send_head = handle
+        rows_between = [[sum(token[to] for token in source) for to in range(RANKS)] for source in everyone]
+        assert rank_prefix.tolist() == [
+            [sum(rows_between[source][to] for source in range(end)) for to in range(RANKS)]
+            for end in range(1, RANKS + 1)
+        ]
+        assert channel_prefix.tolist() == [
+            [sent_before(goes, to, channel + 1) for channel in range(CHANNELS)] for to in range(RANKS)
+        ]
+        assert recv_channel_prefix.tolist() == [
+            [sent_before(source, rank, channel) for channel in range(CHANNELS)] for source in everyone
+        ]
+        numbers = Arrived.at(comm).numbers
+        assert recv_src_idx[: len(numbers)].tolist() == numbers.tolist()
+        assert len(recv_src_idx) == (worst or len(numbers))
+        assert is_token_in_rank is in_rank
+        assert send_head.tolist() == [
+            [head_of(goes, number, to) if token[to] else -1 for to in range(RANKS)] for number, token in enumerate(goes)
+        ]
+        assert send_head.shape == (len(goes), RANKS)
+        entries = (rank_prefix, channel_prefix, recv_channel_prefix, recv_src_idx, send_head)
+        assert {entry.dtype for entry in entries} == {torch.int32}
+        assert all(entry.is_contiguous() for entry in entries)
+
+    ranks.run(body)
