@@ -21,12 +21,12 @@ def kernel_libraries() -> dict[str, str]:
     kernels = [f"{name}_kernel" for name in (*dispatches, "dispatch_ids")]
     files = ("combine", *kernels, "quantize", "spread", "survivors", "weigh")
     experts = [f'#include "experts/{name}.h"\n' for name in files]
-    scaled = tuple(f"expert_{name}_scaled" for name in dispatches)
+    scaled = tuple(f"{name}_scaled" for name in dispatches)
     for each in types:
         if each.tokens:
             experts += [each.c_check()] + [
                 f"PROXYCCL_TYPED_KERNEL({kernel}, {kernel}_{each.name}, {each.c_name})\n"
-                for kernel in ("expert_combine", "expert_weigh", "expert_quantize", *scaled * (each.itemsize == 2))
+                for kernel in ("combine", "expert_weigh", "expert_quantize", *scaled * (each.itemsize == 2))
             ]
     return {
         "moves": '#include "moves.h"\n#include "send_receive.h"\n#include "signal_peer.h"\n',

@@ -38,7 +38,7 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
         if announced != "ids"
         for dtype in SCALED_DTYPES
     ),
-    *(("experts/combine.h", "expert_combine", dtype, None) for dtype in TOKEN_DTYPES),
+    *(("experts/combine.h", "combine", dtype, None) for dtype in TOKEN_DTYPES),
     *(("experts/weigh.h", "expert_weigh", dtype, None) for dtype in TOKEN_DTYPES),
     ("experts/spread.h", "expert_spread", None, None),
     ("experts/survivors.h", "expert_survivors", None, None),

@@ -132,8 +132,7 @@ class DispatchCombineContext:
             shipped("moves.h", "barrier")
         weigh = shipped("experts/weigh.h", "expert_weigh", config.token.name)
         combines = {
-            name: shipped("experts/combine.h", "expert_combine", name)
-            for name in {config.token.name, config.weight.name}
+            name: shipped("experts/combine.h", "combine", name) for name in {config.token.name, config.weight.name}
         }
         quantizes = scale_elements == SCALED_ELEMENTS
         quantize = shipped("experts/quantize.h", "expert_quantize", config.token.name) if quantizes else None

@@ -11,17 +11,17 @@ from proxyccl.device._native import ffi, lib
 ANNOUNCED_SLOTS: int = lib.PROXYCCL_ANNOUNCED_SLOTS
 """The most slots of all ranks whose choices are announced to every block, instead of counted by their source."""
 DISPATCH_KERNELS: dict[str, str] = {
-    "counts": "expert_dispatch",
-    "ids": "expert_dispatch_ids",
-    "masks": "expert_dispatch_masks",
-    "shared_masks": "expert_dispatch_shared_masks",
+    "counts": "dispatch",
+    "ids": "dispatch_ids",
+    "masks": "dispatch_masks",
+    "shared_masks": "dispatch_shared_masks",
 }
 """The dispatch kernel for each thing that a dispatch may announce. Those that are not "ids" also make float8 rows."""
 
 
 def dispatch_file(kernel: str) -> str:
     """The file of a kernel of `DISPATCH_KERNELS`, among those that ship."""
-    return f"experts/{kernel.removeprefix('expert_')}_kernel.h"
+    return f"experts/{kernel}_kernel.h"
 
 
 FEW_TOKENS = 32

@@ -86,12 +86,23 @@ def _defined(tokens: list[str], at: int) -> str | None:
 
 # Each kernel of a cubin has a bank of constants, of AMD's code objects a descriptor. Mangled: not extern "C".
 _IN_IMAGE = re.compile(rb"\0(?:\.nv\.constant0\.(\w+)|(\w+)\.kd)(?=\0)")
+_CONSTANTS = b".nv.constant0."
+_IN_NAMESPACE = re.compile(rb"_ZN8proxyccl(\d+)(\w+)(\.kd)?")
 
 
 def kernels_of_image(image: bytes) -> list[str]:
     """Names of the ``extern "C"`` kernels in an image that NVRTC or HIPRTC compiled."""
     found = {(match[1] or match[2]).decode() for match in _IN_IMAGE.finditer(image)}
     return sorted(name for name in found if not name.startswith("_Z"))
+
+
+def symbols_in_namespace(image: bytes) -> dict[str, str]:
+    """The symbols of an image's kernels that are in the namespace `proxyccl`, by their names there."""
+    return {
+        match[2][: int(match[1])].decode(): match[0].removesuffix(b".kd").decode()
+        for match in _IN_NAMESPACE.finditer(image)
+        if match[3] or image.endswith(_CONSTANTS, 0, match.start())
+    }
 
 
 def text_with_exports(source: str, names: Iterable[str]) -> str:

@@ -40,6 +40,7 @@ from proxyccl.device.build.kernel_names import (
     in_plain_text,
     kernel_names,
     kernels_of_image,
+    symbols_in_namespace,
     text_with_exports,
 )
 from proxyccl.device.driver import Driver
@@ -67,10 +68,15 @@ class _LoadedModule:
     """An image in a device's context, unloaded when neither its runtime nor a kernel of it remains.
 
     As with memory, that waits for the device, and so until its runtime next does.
+
+    Attributes:
+        handle: the driver's.
+        symbols: see `symbols_in_namespace`.
     """
 
     def __init__(self, context: DeviceContext, image: bytes, unused: UnusedMemory) -> None:
         self.handle: int = context.call(context.driver.load_module, image)
+        self.symbols = symbols_in_namespace(image)
         release = functools.partial(context.call, context.driver.unload_module, self.handle)
         self._finalizer = forks.finalizer(self, unused.append, release)
 
@@ -435,7 +441,7 @@ class GpuRuntime:
 
     def _kernel(self, module: _LoadedModule, name: str) -> Kernel:
         with self.current():
-            function = self.driver.module_function(module.handle, name)
+            function = self.driver.module_function(module.handle, module.symbols.get(name, name))
             address, nbytes = self.driver.module_global(module.handle, f"proxyccl_parameters_{name}")
         table = ffi.new("uint32_t[]", nbytes // 4)
         self.copy(int(ffi.cast("uintptr_t", table)), address, nbytes)

@@ -21,6 +21,7 @@ from proxyccl.device.runtimes import open_compiler
 from proxyccl.tools.compile_kernels import COLLECTIVE_KERNELS, EXPERT_KERNELS, compile_kernels
 from support.device_arrays import on_device
 from support.devices import ON_HOST, RUNTIME, rank_runtime
+from support.kernels.device_sources import symbol_of
 from support.running import run_ranks
 
 ARCHITECTURE = "sm_90"
@@ -90,8 +91,8 @@ def test_the_command_compiles_all_kernels_of_a_layer(monkeypatch: pytest.MonkeyP
 
     run_ranks(2, round_trip)
     run_ranks(2, standalone)
-    few = {"expert_dispatch_ids", "expert_spread"}
-    assert {kernel for _, kernel, _, _ in asked} == {*few, "expert_combine", "expert_weigh", "barrier"}
+    few = {"dispatch_ids", "expert_spread"}
+    assert {kernel for _, kernel, _, _ in asked} == {*few, "combine", "expert_weigh", "barrier"}
     assert asked <= set(EXPERT_KERNELS)
 
 
@@ -100,9 +101,7 @@ def test_the_command_compiles_all_kernels_of_a_layer(monkeypatch: pytest.MonkeyP
     "names",
     [
         {"barrier", "expert_weigh"},
-        pytest.param(
-            {"expert_quantize", "expert_combine", "expert_dispatch_shared_masks_scaled"}, marks=pytest.mark.full
-        ),
+        pytest.param({"expert_quantize", "combine", "dispatch_shared_masks_scaled"}, marks=pytest.mark.full),
     ],
     ids=["short kernels", "long kernels"],
 )
@@ -114,7 +113,7 @@ def test_the_command_compiles_for_an_absent_architecture(empty_cache: Path, name
     assert (made, before) == (len(kernels), 0)
     images = b"".join(path.read_bytes() for path in empty_cache.iterdir())
     for _, kernel, dtype, op in kernels:
-        name = "_".join(filter(None, (kernel, dtype, op)))
+        name = symbol_of("_".join(filter(None, (kernel, dtype, op))), images.decode("latin-1"))
         assert f".text.{name}\0".encode() in images
     assert compile_kernels(ARCHITECTURE, kernels) == (0, made)
 
@@ -188,7 +187,7 @@ def test_on_a_gpu_a_layer_takes_what_the_command_compiled(empty_cache: Path) -> 
 @pytest.mark.skipif(not ON_HOST, reason="flags of the host's compiler")
 def test_a_layer_that_may_not_compile_says_so() -> None:
     def body(comm: Communicator) -> None:
-        with pytest.raises(CompileError, match=r"expert_dispatch was not compiled beforehand with .*-DPLANTED"):
+        with pytest.raises(CompileError, match=r"dispatch was not compiled beforehand with .*-DPLANTED"):
             layer(comm, use_aot=True)
         assert comm.all_gather(np.array([comm.rank])).tolist() == [0, 1]
 

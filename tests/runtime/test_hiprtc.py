@@ -30,6 +30,7 @@ from support.kernels.device_sources import (
     headers,
     reductions_of,
     shipped_without_dtype,
+    symbol_of,
 )
 from support.kernels.mscclpp import MSCCLPP_KERNELS
 from support.paths import ROOT, TESTS
@@ -124,7 +125,8 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 def exports(code: bytes, name: str) -> bool:
     """Whether a code object has a kernel (its descriptor is called name.kd) and its parameter table."""
-    return f"\0{name}.kd\0".encode() in code and f"\0proxyccl_parameters_{name}\0".encode() in code
+    symbol = symbol_of(name, code.decode("latin-1"))
+    return f"\0{symbol}.kd\0".encode() in code and f"\0proxyccl_parameters_{name}\0".encode() in code
 
 
 def test_every_header_compiles(hiprtc: Hiprtc) -> None:

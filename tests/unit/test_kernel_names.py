@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from proxyccl.device.build.kernel_names import in_plain_text, kernel_names, kernels_of_image
+from proxyccl.device.build.kernel_names import in_plain_text, kernel_names, kernels_of_image, symbols_in_namespace
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import Runtime
 from support.devices import rank_runtime
@@ -93,6 +93,12 @@ def test_kernels_are_read_from_an_image() -> None:
     cubin = b"\0.text.one\0.nv.constant0.one\0.nv.constant0.one\0.nv.constant0._Z3twoPi\0.nv.constant3\0.text.helper\0"
     assert kernels_of_image(cubin) == ["one"]
     assert kernels_of_image(b"\0one.kd\0b\0two.kd\0_Z3oddv.kd\0") == ["one", "two"]
+
+
+def test_kernels_of_the_namespace_are_found_by_their_names_there() -> None:
+    mangled = "_ZN8proxyccl12dispatch_idsE15ProxycclExperts16ProxycclDispatch"
+    for image in (f"\0.nv.constant0.{mangled}\0.nv.constant0.k\0", f"\0k.kd\0{mangled}.kd\0_ZN4mine1kEv.kd\0"):
+        assert symbols_in_namespace(image.encode()) == {"dispatch_ids": mangled}
 
 
 HIDDEN = r"""

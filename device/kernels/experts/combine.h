@@ -484,7 +484,7 @@ class Combine {
 };
 
 template <class T>
-PROXYCCL_DEVICE void expert_combine(const ProxycclExperts& experts, const ProxycclCombine& call) {
+PROXYCCL_DEVICE void combine(const ProxycclExperts& experts, const ProxycclCombine& call) {
   __shared__ uint32_t finished, has_failed, next_item[kCombineStages];
   const Combine<T> combine(experts, call);
   const Group group;

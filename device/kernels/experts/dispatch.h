@@ -68,15 +68,15 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
 
 // Kernels that make float8 rows of T where they store rows in output buffers.
 template <class T>
-PROXYCCL_DEVICE void expert_dispatch_scaled(const ProxycclExperts& experts, const ProxycclDispatch& call) {
+PROXYCCL_DEVICE void dispatch_scaled(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<void, T>>(experts, call);
 }
 template <class T>
-PROXYCCL_DEVICE void expert_dispatch_masks_scaled(const ProxycclExperts& experts, const ProxycclDispatch& call) {
+PROXYCCL_DEVICE void dispatch_masks_scaled(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<MaskAnnouncement<false>, T>>(experts, call);
 }
 template <class T>
-PROXYCCL_DEVICE void expert_dispatch_shared_masks_scaled(const ProxycclExperts& experts, const ProxycclDispatch& call) {
+PROXYCCL_DEVICE void dispatch_shared_masks_scaled(const ProxycclExperts& experts, const ProxycclDispatch& call) {
   dispatchExperts<DispatchMode<MaskAnnouncement<true>, T>>(experts, call);
 }
 

@@ -4,10 +4,14 @@
 
 #include "experts/dispatch.h"
 
-extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
-    expert_dispatch_ids(const ProxycclExperts experts, const ProxycclDispatch call) {
-  ::proxyccl::dispatchExperts<::proxyccl::DispatchMode<::proxyccl::IdAnnouncement>>(experts, call);
+namespace proxyccl {
+
+__global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
+    dispatch_ids(const ProxycclExperts experts, const ProxycclDispatch call) {
+  dispatchExperts<DispatchMode<IdAnnouncement>>(experts, call);
 }
-PROXYCCL_EXPORT_KERNEL(expert_dispatch_ids)
+PROXYCCL_EXPORT_KERNEL(dispatch_ids)
+
+}  // namespace proxyccl
 
 #endif

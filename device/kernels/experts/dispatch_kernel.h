@@ -5,10 +5,14 @@
 
 #include "experts/dispatch.h"
 
-extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
-    expert_dispatch(const ProxycclExperts experts, const ProxycclDispatch call) {
-  ::proxyccl::dispatchExperts<::proxyccl::DispatchMode<void>>(experts, call);
+namespace proxyccl {
+
+__global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
+    dispatch(const ProxycclExperts experts, const ProxycclDispatch call) {
+  dispatchExperts<DispatchMode<void>>(experts, call);
 }
-PROXYCCL_EXPORT_KERNEL(expert_dispatch)
+PROXYCCL_EXPORT_KERNEL(dispatch)
+
+}  // namespace proxyccl
 
 #endif

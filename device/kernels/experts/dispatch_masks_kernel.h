@@ -4,10 +4,14 @@
 
 #include "experts/dispatch.h"
 
-extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
-    expert_dispatch_masks(const ProxycclExperts experts, const ProxycclDispatch call) {
-  ::proxyccl::dispatchExperts<::proxyccl::DispatchMode<::proxyccl::MaskAnnouncement<false>>>(experts, call);
+namespace proxyccl {
+
+__global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
+    dispatch_masks(const ProxycclExperts experts, const ProxycclDispatch call) {
+  dispatchExperts<DispatchMode<MaskAnnouncement<false>>>(experts, call);
 }
-PROXYCCL_EXPORT_KERNEL(expert_dispatch_masks)
+PROXYCCL_EXPORT_KERNEL(dispatch_masks)
+
+}  // namespace proxyccl
 
 #endif

@@ -378,12 +378,16 @@ PROXYCCL_DEVICE void copyToEach(char* const* targets, uint32_t count, uint64_t o
 
 }  // namespace proxyccl
 
-// A kernel `name` from the template `kernel` for one element type.
-#define PROXYCCL_TYPED_KERNEL(kernel, name, T)                                                                     \
-  extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)                                         \
-      name(const ProxycclExperts experts, const ::proxyccl::CallOf<decltype(&::proxyccl::kernel<T>)>::Type call) { \
-    ::proxyccl::kernel<T>(experts, call);                                                                          \
-  }                                                                                                                \
-  PROXYCCL_EXPORT_KERNEL(name)
+// A kernel `name` from the template `kernel` for one element type. It is in the namespace, unlike kernels that are
+// extern "C": profilers then show dispatches and combines by the names that scripts search for, proxyccl::dispatch… and
+// proxyccl::combine….
+#define PROXYCCL_TYPED_KERNEL(kernel, name, T)                                                         \
+  namespace proxyccl {                                                                                 \
+  __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)                                        \
+      name(const ProxycclExperts experts, const CallOf<decltype(&::proxyccl::kernel<T>)>::Type call) { \
+    ::proxyccl::kernel<T>(experts, call);                                                              \
+  }                                                                                                    \
+  PROXYCCL_EXPORT_KERNEL(name)                                                                         \
+  }
 
 #endif

@@ -179,6 +179,12 @@ __global__ void write_colour(SmChannelDeviceHandle channel) { channel.write<Colo
 """
 
 
+def symbol_of(kernel: str, code: str) -> str:
+    """The symbol of a shipped kernel: its name, or the mangled one where the code has it in the namespace."""
+    mangled = re.search(rf"_ZN8proxyccl{len(kernel)}{kernel}E\w+", code)
+    return mangled[0] if mangled else kernel
+
+
 def shipped_without_dtype() -> list[Path]:
     return sorted(path for path in KERNEL_DIR.rglob("*.h") if "PROXYCCL_EXPORT_KERNEL(" in path.read_text())
 
