@@ -339,6 +339,7 @@ class _ProxycclExperts:
     output_buffers: int
     output_rows: int
     senders: int
+    kept_calls: int
     dropping_ids: int
     segment_bytes: int
     return_segment_bytes: int

@@ -147,7 +147,7 @@ typedef struct {
   uint32_t blocks; uint32_t segments; uint32_t segment_tokens;
   uint32_t local_combine; uint32_t weight_bytes; uint32_t chosen_per_rank; uint32_t padded_rows;
   uint32_t expert_alignment; uint32_t choice_packets; uint32_t weight_packets; uint32_t output_buffers;
-  uint32_t output_rows; uint32_t senders; uint32_t dropping_ids;
+  uint32_t output_rows; uint32_t senders; uint32_t kept_calls; uint32_t dropping_ids;
   uint64_t segment_bytes; uint64_t return_segment_bytes; uint64_t counts_offset; uint64_t slots_offset;
   uint64_t places_offset; uint64_t weights_offset; uint64_t routing_bytes; uint64_t slab_bytes;
   uint64_t announced; uint64_t inbox;

@@ -137,6 +137,8 @@ class Geometry:
         e.output_buffers, e.output_rows = (layout.buffers, layout.buffer_rows) if nodes == 1 else (0, 0)
         e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if layout.chosen_per_rank else config.weight.itemsize
         e.blocks = blocks
+        # So that few tokens, which are sent and received in halves, leave without a wait for any peer.
+        e.kept_calls = 2 if layout.padded_rows and nodes == 1 and not shape.local_combine else 1
         self._cut(config, blocks)
         self.announces = self._announce(config, layout.exact_rows)
         # A row may also hold a token's weights: `collect` returns them.
@@ -165,10 +167,11 @@ class Geometry:
         e.returned = areas.take(8 * local_size * blocks)
         e.summed = areas.take(8 * local_size * blocks)
         e.announced = areas.take(2 * 16 * ranks * (1 + e.choice_packets + e.weight_packets) if e.choice_packets else 0)
-        e.inbox = areas.take((2 if self.announces in ("ids", "masks") else 1) * local_size * e.slab_bytes)
+        inboxes = 2 if self.announces in ("ids", "masks") else e.kept_calls
+        e.inbox = areas.take(inboxes * local_size * e.slab_bytes)
         e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
         places = min(local_size, config.topk) if layout.chosen_per_rank else config.topk  # of a token's rows
-        e.returns = areas.take((local_size if shape.local_combine else places) * e.partial_bytes)
+        e.returns = areas.take(e.kept_calls * (local_size if shape.local_combine else places) * e.partial_bytes)
         e.return_rails = areas.take(nodes * places * e.partial_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
         e.loadable = areas.take(2 * 8 * local_size * blocks)

@@ -11,7 +11,7 @@ from proxyccl.device.errors import ArgumentError
 
 def ranks_as_ids(is_token_in_rank: torch.Tensor) -> torch.Tensor:
     """int32 [T, n]: the ranks of each token in ascending order, and -1 past the last. Where a token has more ranks than
-    a layer takes, the last entry is no rank, which the layer reports on all ranks.
+    a layer takes, the last entry is out of range, which the layer reports on all ranks.
     """
     ranks = is_token_in_rank.shape[1]
     numbers = torch.arange(ranks, dtype=torch.int32, device=is_token_in_rank.device)

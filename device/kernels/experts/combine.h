@@ -180,10 +180,11 @@ class Combine {
     team_.loadLookup();
   }
 
-  // Called by the block: waits until the node has summed the rows of the previous combine.
+  // Called by the block: waits until the node has summed the rows of the previous combine, or where two are kept of the
+  // one before it.
   PROXYCCL_DEVICE void awaitSummed() const {
     if (threadIdx.x < team_->local_size)
-      team_.await(team_.summed(threadIdx.x, block_), number_ - 1, team_.nearRank(threadIdx.x));
+      team_.await(team_.summed(threadIdx.x, block_), number_ - team_->kept_calls, team_.nearRank(threadIdx.x));
     __syncthreads();
   }
 
@@ -350,8 +351,9 @@ class Combine {
   PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k, uint32_t from) const {
     const uint32_t places = by_rank_ ? team_->local_size : topk_;
     const uint64_t segment = places * team_->return_segment_bytes;
-    const uint64_t area =
-        team_.isNear(source) ? team_->returns : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
+    const uint64_t area = team_.isNear(source)
+                              ? team_->returns + (number_ & (team_->kept_calls - 1)) * team_->blocks * segment
+                              : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
     return area + block_ * segment + (i * places + (by_rank_ ? from : k)) * stride_;
   }
   // A row's weight, stored after the row once for each piece: different groups write the pieces.

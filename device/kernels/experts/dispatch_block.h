@@ -58,7 +58,9 @@ class Dispatch {
         number_(experts.counters->dispatches + 1),
         choices_(experts, call),
         announced_(experts, experts.counters->routings + 1),
-        inbox_(kSharedMasks ? 0 : (experts.counters->routings + (call.redispatch ? 0 : 1)) % 2),
+        inbox_(kSharedMasks ? 0
+               : kAnnounced ? (experts.counters->routings + (call.redispatch ? 0 : 1)) % 2
+                            : static_cast<uint32_t>(number_) & (experts.kept_calls - 1)),
         segment_(blockIdx.x % experts.segments),
         topk_(experts.topk),
         own_(Segment::of(call.tokens, segment_, experts.segments)) {}
@@ -370,8 +372,9 @@ class Dispatch {
   }
   // Raises this block's flag on every rank of the node: it has read all data up to call `number`.
   PROXYCCL_DEVICE void raiseRead(uint32_t thread, uint64_t number) const;
-  // Waits until the node has read the previous dispatch, so that its slabs can be written again. Every block reads all
-  // routing, but only the rows of its own segment. A block that only sends writes to all segments.
+  // Waits until the node has read the previous dispatch, or where two are kept the one before it, so that its slabs can
+  // be written again. Every block reads all routing, but only the rows of its own segment. A block that only sends
+  // writes to all segments.
   PROXYCCL_DEVICE void awaitReaders() const;
   // Called by `threads` threads of the block: sets how many tokens each source has, and this block's segment of them.
   PROXYCCL_DEVICE void setSegments(uint32_t thread, uint32_t threads) const;
@@ -447,11 +450,9 @@ class Dispatch {
     return reinterpret_cast<int32_t*>(const_cast<char*>(routing) + team_->places_offset);
   }
   // Of this block's segment of a source.
-  PROXYCCL_DEVICE const char* routingOf(uint32_t source) const {
-    return team_.slabOf(number_, source) + team_.routingAt(segment_);
-  }
+  PROXYCCL_DEVICE const char* routingOf(uint32_t source) const { return slabOf(source) + team_.routingAt(segment_); }
   PROXYCCL_DEVICE const ProxycclExpertSegment& segmentOf(uint32_t source, uint32_t block) const {
-    return *reinterpret_cast<const ProxycclExpertSegment*>(team_.slabOf(number_, source) + team_.routingAt(block));
+    return *reinterpret_cast<const ProxycclExpertSegment*>(slabOf(source) + team_.routingAt(block));
   }
 
   // -- the descriptor ---
@@ -506,9 +507,15 @@ class Dispatch {
   // The inbox of rank `local` of the node for rows from rank `source_local`. If ids are announced there are two, by the
   // parity of the announcement. A rank writes rows n + 2 after it has received announcement n + 1 of every rank, which
   // each makes after it has read rows n; awaitPreviousReaders() acquires the flag that says so. A repeated dispatch
-  // uses the inbox of the last announcement, and waits until all ranks have read it.
+  // uses the inbox of the last announcement, and waits until all ranks have read it. If counts are sent, there is an
+  // inbox for each of the `kept_calls`.
   PROXYCCL_DEVICE char* inbox(uint32_t local, uint32_t source_local) const {
-    return team_.inbox(local, source_local) + (kAnnounced && inbox_ != 0 ? team_->local_size * team_->slab_bytes : 0);
+    return team_.inbox(inbox_, local, source_local);
+  }
+  // The data that `source` sent to this rank or its node.
+  PROXYCCL_DEVICE char* slabOf(uint32_t source) const {
+    const uint32_t local = team_.localOf(source), node = team_.nodeOf(source);
+    return node == team_->node ? inbox(team_->local_rank, local) : team_.peer(local) + team_.rail(number_, node);
   }
   // The offset in a slab of a row of this block's segment.
   PROXYCCL_DEVICE uint64_t rowAt(uint32_t place) const {
@@ -520,7 +527,7 @@ class Dispatch {
   const uint64_t number_;
   const Choices choices_;
   const typename AnnouncementIf<typename Mode::Announces>::Type announced_;
-  const uint32_t inbox_;  // which of the two, where ids are announced
+  const uint32_t inbox_;  // the number of the inbox that the call uses
   const uint32_t segment_, topk_;
   const Segment own_;
 };
@@ -585,7 +592,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitReaders() const {
   const uint32_t first = rows_alone ? segment_ : 0, count = rows_alone ? 1 : team_->segments;
 #pragma unroll 1
   for (uint32_t i = (threadIdx.x + blockDim.x / 2) % blockDim.x; i < team_->local_size * count; i += blockDim.x)
-    team_.await(team_.read(i / count, first + i % count), number_ - 1, team_.member(team_->node, i / count));
+    team_.await(team_.read(i / count, first + i % count), number_ - (kAnnounced ? 1 : team_->kept_calls),
+                team_.member(team_->node, i / count));
 }
 
 template <class Mode>

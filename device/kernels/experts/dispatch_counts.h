@@ -14,7 +14,7 @@ namespace proxyccl {
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::route() const {
-  char* own = team_.inbox(team_->local_rank, team_->local_rank) + team_.routingAt(segment_);
+  char* own = inbox(team_->local_rank, team_->local_rank) + team_.routingAt(segment_);
   uint32_t* counts = countsOf(own);
   const uint32_t n = own_.tokens * topk_, experts = team_.experts();
   const uint32_t chosen = team_->world_size * team_->chosen_per_rank;
@@ -77,7 +77,7 @@ template <class Mode>
 template <class Body>
 PROXYCCL_DEVICE void Dispatch<Mode>::toNode(Body body) const {
 #pragma unroll 1
-  for (uint32_t l = 0; l < team_->local_size; ++l) body(team_.inbox(l, team_->local_rank) + team_.routingAt(segment_));
+  for (uint32_t l = 0; l < team_->local_size; ++l) body(inbox(l, team_->local_rank) + team_.routingAt(segment_));
 }
 
 template <class Mode>
@@ -202,7 +202,7 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::gatherCounts(const Group& group, Gathered* 
   __syncthreads();
   for (uint32_t i = group.number; i < ranks * segments; i += Group::count()) {
     const uint32_t source = i / segments, segment = i % segments;
-    const char* routing = team_.slabOf(number_, source) + team_.routingAt(segment);
+    const char* routing = slabOf(source) + team_.routingAt(segment);
     const auto* head = reinterpret_cast<const ProxycclExpertSegment*>(routing);
     if (group.lane == 0 && head->bad_slot != ~0u) atomicMin(&bad_rank, source);
     if (group.lane == 0 && head->wanted_tokens != 0) atomicMax(&wanted_tokens, head->wanted_tokens);
@@ -280,8 +280,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::prepareReceive(uint32_t rows) const {
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < n * before; i += blockDim.x) {
     const uint32_t segment = i / before;
-    own += countsOf(team_.slabOf(number_, segment / team_->segments) +
-                    team_.routingAt(segment % team_->segments))[i % before];
+    own += countsOf(slabOf(segment / team_->segments) + team_.routingAt(segment % team_->segments))[i % before];
   }
   if (own != 0) atomicAdd(&range.first, own);
   __syncthreads();
@@ -317,7 +316,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeCounts(uint32_t rows) const {
   __syncthreads();
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < ranks * experts; i += blockDim.x) {
-    const char* slab = team_.slabOf(number_, i / experts);
+    const char* slab = slabOf(i / experts);
     uint32_t slots = 0;
 #pragma unroll 8
     for (uint32_t b = 0; b < team_->segments; ++b) slots += countsOf(slab + team_.routingAt(b))[i % experts];

@@ -101,7 +101,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::receiveItem(const Group& group, uint32_t it
       const char* from = call_.input + token * call_.row_bytes;
       if (source != team_->rank) {
         awaitItem(group, item, source, arrived);
-        const char* slab = kAnnounced ? inbox(team_->local_rank, team_.localOf(source)) : team_.slabOf(number_, source);
+        const char* slab = kAnnounced ? inbox(team_->local_rank, team_.localOf(source)) : slabOf(source);
         from = slab + rowAt(place);
       }
       const Piece piece(call_.row_bytes, segment, item);

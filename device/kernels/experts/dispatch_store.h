@@ -41,7 +41,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::placeOutgoing() const {
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < (own + 1) * segments * ranks; i += blockDim.x) {
     const uint32_t source = i / ranks / segments, segment = i / ranks % segments, rank = i % ranks;
-    const uint32_t rows = countsOf(team_.slabOf(number_, source) + team_.routingAt(segment))[rank];
+    const uint32_t rows = countsOf(slabOf(source) + team_.routingAt(segment))[rank];
     if (source == own) {
       first[rank * segments + segment] = rows;
     } else if (rows != 0) {
@@ -67,7 +67,7 @@ PROXYCCL_DEVICE uint32_t Dispatch<Mode>::placeIncoming() const {
   uint32_t* first = firstRowsHere();
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < n; i += blockDim.x)
-    first[i] = countsOf(team_.slabOf(number_, i / segments) + team_.routingAt(i % segments))[team_->rank];
+    first[i] = countsOf(slabOf(i / segments) + team_.routingAt(i % segments))[team_->rank];
   setSegments(threadIdx.x, blockDim.x);
   __syncthreads();
   return exclusiveScan(first, nullptr, n);
@@ -110,7 +110,7 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::describeAll(uint32_t thread, uint32_t threads) const {
   const uint32_t segments = team_->segments;
   for (uint32_t source = 0; source < team_->world_size; ++source) {
-    const char* slab = team_.slabOf(number_, source);
+    const char* slab = slabOf(source);
     const uint32_t tokens = tokensOf()[source];
 #pragma unroll 1
     for (uint32_t n = thread; n < tokens * topk_; n += threads) {
@@ -224,7 +224,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const 
   if (stores) placeOutgoing();
   const uint32_t rows = placeIncoming(), segments = team_->segments;
   const uint32_t* first = stores ? firstRowsThere() : firstRowsHere();  // the rank is a source there
-  const char* slab = team_.slabOf(number_, team_->rank);
+  const char* slab = slabOf(team_->rank);
   storeInTurns(
       group, rows, topk_, [&](uint32_t thread, uint32_t threads) { describeAll(thread, threads); },
       [&](uint32_t item, uint32_t k, uint32_t* rank, int32_t* row) {

@@ -219,8 +219,9 @@ class ExpertTeam {
   }
 
   // -- slabs ---
-  PROXYCCL_DEVICE char* inbox(uint32_t local, uint32_t source_local) const {
-    return peer(local) + e_.inbox + source_local * e_.slab_bytes;
+  // In the first inbox, or the second.
+  PROXYCCL_DEVICE char* inbox(uint32_t number, uint32_t local, uint32_t source_local) const {
+    return peer(local) + e_.inbox + (number * e_.local_size + source_local) * e_.slab_bytes;
   }
   // Offsets in a workspace.
   PROXYCCL_DEVICE uint64_t rail(uint64_t call, uint32_t node) const {
@@ -228,11 +229,6 @@ class ExpertTeam {
   }
   PROXYCCL_DEVICE uint64_t outbox(uint64_t call, uint32_t node) const {
     return e_.outbox + (call % 2 * e_.nodes + node) * e_.slab_bytes;
-  }
-  // The address of the data that `source` sent to this rank or its node.
-  PROXYCCL_DEVICE char* slabOf(uint64_t call, uint32_t source) const {
-    const uint32_t local = localOf(source), node = nodeOf(source);
-    return node == e_.node ? e_.workspace + e_.inbox + local * e_.slab_bytes : peer(local) + rail(call, node);
   }
   PROXYCCL_DEVICE uint64_t routingAt(uint32_t segment) const { return segment * e_.routing_bytes; }
   PROXYCCL_DEVICE uint64_t rowAt(uint32_t segment, uint32_t place, uint64_t stride) const {

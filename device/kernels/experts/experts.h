@@ -19,17 +19,19 @@
  * there.
  *
  * - announced [2][…]: packets: the choices and weights of every rank
- * - inbox [local_size], where choices are announced [2][local_size]: data from the ranks of the node
+ * - inbox [local_size], where choices are announced, or with kept_calls, [2][local_size]: data from the ranks of the
+ *   node
  * - rail [2][nodes]: data for this node from this rank's counterparts on other nodes; all ranks of the node read it
  *   here
  * - outbox [2][nodes]: this rank's data for its counterparts; the proxy reads it
- * - returns: experts' rows on their way back to the tokens' ranks; return_rails: the same to rails
+ * - returns [kept_calls]: experts' rows on their way back to the tokens' ranks; return_rails: the same to rails
  * - partial_in, partial_out [2][nodes]: sums of a node on their way back to the tokens' ranks
  * - outputs [output_buffers]: rows [output_rows], and their scales
  *
  * Data between nodes is double-buffered by the parity of the call. No flag guards it: a rank sends call n + 1 after its
  * node has read call n, and starts call n + 2 after it has received call n + 1 from every node. Within a node readers
- * raise a flag when they have read.
+ * raise a flag when they have read. With kept_calls = 2 a rank waits for the flag of call n before it sends call n + 2.
+ * It never waits long: it has received call n + 1 from every rank, and each had read call n before it sent that.
  */
 #ifndef PROXYCCL_EXPERTS_H
 #define PROXYCCL_EXPERTS_H
@@ -130,7 +132,9 @@ typedef struct ProxycclExperts {
   uint32_t expert_alignment;               /* each expert's rows begin at a multiple of it, if not 0 */
   uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
   uint32_t output_buffers, output_rows;    /* how many, the last for a combine's rows; rows that each has room for */
-  uint32_t senders; /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is one */
+  uint32_t senders;    /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is one */
+  uint32_t kept_calls; /* 2: inbox and returns are double-buffered, so that a call sends before peers have read the
+                          previous one; else 1 */
   uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
   uint64_t segment_bytes;        /* of the rows of a segment, at most */
   uint64_t return_segment_bytes; /* the same for a combine, with one row per token */
