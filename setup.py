@@ -29,7 +29,7 @@ def kernel_libraries() -> dict[str, str]:
                 for kernel in ("combine", "expert_weigh", "expert_quantize", *scaled * (each.itemsize == 2))
             ]
     return {
-        "moves": '#include "moves.h"\n#include "send_receive.h"\n#include "signal_peer.h"\n',
+        "moves": '#include "moves.h"\n#include "send_receive.h"\n#include "signal_peer.h"\n#include "engram_fetch.h"\n',
         "experts": "".join(experts),
         **{
             each.name: f'#include "execute_plan.h"\n#include "host_library.h"\n{each.c_check()}'

@@ -46,6 +46,7 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
     *(("experts/quantize.h", "expert_quantize", dtype, None) for dtype in TOKEN_DTYPES),
     ("moves.h", "barrier", None, None),
     ("signal_peer.h", "signal_peer", None, None),
+    ("engram_fetch.h", "engram_fetch_impl", None, None),
 )
 COLLECTIVE_KERNELS: tuple[Shipped, ...] = tuple(
     (kernel.file, kernel.name, dtype, "sum" if dtype else None)

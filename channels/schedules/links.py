@@ -1,6 +1,10 @@
-"""The channels that schedules use: three to each peer, as posts and sends overwrite only words of their kind."""
+"""The channels that schedules use: those of collectives are three to each peer, as posts and sends overwrite only words
+of their kind.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from proxyccl.channels.group import Group
 from proxyccl.proxy.codec import Codec
@@ -26,14 +30,26 @@ class ScheduleLinks:
     """
 
     def __init__(self, group: Group) -> None:
-        links = group.links
         peers = [peer for peer in range(group.world_size) if peer != group.rank]
-        own = {peer: [links.proxy.reserve_channel(links.connection(peer)) for _ in range(_KINDS)] for peer in peers}
-        answers = group.exchange.all_gather(own, _IDS, "schedules")
-        self.posts, self.scratch_posts, self.sends = (
-            {peer: own[peer][kind] for peer in peers} for kind in range(_KINDS)
-        )
-        for peer in peers:
-            for channel, theirs in zip(own[peer], answers[peer][group.rank], strict=True):
-                word, handle = links.semaphore(peer, theirs), links.semaphore_handle(peer, theirs)
-                links.proxy.set_channel(channel, links.connection(peer), word, handle=handle)
+        self.posts, self.scratch_posts, self.sends = schedule_channels(group, peers, _KINDS)
+
+
+def schedule_channels(group: Group, peers: Sequence[int], kinds: int) -> list[dict[int, int]]:
+    """Channels to each of some peers, by kind and peer. All ranks make them together.
+
+    Args:
+        group: the ranks.
+        peers: others, each of which names this rank too.
+        kinds: how many there are to each.
+
+    Raises:
+        ResourceError: channel ids ran out.
+    """
+    links = group.links
+    own = {peer: [links.proxy.reserve_channel(links.connection(peer)) for _ in range(kinds)] for peer in peers}
+    answers = group.exchange.all_gather(own, _IDS, "schedules")
+    for peer in peers:
+        for channel, theirs in zip(own[peer], answers[peer][group.rank], strict=True):
+            word, handle = links.semaphore(peer, theirs), links.semaphore_handle(peer, theirs)
+            links.proxy.set_channel(channel, links.connection(peer), word, handle=handle)
+    return [{peer: own[peer][kind] for peer in peers} for kind in range(kinds)]

@@ -8,7 +8,8 @@ from proxyccl.channels.expert_parallel.numbers import whole_number
 
 _RANKS_OF_A_NODE = 8  # above which DeepEP's callers expect a buffer for RDMA
 _ALIGNMENT = 128
-_ELASTIC_ALIGNMENT = 2 << 20
+ELASTIC_ALIGNMENT = 2 << 20
+"""Sizes of an elastic buffer are multiples of it."""
 MOST_BYTES = 2**62
 """The largest size that a caller may state for a buffer."""
 
@@ -79,7 +80,7 @@ def elastic_size_hint(ranks: int, max_tokens: int, hidden: int, topk: int, *, fl
     hidden, topk = whole_number("hidden", hidden, 0), whole_number("num_topk", topk, 0)
     dispatched = ranks * max_tokens * hidden * (1 if float8 else 2)
     combined = min(ranks, topk or ranks) * max_tokens * hidden * 2
-    return _aligned(max(dispatched, combined), _ELASTIC_ALIGNMENT)
+    return _aligned(max(dispatched, combined), ELASTIC_ALIGNMENT)
 
 
 def _aligned(nbytes: int, to: int = _ALIGNMENT) -> int:

@@ -1,23 +1,24 @@
-"""ElasticBuffer: the calls of DeepEP 2.1.0 for mixtures of experts."""
+"""ElasticBuffer: the calls of DeepEP 2.1.0. Those for mixtures of experts are here, the others in its bases."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.deep_ep import elastic_calls
 from proxyccl.deep_ep.arguments import ELASTIC, require_ids, require_seconds, require_stats
-from proxyccl.deep_ep.config import MOST_BYTES, elastic_size_hint
-from proxyccl.deep_ep.connected import LEAST_TIMEOUT_SECONDS, Connected
+from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT, MOST_BYTES, elastic_size_hint
+from proxyccl.deep_ep.connected import LEAST_TIMEOUT_SECONDS
 from proxyccl.deep_ep.elastic_calls import Options
 from proxyccl.deep_ep.elastic_handle import EPHandle
+from proxyccl.deep_ep.engram import EngramCalls
 from proxyccl.deep_ep.handles import Rows
+from proxyccl.deep_ep.pipeline import PipelineCalls
 from proxyccl.deep_ep.refusals import refuse, refuse_unknown
+from proxyccl.deep_ep.sessions import SessionCalls, size_of
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.flags import as_flag
@@ -25,29 +26,14 @@ from proxyccl.device.flags import as_flag
 _SMS_BESIDE_OTHERS, _SMS_ALONE = 24, 64
 
 
-def _refused(call: str, reason: str) -> Callable[..., NoReturn]:
-    """A method that is not supported."""
-
-    def method(*arguments: Any, **options: Any) -> NoReturn:
-        raise refuse(f"ElasticBuffer.{call}", reason)
-
-    method.__name__, method.__doc__ = call, f"Not supported: {reason}."
-    return method
-
-
-_ENGRAM = "its memory belongs to layers; there is no store of entries"
-_PIPELINE = "use send and recv of the buffer's communicator"
-_SESSIONS = "use all_gather and reduce_scatter of the buffer's communicator"
-
-
-class ElasticBuffer(Connected):
-    """Dispatch and combine for the ranks of a group. All ranks make it together and make the same calls.
+class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
+    """Calls for the ranks of a group. All ranks make it together, and make the same calls unless those say otherwise.
 
     Args:
         group: a process group of torch, of any backend, an MPI communicator, or a `Communicator`.
         num_bytes: kept for callers that compare it; None for `get_buffer_size_hint`. Memory is allocated when a call
             needs it.
-        num_cpu_bytes: must be 0.
+        num_cpu_bytes: the part of num_bytes for the rows of `engram_write`, in the host's memory; a multiple of 2 MiB.
         num_max_tokens_per_rank: the most tokens of one rank, for calls that don't say; the same on all.
         hidden, num_topk, use_fp8_dispatch: for `get_buffer_size_hint`.
         deterministic: without effect: rows always have this order.
@@ -69,7 +55,7 @@ class ElasticBuffer(Connected):
 
     Raises:
         ArgumentError: the group is None, or a number is wrong.
-        NotImplementedError: num_cpu_bytes, or across nodes allow_multiple_reduction=False.
+        NotImplementedError: across nodes allow_multiple_reduction=False.
         CommunicatorError: a peer failed or did not arrive; see its subclasses.
     """
 
@@ -96,10 +82,13 @@ class ElasticBuffer(Connected):
         refuse_unknown("ElasticBuffer", others)
         if group is None:
             raise ArgumentError("group", "must be a process group, not None")
-        if num_cpu_bytes:
-            raise refuse("ElasticBuffer(num_cpu_bytes=)", _ENGRAM)
         if num_bytes is not None:
             num_bytes = whole_number("num_bytes", num_bytes, 0, MOST_BYTES)
+        num_cpu_bytes = whole_number("num_cpu_bytes", num_cpu_bytes, 0, MOST_BYTES)
+        if num_cpu_bytes % ELASTIC_ALIGNMENT or num_cpu_bytes > (num_bytes or 0):
+            raise ArgumentError(
+                "num_cpu_bytes", f"is {num_cpu_bytes}; expected a multiple of {ELASTIC_ALIGNMENT} up to num_bytes"
+            )
         num_max_tokens_per_rank = whole_number("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
         hidden, num_topk = whole_number("hidden", hidden, 0), whole_number("num_topk", num_topk, 0)
         whole_number("sl_idx", sl_idx, 0)
@@ -129,7 +118,7 @@ class ElasticBuffer(Connected):
             num_bytes = elastic_size_hint(
                 self.num_ranks, num_max_tokens_per_rank, hidden, num_topk, float8=use_fp8_dispatch
             )
-        self.num_bytes = num_bytes
+        self.num_bytes, self.num_cpu_bytes = num_bytes, num_cpu_bytes
 
     # -- queries ---
 
@@ -144,9 +133,8 @@ class ElasticBuffer(Connected):
         allow_multiple_reduction: bool = True,
     ) -> int:
         """Bytes that callers compare with `num_bytes`, a multiple of 2 MiB; see `elastic_size_hint`."""
-        ranks = group.world_size if isinstance(group, Communicator) else _size_of(group)
         float8 = as_flag(use_fp8_dispatch, "use_fp8_dispatch")
-        return elastic_size_hint(ranks, num_max_tokens_per_rank, hidden, num_topk, float8=float8)
+        return elastic_size_hint(size_of(group), num_max_tokens_per_rank, hidden, num_topk, float8=float8)
 
     @staticmethod
     def capture() -> EventHandle:
@@ -178,36 +166,13 @@ class ElasticBuffer(Connected):
         """Always 0, which leaves the choice to the buffer: its proxies have their own queue pairs."""
         return 0
 
-    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
-        """Makes the current stream wait until all ranks have made this call.
-
-        Args:
-            use_comm_stream, sequential: without effect.
-            with_cpu_sync: wait on the CPU too, for all streams of the GPU, before and after it.
-        """
-        self._usable()
-        on_gpu = self._stream is not None
-        if on_gpu and with_cpu_sync:
-            self.communicator.synchronize()
-        self.communicator.barrier(stream=torch.cuda.current_stream() if on_gpu else None)
-        if on_gpu and with_cpu_sync:
-            self.communicator.synchronize()
-
-    get_engram_storage_size_hint = _refused("get_engram_storage_size_hint", _ENGRAM)
-    engram_write = _refused("engram_write", _ENGRAM)
-    engram_fetch = _refused("engram_fetch", _ENGRAM)
-    get_pp_buffer_size_hint = _refused("get_pp_buffer_size_hint", _PIPELINE)
-    pp_set_config = _refused("pp_set_config", _PIPELINE)
-    pp_send = _refused("pp_send", _PIPELINE)
-    pp_recv = _refused("pp_recv", _PIPELINE)
-    get_agrs_num_max_session_bytes = _refused("get_agrs_num_max_session_bytes", _SESSIONS)
-    get_agrs_buffer_size_hint = _refused("get_agrs_buffer_size_hint", _SESSIONS)
-    agrs_set_config = _refused("agrs_set_config", _SESSIONS)
-    agrs_get_inplace_tensor = _refused("agrs_get_inplace_tensor", _SESSIONS)
-    agrs_new_session = _refused("agrs_new_session", _SESSIONS)
-    create_agrs_session = _refused("create_agrs_session", _SESSIONS)
-    destroy_agrs_session = _refused("destroy_agrs_session", _SESSIONS)
-    all_gather = _refused("all_gather", _SESSIONS)
+    def destroy(self) -> None:
+        """See `Connected.destroy`."""
+        if self.explicitly_destroy and self._layers is not None:
+            self._close_pipeline()
+            self._close_sessions()
+            self._close_engram()
+        super().destroy()
 
     # -- mixtures of experts ---
 
@@ -388,7 +353,3 @@ class ElasticBuffer(Connected):
         if not isinstance(handle, EPHandle):
             raise ArgumentError("handle", f"must be what dispatch returned, not {type(handle).__name__}")
         super()._require_current(handle)
-
-
-def _size_of(group: Any) -> int:
-    return int(group.Get_size() if hasattr(group, "Get_size") else group.size())

@@ -42,23 +42,6 @@ SIGNATURES = {
     "get_theoretical_num_sms": "num_experts num_topk num_scaleout_topk=0 rdma_gbs=0 nvlink_gbs=0 sm_read_gbs=200 "
     "sm_write_gbs=50",
 }
-REFUSED = [
-    "engram_write",
-    "engram_fetch",
-    "get_engram_storage_size_hint",
-    "pp_set_config",
-    "pp_send",
-    "pp_recv",
-    "get_pp_buffer_size_hint",
-    "create_agrs_session",
-    "destroy_agrs_session",
-    "agrs_new_session",
-    "agrs_set_config",
-    "agrs_get_inplace_tensor",
-    "all_gather",
-    "get_agrs_num_max_session_bytes",
-    "get_agrs_buffer_size_hint",
-]
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=str)
@@ -354,9 +337,7 @@ def test_what_is_refused(one: Ranks) -> None:
         for what, call in {
             "do_expand": lambda: buffer.dispatch(x, do_expand=True, **repeated),
             "do_expand=": lambda: buffer.dispatch(x, handle=expanded),
-            "num_cpu_bytes": lambda: deep_ep.ElasticBuffer(comm, num_cpu_bytes=1 << 21),
             "use_nvfp4": lambda: dispatched(buffer, mixture, use_nvfp4=True),
-            **{f"ElasticBuffer.{name}:": getattr(buffer, name) for name in REFUSED},
         }.items():
             refused(what, call, NotImplementedError)
         buffer.destroy()

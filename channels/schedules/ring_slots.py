@@ -1,0 +1,182 @@
+"""Sends between neighbours in the ring of ranks that wait for no receive, as long as the neighbour has a free slot.
+
+Each rank has some slots for each neighbour, to send from and to receive in, which are filled in turn. A send copies to
+a slot of this rank, on the caller's stream, and the proxy moves it to the neighbour's. A receive copies it out of
+there and frees the slot by a signal. See DESIGN.md.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from proxyccl.channels.group import Group
+from proxyccl.channels.memory import allocate, register
+from proxyccl.channels.schedules.links import schedule_channels
+from proxyccl.channels.schedules.rings import ScheduleRings, Step
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.runtime import Event, StreamLike
+from proxyccl.device.stream_operations import CopyBytes, StreamOperations
+from proxyccl.proxy.schedule import Schedule, ScheduleReceive, ScheduleSend
+
+_MOST_PREPARED = 1024
+_COPY = 1  # of a receive's steps: words, the copy, words
+
+
+class _Flow:
+    """What goes from one rank to a neighbour.
+
+    Attributes:
+        channel: its data go one way on it, and signals for free slots the other.
+        count: of the sends, or of the receives, that this rank has made.
+        begin: where this rank's slots for it begin in its memory.
+        sent: by slot, the end of its latest send; only on GPUs.
+    """
+
+    def __init__(self, channel: int, begin: int) -> None:
+        self.channel, self.begin = channel, begin
+        self.count = 0
+        self.sent: dict[int, Event] = {}
+
+
+class RingSlots:
+    """Slots between the ranks of a group and their neighbours. All ranks make it together, with the same numbers.
+
+    Sends and receives of one rank run one after the other, whatever their streams, in the order of the calls. A send
+    holds up its stream only until its data are copied to a slot of this rank.
+
+    Args:
+        group: at least two ranks. No other part of it may ring schedules at the same time.
+        slot_bytes: most bytes of a send.
+        slots: how many sends of a rank to a neighbour may have no receive yet. The next one waits for a receive.
+
+    Attributes:
+        neighbours: the ranks before and after this one, which may be one and the same.
+
+    Raises:
+        ResourceError: the device has no room, or a proxy has none for more memory or channels.
+        ArgumentError: a neighbour's memory can't be reached.
+    """
+
+    def __init__(self, group: Group, slot_bytes: int, slots: int) -> None:
+        self._group, self._slot_bytes, self._slots = group, slot_bytes, slots
+        self.neighbours = _neighbours(group.rank, group.world_size)
+        up, down = schedule_channels(group, self.neighbours, 2)  # to ranks with higher numbers, and with lower ones
+        self._array = allocate(group, 2 * len(self.neighbours) * slots * slot_bytes, "uint8", symmetric=True)
+        self._memory = register(group, self._array)
+        self._rings = ScheduleRings(group)
+        self._lock = threading.Lock()
+        self._prepared: dict[tuple[int, bool, int, int], StreamOperations] = {}
+        self._stream = None if group.runtime.name == "host" else group.runtime.create_stream()
+        self._sends: dict[int, _Flow] = {}
+        self._receives: dict[int, _Flow] = {}
+        for number, peer in enumerate(self.neighbours):
+            to, back = (up, down) if peer > group.rank else (down, up)
+            self._receives[peer] = _Flow(back[peer], self._begin(number))
+            self._sends[peer] = _Flow(to[peer], self._begin(len(self.neighbours) + number))
+        group.exchange.barrier("slots: all have made them")
+
+    def send(self, view: ArrayView, peer: int, stream: StreamLike) -> None:
+        """Sends an array to a neighbour. It may be changed by later work of the stream.
+
+        Args:
+            view: at most `slot_bytes`.
+            peer: a neighbour.
+            stream: None on the host runtime: then the call returns when the array is in the neighbour's slot.
+
+        Raises:
+            CommunicatorError: the group has failed.
+        """
+        group, flow = self._group, self._sends[peer]
+        with self._lock:
+            group.failure.require_usable()
+            slot = flow.count % self._slots
+            ring = self._ring(peer, slot, view.nbytes, sends=True)
+            at = self._array.ptr + flow.begin + slot * self._slot_bytes
+            if self._stream is None:
+                group.runtime.copy(at, view.ptr, view.nbytes)
+                group.launches.launch(ring, None, ())
+            else:
+                handle, own = group.runtime.stream_handle(stream), self._stream.handle
+                if slot in flow.sent:
+                    group.runtime.wait_event(handle, flow.sent[slot])
+                group.runtime.copy(at, view.ptr, view.nbytes, handle)
+                group.runtime.order_streams(handle, own)
+                group.launches.launch(ring, self._stream, ())
+                flow.sent.setdefault(slot, group.runtime.create_event()).record(own)
+            flow.count += 1
+
+    def receive(self, view: ArrayView, peer: int, stream: StreamLike) -> None:
+        """Receives an array from a neighbour, whose sends arrive in order. Arguments and errors as for `send`."""
+        flow = self._receives[peer]
+        with self._lock:
+            slot = flow.count % self._slots
+            ring = self._ring(peer, slot, view.nbytes, sends=False)
+            if view.nbytes:
+                source = self._array.ptr + flow.begin + slot * self._slot_bytes
+                ring.set_copy(_COPY, CopyBytes(view.ptr, source, view.nbytes))
+            self._group.launches.launch(ring, stream, (view.owner,))
+            flow.count += 1
+
+    def close(self) -> None:
+        """Frees the slots. All ranks call it together; it waits for the work of all."""
+        self._group.synchronize()
+        self._group.exchange.barrier("slots: all have ended")
+        self._prepared.clear()
+        self._memory.close()
+        self._array.free()
+        for event in (event for flow in self._sends.values() for event in flow.sent.values()):
+            event.close()
+        if self._stream is not None:
+            self._stream.close()
+
+    def _begin(self, number: int) -> int:
+        return number * self._slots * self._slot_bytes
+
+    def _ring(self, peer: int, slot: int, nbytes: int, *, sends: bool) -> StreamOperations:
+        """A stream's operations for a send or a receive; kept for the next one like it."""
+        waits = sends and self._sends[peer].count >= self._slots
+        key = peer, sends, slot, nbytes << 1 | waits
+        if key not in self._prepared:
+            if len(self._prepared) == _MOST_PREPARED:
+                del self._prepared[next(iter(self._prepared))]
+            make = self._sending(peer, slot, nbytes, waits=waits) if sends else self._receiving(peer, slot, nbytes)
+            self._prepared[key] = self._rings.prepare(make)
+        return self._prepared[key]
+
+    def _sending(self, peer: int, slot: int, nbytes: int, *, waits: bool) -> list[Step]:
+        flow, rings = self._sends[peer], self._rings
+        at_peer = _neighbours(peer, self._group.world_size).index(self._group.rank)
+        send = ScheduleSend(
+            flow.channel,
+            self._memory.source_id(peer),
+            flow.begin + slot * self._slot_bytes,
+            nbytes,
+            dst_memory=self._memory.peer_id(peer),
+            dst_offset=self._begin(at_peer) + slot * self._slot_bytes,
+            gate=1 if waits else 0,
+        )
+        if not waits:
+            return [Schedule(sends=(send,)), *rings.end()]
+        freed = ScheduleReceive(flow.channel, stage=0)
+        return [Schedule(sends=(send,), receives=(freed,)), rings.stage(0, 1), rings.open_gate(1), *rings.end(1)]
+
+    def _receiving(self, peer: int, slot: int, nbytes: int) -> list[Step]:
+        flow, rings = self._receives[peer], self._rings
+        frees = ScheduleSend(
+            flow.channel, self._memory.source_id(peer), 0, 0, dst_memory=self._memory.peer_id(peer), gate=1
+        )
+        came = ScheduleReceive(flow.channel, stage=0)
+        source = self._array.ptr + flow.begin + slot * self._slot_bytes
+        copy = CopyBytes(source + 1, source, nbytes)  # each receive sets its own
+        return [
+            Schedule(sends=(frees,), receives=(came,)),
+            rings.stage(0, 1),
+            copy,
+            rings.open_gate(1),
+            *rings.end(1),
+        ]
+
+
+def _neighbours(rank: int, world_size: int) -> Sequence[int]:
+    return sorted({(rank - 1) % world_size, (rank + 1) % world_size})

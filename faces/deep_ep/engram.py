@@ -1,0 +1,152 @@
+"""ElasticBuffer's memory of embeddings: rows that each rank stores, and all ranks read by their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from proxyccl.channels.expert_parallel.numbers import whole_number
+from proxyccl.channels.stored_rows import StoredRows
+from proxyccl.deep_ep.arguments import require_tensor
+from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT
+from proxyccl.deep_ep.elastic_base import ElasticBase, aligned, bytes_of
+from proxyccl.deep_ep.float8 import column_major
+from proxyccl.deep_ep.refusals import refuse
+from proxyccl.deep_ep.utils import EventHandle
+from proxyccl.device.arrays.array import as_view
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.flags import as_flag
+
+_ROW_ALIGNMENT = 32
+
+Fetched = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class EngramCalls(ElasticBase):
+    """Rows in pinned memory of the ranks' host, read by a kernel, as only the device knows their numbers."""
+
+    _stored: StoredRows | None = None
+    _row_type = torch.bfloat16
+    _hidden = 0
+    _factors: torch.Tensor | None = None
+
+    @staticmethod
+    def get_engram_storage_size_hint(
+        num_entries: int, hidden: int, num_max_tokens_per_rank: int, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[int, int]:
+        """The least sizes for a buffer with Engram storage, multiples of 2 MiB.
+
+        Args:
+            num_entries: rows that a rank stores.
+            hidden: elements of a row.
+            num_max_tokens_per_rank: most rows that a rank fetches at once.
+            dtype: of the elements.
+
+        Returns:
+            Bytes for fetched rows, and `num_cpu_bytes`; `num_bytes` is their sum.
+
+        Raises:
+            ArgumentError: a number is negative, or not an integer.
+        """
+        row = aligned(whole_number("hidden", hidden, 0) * dtype.itemsize, _ROW_ALIGNMENT)
+        fetched = row * whole_number("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
+        stored = row * whole_number("num_entries", num_entries, 0)
+        return aligned(fetched, ELASTIC_ALIGNMENT), aligned(stored, ELASTIC_ALIGNMENT)
+
+    def engram_write(self, storage: torch.Tensor, sf: torch.Tensor | None = None) -> None:
+        """Stores this rank's rows. All ranks call it together; it waits for the earlier work of all, on the CPU too.
+
+        Args:
+            storage: contiguous [entries, hidden], bfloat16, or float8_e4m3fn with `sf`. Of the same shape on all ranks.
+            sf: scales of all ranks' rows, contiguous [all entries, n] of 4 bytes each, the same on all ranks; kept, not
+                copied.
+
+        Raises:
+            ArgumentError: an argument is wrong, ranks differ, or the rows do not fit in `num_cpu_bytes`. Nothing was
+                stored.
+            NotImplementedError: the ranks are on several nodes.
+            CommunicatorError: a peer failed; see its subclasses.
+        """
+        self._usable()
+        require_tensor("storage", storage, (None, None), (torch.bfloat16, torch.float8_e4m3fn))
+        _, view = bytes_of(self.communicator.group, "storage", storage)
+        entries, hidden = storage.shape
+        if not view.nbytes:
+            raise ArgumentError("storage", f"has shape {list(storage.shape)}; expected rows")
+        if (sf is not None) != (storage.dtype == torch.float8_e4m3fn):
+            raise ArgumentError("sf", "must be given with storage of float8_e4m3fn, and only then")
+        if sf is not None:
+            require_tensor("sf", sf, (entries * self.num_ranks, None), (torch.float32, torch.int32))
+            bytes_of(self.communicator.group, "sf", sf)
+        if view.nbytes > self.num_cpu_bytes:
+            raise ArgumentError(
+                "storage", f"has {view.nbytes} bytes; num_cpu_bytes of the buffer is {self.num_cpu_bytes}"
+            )
+        if self.num_rdma_ranks > 1:
+            raise refuse("ElasticBuffer.engram_write across nodes", "rows are read where they lie")
+        if self._stored is None:
+            self._stored = StoredRows(self.communicator.group, self.num_cpu_bytes)
+        self._stored.write(view, hidden * storage.itemsize)
+        self._row_type, self._hidden, self._factors = storage.dtype, hidden, sf
+
+    def engram_fetch(
+        self, indices: torch.Tensor, num_qps: int = 0, use_tma_aligned_col_major_sf: bool = False
+    ) -> Callable[[], Fetched]:
+        """Reads rows of all ranks, on the current stream. Other ranks need not call it.
+
+        Args:
+            indices: int32, contiguous [tokens, n]: row i of rank r has number r * entries + i. A number without a row
+                gives zeros; on CPU tensors it is refused.
+            num_qps: without effect.
+            use_tma_aligned_col_major_sf: lay scales out by columns, each beginning at a multiple of 16 bytes.
+
+        Returns:
+            A hook that makes the current stream wait for the rows. It returns them, [tokens, n * hidden], and their
+            scales, [tokens, n * scales of a row], or None without scales.
+
+        Raises:
+            ArgumentError: an argument is wrong, nothing was stored, or the rows do not fit in the part of `num_bytes`
+                that is not `num_cpu_bytes`.
+            CommunicatorError: a peer failed; see its subclasses.
+        """
+        self._usable()
+        whole_number("num_qps", num_qps, 0)
+        by_columns = as_flag(use_tma_aligned_col_major_sf, "use_tma_aligned_col_major_sf")
+        require_tensor("indices", indices, (None, None), (torch.int32,))
+        bytes_of(self.communicator.group, "indices", indices)
+        stored = self._stored
+        if stored is None or not stored.entries:
+            raise ArgumentError("storage", "is not known; call engram_write first")
+        tokens, each = indices.shape
+        room = self.num_bytes - self.num_cpu_bytes
+        if indices.numel() * stored.row_bytes > room:
+            raise ArgumentError(
+                "indices",
+                f"names {indices.numel()} rows of {stored.row_bytes} bytes; the buffer has {room} bytes for them, "
+                "num_bytes less num_cpu_bytes",
+            )
+        if self._stream is None and indices.numel():
+            least, most = int(indices.min()), int(indices.max())
+            rows = self.num_ranks * stored.entries
+            if least < 0 or most >= rows:
+                raise ArgumentError("indices", f"are {least} to {most}; expected 0 to {rows - 1}")
+        data = torch.empty(tokens, each * self._hidden, dtype=self._row_type, device=indices.device)
+        stored.fetch(as_view(indices, "indices"), as_view(data.view(torch.uint8), "data"), self._current_stream())
+        factors = None
+        if self._factors is not None:
+            factors = self._factors[indices.view(-1)].view(tokens, -1)
+            if by_columns:
+                factors = column_major(factors).copy_(factors)
+        event = EventHandle()
+
+        def hook() -> Fetched:
+            event.current_stream_wait()
+            return data, factors
+
+        return hook
+
+    def _close_engram(self) -> None:
+        stored, self._stored, self._factors = self._stored, None, None
+        if stored is not None:
+            stored.close()

@@ -1,0 +1,133 @@
+"""ElasticBuffer's sends and receives between neighbours, as the stages of a pipeline make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxyccl.channels.communicator import Communicator
+from proxyccl.channels.expert_parallel.numbers import whole_number
+from proxyccl.channels.schedules.ring_slots import RingSlots
+from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT
+from proxyccl.deep_ep.elastic_base import ElasticBase, aligned, bytes_of, require_bytes
+from proxyccl.deep_ep.refusals import refuse
+from proxyccl.device.errors import ArgumentError
+
+_ALIGNMENT = 32
+_SIDES = 4  # slots to send from and to receive in, for the rank before and the one after
+
+
+class PipelineCalls(ElasticBase):
+    """Sends to a neighbour's slots, and receives from this rank's. The ranks have a communicator of their own for them,
+    so that one that waits for its neighbour holds up no other call of the buffer.
+    """
+
+    _pipeline: Communicator | None = None
+    _slots: RingSlots | None = None
+    _slot_bytes = 0
+
+    @staticmethod
+    def get_pp_buffer_size_hint(num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> int:
+        """The least `num_bytes` for `pp_set_config` with these arguments, a multiple of 2 MiB.
+
+        Raises:
+            ArgumentError: a number is not a positive integer.
+        """
+        nbytes = _slot_of(num_max_tensor_bytes)
+        return aligned(nbytes * _in_flight(num_max_inflight_tensors) * _SIDES, ELASTIC_ALIGNMENT)
+
+    def pp_set_config(self, num_max_tensor_bytes: int, num_max_inflight_tensors: int) -> None:
+        """Makes the slots for `pp_send` and `pp_recv`. All ranks call it together, with the same arguments. It waits,
+        on the CPU too, for the earlier work of all ranks.
+
+        Args:
+            num_max_tensor_bytes: most bytes of a tensor.
+            num_max_inflight_tensors: how many sends to one rank can be ahead of its receives. Another one waits.
+
+        Raises:
+            ArgumentError: a number is wrong, the buffer's `num_bytes` is less than `get_pp_buffer_size_hint` gives, or
+                there is one rank alone.
+            CommunicatorError: a peer failed; see its subclasses.
+        """
+        self._usable()
+        slot_bytes, slots = _slot_of(num_max_tensor_bytes), _in_flight(num_max_inflight_tensors)
+        needed = int(num_max_tensor_bytes) * slots * _SIDES
+        if needed > self.num_bytes:
+            raise ArgumentError(
+                "num_max_tensor_bytes",
+                f"needs a buffer of {needed} bytes for {slots} tensors in flight; num_bytes is {self.num_bytes}",
+            )
+        if self.num_ranks == 1:
+            raise ArgumentError("group", "has one rank; sends between neighbours need two")
+        self.barrier(use_comm_stream=False, with_cpu_sync=True)
+        if self._pipeline is None:
+            self._pipeline = self.communicator.split(range(self.num_ranks))
+        if self._slots is not None:
+            self._slots.close()
+        self._slots, self._slot_bytes = RingSlots(self._pipeline.group, slot_bytes, slots), slot_bytes
+
+    def pp_send(self, t: Any, dst_rank_idx: int, num_sms: int = 0) -> None:
+        """Sends a tensor to the rank before or after this one, which receives it with `pp_recv`. Sends arrive in order.
+
+        The current stream waits for a free slot of this rank, and copies the tensor there. The proxy sends it on when
+        the peer has a free slot.
+
+        Args:
+            t: contiguous, of at most `num_max_tensor_bytes`.
+            dst_rank_idx: the rank, cyclically before or after this one.
+            num_sms: without effect: no multiprocessor is taken.
+
+        Raises:
+            ArgumentError: an argument is wrong, or `pp_set_config` was not called. Nothing was sent.
+            NotImplementedError: the current stream is being captured.
+            CommunicatorError: a peer failed, or did not receive in time; see its subclasses.
+        """
+        slots, view, peer = self._transfer("pp_send", t, "dst_rank_idx", dst_rank_idx, num_sms)
+        slots.send(view, peer, self._current_stream())
+
+    def pp_recv(self, t: Any, src_rank_idx: int, num_sms: int = 0) -> None:
+        """Receives a tensor from the rank before or after this one. The current stream waits for it.
+
+        Args:
+            t: contiguous; receives as many bytes as it has, which should be as many as were sent.
+            src_rank_idx, num_sms: as for `pp_send`, with the same errors.
+        """
+        slots, view, peer = self._transfer("pp_recv", t, "src_rank_idx", src_rank_idx, num_sms)
+        slots.receive(view, peer, self._current_stream())
+
+    def _transfer(self, call: str, t: Any, argument: str, rank: Any, num_sms: Any) -> tuple[RingSlots, Any, int]:
+        """The checked arguments of a transfer: the slots, the tensor's memory, and the peer."""
+        self._usable()
+        if self._slots is None or self._pipeline is None:
+            raise ArgumentError("num_max_tensor_bytes", f"is not known; call pp_set_config before {call}")
+        whole_number("num_sms", num_sms, 0)
+        _, view = bytes_of(self._pipeline.group, "t", t)
+        if view.nbytes > self._slot_bytes:
+            raise ArgumentError(
+                "t", f"has {view.nbytes} bytes; expected at most num_max_tensor_bytes, {self._slot_bytes}"
+            )
+        peer = whole_number(argument, rank, 0, self.num_ranks - 1)
+        if peer not in self._slots.neighbours:
+            raise ArgumentError(
+                argument, f"is {peer}; expected a neighbour, {' or '.join(map(str, self._slots.neighbours))}"
+            )
+        stream = self._current_stream()
+        runtime = self._pipeline.runtime
+        if stream is not None and runtime.is_capturing(runtime.stream_handle(stream)):
+            raise refuse(f"{call} in a graph", "each call takes the next slot")
+        return self._slots, view, peer
+
+    def _close_pipeline(self) -> None:
+        slots, pipeline = self._slots, self._pipeline
+        self._slots = self._pipeline = None
+        if slots is not None:
+            slots.close()
+        if pipeline is not None:
+            pipeline.close()
+
+
+def _slot_of(num_max_tensor_bytes: Any) -> int:
+    return aligned(require_bytes("num_max_tensor_bytes", num_max_tensor_bytes, 1), _ALIGNMENT)
+
+
+def _in_flight(num_max_inflight_tensors: Any) -> int:
+    return whole_number("num_max_inflight_tensors", num_max_inflight_tensors, 1)

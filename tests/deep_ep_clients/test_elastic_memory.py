@@ -1,0 +1,343 @@
+"""ElasticBuffer's calls beside mixtures of experts: pipelines, sessions of all-gathers, stored rows and barriers."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import deep_ep  # noqa: E402
+
+from proxyccl import ArgumentError, Communicator, WaitTimeoutError  # noqa: E402
+from proxyccl.deep_ep.float8 import column_major  # noqa: E402
+from support.cases.deep_ep_oracle import same, signature  # noqa: E402
+from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
+from support.ranks import Ranks  # noqa: E402
+from support.running import SHORT, TIMEOUT, run_ranks  # noqa: E402
+
+Elastic = deep_ep.ElasticBuffer
+MIB = 1 << 20
+WORLDS: list[tuple[int, dict[str, int]]] = [(2, {}), (3, {}), (4, {"local_world_size": 2})] if ON_HOST else [(2, {})]
+SIGNATURES = {
+    "get_pp_buffer_size_hint": "num_max_tensor_bytes num_max_inflight_tensors",
+    "pp_set_config": "num_max_tensor_bytes num_max_inflight_tensors",
+    "pp_send": "t dst_rank_idx num_sms=0",
+    "pp_recv": "t src_rank_idx num_sms=0",
+    "get_agrs_num_max_session_bytes": "group shapes dtype",
+    "get_agrs_buffer_size_hint": "group num_max_session_bytes",
+    "agrs_set_config": "num_max_session_bytes num_max_all_gathers_per_session",
+    "create_agrs_session": "",
+    "destroy_agrs_session": "",
+    "agrs_new_session": "enabled=True",
+    "agrs_get_inplace_tensor": "shapes dtype",
+    "all_gather": "t",
+    "get_engram_storage_size_hint": "num_entries hidden num_max_tokens_per_rank dtype=torch.bfloat16",
+    "engram_write": "storage sf=None",
+    "engram_fetch": "indices num_qps=0 use_tma_aligned_col_major_sf=False",
+}
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=str)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    size, options = request.param
+    with Ranks(size, make_runtime=runtime_with_blocks, **options) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, make_runtime=runtime_with_blocks) as made:
+        yield made
+
+
+def numbers(comm: Communicator, count: int, seed: int, dtype: Any = torch.bfloat16) -> Any:
+    """Random values, the same on all ranks for one seed."""
+    values = torch.randn(count, generator=torch.Generator().manual_seed(seed))
+    return values.to(dtype).to(torch_device(comm))
+
+
+def refused(what: str, call: Callable[[], Any], error: type[Exception] = ArgumentError) -> None:
+    with pytest.raises(error, match=what):
+        call()
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    assert signature(getattr(Elastic, name)) == SIGNATURES[name]
+
+
+def test_sizes() -> None:
+    assert Elastic.get_pp_buffer_size_hint(33, 4) == 2 * MIB
+    assert Elastic.get_pp_buffer_size_hint(MIB + 1, 2) == 10 * MIB  # 64 slots' worth of 32 bytes more than 8 MiB
+    assert Elastic.get_engram_storage_size_hint(3 * MIB, 15, 9) == (2 * MIB, 96 * MIB)
+    assert Elastic.get_engram_storage_size_hint(MIB, 32, MIB, torch.float8_e4m3fn) == (32 * MIB, 32 * MIB)
+
+
+# -- pipelines ---
+
+
+def pipeline(comm: Communicator, nbytes: int, in_flight: int) -> Any:
+    size = Elastic.get_pp_buffer_size_hint(nbytes, in_flight)
+    buffer = Elastic(comm, num_bytes=size, explicitly_destroy=True)
+    buffer.pp_set_config(nbytes, in_flight)
+    return buffer
+
+
+def test_sends_to_both_neighbours_arrive_in_order(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        rank, size, in_flight = comm.rank, comm.world_size, 3
+        buffer = pipeline(comm, 4096, in_flight)
+        order = random.Random(7)  # the same on all ranks: who sends to whom, with at most 3 sends ahead
+        ahead: dict[tuple[int, int], list[int]] = {}
+        for step in range(80):
+            source = order.randrange(size)
+            target = (source + order.choice([1, -1])) % size
+            waiting = ahead.setdefault((source, target), [])
+            receives = len(waiting) == in_flight or (waiting and order.random() < 0.4)
+            if receives:
+                sent = waiting.pop(0)
+                if rank == target:
+                    got = numbers(comm, 1 + sent * 20, 0)
+                    buffer.pp_recv(got, source)
+                    same(got, numbers(comm, 1 + sent * 20, sent))
+            else:
+                waiting.append(step)
+                if rank == source:
+                    values = numbers(comm, 1 + step * 20, step)
+                    buffer.pp_send(values, target)
+                    values.zero_()  # it was copied
+        for (source, target), waiting in ahead.items():
+            for sent in waiting:
+                if rank == target:
+                    got = numbers(comm, 1 + sent * 20, 0)
+                    buffer.pp_recv(got, source, num_sms=4)
+                    same(got, numbers(comm, 1 + sent * 20, sent))
+        buffer.destroy()
+
+    ranks.run(body)
+
+
+def test_a_pipeline_is_configured_again(two: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer = pipeline(comm, 1 << 16, 2)
+        other = 1 - comm.rank
+        for nbytes, dtype in ((1 << 10, torch.bool), (1 << 16, torch.float64), (0, torch.int8)):
+            buffer.pp_set_config(max(nbytes, 1), 1)
+            values = numbers(comm, nbytes // dtype.itemsize, comm.rank, dtype)
+            got = torch.empty_like(values)
+            buffer.pp_send(values, other)
+            buffer.pp_recv(got, other)
+            same(got, numbers(comm, len(got), other, dtype))
+        buffer.destroy()
+
+    two.run(body)
+
+
+def test_a_receive_holds_up_no_other_call(two: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer = pipeline(comm, 4096, 1)
+        values = numbers(comm, 100, 0)
+        buffer.barrier()
+        if comm.rank == 0:
+            buffer.pp_send(values, 1)
+        buffer.barrier(use_comm_stream=False)  # between the send and its receive
+        if comm.rank == 1:
+            got = torch.empty_like(values)
+            buffer.pp_recv(got, 0)
+            same(got, values)
+        buffer.barrier(with_cpu_sync=True)
+
+    two.run(body)
+
+
+@pytest.mark.host_only(reason="the call itself waits")
+def test_a_send_without_a_free_slot_waits_for_a_receive() -> None:
+    ended = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        buffer = pipeline(comm, 4096, 2)
+        if comm.rank == 0:
+            buffer._pipeline.timeout = SHORT
+            for _ in range(2):
+                buffer.pp_send(numbers(comm, 10, 0), 1)
+            refused("the data of rank 1", lambda: buffer.pp_send(numbers(comm, 10, 0), 1), WaitTimeoutError)
+            ended.set()
+        assert ended.wait(4 * TIMEOUT)
+        buffer.barrier()  # which the pipeline's end left as it was
+
+    run_ranks(2, body)
+
+
+def test_what_a_pipeline_refuses(two: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer = Elastic(comm, num_bytes=2 * MIB)
+        x = numbers(comm, 64, 0)
+        refused("^num_max_tensor_bytes: is not known", lambda: buffer.pp_send(x, 1 - comm.rank))
+        refused("^num_max_tensor_bytes: needs a buffer of", lambda: buffer.pp_set_config(MIB, 1))
+        refused("^num_max_tensor_bytes: must be", lambda: buffer.pp_set_config(0, 1))
+        refused("^num_max_inflight_tensors: must be", lambda: buffer.pp_set_config(64, 0))
+        buffer.pp_set_config(128, 1)
+        refused(f"^dst_rank_idx: is {comm.rank}", lambda: buffer.pp_send(x, comm.rank))
+        refused("^src_rank_idx: must be", lambda: buffer.pp_recv(x, 2))
+        refused("^t: has 256 bytes", lambda: buffer.pp_recv(x.float(), 1 - comm.rank))
+        refused("^t: must be contiguous", lambda: buffer.pp_send(x[::2], 1 - comm.rank))
+        refused("^t: must be a tensor", lambda: buffer.pp_send([1], 1 - comm.rank))
+
+    two.run(body)
+
+
+# -- sessions ---
+
+
+def sessions(comm: Communicator, shapes: Any, calls: int, dtype: Any = torch.bfloat16) -> Any:
+    nbytes = Elastic.get_agrs_num_max_session_bytes(comm, shapes, dtype)
+    buffer = Elastic(comm, num_bytes=Elastic.get_agrs_buffer_size_hint(comm, nbytes), explicitly_destroy=True)
+    buffer.agrs_set_config(nbytes, calls)
+    return buffer
+
+
+def test_gathers_of_a_session(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        shapes = [(3, 5), (7,), (2, 64, 40), (1,)]
+        buffer = sessions(comm, shapes, 4)
+        order = random.Random(3)  # the same on all ranks
+
+        def values(rank: int, number: int, shape: tuple[int, ...]) -> Any:
+            return numbers(comm, torch.Size(shape).numel(), 100 * number + rank).view(shape)
+
+        for session in range(6):
+            with buffer.agrs_new_session():
+                pending, left = [], list(shapes)
+                while left:
+                    count = order.randint(1, len(left))
+                    batch, left = left[:count], left[count:]
+                    mine = [values(comm.rank, session, shape) for shape in batch]
+                    if order.random() < 0.5:
+                        places = buffer.agrs_get_inplace_tensor(tuple(batch), torch.bfloat16)
+                        for place, each in zip(places, mine, strict=True):
+                            place.copy_(each)
+                        mine = list(places)
+                    if len(batch) == 1 and order.random() < 0.5:
+                        *results, handle = buffer.all_gather(mine[0])
+                    else:
+                        *results, handle = buffer.all_gather(mine)
+                    pending.append((batch, results, handle))
+                order.shuffle(pending)
+                for batch, results, handle in pending:
+                    handle()
+                    for shape, got in zip(batch, results, strict=True):
+                        same(got, torch.stack([values(rank, session, shape) for rank in range(comm.world_size)]))
+        with buffer.agrs_new_session(enabled=False):
+            refused("^session: is not open", lambda: buffer.all_gather(mine))
+        buffer.destroy()
+
+    ranks.run(body)
+
+
+def test_what_sessions_refuse(two: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        x = numbers(comm, 64, comm.rank)
+        buffer = Elastic(comm, num_bytes=2 * MIB)
+        buffer.create_agrs_session()
+        refused("^num_max_session_bytes: is not known", lambda: buffer.all_gather(x))
+        refused("^session: is open", lambda: buffer.agrs_set_config(MIB, 1))
+        buffer.destroy_agrs_session()
+        refused("^session: is not open", buffer.destroy_agrs_session)
+        refused("^num_max_session_bytes: is 2097153", lambda: buffer.agrs_set_config(2 * MIB + 1, 1))
+        refused("^num_max_all_gathers_per_session: must", lambda: buffer.agrs_set_config(512, 33))
+        buffer.agrs_set_config(512, 2)
+        with buffer.agrs_new_session():
+            refused("^session: is open", buffer.create_agrs_session)
+            (whole,), handle = (lambda *got: (got[:-1], got[-1]))(*buffer.all_gather((x,)))
+            refused("^t: needs 1024 bytes; the session has 256 left of", lambda: buffer.all_gather(x.double()))
+            place = buffer.agrs_get_inplace_tensor((16,), torch.float32)
+            refused("^shapes: needs", lambda: buffer.agrs_get_inplace_tensor(((64,), (64,)), torch.float16))
+            refused("^t: lies in the session's memory at another place", lambda: buffer.all_gather(place[1:]))
+            refused("^t: lies in", lambda: buffer.all_gather(whole[comm.rank, :4]))
+            buffer.all_gather(place)
+            refused("^t: has no room: num_max_all_gathers", lambda: buffer.all_gather(x[:1]))
+            handle()
+        refused("^handle: is of a session", handle)
+        refused("^dtype: must be", lambda: buffer.agrs_get_inplace_tensor((1,), "float32"))
+
+    two.run(body)
+
+
+# -- stored rows ---
+
+
+def test_rows_of_all_ranks_are_fetched_by_their_numbers(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        entries, hidden, tokens, each = 37, 24, 11, 3
+        fetched, stored = Elastic.get_engram_storage_size_hint(entries, hidden, tokens * each)
+        buffer = Elastic(comm, num_bytes=fetched + stored, num_cpu_bytes=stored, explicitly_destroy=True)
+        if comm.world_size > comm.local_world_size:
+            rows = numbers(comm, entries * hidden, 0).view(entries, hidden)
+            refused("engram_write across nodes", lambda: buffer.engram_write(rows), NotImplementedError)
+            return
+        generator = torch.Generator().manual_seed(comm.rank)
+        for seed in range(2):
+            rows = [
+                numbers(comm, entries * hidden, 10 * seed + rank).view(entries, -1) for rank in range(comm.world_size)
+            ]
+            buffer.engram_write(rows[comm.rank])
+            for _ in range(comm.rank + 1):  # ranks fetch as often as they like
+                indices = torch.randint(0, comm.world_size * entries, (tokens, each), generator=generator)
+                indices = indices.to(torch.int32).to(torch_device(comm))
+                data, factors = buffer.engram_fetch(indices)()
+                same(data, torch.cat(rows)[indices.flatten().long()].view(tokens, each * hidden))
+                assert factors is None
+        buffer.destroy()
+
+    ranks.run(body)
+
+
+def test_float8_rows_come_with_their_scales(two: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        entries, hidden = 5, 30
+        buffer = Elastic(comm, num_bytes=4 * MIB, num_cpu_bytes=2 * MIB)
+        rows = [numbers(comm, entries * hidden, rank, torch.float8_e4m3fn).view(entries, -1) for rank in range(2)]
+        scales = numbers(comm, 2 * entries * 2, 9, torch.float32).view(-1, 2)
+        buffer.engram_write(rows[comm.rank], sf=scales)
+        indices = torch.tensor([[9, 0], [4, 5], [3, 3]], dtype=torch.int32, device=torch_device(comm))
+        expected = scales[indices.flatten().long()].view(3, 4)
+        for columns in (False, True):
+            data, factors = buffer.engram_fetch(indices, use_tma_aligned_col_major_sf=columns)()
+            same(
+                data,
+                torch.cat([row.view(torch.uint8) for row in rows])[indices.flatten().long()]
+                .view(data.dtype)
+                .view(3, -1),
+            )
+            same(factors, expected)
+            assert factors.stride() == (column_major(expected) if columns else expected).stride()
+
+    two.run(body)
+
+
+def test_what_stored_rows_refuse(two: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        refused("^num_cpu_bytes: is 1;", lambda: Elastic(comm, num_bytes=4 * MIB, num_cpu_bytes=1))
+        refused("^num_cpu_bytes: is 2097152;", lambda: Elastic(comm, num_cpu_bytes=2 * MIB))
+        buffer = Elastic(comm, num_bytes=4 * MIB, num_cpu_bytes=2 * MIB)
+        rows, indices = (
+            numbers(comm, 64, 0).view(4, 16),
+            torch.zeros(1, 1, dtype=torch.int32, device=torch_device(comm)),
+        )
+        refused("^storage: is not known", lambda: buffer.engram_fetch(indices))
+        refused("^storage: is torch.float32", lambda: buffer.engram_write(rows.float()))
+        refused("^sf: must be given", lambda: buffer.engram_write(rows.to(torch.float8_e4m3fn)))
+        refused("^storage: has 4194304 bytes", lambda: buffer.engram_write(torch.empty(MIB, 2, dtype=torch.bfloat16)))
+        refused("^storage: has . rows of 32 bytes; rank . has", lambda: buffer.engram_write(rows[comm.rank :]))
+        buffer.engram_write(rows)
+        refused("^indices: is torch.int64", lambda: buffer.engram_fetch(indices.long()))
+        refused("^indices: names 65537 rows", lambda: buffer.engram_fetch(indices.expand(1, 65537).contiguous()))
+        if ON_HOST:
+            refused("^indices: are 0 to 8; expected 0 to 7", lambda: buffer.engram_fetch(indices.new_tensor([[0, 8]])))
+
+    two.run(body)
