@@ -123,7 +123,7 @@ int proxyccl_thread_help(ProxycclThread *thread, int waits);
 
 typedef struct { ...; } ProxycclRuntimeTable;
 void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t copy, uintptr_t write64, uintptr_t write32,
-                                 uintptr_t event_record, uintptr_t event_query);
+                                 uintptr_t event_record, uintptr_t event_query, uintptr_t copy_many);
 const char *proxyccl_transport_refused(const char *name, const void *options);
 ProxycclConnection *proxyccl_connection_create(const char *name, const void *options,
                                                const ProxycclRuntimeTable *runtime);
@@ -234,12 +234,15 @@ ffi.set_source(
 
 /* Drivers' entry points arrive as addresses. */
 static void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t copy, uintptr_t write64,
-                                        uintptr_t write32, uintptr_t event_record, uintptr_t event_query) {
+                                        uintptr_t write32, uintptr_t event_record, uintptr_t event_query,
+                                        uintptr_t copy_many) {
   table->copy = (int (*)(void *, const void *, size_t, void *))copy;
   table->write64 = (int (*)(void *, uint64_t *, uint64_t, unsigned))write64;
   table->write32 = (int (*)(void *, uint32_t *, uint32_t, unsigned))write32;
   table->event_record = (int (*)(void *, void *))event_record;
   table->event_query = (int (*)(void *))event_query;
+  table->copy_many = (int (*)(uint64_t *, uint64_t *, size_t *, size_t, ProxycclCopyAttributes *, size_t *, size_t,
+                              void *))copy_many;
 }
 static void proxyccl_worker_enter_context(ProxycclWorker *worker, uintptr_t make_current, uintptr_t context) {
   proxyccl_worker_set_context(worker, (int (*)(uintptr_t))make_current, context);

@@ -14,6 +14,7 @@ from proxyccl.device.gpu.cuda_compiler import CudaCompiler, compiler_version
 from proxyccl.device.gpu.cuda_virtual_memory import VirtualMemory
 
 _OLDEST_DRIVER = 12000
+_BATCHES_SINCE = 13000  # cuMemcpyBatchAsync without its earlier parameter for failures
 """CUDA 12.0: the first whose driver API has every call under the name used here."""
 
 _PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD
@@ -337,6 +338,7 @@ class CudaDriver:
             write32=_address("cuStreamWriteValue32"),
             event_record=_address("cuEventRecord"),
             event_query=_address("cuEventQuery"),
+            copy_many=_address_if_there("cuMemcpyBatchAsync", _BATCHES_SINCE),
             make_current=_address("cuCtxSetCurrent"),
         )
 
@@ -404,3 +406,10 @@ def _pointer_attribute() -> Any:
 def _address(name: str) -> int:
     # The version names the signature: 12.0's, the oldest driver's.
     return int(ok(f"cuGetProcAddress({name})", cu.cuGetProcAddress(name.encode(), _OLDEST_DRIVER, 0))[0])
+
+
+@functools.cache
+def _address_if_there(name: str, version: int) -> int:
+    """The address of a call with the signature of a version of CUDA; 0 if the driver lacks it."""
+    status, *found = cu.cuGetProcAddress(name.encode(), version, 0)
+    return int(found[0]) if not status else 0

@@ -12,6 +12,16 @@
 
 enum { PROXYCCL_RUNTIME_SUCCESS = 0, PROXYCCL_RUNTIME_NOT_READY = 600 };
 
+/* Attributes of copies, laid out as a CUmemcpyAttributes. */
+typedef struct ProxycclCopyAttributes {
+  uint32_t source_order;
+  uint32_t hints[4]; /* 0: of memory that the driver places itself */
+  uint32_t flags;
+} ProxycclCopyAttributes;
+
+/* CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, and CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE. */
+enum { PROXYCCL_SOURCES_IN_STREAM_ORDER = 1, PROXYCCL_COPIES_BESIDE_KERNELS = 1 };
+
 typedef struct ProxycclRuntimeTable {
   /* cuMemcpyAsync, hipMemcpyDtoDAsync */
   int (*copy)(void *dst, const void *src, size_t bytes, void *stream);
@@ -23,6 +33,10 @@ typedef struct ProxycclRuntimeTable {
   int (*event_record)(void *event, void *stream);
   /* cuEventQuery, hipEventQuery */
   int (*event_query)(void *event);
+  /* cuMemcpyBatchAsync of CUDA 13: copies without an order among each other; NULL if the driver lacks it. The
+   * attributes of number i are for the copies from first[i] on. */
+  int (*copy_many)(uint64_t *dst, uint64_t *src, size_t *bytes, size_t count, ProxycclCopyAttributes *attributes,
+                   size_t *first, size_t attribute_count, void *stream);
 } ProxycclRuntimeTable;
 
 #endif

@@ -22,7 +22,8 @@ typedef struct Step {
   StepKind kind;
   StepState state;
   uint32_t channel;
-  uint64_t value; /* a complete meeting's post; else the value of the step's word once it is complete */
+  uint64_t bundle; /* of a send that was issued: 0, or the number of its bundle among the carrier's */
+  uint64_t value;  /* a complete meeting's post; else the value of the step's word once it is complete */
   union {
     ProxycclSchedulePost post;
     struct {
@@ -206,17 +207,33 @@ static Place destination(const Step *step) {
   return (Place){post >> OFFSET_BITS & (PROXYCCL_MEMORY_IDS - 1), send->dst_offset + (post & 0xffffffffu)};
 }
 
+/* The ranges of a send, once its meeting is complete. */
+typedef struct {
+  const ProxycclMemory *dst, *src;
+  uint64_t dst_offset;
+} Ranges;
+
+static Ranges ranges_of(const ProxycclService *service, const Step *step) {
+  const Place place = destination(step);
+  return (Ranges){&service->memories[place.memory], &service->memories[step->send.src_memory], place.offset};
+}
+
+static void count_send(ProxycclService *service, Step *step) {
+  ProxycclCounters *counters = &service->counters[step->channel];
+  counter_add(&counters->puts, step->send.bytes > 0);
+  counter_add(&counters->bytes, step->send.bytes);
+  counter_add(&counters->signals, 1);
+  step->state = ISSUED;
+}
+
 static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel *channel, ProxycclExitInfo *info) {
   const ProxycclScheduleSend *send = &step->send;
   ProxycclConnection *connection = channel->connection;
   const ProxycclTransport *transport = connection->transport;
-  ProxycclCounters *counters = &service->counters[step->channel];
-  const Place place = destination(step);
-  const ProxycclMemory *src = &service->memories[send->src_memory], *dst = &service->memories[place.memory];
+  const Ranges ranges = ranges_of(service, step);
   int status = 0;
-  const char *reason = refusal(transport, dst, place.offset, src, send->src_offset, send->bytes);
-  if (reason != NULL) return fail(connection, PROXYCCL_ERROR_BAD_SCHEDULE, 0, reason, info);
-  if (send->bytes > 0) status = transport->put(connection, dst, place.offset, src, send->src_offset, send->bytes);
+  if (send->bytes > 0)
+    status = transport->put(connection, ranges.dst, ranges.dst_offset, ranges.src, send->src_offset, send->bytes);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "put", info);
   step->value = ++channel->outbound;
   status = transport->signal(connection, channel->remote_semaphore, step->value, step->value - 1);
@@ -224,17 +241,9 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
   if (!is_mapped(connection)) status = transport->flush(connection, channel->flushed, step->value);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "flush", info);
   ++connection->progress.issued;
-  counter_add(&counters->puts, send->bytes > 0);
-  counter_add(&counters->bytes, send->bytes);
-  counter_add(&counters->signals, 1);
-  step->state = ISSUED;
+  step->bundle = 0;
+  count_send(service, step);
   return CONTINUE;
-}
-
-/* Whether a send is complete. Where the receiver's word is mapped, it tells that too and saves a flush. */
-static int is_sent(const Step *step, const Channel *channel) {
-  const uint64_t *word = is_mapped(channel->connection) ? channel->remote_semaphore : channel->flushed;
-  return word_load(word) >= step->value;
 }
 
 /* Whether a send may be issued. A send never overtakes another on its channel, because the receiver counts them. */
@@ -244,13 +253,98 @@ static int may_send(const ProxycclService *service, const Step *step) {
          (step->send.gate == 0 || word_load(&service->words->gate) >= step->send.gate);
 }
 
+/* -- bundles: sends to several peers, whose copies one call issues --- */
+
+/* The sends of a bundle that is not issued yet: at most one on a channel, as none follows one that waits. So a bundle
+ * has one piece for each peer, and a piece's signal does not wait for later pieces. */
+typedef struct {
+  ProxycclConnection *carrier; /* the worker's */
+  ProxycclPut puts[PROXYCCL_BUNDLE_PUTS];
+  Step *steps[PROXYCCL_BUNDLE_PUTS];
+  uint32_t count;
+} Bundle;
+
+static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
+  const uint32_t connections = list_count(&worker->connection_count);
+  for (uint32_t i = 0; i < connections; ++i)
+    if (worker->connections[i]->bundles.most > 0) return worker->connections[i];
+  return NULL;
+}
+
+/* Whether a bundle takes the send. Short data between pinned memories is the CPU's, which needs no driver. */
+static int is_bundled(const ProxycclConnection *carrier, const ProxycclConnection *connection, const Step *step,
+                      const Ranges *ranges) {
+  return carrier != NULL && carrier->transport == connection->transport && step->send.bytes > 0 &&
+         (ranges->dst->host == NULL || ranges->src->host == NULL);
+}
+
+/* Whether a send on a connection that bundles may be issued after the one before it on its channel. The CPU signals
+ * bundles, and stores would pass the stream's writes. */
+static int may_follow(const Step *step, int bundled) {
+  const Step *before = step->before;
+  return before == NULL || before->state == COMPLETE || (before->bundle != 0) == bundled;
+}
+
+static ProxycclOutcome issue_bundle(ProxycclService *service, Bundle *bundle, ProxycclExitInfo *info) {
+  ProxycclConnection *carrier = bundle->carrier;
+  const int status = carrier->transport->put_many(carrier, bundle->puts, bundle->count);
+  if (status != 0)
+    return fail(service->channels[bundle->steps[0]->channel].connection, PROXYCCL_ERROR_TRANSPORT, status, "put", info);
+  for (uint32_t i = 0; i < bundle->count; ++i) {
+    Step *step = bundle->steps[i];
+    step->value = ++service->channels[step->channel].outbound;
+    step->bundle = carrier->bundles.issued;
+    count_send(service, step);
+  }
+  bundle->count = 0;
+  return CONTINUE;
+}
+
+/* Whether a send is complete. Where the receiver's word is mapped, it tells that too and saves a flush. */
+static int is_sent(const Bundle *bundle, const Step *step, const Channel *channel) {
+  if (step->bundle != 0) return bundle->carrier->bundles.completed >= step->bundle;
+  const uint64_t *word = is_mapped(channel->connection) ? channel->remote_semaphore : channel->flushed;
+  return word_load(word) >= step->value;
+}
+
+/* The receiver of a bundled send learns of it here. Earlier sends on its channel are complete by now: they were visited
+ * first. */
+static void complete_send(Step *step, Channel *channel) {
+  if (step->bundle != 0) word_store(channel->remote_semaphore, step->value);
+  step->state = COMPLETE;
+}
+
+static int has_bundle_room(const ProxycclConnection *carrier) {
+  return carrier->bundles.issued - carrier->bundles.completed < carrier->bundles.most;
+}
+
+/* Issues a send that may be issued, or adds it to the bundle; leaves it if the connection or the carrier has no room.
+ */
+static ProxycclOutcome start_send(ProxycclService *service, Bundle *bundle, Step *step, Channel *channel,
+                                  ProxycclExitInfo *info) {
+  ProxycclConnection *connection = channel->connection;
+  const Ranges ranges = ranges_of(service, step);
+  const char *reason = refusal(connection->transport, ranges.dst, ranges.dst_offset, ranges.src, step->send.src_offset,
+                               step->send.bytes);
+  if (reason != NULL) return fail(connection, PROXYCCL_ERROR_BAD_SCHEDULE, 0, reason, info);
+  const int bundled = is_bundled(bundle->carrier, connection, step, &ranges);
+  if (bundle->carrier != NULL && is_mapped(connection) && !may_follow(step, bundled)) return CONTINUE;
+  if (!bundled) return has_room(connection) ? issue_send(service, step, channel, info) : CONTINUE;
+  if (bundle->count == PROXYCCL_BUNDLE_PUTS || !has_bundle_room(bundle->carrier)) return CONTINUE;
+  bundle->puts[bundle->count] =
+      (ProxycclPut){ranges.dst->base + ranges.dst_offset, ranges.src->base + step->send.src_offset, step->send.bytes};
+  bundle->steps[bundle->count++] = step;
+  return CONTINUE;
+}
+
 static void complete_receive(ProxycclService *service, Step *step) {
   step->state = COMPLETE;
   if (step->receive.stage != PROXYCCL_NO_ID) stage_add(&service->words->stages[step->receive.stage]);
 }
 
 /* Takes a step as far as it can go now, and adds its progress to *progress. */
-static ProxycclOutcome take_step(ProxycclService *service, Step *step, uint32_t *progress, ProxycclExitInfo *info) {
+static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step *step, uint32_t *progress,
+                                 ProxycclExitInfo *info) {
   Channel *channel = &service->channels[step->channel];
   const uint64_t *inbound = &service->semaphores[step->channel];
   const StepState before = step->state;
@@ -268,9 +362,8 @@ static ProxycclOutcome take_step(ProxycclService *service, Step *step, uint32_t 
       step->state = COMPLETE;
       break;
     case SEND:
-      if (step->state == WAITING && may_send(service, step) && has_room(channel->connection))
-        result = issue_send(service, step, channel, info);
-      if (step->state == ISSUED && is_sent(step, channel)) step->state = COMPLETE;
+      if (step->state == WAITING && may_send(service, step)) result = start_send(service, bundle, step, channel, info);
+      if (step->state == ISSUED && is_sent(bundle, step, channel)) complete_send(step, channel);
       break;
     case RECEIVE:
       if (word_load(inbound) >= step->value) complete_receive(service, step);
@@ -370,7 +463,8 @@ static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *st
                (uint64_t)step->channel << PROXYCCL_CHANNEL_SHIFT};
 }
 
-/* Records a send that was just issued. Returns the time. Published at once, because a turn may issue any number. */
+/* Records a send that was just issued, with the time at which it was seen that it might be. Returns the time. Published
+ * at once, because a turn may issue any number. */
 static uint64_t trace_send(ProxycclWorker *worker, const Step *step, uint64_t seen_ns) {
   Trace *trace = &worker->trace;
   trace_begin();
@@ -386,7 +480,7 @@ static uint64_t trace_send(ProxycclWorker *worker, const Step *step, uint64_t se
 /* -- the run of a part --- */
 
 static void begin_part(ProxycclWorker *worker, Schedule *schedule) {
-  worker->run = (ScheduleRun){.schedule = schedule};
+  worker->run = (ScheduleRun){.schedule = schedule, .carrier = carrier_of(worker)};
   for (uint32_t i = 0; i < schedule->count; ++i) {
     Step *step = &schedule->steps[i];
     if (!is_own(worker, step)) continue;
@@ -451,6 +545,25 @@ static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
   return idle_ns > worker->service->control->timeout_ns ? time_out(worker, info) : CONTINUE;
 }
 
+/* Looks which bundles are complete. */
+static ProxycclOutcome poll_carrier(ProxycclConnection *carrier, uint32_t *progress, ProxycclExitInfo *info) {
+  if (carrier == NULL || carrier->bundles.issued == carrier->bundles.completed) return CONTINUE;
+  const int status = carrier->transport->poll(carrier, progress);
+  return status == 0 ? CONTINUE : fail(carrier, PROXYCCL_ERROR_TRANSPORT, status, "completion", info);
+}
+
+/* Issues the bundle that a turn has gathered. */
+static ProxycclOutcome end_bundle(ProxycclWorker *worker, Bundle *bundle, uint64_t traced_ns, uint32_t *progress,
+                                  ProxycclExitInfo *info) {
+  const uint32_t count = bundle->count;
+  if (count == 0) return CONTINUE;
+  const ProxycclOutcome result = issue_bundle(worker->service, bundle, info);
+  if (result != CONTINUE) return result;
+  for (uint32_t i = 0; i < count && traced_ns != 0; ++i) trace_send(worker, bundle->steps[i], traced_ns);
+  *progress += count;
+  return CONTINUE;
+}
+
 static void note_progress(ProxycclWorker *worker) {
   worker->run.idle_since = worker->run.idle_polls = 0;
   if (worker->run.shown) hide_schedule_waits(worker);
@@ -476,17 +589,22 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
   }
   const ScheduleRun *run = &worker->run;
   uint64_t traced_ns = trace_wanted(worker->stats); /* 0: nobody traces; else when the next send was seen */
-  for (uint32_t i = 0; i < run->schedule->count; ++i) {
+  Bundle bundle;
+  bundle.carrier = run->carrier;
+  bundle.count = 0;
+  result = poll_carrier(run->carrier, &steps, info);
+  for (uint32_t i = 0; i < run->schedule->count && result == CONTINUE; ++i) {
     Step *step = &run->schedule->steps[i];
     if (!is_own(worker, step) || step->state == COMPLETE) continue;
     const int issuable = step->kind == SEND && step->state == WAITING;
-    result = take_step(worker->service, step, &steps, info);
+    result = take_step(worker->service, &bundle, step, &steps, info);
     if (traced_ns != 0 && issuable && step->state != WAITING) traced_ns = trace_send(worker, step, traced_ns);
-    if (result != CONTINUE) {
-      info->schedule = run->schedule->number;
-      return result;
-    }
     worker->run.left -= step->state == COMPLETE;
+  }
+  if (result == CONTINUE) result = end_bundle(worker, &bundle, traced_ns, &steps, info);
+  if (result != CONTINUE) {
+    info->schedule = run->schedule->number;
+    return result;
   }
   *progress += steps;
   if (steps != 0) note_progress(worker);

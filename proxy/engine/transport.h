@@ -26,6 +26,15 @@ typedef struct ProxycclConnection ProxycclConnection;
 /* The sides of a transfer that a transport copies in this process: local memory, and the peer's. */
 enum { PROXYCCL_COPIES_OWN = 1, PROXYCCL_COPIES_PEER = 2 };
 
+/* A put by the addresses of its ranges. */
+typedef struct ProxycclPut {
+  char *dst;
+  const char *src;
+  uint64_t bytes;
+} ProxycclPut;
+
+enum { PROXYCCL_BUNDLE_PUTS = 32 }; /* most puts of a bundle */
+
 typedef struct ProxycclTransport {
   const char *name;
   uint32_t copies; /* sides where the engine refuses remote_only memory */
@@ -43,6 +52,10 @@ typedef struct ProxycclTransport {
   /* The same from the peer's memory to local memory. */
   int (*get)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
+  /* Issues a bundle, while fewer than `bundles.most` are outstanding: puts to the peers of any connections of this
+   * transport, at most PROXYCCL_BUNDLE_PUTS, in any order among each other. Bundles are complete in their order. NULL:
+   * the transport has none. */
+  int (*put_many)(ProxycclConnection *self, const ProxycclPut *puts, uint32_t count);
   /* Stores the low `bytes` bytes of a value, 1, 2, 4 or 8 of them: like a put, but nothing is read later. */
   int (*put_value)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
                    uint32_t bytes);
@@ -64,9 +77,16 @@ typedef struct ProxycclProgress {
   uint64_t marked;    /* set by the transport: the next value of `completed` */
 } ProxycclProgress;
 
+/* Bundles of puts. The transport counts them; a poll finds those that are complete. */
+typedef struct ProxycclBundles {
+  uint32_t most; /* that may be outstanding; 0: this connection has none */
+  uint64_t issued, completed;
+} ProxycclBundles;
+
 struct ProxycclConnection {
   const ProxycclTransport *transport;
   ProxycclProgress progress;
+  ProxycclBundles bundles;
   struct Channel *unfinished; /* the engine's list of channels with triggers that are not known to be complete */
   uint32_t number;            /* in its worker */
   uint32_t worker;            /* the worker's number in its service */

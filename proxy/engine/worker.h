@@ -56,11 +56,12 @@ typedef struct {
 
 /* A worker's part of the running schedule. */
 typedef struct {
-  Schedule *schedule;  /* NULL: none runs */
-  uint32_t left;       /* steps that are not complete */
-  uint32_t idle_polls; /* since the last progress */
-  uint64_t idle_since; /* time; 0 before the clock was read */
-  int shown;           /* observers are shown what it waits for */
+  Schedule *schedule;          /* NULL: none runs */
+  ProxycclConnection *carrier; /* whose stream makes the copies of all its bundles; NULL: it makes no bundles */
+  uint32_t left;               /* steps that are not complete */
+  uint32_t idle_polls;         /* since the last progress */
+  uint64_t idle_since;         /* time; 0 before the clock was read */
+  int shown;                   /* observers are shown what it waits for */
 } ScheduleRun;
 
 enum { STOP_WHEN_DONE = 1, STOP_AT_ONCE = 2 };

@@ -37,6 +37,7 @@ class EngineRuntime:
             functions.write32,
             functions.event_record,
             functions.event_query,
+            functions.copy_many,
         )
         self._shorts: Memory | None = None
         self._lock = threading.Lock()
