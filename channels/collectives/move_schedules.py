@@ -65,6 +65,11 @@ def prepare_move(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share:
     return by_proxy.rings.prepare(steps)
 
 
+def _packed_bytes(transfers: Sequence[Transfer]) -> int:
+    """Bytes that transfers take when each range is there once."""
+    return sum({transfer.offset: transfer.nbytes for transfer in transfers}.values())
+
+
 class _Round:
     """One schedule of a call. Each side of it may be staged.
 
@@ -75,6 +80,8 @@ class _Round:
     def __init__(self, by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchange, *, room: int) -> None:
         self._by_proxy, self._room = by_proxy, room
         self._source, self._target, self._part = source, target, part
+        # Of either side of any rank: where one side were pinned and the other not, a driver would copy between them.
+        self._longest_side = max(_packed_bytes(part.sends), _packed_bytes(part.receives))
         self._inputs = self._places("source", part.sends, self._find_source)
         self._outputs = self._places("target", part.receives, self._find_target)
 
@@ -126,7 +133,7 @@ class _Round:
             if transfer.offset not in packed:
                 packed[transfer.offset] = end
                 end += transfer.nbytes
-        box = memories.pinned(side, end)
+        box = memories.pinned(side, self._longest_side)
         found = find() if box is None else None
         place = box or memories.found_or_staged(found, side, self._room if memories.staged_together else end)
         return [place.at(transfer.offset if place is found else packed[transfer.offset]) for transfer in transfers]

@@ -107,10 +107,10 @@ def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, o
 def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> list[Step]:
     links, memories, peers = by_proxy.links, by_proxy.memories, others(by_proxy.group)
     nbytes = source.nbytes
-    sent = memories.pinned("source", nbytes) or memories.found_or_staged(
+    slots = _Slots(by_proxy, source.dtype, op, nbytes, may_be_pinned=True)
+    sent = memories.pinned("source", slots.nbytes) or memories.found_or_staged(
         memories.source(source.ptr, nbytes), "source", nbytes
     )
-    slots = _Slots(by_proxy, source.dtype, op, nbytes)
     schedule = Schedule(
         posts=slots.posts(links.posts),
         sends=tuple(
@@ -133,14 +133,19 @@ class _Slots:
         dtype: of the elements.
         op: the operator.
         nbytes: most bytes that a peer sends.
+        may_be_pinned: whether short data may go through pinned memory, as it then does on the senders' side too.
+
+    Attributes:
+        nbytes: size of all slots.
     """
 
-    def __init__(self, by_proxy: ByProxy, dtype: DType, op: str, nbytes: int) -> None:
+    def __init__(self, by_proxy: ByProxy, dtype: DType, op: str, nbytes: int, *, may_be_pinned: bool = False) -> None:
         self._group, self._dtype = by_proxy.group, dtype
         self._peers = others(by_proxy.group)
         self._slot_bytes = _round_up(nbytes, _SLOT_ALIGNMENT)
-        size = len(self._peers) * self._slot_bytes
-        self._memory = by_proxy.memories.pinned("scratch", size) or by_proxy.memories.stage("scratch", size)
+        self.nbytes = len(self._peers) * self._slot_bytes
+        pinned = by_proxy.memories.pinned("scratch", self.nbytes) if may_be_pinned else None
+        self._memory = pinned or by_proxy.memories.stage("scratch", self.nbytes)
         kernel = REDUCTION_OF_SCHEDULES
         self._kernel = self._group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
 

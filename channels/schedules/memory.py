@@ -103,7 +103,12 @@ class ScheduleMemories:
         return None if announced is None else self._received(announced, ptr)
 
     def pinned(self, side: Side, nbytes: int) -> ScheduleSpan | None:
-        """Pinned memory for so few bytes that the CPU moves them sooner than the driver; None where they are more."""
+        """Pinned memory for so few bytes that the CPU moves them sooner than the driver; None where they are more.
+
+        Args:
+            side: what it is for.
+            nbytes: the most that a side of any rank has, so that all ranks find pinned memory or none does.
+        """
         if self._boxes is None or nbytes > min(self.pinned_bytes, PinnedBoxes.BYTES):
             return None
         return ScheduleSpan(self._boxes, self._boxes.offset(side), self._boxes.ptr + self._boxes.offset(side))

@@ -1,0 +1,124 @@
+"""Schedules whose copies to all peers go in one call, as CUDA's driver offers it: the host runtime is given such a
+call here."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from proxyccl import Communicator, TransportError
+from proxyccl.channels.collectives import reduce_schedules
+from proxyccl.device.host.runtime import HostRuntime
+from proxyccl.device.runtime import EngineFunctions
+from support.cases.span_calls import COLLECTIVES, SpanCalls
+from support.device_arrays import barrier, on_device, on_host
+from support.running import run_ranks
+
+RANKS = 3
+_COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+_WORDS = ctypes.POINTER(ctypes.c_uint64)
+_COPY_MANY = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    *(_WORDS, _WORDS, ctypes.POINTER(ctypes.c_size_t), ctypes.c_size_t),
+    *(ctypes.c_void_p, _WORDS, ctypes.c_size_t, ctypes.c_void_p),
+)
+
+
+class CopyMany:
+    """The call, and the number of copies of each that was made.
+
+    Attributes:
+        functions: the runtime's, with the call.
+        counts: copies of each call.
+        status: what it returns instead of copying; 0 to copy.
+    """
+
+    def __init__(self) -> None:
+        functions = HostRuntime().engine_functions()
+        copy = _COPY(functions.copy)
+        self.counts: list[int] = []
+        self.status = 0
+
+        @_COPY_MANY
+        def copy_many(
+            dst: list[int], src: list[int], nbytes: list[int], count: int, _: int, first: list[int], kinds: int, to: int
+        ) -> int:
+            assert (first[0], kinds) == (0, 1)
+            if self.status:
+                return self.status
+            self.counts.append(count)
+            return max(copy(dst[i], src[i], nbytes[i], to) for i in range(count))
+
+        self._kept = copy_many
+        address = ctypes.cast(copy_many, ctypes.c_void_p).value or 0
+        self.functions: EngineFunctions = replace(functions, copy_many=address)
+
+
+@pytest.fixture
+def copy_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyMany]:
+    made = CopyMany()
+    monkeypatch.setattr(HostRuntime, "engine_functions", lambda _: made.functions)
+    yield made
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_moves_and_reductions_in_bundles(
+    copy_many: CopyMany, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of a reduction are more bundles than may be outstanding; short data through pinned memory has none."""
+    monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
+    monkeypatch.setattr(reduce_schedules, "_ONE_CROSSING", 2048)
+
+    def body(comm: Communicator) -> None:
+        comm.collectives.by_proxy().memories.pinned_bytes = 1024
+        calls = SpanCalls(comm, 20_000 * comm.world_size)
+        for seed in range(18):
+            share = (0, 1, 300, 2000, 20_000)[seed % 5]
+            calls.run(COLLECTIVES[seed % 3], share, seed, in_place=in_place, root=seed % comm.world_size)
+            count = (1, 200, 5000, 30_011)[seed % 4]
+            x = on_device(comm, np.full(count, comm.rank + seed, np.float32))
+            out = x if in_place else on_device(comm, np.zeros(count, np.float32))
+            comm.all_reduce(x, out=out, algorithm="proxy")
+            comm.synchronize()
+            assert (on_host(out) == sum(rank + seed for rank in range(RANKS))).all()
+
+    run_ranks(RANKS, body)
+    assert max(copy_many.counts) == RANKS - 1
+
+
+def test_calls_queued_on_one_stream_are_bundled_in_order(copy_many: CopyMany) -> None:
+    share = 1000
+
+    def body(comm: Communicator) -> None:
+        calls, stream = SpanCalls(comm, share * comm.world_size), comm.runtime.create_stream()
+        x, out = calls.spans("all_gather", share, 0, in_place=True)
+        calls.load(x, out, 7)
+        for i in range(40):
+            calls.issue("all_gather", x, out, stream=stream)
+            calls.issue("broadcast", out, out, i % comm.world_size, stream)
+        comm.synchronize(stream)
+        calls.check("all_gather", share, x, out, 7)
+
+    run_ranks(RANKS, body)
+
+
+def test_a_refused_bundle_ends_the_group_by_name(copy_many: CopyMany) -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        calls = SpanCalls(comm, 5000 * comm.world_size)
+        calls.run("all_to_all", 5000, 0)
+        barrier(comm)
+        copy_many.status = 700
+        x, out = calls.spans("all_to_all", 5000, 1, in_place=False)
+        try:
+            while True:  # a bundle of one copy is an ordinary copy
+                calls.issue("all_to_all", x, out)
+                comm.synchronize()
+        except TransportError as error:
+            return error
+
+    errors = run_ranks(RANKS, body)
+    assert any("status 700" in str(error) for error in errors), errors
