@@ -248,7 +248,11 @@ class LaunchDefaults(Struct, frozen=True):
             packet_blocks its blocks grow, up to `threads`.
         packet_blocks: most blocks of a packet kernel.
         pinned_bytes: most bytes that a schedule moves through pinned memory: what takes a copy engine longer to begin
-            with.
+            with. 0: none, as where one call issues the copies to all peers.
+        own_pinned_bytes: most bytes that a schedule's stream copies within its device through pinned memory: by copy
+            engines, where the driver's copy would be a kernel that waits for a multiprocessor. 0: none.
+        one_crossing_bytes: bytes that a rank receives from all others up to which a reduction by proxy sends
+            everything to every rank, in one crossing. That is faster than two crossings of shares.
     """
 
     threads: int
@@ -263,6 +267,8 @@ class LaunchDefaults(Struct, frozen=True):
     packet_threads: int
     packet_blocks: int
     pinned_bytes: int
+    own_pinned_bytes: int
+    one_crossing_bytes: int
 
 
 class BaseRuntime(Protocol):

@@ -27,6 +27,7 @@ class ByProxy:
         memories: finds the memory of arrays.
         links: the channels of schedules.
         rings: gives schedules to the proxy.
+        one_crossing_bytes: bytes that a rank receives up to which a reduction takes one crossing.
         longest_round: most bytes that one schedule stages. A longer call takes several, the same number on all ranks.
     """
 
@@ -35,6 +36,7 @@ class ByProxy:
         self.memories = ScheduleMemories(group)
         self.links = ScheduleLinks(group)
         self.rings = ScheduleRings(group)
+        self.one_crossing_bytes = group.runtime.launch_defaults.one_crossing_bytes
         self.longest_round = _LONGEST_ROUND
 
     def close(self) -> None:

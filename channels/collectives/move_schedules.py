@@ -97,7 +97,10 @@ class _Round:
             for receive, place in zip(part.receives, self._outputs, strict=True)
         ]
         kept = part.kept
-        stays = [] if kept is None else [CopyBytes(target.ptr + kept.offset, source.ptr + part.kept_from, kept.nbytes)]
+        stays = []
+        if kept is not None:
+            own_copy = self._by_proxy.memories.own_copy
+            stays = own_copy(target.ptr + kept.offset, source.ptr + part.kept_from, kept.nbytes)
         return [*dict.fromkeys(copies_in), self._schedule(), *stays, *self._by_proxy.rings.end(), *copies_out]
 
     def _schedule(self) -> Schedule:

@@ -23,10 +23,9 @@ from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, Sch
 
 _SLOT_ALIGNMENT = 128
 _PIECE_ALIGNMENT = 128  # elements
-_SHORTEST_PIECE = 1 << 20
-_MOST_PIECES = 8
-_ONE_CROSSING = 64 << 10
-"""Received bytes per rank up to which one crossing of all data is faster than two crossings of shares."""
+_SHORTEST_PIECE = 2 << 20
+_MOST_PIECES = 4
+"""The link is busy without a pause from two pieces on; each more is another pause between copies."""
 
 
 class _Shares(Struct, frozen=True):
@@ -65,7 +64,7 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
 def prepare_all_reduce(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
     """The stream operations of an all_reduce; `target` may be `source`."""
     ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
-    if source.nbytes * (ranks - 1) <= _ONE_CROSSING:
+    if source.nbytes * (ranks - 1) <= by_proxy.one_crossing_bytes:
         return by_proxy.rings.prepare(_one_crossing(by_proxy, source, target, op))
     steps: list[Step] = []
     for begin, count in rounds(source.size, by_proxy.longest_round // itemsize):

@@ -19,6 +19,8 @@ from proxyccl.channels.symmetric import Announced
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ResourceError, WaitTimeoutError
+from proxyccl.device.runtime import PinnedMemory
+from proxyccl.device.stream_operations import CopyBytes
 
 Side = Literal["source", "target", "scratch"]
 """What memory is for: to send from, to receive results in, or to receive in what is then reduced."""
@@ -71,14 +73,17 @@ class ScheduleMemories:
     Attributes:
         staged_together: whether all ranks make stages together, also those that need none.
         pinned_bytes: most bytes of one side that go through pinned memory, where the CPU moves them.
+        own_pinned_bytes: most bytes that a stream copies within the device through pinned memory.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.staged_together = group.schedules_need_registration
         self.pinned_bytes = group.runtime.launch_defaults.pinned_bytes
+        self.own_pinned_bytes = group.runtime.launch_defaults.own_pinned_bytes
         self._stages: dict[Side, list[Array]] = {}
         self._boxes: PinnedBoxes | None = None
+        self._own_box: PinnedMemory | None = None
         if not self.staged_together:
             group.symmetric.serve(group.links.proxy)
             self._boxes = PinnedBoxes(group)
@@ -112,6 +117,16 @@ class ScheduleMemories:
         if self._boxes is None or nbytes > min(self.pinned_bytes, PinnedBoxes.BYTES):
             return None
         return ScheduleSpan(self._boxes, self._boxes.offset(side), self._boxes.ptr + self._boxes.offset(side))
+
+    def own_copy(self, dst: int, src: int, nbytes: int) -> list[CopyBytes]:
+        """A stream's copies within the device: few bytes through pinned memory, where a direct copy would be a kernel
+        that waits for a multiprocessor. One stream at a time has them."""
+        if dst == src or not 0 < nbytes <= self.own_pinned_bytes:
+            return [CopyBytes(dst, src, nbytes)]
+        if self._own_box is None:
+            self._own_box = self._group.runtime.allocate_pinned(self.own_pinned_bytes)
+        box = self._own_box.ptr
+        return [CopyBytes(box, src, nbytes), CopyBytes(dst, box, nbytes)]
 
     def found_or_staged(self, found: ScheduleSpan | None, side: Side, nbytes: int) -> ScheduleSpan:
         """What `source` or `target` found, else memory to stage this many bytes in.
@@ -154,8 +169,9 @@ class ScheduleMemories:
         for stages in self._stages.values():
             for stage in stages:
                 stage.free()
-        if self._boxes is not None:
-            self._boxes.close()
+        for boxes in (self._boxes, self._own_box):
+            if boxes is not None:
+                boxes.close()
 
     def _registered(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
         for shared in self._group.kept:

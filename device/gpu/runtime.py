@@ -109,6 +109,7 @@ class GpuRuntime:
         self.thread_stream = driver.thread_stream
         self.legacy_stream = driver.legacy_stream
         self.in_flight = InFlight(self)
+        bundles = driver.engine_functions().copy_many != 0
         processors = self.info.multiprocessors  # a block on each at the most: blocks wait for one another
         self.launch_defaults = LaunchDefaults(
             threads=512,
@@ -122,7 +123,9 @@ class GpuRuntime:
             proxied_kernel_bytes=0,
             packet_threads=128,
             packet_blocks=min(64, processors),
-            pinned_bytes=32 * 1024,
+            pinned_bytes=0 if bundles else 32 * 1024,
+            own_pinned_bytes=256 * 1024 if bundles else 0,
+            one_crossing_bytes=8 * 1024 * 1024,
         )
         self.context = DeviceContext(driver, driver.context(device))
         self._memory = GpuMemoryManager(self.context, device, self.info, self.in_flight)

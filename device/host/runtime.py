@@ -85,6 +85,8 @@ class HostRuntime:
             packet_threads=64,
             packet_blocks=blocks,
             pinned_bytes=0,
+            own_pinned_bytes=0,
+            one_crossing_bytes=64 * 1024,
         )
         self._async_copies = async_copies
         self._cxxflags = (*os.environ.get("PROXYCCL_CXXFLAGS", "").split(), *cxxflags)

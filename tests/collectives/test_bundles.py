@@ -66,15 +66,14 @@ def copy_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyMany]:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_moves_and_reductions_in_bundles(
-    copy_many: CopyMany, in_place: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pieces of a reduction are more bundles than may be outstanding; short data through pinned memory has none."""
+def test_moves_and_reductions_in_bundles(copy_many: CopyMany, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, in one crossing, and through pinned memory, which has no bundles."""
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
-    monkeypatch.setattr(reduce_schedules, "_ONE_CROSSING", 2048)
 
     def body(comm: Communicator) -> None:
-        comm.collectives.by_proxy().memories.pinned_bytes = 1024
+        by_proxy = comm.collectives.by_proxy()
+        by_proxy.one_crossing_bytes, by_proxy.memories.pinned_bytes = 2048, 1024
+        by_proxy.memories.own_pinned_bytes = 4096
         calls = SpanCalls(comm, 20_000 * comm.world_size)
         for seed in range(18):
             share = (0, 1, 300, 2000, 20_000)[seed % 5]

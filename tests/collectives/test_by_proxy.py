@@ -115,11 +115,11 @@ def test_little_goes_through_pinned_memory(kinds: tuple[Kind, Kind]) -> None:
 def test_reduces_in_pieces_and_rounds(kind: Kind, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths around those of pieces and rounds, and those that fit one crossing."""
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
-    monkeypatch.setattr(reduce_schedules, "_ONE_CROSSING", 2048)
     counts = (1, 3, 500, 1031, 4096, 10_007)
 
     def body(comm: Communicator) -> None:
         comm.collectives.by_proxy().longest_round = 20_000
+        comm.collectives.by_proxy().one_crossing_bytes = 2048
         comm.collectives.by_proxy().memories.pinned_bytes = 1024
         rank, ranks = comm.rank, comm.world_size
         stream = comm.runtime.create_stream()
