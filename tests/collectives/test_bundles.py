@@ -4,7 +4,6 @@ call here."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -59,10 +58,10 @@ class CopyMany:
 
 
 @pytest.fixture
-def copy_many(monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyMany]:
+def copy_many(monkeypatch: pytest.MonkeyPatch) -> CopyMany:
     made = CopyMany()
     monkeypatch.setattr(HostRuntime, "engine_functions", lambda _: made.functions)
-    yield made
+    return made
 
 
 @pytest.mark.parametrize("in_place", [False, True])
