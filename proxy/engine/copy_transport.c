@@ -4,10 +4,7 @@
  * While nothing is outstanding, order needs no stream. The CPU then stores words itself, and copies short data
  * between memories that it may touch, values too. Otherwise a value moves in aligned parts: of 8 and 4 bytes by stream
  * writes, of 2 and 1 by copies out of a table in the device's memory. A copy from pinned memory into another GPU's
- * takes a millisecond where a third process makes it.
- *
- * A bundle of puts is one call of the driver and an event. Its copies follow one another without the gaps that
- * separate calls leave on a copy engine, and stream writes between them. */
+ * takes a millisecond where a third process makes it. */
 #include "copy_transport.h"
 
 #include <stdlib.h>
@@ -25,17 +22,13 @@ typedef struct {
   const char *shorts;
   int issued;   /* work was issued after `event` was last recorded */
   int recorded; /* `event` is recorded and not yet seen complete */
-  struct {
-    void *event;
-    uint64_t through; /* progress of the connection once the bundle is complete */
-  } bundles[PROXYCCL_MOST_BUNDLES];
 } CopyConnection;
 
 static CopyConnection *self_of(ProxycclConnection *base) { return (CopyConnection *)base; }
 
 static int copy_idle(const ProxycclConnection *base) {
   const CopyConnection *self = (const CopyConnection *)base;
-  return !self->issued && !self->recorded && base->bundles.issued == base->bundles.completed;
+  return !self->issued && !self->recorded;
 }
 
 /* A put or a get. After the CPU's copy the connection is still idle, so the signal is the CPU's store, which releases
@@ -114,52 +107,28 @@ static int copy_signal(ProxycclConnection *base, uint64_t *remote, uint64_t valu
   return copy_write(base, remote, value);
 }
 
+/* One call of the driver. The copies follow one another without the pauses that separate calls leave. */
 static int copy_put_many(ProxycclConnection *base, const ProxycclPut *puts, uint32_t count) {
   CopyConnection *self = self_of(base);
-  const ProxycclRuntimeTable *runtime = &self->runtime;
-  const uint32_t place = base->bundles.issued % PROXYCCL_MOST_BUNDLES;
-  uint64_t dst[PROXYCCL_BUNDLE_PUTS], src[PROXYCCL_BUNDLE_PUTS];
-  size_t bytes[PROXYCCL_BUNDLE_PUTS], first = 0;
+  uint64_t dst[PROXYCCL_MOST_PUTS], src[PROXYCCL_MOST_PUTS];
+  size_t bytes[PROXYCCL_MOST_PUTS], first = 0;
   ProxycclCopyAttributes attributes = {.source_order = PROXYCCL_SOURCES_IN_STREAM_ORDER,
                                        .flags = PROXYCCL_COPIES_BESIDE_KERNELS};
+  self->issued = 1;
+  if (count == 1) return self->runtime.copy(puts->dst, puts->src, puts->bytes, self->stream);
   for (uint32_t i = 0; i < count; ++i) {
     dst[i] = (uintptr_t)puts[i].dst;
     src[i] = (uintptr_t)puts[i].src;
     bytes[i] = puts[i].bytes;
   }
-  int status = count == 1 ? runtime->copy(puts->dst, puts->src, puts->bytes, self->stream)
-                          : runtime->copy_many(dst, src, bytes, count, &attributes, &first, 1, self->stream);
-  if (status == PROXYCCL_RUNTIME_SUCCESS) status = runtime->event_record(self->bundles[place].event, self->stream);
-  if (status != PROXYCCL_RUNTIME_SUCCESS) return status;
-  self->bundles[place].through = base->progress.issued += count;
-  ++base->bundles.issued;
-  return 0;
-}
-
-static void show_completed(ProxycclConnection *base, uint64_t completed) {
-  if (completed > base->progress.completed) base->progress.completed = completed;
-}
-
-static int poll_bundles(CopyConnection *self, uint32_t *progress) {
-  ProxycclBundles *bundles = &self->base.bundles;
-  while (bundles->completed != bundles->issued) {
-    const uint32_t place = bundles->completed % PROXYCCL_MOST_BUNDLES;
-    const int status = self->runtime.event_query(self->bundles[place].event);
-    if (status == PROXYCCL_RUNTIME_NOT_READY) return 0;
-    if (status != PROXYCCL_RUNTIME_SUCCESS) return status;
-    show_completed(&self->base, self->bundles[place].through);
-    ++bundles->completed;
-    ++*progress;
-  }
-  return 0;
+  return self->runtime.copy_many(dst, src, bytes, count, &attributes, &first, 1, self->stream);
 }
 
 /* A failed copy shows in the status of an event after it. One event is enough: it is recorded again once it is complete
  * and more has been issued. */
 static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
   CopyConnection *self = self_of(base);
-  int status = poll_bundles(self, progress);
-  if (status != 0) return status;
+  int status;
   if (!self->recorded) {
     if (!self->issued) return 0;
     status = self->runtime.event_record(self->event, self->stream);
@@ -172,7 +141,7 @@ static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
   if (status == PROXYCCL_RUNTIME_NOT_READY) return 0;
   if (status != PROXYCCL_RUNTIME_SUCCESS) return status;
   self->recorded = 0;
-  show_completed(base, base->progress.marked);
+  base->progress.completed = base->progress.marked;
   ++*progress;
   return 0;
 }
@@ -193,9 +162,7 @@ static ProxycclConnection *copy_create(const void *options, const ProxycclRuntim
   self->stream = given->stream;
   self->event = given->event;
   self->shorts = given->shorts;
-  if (given->bundle_events == NULL) return &self->base;
-  self->base.bundles.most = PROXYCCL_MOST_BUNDLES;
-  for (uint32_t i = 0; i < PROXYCCL_MOST_BUNDLES; ++i) self->bundles[i].event = given->bundle_events[i];
+  self->base.most_puts = runtime->copy_many == NULL ? 0 : PROXYCCL_MOST_PUTS;
   return &self->base;
 }
 

@@ -8,15 +8,11 @@
  * GPU's copy engine takes for any. Its worker serves no other connection meanwhile. */
 enum { PROXYCCL_CPU_COPY_BYTES = 65536 };
 
-/* Bundles of puts that a connection may have outstanding. */
-enum { PROXYCCL_MOST_BUNDLES = 16 };
-
 /* They belong to the caller, and no other connection may use them. */
 typedef struct ProxycclCopyOptions {
   void *stream;
   void *event;
-  const char *shorts;         /* in the device's memory, all values of 16 bits in order; NULL if no value is put */
-  void *const *bundle_events; /* PROXYCCL_MOST_BUNDLES of them; NULL if no bundle is issued */
+  const char *shorts; /* in the device's memory, all values of 16 bits in order; NULL if no value is put */
 } ProxycclCopyOptions;
 
 #endif

@@ -22,8 +22,9 @@ typedef struct Step {
   StepKind kind;
   StepState state;
   uint32_t channel;
-  uint64_t bundle; /* of a send that was issued: 0, or the number of its bundle among the carrier's */
-  uint64_t value;  /* a complete meeting's post; else the value of the step's word once it is complete */
+  const Channel *bundle; /* of a send that was issued: whose flush word reports its bundle; NULL: it is in none */
+  uint64_t flushed;      /* that word's value once the bundle is complete */
+  uint64_t value;        /* a complete meeting's post; else the value of the step's word once it is complete */
   union {
     ProxycclSchedulePost post;
     struct {
@@ -241,7 +242,7 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
   if (!is_mapped(connection)) status = transport->flush(connection, channel->flushed, step->value);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "flush", info);
   ++connection->progress.issued;
-  step->bundle = 0;
+  step->bundle = NULL;
   count_send(service, step);
   return CONTINUE;
 }
@@ -259,15 +260,15 @@ static int may_send(const ProxycclService *service, const Step *step) {
  * has one piece for each peer, and a piece's signal does not wait for later pieces. */
 typedef struct {
   ProxycclConnection *carrier; /* the worker's */
-  ProxycclPut puts[PROXYCCL_BUNDLE_PUTS];
-  Step *steps[PROXYCCL_BUNDLE_PUTS];
+  ProxycclPut puts[PROXYCCL_MOST_PUTS];
+  Step *steps[PROXYCCL_MOST_PUTS];
   uint32_t count;
 } Bundle;
 
 static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
   const uint32_t connections = list_count(&worker->connection_count);
   for (uint32_t i = 0; i < connections; ++i)
-    if (worker->connections[i]->bundles.most > 0) return worker->connections[i];
+    if (worker->connections[i]->most_puts > 0) return worker->connections[i];
   return NULL;
 }
 
@@ -282,27 +283,35 @@ static int is_bundled(const ProxycclConnection *carrier, const ProxycclConnectio
  * bundles, and stores would pass the stream's writes. */
 static int may_follow(const Step *step, int bundled) {
   const Step *before = step->before;
-  return before == NULL || before->state == COMPLETE || (before->bundle != 0) == bundled;
+  return before == NULL || before->state == COMPLETE || (before->bundle != NULL) == bundled;
 }
 
+/* One word after the copies reports all of them: each word between copies would delay the next one. */
 static ProxycclOutcome issue_bundle(ProxycclService *service, Bundle *bundle, ProxycclExitInfo *info) {
   ProxycclConnection *carrier = bundle->carrier;
-  const int status = carrier->transport->put_many(carrier, bundle->puts, bundle->count);
-  if (status != 0)
-    return fail(service->channels[bundle->steps[0]->channel].connection, PROXYCCL_ERROR_TRANSPORT, status, "put", info);
+  const Channel *first = &service->channels[bundle->steps[0]->channel];
+  const uint64_t value = first->outbound + 1; /* of its first send, as for a flush of that alone */
+  const char *failed = "put";
+  int status = carrier->transport->put_many(carrier, bundle->puts, bundle->count);
+  if (status == 0) {
+    failed = "flush";
+    status = carrier->transport->flush(carrier, first->flushed, value);
+  }
+  if (status != 0) return fail(first->connection, PROXYCCL_ERROR_TRANSPORT, status, failed, info);
+  carrier->progress.issued += bundle->count;
   for (uint32_t i = 0; i < bundle->count; ++i) {
     Step *step = bundle->steps[i];
     step->value = ++service->channels[step->channel].outbound;
-    step->bundle = carrier->bundles.issued;
+    step->bundle = first;
+    step->flushed = value;
     count_send(service, step);
   }
-  bundle->count = 0;
   return CONTINUE;
 }
 
 /* Whether a send is complete. Where the receiver's word is mapped, it tells that too and saves a flush. */
-static int is_sent(const Bundle *bundle, const Step *step, const Channel *channel) {
-  if (step->bundle != 0) return bundle->carrier->bundles.completed >= step->bundle;
+static int is_sent(const Step *step, const Channel *channel) {
+  if (step->bundle != NULL) return word_load(step->bundle->flushed) >= step->flushed;
   const uint64_t *word = is_mapped(channel->connection) ? channel->remote_semaphore : channel->flushed;
   return word_load(word) >= step->value;
 }
@@ -310,16 +319,11 @@ static int is_sent(const Bundle *bundle, const Step *step, const Channel *channe
 /* The receiver of a bundled send learns of it here. Earlier sends on its channel are complete by now: they were visited
  * first. */
 static void complete_send(Step *step, Channel *channel) {
-  if (step->bundle != 0) word_store(channel->remote_semaphore, step->value);
+  if (step->bundle != NULL) word_store(channel->remote_semaphore, step->value);
   step->state = COMPLETE;
 }
 
-static int has_bundle_room(const ProxycclConnection *carrier) {
-  return carrier->bundles.issued - carrier->bundles.completed < carrier->bundles.most;
-}
-
-/* Issues a send that may be issued, or adds it to the bundle; leaves it if the connection or the carrier has no room.
- */
+/* Issues a send that may be issued, or adds it to the bundle; leaves it if either has no room. */
 static ProxycclOutcome start_send(ProxycclService *service, Bundle *bundle, Step *step, Channel *channel,
                                   ProxycclExitInfo *info) {
   ProxycclConnection *connection = channel->connection;
@@ -330,7 +334,7 @@ static ProxycclOutcome start_send(ProxycclService *service, Bundle *bundle, Step
   const int bundled = is_bundled(bundle->carrier, connection, step, &ranges);
   if (bundle->carrier != NULL && is_mapped(connection) && !may_follow(step, bundled)) return CONTINUE;
   if (!bundled) return has_room(connection) ? issue_send(service, step, channel, info) : CONTINUE;
-  if (bundle->count == PROXYCCL_BUNDLE_PUTS || !has_bundle_room(bundle->carrier)) return CONTINUE;
+  if (bundle->count == bundle->carrier->most_puts) return CONTINUE;
   bundle->puts[bundle->count] =
       (ProxycclPut){ranges.dst->base + ranges.dst_offset, ranges.src->base + step->send.src_offset, step->send.bytes};
   bundle->steps[bundle->count++] = step;
@@ -363,7 +367,7 @@ static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step 
       break;
     case SEND:
       if (step->state == WAITING && may_send(service, step)) result = start_send(service, bundle, step, channel, info);
-      if (step->state == ISSUED && is_sent(bundle, step, channel)) complete_send(step, channel);
+      if (step->state == ISSUED && is_sent(step, channel)) complete_send(step, channel);
       break;
     case RECEIVE:
       if (word_load(inbound) >= step->value) complete_receive(service, step);
@@ -545,13 +549,6 @@ static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
   return idle_ns > worker->service->control->timeout_ns ? time_out(worker, info) : CONTINUE;
 }
 
-/* Looks which bundles are complete. */
-static ProxycclOutcome poll_carrier(ProxycclConnection *carrier, uint32_t *progress, ProxycclExitInfo *info) {
-  if (carrier == NULL || carrier->bundles.issued == carrier->bundles.completed) return CONTINUE;
-  const int status = carrier->transport->poll(carrier, progress);
-  return status == 0 ? CONTINUE : fail(carrier, PROXYCCL_ERROR_TRANSPORT, status, "completion", info);
-}
-
 /* Issues the bundle that a turn has gathered. */
 static ProxycclOutcome end_bundle(ProxycclWorker *worker, Bundle *bundle, uint64_t traced_ns, uint32_t *progress,
                                   ProxycclExitInfo *info) {
@@ -592,7 +589,7 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
   Bundle bundle;
   bundle.carrier = run->carrier;
   bundle.count = 0;
-  result = poll_carrier(run->carrier, &steps, info);
+  result = CONTINUE;
   for (uint32_t i = 0; i < run->schedule->count && result == CONTINUE; ++i) {
     Step *step = &run->schedule->steps[i];
     if (!is_own(worker, step) || step->state == COMPLETE) continue;

@@ -33,7 +33,7 @@ typedef struct ProxycclPut {
   uint64_t bytes;
 } ProxycclPut;
 
-enum { PROXYCCL_BUNDLE_PUTS = 32 }; /* most puts of a bundle */
+enum { PROXYCCL_MOST_PUTS = 32 }; /* of one call */
 
 typedef struct ProxycclTransport {
   const char *name;
@@ -52,9 +52,8 @@ typedef struct ProxycclTransport {
   /* The same from the peer's memory to local memory. */
   int (*get)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
-  /* Issues a bundle, while fewer than `bundles.most` are outstanding: puts to the peers of any connections of this
-   * transport, at most PROXYCCL_BUNDLE_PUTS, in any order among each other. Bundles are complete in their order. NULL:
-   * the transport has none. */
+  /* Makes puts to the peers of any connections of this transport, in any order among each other; as an operation it is
+   * this connection's. At most `most_puts` of them. */
   int (*put_many)(ProxycclConnection *self, const ProxycclPut *puts, uint32_t count);
   /* Stores the low `bytes` bytes of a value, 1, 2, 4 or 8 of them: like a put, but nothing is read later. */
   int (*put_value)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
@@ -77,17 +76,11 @@ typedef struct ProxycclProgress {
   uint64_t marked;    /* set by the transport: the next value of `completed` */
 } ProxycclProgress;
 
-/* Bundles of puts. The transport counts them; a poll finds those that are complete. */
-typedef struct ProxycclBundles {
-  uint32_t most; /* that may be outstanding; 0: this connection has none */
-  uint64_t issued, completed;
-} ProxycclBundles;
-
 struct ProxycclConnection {
   const ProxycclTransport *transport;
   ProxycclProgress progress;
-  ProxycclBundles bundles;
   struct Channel *unfinished; /* the engine's list of channels with triggers that are not known to be complete */
+  uint32_t most_puts;         /* of a put_many; 0: it has none */
   uint32_t number;            /* in its worker */
   uint32_t worker;            /* the worker's number in its service */
 };
