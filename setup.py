@@ -20,6 +20,7 @@ def kernel_libraries() -> dict[str, str]:
     dispatches = ("dispatch", "dispatch_masks", "dispatch_shared_masks")
     kernels = [f"{name}_kernel" for name in (*dispatches, "dispatch_ids")]
     files = ("combine", *kernels, "quantize", "spread", "survivors", "weigh")
+    moves = ("moves", "send_receive", "signal_peer", "engram_fetch", "copy_blocks")
     experts = [f'#include "experts/{name}.h"\n' for name in files]
     scaled = tuple(f"{name}_scaled" for name in dispatches)
     for each in types:
@@ -29,7 +30,7 @@ def kernel_libraries() -> dict[str, str]:
                 for kernel in ("combine", "expert_weigh", "expert_quantize", *scaled * (each.itemsize == 2))
             ]
     return {
-        "moves": '#include "moves.h"\n#include "send_receive.h"\n#include "signal_peer.h"\n#include "engram_fetch.h"\n',
+        "moves": "".join(f'#include "{name}.h"\n' for name in moves),
         "experts": "".join(experts),
         **{
             each.name: f'#include "execute_plan.h"\n#include "host_library.h"\n{each.c_check()}'

@@ -318,6 +318,14 @@ class BaseRuntime(Protocol):
         """Zeroed pinned host memory that other processes can map."""
         ...
 
+    def pin(self, ptr: int, nbytes: int) -> Memory | None:
+        """Pins memory of the host that somebody else allocated, until the result closes: copies between it and the
+        device are then not staged. None if there is nothing to pin.
+
+        Raises ResourceError if the driver refuses.
+        """
+        ...
+
     def export(self, ptr: int, nbytes: int) -> bytes:
         """A handle with which other processes can open the memory at `ptr`.
 

@@ -13,6 +13,7 @@ from proxyccl.device._cdata import ItemPointer as ItemPointer
 from proxyccl.device._cdata import Number as Number
 from proxyccl.device._cdata import Passed as Passed
 from proxyccl.device._cdata import Pointer as Pointer
+from proxyccl.device._cdata import PointerField as PointerField
 from proxyccl.device._cdata import Uint64Pointer as Uint64Pointer
 
 class ProxycclAgent(CData): ...
@@ -29,6 +30,30 @@ class _ProxycclTransferTimes:
 
 class ProxycclTransferTimes(_ProxycclTransferTimes, CData): ...
 class ProxycclTransferTimesPointer(_ProxycclTransferTimes, ItemPointer[ProxycclTransferTimes]): ...
+
+class _ProxycclCopier:
+    copy: int
+    event_record: int
+    event_query: int
+    current: int
+    make_current: int
+    context: int
+    exchange_capture_mode: int
+    relaxed: int
+
+class ProxycclCopier(_ProxycclCopier, CData): ...
+class ProxycclCopierPointer(_ProxycclCopier, ItemPointer[ProxycclCopier]): ...
+
+class _ProxycclDeviceCopies:
+    rows: PointerField[Uint64Pointer]
+    count: int
+    launch: int
+    bytes: int
+    stream: int
+    event: int
+
+class ProxycclDeviceCopies(_ProxycclDeviceCopies, CData): ...
+class ProxycclDeviceCopiesPointer(_ProxycclDeviceCopies, ItemPointer[ProxycclDeviceCopies]): ...
 
 class Lib:
     PROXYCCL_SECRET_BYTES: Final[int]
@@ -90,9 +115,22 @@ class Lib:
         count: int,
         /,
     ) -> ProxycclTransferPointer: ...
+    def proxyccl_transfer_create_on_device(
+        self,
+        agent: Passed[ProxycclAgentPointer],
+        link: Passed[ProxycclLinkPointer],
+        copier: Passed[ProxycclCopierPointer],
+        copies: Passed[ProxycclDeviceCopiesPointer],
+        /,
+    ) -> ProxycclTransferPointer: ...
     def proxyccl_transfer_release(self, transfer: Passed[ProxycclTransferPointer], /) -> None: ...
     def proxyccl_transfer_post(
-        self, transfer: Passed[ProxycclTransferPointer], message: Passed[CharPointer] | bytes, bytes: int, /
+        self,
+        transfer: Passed[ProxycclTransferPointer],
+        message: Passed[CharPointer] | bytes,
+        bytes: int,
+        stream: int,
+        /,
     ) -> int: ...
     def proxyccl_transfer_cancel(self, transfer: Passed[ProxycclTransferPointer], /) -> None: ...
     def proxyccl_transfer_state(self, transfer: Passed[ProxycclTransferPointer], /) -> int: ...
@@ -113,6 +151,26 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclTransferTimes[]"], init: int | Sequence[Initial[ProxycclTransferTimes]], /
     ) -> Array[ProxycclTransferTimes, ProxycclTransferTimesPointer]: ...
     @overload
+    def new(
+        self, cdecl: Literal["ProxycclCopier *"], init: Initial[ProxycclCopier] = ..., /
+    ) -> ProxycclCopierPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclCopier[]"], init: int | Sequence[Initial[ProxycclCopier]], /
+    ) -> Array[ProxycclCopier, ProxycclCopierPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclDeviceCopies *"], init: Initial[ProxycclDeviceCopies] = ..., /
+    ) -> ProxycclDeviceCopiesPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclDeviceCopies[]"], init: int | Sequence[Initial[ProxycclDeviceCopies]], /
+    ) -> Array[ProxycclDeviceCopies, ProxycclDeviceCopiesPointer]: ...
+    @overload
+    def new(self, cdecl: Literal["uint64_t *"], init: int = ..., /) -> Uint64Pointer: ...
+    @overload
+    def new(self, cdecl: Literal["uint64_t[]"], init: int | Sequence[int], /) -> Array[int, Uint64Pointer]: ...
+    @overload
     def new(self, cdecl: Literal["char *"], init: bytes = ..., /) -> CharPointer: ...
     @overload
     def new(self, cdecl: Literal["char[]"], init: int | Sequence[bytes], /) -> Array[bytes, CharPointer]: ...
@@ -120,10 +178,6 @@ class FFI(BaseFFI):
     def new(self, cdecl: Literal["int *"], init: int = ..., /) -> IntPointer: ...
     @overload
     def new(self, cdecl: Literal["int[]"], init: int | Sequence[int], /) -> Array[int, IntPointer]: ...
-    @overload
-    def new(self, cdecl: Literal["uint64_t *"], init: int = ..., /) -> Uint64Pointer: ...
-    @overload
-    def new(self, cdecl: Literal["uint64_t[]"], init: int | Sequence[int], /) -> Array[int, Uint64Pointer]: ...
     @overload
     def cast(self, cdecl: Literal["ProxycclAgent *"], value: CData | int, /) -> ProxycclAgentPointer: ...
     @overload
@@ -135,14 +189,23 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclTransferTimes *"], value: CData | int, /
     ) -> ProxycclTransferTimesPointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclCopier *"], value: CData | int, /) -> ProxycclCopierPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclDeviceCopies *"], value: CData | int, /) -> ProxycclDeviceCopiesPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["uint64_t *"], value: CData | int, /) -> Uint64Pointer: ...
+    @overload
     def cast(self, cdecl: Literal["char *"], value: CData | int, /) -> CharPointer: ...
     @overload
     def cast(self, cdecl: Literal["int *"], value: CData | int, /) -> IntPointer: ...
     @overload
-    def cast(self, cdecl: Literal["uint64_t *"], value: CData | int, /) -> Uint64Pointer: ...
-    @overload
     def cast(self, cdecl: Literal["uintptr_t"], value: CData | int, /) -> Number: ...
-    def sizeof(self, cdecl: CData | Literal["ProxycclTransferTimes", "char", "int", "uint64_t"], /) -> int: ...
+    def sizeof(
+        self,
+        cdecl: CData
+        | Literal["ProxycclTransferTimes", "ProxycclCopier", "ProxycclDeviceCopies", "uint64_t", "char", "int"],
+        /,
+    ) -> int: ...
     def offsetof(self, cdecl: str, field: str, /) -> int: ...
 
 ffi: FFI

@@ -23,8 +23,11 @@ ffi.set_source(
     "proxyccl.proxy._transfers",
     '#include "transfers.h"',
     sources=in_transfers("*.c"),
-    depends=[*in_transfers("*.h"), "proxy/engine/clock.h"],
-    include_dirs=["proxy/transfers", "proxy/engine"],
+    depends=[
+        *in_transfers("*.h"),
+        *("proxy/engine/clock.h", "proxy/engine/runtime_table.h", "device/launch.h", "device/waking.h"),
+    ],
+    include_dirs=["proxy/transfers", "proxy/engine", "device"],
     define_macros=[("_GNU_SOURCE", None)],  # process_vm_readv, accept4
     extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
 )

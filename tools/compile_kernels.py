@@ -47,6 +47,7 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
     ("moves.h", "barrier", None, None),
     ("signal_peer.h", "signal_peer", None, None),
     ("engram_fetch.h", "engram_fetch_impl", None, None),
+    ("copy_blocks.h", "copy_blocks", None, None),
 )
 COLLECTIVE_KERNELS: tuple[Shipped, ...] = tuple(
     (kernel.file, kernel.name, dtype, "sum" if dtype else None)

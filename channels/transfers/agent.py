@@ -17,20 +17,22 @@ import numpy as np
 from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.blocks import Rows, as_rows, sides
+from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
 from proxyccl.channels.transfers.errors import (
     NameTakenError,
+    NoPathError,
     NotRegisteredError,
     TransferTimeoutError,
     UnknownAgentError,
 )
 from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.metadata import Place
-from proxyccl.channels.transfers.paths import Path, connect, listen
-from proxyccl.channels.transfers.regions import Region, Regions
+from proxyccl.channels.transfers.paths import Path, connect, device_path, listen
+from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions
 from proxyccl.channels.transfers.transfer import State, Transfer
 from proxyccl.device import forks
-from proxyccl.device.arrays.array import as_view
+from proxyccl.device.arrays.array import Array, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
 from proxyccl.proxy._transfers import ffi, lib
@@ -52,6 +54,16 @@ class _Peer:
         self.link: Link | None = None
         self.connecting = threading.Lock()  # one thread connects, and the others wait for it
         self.removed = False
+        self.reached = Reached()
+        self.on_devices: weakref.WeakSet[Transfer] = weakref.WeakSet()
+
+    def leave(self) -> None:
+        """Ends the link, and then unmaps the peer's memory."""
+        if self.link is not None:
+            self.link.end()
+        for transfer in list(self.on_devices):
+            transfer.close()
+        self.reached.close()
 
 
 class Agent:
@@ -87,6 +99,8 @@ class Agent:
         self._own = Regions()
         self._peers: dict[str, _Peer] = {}
         self._kept: list[tuple[Region, object]] = []
+        self._devices = Devices()
+        self._reached, self._pinned = Reached(), Pinned()
         self._warned = False
         self._closed = False
         self._process = forks.here()
@@ -119,48 +133,72 @@ class Agent:
         self._process.require("the agent")
         with self._lock:
             self._closed = True
+            peers = list(self._peers.values())
             self._peers.clear()
         lib.proxyccl_agent_stop(self._handle)
+        for peer in peers:
+            peer.leave()
+        self._pinned.keep(())
 
     # Memory
 
-    def register(self, memory: Any, *, label: str = "", device: int = 0) -> Region:
+    def register(self, memory: Any, *, label: str = "", device: int = 0, kind: str | None = None) -> Region:
         """Lets others read and write memory, and this agent's transfers use it.
 
         Args:
-            memory: an array of the host's memory, contiguous in C order and writable; or (address, bytes), of memory
-                that the caller keeps mapped. The agent keeps an array alive until it is deregistered.
+            memory: an array of the host or of a GPU, contiguous in C order and writable, or one that ProxyCCL made; or
+                (address, bytes), of memory that the caller keeps mapped. The agent keeps an array alive until it is
+                deregistered.
             label: a name by which others find the region.
-            device: a number for the caller's own use.
+            device: with an address of a device's memory, the device's number; of the host's, a number for the caller's
+                own use.
+            kind: with an address: "dram", the host's memory (also if None), or "vram", a device's.
 
         Raises:
-            ArgumentError: it is neither, or memory of a GPU.
+            ArgumentError: it is neither, or memory of a device that can't be shared with other processes.
+            RuntimeUnavailableError: this machine does not offer the device's runtime.
         """
         owner: object = None
+        runtime: Any = None
         if isinstance(memory, tuple):
             address, nbytes = memory
         else:
+            if kind is not None:
+                raise ArgumentError("kind", "is for addresses: an array tells where it lies")
             view = as_view(memory, "memory")
-            if view.device[0] != "host":
-                raise ArgumentError("memory", f"the array lies on {view.place}; agents move the host's memory only")
             if not view.writable:
                 raise ArgumentError("memory", "the array is read-only")
             owner, address, nbytes = view, view.ptr, view.nbytes
-        region = Region(address, nbytes, device, label=label)
-        self.register_regions([region])
+            if isinstance(memory, Array):
+                runtime = memory.runtime
+            if runtime is not None or view.device[0] != "host":
+                kind, device = VRAM, max(0, view.device[1])
+        region = Region(address, nbytes, device, kind or DRAM, label)
+        self._register([region], runtime)
         if owner is not None:
             with self._lock:
                 self._kept.append((region, owner))
         return region
 
     def register_regions(self, regions: Sequence[Region]) -> None:
-        """Registers regions, all or none of them. Whose memory they are is up to the caller."""
+        """Registers regions, all or none of them. Whose memory they are is up to the caller.
+
+        Raises:
+            ArgumentError, RuntimeUnavailableError: as `register`.
+        """
+        self._register(regions, None)
+
+    def _register(self, regions: Sequence[Region], runtime: Any) -> None:
         for region in regions:
+            if region.kind not in (DRAM, VRAM):
+                raise ArgumentError("kind", f'must be "dram" or "vram", not {region.kind!r}')
             if region.address + region.nbytes >= 2**63:
                 raise ArgumentError("regions", f"{region} is not a range of memory")
+        shares = [self._devices.share(region, runtime) for region in regions if region.kind == VRAM]
         with self._lock:
             self._require_open()
             self._own.add(regions)
+            self._reached.add(shares)
             self._publish()
 
     def deregister(self, *regions: Region) -> None:
@@ -175,6 +213,8 @@ class Agent:
             if not self._own.remove(regions):
                 raise NotRegisteredError("a region is not registered")
             self._publish()
+            self._reached.keep(self._own.all)
+            self._pinned.keep(self._own.all)
             for region in regions:
                 kept = next((index for index, (each, _) in enumerate(self._kept) if each == region), None)
                 if kept is not None:
@@ -209,7 +249,9 @@ class Agent:
             chosen = self._own.all if regions is None else list(regions)
             if regions is not None and not set(chosen) <= set(self._own.all):
                 raise NotRegisteredError("a region is not registered")
-            return metadata_of.encode(self.name, self._place if place else None, chosen)
+            return metadata_of.encode(
+                self.name, self._place if place else None, chosen, self._reached.of(dict.fromkeys(chosen))
+            )
 
     def add(self, metadata: bytes) -> str:
         """Adds another agent, or extends what is known of its memory. Nothing is sent.
@@ -236,6 +278,7 @@ class Agent:
             elif message.place not in (None, peer.place):
                 raise NameTakenError(f"another agent of the name {message.name!r} was added", message.name)
             peer.regions.extend(message.regions)
+            peer.reached.add(message.shares)
         return message.name
 
     def remove(self, name: str) -> None:
@@ -249,9 +292,7 @@ class Agent:
             peer = self._peer(name)
             del self._peers[name]
             peer.removed = True
-            link = peer.link
-        if link is not None:
-            link.end()
+        peer.leave()
 
     @property
     def peers(self) -> list[str]:
@@ -358,31 +399,101 @@ class Agent:
             UnknownAgentError: no such agent was added.
             NotRegisteredError: a block lies outside registered memory.
             DisconnectedError: the peer can't be reached.
+            NoPathError: nothing moves data between these kinds of memory, or so far.
         """
         if operation not in ("read", "write"):
             raise ArgumentError("operation", f'must be "read" or "write", not {operation!r}')
         rows = as_rows(blocks)
         with self._lock:
-            for side, regions, column in (("local", self._own, 0), ("remote", self._regions(peer), 1)):
-                outside = regions.find_outside(rows[:, column], rows[:, 2])
-                if outside is not None:
-                    address, nbytes = int(rows[outside, column]), int(rows[outside, 2])
-                    raise NotRegisteredError(
-                        f"block {outside}: {nbytes} bytes at {side} address {address:#x} are not registered"
-                        + (f" by agent {peer}" if side == "remote" else ""),
-                        peer,
-                    )
-        return self.prepare_checked(operation == "write", peer, rows)
+            kinds = (
+                self._kind_of(self._own, rows[:, 0], rows[:, 2], "local", ""),
+                self._kind_of(self._regions(peer), rows[:, 1], rows[:, 2], "remote", peer),
+            )
+        return self.prepare_checked(operation == "write", peer, rows, kinds)
 
-    def prepare_checked(self, writes: bool, peer: str, rows: Rows) -> Transfer:
-        """`prepare` for rows that are known to lie in registered memory.
+    def _kind_of(self, regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: str) -> str:
+        """The kind of memory that all blocks of one side belong to."""
+        outside = regions.find_outside(addresses, nbytes)
+        if outside is None:
+            return DRAM
+        of_devices = regions.find_outside(addresses, nbytes, VRAM)
+        if of_devices is None:
+            return VRAM
+        first = max(outside, of_devices)
+        address, number = int(addresses[first]), int(nbytes[first])
+        if regions.find_outside(addresses[first : first + 1], nbytes[first : first + 1]) is None or (
+            regions.find_outside(addresses[first : first + 1], nbytes[first : first + 1], VRAM) is None
+        ):
+            raise ArgumentError(
+                "blocks", f"block {first} at {side} address {address:#x} is of another kind of memory than those before"
+            )
+        raise NotRegisteredError(
+            f"block {first}: {number} bytes at {side} address {address:#x} are not registered"
+            + (f" by agent {peer}" if side == "remote" else ""),
+            peer,
+        )
+
+    def prepare_checked(self, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str] = (DRAM, DRAM)) -> Transfer:
+        """`prepare` for rows that are known to lie in registered memory, of one kind on either side.
 
         Raises:
-            UnknownAgentError, DisconnectedError: as `prepare`.
+            UnknownAgentError, DisconnectedError, NoPathError: as `prepare`.
         """
         link = self._link(peer)
+        if VRAM in kinds and (rows[:, 2] > 0).any():
+            return self._prepare_on_device(link, writes, peer, rows[rows[:, 2] > 0], kinds)
         path = Path("self") if link is None else link.path
         return Transfer(self._handle, link, peer, writes, sides(rows), path)
+
+    def _prepare_on_device(
+        self, link: Link | None, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str]
+    ) -> Transfer:
+        if link is not None and link.path.name == "tcp":
+            raise NoPathError(f"agent {peer} is on another host: memory of devices moves within a host only", peer)
+        in_process = link is None or link.pid == os.getpid()
+        if kinds[1] == DRAM and not in_process:
+            raise NoPathError(f"a device does not reach the host's memory of agent {peer}: its side can move it", peer)
+        with self._lock:
+            known = self._peers.get(peer)
+            theirs = self._reached if known is None else known.reached
+            regions = self._regions(peer)
+        if kinds[0] == VRAM:
+            copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
+        else:
+            copier = self._devices.nearest(theirs.share_at(int(rows[0, 1])))
+        mapped = rows.copy()
+        kept: list[object] = []
+        ways, unpinned = [], ""
+        for column, kind, reached, pinned in (
+            (0, kinds[0], self._reached, self._own),
+            (1, kinds[1], theirs, regions),
+        ):
+            if kind == VRAM:
+                mapped[:, column], memories, way = reached.map(copier, rows[:, column])
+                ways.append(way if column == 1 and not in_process else "")
+            else:
+                memories, unpinned = self._pinned.pin(copier, pinned.holders(rows[:, column]))
+                ways.append("pinned memory" if memories else "")
+            kept.append(memories)
+        lists = local, remote = sides(mapped)
+        to, source = (remote, local) if writes else (local, remote)
+        plan = copier.plan(np.column_stack((to[:, 0], source)), kept=kept)
+        path = device_path(plan.by, ways, unpinned)
+        transfer = Transfer(self._handle, link, peer, writes, lists, path, (copier, plan))
+        if known is not None:
+            known.on_devices.add(transfer)
+        self._warn_of_unpinned(path)
+        return transfer
+
+    def _warn_of_unpinned(self, path: Path) -> None:
+        if path.reason and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"agent {self.name} copies between the host's memory and a device by way of the driver's buffers: "
+                f"{path.reason}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def read(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
         """Starts to read blocks of another agent's memory. Arguments and errors as of `prepare` and

@@ -17,6 +17,10 @@ class DisconnectedError(TransferError):
     """The peer has ended, has closed its agent, or can't be reached. Agents that join later may have its name."""
 
 
+class NoPathError(TransferError):
+    """Nothing moves data between these two kinds of memory, or between these two places."""
+
+
 class UnknownAgentError(TransferError, LookupError):
     """No agent of this name was added, or it was removed."""
 

@@ -22,11 +22,13 @@ class Link:
         peer: the other agent's name.
         handle: the engine's.
         path: how the data moves.
+        pid: the process that the kernel copies from and to; 0: it does not.
     """
 
     def __init__(self, agent: ProxycclAgentPointer, peer: str, secret: bytes, connected: Connected) -> None:
         self.peer = peer
         self.path = connected.path
+        self.pid = connected.pid
         handle = lib.proxyccl_link_create(agent, connected.socket, secret, connected.process, connected.pid)
         if not handle:
             if ffi.errno == errno.ECANCELED:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from proxyccl.channels.transfers.device_memory import Share
 from proxyccl.channels.transfers.errors import MetadataError
 from proxyccl.channels.transfers.regions import Region
 from proxyccl.proxy._transfers import lib
@@ -32,20 +33,21 @@ class Place(Message, frozen=True):
 
 
 class Metadata(Message, frozen=True):
-    """What an agent tells others: where it is, some of its regions, or both."""
+    """What an agent tells others: where it is, some of its regions, or both. `shares` are those of devices."""
 
     format: Literal["proxyccl-agent-1"]
     name: Annotated[str, Meta(min_length=1, max_length=1024)]
     place: Place | None
     regions: list[Region]
+    shares: list[Share] = []
 
 
 _CODEC = Codec(Metadata, _LIMIT, name="metadata of an agent")
 
 
-def encode(name: str, place: Place | None, regions: list[Region]) -> bytes:
+def encode(name: str, place: Place | None, regions: list[Region], shares: list[Share]) -> bytes:
     """Metadata as bytes."""
-    return _CODEC.encode(Metadata("proxyccl-agent-1", name, place, regions))
+    return _CODEC.encode(Metadata("proxyccl-agent-1", name, place, regions, shares))
 
 
 def decode(data: bytes) -> Metadata:

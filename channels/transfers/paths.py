@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Iterable
 
 from msgspec import Struct
 
@@ -31,12 +32,25 @@ class Path(Struct, frozen=True):
     """How data moves to and from a peer.
 
     Attributes:
-        name: "self", within the agent; "process_vm", copied once by the kernel; "unix" or "tcp", through the socket.
+        name: "self", within the agent; "process_vm", copied once by the kernel; "unix" or "tcp", through the socket;
+            `device_path` names those of devices.
         reason: why a faster path between agents of one host does not serve; "" if none is faster.
     """
 
     name: str
     reason: str = ""
+
+
+def device_path(by: str, ways: Iterable[str], unpinned: str = "") -> Path:
+    """The path of a transfer that a device copies, such as "copy engine (IPC)".
+
+    Args:
+        by: what copies: "copy engine", "kernel", or "copy engine and kernel".
+        ways: how it reaches memory that is not its own process's device memory.
+        unpinned: why it copies the host's memory by way of the driver's own buffers; "" if it does not.
+    """
+    named = sorted({way for way in ways if way} | ({"staged by the driver"} if unpinned else set()))
+    return Path(f"{by} ({', '.join(named)})" if named else by, unpinned)
 
 
 class Connected(Struct, frozen=True):

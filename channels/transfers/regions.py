@@ -12,7 +12,10 @@ from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.proxy.codec import Message, Uint64
 
 DRAM = "dram"
-"""The host's memory, which is the only kind so far."""
+"""The host's memory."""
+
+VRAM = "vram"
+"""Memory of a device: of a GPU, or what the host runtime allocates in its stead."""
 
 
 class Region(Message, frozen=True):
@@ -20,8 +23,9 @@ class Region(Message, frozen=True):
 
     Attributes:
         address, nbytes: the range.
-        device: a number that its owner gives; part of the region's identity.
-        kind: of memory: "dram".
+        device: of a device's memory, its number in the owner's process. Otherwise a number that its owner gives. Part
+            of the region's identity.
+        kind: of memory: "dram" or "vram".
         label: its owner's name for it.
     """
 
@@ -80,6 +84,12 @@ class Regions:
             self._bounds[key] = np.ascontiguousarray(found[:, 0]), np.maximum.accumulate(found[:, 1])
         return self._bounds[key]
 
+    def holders(self, addresses: Rows) -> list[Region]:
+        """The regions of the host's memory that hold blocks, which belong to such memory."""
+        chosen = outermost(region for region in self.all if region.kind == DRAM)
+        starts = np.array([region.address for region in chosen], np.uint64)
+        return [chosen[index] for index in np.unique(np.searchsorted(starts, addresses, "right") - 1)]
+
     def find_outside(self, addresses: Rows, nbytes: Rows, kind: str = DRAM, device: int | None = None) -> int | None:
         """The index of the first block that no region holds; None if all belong to registered memory."""
         starts, ends = self.bounds(kind, device)
@@ -89,3 +99,13 @@ class Regions:
         last = addresses + nbytes
         outside = (at < 0) | (ends[at] < last) | (last < addresses)
         return int(outside.argmax()) if outside.any() else None
+
+
+def outermost(regions: Iterable[Region]) -> list[Region]:
+    """The regions that no other one holds, by address. The last of them that starts before a block, or with it, holds
+    the block if any region does."""
+    chosen: list[Region] = []
+    for region in sorted(regions, key=lambda each: (each.address, -each.nbytes)):
+        if not chosen or region.address + region.nbytes > chosen[-1].address + chosen[-1].nbytes:
+            chosen.append(region)
+    return chosen

@@ -19,11 +19,13 @@ from proxyccl.channels.transfers.errors import (
     TransferTimeoutError,
 )
 from proxyccl.device import forks
-from proxyccl.device.errors import ClosedError
+from proxyccl.device.base_runtime import StreamLike
+from proxyccl.device.errors import ArgumentError, ClosedError, KernelError
 from proxyccl.proxy._transfers import ffi, lib
 
 if TYPE_CHECKING:
     from proxyccl.channels.transfers.blocks import Rows
+    from proxyccl.channels.transfers.copier import Copier, Plan
     from proxyccl.channels.transfers.link import Link
     from proxyccl.channels.transfers.paths import Path
     from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclTransferPointer
@@ -79,6 +81,7 @@ class Transfer:
         writes: bool,
         lists: tuple[Rows, Rows],
         path: Path,
+        on_device: tuple[Copier, Plan] | None = None,
     ) -> None:
         local, remote = lists
         self.peer = peer
@@ -86,14 +89,20 @@ class Transfer:
         self.blocks = len(local)
         self.nbytes = int(local[:, 1].sum())
         self.path = path
-        handle = lib.proxyccl_transfer_create(
-            agent,
-            ffi.NULL if link is None else link.handle,
-            writes,
-            ffi.cast("uint64_t *", local.ctypes.data),
-            ffi.cast("uint64_t *", remote.ctypes.data),
-            len(local),
-        )
+        self._copier = None if on_device is None else on_device[0]
+        over = ffi.NULL if link is None else link.handle
+        if on_device is not None:
+            copier, plan = on_device
+            handle = lib.proxyccl_transfer_create_on_device(agent, over, copier.calls, plan.copies)
+        else:
+            handle = lib.proxyccl_transfer_create(
+                agent,
+                over,
+                writes,
+                ffi.cast("uint64_t *", local.ctypes.data),
+                ffi.cast("uint64_t *", remote.ctypes.data),
+                len(local),
+            )
         if not handle:
             raise MemoryError("there is no memory for a transfer")
         self._handle: ProxycclTransferPointer = handle
@@ -101,26 +110,30 @@ class Transfer:
         self._closed = False
         self._process = forks.here()
         # It keeps the lists, which the engine reads. Only now may no thread be in a call with the handle.
-        forks.finalizer(self, _release, handle, lists)
+        forks.finalizer(self, _release, handle, (lists, on_device))
 
     def __repr__(self) -> str:
         direction = "to" if self.writes else "from"
         state = "closed" if self._closed else self.state.name.lower()
         return f"Transfer({self.nbytes} bytes {direction} {self.peer} by {self.path.name}, {state})"
 
-    def start(self, message: bytes | None = None) -> Self:
+    def start(self, message: bytes | None = None, *, stream: StreamLike = None) -> Self:
         """Starts it, and returns at once. A short one may have ended by then.
 
         Args:
             message: told to the peer when all data has arrived; None: none.
+            stream: of the device that copies: it copies after the stream's earlier work, and the stream's later work
+                comes after the copies. None: the transfer is not ordered with any stream.
 
         Raises:
             ActiveError: it is active.
-            ArgumentError: the message is longer than 256 MiB.
+            ArgumentError: the message is longer than 256 MiB, or no device copies on the stream.
             ClosedError: it was closed, or belongs to another process.
         """
+        handle = self._open()
+        queue = 0 if stream is None else self._queue(stream)
         status = lib.proxyccl_transfer_post(
-            self._open(), ffi.NULL if message is None else message, len(message) if message else 0
+            handle, ffi.NULL if message is None else message, len(message) if message else 0, queue
         )
         raise_status(status, self.peer)
         return self
@@ -178,6 +191,15 @@ class Transfer:
         lib.proxyccl_transfer_times(self._open(), times)
         return Times(times.posted, times.returned, times.ended)
 
+    def _queue(self, stream: StreamLike) -> int:
+        if self._copier is None:
+            raise ArgumentError("stream", f"must be None: no device copies by {self.path.name}")
+        runtime = self._copier.runtime
+        handle = runtime.stream_handle(stream)
+        if runtime.is_capturing(handle):
+            raise ArgumentError("stream", "is being captured into a graph, which can't repeat a transfer")
+        return handle
+
     def _open(self) -> ProxycclTransferPointer:
         self._process.require("the transfer")
         if self._closed:
@@ -199,7 +221,13 @@ class Transfer:
             case State.LOST:
                 assert self._link is not None
                 raise DisconnectedError(f"agent {self.peer}: {self._link.lost}", self.peer)
-        reason = os.strerror(lib.proxyccl_transfer_error(self._open()))
+        status = lib.proxyccl_transfer_error(self._open())
+        reason = os.strerror(status)
+        if status < 0 and self._copier is not None:
+            try:
+                self._copier.runtime.check(-status, "a copy")
+            except KernelError as error:
+                reason = str(error)
         raise TransferError(f"the transfer with agent {self.peer} by {self.path.name} failed: {reason}", self.peer)
 
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from proxyccl.device.errors import DriverError
 from proxyccl.device.gpu.cuda_bindings import cu, freed, ok
 from proxyccl.device.memory.descriptor_server import NAME_BYTES, DescriptorServer, fetch_descriptors
+from proxyccl.device.memory.handle_kinds import MAPPED_BLOCKS
 
 _HANDLE = struct.Struct(f"<8s{NAME_BYTES}s32s")
 _REQUEST = struct.Struct("<QQQQ")  # context, base, size, the first block's allocation id
-_MAGIC = b"PXCCLvmm"
 _FILE_DESCRIPTOR = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
@@ -70,7 +70,7 @@ class VirtualMemory:
             if self._server is None:
                 self._server = DescriptorServer(self._supply, (DriverError,))
         request = _REQUEST.pack(context, base, size, self._allocation_id(base))
-        return _HANDLE.pack(_MAGIC, self._server.name, request)
+        return _HANDLE.pack(MAPPED_BLOCKS, self._server.name, request)
 
     def _supply(self, request: bytes) -> Iterator[tuple[int, int]]:
         context, base, size, allocation = _REQUEST.unpack(request)
@@ -82,7 +82,7 @@ class VirtualMemory:
     @staticmethod
     def is_handle(handle: bytes) -> bool:
         """Whether `export` made it."""
-        return handle.startswith(_MAGIC)
+        return handle.startswith(MAPPED_BLOCKS)
 
     def open(self, handle: bytes) -> int:
         """Maps another process's blocks side by side, for the current context's device. Their base.

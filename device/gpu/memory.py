@@ -21,6 +21,7 @@ from proxyccl.device.errors import (
 from proxyccl.device.gpu.context import DeviceContext
 from proxyccl.device.gpu.unused_memory import UnusedMemory, is_held
 from proxyccl.device.in_flight import InFlight
+from proxyccl.device.memory.handle_kinds import DEVICE_MEMORY
 from proxyccl.device.memory.lease_cache import LeaseCache
 from proxyccl.device.memory.shared_memory import SharedMemory
 
@@ -109,7 +110,7 @@ class MemoryHandle:
     """The handle by which another process, or another device's runtime in this one, reaches device memory."""
 
     _LAYOUT = struct.Struct("<8s16sqQQQQ64s")
-    _MAGIC = b"PXCCLgpu"
+    _MAGIC = DEVICE_MEMORY
     SIZE = _LAYOUT.size
 
     @classmethod
@@ -219,6 +220,26 @@ class GpuMemoryManager:
             shared.close()  # not before: its addresses would be given to other memory, still pinned
 
         return GpuPinnedMemory(ptr, shared, self.unused, unpin)
+
+    def pin_range(self, ptr: int, nbytes: int) -> GpuMemory:
+        """Pins memory of the host that somebody else allocated, and unpins it when the result closes.
+
+        Raises:
+            ResourceError: the driver refuses, for example because a part of it is pinned.
+        """
+        key = (self._driver.runtime, ptr, nbytes)
+
+        def pin() -> tuple[int, Callable[[int], None]]:
+            self._driver.register_host(ptr, nbytes)
+            return ptr, self._driver.unregister_host
+
+        with self._context.current():
+            try:
+                self._pinned.acquire(key, pin)
+            except DriverError as error:
+                raise ResourceError(f"{nbytes} bytes at {ptr:#x} can't be pinned: {error}") from None
+        release = functools.partial(self._context.call, self._pinned.release, key)
+        return GpuMemory(ptr, nbytes, self.unused.append, release)
 
     def export(self, ptr: int, nbytes: int) -> bytes:
         """A handle to device memory, allocated by any library."""

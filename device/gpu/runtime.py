@@ -179,6 +179,10 @@ class GpuRuntime:
         """Zeroed shared memory of the host, pinned."""
         return self._memory.pin(SharedMemory.allocate(nbytes))
 
+    def pin(self, ptr: int, nbytes: int) -> GpuMemory:
+        """Pins memory of the host that somebody else allocated."""
+        return self._memory.pin_range(ptr, nbytes)
+
     def export(self, ptr: int, nbytes: int) -> bytes:
         """A handle to device memory, allocated by any library."""
         return self._memory.export(ptr, nbytes)

@@ -10,8 +10,9 @@ import threading
 import weakref
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from proxyccl.device import forks
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import (
     AllocationCalls,
@@ -62,6 +63,8 @@ class HostRuntime:
     name = "host"
     thread_stream = None
     legacy_stream = None
+    _allocations: ClassVar[weakref.WeakValueDictionary[int, SharedMemory]] = weakref.WeakValueDictionary()
+    _allocations_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
         self, device: int = 0, *, async_copies: bool = False, cxxflags: tuple[str, ...] = (), blocks: int = 1
@@ -90,7 +93,6 @@ class HostRuntime:
         )
         self._async_copies = async_copies
         self._cxxflags = (*os.environ.get("PROXYCCL_CXXFLAGS", "").split(), *cxxflags)
-        self._allocations: weakref.WeakValueDictionary[int, SharedMemory] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
         self._streams_lock = threading.Lock()  # ranks that are threads may share a runtime
@@ -119,7 +121,7 @@ class HostRuntime:
     def allocate(self, nbytes: int) -> SharedMemory:
         """Zeroed shared memory. `host_ptr` equals `ptr`: the device is the CPU."""
         memory = SharedMemory.allocate(nbytes)
-        with self._lock:
+        with self._allocations_lock:
             self._allocations[memory.ptr] = memory
         return memory
 
@@ -131,9 +133,12 @@ class HostRuntime:
         """Zeroed shared memory: device memory and pinned memory are the same here."""
         return self.allocate(nbytes)
 
+    def pin(self, ptr: int, nbytes: int) -> None:
+        """Nothing to do: the device is the CPU."""
+
     def export(self, ptr: int, nbytes: int) -> bytes:
-        """A handle to a range of memory that this runtime allocated."""
-        with self._lock:
+        """A handle to a range of memory that a host runtime of this process allocated."""
+        with self._allocations_lock:
             whole = self._allocations.get(ptr)
             candidates = [whole] if whole is not None else list(self._allocations.values())
         for memory in candidates:
@@ -407,6 +412,9 @@ class HostRuntime:
             raise ArgumentError("kernel", f"no kernel {name!r} in the module")
         table = lib.proxyccl_host_function_parameters(out[0])
         return Kernel(self, name, out[0], parameters_of(table), module)
+
+
+forks.hold_while_forking(HostRuntime._allocations_lock)
 
 
 def _default_control(module: VoidPointer) -> Uint64Pointer:

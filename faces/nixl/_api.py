@@ -235,7 +235,7 @@ class nixl_agent:
             The list, for `deregister_memory`.
 
         Raises:
-            nixlBackendError: it is not the host's memory.
+            nixlBackendError: it is neither the host's memory nor a device's that can be shared.
             nixlNotFoundError: there is no backend.
         """
         descs = self.get_reg_descs(reg_list, mem_type)

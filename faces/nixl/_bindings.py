@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.regions import Region
 from proxyccl.channels.transfers.transfer import State, Transfer
+from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.nixl.descriptors import bytes_of, nixlRegDList, nixlXferDList, text_of
 from proxyccl.nixl.enums import nixl_cost_t, nixl_mem_t, nixl_status_t, nixl_thread_sync_t, nixl_xfer_op_t
 from proxyccl.nixl.errors import (
@@ -159,6 +160,7 @@ class _Prepared(Struct, frozen=True, eq=False):
 
     name: str
     rows: NDArray[np.uint64]
+    kind: str
 
 
 class _Posted(Struct, eq=False):
@@ -206,7 +208,7 @@ class nixlAgent:
         """Parameters and kinds of memory of a plugin. Raises nixlNotFoundError."""
         if type not in _BACKENDS:
             raise nixlNotFoundError(f"the backend {type!r} is not one of {', '.join(_BACKENDS)}")
-        return {}, [DRAM_SEG.name]
+        return {}, [DRAM_SEG.name, VRAM_SEG.name]
 
     def getBackendParams(self, backend: int) -> tuple[dict[str, str], list[str]]:
         """The same of a backend that was created. Raises nixlNotFoundError."""
@@ -236,15 +238,20 @@ class nixlAgent:
 
         Raises:
             nixlNotFoundError: there is no backend.
-            nixlBackendError: it is not the host's memory.
+            nixlBackendError: it is neither the host's memory nor a device's that can be shared.
         """
         regions = _regions_of(_required(descs, nixlRegDList))
         if not self._backends:
             raise nixlNotFoundError("no backend was created")
-        if descs.getType() != DRAM_SEG:
-            raise nixlBackendError(f"ProxyCCL moves DRAM only so far, not {descs.getType().name}")
+        if descs.getType() not in (DRAM_SEG, VRAM_SEG):
+            raise nixlBackendError(f"ProxyCCL moves DRAM and VRAM, not {descs.getType().name}")
         with in_nixls_words():
-            self._agent.register_regions(regions)
+            try:
+                self._agent.register_regions(regions)
+            except (ArgumentError, RuntimeUnavailableError) as error:
+                if descs.getType() == DRAM_SEG:
+                    raise
+                raise nixlBackendError(str(error)) from error
         return NIXL_SUCCESS
 
     def deregisterMem(self, descs: nixlRegDList, backends: Sequence[int] = ()) -> nixl_status_t:
@@ -355,7 +362,7 @@ class nixlAgent:
         descs = _required(given.get("descs"), nixlXferDList)
         self._check(name, descs)
         handle = next(self._handles)
-        self._prepared[handle] = _Prepared(name, descs.rows.copy())
+        self._prepared[handle] = _Prepared(name, descs.rows.copy(), _KINDS[descs.getType()])
         return handle
 
     def releasedDlistH(self, handle: int) -> nixl_status_t:
@@ -384,7 +391,7 @@ class nixlAgent:
         if local is None or remote is None or local.name or not remote.name:
             raise nixlInvalidParamError("expected a prepared list of this agent's side, then one of the other side")
         ours, theirs = _picked(local, local_indices), _picked(remote, remote_indices)
-        return self._make(operation, ours, theirs, remote.name, notif_msg)
+        return self._make(operation, ours, theirs, remote.name, notif_msg, (local.kind, remote.kind))
 
     def createXferReq(
         self,
@@ -408,7 +415,8 @@ class nixlAgent:
             raise nixlInvalidParamError("the lists differ in their number of descriptors, or in a length")
         self._check(NIXL_INIT_AGENT, local)
         self._check(name, remote)
-        return self._make(operation, local.rows, remote.rows, name, notif_msg)
+        kinds = (_KINDS[local.getType()], _KINDS[remote.getType()])
+        return self._make(operation, local.rows, remote.rows, name, notif_msg, kinds)
 
     def _make(
         self,
@@ -417,12 +425,13 @@ class nixlAgent:
         remote: NDArray[np.uint64],
         name: str,
         notification: str | bytes,
+        kinds: tuple[str, str],
     ) -> int:
         if not len(local) or len(local) != len(remote) or not np.array_equal(local[:, 1], remote[:, 1]):
             raise nixlInvalidParamError("the two sides differ in their number of descriptors, or in a length")
         rows = np.column_stack((local[:, 0], remote[:, :2]))
         with in_nixls_words():
-            transfer = self._agent.prepare_checked(operation == NIXL_WRITE, name, rows)
+            transfer = self._agent.prepare_checked(operation == NIXL_WRITE, name, rows, kinds)
         handle = next(self._handles)
         self._transfers[handle] = _Posted(transfer, name, bytes_of(notification), len(local))
         return handle

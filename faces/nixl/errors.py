@@ -99,6 +99,7 @@ _THEIRS: dict[type[ProxyCCLError], type[_NixlError]] = {  # the first that fits
     ours.ActiveError: nixlRepostActiveError,
     ours.DisconnectedError: nixlRemoteDisconnectError,
     ours.CanceledError: nixlCancelledError,
+    ours.NoPathError: nixlNotSupportedError,
     ours.TransferError: nixlBackendError,
     ArgumentError: nixlInvalidParamError,
     ClosedError: nixlCancelledError,

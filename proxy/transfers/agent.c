@@ -1,5 +1,6 @@
 /* An agent: its thread, its inbox and the ranges that peers may reach. See transfers.h. */
 #include <errno.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -198,8 +199,14 @@ static void *run(void *argument) {
   pthread_mutex_lock(&agent->lock);
   while (!agent->stopped) {
     copy_next(agent);
-    const int timeout = agent->first != NULL ? 0 : -1; /* idle until a descriptor has something */
+    device_look_at_all(agent);
+    const int timeout = agent->first != NULL || agent->on_devices != NULL ? 0 : -1; /* idle until a descriptor has something */
+    const long pause = agent->first == NULL && agent->on_devices != NULL ? (long)device_pause(agent) : 0;
     pthread_mutex_unlock(&agent->lock);
+    if (pause > 0) { /* epoll_wait counts in milliseconds */
+      struct pollfd any = {.fd = agent->epoll, .events = POLLIN};
+      ppoll(&any, 1, &(struct timespec){0, pause}, NULL);
+    }
     const int count = epoll_wait(agent->epoll, events, EVENTS, timeout);
     pthread_mutex_lock(&agent->lock);
     for (int i = 0; i < count; ++i) handle(agent, &events[i]);
@@ -261,6 +268,7 @@ ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, const
   agent->listener_count = count;
   agent->references = 1;
   agent->last = &agent->first;
+  agent->last_on_devices = &agent->on_devices;
   pthread_mutex_init(&agent->lock, NULL);
   pthread_condattr_t monotonic;
   pthread_condattr_init(&monotonic);
@@ -300,6 +308,7 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
   }
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) link_lose(link, "the agent was closed");
   while (agent->first != NULL) transfer_cancel(agent->first); /* within the agent */
+  while (agent->on_devices != NULL) transfer_cancel(agent->on_devices);
   reap(agent);
   pthread_mutex_unlock(&agent->lock);
 }

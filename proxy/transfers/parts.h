@@ -1,4 +1,4 @@
-/* The structs of agents, links and transfers, which their three files share. See transfers.h.
+/* The structs of agents, links and transfers, which their files share. See transfers.h.
  *
  * One mutex, the agent's, protects everything here but words that are marked as atomic. Copies run without it; their
  * number is kept.
@@ -12,6 +12,7 @@
 #include <sys/uio.h>
 
 #include "buffer.h"
+#include "launch.h"
 #include "transfers.h"
 
 enum {
@@ -119,12 +120,17 @@ struct ProxycclTransfer {
   ProxycclTransferState state; /* atomic */
   int error;
   int queued;
-  int copying; /* threads that copy a piece */
+  int copying; /* threads that copy a piece, or look at the device */
   int cancel;
   Position at;         /* of what is neither copied nor being copied, or not sent */
   uint64_t left;       /* bytes from there on */
   uint32_t unanswered; /* its frames */
   uint32_t refusal;    /* the first errno of an answer */
+  const ProxycclCopier *copier; /* NULL: no device copies it */
+  const uint64_t *copies;       /* (to, from, bytes) */
+  uint64_t copy_count;
+  const ProxycclLaunch *launch; /* NULL: none */
+  void *stream, *event;
   Buffer message;
   int has_message;
   ProxycclTransferTimes times;
@@ -143,7 +149,8 @@ struct ProxycclAgent {
   char *name;
   char secret[PROXYCCL_SECRET_BYTES];
   ProxycclLink *links;
-  ProxycclTransfer *first, **last; /* transfers to copy, in turn */
+  ProxycclTransfer *first, **last;                 /* transfers to copy, in turn */
+  ProxycclTransfer *on_devices, **last_on_devices; /* those that devices copy, to be looked at in turn */
   Buffer inbox;
   size_t read;                           /* of the inbox */
   uint64_t unread;                       /* atomic: bytes of the inbox that are not read */
@@ -174,9 +181,20 @@ void link_forget_transfer(ProxycclLink *link, ProxycclTransfer *transfer); /* on
 uint64_t blocks_parts(const struct iovec *blocks, uint64_t count, Position at, uint64_t most_bytes, uint32_t most_parts,
                       struct iovec *parts, uint32_t *part_count);
 void blocks_advance(const struct iovec *blocks, Position *at, uint64_t bytes);
+ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link); /* not locked */
+void transfer_queue(ProxycclTransfer *transfer, ProxycclTransfer ***last);
+void transfer_unqueue(ProxycclTransfer *transfer, ProxycclTransfer **first, ProxycclTransfer ***last);
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
 void transfer_copy(ProxycclTransfer *transfer); /* the next piece; unlocks meanwhile */
 void transfer_cancel(ProxycclTransfer *transfer);
 void transfer_lose(ProxycclTransfer *transfer); /* a copy, whose link is lost */
+
+/* device.c. All with the agent locked; they unlock meanwhile. */
+void device_start(ProxycclTransfer *transfer, void *stream);
+int device_look(ProxycclTransfer *transfer);     /* ends it if the device is done: 1 */
+void device_look_at_all(ProxycclAgent *agent);
+uint64_t device_pause(const ProxycclAgent *agent); /* ns until the next look */
+void device_rest(ProxycclTransfer *transfer);    /* between two looks of a caller */
+void device_finish(ProxycclTransfer *transfer);  /* waits until nothing touches its memory */
 
 #endif

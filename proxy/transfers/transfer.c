@@ -68,14 +68,14 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
   pthread_cond_broadcast(&transfer->agent->changed);
 }
 
-static void queue(ProxycclTransfer *transfer, ProxycclTransfer ***last) {
+void transfer_queue(ProxycclTransfer *transfer, ProxycclTransfer ***last) {
   transfer->next = NULL;
   transfer->queued = 1;
   **last = transfer;
   *last = &transfer->next;
 }
 
-static void unqueue(ProxycclTransfer *transfer, ProxycclTransfer **first, ProxycclTransfer ***last) {
+void transfer_unqueue(ProxycclTransfer *transfer, ProxycclTransfer **first, ProxycclTransfer ***last) {
   ProxycclTransfer **at = first;
   while (*at != transfer) at = &(*at)->next;
   *at = transfer->next;
@@ -128,7 +128,7 @@ static int copy_piece(const Piece *piece, int writes, pid_t pid) {
 /* No more pieces are begun. */
 static void drop_rest(ProxycclTransfer *transfer) {
   transfer->left = 0;
-  if (transfer->queued) unqueue(transfer, &transfer->agent->first, &transfer->agent->last);
+  if (transfer->queued) transfer_unqueue(transfer, &transfer->agent->first, &transfer->agent->last);
 }
 
 static void end_copies(ProxycclTransfer *transfer) {
@@ -171,21 +171,15 @@ void transfer_lose(ProxycclTransfer *transfer) {
 /* Whether it has a piece that nobody copies yet. */
 static int has_piece(const ProxycclTransfer *transfer) {
   const int by_socket = transfer->link != NULL && transfer->link->pid == 0;
-  return transfer->state == PROXYCCL_TRANSFER_ACTIVE && !by_socket && !transfer->cancel && transfer->left > 0;
+  return transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->copier == NULL && !by_socket && !transfer->cancel &&
+         transfer->left > 0;
 }
 
-ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
-                                           const uint64_t *remote, uint64_t count) {
+ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link) {
   ProxycclTransfer *transfer = calloc(1, sizeof *transfer);
   if (transfer == NULL) return NULL;
-  /* An iovec is an address and a length, of a word each. */
-  transfer->local = (const struct iovec *)local;
-  transfer->remote = (const struct iovec *)remote;
   transfer->agent = agent;
   transfer->link = link;
-  transfer->writes = writes;
-  transfer->count = count;
-  for (uint64_t i = 0; i < count; ++i) transfer->bytes += transfer->local[i].iov_len;
   pthread_mutex_lock(&agent->lock);
   ++agent->references;
   if (link != NULL) ++link->references;
@@ -193,7 +187,20 @@ ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *l
   return transfer;
 }
 
-int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes) {
+ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
+                                           const uint64_t *remote, uint64_t count) {
+  ProxycclTransfer *transfer = transfer_new(agent, link);
+  if (transfer == NULL) return NULL;
+  /* An iovec is an address and a length, of a word each. */
+  transfer->local = (const struct iovec *)local;
+  transfer->remote = (const struct iovec *)remote;
+  transfer->writes = writes;
+  transfer->count = count;
+  for (uint64_t i = 0; i < count; ++i) transfer->bytes += transfer->local[i].iov_len;
+  return transfer;
+}
+
+int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t stream) {
   ProxycclAgent *agent = transfer->agent;
   ProxycclLink *link = transfer->link;
   if (bytes > PROXYCCL_LONGEST_MESSAGE) return EMSGSIZE;
@@ -222,13 +229,15 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
     transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
   } else if (transfer->left == 0) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
+  } else if (transfer->copier != NULL) {
+    device_start(transfer, (void *)(uintptr_t)stream);
   } else if (link != NULL && link->pid == 0) {
-    queue(transfer, &link->last);
+    transfer_queue(transfer, &link->last);
     link_send(link);
   } else if (transfer->bytes <= POST_BYTES) {
     while (has_piece(transfer)) transfer_copy(transfer);
   } else {
-    queue(transfer, &agent->last);
+    transfer_queue(transfer, &agent->last);
     agent_wake(agent);
   }
   transfer->times.returned = now_ns();
@@ -243,9 +252,10 @@ void transfer_cancel(ProxycclTransfer *transfer) {
   while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* for one piece of each thread */
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return;
   ProxycclLink *link = transfer->link;
-  const int by_socket = link != NULL && link->pid == 0;
-  if (transfer->queued && by_socket) unqueue(transfer, &link->first, &link->last);
-  if (transfer->queued) unqueue(transfer, &agent->first, &agent->last);
+  const int by_socket = link != NULL && link->pid == 0 && transfer->copier == NULL;
+  if (transfer->copier != NULL) device_finish(transfer);
+  if (transfer->queued && by_socket) transfer_unqueue(transfer, &link->first, &link->last);
+  if (transfer->queued) transfer_unqueue(transfer, &agent->first, &agent->last);
   if (by_socket) link_forget_transfer(link, transfer);
   if (transfer->state == PROXYCCL_TRANSFER_ACTIVE) transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
 }
@@ -274,6 +284,10 @@ ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_
     while (transfer->state == PROXYCCL_TRANSFER_ACTIVE) {
       if (has_piece(transfer)) {
         transfer_copy(transfer);
+      } else if (transfer->copier != NULL) {
+        if (device_look(transfer)) break;
+        if (now_ns() >= (uint64_t)deadline.tv_sec * 1000000000u + (uint64_t)deadline.tv_nsec) break;
+        device_rest(transfer);
       } else if (pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) != 0) {
         break;
       }
@@ -287,6 +301,7 @@ ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer) {
   if (proxyccl_transfer_state(transfer) == PROXYCCL_TRANSFER_ACTIVE) {
     pthread_mutex_lock(&transfer->agent->lock);
     if (has_piece(transfer)) transfer_copy(transfer);
+    if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->copier != NULL) device_look(transfer);
     pthread_mutex_unlock(&transfer->agent->lock);
   }
   return proxyccl_transfer_state(transfer);

@@ -3,12 +3,13 @@
  * An agent has one thread, which sleeps until a socket or a caller has work for it. A link is a socket from one agent
  * to another: the side that opened it requests, the other side serves. A transfer is a list of blocks over one link, or
  * within the agent. Its path is decided when the link is made: process_vm_readv and process_vm_writev into the peer's
- * process, or the socket itself.
+ * process, or the socket itself. Memory of devices is copied by a device to which both sides are mapped.
  *
  * Every function may be called from any thread at any time. None waits for a peer; proxyccl_transfer_wait and
  * proxyccl_agent_wait are bounded.
  *
- * agent.c has the thread and the inbox, link.c the sockets and their frames, transfer.c the transfers and the copies.
+ * agent.c has the thread and the inbox, link.c the sockets and their frames, transfer.c the transfers and the copies,
+ * device.c those that a device makes.
  */
 #ifndef PROXYCCL_TRANSFERS_H
 #define PROXYCCL_TRANSFERS_H
@@ -37,6 +38,24 @@ typedef struct ProxycclTransferTimes {
   uint64_t returned; /* when it returned */
   uint64_t ended;
 } ProxycclTransferTimes;
+
+/* A device that copies: addresses of the driver's calls (runtime_table.h, memory_pool.h); 0: it has no such call. */
+typedef struct ProxycclCopier {
+  uint64_t copy, event_record, event_query;
+  uint64_t current, make_current, context; /* of threads that use the device */
+  uint64_t exchange_capture_mode;
+  int32_t relaxed; /* the capture mode that allows these calls */
+} ProxycclCopier;
+
+/* What a device copies, and where it queues that. Everything that this names outlives the transfer. */
+typedef struct ProxycclDeviceCopies {
+  const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine: the device's addresses */
+  uint64_t count;
+  uint64_t launch; /* a ProxycclLaunch that copies the rest, or 0 */
+  uint64_t bytes;  /* of all */
+  uint64_t stream; /* the one for starts without a stream */
+  uint64_t event;  /* the transfer's own */
+} ProxycclDeviceCopies;
 
 /* Makes an agent and its thread. It takes the listening sockets over, also when it fails. `secret`: the bytes that a
  * peer must know. NULL with errno. */
@@ -85,20 +104,26 @@ int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
  * bytes at each index, and outlive it. `link`: NULL for a transfer within the agent. NULL with errno. */
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
                                            const uint64_t *remote, uint64_t count);
+/* Makes one that a device copies. `link`: NULL within the agent. `copier` outlives it. NULL with errno. */
+ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link,
+                                                     const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);
 /* Cancels it if it is active, and frees it. When it returns, nothing touches its local memory. */
 void proxyccl_transfer_release(ProxycclTransfer *transfer);
-/* Starts it. `message`: told to the peer when the data has arrived; NULL: none. A short transfer ends before it
- * returns. 0, EBUSY if it is active, EMSGSIZE, or ENOMEM. */
-int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes);
-/* Ends it as canceled if it is active. When it returns, nothing touches its local memory. */
+/* Starts it. `message`: told to the peer when the data has arrived; NULL: none. `stream`: of the device that copies; it
+ * then runs after the stream's earlier work, and before its later work. 0: none. A short transfer without a stream ends
+ * before it returns. 0, EBUSY if it is active, EMSGSIZE, or ENOMEM. */
+int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t stream);
+/* Ends it as canceled if it is active. When it returns, nothing touches its local memory. A device's copies are waited
+ * for, and so is the stream's work before them, at most 30 s. */
 void proxyccl_transfer_cancel(ProxycclTransfer *transfer);
 ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer);
-/* Copies a piece of it, if there is one that nobody copies yet. The state afterwards. */
+/* Copies a piece of it, if there is one that nobody copies yet, or looks whether the device is done. The state
+ * afterwards. */
 ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer);
 /* Waits until it is not active, and helps meanwhile. The state, which is ACTIVE after a time-out; at most the copies of
  * a piece pass after that. */
 ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_t timeout_ns);
-/* The errno of a failed copy. */
+/* The errno of a failed copy; of a device's, the driver's status times -1. */
 int proxyccl_transfer_error(const ProxycclTransfer *transfer);
 void proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times);
 

@@ -322,14 +322,14 @@ def test_agents_without_backends() -> None:
         agent.create_backend("UCX")
     with not_found():
         agent.create_backend("UVX")
-    with pytest.raises(nb.nixlBackendError, match="DRAM only"):
+    with pytest.raises(nb.nixlBackendError, match="private|can't be shared"):
         agent.register_memory([(4096, 10, 0, "")], "VRAM")
     with pytest.raises(KeyError):
         agent.register_memory([(4096, 10, 0, "")], "DRAM", backends=["NONE"])
     with pytest.raises(nb.nixlNotSupportedError):
         agent.query_memory([(0, 0, 0, "file")], "UCX", "FILE")
     assert agent.get_plugin_list() == ["UCX", "LIBFABRIC"]
-    assert agent.get_plugin_mem_types("UCX") == agent.get_backend_mem_types("UCX") == ["DRAM_SEG"]
+    assert agent.get_plugin_mem_types("UCX") == agent.get_backend_mem_types("UCX") == ["DRAM_SEG", "VRAM_SEG"]
     assert agent.get_plugin_params("UVX") == agent.get_backend_params("UVX") == {}
 
 

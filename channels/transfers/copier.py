@@ -1,0 +1,173 @@
+"""A device that copies blocks: by its copy engine, and by a kernel where they are many and short."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec import Struct
+
+from proxyccl.channels.transfers.blocks import Rows
+from proxyccl.device._native import ffi as native
+from proxyccl.device.base_runtime import Event, PinnedMemory, Stream
+from proxyccl.device.kernel import Launch
+from proxyccl.device.runtime import Runtime
+from proxyccl.proxy._transfers import ffi
+
+if TYPE_CHECKING:
+    from proxyccl.proxy._transfers import ProxycclDeviceCopiesPointer
+
+_STREAMS = 4
+"""Transfers take turns on them, so that a short one does not wait for a long one."""
+
+_LONG_BYTES = 1 << 20
+"""From here on the copy engine is as fast as the link, although it takes a microsecond or two to begin."""
+
+_FEW = 4
+"""So many short blocks take the copy engine no longer than a kernel takes to start."""
+
+_PIECES = (4 << 10, 64 << 10)
+"""The least and the most bytes that a warp copies at a time."""
+
+_BLOCKS = 32
+"""Multiprocessors that the kernel takes at most."""
+
+_THREADS = 1024
+_WARP = 32
+_TABLE_BYTES = 1 << 16
+
+
+class Plan(Struct, frozen=True, eq=False):
+    """A transfer's copies by a device.
+
+    Attributes:
+        copies: the engine's description.
+        by: "copy engine", "kernel", or "copy engine and kernel".
+        kept: what the description names, which the transfer keeps.
+    """
+
+    copies: ProxycclDeviceCopiesPointer
+    by: str
+    kept: object
+
+
+class _Table:
+    """Pinned memory of a copier's, which it gets back at the end."""
+
+    def __init__(self, copier: Copier, nbytes: int) -> None:
+        self._copier = copier
+        self._size = max(_TABLE_BYTES, 1 << (nbytes - 1).bit_length())
+        self.memory = copier.take_table(self._size)
+
+    def __del__(self) -> None:
+        self._copier.give_table(self._size, self.memory)
+
+
+class Copier:
+    """Makes plans for one device. Any thread may use it.
+
+    Attributes:
+        runtime: the device's.
+        calls: the driver's calls, for the engine.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        functions, calls = runtime.engine_functions(), runtime.allocation_calls()
+        self.calls = ffi.new(
+            "ProxycclCopier *",
+            {
+                "copy": functions.copy,
+                "event_record": functions.event_record,
+                "event_query": functions.event_query,
+                "current": calls.current,
+                "make_current": calls.make_current,
+                "context": calls.context,
+                "exchange_capture_mode": calls.exchange_capture_mode,
+                "relaxed": calls.relaxed,
+            },
+        )
+        self._lock = threading.Lock()
+        self._tables: dict[int, list[PinnedMemory]] = {}
+        self._streams: list[Stream] = []
+        self._turn = 0
+        if runtime.loads_lazily:  # loading waits for kernels, which may wait for a transfer
+            self._kernel()
+
+    def _kernel(self) -> object:
+        return self.runtime.shipped("copy_blocks.h", "copy_blocks")
+
+    def plan(self, rows: Rows, *, kept: object = None) -> Plan:
+        """Plans copies.
+
+        Args:
+            rows: shape (N, 3): to, from, bytes; the device's addresses.
+            kept: something that they need.
+        """
+        short = rows[:, 2] < _LONG_BYTES
+        if np.count_nonzero(short) <= _FEW:
+            by_engine, launch, table = np.ascontiguousarray(rows), None, None
+        else:
+            by_engine = np.ascontiguousarray(rows[~short])
+            launch, table = self._launch(rows[short])
+        by = "copy engine" if launch is None else "copy engine and kernel" if len(by_engine) else "kernel"
+        stream, event = self._next_stream(), self.runtime.create_event()
+        copies = ffi.new(
+            "ProxycclDeviceCopies *",
+            {
+                "rows": ffi.cast("uint64_t *", by_engine.ctypes.data),
+                "count": len(by_engine),
+                "launch": 0 if launch is None else int(native.cast("uintptr_t", launch.prepared)),
+                "bytes": int(rows[:, 2].sum()),
+                "stream": stream.handle,
+                "event": event.handle,
+            },
+        )
+        return Plan(copies, by, (copies, by_engine, launch, table, event, self, kept))
+
+    def _launch(self, rows: Rows) -> tuple[Launch, _Table]:
+        """A kernel for short blocks, which are cut so that all warps have some."""
+        kernel = self.runtime.shipped("copy_blocks.h", "copy_blocks")
+        on_host = self.runtime.name == "host"  # a thread of the kernel is a warp there
+        blocks, threads = (1, 1) if on_host else (min(_BLOCKS, self.runtime.launch_defaults.blocks), _THREADS)
+        warps = 1 if on_host else blocks * threads // _WARP
+        share = int(rows[:, 2].sum()) // warps
+        pieces = cut(rows, min(max(share, _PIECES[0]), _PIECES[1]) // 16 * 16)
+        table = _Table(self, pieces.nbytes)
+        native.memmove(native.cast("void *", table.memory.host_ptr), native.from_buffer(pieces), pieces.nbytes)
+        blocks = min(blocks, len(pieces))
+        return kernel.prepare(blocks, threads, table.memory.ptr, len(pieces)), table
+
+    def _next_stream(self) -> Stream:
+        with self._lock:
+            self._turn += 1
+            if len(self._streams) < _STREAMS:
+                self._streams.append(self.runtime.create_stream())
+            return self._streams[self._turn % len(self._streams)]
+
+    def take_table(self, nbytes: int) -> PinnedMemory:
+        """Pinned memory: some that was given back, or new."""
+        with self._lock:
+            free = self._tables.get(nbytes)
+            if free:
+                return free.pop()
+        return self.runtime.allocate_pinned(nbytes)
+
+    def give_table(self, nbytes: int, memory: PinnedMemory) -> None:
+        """Keeps it for the next plan: pinning memory takes longer than a transfer."""
+        self._tables.setdefault(nbytes, []).append(memory)  # no lock: a finalizer may run in a thread that holds it
+
+
+def cut(rows: Rows, most: int) -> Rows:
+    """Rows of (to, from, bytes) as pieces of at most so many bytes each."""
+    counts = (rows[:, 2] + np.uint64(most - 1)) // np.uint64(most)
+    if (counts <= 1).all():
+        return np.ascontiguousarray(rows)
+    repeated = np.repeat(rows, counts.astype(np.intp), axis=0)
+    first = np.repeat(np.cumsum(counts) - counts, counts.astype(np.intp))
+    offsets = (np.arange(len(repeated), dtype=np.uint64) - first) * np.uint64(most)
+    repeated[:, 0] += offsets
+    repeated[:, 1] += offsets
+    repeated[:, 2] = np.minimum(repeated[:, 2] - offsets, np.uint64(most))
+    return repeated

@@ -1,0 +1,232 @@
+"""Memory of devices: how an agent shares its own, and reaches another agent's."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from typing import Annotated
+
+import numpy as np
+from msgspec import Meta
+
+from proxyccl.channels.transfers.blocks import Rows
+from proxyccl.channels.transfers.copier import Copier
+from proxyccl.channels.transfers.errors import NoPathError
+from proxyccl.channels.transfers.regions import Region, outermost
+from proxyccl.device.base_runtime import Memory
+from proxyccl.device.errors import ArgumentError, ProxyCCLError, ResourceError
+from proxyccl.device.memory.handle_kinds import sharing_of
+from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtimes import find_runtime, open_driver, open_runtime
+from proxyccl.proxy.codec import Message
+
+
+class Share(Message, frozen=True):
+    """How other processes of this host map a region of a device's memory.
+
+    Attributes:
+        region: the region.
+        place: names the physical device, the same in every process of the machine.
+        handle: the runtime's.
+    """
+
+    region: Region
+    place: Annotated[str, Meta(max_length=256)]
+    handle: Annotated[bytes, Meta(max_length=1024)]
+
+
+class Devices:
+    """The devices of this process that an agent's transfers use, each opened when it is first needed.
+
+    Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._copiers: dict[tuple[str, int], Copier] = {}
+
+    def copier(self, device: int, name: str | None = None, runtime: Runtime | None = None) -> Copier:
+        """A device by its number.
+
+        Args:
+            device: its number in this process.
+            name: its runtime's; None: ``PROXYCCL_RUNTIME``'s, else the default's.
+            runtime: its runtime, if the caller has one.
+
+        Raises:
+            ArgumentError: there is no such device.
+            RuntimeUnavailableError: the machine does not offer the runtime.
+        """
+        if runtime is not None:
+            name = runtime.name
+        name = name or os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
+        with self._lock:
+            found = self._copiers.get((name, device))
+            if found is None:
+                found = self._copiers[name, device] = Copier(runtime or open_runtime(name, device))
+            return found
+
+    def of(self, share: Share) -> Copier:
+        """The device whose memory a region of this process is."""
+        return self.copier(share.region.device, share.place.partition(":")[0])
+
+    def nearest(self, share: Share) -> Copier:
+        """The device that copies between the host's memory and a region: its own, if this process sees it, else one
+        that reaches it.
+
+        Raises:
+            NoPathError: there is none.
+        """
+        name = share.place.partition(":")[0]
+        if name == "host":
+            return self.copier(0, name)
+        driver = open_driver(name)
+        numbers = range(driver.device_count())
+        same = [number for number in numbers if driver.device(number).device_id == share.place]
+        for number in same or numbers:
+            copier = self.copier(number, name)
+            if copier.runtime.can_access_peer(share.place):
+                return copier
+        raise NoPathError(f"no device of this process reaches {share.place}")
+
+    def share(self, region: Region, runtime: Runtime | None = None) -> Share:
+        """Shares a region with other processes.
+
+        Raises:
+            ArgumentError: it is not memory of the device, or can't be shared.
+            RuntimeUnavailableError: the machine does not offer the runtime.
+        """
+        runtime = runtime or self.copier(region.device).runtime
+        owner = runtime.pointer_device(region.address)
+        if owner != region.device:
+            raise ArgumentError(
+                "memory", f"{region.address:#x} is not memory of {runtime.name} device {region.device}"
+            )
+        self.copier(region.device, runtime=runtime)
+        return Share(region, runtime.device_id, runtime.export(region.address, region.nbytes))
+
+
+class Reached:
+    """The device memory of one agent, as this process reaches it. A region is mapped when it is first used, in the
+    context of the device that copies: only there do its copies run at the link's speed.
+
+    Any thread may use it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shares: dict[Region, Share] = {}
+        self._mapped: dict[tuple[Share, Copier], Memory] = {}
+        self._sorted: tuple[list[Share], Rows] | None = None
+
+    def add(self, shares: Iterable[Share]) -> None:
+        """Adds regions; a region that was registered again has a new handle."""
+        with self._lock:
+            self._shares.update((share.region, share) for share in shares)
+            self._sorted = None
+
+    def keep(self, regions: Iterable[Region]) -> None:
+        """Forgets all other regions. What is mapped stays so while transfers hold it."""
+        with self._lock:
+            chosen = set(regions)
+            self._shares = {region: share for region, share in self._shares.items() if region in chosen}
+            self._mapped = {key: memory for key, memory in self._mapped.items() if key[0].region in chosen}
+            self._sorted = None
+
+    def of(self, regions: Iterable[Region]) -> list[Share]:
+        """The shares of those regions that are a device's."""
+        with self._lock:
+            return [self._shares[region] for region in regions if region in self._shares]
+
+    def share_at(self, address: int) -> Share:
+        """The region that an address, which some region holds, belongs to."""
+        shares, starts = self._in_order()
+        return shares[int(np.searchsorted(starts, np.uint64(address), "right")) - 1]
+
+    def map(self, copier: Copier, addresses: Rows) -> tuple[Rows, list[Memory], str]:
+        """The addresses at which a device reaches blocks, which regions hold.
+
+        Returns:
+            The addresses, the mapped memory that they lie in, and how it is shared, in words.
+
+        Raises:
+            NoPathError: a region can't be mapped.
+        """
+        shares, starts = self._in_order()
+        at = np.searchsorted(starts, addresses, "right") - 1
+        used = np.unique(at)
+        shifts = np.zeros(len(shares), np.uint64)
+        memories = []
+        for index in used:
+            memory = self._map(copier, shares[index])
+            memories.append(memory)
+            shifts[index] = (memory.ptr - shares[index].region.address) % 2**64
+        ways = {sharing_of(shares[index].handle) for index in used}
+        return addresses + shifts[at], memories, ", ".join(sorted(ways))
+
+    def _map(self, copier: Copier, share: Share) -> Memory:
+        with self._lock:
+            found = self._mapped.get((share, copier))
+            if found is None:
+                if not copier.runtime.can_access_peer(share.place):
+                    raise NoPathError(f"{copier.runtime.device_id} does not reach memory of {share.place}")
+                try:
+                    found = copier.runtime.open(share.handle)
+                except ProxyCCLError as error:
+                    raise NoPathError(f"memory of {share.place} can't be mapped: {error}") from None
+                self._mapped[share, copier] = found
+            return found
+
+    def _in_order(self) -> tuple[list[Share], Rows]:
+        with self._lock:
+            if self._sorted is None:
+                chosen = [self._shares[region] for region in outermost(self._shares)]
+                starts = np.array([share.region.address for share in chosen], np.uint64)
+                self._sorted = chosen, starts
+            return self._sorted
+
+    def close(self) -> None:
+        """Unmaps everything. No transfer may use it any more."""
+        with self._lock:
+            for memory in self._mapped.values():
+                memory.close()
+            self._mapped = {}
+
+
+class Pinned:
+    """The host's memory of an agent that its transfers with devices use, pinned at the first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pinned: dict[Region, Memory | None] = {}
+
+    def pin(self, copier: Copier, regions: Iterable[Region]) -> tuple[list[Memory], str]:
+        """Pins regions, unless they are.
+
+        Returns:
+            The pinned memory, and why some is not; "" if all is.
+        """
+        memories, reason = [], ""
+        with self._lock:
+            for region in regions:
+                if region not in self._pinned:
+                    try:
+                        self._pinned[region] = copier.runtime.pin(region.address, region.nbytes)
+                    except ResourceError as error:
+                        reason = str(error)
+                        continue
+                memory = self._pinned[region]
+                if memory is not None:
+                    memories.append(memory)
+        return memories, reason
+
+    def keep(self, regions: Iterable[Region]) -> None:
+        """Unpins all other regions. No transfer may use them any more."""
+        with self._lock:
+            chosen = set(regions)
+            for region in [each for each in self._pinned if each not in chosen]:
+                memory = self._pinned.pop(region)
+                if memory is not None:
+                    memory.close()
+

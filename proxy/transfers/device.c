@@ -1,0 +1,185 @@
+/* Transfers that a device copies: queued on a stream of it, and ended when the event after them is reached.
+ * See transfers.h.
+ *
+ * A caller that waits or asks looks at the event itself. Otherwise the agent's thread does, from time to time.
+ */
+#include <time.h>
+
+#include "clock.h"
+#include "launch.h"
+#include "parts.h"
+#include "runtime_table.h"
+
+enum {
+  SHORT_BYTES = 64 << 10,     /* a copy up to this is waited for by whoever starts it, … */
+  SHORT_NS = 15000,           /* … at most this long: it takes less than waking the agent's thread */
+  SPIN_NS = 100000,           /* whoever waits spins for this long */
+  SHORTEST_PAUSE_NS = 20000,  /* between two looks of the agent's thread */
+  LONGEST_PAUSE_NS = 1000000, /* likewise */
+  LONGEST_CANCEL_S = 30       /* a device that takes longer hangs */
+};
+
+/* The calling thread's state before it used a device. */
+typedef struct Entered {
+  uint64_t context;
+  int mode;
+} Entered;
+
+/* Makes the device current, and allows calls that a graph capture elsewhere in the process forbids. */
+static Entered enter(const ProxycclCopier *copier) {
+  Entered before = {copier->context, copier->relaxed};
+  if (copier->make_current != 0) {
+    before.context = 0;
+    ((int (*)(uint64_t *))(uintptr_t)copier->current)(&before.context);
+    if (before.context != copier->context) ((int (*)(uintptr_t))(uintptr_t)copier->make_current)(copier->context);
+  }
+  if (copier->exchange_capture_mode != 0) {
+    ((int (*)(int *))(uintptr_t)copier->exchange_capture_mode)(&before.mode);
+  }
+  return before;
+}
+
+static void leave(const ProxycclCopier *copier, Entered before) {
+  if (copier->exchange_capture_mode != 0) {
+    ((int (*)(int *))(uintptr_t)copier->exchange_capture_mode)(&before.mode);
+  }
+  if (copier->make_current != 0 && before.context != copier->context) {
+    ((int (*)(uintptr_t))(uintptr_t)copier->make_current)(before.context);
+  }
+}
+
+static int query(const ProxycclTransfer *transfer) {
+  const ProxycclCopier *copier = transfer->copier;
+  const Entered before = enter(copier);
+  const int status = ((int (*)(void *))(uintptr_t)copier->event_query)(transfer->event);
+  leave(copier, before);
+  return status;
+}
+
+/* Queues the copies and the event. The event is queued after a failure too, as earlier copies run. *recorded: whether
+ * it was. Returns the driver's first failure, or 0. */
+static int issue(const ProxycclTransfer *transfer, void *stream, int *recorded) {
+  const ProxycclCopier *copier = transfer->copier;
+  const ProxycclLaunch *launch = transfer->launch;
+  int (*copy)(void *, const void *, size_t, void *) =
+      (int (*)(void *, const void *, size_t, void *))(uintptr_t)copier->copy;
+  const Entered before = enter(copier);
+  int status = 0;
+  for (uint64_t i = 0; i < transfer->copy_count && status == 0; ++i) {
+    const uint64_t *row = transfer->copies + 3 * i;
+    status = copy((void *)(uintptr_t)row[0], (const void *)(uintptr_t)row[1], row[2], stream);
+  }
+  if (status == 0 && launch != NULL) status = proxyccl_launch_current(launch, (uintptr_t)stream);
+  const int failed = ((int (*)(void *, void *))(uintptr_t)copier->event_record)(transfer->event, stream);
+  leave(copier, before);
+  *recorded = failed == 0;
+  return status != 0 ? status : failed;
+}
+
+static void end(ProxycclTransfer *transfer) {
+  ProxycclAgent *agent = transfer->agent;
+  if (transfer->queued) transfer_unqueue(transfer, &agent->on_devices, &agent->last_on_devices);
+  if (transfer->link != NULL && transfer->link->lost != NULL) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
+  } else {
+    transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
+  }
+}
+
+void device_start(ProxycclTransfer *transfer, void *stream) {
+  ProxycclAgent *agent = transfer->agent;
+  const int own = stream == NULL, is_short = own && transfer->bytes <= SHORT_BYTES;
+  int recorded, reached = 0;
+  ++transfer->copying;
+  pthread_mutex_unlock(&agent->lock);
+  int status = issue(transfer, own ? transfer->stream : stream, &recorded);
+  const uint64_t deadline = now_ns() + SHORT_NS;
+  while (is_short && recorded && !reached && now_ns() < deadline) {
+    const int looked = query(transfer);
+    reached = looked != PROXYCCL_RUNTIME_NOT_READY;
+    if (status == 0 && reached) status = looked;
+  }
+  pthread_mutex_lock(&agent->lock);
+  --transfer->copying;
+  transfer->error = -status;
+  if (transfer->cancel) pthread_cond_broadcast(&agent->changed); /* whoever cancels it ends it */
+  if (reached || !recorded) {
+    if (!transfer->cancel) end(transfer);
+    return;
+  }
+  transfer_queue(transfer, &agent->last_on_devices);
+  agent_wake(agent);
+}
+
+int device_look(ProxycclTransfer *transfer) {
+  ProxycclAgent *agent = transfer->agent;
+  if (transfer->copying > 0 || transfer->cancel) return 0; /* whoever looks or cancels ends it */
+  ++transfer->copying;
+  pthread_mutex_unlock(&agent->lock);
+  const int status = query(transfer);
+  pthread_mutex_lock(&agent->lock);
+  --transfer->copying;
+  if (transfer->cancel) pthread_cond_broadcast(&agent->changed);
+  if (status == PROXYCCL_RUNTIME_NOT_READY) return 0;
+  if (transfer->error == 0) transfer->error = -status;
+  if (!transfer->cancel) end(transfer);
+  return 1;
+}
+
+uint64_t device_pause(const ProxycclAgent *agent) {
+  uint64_t shortest = LONGEST_PAUSE_NS;
+  const uint64_t now = now_ns();
+  for (const ProxycclTransfer *transfer = agent->on_devices; transfer != NULL; transfer = transfer->next) {
+    const uint64_t pause = (now - transfer->times.posted) / 8; /* seldom for what takes long */
+    if (pause < shortest) shortest = pause;
+  }
+  return shortest < SHORTEST_PAUSE_NS ? SHORTEST_PAUSE_NS : shortest;
+}
+
+void device_look_at_all(ProxycclAgent *agent) {
+  uint32_t count = 0;
+  for (const ProxycclTransfer *each = agent->on_devices; each != NULL; each = each->next) ++count;
+  /* The list may change while the lock is released, so each turn takes the first one, and puts it last. */
+  for (; count > 0 && agent->on_devices != NULL; --count) {
+    ProxycclTransfer *first = agent->on_devices;
+    transfer_unqueue(first, &agent->on_devices, &agent->last_on_devices);
+    transfer_queue(first, &agent->last_on_devices);
+    device_look(first);
+  }
+}
+
+void device_rest(ProxycclTransfer *transfer) {
+  const uint64_t elapsed = now_ns() - transfer->times.posted;
+  pthread_mutex_unlock(&transfer->agent->lock);
+  if (elapsed > SPIN_NS) { /* a short copy is spun for, and a long one is noticed a little late */
+    const uint64_t pause = elapsed / 16 < SHORTEST_PAUSE_NS ? elapsed / 16 : SHORTEST_PAUSE_NS;
+    nanosleep(&(struct timespec){0, (long)pause}, NULL);
+  }
+  pthread_mutex_lock(&transfer->agent->lock);
+}
+
+void device_finish(ProxycclTransfer *transfer) {
+  ProxycclAgent *agent = transfer->agent;
+  const uint64_t deadline = now_ns() + LONGEST_CANCEL_S * 1000000000ull;
+  const struct timespec pause = {0, SHORTEST_PAUSE_NS};
+  ++transfer->copying; /* it stays, and nobody else looks */
+  pthread_mutex_unlock(&agent->lock);
+  while (query(transfer) == PROXYCCL_RUNTIME_NOT_READY && now_ns() < deadline) nanosleep(&pause, NULL);
+  pthread_mutex_lock(&agent->lock);
+  --transfer->copying;
+  if (transfer->queued) transfer_unqueue(transfer, &agent->on_devices, &agent->last_on_devices);
+}
+
+ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link,
+                                                     const ProxycclCopier *copier, const ProxycclDeviceCopies *copies) {
+  ProxycclTransfer *transfer = transfer_new(agent, link);
+  if (transfer == NULL) return NULL;
+  transfer->copier = copier;
+  transfer->copies = copies->rows;
+  transfer->copy_count = copies->count;
+  transfer->launch = (const ProxycclLaunch *)(uintptr_t)copies->launch;
+  transfer->bytes = copies->bytes;
+  transfer->stream = (void *)(uintptr_t)copies->stream;
+  transfer->event = (void *)(uintptr_t)copies->event;
+  return transfer;
+}

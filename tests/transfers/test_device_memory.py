@@ -1,0 +1,223 @@
+"""Memory of devices: on the host runtime its own, on GPUs theirs. One agent for each device, and two processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl.device.arrays.array import Array
+from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.errors import ArgumentError
+from proxyccl.transfer import Agent, DisconnectedError, NoPathError, NotRegisteredError, State, strided
+from support.agents import force_path
+from support.devices import RUNTIME, rank_runtime
+from support.paths import PROGRAMS, TESTS
+
+NBYTES = 6 << 20
+
+pytestmark = pytest.mark.filterwarnings("ignore:agent .* through a socket:RuntimeWarning")
+
+
+def array_of(number: int, nbytes: int = NBYTES) -> Array:
+    """Bytes of a device."""
+    runtime = rank_runtime(number)
+    return Array(runtime, runtime.allocate(nbytes), (nbytes,), as_dtype("uint8"))
+
+
+class OnDevices:
+    """Two agents, a and b, with memory of a device each, and some of the host's.
+
+    Attributes:
+        arrays: of a and of b, on devices.
+        hosts: of a and of b, numpy's.
+        regions: of the devices' memory.
+        host_regions: of the host's.
+    """
+
+    def __init__(self) -> None:
+        self.a, self.b = (Agent(name, listen=()) for name in "ab")
+        random = np.random.default_rng(11)
+        self.arrays = [array_of(number) for number in range(2)]
+        self.hosts = [random.integers(0, 256, NBYTES, dtype=np.uint8) for _ in range(2)]
+        self.arrays[1].upload(random.integers(0, 256, NBYTES, dtype=np.uint8))
+        self.regions = [agent.register(array) for agent, array in zip((self.a, self.b), self.arrays, strict=True)]
+        self.host_regions = [agent.register(host) for agent, host in zip((self.a, self.b), self.hosts, strict=True)]
+        self.a.add(self.b.metadata())
+
+    def close(self) -> None:
+        self.a.close()
+        self.b.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[OnDevices]:
+    made = OnDevices()
+    yield made
+    made.close()
+
+
+def blocks_of(here: int, there: int) -> Any:
+    """Short blocks of all alignments, in another order on the other side, and a long one."""
+    random = np.random.default_rng(3)
+    starts = np.arange(0, NBYTES // 2 - 4099, 4099, dtype=np.uint64)
+    rows = np.stack((starts, random.permutation(starts), random.integers(0, 4099, len(starts))), 1).astype(np.uint64)
+    rows = np.concatenate((rows, [[NBYTES // 2, NBYTES // 2, NBYTES // 2]])).astype(np.uint64)
+    return rows + np.array([here, there, 0], np.uint64)
+
+
+def expected(before: Any, source: Any, rows: Any, to: int, base: tuple[int, int]) -> Any:
+    """The target after rows of (address here, address there, bytes) were copied to side `to`."""
+    after = before.copy()
+    for row in (rows - np.array([*base, 0], np.uint64)).astype(int):
+        after[row[to] : row[to] + row[2]] = source[row[1 - to] : row[1 - to] + row[2]]
+    return after
+
+
+@pytest.mark.parametrize("here", ["device", "host"])
+@pytest.mark.parametrize("there", ["device", "host"])
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_blocks_arrive_where_they_belong(pair: OnDevices, operation: str, here: str, there: str) -> None:
+    ours = pair.regions[0] if here == "device" else pair.host_regions[0]
+    theirs = pair.regions[1] if there == "device" else pair.host_regions[1]
+    arrays = [
+        pair.arrays[side].numpy() if kind == "device" else pair.hosts[side].copy()
+        for side, kind in enumerate((here, there))
+    ]
+    rows = blocks_of(ours.address, theirs.address)
+    to = 0 if operation == "read" else 1
+    wanted = expected(arrays[to], arrays[1 - to], rows, to, (ours.address, theirs.address))
+    transfer = pair.a.prepare(operation, "b", rows)
+    transfer.start(b"arrived").wait()
+    pair.b.wait_for_message()
+    side = (here, there)[to]
+    np.testing.assert_array_equal(pair.arrays[to].numpy() if side == "device" else pair.hosts[to], wanted)
+    assert ("copy engine and kernel" in transfer.path.name) == ("device" in (here, there))
+
+
+def test_a_path_is_named(pair: OnDevices) -> None:
+    one = pair.a.prepare("read", "b", [(pair.regions[0].address, pair.regions[1].address, 8)])
+    assert one.path.name == "copy engine"
+    many = pair.a.prepare("write", "b", strided(pair.regions[0].address, pair.regions[1].address, 64, 100, 128))
+    assert many.path.name == "kernel"
+    assert many.blocks == 100
+    assert pair.a.connect("b").name == "process_vm"
+
+
+def test_a_transfer_may_start_again_and_ends_by_itself(pair: OnDevices) -> None:
+    """Nobody asks for its state: the agent's thread notices the end, and tells the peer."""
+    transfer = pair.a.prepare("write", "b", [(pair.regions[0].address, pair.regions[1].address, NBYTES)])
+    for value in (1, 2, 3):
+        pair.arrays[0].fill(value)
+        transfer.start(b"%d" % value)
+        pair.b.wait_for_message(60)
+        assert pair.b.messages() == [("a", b"%d" % value)]
+        assert (pair.arrays[1].numpy() == value).all()
+        transfer.wait()
+    assert 0 < transfer.times.posted <= transfer.times.ended
+
+
+def test_on_a_stream(pair: OnDevices) -> None:
+    runtime = pair.arrays[0].runtime
+    stream = runtime.create_stream()
+    transfer = pair.a.prepare("write", "b", [(pair.regions[0].address, pair.regions[1].address, NBYTES)])
+    for value in range(1, 6):
+        runtime.fill(pair.arrays[0].ptr, value, NBYTES, stream)
+        transfer.start(b"", stream=stream)
+        runtime.fill(pair.arrays[0].ptr, 0, NBYTES, stream)
+        transfer.wait()
+        assert (pair.arrays[1].numpy() == value).all()
+    stream.synchronize()
+
+
+def test_a_canceled_transfer_touches_nothing_more(pair: OnDevices) -> None:
+    transfer = pair.a.prepare("read", "b", blocks_of(pair.regions[0].address, pair.regions[1].address))
+    for _ in range(20):
+        transfer.start(b"canceled")
+        transfer.cancel()
+        assert transfer.state in (State.CANCELED, State.DONE)
+        pair.arrays[0].fill(0)
+        assert not pair.arrays[0].numpy().any()
+
+
+def test_memory_within_an_agent(pair: OnDevices) -> None:
+    region, host = pair.regions[1], pair.host_regions[1]
+    pair.b.read("b", [(host.address, region.address, NBYTES)]).wait()
+    np.testing.assert_array_equal(pair.hosts[1], pair.arrays[1].numpy())
+
+
+def test_wrong_memory(pair: OnDevices) -> None:
+    device, host, theirs = pair.regions[0].address, pair.host_regions[0].address, pair.regions[1].address
+    with pytest.raises(NotRegisteredError, match="block 1: .* remote address .* by agent b"):
+        pair.a.prepare("read", "b", [(device, theirs, 8), (device, theirs + NBYTES - 4, 8)])
+    with pytest.raises(ArgumentError, match="block 1 at local address .* another kind of memory"):
+        pair.a.prepare("read", "b", [(device, theirs, 8), (host, theirs, 8)])
+    with pytest.raises(ArgumentError, match="can't be shared|private|is not memory of"):
+        pair.a.register((pair.hosts[0].ctypes.data, 100), kind="vram")
+    with pytest.raises(ArgumentError, match="kind"):
+        pair.a.register((device, 100), kind="file")
+    with pytest.raises(ArgumentError, match="stream"):
+        pair.a.prepare("read", "b", [(host, pair.host_regions[1].address, 8)]).start(stream=0)
+    before = pair.a.regions
+    with pytest.raises(ArgumentError):
+        pair.a.register((pair.hosts[0].ctypes.data, 100), kind="vram")
+    assert pair.a.regions == before
+
+
+def test_another_host(pair: OnDevices, monkeypatch: pytest.MonkeyPatch) -> None:
+    far = Agent("far", listen=["127.0.0.1"])
+    region = far.register(pair.arrays[1])
+    force_path(monkeypatch, "tcp")
+    pair.a.add(far.metadata())
+    with pytest.raises(NoPathError, match="within a host"):
+        pair.a.prepare("read", "far", [(pair.regions[0].address, region.address, 8)])
+    far.close()
+
+
+def test_a_peer_that_was_removed(pair: OnDevices) -> None:
+    transfer = pair.a.prepare("read", "b", [(pair.regions[0].address, pair.regions[1].address, NBYTES)])
+    transfer.start()
+    pair.a.remove("b")
+    pair.a.add(pair.b.metadata())
+    pair.a.read("b", [(pair.regions[0].address, pair.regions[1].address, NBYTES)]).wait()
+    np.testing.assert_array_equal(pair.arrays[0].numpy(), pair.arrays[1].numpy())
+
+
+def test_between_processes(pair: OnDevices) -> None:
+    """Also: memory that the other process allocated within a larger piece, and its end."""
+    command = [sys.executable, str(PROGRAMS / "device_agent.py"), str(NBYTES)]
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(TESTS)}, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            peer = pair.a.add(bytes.fromhex(process.stdout.readline().decode()))
+            theirs = pair.a.regions_of(peer)[0]
+            here = pair.regions[0].address
+            values = np.arange(NBYTES, dtype=np.uint64).astype(np.uint8)
+            pair.arrays[0].upload(values)
+            writing = pair.a.write(peer, [(here, theirs.address, NBYTES)], message=b"written")
+            writing.wait()
+            assert writing.path.name == f"copy engine ({'shared memory' if RUNTIME == 'host' else 'IPC'})"
+            assert process.stdout.readline() == b"written\n"  # it has found the values, and doubled them
+            pair.arrays[0].fill(0)
+            many = strided(here, theirs.address, 4096, NBYTES // 8192, 8192)
+            reading = pair.a.read(peer, many)
+            reading.wait()
+            wanted = np.zeros(NBYTES, np.uint8)
+            for start in range(0, NBYTES, 8192):
+                wanted[start : start + 4096] = values[start : start + 4096] * 2
+            np.testing.assert_array_equal(pair.arrays[0].numpy(), wanted)
+            pair.a.write(peer, [(pair.host_regions[0].address, theirs.address, NBYTES)]).wait()
+            pair.a.read(peer, [(here, theirs.address, NBYTES)]).wait()
+            np.testing.assert_array_equal(pair.arrays[0].numpy(), pair.hosts[0])
+            with pytest.raises(NoPathError, match="host's memory of agent"):
+                pair.a.prepare("read", peer, [(here, pair.a.regions_of(peer)[1].address, 8)])
+        finally:
+            process.kill()
+    with pytest.raises(DisconnectedError):
+        while True:
+            reading.start().wait()
