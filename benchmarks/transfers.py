@@ -1,10 +1,11 @@
 """Times of transfers between two processes of this host, by NIXL's interface, beside NIXL where it is installed.
 
-python benchmarks/transfers.py [--rounds 5] [--nixl DIRECTORY] [--json FILE]
+python benchmarks/transfers.py [--rounds 5] [--devices] [--nixl DIRECTORY] [--json FILE]
 
 Each round runs the two libraries in turn, each in a pair of fresh processes, and the table has medians of rounds.
 DIRECTORY is where NIXL's wheel was installed (`pip install --target DIRECTORY nixl`). Wall-clock times, and processor
-time of the initiator; "idle" is the part of a core that a process takes with an agent that has nothing to do.
+time of the initiator. With --devices the memory is that of two GPUs (of one, if there is no other), and the table has
+GB/s too; "here" is then memory of the host on the initiator's side, and of a GPU on the other. "idle" is the part of a core that a process takes with an agent that has nothing to do.
 """
 
 from __future__ import annotations
@@ -25,13 +26,25 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = [(1, 8), (1, 4096), (1, 64 << 10), (1, 1 << 20), (1, 64 << 20), (1024, 4096), (10000, 45 << 10)]
 """(blocks, bytes of each)."""
+DEVICE_SIZES = [
+    *((1, 1 << bits) for bits in (3, 12, 16, 20, 24, 26, 30)),
+    (1024, 4096),
+    (1000, 256 << 10),
+    (500, 1 << 20),
+    (10000, 45 << 10),
+]
+HOST_SIZES = [(1, 8), (1, 64 << 20), (10000, 45 << 10)]
+"""The same between the host's memory and a GPU's."""
 MOST_BYTES = 1 << 29
+MOST_DEVICE_BYTES = 1 << 30
 IDLE_SECONDS = 1.0
+MOST_SECONDS, MOST_SECONDS_TIMES = 0.5, 5
+"""A case ends after so many seconds, if it ran so many times."""
 
 
-def rows_of(address: int, blocks: int, nbytes: int, backwards: bool) -> Any:
+def rows_of(address: int, blocks: int, nbytes: int, backwards: bool, most: int) -> Any:
     """Blocks that don't follow each other, in one order or the other."""
-    stride = nbytes if blocks == 1 else min(2 * nbytes, MOST_BYTES // blocks)
+    stride = nbytes if blocks == 1 else min(2 * nbytes, most // blocks // 16 * 16)
     offsets = np.arange(blocks, dtype=np.uint64) * np.uint64(stride)
     rows = np.zeros((blocks, 3), np.uint64)
     rows[:, 0] = np.uint64(address) + (offsets[::-1] if backwards else offsets)
@@ -39,40 +52,69 @@ def rows_of(address: int, blocks: int, nbytes: int, backwards: bool) -> Any:
     return rows
 
 
-def agent_with_memory(name: str) -> tuple[Any, Any]:
-    from nixl._api import nixl_agent
+class Side:
+    """An agent, and its memory.
 
-    agent = nixl_agent(name)
-    memory = np.ones(MOST_BYTES, np.uint8)
-    agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
-    return agent, memory
+    Attributes:
+        agent: NIXL's.
+        kinds: by kind of memory, its address and device.
+    """
+
+    def __init__(self, name: str, devices: bool, number: int) -> None:
+        from nixl._api import nixl_agent
+
+        self.agent = nixl_agent(name)
+        self._memory: list[Any] = [np.ones(MOST_BYTES, np.uint8)]
+        self.kinds = {"DRAM": (int(self._memory[0].ctypes.data), 0)}
+        self.agent.register_memory([(self.kinds["DRAM"][0], MOST_BYTES, 0, "")], "DRAM")
+        if devices:
+            from proxyccl import open_runtime
+
+            runtime = open_runtime(local_rank=number)
+            runtime.activate()  # NIXL registers memory of the thread's current device
+            self._memory += [runtime, runtime.allocate(MOST_DEVICE_BYTES)]
+            self.kinds["VRAM"] = (self._memory[-1].ptr, runtime.device)
+            self.agent.register_memory([(self._memory[-1].ptr, MOST_DEVICE_BYTES, runtime.device, "")], "VRAM")
 
 
-def target(directory: Path) -> None:
-    agent, memory = agent_with_memory("target")
+def target(directory: Path, devices: bool) -> None:
+    side = Side("target", devices, 1)
     partial = directory / "partial"
-    partial.write_bytes(memory.ctypes.data.to_bytes(8, "little") + agent.get_agent_metadata())
+    data = json.dumps({"kinds": side.kinds, "metadata": side.agent.get_agent_metadata().hex()})
+    partial.write_text(data)
     partial.rename(directory / "metadata")
     sys.stdin.read()  # until the parent ends it
     os._exit(0)
 
 
-def initiator(directory: Path) -> None:
+def initiator(directory: Path, devices: bool) -> None:
     while not (directory / "metadata").exists():
         time.sleep(0.01)
-    data = (directory / "metadata").read_bytes()
-    there = int.from_bytes(data[:8], "little")
-    agent, memory = agent_with_memory("initiator")
-    peer = agent.add_remote_agent(data[8:])
+    data = json.loads((directory / "metadata").read_text())
+    side = Side("initiator", devices, 0)
+    agent = side.agent
+    peer = agent.add_remote_agent(bytes.fromhex(data["metadata"]))
     results: dict[str, dict[str, float]] = {}
-    for blocks, nbytes in SIZES:
-        local = agent.prep_xfer_dlist("", rows_of(memory.ctypes.data, blocks, nbytes, False), "DRAM")
-        remote = agent.prep_xfer_dlist(peer, rows_of(there, blocks, nbytes, True), "DRAM")
+    kind = "VRAM" if devices else "DRAM"
+    cases = [(kind, *size) for size in (DEVICE_SIZES if devices else SIZES)]
+    cases += [("DRAM", *size) for size in HOST_SIZES if devices]
+    for here, blocks, nbytes in cases:
+        most = MOST_DEVICE_BYTES if here == "VRAM" else MOST_BYTES
+        sides = []
+        for to, of, (address, device), backwards in (
+            ("", here, side.kinds[here], False),
+            (peer, kind, data["kinds"][kind], True),
+        ):
+            rows = rows_of(address, blocks, nbytes, backwards, most)
+            rows[:, 2] = device
+            sides.append(agent.prep_xfer_dlist(to, rows, of))
         indices = np.arange(blocks, dtype=np.int32)
         for operation in ("WRITE", "READ"):
             times: list[tuple[float, float, float]] = []
-            repetitions = max(5, min(1000, (256 << 20) // (blocks * nbytes)))
-            handle = agent.make_prepped_xfer(operation, local, indices, remote, indices)
+            repetitions = max(5, min(1000, ((8 if devices else 1) << 28) // (blocks * nbytes)))
+            began = time.perf_counter()
+            handle = agent.make_prepped_xfer(operation, sides[0], indices, sides[1], indices)
+            made = time.perf_counter() - began
             for repetition in range(repetitions + 3):
                 processor, start = time.process_time(), time.perf_counter()
                 state = agent.transfer(handle)
@@ -82,8 +124,14 @@ def initiator(directory: Path) -> None:
                 if repetition >= 3:
                     end = time.perf_counter()
                     times.append((end - start, posted - start, time.process_time() - processor))
+                if end_of(times):
+                    break
             whole, post, spent = (statistics.median(column) for column in zip(*times, strict=True))
-            results[f"{operation} {blocks} x {nbytes}"] = {"us": whole * 1e6, "post": post * 1e6, "cpu": spent * 1e6}
+            case = f"{operation} {blocks} x {nbytes}" + (" here" if here != kind else "")
+            results[case] = {"us": whole * 1e6, "post": post * 1e6, "make": made * 1e6, "cpu": spent * 1e6}
+            if devices:
+                results[case]["GB/s"] = blocks * nbytes / whole / 1e9
+            agent.release_xfer_handle(handle)
     spent, start = time.process_time(), time.perf_counter()
     time.sleep(IDLE_SECONDS)
     results["idle"] = {"cores": (time.process_time() - spent) / (time.perf_counter() - start)}
@@ -91,11 +139,16 @@ def initiator(directory: Path) -> None:
     os._exit(0)
 
 
-def run(path: str) -> dict[str, dict[str, float]]:
+def end_of(times: list[tuple[float, float, float]]) -> bool:
+    """Whether a case has taken long enough."""
+    return len(times) >= MOST_SECONDS_TIMES and sum(each[0] for each in times) > MOST_SECONDS
+
+
+def run(path: str, devices: bool) -> dict[str, dict[str, float]]:
     """One pair of processes with the `nixl` that is found at a path."""
-    env = {**os.environ, "PYTHONPATH": path, "NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((path, os.environ.get("PYTHONPATH", ""))), "NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, __file__, "--directory", directory, "--role"]
+        command = [sys.executable, __file__, *["--devices"] * devices, "--directory", directory, "--role"]
         far = subprocess.Popen([*command, "target"], env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         try:
             near = subprocess.run([*command, "initiator"], env=env, stdout=subprocess.PIPE, check=True, timeout=600)
@@ -109,18 +162,19 @@ def run(path: str) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each library (default: 5)")
+    parser.add_argument("--devices", action="store_true", help="move memory of GPUs")
     parser.add_argument("--nixl", help="the directory in which NIXL is installed")
     parser.add_argument("--json", type=Path, help="write the medians")
     parser.add_argument("--role", choices=("target", "initiator"), help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role:
-        (target if options.role == "target" else initiator)(options.directory)
+        (target if options.role == "target" else initiator)(options.directory, options.devices)
     libraries = {"proxyccl": str(ROOT / "packages/nixl"), **({"nixl": options.nixl} if options.nixl else {})}
     runs: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in libraries}
     for number in range(options.rounds):
         for name in list(libraries)[:: 1 if number % 2 == 0 else -1]:
-            runs[name].append(run(libraries[name]))
+            runs[name].append(run(libraries[name], options.devices))
     medians = {
         name: {
             case: {key: statistics.median(each[case][key] for each in of_library) for key in values}
@@ -130,7 +184,7 @@ def main() -> None:
     }
     for case, values in medians["proxyccl"].items():
         for key in values:
-            print(f"{case:22} {key:6}", *(f"{name} {medians[name][case][key]:12.2f}" for name in medians))
+            print(f"{case:28} {key:6}", *(f"{name} {medians[name][case][key]:12.2f}" for name in medians))
     if options.json:
         options.json.write_text(json.dumps(medians, indent=1) + "\n")
 

@@ -188,10 +188,18 @@ def test_a_peer_that_was_removed(pair: OnDevices) -> None:
     np.testing.assert_array_equal(pair.arrays[0].numpy(), pair.arrays[1].numpy())
 
 
-def test_between_processes(pair: OnDevices) -> None:
-    """Also: memory that the other process allocated within a larger piece, and its end."""
-    command = [sys.executable, str(PROGRAMS / "device_agent.py"), str(NBYTES)]
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(TESTS)}, stdout=subprocess.PIPE) as process:
+@pytest.mark.parametrize("allocator", ["allocated", pytest.param("torch", marks=pytest.mark.gpu_only)])
+def test_between_processes(pair: OnDevices, allocator: str) -> None:
+    """Also: memory that the other process allocated within a larger piece, blocks that torch maps, and the end."""
+    if allocator == "torch":
+        pytest.importorskip("torch")
+    command = [sys.executable, str(PROGRAMS / "device_agent.py"), str(NBYTES), allocator]
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", ""))),
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
             peer = pair.a.add(bytes.fromhex(process.stdout.readline().decode()))
@@ -201,7 +209,8 @@ def test_between_processes(pair: OnDevices) -> None:
             pair.arrays[0].upload(values)
             writing = pair.a.write(peer, [(here, theirs.address, NBYTES)], message=b"written")
             writing.wait()
-            assert writing.path.name == f"copy engine ({'shared memory' if RUNTIME == 'host' else 'IPC'})"
+            way = "VMM" if allocator == "torch" else "shared memory" if RUNTIME == "host" else "IPC"
+            assert writing.path.name == f"copy engine ({way})"
             assert process.stdout.readline() == b"written\n"  # it has found the values, and doubled them
             pair.arrays[0].fill(0)
             many = strided(here, theirs.address, 4096, NBYTES // 8192, 8192)

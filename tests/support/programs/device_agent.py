@@ -1,15 +1,16 @@
 """An agent with memory of a device, of so many bytes, and a page of the host's. It prints its metadata in hexadecimal
 digits. When a message comes, it expects byte n to be n, doubles all, and prints the message.
+
+python device_agent.py BYTES allocated|torch
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import numpy as np
 
-from proxyccl.device.arrays.array import Array
-from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.transfer import Agent
 from support.devices import device_count, rank_runtime
 
@@ -17,15 +18,27 @@ OFFSET = 4096  # within its allocation
 
 nbytes = int(sys.argv[1])
 runtime = rank_runtime(device_count() - 1)
-array = Array(runtime, runtime.allocate(OFFSET + nbytes), (OFFSET + nbytes,), as_dtype("uint8"))
 agent = Agent("other", listen=())
-agent.register((array.ptr + OFFSET, nbytes), kind="vram", device=runtime.device)
+memory: Any
+if sys.argv[2] == "torch":
+    import torch
+
+    memory = torch.zeros(OFFSET + nbytes, dtype=torch.uint8, device=f"cuda:{runtime.device}")
+    torch.cuda.synchronize(runtime.device)
+    ptr = memory.data_ptr() + OFFSET
+    agent.register(memory[OFFSET:])
+else:
+    memory = runtime.allocate(OFFSET + nbytes)
+    ptr = memory.ptr + OFFSET
+    agent.register((ptr, nbytes), kind="vram", device=runtime.device)
 agent.register(np.zeros(4096, np.uint8))
 print(agent.metadata().hex(), flush=True)
 for _ in range(2):
     agent.wait_for_message(60)
     ((_, message),) = agent.messages()
-    values = array.numpy()
-    assert (values[OFFSET:] == np.arange(nbytes, dtype=np.uint64).astype(np.uint8)).all()
-    array.upload(values * 2)
+    values = np.empty(nbytes, np.uint8)
+    runtime.copy(values.ctypes.data, ptr, nbytes)
+    assert (values == np.arange(nbytes, dtype=np.uint64).astype(np.uint8)).all()
+    values *= 2
+    runtime.copy(ptr, values.ctypes.data, nbytes)
     print(message.decode(), flush=True)
