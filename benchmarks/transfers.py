@@ -4,8 +4,10 @@ python benchmarks/transfers.py [--rounds 5] [--devices] [--nixl DIRECTORY] [--js
 
 Each round runs the two libraries in turn, each in a pair of fresh processes, and the table has medians of rounds.
 DIRECTORY is where NIXL's wheel was installed (`pip install --target DIRECTORY nixl`). Wall-clock times, and processor
-time of the initiator. With --devices the memory is that of two GPUs (of one, if there is no other), and the table has
-GB/s too; "here" is then memory of the host on the initiator's side, and of a GPU on the other. "idle" is the part of a core that a process takes with an agent that has nothing to do.
+time of the initiator; "idle" is the part of a core that a process takes with an agent that has nothing to do.
+
+With --devices the memory is that of two GPUs (of one, if there is no other), and the table has GB/s too. In rows with
+"here" the initiator's memory is the host's.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ MOST_BYTES = 1 << 29
 MOST_DEVICE_BYTES = 1 << 30
 IDLE_SECONDS = 1.0
 MOST_SECONDS, MOST_SECONDS_TIMES = 0.5, 5
-"""A case ends after so many seconds, if it ran so many times."""
+"""A case ends after this many seconds, if it ran this many times."""
 
 
 def rows_of(address: int, blocks: int, nbytes: int, backwards: bool, most: int) -> Any:
@@ -146,7 +148,8 @@ def end_of(times: list[tuple[float, float, float]]) -> bool:
 
 def run(path: str, devices: bool) -> dict[str, dict[str, float]]:
     """One pair of processes with the `nixl` that is found at a path."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((path, os.environ.get("PYTHONPATH", ""))), "NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
+    paths = os.pathsep.join((path, os.environ.get("PYTHONPATH", "")))
+    env = {**os.environ, "PYTHONPATH": paths, "NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, __file__, *["--devices"] * devices, "--directory", directory, "--role"]
         far = subprocess.Popen([*command, "target"], env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)

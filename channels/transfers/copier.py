@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.device._native import ffi as native
-from proxyccl.device.base_runtime import Event, PinnedMemory, Stream
+from proxyccl.device.base_runtime import PinnedMemory, Stream
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi
@@ -25,7 +25,7 @@ _LONG_BYTES = 1 << 20
 """From here on the copy engine is as fast as the link, although it takes a microsecond or two to begin."""
 
 _FEW = 4
-"""So many short blocks take the copy engine no longer than a kernel takes to start."""
+"""This many short blocks take the copy engine no longer than a kernel takes to start."""
 
 _PIECES = (4 << 10, 64 << 10)
 """The least and the most bytes that a warp copies at a time."""
@@ -135,7 +135,8 @@ class Copier:
         share = int(rows[:, 2].sum()) // warps
         pieces = cut(rows, min(max(share, _PIECES[0]), _PIECES[1]) // 16 * 16)
         table = _Table(self, pieces.nbytes)
-        native.memmove(native.cast("void *", table.memory.host_ptr), native.from_buffer(pieces), pieces.nbytes)
+        to, source = (native.cast("void *", each) for each in (table.memory.host_ptr, pieces.ctypes.data))
+        native.memmove(to, source, pieces.nbytes)
         blocks = min(blocks, len(pieces))
         return kernel.prepare(blocks, threads, table.memory.ptr, len(pieces)), table
 
@@ -160,7 +161,7 @@ class Copier:
 
 
 def cut(rows: Rows, most: int) -> Rows:
-    """Rows of (to, from, bytes) as pieces of at most so many bytes each."""
+    """Rows of (to, from, bytes) as pieces of at most `most` bytes each."""
     counts = (rows[:, 2] + np.uint64(most - 1)) // np.uint64(most)
     if (counts <= 1).all():
         return np.ascontiguousarray(rows)

@@ -100,9 +100,7 @@ class Devices:
         runtime = runtime or self.copier(region.device).runtime
         owner = runtime.pointer_device(region.address)
         if owner != region.device:
-            raise ArgumentError(
-                "memory", f"{region.address:#x} is not memory of {runtime.name} device {region.device}"
-            )
+            raise ArgumentError("memory", f"{region.address:#x} is not memory of {runtime.name} device {region.device}")
         self.copier(region.device, runtime=runtime)
         return Share(region, runtime.device_id, runtime.export(region.address, region.nbytes))
 
@@ -229,4 +227,3 @@ class Pinned:
                 memory = self._pinned.pop(region)
                 if memory is not None:
                     memory.close()
-

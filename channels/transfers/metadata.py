@@ -39,7 +39,7 @@ class Metadata(Message, frozen=True):
     name: Annotated[str, Meta(min_length=1, max_length=1024)]
     place: Place | None
     regions: list[Region]
-    shares: list[Share] = []
+    shares: list[Share]
 
 
 _CODEC = Codec(Metadata, _LIMIT, name="metadata of an agent")

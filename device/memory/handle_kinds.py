@@ -10,7 +10,7 @@ MAPPED_BLOCKS = b"PXCCLvmm"
 
 
 def sharing_of(handle: bytes) -> str:
-    """"IPC" or "VMM" for the two kinds of GPU memory; "shared memory" for the host runtime's."""
+    """Names it: "IPC" or "VMM" for the two kinds of GPU memory, "shared memory" for the host runtime's."""
     if not handle.startswith(DEVICE_MEMORY):
         return "shared memory"
     return "VMM" if MAPPED_BLOCKS in handle else "IPC"

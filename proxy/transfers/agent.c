@@ -200,7 +200,8 @@ static void *run(void *argument) {
   while (!agent->stopped) {
     copy_next(agent);
     device_look_at_all(agent);
-    const int timeout = agent->first != NULL || agent->on_devices != NULL ? 0 : -1; /* idle until a descriptor has something */
+    const int timeout =
+        agent->first != NULL || agent->on_devices != NULL ? 0 : -1; /* idle until a descriptor has something */
     const long pause = agent->first == NULL && agent->on_devices != NULL ? (long)device_pause(agent) : 0;
     pthread_mutex_unlock(&agent->lock);
     if (pause > 0) { /* epoll_wait counts in milliseconds */

@@ -122,10 +122,10 @@ struct ProxycclTransfer {
   int queued;
   int copying; /* threads that copy a piece, or look at the device */
   int cancel;
-  Position at;         /* of what is neither copied nor being copied, or not sent */
-  uint64_t left;       /* bytes from there on */
-  uint32_t unanswered; /* its frames */
-  uint32_t refusal;    /* the first errno of an answer */
+  Position at;                  /* of what is neither copied nor being copied, or not sent */
+  uint64_t left;                /* bytes from there on */
+  uint32_t unanswered;          /* its frames */
+  uint32_t refusal;             /* the first errno of an answer */
   const ProxycclCopier *copier; /* NULL: no device copies it */
   const uint64_t *copies;       /* (to, from, bytes) */
   uint64_t copy_count;
@@ -191,10 +191,10 @@ void transfer_lose(ProxycclTransfer *transfer); /* a copy, whose link is lost */
 
 /* device.c. All with the agent locked; they unlock meanwhile. */
 void device_start(ProxycclTransfer *transfer, void *stream);
-int device_look(ProxycclTransfer *transfer);     /* ends it if the device is done: 1 */
+int device_look(ProxycclTransfer *transfer); /* ends it if the device is done: 1 */
 void device_look_at_all(ProxycclAgent *agent);
 uint64_t device_pause(const ProxycclAgent *agent); /* ns until the next look */
-void device_rest(ProxycclTransfer *transfer);    /* between two looks of a caller */
-void device_finish(ProxycclTransfer *transfer);  /* waits until nothing touches its memory */
+void device_rest(ProxycclTransfer *transfer);      /* between two looks of a caller */
+void device_finish(ProxycclTransfer *transfer);    /* waits until nothing touches its memory */
 
 #endif

@@ -322,7 +322,7 @@ def test_agents_without_backends() -> None:
         agent.create_backend("UCX")
     with not_found():
         agent.create_backend("UVX")
-    with pytest.raises(nb.nixlBackendError, match="private|can't be shared"):
+    with pytest.raises(nb.nixlBackendError, match=r"private|can't be shared"):
         agent.register_memory([(4096, 10, 0, "")], "VRAM")
     with pytest.raises(KeyError):
         agent.register_memory([(4096, 10, 0, "")], "DRAM", backends=["NONE"])

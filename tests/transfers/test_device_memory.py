@@ -153,11 +153,11 @@ def test_memory_within_an_agent(pair: OnDevices) -> None:
 
 def test_wrong_memory(pair: OnDevices) -> None:
     device, host, theirs = pair.regions[0].address, pair.host_regions[0].address, pair.regions[1].address
-    with pytest.raises(NotRegisteredError, match="block 1: .* remote address .* by agent b"):
+    with pytest.raises(NotRegisteredError, match=r"block 1: .* remote address .* by agent b"):
         pair.a.prepare("read", "b", [(device, theirs, 8), (device, theirs + NBYTES - 4, 8)])
-    with pytest.raises(ArgumentError, match="block 1 at local address .* another kind of memory"):
+    with pytest.raises(ArgumentError, match=r"block 1 at local address .* another kind of memory"):
         pair.a.prepare("read", "b", [(device, theirs, 8), (host, theirs, 8)])
-    with pytest.raises(ArgumentError, match="can't be shared|private|is not memory of"):
+    with pytest.raises(ArgumentError, match=r"can't be shared|private|is not memory of"):
         pair.a.register((pair.hosts[0].ctypes.data, 100), kind="vram")
     with pytest.raises(ArgumentError, match="kind"):
         pair.a.register((device, 100), kind="file")
@@ -227,6 +227,6 @@ def test_between_processes(pair: OnDevices, allocator: str) -> None:
                 pair.a.prepare("read", peer, [(here, pair.a.regions_of(peer)[1].address, 8)])
         finally:
             process.kill()
-    with pytest.raises(DisconnectedError):
+    with pytest.raises(DisconnectedError):  # noqa: PT012  as soon as the link is lost
         while True:
             reading.start().wait()

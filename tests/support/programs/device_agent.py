@@ -1,4 +1,4 @@
-"""An agent with memory of a device, of so many bytes, and a page of the host's. It prints its metadata in hexadecimal
+"""An agent with memory of a device, of BYTES bytes, and a page of the host's. It prints its metadata in hexadecimal
 digits. When a message comes, it expects byte n to be n, doubles all, and prints the message.
 
 python device_agent.py BYTES allocated|torch
