@@ -1,13 +1,13 @@
 """Times of transfers between two processes of this host, by NIXL's interface, beside NIXL where it is installed.
 
-python benchmarks/transfers.py [--rounds 5] [--devices] [--nixl DIRECTORY] [--json FILE]
+python benchmarks/transfers.py [--rounds 5] [--devices [--mixed]] [--nixl DIRECTORY] [--json FILE]
 
 Each round runs the two libraries in turn, each in a pair of fresh processes, and the table has medians of rounds.
 DIRECTORY is where NIXL's wheel was installed (`pip install --target DIRECTORY nixl`). Wall-clock times, and processor
 time of the initiator; "idle" is the part of a core that a process takes with an agent that has nothing to do.
 
-With --devices the memory is that of two GPUs (of one, if there is no other), and the table has GB/s too. In rows with
-"here" the initiator's memory is the host's.
+With --devices the memory is that of two GPUs (of one, if there is no other), and the table has GB/s too. With --mixed
+the initiator's memory is the host's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEVICE_SIZES = [
     (500, 1 << 20),
     (10000, 45 << 10),
 ]
-HOST_SIZES = [(1, 8), (1, 64 << 20), (10000, 45 << 10)]
+MIXED_SIZES = [(1, 8), (1, 64 << 20), (10000, 45 << 10)]
 """The same between the host's memory and a GPU's."""
 MOST_BYTES = 1 << 29
 MOST_DEVICE_BYTES = 1 << 30
@@ -89,7 +89,7 @@ def target(directory: Path, devices: bool) -> None:
     os._exit(0)
 
 
-def initiator(directory: Path, devices: bool) -> None:
+def initiator(directory: Path, devices: bool, mixed: bool) -> None:
     while not (directory / "metadata").exists():
         time.sleep(0.01)
     data = json.loads((directory / "metadata").read_text())
@@ -98,9 +98,8 @@ def initiator(directory: Path, devices: bool) -> None:
     peer = agent.add_remote_agent(bytes.fromhex(data["metadata"]))
     results: dict[str, dict[str, float]] = {}
     kind = "VRAM" if devices else "DRAM"
-    cases = [(kind, *size) for size in (DEVICE_SIZES if devices else SIZES)]
-    cases += [("DRAM", *size) for size in HOST_SIZES if devices]
-    for here, blocks, nbytes in cases:
+    here = "DRAM" if mixed else kind
+    for blocks, nbytes in MIXED_SIZES if mixed else DEVICE_SIZES if devices else SIZES:
         most = MOST_DEVICE_BYTES if here == "VRAM" else MOST_BYTES
         sides = []
         for to, of, (address, device), backwards in (
@@ -129,7 +128,7 @@ def initiator(directory: Path, devices: bool) -> None:
                 if end_of(times):
                     break
             whole, post, spent = (statistics.median(column) for column in zip(*times, strict=True))
-            case = f"{operation} {blocks} x {nbytes}" + (" here" if here != kind else "")
+            case = f"{operation} {blocks} x {nbytes}"
             results[case] = {"us": whole * 1e6, "post": post * 1e6, "make": made * 1e6, "cpu": spent * 1e6}
             if devices:
                 results[case]["GB/s"] = blocks * nbytes / whole / 1e9
@@ -146,12 +145,12 @@ def end_of(times: list[tuple[float, float, float]]) -> bool:
     return len(times) >= MOST_SECONDS_TIMES and sum(each[0] for each in times) > MOST_SECONDS
 
 
-def run(path: str, devices: bool) -> dict[str, dict[str, float]]:
+def run(path: str, flags: list[str]) -> dict[str, dict[str, float]]:
     """One pair of processes with the `nixl` that is found at a path."""
     paths = os.pathsep.join((path, os.environ.get("PYTHONPATH", "")))
     env = {**os.environ, "PYTHONPATH": paths, "NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, __file__, *["--devices"] * devices, "--directory", directory, "--role"]
+        command = [sys.executable, __file__, *flags, "--directory", directory, "--role"]
         far = subprocess.Popen([*command, "target"], env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
         try:
             near = subprocess.run([*command, "initiator"], env=env, stdout=subprocess.PIPE, check=True, timeout=600)
@@ -166,18 +165,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each library (default: 5)")
     parser.add_argument("--devices", action="store_true", help="move memory of GPUs")
+    parser.add_argument("--mixed", action="store_true", help="with --devices: between the host's memory and a GPU's")
     parser.add_argument("--nixl", help="the directory in which NIXL is installed")
     parser.add_argument("--json", type=Path, help="write the medians")
     parser.add_argument("--role", choices=("target", "initiator"), help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.role:
-        (target if options.role == "target" else initiator)(options.directory, options.devices)
+        if options.role == "target":
+            target(options.directory, options.devices)
+        initiator(options.directory, options.devices, options.mixed)
+    flags = ["--devices"] * options.devices + ["--mixed"] * options.mixed
     libraries = {"proxyccl": str(ROOT / "packages/nixl"), **({"nixl": options.nixl} if options.nixl else {})}
     runs: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in libraries}
     for number in range(options.rounds):
         for name in list(libraries)[:: 1 if number % 2 == 0 else -1]:
-            runs[name].append(run(libraries[name], options.devices))
+            runs[name].append(run(libraries[name], flags))
     medians = {
         name: {
             case: {key: statistics.median(each[case][key] for each in of_library) for key in values}
