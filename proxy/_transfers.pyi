@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Final, Literal, overload
 
 from proxyccl.device._cdata import Array as Array
+from proxyccl.device._cdata import ArrayField as ArrayField
 from proxyccl.device._cdata import BaseFFI as BaseFFI
 from proxyccl.device._cdata import CData as CData
 from proxyccl.device._cdata import CharPointer as CharPointer
@@ -55,6 +56,15 @@ class _ProxycclDeviceCopies:
 class ProxycclDeviceCopies(_ProxycclDeviceCopies, CData): ...
 class ProxycclDeviceCopiesPointer(_ProxycclDeviceCopies, ItemPointer[ProxycclDeviceCopies]): ...
 
+class _ProxycclStaging:
+    copier: PointerField[ProxycclCopierPointer]
+    memory: ArrayField[int, Uint64Pointer]
+    streams: ArrayField[int, Uint64Pointer]
+    events: ArrayField[int, Uint64Pointer]
+
+class ProxycclStaging(_ProxycclStaging, CData): ...
+class ProxycclStagingPointer(_ProxycclStaging, ItemPointer[ProxycclStaging]): ...
+
 class Lib:
     PROXYCCL_SECRET_BYTES: Final[int]
     PROXYCCL_LONGEST_MESSAGE: Final[int]
@@ -66,6 +76,8 @@ class Lib:
     PROXYCCL_TRANSFER_LOST: Final[int]
     PROXYCCL_TRANSFER_REFUSED: Final[int]
     PROXYCCL_TRANSFER_FAILED: Final[int]
+    PROXYCCL_STAGES: Final[int]
+    PROXYCCL_STAGE_BYTES: Final[int]
     def proxyccl_agent_create(
         self,
         name: Passed[CharPointer] | bytes,
@@ -113,6 +125,7 @@ class Lib:
         local: Passed[Uint64Pointer],
         remote: Passed[Uint64Pointer],
         count: int,
+        staging: Passed[ProxycclStagingPointer],
         /,
     ) -> ProxycclTransferPointer: ...
     def proxyccl_transfer_create_on_device(
@@ -171,6 +184,14 @@ class FFI(BaseFFI):
     @overload
     def new(self, cdecl: Literal["uint64_t[]"], init: int | Sequence[int], /) -> Array[int, Uint64Pointer]: ...
     @overload
+    def new(
+        self, cdecl: Literal["ProxycclStaging *"], init: Initial[ProxycclStaging] = ..., /
+    ) -> ProxycclStagingPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclStaging[]"], init: int | Sequence[Initial[ProxycclStaging]], /
+    ) -> Array[ProxycclStaging, ProxycclStagingPointer]: ...
+    @overload
     def new(self, cdecl: Literal["char *"], init: bytes = ..., /) -> CharPointer: ...
     @overload
     def new(self, cdecl: Literal["char[]"], init: int | Sequence[bytes], /) -> Array[bytes, CharPointer]: ...
@@ -195,6 +216,8 @@ class FFI(BaseFFI):
     @overload
     def cast(self, cdecl: Literal["uint64_t *"], value: CData | int, /) -> Uint64Pointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclStaging *"], value: CData | int, /) -> ProxycclStagingPointer: ...
+    @overload
     def cast(self, cdecl: Literal["char *"], value: CData | int, /) -> CharPointer: ...
     @overload
     def cast(self, cdecl: Literal["int *"], value: CData | int, /) -> IntPointer: ...
@@ -203,7 +226,15 @@ class FFI(BaseFFI):
     def sizeof(
         self,
         cdecl: CData
-        | Literal["ProxycclTransferTimes", "ProxycclCopier", "ProxycclDeviceCopies", "uint64_t", "char", "int"],
+        | Literal[
+            "ProxycclTransferTimes",
+            "ProxycclCopier",
+            "ProxycclDeviceCopies",
+            "uint64_t",
+            "ProxycclStaging",
+            "char",
+            "int",
+        ],
         /,
     ) -> int: ...
     def offsetof(self, cdecl: str, field: str, /) -> int: ...

@@ -451,8 +451,8 @@ class Agent:
         if link is not None and link.path.name == "tcp":
             raise NoPathError(f"agent {peer} is on another host: memory of devices moves within a host only", peer)
         in_process = link is None or link.pid == os.getpid()
-        if kinds[1] == DRAM and not in_process:
-            raise NoPathError(f"a device does not reach the host's memory of agent {peer}: its side can move it", peer)
+        if kinds[1] == DRAM and not in_process and link is not None:
+            return self._prepare_staged(link, writes, peer, rows)
         with self._lock:
             known = self._peers.get(peer)
             theirs = self._reached if known is None else known.reached
@@ -484,6 +484,19 @@ class Agent:
             known.on_devices.add(transfer)
         self._warn_of_unpinned(path)
         return transfer
+
+    def _prepare_staged(self, link: Link, writes: bool, peer: str, rows: Rows) -> Transfer:
+        """Between this process's device memory and another process's memory of the host."""
+        if not link.pid:
+            raise NoPathError(
+                f"memory of a device can't be copied from and to the host's memory of agent {peer}: {link.path.reason}",
+                peer,
+            )
+        copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
+        mapped = rows.copy()
+        mapped[:, 0], _, _ = self._reached.map(copier, rows[:, 0])
+        path = Path("copy engine and process_vm, staged", "a device does not reach another process's memory of the host")
+        return Transfer(self._handle, link, peer, writes, sides(mapped), path, (copier, None))
 
     def _warn_of_unpinned(self, path: Path) -> None:
         if path.reason and not self._warned:

@@ -13,10 +13,10 @@ from proxyccl.device._native import ffi as native
 from proxyccl.device.base_runtime import PinnedMemory, Stream
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy._transfers import ffi
+from proxyccl.proxy._transfers import ffi, lib
 
 if TYPE_CHECKING:
-    from proxyccl.proxy._transfers import ProxycclDeviceCopiesPointer
+    from proxyccl.proxy._transfers import ProxycclDeviceCopiesPointer, ProxycclStagingPointer
 
 _STREAMS = 4
 """Transfers take turns on them, so that a short one does not wait for a long one."""
@@ -139,6 +139,22 @@ class Copier:
         native.memmove(to, source, pieces.nbytes)
         blocks = min(blocks, len(pieces))
         return kernel.prepare(blocks, threads, table.memory.ptr, len(pieces)), table
+
+    def staging(self) -> tuple[ProxycclStagingPointer, object]:
+        """Pinned memory by way of which another process's memory is copied, and what to keep with it."""
+        stages = range(lib.PROXYCCL_STAGES)
+        tables = [_Table(self, lib.PROXYCCL_STAGE_BYTES) for _ in stages]
+        streams, events = [self._next_stream() for _ in stages], [self.runtime.create_event() for _ in stages]
+        made = ffi.new(
+            "ProxycclStaging *",
+            {
+                "copier": self.calls,
+                "memory": [table.memory.ptr for table in tables],
+                "streams": [stream.handle for stream in streams],
+                "events": [event.handle for event in events],
+            },
+        )
+        return made, (made, tables, events, self)
 
     def _next_stream(self) -> Stream:
         with self._lock:

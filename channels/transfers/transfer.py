@@ -81,7 +81,7 @@ class Transfer:
         writes: bool,
         lists: tuple[Rows, Rows],
         path: Path,
-        on_device: tuple[Copier, Plan] | None = None,
+        on_device: tuple[Copier, Plan | None] | None = None,
     ) -> None:
         local, remote = lists
         self.peer = peer
@@ -90,9 +90,11 @@ class Transfer:
         self.nbytes = int(local[:, 1].sum())
         self.path = path
         self._copier = None if on_device is None else on_device[0]
+        self._on_streams = on_device is not None and on_device[1] is not None
         over = ffi.NULL if link is None else link.handle
-        if on_device is not None:
-            copier, plan = on_device
+        copier, plan = on_device or (None, None)
+        staging, staged = (ffi.NULL, None) if copier is None or plan is not None else copier.staging()
+        if copier is not None and plan is not None:
             handle = lib.proxyccl_transfer_create_on_device(agent, over, copier.calls, plan.copies)
         else:
             handle = lib.proxyccl_transfer_create(
@@ -102,6 +104,7 @@ class Transfer:
                 ffi.cast("uint64_t *", local.ctypes.data),
                 ffi.cast("uint64_t *", remote.ctypes.data),
                 len(local),
+                staging,
             )
         if not handle:
             raise MemoryError("there is no memory for a transfer")
@@ -110,7 +113,7 @@ class Transfer:
         self._closed = False
         self._process = forks.here()
         # It keeps the lists, which the engine reads. Only now may no thread be in a call with the handle.
-        forks.finalizer(self, _release, handle, (lists, on_device))
+        forks.finalizer(self, _release, handle, (lists, on_device, staged))
 
     def __repr__(self) -> str:
         direction = "to" if self.writes else "from"
@@ -192,8 +195,8 @@ class Transfer:
         return Times(times.posted, times.returned, times.ended)
 
     def _queue(self, stream: StreamLike) -> int:
-        if self._copier is None:
-            raise ArgumentError("stream", f"must be None: no device copies by {self.path.name}")
+        if self._copier is None or not self._on_streams:
+            raise ArgumentError("stream", f"must be None: {self.path.name} has no place on a stream")
         runtime = self._copier.runtime
         handle = runtime.stream_handle(stream)
         if runtime.is_capturing(handle):

@@ -3,6 +3,7 @@
  *
  * A caller that waits or asks looks at the event itself. Otherwise the agent's thread does, from time to time.
  */
+#include <errno.h>
 #include <time.h>
 
 #include "clock.h"
@@ -48,11 +49,23 @@ static void leave(const ProxycclCopier *copier, Entered before) {
   }
 }
 
+static int copy(const ProxycclCopier *copier, uint64_t to, uint64_t from, uint64_t bytes, void *stream) {
+  return ((int (*)(void *, const void *, size_t, void *))(uintptr_t)copier->copy)(
+      (void *)(uintptr_t)to, (const void *)(uintptr_t)from, bytes, stream);
+}
+
+static int record(const ProxycclCopier *copier, void *event, void *stream) {
+  return ((int (*)(void *, void *))(uintptr_t)copier->event_record)(event, stream);
+}
+
+static int reached(const ProxycclCopier *copier, void *event) {
+  return ((int (*)(void *))(uintptr_t)copier->event_query)(event);
+}
+
 static int query(const ProxycclTransfer *transfer) {
-  const ProxycclCopier *copier = transfer->copier;
-  const Entered before = enter(copier);
-  const int status = ((int (*)(void *))(uintptr_t)copier->event_query)(transfer->event);
-  leave(copier, before);
+  const Entered before = enter(transfer->copier);
+  const int status = reached(transfer->copier, transfer->event);
+  leave(transfer->copier, before);
   return status;
 }
 
@@ -61,16 +74,14 @@ static int query(const ProxycclTransfer *transfer) {
 static int issue(const ProxycclTransfer *transfer, void *stream, int *recorded) {
   const ProxycclCopier *copier = transfer->copier;
   const ProxycclLaunch *launch = transfer->launch;
-  int (*copy)(void *, const void *, size_t, void *) =
-      (int (*)(void *, const void *, size_t, void *))(uintptr_t)copier->copy;
   const Entered before = enter(copier);
   int status = 0;
   for (uint64_t i = 0; i < transfer->copy_count && status == 0; ++i) {
     const uint64_t *row = transfer->copies + 3 * i;
-    status = copy((void *)(uintptr_t)row[0], (const void *)(uintptr_t)row[1], row[2], stream);
+    status = copy(copier, row[0], row[1], row[2], stream);
   }
   if (status == 0 && launch != NULL) status = proxyccl_launch_current(launch, (uintptr_t)stream);
-  const int failed = ((int (*)(void *, void *))(uintptr_t)copier->event_record)(transfer->event, stream);
+  const int failed = record(copier, transfer->event, stream);
   leave(copier, before);
   *recorded = failed == 0;
   return status != 0 ? status : failed;
@@ -89,21 +100,21 @@ static void end(ProxycclTransfer *transfer) {
 void device_start(ProxycclTransfer *transfer, void *stream) {
   ProxycclAgent *agent = transfer->agent;
   const int own = stream == NULL, is_short = own && transfer->bytes <= SHORT_BYTES;
-  int recorded, reached = 0;
+  int recorded, ended = 0;
   ++transfer->copying;
   pthread_mutex_unlock(&agent->lock);
   int status = issue(transfer, own ? transfer->stream : stream, &recorded);
   const uint64_t deadline = now_ns() + SHORT_NS;
-  while (is_short && recorded && !reached && now_ns() < deadline) {
+  while (is_short && recorded && !ended && now_ns() < deadline) {
     const int looked = query(transfer);
-    reached = looked != PROXYCCL_RUNTIME_NOT_READY;
-    if (status == 0 && reached) status = looked;
+    ended = looked != PROXYCCL_RUNTIME_NOT_READY;
+    if (status == 0 && ended) status = looked;
   }
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
   transfer->error = -status;
   if (transfer->cancel) pthread_cond_broadcast(&agent->changed); /* whoever cancels it ends it */
-  if (reached || !recorded) {
+  if (ended || !recorded) {
     if (!transfer->cancel) end(transfer);
     return;
   }
@@ -168,6 +179,44 @@ void device_finish(ProxycclTransfer *transfer) {
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
   if (transfer->queued) transfer_unqueue(transfer, &agent->on_devices, &agent->last_on_devices);
+}
+
+/* Copies between a stage and the device's blocks, one after another, and waits for it. The driver's status. */
+static int between(const ProxycclStaging *staging, uint32_t stage, int to_device, const struct iovec *blocks,
+                   uint32_t count) {
+  const ProxycclCopier *copier = staging->copier;
+  void *stream = (void *)(uintptr_t)staging->streams[stage], *event = (void *)(uintptr_t)staging->events[stage];
+  uint64_t at = staging->memory[stage];
+  int status = 0;
+  const Entered before = enter(copier);
+  for (uint32_t i = 0; i < count && status == 0; ++i) {
+    const uint64_t block = (uintptr_t)blocks[i].iov_base;
+    status = copy(copier, to_device ? block : at, to_device ? at : block, blocks[i].iov_len, stream);
+    at += blocks[i].iov_len;
+  }
+  int ended = record(copier, event, stream);
+  if (ended == 0) {
+    do { /* at most a megabyte, which takes tens of microseconds */
+      ended = reached(copier, event);
+    } while (ended == PROXYCCL_RUNTIME_NOT_READY);
+  }
+  leave(copier, before);
+  return status != 0 ? status : ended;
+}
+
+int device_stage(const ProxycclTransfer *transfer, uint32_t stage, const struct iovec *local,
+                 const struct iovec *remote, uint32_t blocks, uint64_t bytes) {
+  const ProxycclStaging *staging = transfer->staging;
+  const struct iovec here = {(void *)(uintptr_t)staging->memory[stage], bytes};
+  const pid_t pid = transfer->link->pid;
+  int status = 0;
+  if (transfer->writes) status = between(staging, stage, 0, local, blocks);
+  if (status != 0) return -status;
+  const ssize_t copied = transfer->writes ? process_vm_writev(pid, &here, 1, remote, blocks, 0)
+                                          : process_vm_readv(pid, &here, 1, remote, blocks, 0);
+  if (copied < 0) return errno;
+  if ((uint64_t)copied < bytes) return EFAULT;
+  return transfer->writes ? 0 : -between(staging, stage, 1, local, blocks);
 }
 
 ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link,

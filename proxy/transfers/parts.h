@@ -122,12 +122,14 @@ struct ProxycclTransfer {
   int queued;
   int copying; /* threads that copy a piece, or look at the device */
   int cancel;
-  Position at;                  /* of what is neither copied nor being copied, or not sent */
-  uint64_t left;                /* bytes from there on */
-  uint32_t unanswered;          /* its frames */
-  uint32_t refusal;             /* the first errno of an answer */
-  const ProxycclCopier *copier; /* NULL: no device copies it */
-  const uint64_t *copies;       /* (to, from, bytes) */
+  Position at;                    /* of what is neither copied nor being copied, or not sent */
+  uint64_t left;                  /* bytes from there on */
+  uint32_t unanswered;            /* its frames */
+  uint32_t refusal;               /* the first errno of an answer */
+  const ProxycclStaging *staging; /* NULL: pieces are copied without stages */
+  int staged[PROXYCCL_STAGES];    /* the stages that a thread has */
+  const ProxycclCopier *copier;   /* NULL: no device copies it */
+  const uint64_t *copies;         /* (to, from, bytes) */
   uint64_t copy_count;
   const ProxycclLaunch *launch; /* NULL: none */
   void *stream, *event;
@@ -194,7 +196,10 @@ void device_start(ProxycclTransfer *transfer, void *stream);
 int device_look(ProxycclTransfer *transfer); /* ends it if the device is done: 1 */
 void device_look_at_all(ProxycclAgent *agent);
 uint64_t device_pause(const ProxycclAgent *agent); /* ns until the next look */
-void device_rest(ProxycclTransfer *transfer);      /* between two looks of a caller */
-void device_finish(ProxycclTransfer *transfer);    /* waits until nothing touches its memory */
+/* Copies a piece by way of a stage. 0, an errno, or the driver's status times -1. Not locked. */
+int device_stage(const ProxycclTransfer *transfer, uint32_t stage, const struct iovec *local,
+                 const struct iovec *remote, uint32_t blocks, uint64_t bytes);
+void device_rest(ProxycclTransfer *transfer);   /* between two looks of a caller */
+void device_finish(ProxycclTransfer *transfer); /* waits until nothing touches its memory */
 
 #endif

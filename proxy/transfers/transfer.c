@@ -91,6 +91,18 @@ typedef struct Piece {
   uint64_t bytes;
 } Piece;
 
+/* The number of a stage that no thread has; PROXYCCL_STAGES: all are taken. */
+static uint32_t free_stage(const ProxycclTransfer *transfer) {
+  uint32_t stage = 0;
+  while (stage < PROXYCCL_STAGES && transfer->staged[stage]) ++stage;
+  return stage;
+}
+
+/* Whether a piece may be begun: it has a stage if it needs one. */
+static int may_copy(const ProxycclTransfer *transfer) {
+  return transfer->staging == NULL || free_stage(transfer) < PROXYCCL_STAGES;
+}
+
 static void next_piece(const ProxycclTransfer *transfer, Piece *piece) {
   const Position at = transfer->at;
   piece->local = transfer->local + at.index;
@@ -144,16 +156,23 @@ static void end_copies(ProxycclTransfer *transfer) {
 void transfer_copy(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   Piece piece;
+  if (!may_copy(transfer)) return;
   next_piece(transfer, &piece);
   const pid_t pid = transfer->link == NULL ? 0 : transfer->link->pid;
   blocks_advance(transfer->local, &transfer->at, piece.bytes);
   transfer->left -= piece.bytes;
   if (transfer->left == 0) drop_rest(transfer);
   ++transfer->copying;
+  const uint32_t stage = transfer->staging != NULL ? free_stage(transfer) : 0;
+  transfer->staged[stage] = 1;
   pthread_mutex_unlock(&agent->lock);
-  const int error = copy_piece(&piece, transfer->writes, pid);
+  const int error = transfer->staging != NULL
+                        ? device_stage(transfer, stage, piece.local, piece.remote, piece.blocks, piece.bytes)
+                        : copy_piece(&piece, transfer->writes, pid);
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
+  transfer->staged[stage] = 0;
+  if (transfer->staging != NULL) pthread_cond_broadcast(&agent->changed); /* a thread may wait for the stage */
   if (transfer->error == 0) transfer->error = error;
   if (error != 0 || (transfer->link != NULL && transfer->link->lost != NULL)) drop_rest(transfer);
   if (transfer->cancel) {
@@ -172,7 +191,7 @@ void transfer_lose(ProxycclTransfer *transfer) {
 static int has_piece(const ProxycclTransfer *transfer) {
   const int by_socket = transfer->link != NULL && transfer->link->pid == 0;
   return transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->copier == NULL && !by_socket && !transfer->cancel &&
-         transfer->left > 0;
+         transfer->left > 0 && may_copy(transfer);
 }
 
 ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link) {
@@ -188,9 +207,10 @@ ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link) {
 }
 
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
-                                           const uint64_t *remote, uint64_t count) {
+                                           const uint64_t *remote, uint64_t count, const ProxycclStaging *staging) {
   ProxycclTransfer *transfer = transfer_new(agent, link);
   if (transfer == NULL) return NULL;
+  transfer->staging = staging;
   /* An iovec is an address and a length, of a word each. */
   transfer->local = (const struct iovec *)local;
   transfer->remote = (const struct iovec *)remote;

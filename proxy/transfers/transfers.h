@@ -57,6 +57,15 @@ typedef struct ProxycclDeviceCopies {
   uint64_t event;  /* the transfer's own */
 } ProxycclDeviceCopies;
 
+enum { PROXYCCL_STAGES = 2, PROXYCCL_STAGE_BYTES = 1 << 20 };
+
+/* Pinned memory by way of which a device's memory is copied from and to another process: each stage is
+ * PROXYCCL_STAGE_BYTES, at an address that the device and the CPU share, with a stream and an event of its own. */
+typedef struct ProxycclStaging {
+  const ProxycclCopier *copier;
+  uint64_t memory[PROXYCCL_STAGES], streams[PROXYCCL_STAGES], events[PROXYCCL_STAGES];
+} ProxycclStaging;
+
 /* Makes an agent and its thread. It takes the listening sockets over, also when it fails. `secret`: the bytes that a
  * peer must know. NULL with errno. */
 ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, const int *listeners, uint32_t count);
@@ -101,9 +110,10 @@ const char *proxyccl_link_lost(const ProxycclLink *link);
 int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
 
 /* Makes a transfer of `count` blocks, none of them empty. `local` and `remote` are arrays of (address, bytes), of equal
- * bytes at each index, and outlive it. `link`: NULL for a transfer within the agent. NULL with errno. */
+ * bytes at each index, and outlive it. `link`: NULL for a transfer within the agent. `staging`: if the local blocks are
+ * a device's, and the link is one with a process; its own, and outlives it. Otherwise NULL. NULL with errno. */
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
-                                           const uint64_t *remote, uint64_t count);
+                                           const uint64_t *remote, uint64_t count, const ProxycclStaging *staging);
 /* Makes one that a device copies. `link`: NULL within the agent. `copier` outlives it. NULL with errno. */
 ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);

@@ -223,8 +223,15 @@ def test_between_processes(pair: OnDevices, allocator: str) -> None:
             pair.a.write(peer, [(pair.host_regions[0].address, theirs.address, NBYTES)]).wait()
             pair.a.read(peer, [(here, theirs.address, NBYTES)]).wait()
             np.testing.assert_array_equal(pair.arrays[0].numpy(), pair.hosts[0])
-            with pytest.raises(NoPathError, match="host's memory of agent"):
-                pair.a.prepare("read", peer, [(here, pair.a.regions_of(peer)[1].address, 8)])
+            page = pair.a.regions_of(peer)[1].address
+            staged = pair.a.write(peer, strided(here, page, 1000, 3000, 2000, 1000))
+            staged.wait()
+            assert "staged" in staged.path.name
+            pair.a.read(peer, [(here, page, 3_000_000)]).wait()
+            wanted = np.concatenate([pair.hosts[0][start : start + 1000] for start in range(0, 6_000_000, 2000)])
+            np.testing.assert_array_equal(pair.arrays[0].numpy()[:3_000_000], wanted)
+            with pytest.raises(ArgumentError, match="stream"):
+                staged.start(stream=pair.arrays[0].runtime.create_stream())
         finally:
             process.kill()
     with pytest.raises(DisconnectedError):  # noqa: PT012  as soon as the link is lost

@@ -1,4 +1,4 @@
-"""An agent with memory of a device, of BYTES bytes, and a page of the host's. It prints its metadata in hexadecimal
+"""An agent with memory of a device, of BYTES bytes, and 3 MB of the host's. It prints its metadata in hexadecimal
 digits. When a message comes, it expects byte n to be n, doubles all, and prints the message.
 
 python device_agent.py BYTES allocated|torch
@@ -31,7 +31,7 @@ else:
     memory = runtime.allocate(OFFSET + nbytes)
     ptr = memory.ptr + OFFSET
     agent.register((ptr, nbytes), kind="vram", device=runtime.device)
-agent.register(np.zeros(4096, np.uint8))
+agent.register(np.zeros(3_000_000, np.uint8))
 print(agent.metadata().hex(), flush=True)
 for _ in range(2):
     agent.wait_for_message(60)
