@@ -44,6 +44,7 @@ class State(Enum):
 
 
 _STATES = {state.value: state for state in State}
+_DONE = lib.PROXYCCL_TRANSFER_DONE
 
 
 class Times(Struct, frozen=True):
@@ -138,7 +139,8 @@ class Transfer:
         status = lib.proxyccl_transfer_post(
             handle, ffi.NULL if message is None else message, len(message) if message else 0, queue
         )
-        raise_status(status, self.peer)
+        if status:
+            raise_status(status, self.peer)
         return self
 
     @property
@@ -153,7 +155,8 @@ class Transfer:
             NotStartedError: it was never started.
             DisconnectedError, NotRegisteredError, CanceledError, TransferError: it ended otherwise.
         """
-        return self._outcome(_STATES[lib.proxyccl_transfer_help(self._open())])
+        state = lib.proxyccl_transfer_help(self._open())
+        return state == _DONE or self._outcome(_STATES[state])
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until its data is in place.

@@ -560,4 +560,4 @@ def _is_tensor(value: object) -> bool:
 
 
 def _state(status: nixlBind.nixl_status_t) -> str:
-    return "DONE" if status == nixlBind.NIXL_SUCCESS else "PROC"
+    return "DONE" if status is nixlBind.NIXL_SUCCESS else "PROC"

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.regions import Region
 from proxyccl.channels.transfers.transfer import State, Transfer
-from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
+from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
 from proxyccl.nixl.descriptors import bytes_of, nixlRegDList, nixlXferDList, text_of
 from proxyccl.nixl.enums import nixl_cost_t, nixl_mem_t, nixl_status_t, nixl_thread_sync_t, nixl_xfer_op_t
 from proxyccl.nixl.errors import (
+    in_nixl,
     in_nixls_words,
     nixlBackendError,
     nixlCancelledError,
@@ -168,9 +169,8 @@ class _Posted(Struct, eq=False):
 
     transfer: Transfer
     name: str
-    notification: bytes
+    notification: bytes | None
     count: int
-    started: int = 0
 
 
 class nixlAgent:
@@ -433,7 +433,7 @@ class nixlAgent:
         with in_nixls_words():
             transfer = self._agent.prepare_checked(operation == NIXL_WRITE, name, rows, kinds)
         handle = next(self._handles)
-        self._transfers[handle] = _Posted(transfer, name, bytes_of(notification), len(local))
+        self._transfers[handle] = _Posted(transfer, name, bytes_of(notification) or None, len(local))
         return handle
 
     def estimateXferCost(self, req_handle: int) -> tuple[int, int, int]:
@@ -450,16 +450,20 @@ class nixlAgent:
             nixlRemoteDisconnectError, nixlBackendError: it failed at once.
         """
         posted = self._transfer(reqh)
-        self._require_known(posted.name)
-        posted.started = time.time_ns()
-        with in_nixls_words():
-            posted.transfer.start(bytes_of(notif_msg) or posted.notification or None)
+        try:  # a context manager would take longer than the call that starts the transfer
+            posted.transfer.start(bytes_of(notif_msg) if notif_msg else posted.notification)
             return NIXL_SUCCESS if posted.transfer.done() else NIXL_IN_PROG
+        except ProxyCCLError as error:
+            self._require_known(posted.name)
+            raise in_nixl(error) from error
 
     def getXferStatus(self, reqh: int) -> nixl_status_t:
         """Where a transfer is. Errors are raised."""
-        with in_nixls_words():
-            return NIXL_SUCCESS if self._transfer(reqh).transfer.done() else NIXL_IN_PROG
+        posted = self._transfer(reqh)
+        try:
+            return NIXL_SUCCESS if posted.transfer.done() else NIXL_IN_PROG
+        except ProxyCCLError as error:
+            raise in_nixl(error) from error
 
     def getXferTelemetry(self, reqh: int) -> nixlXferTelemetry:
         """Times and sizes of a transfer's last post.
@@ -477,7 +481,8 @@ class nixlAgent:
         ended = time.monotonic_ns() if transfer.state is State.ACTIVE else times.ended
         post = max(1, (min(times.returned, ended) - times.posted) // 1000)
         whole = max(post, (ended - times.posted) // 1000)
-        return nixlXferTelemetry(posted.started // 1000, post, whole, transfer.nbytes, posted.count)
+        started = time.time_ns() - (time.monotonic_ns() - times.posted)
+        return nixlXferTelemetry(started // 1000, post, whole, transfer.nbytes, posted.count)
 
     def queryXferBackend(self, reqh: int) -> int:
         """The backend that a transfer uses: the first that was created."""

@@ -107,11 +107,15 @@ _THEIRS: dict[type[ProxyCCLError], type[_NixlError]] = {  # the first that fits
 }
 
 
+def in_nixl(error: ProxyCCLError) -> _NixlError:
+    """NIXL's exception for one of ours."""
+    return next(theirs for kind, theirs in _THEIRS.items() if isinstance(error, kind))(str(error))
+
+
 @contextlib.contextmanager
 def in_nixls_words() -> Iterator[None]:
     """Raises NIXL's exception for each of ours."""
     try:
         yield
     except ProxyCCLError as error:
-        theirs = next(theirs for kind, theirs in _THEIRS.items() if isinstance(error, kind))
-        raise theirs(str(error)) from error
+        raise in_nixl(error) from error

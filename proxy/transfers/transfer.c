@@ -6,8 +6,6 @@
 #include "clock.h"
 #include "parts.h"
 
-enum { POST_BYTES = 256 << 10 }; /* a copy up to this takes its caller no longer than waking the agent's thread would */
-
 uint64_t blocks_parts(const struct iovec *blocks, uint64_t count, Position at, uint64_t most_bytes, uint32_t most_parts,
                       struct iovec *parts, uint32_t *part_count) {
   uint64_t bytes = 0;
@@ -254,7 +252,7 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
   } else if (link != NULL && link->pid == 0) {
     transfer_queue(transfer, &link->last);
     link_send(link);
-  } else if (transfer->bytes <= POST_BYTES) {
+  } else if (transfer->bytes <= PIECE_BYTES) {
     while (has_piece(transfer)) transfer_copy(transfer);
   } else {
     transfer_queue(transfer, &agent->last);
