@@ -1,10 +1,11 @@
 """Times of transfers between two processes of this host, by NIXL's interface, beside NIXL where it is installed.
 
-python benchmarks/transfers.py [--rounds 5] [--devices [--mixed]] [--nixl DIRECTORY] [--json FILE]
+python benchmarks/transfers.py [--rounds 5] [--tcp] [--devices [--mixed]] [--nixl DIRECTORY] [--json FILE]
 
 Each round runs the two libraries in turn, each in a pair of fresh processes, and the table has medians of rounds.
 DIRECTORY is where NIXL's wheel was installed (`pip install --target DIRECTORY nixl`). Wall-clock times, and processor
-time of the initiator; "idle" is the part of a core that a process takes with an agent that has nothing to do.
+time of the initiator and of the target; "idle" is the part of a core that a process takes with an agent that has
+nothing to do.
 
 With --devices the memory is that of two GPUs (of one, if there is no other), and the table has GB/s too. With --mixed
 the initiator's memory is the host's.
@@ -67,8 +68,8 @@ class Side:
         from nixl._api import nixl_agent
 
         self.agent = nixl_agent(name)
-        # It starts at a huge page: the small pages at the start of a mapping, whose number differs from run to run, take
-        # twice as long to copy.
+        # It starts at a huge page: the small pages at the start of a mapping, whose number differs from run to run,
+        # take twice as long to copy.
         memory = np.ones(MOST_BYTES + HUGE_PAGE, np.uint8)
         self._memory: list[Any] = [memory[-memory.ctypes.data % HUGE_PAGE :][:MOST_BYTES]]
         self.kinds = {"DRAM": (int(self._memory[0].ctypes.data), 0)}
@@ -149,10 +150,12 @@ def end_of(times: list[tuple[float, float, float]]) -> bool:
     return len(times) >= MOST_SECONDS_TIMES and sum(each[0] for each in times) > MOST_SECONDS
 
 
-def run(path: str, flags: list[str]) -> dict[str, dict[str, float]]:
+def run(path: str, flags: list[str], *, tcp: bool) -> dict[str, dict[str, float]]:
     """One pair of processes with the `nixl` that is found at a path."""
     paths = os.pathsep.join((path, os.environ.get("PYTHONPATH", "")))
     env = {**os.environ, "PYTHONPATH": paths, "NIXL_LOG_LEVEL": "FATAL", "UCX_LOG_LEVEL": "fatal"}
+    if tcp:
+        env.update(PROXYCCL_TRANSFER_PATHS="tcp", UCX_TLS="tcp")
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, __file__, *flags, "--directory", directory, "--role"]
         far = subprocess.Popen([*command, "target"], env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
@@ -171,6 +174,7 @@ def main() -> None:
     parser.add_argument("--devices", action="store_true", help="move memory of GPUs")
     parser.add_argument("--mixed", action="store_true", help="with --devices: between the host's memory and a GPU's")
     parser.add_argument("--nixl", help="the directory in which NIXL is installed")
+    parser.add_argument("--tcp", action="store_true", help="both by TCP, as between hosts")
     parser.add_argument("--json", type=Path, help="write the medians")
     parser.add_argument("--role", choices=("target", "initiator"), help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
@@ -184,7 +188,7 @@ def main() -> None:
     runs: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in libraries}
     for number in range(options.rounds):
         for name in list(libraries)[:: 1 if number % 2 == 0 else -1]:
-            runs[name].append(run(libraries[name], flags))
+            runs[name].append(run(libraries[name], flags, tcp=options.tcp))
     medians = {
         name: {
             case: {key: statistics.median(each[case][key] for each in of_library) for key in values}

@@ -43,6 +43,7 @@ VARIABLES = (
     "PROXYCCL_REPORT_DIR",
     "PROXYCCL_RUNTIME",
     "PROXYCCL_TIMEOUT",
+    "PROXYCCL_TRANSFER_PATHS",
     "PROXYCCL_TRANSPORT",
 )
 """The variables that users set."""

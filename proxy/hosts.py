@@ -14,10 +14,15 @@ _SIOCGIFADDR = 0x8915
 _IPV6 = Path("/proc/net/if_inet6")
 
 
+def boot_id() -> str:
+    """What differs between machines, and is the same in all of a machine's containers; "" if the system does not say."""
+    found = Path("/proc/sys/kernel/random/boot_id")
+    return found.read_text().strip() if found.exists() else ""
+
+
 def host_name() -> str:
     """This machine's host name and boot id. The boot id tells apart machines with the same name."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
+    return f"{platform.node()}/{boot_id()}"
 
 
 def host_addresses() -> list[str]:

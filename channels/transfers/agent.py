@@ -28,7 +28,7 @@ from proxyccl.channels.transfers.errors import (
 )
 from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.metadata import Place
-from proxyccl.channels.transfers.paths import Path, connect, device_path, listen
+from proxyccl.channels.transfers.paths import Path, allowed_paths, connect, device_path, listen
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions
 from proxyccl.channels.transfers.transfer import State, Transfer
 from proxyccl.device import forks
@@ -36,6 +36,7 @@ from proxyccl.device.arrays.array import Array, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
 from proxyccl.proxy._transfers import ffi, lib
+from proxyccl.proxy.hosts import boot_id
 
 if TYPE_CHECKING:
     from proxyccl.proxy._transfers import ProxycclAgentPointer
@@ -79,6 +80,8 @@ class Agent:
         name: others see it in messages, and know this agent by it. At most 1024 characters.
         listen: this host's addresses at which other hosts may reach it; None: all of them; (): none, so only agents of
             this host reach it.
+        paths: those that this agent's transfers may take, of "process_vm", "unix" and "tcp"; None:
+            ``PROXYCCL_TRANSFER_PATHS``, separated by commas, else all. A peer that can't be reached by them is refused.
         timeout: bound of a connection's start and of `wait`, in seconds; None: ``PROXYCCL_TIMEOUT``, else 30.
 
     Attributes:
@@ -86,22 +89,30 @@ class Agent:
         timeout: seconds.
 
     Raises:
-        ArgumentError: a wrong name, address or time.
+        ArgumentError: a wrong name, address, path or time.
         ResourceError: there are too few descriptors or threads.
     """
 
-    def __init__(self, name: str, *, listen: Sequence[str] | None = None, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        listen: Sequence[str] | None = None,
+        paths: Sequence[str] | None = None,
+        timeout: float | None = None,
+    ) -> None:
         if not isinstance(name, str) or not 1 <= len(name) <= 1024 or "\0" in name:
             raise ArgumentError("name", f"must be a text of 1 to 1024 characters, not {name!r}")
         self.name = name
         self.timeout = timeout_from(timeout)
+        self._paths = allowed_paths(paths)
         self._lock = threading.RLock()
         self._own = Regions()
         self._peers: dict[str, _Peer] = {}
         self._kept: list[tuple[Region, object]] = []
         self._devices = Devices()
         self._reached, self._pinned = Reached(), Pinned()
-        self._warned = False
+        self._warned: set[str] = set()
         self._closed = False
         self._process = forks.here()
         token, secret = os.urandom(lib.PROXYCCL_SECRET_BYTES), os.urandom(lib.PROXYCCL_SECRET_BYTES)
@@ -115,7 +126,7 @@ class Agent:
         self._handle: ProxycclAgentPointer = handle
         forks.finalizer(self, lib.proxyccl_agent_release, handle)
         _agents.add(self)
-        self._place = Place(token, addresses, secret, lib.proxyccl_agent_secret(handle))
+        self._place = Place(boot_id(), self._process.pid, token, addresses, secret, lib.proxyccl_agent_secret(handle))
 
     def __repr__(self) -> str:
         return f"Agent({self.name!r}, {len(self._own.all)} regions, {len(self._peers)} peers)"
@@ -364,7 +375,7 @@ class Agent:
                 return peer.link
         with peer.connecting:  # not under the agent's lock: it may take its time
             if peer.link is None:
-                connected = connect(name, peer.place, min(self.timeout, _CONNECT_SECONDS))
+                connected = connect(name, peer.place, self._paths, min(self.timeout, _CONNECT_SECONDS))
                 link = Link(self._handle, name, peer.place.secret, connected)
                 self._warn_of_slow(link)
                 with self._lock:
@@ -374,14 +385,14 @@ class Agent:
         return peer.link
 
     def _warn_of_slow(self, link: Link) -> None:
-        if link.path.reason and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"agent {self.name} moves data to and from agent {link.peer} of the same host through a socket: "
-                f"{link.path.reason}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+        self._warn_once(
+            f"moves data to and from agent {link.peer} of the same host through a socket", link.path.reason, 5
+        )
+
+    def _warn_once(self, what: str, reason: str, stacklevel: int) -> None:
+        if reason and reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(f"agent {self.name} {what}: {reason}", RuntimeWarning, stacklevel=stacklevel)
 
     # Transfers
 
@@ -482,7 +493,8 @@ class Agent:
         transfer = Transfer(self._handle, link, peer, writes, lists, path, (copier, plan))
         if known is not None:
             known.on_devices.add(transfer)
-        self._warn_of_unpinned(path)
+        what = "copies between the host's memory and a device by way of the driver's buffers"
+        self._warn_once(what, path.reason, 4)
         return transfer
 
     def _prepare_staged(self, link: Link, writes: bool, peer: str, rows: Rows) -> Transfer:
@@ -495,18 +507,9 @@ class Agent:
         copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
         mapped = rows.copy()
         mapped[:, 0], _, _ = self._reached.map(copier, rows[:, 0])
-        path = Path("copy engine and process_vm, staged", "a device does not reach another process's memory of the host")
+        reason = "a device does not reach another process's memory of the host"
+        path = Path("copy engine and process_vm, staged", reason)
         return Transfer(self._handle, link, peer, writes, sides(mapped), path, (copier, None))
-
-    def _warn_of_unpinned(self, path: Path) -> None:
-        if path.reason and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"agent {self.name} copies between the host's memory and a device by way of the driver's buffers: "
-                f"{path.reason}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
 
     def read(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
         """Starts to read blocks of another agent's memory. Arguments and errors as of `prepare` and

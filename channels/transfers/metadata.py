@@ -20,12 +20,16 @@ class Place(Message, frozen=True):
     """Where an agent listens.
 
     Attributes:
+        host: the boot id of its machine.
+        process: its process's number in its PID namespace.
         token: the name of its Unix socket, which is new with each agent.
         addresses: (address, port) pairs for other hosts.
         secret: the bytes that it expects of a link.
         secret_address: where they lie in its process.
     """
 
+    host: Annotated[str, Meta(max_length=64)]
+    process: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     token: Annotated[bytes, _TOKEN]
     addresses: Annotated[list[tuple[str, Annotated[int, Meta(ge=1, le=65535)]]], Meta(max_length=256)]
     secret: Annotated[bytes, _TOKEN]

@@ -7,17 +7,21 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
 from proxyccl.channels.transfers.errors import DisconnectedError
 from proxyccl.channels.transfers.metadata import Place
+from proxyccl.device.errors import ArgumentError
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.proxy._transfers import ffi, lib
-from proxyccl.proxy.hosts import host_addresses
+from proxyccl.proxy.hosts import boot_id, host_addresses
 
-_KEEP_ALIVE = {  # a host that lost its power or its network stays silent
+_TCP_OPTIONS = {
+    # An answer would otherwise wait until the one before is acknowledged, which takes the other side 40 ms.
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1,
+    # A host that lost its power or its network stays silent.
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 5,
@@ -28,13 +32,17 @@ _UNIX_BUFFER_BYTES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")
 
 
+PATHS = ("process_vm", "unix", "tcp")
+"""The paths between agents, the best first."""
+
+
 class Path(Struct, frozen=True):
     """How data moves to and from a peer.
 
     Attributes:
         name: "self", within the agent; "process_vm", copied once by the kernel; "unix" or "tcp", through the socket;
             `device_path` names those of devices.
-        reason: why a faster path between agents of one host does not serve; "" if none is faster.
+        reason: why a faster path between agents of one host does not serve; "" if none is faster, or allowed.
     """
 
     name: str
@@ -103,56 +111,123 @@ def listen(token: bytes, addresses: list[str] | None) -> tuple[list[socket.socke
             found.append((address, one.getsockname()[1]))
         for listener in listeners:
             listener.setblocking(False)
+        for listener in listeners[1:]:
+            _set_options(listener)  # what it accepts inherits them
         undo.pop_all()
     return listeners, found
 
 
-def connect(peer: str, place: Place, timeout: float) -> Connected:
-    """Connects to an agent: by its Unix socket if it is on this host, else by TCP.
+def _set_options(connection: socket.socket) -> None:
+    for option, value in _TCP_OPTIONS.items():
+        connection.setsockopt(*option, value)
+
+
+def allowed_paths(names: Sequence[str] | None) -> frozenset[str]:
+    """The paths that data may take between agents: those named, or for None those of ``PROXYCCL_TRANSFER_PATHS``, else
+    all.
 
     Raises:
-        DisconnectedError: it does not answer within the time, in seconds.
+        ArgumentError: a name is not one of `PATHS`, or there is none.
+    """
+    argument = "paths"
+    if names is None:
+        text = os.environ.get("PROXYCCL_TRANSFER_PATHS")
+        if not text:
+            return frozenset(PATHS)
+        names, argument = [name.strip() for name in text.split(",")], "PROXYCCL_TRANSFER_PATHS"
+    if isinstance(names, str) or not names or not set(names) <= set(PATHS):
+        raise ArgumentError(argument, f"must be one or more of {', '.join(PATHS)}, not {names!r}")
+    return frozenset(names)
+
+
+def connect(peer: str, place: Place, allowed: frozenset[str], timeout: float) -> Connected:
+    """Connects to an agent: by its Unix socket if it is on this host, else by TCP.
+
+    Args:
+        peer: its name.
+        place: where it listens.
+        allowed: the paths that data may take.
+        timeout: seconds.
+
+    Raises:
+        DisconnectedError: it does not answer within the time, or no allowed path leads to it.
         ResourceError: there are too few descriptors.
     """
     deadline = time.monotonic() + timeout
+    here = place.host == boot_id()
+    failures: list[str] = [] if here else ["it is on another host"]
     with naming_exhaustion(f"the link to agent {peer}"):
-        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        for carrier in ("unix", "tcp") if here else ("tcp",):
+            if allowed.isdisjoint({carrier, "process_vm"} if here else {carrier}):
+                continue
+            connection = (_by_unix if carrier == "unix" else _by_tcp)(place, deadline, failures)
+            if connection is not None:
+                connected = _choose(connection, carrier, place, allowed, failures)
+                if connected is not None:
+                    return connected
+    paths = "" if len(allowed) == len(PATHS) else f" by {' or '.join(sorted(allowed))}"
+    raise DisconnectedError(f"agent {peer} can't be reached{paths}: {'; '.join(failures)}", peer)
+
+
+def _by_unix(place: Place, deadline: float, failures: list[str]) -> socket.socket | None:
+    with contextlib.ExitStack() as undo:
+        local = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
-            local.settimeout(timeout)
+            local.settimeout(max(0.001, deadline - time.monotonic()))
             local.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
             local.connect(unix_address(place.token))
         except (ConnectionError, TimeoutError):
-            local.close()
-        except OSError:
-            local.close()
-            raise
-        else:
-            return _on_this_host(local, place)
-        failures = ["there is no such agent on this host"]
-        for address, port in place.addresses:
-            try:
-                remote = socket.create_connection((address, port), max(0.001, deadline - time.monotonic()))
-            except OSError as error:
-                failures.append(f"{address} port {port}: {error.strerror or error}")
-                continue
-            for option, value in _KEEP_ALIVE.items():
-                remote.setsockopt(*option, value)
-            remote.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            remote.setblocking(False)
-            return Connected(remote.detach(), -1, 0, Path("tcp"))
-    raise DisconnectedError(f"agent {peer} can't be reached: {'; '.join(failures)}", peer)
+            failures.append("there is no such agent in this network namespace")
+            return None
+        undo.pop_all()
+    return local
 
 
-def _on_this_host(local: socket.socket, place: Place) -> Connected:
-    pid, _, _ = _CREDENTIALS.unpack(local.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    reason, process = _why_not_copied(pid, place), -1
-    if pid > 0:
-        # A socket alone would not tell of the peer's end while a fork's child of it has a copy.
-        with contextlib.suppress(ProcessLookupError, OSError):
-            process = os.pidfd_open(pid)
-    local.setblocking(False)
-    path = Path("unix", reason) if reason else Path("process_vm")
-    return Connected(local.detach(), process, 0 if reason else pid, path)
+def _by_tcp(place: Place, deadline: float, failures: list[str]) -> socket.socket | None:
+    refused = []
+    for address, port in place.addresses:
+        try:
+            remote = socket.create_connection((address, port), max(0.001, deadline - time.monotonic()))
+        except OSError as error:
+            refused.append(f"{address} port {port}: {error.strerror or error}")
+            continue
+        _set_options(remote)
+        return remote
+    failures += refused or ["it listens for agents of its own host only"]
+    return None
+
+
+def _choose(
+    connection: socket.socket, carrier: str, place: Place, allowed: frozenset[str], failures: list[str]
+) -> Connected | None:
+    """The best path over a connection, which is closed if none is allowed. TCP carries the messages of agents on one
+    host without a common network namespace; the kernel may copy their data all the same."""
+    here = place.host == boot_id()
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(connection)
+        pid, process, copied = place.process if here else 0, -1, False
+        if carrier == "unix":
+            pid, _, _ = _CREDENTIALS.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+        if pid > 0:
+            # A socket alone would not tell of the peer's end while a fork's child of it has a copy.
+            with contextlib.suppress(ProcessLookupError, OSError):
+                process = os.pidfd_open(pid)
+                undo.callback(os.close, process)
+        if here and "process_vm" in allowed:
+            reason = _why_not_copied(pid, place)
+            copied = not reason
+            failures += [reason] if reason else []
+        if not copied and carrier not in allowed:
+            return None
+        if not copied and carrier == "tcp" and process >= 0:  # it may be a stranger's here
+            os.close(process)
+            process = -1
+        connection.setblocking(False)
+        undo.pop_all()
+    path = Path("process_vm") if copied else Path(carrier, "; ".join(dict.fromkeys(failures)) if here else "")
+    return Connected(connection.detach(), process, pid if copied else 0, path)
 
 
 def _why_not_copied(pid: int, place: Place) -> str:

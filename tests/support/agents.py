@@ -13,19 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxyccl.channels.transfers import paths
 from proxyccl.transfer import Agent
 
-PATHS = ("process_vm", "unix", "tcp")
 
-
-def force_path(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    """Makes links that are opened from now on take a path, although a faster one serves."""
-    if path != "process_vm":
-        monkeypatch.setattr(paths, "_why_not_copied", lambda _pid, _place: "the test wants it")
-    if path == "tcp":
-        found = paths.unix_address
-        monkeypatch.setattr(paths, "unix_address", lambda token: found(token) + b"-elsewhere")
+def force_path(agent: Agent, path: str) -> None:
+    """Makes links that an agent opens from now on take a path, although a faster one serves."""
+    agent._paths = frozenset([path])
 
 
 class Pair:

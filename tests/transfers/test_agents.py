@@ -25,17 +25,17 @@ from proxyccl.transfer import (
     UnknownAgentError,
     strided,
 )
-from support.agents import PATHS, Pair, force_path
+from proxyccl.channels.transfers.paths import PATHS
+from support.agents import Pair, force_path
 
 pytestmark = [
     pytest.mark.host_only("agents move the host's memory, whatever the runtime"),
-    pytest.mark.filterwarnings("ignore:agent .* through a socket:RuntimeWarning"),
 ]
 
 
 @pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, pair: Pair) -> str:
-    force_path(monkeypatch, request.param)
+def path(request: pytest.FixtureRequest, pair: Pair) -> str:
+    force_path(pair.a, request.param)
     assert pair.a.connect("b").name == request.param
     return request.param
 
@@ -270,19 +270,13 @@ def test_blocks_that_follow_each_other_are_one(pair: Pair) -> None:
     np.testing.assert_array_equal(pair.ours[:6400].reshape(100, 64), pair.theirs[:12800].reshape(100, 128)[:, :64])
 
 
-def test_an_active_transfer_is_not_started_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    force_path(monkeypatch, "unix")
+def test_an_active_transfer_is_not_started_again(pair: Pair) -> None:
+    force_path(pair.a, "unix")
     transfer = pair.a.prepare("read", "b", pair.whole())
     with pytest.raises(ActiveError):  # noqa: PT012  the second start, nearly always
         while True:
             transfer.start()
     transfer.wait()
-
-
-def test_a_socket_between_agents_of_one_host_is_not_taken_silently(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    force_path(monkeypatch, "unix")
-    with pytest.warns(RuntimeWarning, match="through a socket: the test wants it"):
-        assert pair.a.connect("b").reason == "the test wants it"
 
 
 def test_idle_agents_take_no_processor_time(pair: Pair) -> None:

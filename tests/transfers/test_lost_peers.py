@@ -13,7 +13,8 @@ import pytest
 
 from proxyccl.device.errors import ClosedError
 from proxyccl.transfer import Agent, DisconnectedError, Region, State, Transfer, TransferTimeoutError
-from support.agents import PATHS, Child, child, force_path, serve_memory
+from proxyccl.channels.transfers.paths import PATHS
+from support.agents import Child, child, force_path, serve_memory
 
 SOON = 20.0
 """Seconds: far below the time-out of a wait, and long on a busy machine."""
@@ -21,7 +22,6 @@ NBYTES = 4 << 20
 
 pytestmark = [
     pytest.mark.host_only("agents move the host's memory, whatever the runtime"),
-    pytest.mark.filterwarnings("ignore:agent .* through a socket:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
@@ -63,10 +63,10 @@ def test_a_peer_killed_before_the_link_opens() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("how", ["killed", "closed"])
-def test_a_peer_that_ends_while_the_link_is_idle(path: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_ends_while_the_link_is_idle(path: str, how: str) -> None:
     with child(serve_memory) as process:
         initiator = Initiator(process.receive())
-        force_path(monkeypatch, path)
+        force_path(initiator.agent, path)
         read, write, done = initiator.prepare("read"), initiator.prepare("write"), initiator.prepare("read", 100)
         done.start().wait()
         assert done.path.name == path
@@ -86,10 +86,10 @@ def test_a_peer_that_ends_while_the_link_is_idle(path: str, how: str, monkeypatc
 
 @pytest.mark.parametrize("path", PATHS[1:])
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_a_peer_killed_in_the_middle(path: str, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_killed_in_the_middle(path: str, operation: str) -> None:
     with child(serve_memory) as process:
         initiator = Initiator(process.receive())
-        force_path(monkeypatch, path)
+        force_path(initiator.agent, path)
         initiator.prepare("read", 100).start().wait()
         process.stop()  # so that the transfer can't end
         transfer = initiator.prepare(operation).start()
@@ -102,13 +102,13 @@ def test_a_peer_killed_in_the_middle(path: str, operation: str, monkeypatch: pyt
         initiator.agent.close()
 
 
-def test_a_stopped_peer_holds_up_neither_cancel_nor_other_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_peer_holds_up_neither_cancel_nor_other_peers() -> None:
     with child(serve_memory) as process:
         initiator = Initiator(process.receive())
         other = Agent("c", listen=())
         region = other.register(np.full(NBYTES, 3, np.uint8))
         initiator.agent.add(other.metadata())
-        force_path(monkeypatch, "unix")
+        force_path(initiator.agent, "unix")
         half = NBYTES // 2
         blocks = [(initiator.region.address + half, initiator.peer.address + half, half)]
         transfers = [initiator.prepare("read"), initiator.agent.prepare("write", "b", blocks)]
@@ -127,10 +127,10 @@ def test_a_stopped_peer_holds_up_neither_cancel_nor_other_peers(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("path", ["process_vm", "tcp"])
-def test_a_fork_of_the_peer_does_not_hide_its_end(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_of_the_peer_does_not_hide_its_end(path: str) -> None:
     with child(serve_memory) as process:
         initiator = Initiator(process.receive())
-        force_path(monkeypatch, path)
+        force_path(initiator.agent, path)
         transfer = initiator.prepare("read", 100)
         transfer.start().wait()
         process.connection.send(b"fork")

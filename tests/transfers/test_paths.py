@@ -1,0 +1,92 @@
+"""Which path a connection takes, and what is said of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from proxyccl.channels.transfers import paths
+from proxyccl.device.errors import ArgumentError
+from proxyccl.transfer import Agent, DisconnectedError
+from support.agents import Pair
+
+pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
+
+
+@pytest.fixture
+def not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel does not copy from process to process."""
+    monkeypatch.setattr(paths, "_why_not_copied", lambda *_: "the kernel refuses")
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agents' sockets are in different network namespaces."""
+    found = paths.unix_address
+    monkeypatch.setattr(paths, "unix_address", lambda token: found(token) + b"-elsewhere")
+
+
+def test_a_socket_on_one_host_is_not_taken_silently(pair: Pair, not_copied: None) -> None:
+    with pytest.warns(RuntimeWarning, match="through a socket: the kernel refuses"):
+        assert pair.a.connect("b") == paths.Path("unix", "the kernel refuses")
+
+
+def test_tcp_on_one_host_is_not_taken_silently(pair: Pair, not_copied: None, apart: None) -> None:
+    with pytest.warns(RuntimeWarning, match="no such agent in this network namespace; the kernel refuses"):
+        assert pair.a.connect("b").name == "tcp"
+
+
+def test_the_kernel_copies_between_network_namespaces(pair: Pair, apart: None) -> None:
+    assert pair.a.connect("b") == paths.Path("process_vm")
+    pair.a.read("b", pair.whole(), message=b"by TCP").wait()
+    np.testing.assert_array_equal(pair.ours, pair.theirs)
+    pair.b.wait_for_message(60)
+    pair.b.close()
+    with pytest.raises(DisconnectedError):  # noqa: PT012  as soon as the link is lost
+        while True:
+            pair.a.notify("b", b"")
+
+
+def test_a_number_of_another_process_is_not_copied_from(pair: Pair, apart: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.a._peers["b"].place = paths.Place(**{**_fields(pair), "process": 1})
+    with pytest.warns(RuntimeWarning, match="through a socket"):
+        assert pair.a.connect("b").name == "tcp"
+
+
+def _fields(pair: Pair) -> dict[str, object]:
+    place = pair.a._peers["b"].place
+    return {name: getattr(place, name) for name in place.__struct_fields__}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "patched", "reason"),
+    [
+        (["process_vm"], "not_copied", "by process_vm: the kernel refuses"),
+        (["unix"], "apart", "by unix: there is no such agent in this network namespace"),
+        (["process_vm", "unix"], "elsewhere", "by process_vm or unix: it is on another host"),
+    ],
+)
+def test_a_peer_that_no_allowed_path_reaches_is_refused(
+    pair: Pair, allowed: list[str], patched: str, reason: str, request: pytest.FixtureRequest
+) -> None:
+    if patched == "elsewhere":
+        request.getfixturevalue("monkeypatch").setattr(paths, "boot_id", lambda: "another")
+    else:
+        request.getfixturevalue(patched)
+    with Agent("c", listen=(), paths=allowed) as agent:
+        agent.add(pair.b.metadata())
+        with pytest.raises(DisconnectedError, match=reason):
+            agent.connect("b")
+
+
+def test_the_environment_chooses_paths(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_TRANSFER_PATHS", "unix, tcp")
+    with Agent("c", listen=()) as agent:
+        agent.add(pair.b.metadata())
+        assert agent.connect("b") == paths.Path("unix")
+    monkeypatch.setenv("PROXYCCL_TRANSFER_PATHS", "pigeon")
+    with pytest.raises(ArgumentError, match="PROXYCCL_TRANSFER_PATHS: must be one or more of process_vm, unix, tcp"):
+        Agent("c", listen=())
+    for wrong in ("tcp", [], ["self"]):
+        with pytest.raises(ArgumentError, match="paths"):
+            Agent("c", listen=(), paths=wrong)
