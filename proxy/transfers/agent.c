@@ -11,7 +11,7 @@
 #include "clock.h"
 #include "parts.h"
 
-enum { EVENTS = 32 };
+enum { EVENTS = 32, REST_MS = 1 };
 
 /* The tag of an event: 0 for the eventfd, else a pointer, with its kind in the bits that alignment leaves free. */
 enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_BITS = 3 };
@@ -145,6 +145,15 @@ static void accept_link(ProxycclAgent *agent, int listener) {
   link_new(agent, socket, -1, 1); /* without memory the socket is closed */
 }
 
+/* Takes back the sockets that no caller has looked at since the last look here. */
+static void wake_links(ProxycclAgent *agent) {
+  for (ProxycclLink *link = agent->links; link != NULL && agent->resting > 0; link = link->next) {
+    if (!link->resting) continue;
+    if (!link->helped) link_wake(link);
+    link->helped = 0;
+  }
+}
+
 /* Frees links that ended and that nobody refers to. */
 static void reap(ProxycclAgent *agent) {
   for (ProxycclLink **at = &agent->links; *at != NULL;) {
@@ -176,7 +185,7 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
       link_lose(object, "the peer's process has ended");
       break;
     default:
-      link_ready(object, event->events);
+      link_watched(object, event->events);
   }
 }
 
@@ -196,12 +205,14 @@ static void copy_next(ProxycclAgent *agent) {
 static void *run(void *argument) {
   ProxycclAgent *agent = argument;
   struct epoll_event events[EVENTS];
+  uint64_t woken = 0;
   pthread_mutex_lock(&agent->lock);
   while (!agent->stopped) {
     copy_next(agent);
     device_look_at_all(agent);
-    const int timeout =
-        agent->first != NULL || agent->on_devices != NULL ? 0 : -1; /* idle until a descriptor has something */
+    const int busy = agent->first != NULL || agent->on_devices != NULL;
+    /* Idle until a descriptor has something, or a caller may have stopped polling. */
+    const int timeout = busy ? 0 : agent->resting > 0 ? REST_MS : -1;
     const long pause = agent->first == NULL && agent->on_devices != NULL ? (long)device_pause(agent) : 0;
     pthread_mutex_unlock(&agent->lock);
     if (pause > 0) { /* epoll_wait counts in milliseconds */
@@ -211,6 +222,10 @@ static void *run(void *argument) {
     const int count = epoll_wait(agent->epoll, events, EVENTS, timeout);
     pthread_mutex_lock(&agent->lock);
     for (int i = 0; i < count; ++i) handle(agent, &events[i]);
+    if (agent->resting > 0 && now_ns() - woken >= REST_MS * 1000000u) {
+      wake_links(agent);
+      woken = now_ns();
+    }
     reap(agent);
   }
   pthread_mutex_unlock(&agent->lock);

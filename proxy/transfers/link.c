@@ -54,6 +54,23 @@ static void unwatch(ProxycclAgent *agent, int *descriptor) {
   *descriptor = -1;
 }
 
+/* Leaves the socket to callers that poll, until link_wake. */
+static void rest(ProxycclLink *link) {
+  if (link->resting) return;
+  link->resting = 1;
+  ++link->agent->resting;
+  agent_watch(link->agent, link->socket, (uintptr_t)link, EPOLL_CTL_MOD, 0);
+}
+
+void link_wake(ProxycclLink *link) {
+  link->helped = 0;
+  if (!link->resting) return;
+  link->resting = 0;
+  --link->agent->resting;
+  if (link->lost != NULL) return;
+  agent_watch(link->agent, link->socket, (uintptr_t)link, EPOLL_CTL_MOD, EPOLLIN | (link->writable ? EPOLLOUT : 0));
+}
+
 static void end_lost(ProxycclTransfer *transfer) {
   if (transfer->state == PROXYCCL_TRANSFER_ACTIVE) transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
 }
@@ -70,6 +87,7 @@ void link_lose(ProxycclLink *link, const char *reason) {
   ProxycclAgent *agent = link->agent;
   if (link->lost != NULL) return;
   __atomic_store_n(&link->lost, reason, __ATOMIC_RELEASE);
+  link_wake(link);
   unwatch(agent, &link->socket);
   unwatch(agent, &link->process);
   end_sending(link);
@@ -237,6 +255,7 @@ void link_send(ProxycclLink *link) {
   const int writable = out->sent < out->head.used || out->left > 0 || turn >= TURN_BYTES;
   if (writable == link->writable) return;
   link->writable = writable;
+  if (link->resting) return;
   agent_watch(link->agent, link->socket, (uintptr_t)link, EPOLL_CTL_MOD, EPOLLIN | (writable ? EPOLLOUT : 0));
 }
 
@@ -488,6 +507,19 @@ void link_ready(ProxycclLink *link, uint32_t events) {
     while (link->lost == NULL && link->ahead_at < link->ahead_end && step(link, &turn)) {}
   }
   if (link->lost == NULL) link_send(link);
+}
+
+void link_help(ProxycclLink *link) {
+  link_ready(link, EPOLLIN);
+  link->helped = 1;
+}
+
+void link_watched(ProxycclLink *link, uint32_t events) {
+  if (link->helped && (events & (EPOLLHUP | EPOLLERR)) == 0) {
+    rest(link);
+  } else {
+    link_ready(link, events);
+  }
 }
 
 /* The calls of callers */

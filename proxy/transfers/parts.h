@@ -98,6 +98,8 @@ struct ProxycclLink {
   char *name;          /* of the peer, of a serving link */
   uint32_t name_bytes;
   int writable;    /* the socket is watched for room */
+  int helped;      /* a caller has looked at the socket since the thread did */
+  int resting;     /* the thread leaves the socket to callers */
   Buffer messages; /* frames to be sent before the next one with data */
   Sending out;
   Receiving in;
@@ -147,6 +149,7 @@ struct ProxycclAgent {
   int *listeners;
   uint32_t listener_count;
   int stopped;
+  uint32_t resting;    /* links */
   uint32_t references; /* its handle, links, transfers */
   char *name;
   char secret[PROXYCCL_SECRET_BYTES];
@@ -173,7 +176,10 @@ void link_lose(ProxycclLink *link, const char *reason);
 void link_unreference(ProxycclLink *link);
 void link_free(ProxycclLink *link);
 void link_ready(ProxycclLink *link, uint32_t events);
+void link_watched(ProxycclLink *link, uint32_t events); /* by the thread */
 void link_send(ProxycclLink *link);
+void link_help(ProxycclLink *link); /* by a caller that will come again soon */
+void link_wake(ProxycclLink *link); /* its socket is the thread's again */
 int link_append(ProxycclLink *link, FrameKind kind, uint32_t count, const void *first, uint64_t first_bytes,
                 const void *second, uint64_t second_bytes);
 void link_forget_transfer(ProxycclLink *link, ProxycclTransfer *transfer); /* one that is not queued */

@@ -299,6 +299,7 @@ ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_
   if (proxyccl_transfer_state(transfer) == PROXYCCL_TRANSFER_ACTIVE) {
     const struct timespec deadline = agent_deadline(timeout_ns);
     pthread_mutex_lock(&agent->lock);
+    if (transfer->link != NULL) link_wake(transfer->link);
     while (transfer->state == PROXYCCL_TRANSFER_ACTIVE) {
       if (has_piece(transfer)) {
         transfer_copy(transfer);
@@ -318,7 +319,11 @@ ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_
 ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer) {
   if (proxyccl_transfer_state(transfer) == PROXYCCL_TRANSFER_ACTIVE) {
     pthread_mutex_lock(&transfer->agent->lock);
-    if (has_piece(transfer)) transfer_copy(transfer);
+    if (has_piece(transfer)) {
+      transfer_copy(transfer);
+    } else if (transfer->link != NULL && transfer->link->pid == 0) {
+      link_help(transfer->link);
+    }
     if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->copier != NULL) device_look(transfer);
     pthread_mutex_unlock(&transfer->agent->lock);
   }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+
 import numpy as np
 import pytest
 
@@ -56,6 +59,18 @@ def test_a_number_of_another_process_is_not_copied_from(pair: Pair, apart: None,
 def _fields(pair: Pair) -> dict[str, object]:
     place = pair.a._peers["b"].place
     return {name: getattr(place, name) for name in place.__struct_fields__}
+
+
+def test_accepted_links_send_small_answers_at_once_and_notice_silent_hosts() -> None:
+    listeners, addresses = paths.listen(b"a token of a test", ["127.0.0.1"])
+    with contextlib.ExitStack() as undo:
+        for listener in listeners:
+            undo.enter_context(listener)
+        undo.enter_context(socket.create_connection(addresses[0], 60))
+        listeners[1].settimeout(60)
+        accepted = undo.enter_context(listeners[1].accept()[0])
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 @pytest.mark.parametrize(
