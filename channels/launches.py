@@ -125,7 +125,8 @@ class Launches:
     def issue(self, call: Any, launch: Launchable, stream: StreamLike, owners: tuple[object, ...] = ()) -> None:
         """`agree` and `launch` for a call whose fields (`encode_fields`) are encoded, too.
 
-        It is one call into C, the wait included.
+        It is one call into C, the wait included. With NULL as the fields, the launch is part of a call that was agreed
+        on.
         """
         issue = self._call_log.issue if isinstance(launch, Launch) else self._call_log.ring
         with self._lock:

@@ -681,24 +681,34 @@ class Lib:
     def proxyccl_expert_place(
         self, layout: Passed[ProxycclExpertLayoutPointer], array: int, offsets: Passed[Uint64Pointer], /
     ) -> None: ...
-    def proxyccl_expert_dispatch_fill(
+    def proxyccl_expert_dispatch_send(
         self,
         call: Passed[ProxycclDispatchPointer],
+        phases: int,
         ticket: int,
         tokens: int,
         input: int,
         expert_ids: int,
         weights: int,
+        output_buffer: int,
+        /,
+    ) -> None: ...
+    def proxyccl_expert_dispatch_receive(
+        self,
+        call: Passed[ProxycclDispatchPointer],
+        phases: int,
+        capacity: int,
+        scale_bytes: int,
         output: int,
         output_scales: int,
         output_weights: int,
         received: int,
-        output_buffer: int,
         /,
     ) -> None: ...
     def proxyccl_expert_combine_fill(
         self,
         call: Passed[ProxycclCombinePointer],
+        phases: int,
         tokens: int,
         rows: int,
         rows_buffer: int,

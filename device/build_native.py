@@ -182,11 +182,13 @@ typedef struct {
 
 enum { PROXYCCL_LAYOUT_TABLES, ... };
 void proxyccl_expert_place(ProxycclExpertLayout *layout, uintptr_t array, const uint64_t *offsets);
-void proxyccl_expert_dispatch_fill(ProxycclDispatch *call, uint64_t ticket, uint32_t tokens, uintptr_t input,
-                                   uintptr_t expert_ids, uintptr_t weights, uintptr_t output, uintptr_t output_scales,
-                                   uintptr_t output_weights, uintptr_t received, uint32_t output_buffer);
-void proxyccl_expert_combine_fill(ProxycclCombine *call, uint32_t tokens, uintptr_t rows, uint32_t rows_buffer,
-                                  uintptr_t weights, uintptr_t slot_weights, uintptr_t output);
+void proxyccl_expert_dispatch_send(ProxycclDispatch *call, uint32_t phases, uint64_t ticket, uint32_t tokens,
+                                   uintptr_t input, uintptr_t expert_ids, uintptr_t weights, uint32_t output_buffer);
+void proxyccl_expert_dispatch_receive(ProxycclDispatch *call, uint32_t phases, uint32_t capacity, uint32_t scale_bytes,
+                                      uintptr_t output, uintptr_t output_scales, uintptr_t output_weights,
+                                      uintptr_t received);
+void proxyccl_expert_combine_fill(ProxycclCombine *call, uint32_t phases, uint32_t tokens, uintptr_t rows,
+                                  uint32_t rows_buffer, uintptr_t weights, uintptr_t slot_weights, uintptr_t output);
 
 enum { PROXYCCL_HOST_SUCCESS, PROXYCCL_HOST_INVALID_VALUE, PROXYCCL_HOST_NOT_FOUND, PROXYCCL_HOST_NOT_READY,
        PROXYCCL_HOST_IN_HANDLER, PROXYCCL_HOST_LAUNCH_FAILED, PROXYCCL_HOST_MAX_THREADS_PER_BLOCK,

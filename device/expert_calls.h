@@ -4,6 +4,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "experts/experts.h"
 
@@ -18,31 +19,48 @@ static inline void proxyccl_expert_place(ProxycclExpertLayout* layout, uintptr_t
     if (offsets[i] != PROXYCCL_NO_TABLE) tables[i] = (int32_t*)(array + offsets[i]);
 }
 
-static inline void proxyccl_expert_dispatch_fill(ProxycclDispatch* call, uint64_t ticket, uint32_t tokens,
-                                                 uintptr_t input, uintptr_t expert_ids, uintptr_t weights,
-                                                 uintptr_t output, uintptr_t output_scales, uintptr_t output_weights,
-                                                 uintptr_t received, uint32_t output_buffer) {
+/* A dispatch's inputs, for phases that receive nothing. The layout has no tables then; `place` follows. */
+static inline void proxyccl_expert_dispatch_send(ProxycclDispatch* call, uint32_t phases, uint64_t ticket,
+                                                 uint32_t tokens, uintptr_t input, uintptr_t expert_ids,
+                                                 uintptr_t weights, uint32_t output_buffer) {
+  call->phases = phases;
   call->ticket = ticket;
   call->tokens = tokens;
   call->input = (const char*)input;
   call->expert_ids = (const char*)expert_ids;
   call->weights = (const char*)weights;
+  call->output_buffer = output_buffer;
+  call->capacity = call->scale_bytes = 0;
+  call->output = call->output_scales = call->output_weights = NULL;
+  call->received = NULL;
+  memset(&call->layout, 0, sizeof call->layout);
+}
+
+/* Its outputs, for phases that receive. */
+static inline void proxyccl_expert_dispatch_receive(ProxycclDispatch* call, uint32_t phases, uint32_t capacity,
+                                                    uint32_t scale_bytes, uintptr_t output, uintptr_t output_scales,
+                                                    uintptr_t output_weights, uintptr_t received) {
+  call->phases = phases;
+  call->capacity = capacity;
+  call->scale_bytes = scale_bytes;
   call->output = (char*)output;
   call->output_scales = (char*)output_scales;
   call->output_weights = (char*)output_weights;
   call->received = (int32_t*)received;
-  call->output_buffer = output_buffer;
 }
 
-static inline void proxyccl_expert_combine_fill(ProxycclCombine* call, uint32_t tokens, uintptr_t rows,
+/* The layout has no tables then; `place` follows. */
+static inline void proxyccl_expert_combine_fill(ProxycclCombine* call, uint32_t phases, uint32_t tokens, uintptr_t rows,
                                                 uint32_t rows_buffer, uintptr_t weights, uintptr_t slot_weights,
                                                 uintptr_t output) {
+  call->phases = phases;
   call->tokens = tokens;
   call->rows = (const char*)rows;
   call->rows_buffer = rows_buffer;
   call->weights = (const float*)weights;
   call->slot_weights = (const float*)slot_weights;
   call->output = (char*)output;
+  memset(&call->layout, 0, sizeof call->layout);
 }
 
 #endif

@@ -432,12 +432,16 @@ class DispatchCombineContext:
 
     def pack(self, rows: ArrayView, scales: ArrayView, stream: StreamLike) -> ArrayView:
         """Queues the same for rows that are already in float8, and their scales."""
-        assert self._pack is not None
         packed = self._packed(rows)
-        pointers = (rows.ptr, scales.ptr, packed.ptr)
-        launch = self._pack.prepare(*self.grid, *pointers, rows.shape[0], rows.shape[1], self.scale_bytes)
+        launch = self.pack_launch(rows.ptr, scales.ptr, packed.ptr, rows.shape[0])
         self._queue(launch, stream, None, (rows.owner, scales.owner, packed.owner))
         return packed
+
+    def pack_launch(self, rows: int = 0, scales: int = 0, packed: int = 0, tokens: int = 0) -> Launch:
+        """The launch of `pack`, by the addresses of its arrays."""
+        assert self._pack is not None
+        arguments = (rows, scales, packed, tokens, self.ep_config.hidden, self.scale_bytes)
+        return self._pack.prepare(*self.grid, *arguments)
 
     def _packed(self, rows: ArrayView) -> ArrayView:
         shape = (rows.shape[0], self.ep_config.hidden + self.scale_bytes)

@@ -77,7 +77,7 @@ class DispatchCall:
         self.recorded: tuple[Any, ...] = ()
         self.inputs = self._take(input, exp_indices, weight, full_scatter_indices, stream, buffered=buffered)
         if not halves:
-            self.refuse_capture(self.stream)
+            refuse_capture(parts, self.stream)
         self._like = self.inputs.tokens.owner
         outputs, rows = ctx.workspace.outputs, parts.options.fixed_rows
         if buffered and outputs is not None:
@@ -113,14 +113,6 @@ class DispatchCall:
             return self._receive_fixed(GATHER | RECEIVE, self.output, stream)
         self._parts.ctx.begin(GATHER | TELL, self.desc, self.inputs, stream)
         return self._receive_exact(RECEIVE, stream)
-
-    def refuse_capture(self, stream: StreamLike) -> None:
-        """Raises ArgumentError if the call would wait for its number of rows on a stream that is being captured."""
-        if self._parts.options.fixed_rows is None and self._parts.is_capturing(stream):
-            raise ArgumentError(
-                "max_recv_tokens",
-                "is needed to capture a dispatch in a graph, which can't wait for its size",
-            )
 
     # -- the caller's arrays ---
 
@@ -255,6 +247,15 @@ class DispatchCall:
             return rows, of_weights, None
         shape, scale = (most, config.hidden // parts.options.scale_elements), as_dtype("float32")
         return rows, of_weights, replace(rows, ptr=outputs.scales_address(number), shape=shape, dtype=scale)
+
+
+def refuse_capture(parts: LayerParts, stream: StreamLike) -> None:
+    """Raises ArgumentError if a call would wait for its number of rows on a stream that is being captured."""
+    if parts.options.fixed_rows is None and parts.is_capturing(stream):
+        raise ArgumentError(
+            "max_recv_tokens",
+            "is needed to capture a dispatch in a graph, which can't wait for its size",
+        )
 
 
 def learn_counts(parts: LayerParts, desc: EPAllToAllLayoutDesc) -> ProxyCCLError | None:

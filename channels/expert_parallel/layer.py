@@ -14,12 +14,13 @@ from proxyccl.channels.expert_parallel.arguments import input_array
 from proxyccl.channels.expert_parallel.combine_call import CombineCall
 from proxyccl.channels.expert_parallel.config import SCALED_ELEMENTS
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
-from proxyccl.channels.expert_parallel.dispatch_call import DispatchCall, check_ended
+from proxyccl.channels.expert_parallel.dispatch_call import DispatchCall, check_ended, refuse_capture
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members, node_size
 from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER
 from proxyccl.channels.expert_parallel.parts import LayerParts
+from proxyccl.channels.expert_parallel.pending_calls import PendingCombine, PendingDispatch
 from proxyccl.channels.expert_parallel.recording import Recording, recorder_of, refuse_output
 from proxyccl.channels.expert_parallel.repeated_calls import RepeatedCalls
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
@@ -166,8 +167,8 @@ class EPAll2AllLayer:
             )
         self._parts, self._recording = LayerParts(ctx, options, surviving), Recording(options)
         self._repeated = RepeatedCalls(self._parts)
-        self._sent: DispatchCall | None = None
-        self._returned: CombineCall | None = None
+        self._sent: PendingDispatch | None = None
+        self._returned: PendingCombine | None = None
 
     def __enter__(self) -> EPAll2AllLayer:
         return self
@@ -285,15 +286,30 @@ class EPAll2AllLayer:
         self._refuse_under_way()
         # What is kept for the backward pass must not be written over.
         buffered = recorder is None or self._parts.options.keeps_outputs
-        repeats = recorder is None and stream is None and full_scatter_indices is None
-        if repeats and (repeated := self._repeated.dispatch(input, exp_indices, weight)) is not None:
-            return repeated
+        arrays = input, exp_indices, weight, full_scatter_indices
+        if recorder is None:
+            return self._dispatch(*arrays, stream, buffered=buffered)
+        return recorder.dispatch(self, lambda: self._dispatch(*arrays, stream, buffered=buffered), input, weight)
+
+    def _dispatch(
+        self,
+        input: Any,
+        exp_indices: Any,
+        weight: Any,
+        full_scatter_indices: Any,
+        stream: StreamLike,
+        *,
+        buffered: bool,
+    ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+        repeats, repeated = full_scatter_indices is None, self._repeated
+        if repeats:
+            sent = repeated.dispatch(input, exp_indices, weight, stream, halves=False, buffered=buffered)
+            if sent is not None:
+                return sent.receive(sent.stream)
         call = DispatchCall(self._parts, input, exp_indices, weight, full_scatter_indices, stream, buffered=buffered)
-        if recorder is not None:
-            return recorder.dispatch(self, call.run, input, weight)
         dispatched = call.run()
         if repeats:
-            self._repeated.keep_dispatch(input, exp_indices, weight)
+            repeated.keep_dispatch(input, exp_indices, weight, halves=False, buffered=buffered)
         return dispatched
 
     def repeat_dispatch(
@@ -305,7 +321,8 @@ class EPAll2AllLayer:
             As `dispatch`; None if there was no such call, and then it has done nothing.
         """
         self._refuse_under_way()
-        return self._repeated.dispatch(input, exp_indices, weight)
+        sent = self._repeated.dispatch(input, exp_indices, weight, None, halves=False, buffered=True)
+        return None if sent is None else sent.receive(sent.stream)
 
     def dispatch_send(
         self,
@@ -315,29 +332,42 @@ class EPAll2AllLayer:
         full_scatter_indices: Any = None,
         *,
         stream: StreamLike = None,
-    ) -> DispatchCall:
+    ) -> PendingDispatch:
         """The first half of `dispatch`: queues the sends and does not wait.
 
         The arguments must not change until `dispatch_recv`. One dispatch can be in flight at a time.
         """
         recorder = self._recording.of_dispatch(input, weight)
         self._refuse_under_way()
-        call = DispatchCall(self._parts, input, exp_indices, weight, full_scatter_indices, stream, halves=True)
+        pending = self._send(input, exp_indices, weight, full_scatter_indices, stream)
         if recorder is not None:
-            call.recorded = input, weight
+            pending.recorded = input, weight
+        self._sent = pending
+        return pending
+
+    def _send(
+        self, input: Any, exp_indices: Any, weight: Any, full_scatter_indices: Any, stream: StreamLike
+    ) -> PendingDispatch:
+        repeats, repeated = full_scatter_indices is None, self._repeated
+        if repeats:
+            sent = repeated.dispatch(input, exp_indices, weight, stream, halves=True, buffered=False)
+            if sent is not None:
+                return sent
+        call = DispatchCall(self._parts, input, exp_indices, weight, full_scatter_indices, stream, halves=True)
         call.send()
-        self._sent = call
+        if repeats:
+            repeated.keep_dispatch(input, exp_indices, weight, halves=True, buffered=False)
         return call
 
     def dispatch_recv(
-        self, pending: DispatchCall, *, stream: StreamLike = None
+        self, pending: PendingDispatch, *, stream: StreamLike = None
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         """The second half of `dispatch`: receives the rows. Returns and raises as `dispatch`."""
         self.ctx.require_usable()
         if pending is not self._sent or pending is None:
             raise ArgumentError("pending", "is not the dispatch of this layer that is under way")
         stream = pending.stream if stream is None else stream
-        pending.refuse_capture(stream)
+        refuse_capture(self._parts, stream)
         recorder = recorder_of(*pending.recorded)
         self._sent = None
         if recorder is None:
@@ -367,6 +397,9 @@ class EPAll2AllLayer:
 
     def _repeat(self, input: Any, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         ctx, group = self.ctx, self.ctx.group
+        repeated = self._repeated.redispatch(input, desc, stream)
+        if repeated is not None:
+            return repeated
         rows, scales = self._parts.given_rows(input, desc.num_dispatch_token_cur_rank)
         stream = ctx.stream_for(stream, rows.owner)
         output = self._parts.new_rows(rows.owner, desc.rows, float8=scales is not None)
@@ -376,6 +409,7 @@ class EPAll2AllLayer:
             packed = ctx.pack(rows, scales, stream)
             views = [input_view(group, array, "out") for array in output]
             ctx.repeat(desc, packed, views[0], stream, views[1])
+        self._repeated.keep_redispatch(input)
         return output
 
     # -- combine ---
@@ -410,21 +444,24 @@ class EPAll2AllLayer:
             `out`, or the new array. Raises as `dispatch`.
         """
         recorder = self._recording.of_combine(input, weights, topk_weights)
-        repeats = recorder is None and stream is None
-        if repeats:
-            repeated = self.repeat_combine(
-                input, ep_a2a_layout_desc, weights=weights, topk_weights=topk_weights, out=out
-            )
-            if repeated is not None:
-                return repeated
-        call = self._combine_call(input, ep_a2a_layout_desc, weights, topk_weights, stream)
         if recorder is None:
-            output = call.run(out)
-            if repeats:
-                self._repeated.keep_combine(input, weights, topk_weights, out)
-            return output
+            return self._combine(input, ep_a2a_layout_desc, weights, topk_weights, out, stream)
         refuse_output(out)
-        return recorder.combine(self, call.run, input, weights, call.desc)
+        desc = self._own_desc(ep_a2a_layout_desc)
+        return recorder.combine(
+            self, lambda: self._combine(input, desc, weights, None, None, stream), input, weights, desc
+        )
+
+    def _combine(
+        self, input: Any, desc: EPAllToAllLayoutDesc, weights: Any, topk_weights: Any, out: Any, stream: StreamLike
+    ) -> Any:
+        self._refuse_returning()
+        repeated = self._repeated.combine(input, desc, weights, topk_weights, out, stream)
+        if repeated is not None:
+            return repeated.out
+        output = self._combine_call(input, desc, weights, topk_weights, stream).run(out)
+        self._repeated.keep_combine(input, weights, topk_weights, out)
+        return output
 
     def repeat_combine(
         self,
@@ -441,7 +478,8 @@ class EPAll2AllLayer:
             As `combine`; None if there was no such call, and then it has done nothing.
         """
         self._refuse_returning()
-        return self._repeated.combine(input, ep_a2a_layout_desc, weights, topk_weights, out)
+        repeated = self._repeated.combine(input, ep_a2a_layout_desc, weights, topk_weights, out, None)
+        return None if repeated is None else repeated.out
 
     def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
         """With output_buffers: an array for the experts' results, [R, hidden] of `dtype`, whose rows `combine` need not
@@ -466,20 +504,31 @@ class EPAll2AllLayer:
         weights: Any = None,
         topk_weights: Any = None,
         stream: StreamLike = None,
-    ) -> CombineCall:
+    ) -> PendingCombine:
         """The first half of `combine`: queues the sends and does not wait.
 
         `input` and the weights must not change until `combine_recv`. One combine can be in flight at a time.
         """
         recorder = self._recording.of_combine(input, weights, topk_weights)
-        call = self._combine_call(input, ep_a2a_layout_desc, weights, topk_weights, stream)
+        self._refuse_returning()
+        pending = self._send_back(input, ep_a2a_layout_desc, weights, topk_weights, stream)
         if recorder is not None:
-            call.recorded = input, weights
+            pending.recorded = input, weights
+        self._returned = pending
+        return pending
+
+    def _send_back(
+        self, input: Any, desc: EPAllToAllLayoutDesc, weights: Any, topk_weights: Any, stream: StreamLike
+    ) -> PendingCombine:
+        sent = self._repeated.combine(input, desc, weights, topk_weights, None, stream, halves=True)
+        if sent is not None:
+            return sent
+        call = self._combine_call(input, desc, weights, topk_weights, stream)
         call.send()
-        self._returned = call
+        self._repeated.keep_combine(input, weights, topk_weights, None, halves=True)
         return call
 
-    def combine_recv(self, pending: CombineCall, *, out: Any = None, stream: StreamLike = None) -> Any:
+    def combine_recv(self, pending: PendingCombine, *, out: Any = None, stream: StreamLike = None) -> Any:
         """The second half of `combine`: sums the received rows. Returns and raises as `combine`."""
         self.ctx.require_usable()
         if pending is not self._returned or pending is None:
@@ -498,9 +547,7 @@ class EPAll2AllLayer:
     def _combine_call(
         self, input: Any, desc: EPAllToAllLayoutDesc, weights: Any, topk_weights: Any, stream: StreamLike
     ) -> CombineCall:
-        desc = self._own_desc(desc)
-        self._refuse_returning()
-        return CombineCall(self._parts, desc, input, weights, topk_weights, stream)
+        return CombineCall(self._parts, self._own_desc(desc), input, weights, topk_weights, stream)
 
     def combine_weights(
         self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None

@@ -71,7 +71,7 @@ int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
 /* `agree`, and one more look at the failure words, the last before the driver is called: a kernel that begins after a
  * failure must not use memory that a peer may have freed. */
 static int agree_to_issue(ProxycclCallers *callers, const ProxycclCall *call) {
-  const int status = proxyccl_calls_agree(callers, call);
+  const int status = call == NULL ? 0 : proxyccl_calls_agree(callers, call);
   return status == 0 && failure_is_told(callers->control) ? PROXYCCL_CALL_ABORTED : status;
 }
 

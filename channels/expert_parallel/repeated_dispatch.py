@@ -1,0 +1,306 @@
+"""A dispatch like one that was made before, whole or in two halves; and one by the routing of an earlier dispatch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from proxyccl.channels.arguments import input_view
+from proxyccl.channels.expert_parallel.arrays import first_rows
+from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, TELL
+from proxyccl.channels.expert_parallel.dispatch_call import check_ended, learn_counts, refuse_bad
+from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.options import FLOAT8
+from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
+from proxyccl.channels.expert_parallel.parts import LayerParts
+from proxyccl.channels.expert_parallel.recording import Dispatched
+from proxyccl.channels.expert_parallel.repeated_call import (
+    GivenTokens,
+    Launchable,
+    RepeatedCall,
+    launchable_after,
+    name_of,
+)
+from proxyccl.channels.expert_parallel.tables import RECEIVED
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.runtime import StreamLike
+
+_NOTHING = (0, 0, 0)
+
+
+class NewOutput(Struct):
+    """New arrays for a result.
+
+    Attributes:
+        rows: as a dispatch returns them.
+        weights: of the rows, or None.
+        addresses: of the rows, of their scales and of the weights; 0 for those that there are not.
+    """
+
+    rows: Any
+    weights: Any
+    addresses: tuple[int, int, int]
+
+
+class _Outputs:
+    """Makes arrays for the results of a layer's calls.
+
+    Args:
+        like: an array of the library that makes them.
+        float8: whether rows are in float8, with scales.
+        weighted: whether rows have weights.
+    """
+
+    def __init__(self, parts: LayerParts, like: Any, *, float8: bool, weighted: bool) -> None:
+        options, arrays = parts.options, parts.ctx.arrays
+        config = options.config
+        self._leading, self._address = parts.leading, arrays.address
+        self._elements = (config.hidden,)
+        self._scales = (config.hidden // options.scale_elements,) if float8 else None
+        self._weights = None if not weighted else (config.topk,) if options.by_rank else ()
+        self._new_rows = arrays.maker(like, FLOAT8 if float8 else config.token)
+        self._new_scales, self._new_weights = arrays.maker(like, "float32"), arrays.maker(like, config.weight)
+
+    def make(self, rows: int) -> NewOutput:
+        """Arrays for this many rows."""
+        leading, address = self._leading(rows), self._address
+        made, scales_at = self._new_rows(leading + self._elements), 0
+        rows_at = address(made)
+        if self._scales is not None:
+            scales = self._new_scales(leading + self._scales)
+            made, scales_at = (made, scales), address(scales)
+        weights, weights_at = self.make_weights(rows)
+        return NewOutput(made, weights, (rows_at, scales_at, weights_at))
+
+    def make_weights(self, rows: int) -> tuple[Any, int]:
+        """The array for the weights of this many rows, and its address; None and 0 if they have none."""
+        if self._weights is None:
+            return None, 0
+        weights = self._new_weights(self._leading(rows) + self._weights)
+        return weights, self._address(weights)
+
+
+class RepeatedDispatch(RepeatedCall):
+    """A dispatch.
+
+    One launch makes all of it, except where the CPU must know the number of rows before they are received, and in
+    halves. A kernel before it may make float8 rows of the tokens, or pack those of the caller.
+
+    Args:
+        parts: of the layer.
+        x, ids, weight: of the earlier call.
+        halves: whether it is made in two halves.
+        buffered: whether the rows of a whole call may lie in an output buffer.
+    """
+
+    def __init__(self, parts: LayerParts, x: Any, ids: Any, weight: Any, *, halves: bool, buffered: bool) -> None:
+        like = x[0] if isinstance(x, tuple) else x
+        super().__init__(parts, like, name_of("dispatch", weight, halves=halves), parts.options.config.token.name)
+        ctx, options = parts.ctx, parts.options
+        config = self._config = options.config
+        self._buffers = ctx.workspace.outputs if buffered and not halves else None
+        self._exact, self._halves, self._weighted = options.fixed_rows is None, halves, weight is not None
+        self._at_once = not halves and (not self._exact or self._buffers is not None)
+        self._rows = options.most_tokens if self._exact and self._at_once else options.fixed_rows
+        # The kernel itself makes float8 rows where it stores them in output buffers.
+        scaled = ctx.dispatch_scaled if self._buffers is not None and like is x else None
+        launch = (ctx.dispatch_plain if scaled is None else scaled).copy()
+        self._tokens = GivenTokens(parts, x, quantizes=options.quantized and scaled is None)
+        self._launch = launch
+        self._first = launchable_after(self._group.runtime, self._tokens.before, launch)
+        self._scale_bytes = ctx.scale_bytes if options.quantized else 0
+        call = self._call = ffi.cast("ProxycclDispatch *", launch.packed(1))
+        self._layout = ffi.addressof(call, "layout")
+        call.id_bytes = input_view(self._group, ids, "exp_indices").dtype.itemsize
+        call.row_bytes = self._tokens.row_bytes if scaled is None else config.hidden + self._scale_bytes
+        self._id_bytes, self._weight_bytes = config.topk * call.id_bytes, config.topk * config.weight.itemsize
+        self._outputs = _Outputs(parts, like, float8=options.quantized, weighted=self._weighted)
+
+    def start(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> SentDispatch | None:
+        """Makes the call as far as the CPU does not wait; of a call in halves, the first half. None, and nothing done,
+        if it does not fit.
+        """
+        config, ctx, parts = self._config, self._ctx, self._parts
+        tokens = self._tokens.count(x)
+        if not 0 < tokens <= config.max_tokens:
+            return None
+        slots, weights_at = (tokens, config.topk), 0
+        ids_at = self._at(ids, slots, tokens * self._id_bytes)
+        if self._weighted:
+            weights_at = self._at(weight, slots, tokens * self._weight_bytes)
+        if not ids_at or (self._weighted and not weights_at):
+            return None
+        like = x[0] if type(x) is tuple else x
+        stream = self._stream(like, given)
+        if self._exact and not self._halves and parts.is_capturing(stream):
+            return None
+        at, packed = self._tokens.take(x, tokens)
+        if not at:
+            return None
+        taken, buffers = NO_BUFFER, self._buffers
+        if buffers is not None:
+            on_current = given is None and (self._exact or parts.outlives_no_graph(stream))
+            taken = buffers.take(like, on_current_stream=on_current)
+        desc = EPAllToAllLayoutDesc(
+            ctx, ctx.next_number(), tokens, like, most_rows=self._rows, counts_rows=not self._exact,
+            output_buffer=taken.number,
+        )  # fmt: skip
+        lib.proxyccl_expert_dispatch_send(
+            self._call, ROUTE | SEND, desc.number, tokens, at, ids_at, weights_at, taken.number
+        )
+        desc.fill(self._layout)
+        desc.stream = stream
+        sent = SentDispatch(self, desc, stream, taken, like, (x, ids, weight, packed))
+        if self._at_once:
+            self._receive_at_once(sent)
+        else:
+            if self._rows is not None:
+                sent.output = self._outputs.make(self._rows)
+            elif not self._halves:
+                self._call.phases = ROUTE | GATHER | TELL
+            self._issue(desc, self._first, stream, sent.owners)
+        return sent
+
+    def _receive_at_once(self, sent: SentDispatch) -> None:
+        desc, rows, buffers, taken = sent.desc, self._rows, self._buffers, sent.taken
+        assert rows is not None
+        if buffers is None:
+            output = sent.output = self._outputs.make(rows)
+        else:  # the arrays of the rows are made when their number is known
+            weights, weights_at = self._outputs.make_weights(rows)
+            scales_at = buffers.scales_address(taken.number) if self._scale_bytes else 0
+            output = sent.output = NewOutput(None, weights, (buffers.address(taken.number), scales_at, weights_at))
+        phases = ROUTE | SEND | GATHER | RECEIVE | (TELL if self._exact else 0)
+        self._fill_output(desc, phases, rows, output.addresses)
+        self._issue(desc, self._first, sent.stream, (*sent.owners, output, taken))
+        desc.mark_received()
+
+    def _fill_output(self, desc: EPAllToAllLayoutDesc, phases: int, rows: int, addresses: tuple[int, int, int]) -> None:
+        received = desc.pointer(RECEIVED) if desc.counts_rows else 0
+        scale_bytes = self._scale_bytes if addresses[1] else 0
+        lib.proxyccl_expert_dispatch_receive(self._call, phases, rows, scale_bytes, *addresses, received)
+
+    def finish(self, sent: SentDispatch, stream: StreamLike) -> Dispatched:
+        """Makes the rest of a call, on a stream."""
+        desc = sent.desc
+        if not self._at_once:
+            self._receive(sent, stream)
+        elif self._buffers is not None:
+            if self._exact:
+                desc.rows = self._ctx.await_rows(desc)
+                refuse_bad(self._parts, desc)
+            self._view_buffer(sent)
+        if stream is None and self._on_host:
+            check_ended(self._parts)
+        assert sent.output is not None
+        return sent.output.rows, sent.output.weights, desc
+
+    def _receive(self, sent: SentDispatch, stream: StreamLike) -> None:
+        desc, phases = sent.desc, RECEIVE if self._halves else SEND | RECEIVE
+        if not self._exact:
+            phases |= GATHER
+        else:
+            if self._halves:
+                self._call.phases = GATHER | TELL
+                self._issue(desc, self._launch, stream, sent.owners, compared=False)
+            desc.rows = self._ctx.await_rows(desc)
+            bad = learn_counts(self._parts, desc)
+            if bad is not None:
+                desc.size_rows(0)
+                desc.fill(self._layout)
+                self._fill_output(desc, RECEIVE if self._halves else LAYOUT, 0, _NOTHING)
+                self._issue(desc, self._launch, stream, sent.owners, compared=False)
+                desc.mark_received(refused=True)
+                raise bad
+            desc.size_rows(desc.rows)
+            desc.fill(self._layout)
+            sent.output = self._outputs.make(desc.rows)
+        assert sent.output is not None
+        self._fill_output(desc, phases, desc.rows, sent.output.addresses)
+        self._issue(desc, self._launch, stream, (*sent.owners, sent.output), compared=False)
+        desc.mark_received()
+
+    def _view_buffer(self, sent: SentDispatch) -> None:
+        """Makes the arrays of the rows: in the output buffer, or new ones, to which they are copied."""
+        output, taken, rows = sent.output, sent.taken, sent.desc.rows
+        assert output is not None
+        made = output.rows = self._parts.new_rows(sent.like, rows, float8=self._scale_bytes != 0, taken=taken)
+        if taken.passed:
+            arrays = made if isinstance(made, tuple) else (made,)
+            address, copied = self._ctx.arrays.address, zip(arrays, output.addresses, strict=False)
+            copies = [(address(array), source, array.nbytes) for array, source in copied]
+            self._ctx.copy(copies, sent.stream, (made,))
+        if output.weights is not None and rows != self._rows:
+            output.weights = first_rows(output.weights, rows)
+
+
+class SentDispatch:
+    """A repeated dispatch whose first launch is queued.
+
+    Attributes:
+        desc, stream, output, recorded: as of a `DispatchCall`.
+        taken: the output buffer to which its rows go.
+        like: an array of the library that makes the results.
+        owners: the arrays that kernels read.
+    """
+
+    __slots__ = ("_call", "desc", "like", "output", "owners", "recorded", "stream", "taken")
+
+    def __init__(
+        self,
+        call: RepeatedDispatch,
+        desc: EPAllToAllLayoutDesc,
+        stream: StreamLike,
+        taken: TakenBuffer,
+        like: Any,
+        owners: tuple[object, ...],
+    ) -> None:
+        self._call, self.desc, self.stream, self.taken, self.like, self.owners = call, desc, stream, taken, like, owners
+        self.output: NewOutput | None = None
+        self.recorded: tuple[Any, ...] = ()
+
+    def receive(self, stream: StreamLike) -> Dispatched:
+        """Makes the rest of the call on a stream."""
+        return self._call.finish(self, stream)
+
+
+class RepeatedRouting(RepeatedCall):
+    """A dispatch of other values by an earlier dispatch's routing: `EPAll2AllLayer.redispatch`.
+
+    Args:
+        parts: of the layer.
+        x: the tokens of an earlier call.
+    """
+
+    def __init__(self, parts: LayerParts, x: Any) -> None:
+        like, is_pair = (x[0], True) if isinstance(x, tuple) else (x, False)
+        config = parts.options.config
+        super().__init__(parts, like, "redispatch", "uint8" if is_pair else config.token.name)
+        self._tokens = GivenTokens(parts, x, quantizes=False)
+        launch = parts.ctx.dispatch_plain.copy()
+        self._launchable: Launchable = launchable_after(self._group.runtime, self._tokens.before, launch)
+        self._scale_bytes = parts.ctx.scale_bytes if is_pair else 0
+        call = self._call = ffi.cast("ProxycclDispatch *", launch.packed(1))
+        self._layout = ffi.addressof(call, "layout")
+        call.redispatch, call.id_bytes, call.row_bytes = 1, 4, self._tokens.row_bytes
+        self._own_ids = 4 * parts.ctx.nodes.own * config.max_tokens * config.topk
+        self._outputs = _Outputs(parts, like, float8=is_pair, weighted=False)
+
+    def repeat(self, x: Any, desc: EPAllToAllLayoutDesc, given: StreamLike) -> Any:
+        """The rows; None, and nothing done, if the call does not fit."""
+        tokens = self._tokens.count(x)
+        if not tokens or tokens != desc.num_dispatch_token_cur_rank or not desc.rows:
+            return None
+        at, packed = self._tokens.take(x, tokens)
+        if not at:
+            return None
+        output = self._outputs.make(desc.rows)
+        ids_at = desc.pointer("expert_ids") + self._own_ids
+        call = self._call
+        lib.proxyccl_expert_dispatch_send(call, SEND | RECEIVE, desc.number, tokens, at, ids_at, 0, 0)
+        lib.proxyccl_expert_dispatch_receive(call, SEND | RECEIVE, desc.rows, self._scale_bytes, *output.addresses, 0)
+        desc.fill(self._layout)
+        stream = self._stream(x[0] if type(x) is tuple else x, given)
+        self._issue(desc, self._launchable, stream, (x, packed, output))
+        return output.rows
