@@ -312,16 +312,18 @@ class EPAll2AllLayer:
             repeated.keep_dispatch(input, exp_indices, weight, halves=False, buffered=buffered)
         return dispatched
 
-    def repeat_dispatch(
-        self, input: Any, exp_indices: Any, weight: Any = None
-    ) -> tuple[Any, Any, EPAllToAllLayoutDesc] | None:
-        """`dispatch` for a call like one that was made before. It is not recorded for a backward pass.
+    def repeat_dispatch(self, input: Any, exp_indices: Any, weight: Any = None, *, halves: bool = False) -> Any:
+        """`dispatch`, or with `halves` `dispatch_send`, for a call like one that was made before. It is not recorded
+        for a backward pass.
 
         Returns:
-            As `dispatch`; None if there was no such call, and then it has done nothing.
+            As these; None if there was no such call, and then it has done nothing.
         """
         self._refuse_under_way()
-        sent = self._repeated.dispatch(input, exp_indices, weight, None, halves=False, buffered=True)
+        sent = self._repeated.dispatch(input, exp_indices, weight, None, halves=halves, buffered=not halves)
+        if halves:
+            self._sent = sent
+            return sent
         return None if sent is None else sent.receive(sent.stream)
 
     def dispatch_send(
@@ -471,15 +473,20 @@ class EPAll2AllLayer:
         weights: Any = None,
         topk_weights: Any = None,
         out: Any = None,
+        halves: bool = False,
     ) -> Any:
-        """`combine` for a call like one that was made before. It is not recorded for a backward pass.
+        """`combine`, or with `halves` `combine_send`, for a call like one that was made before. It is not recorded for
+        a backward pass.
 
         Returns:
-            As `combine`; None if there was no such call, and then it has done nothing.
+            As these; None if there was no such call, and then it has done nothing.
         """
         self._refuse_returning()
-        repeated = self._repeated.combine(input, ep_a2a_layout_desc, weights, topk_weights, out, None)
-        return None if repeated is None else repeated.out
+        sent = self._repeated.combine(input, ep_a2a_layout_desc, weights, topk_weights, out, None, halves=halves)
+        if halves:
+            self._returned = sent
+            return sent
+        return None if sent is None else sent.out
 
     def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
         """With output_buffers: an array for the experts' results, [R, hidden] of `dtype`, whose rows `combine` need not

@@ -59,8 +59,8 @@ class RepeatedCall:
         self._fields = encode_fields(parts.ctx.logged(name, dtype, 0).encode())
 
     def _stream(self, x: Any, given: StreamLike) -> StreamLike:
-        """The stream of a call: the caller's, or on a GPU the one where the library of `x` works now. Refuses an invalid
-        stream before the dispatches are numbered.
+        """The stream of a call: the caller's, or on a GPU the one where the library of `x` works now. An invalid stream
+        is refused before the dispatch has a number.
         """
         if given is not None:
             self._group.runtime.stream_handle(given)

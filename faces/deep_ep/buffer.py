@@ -336,17 +336,18 @@ class Buffer(Connected):
             Raises as `dispatch`, and CapacityError where an expert got more rows than it has room for; on GPUs nothing
             waits on the CPU, so bad ids and such rows are dropped instead.
         """
-        plain = not others and dispatch_wait_recv_cost_stats is None
-        plain = plain and async_finish is False and return_recv_hook is False
+        plain = not others and dispatch_wait_recv_cost_stats is None and _are_plain(async_finish, return_recv_hook)
         plain = plain and type(num_max_dispatch_tokens_per_rank) is type(num_experts) is int
         plain = plain and type(use_fp8) is type(round_scale) is type(use_ue8m0) is bool
         if plain and (layers := self._unchanged_layers()) is not None and isinstance(x, torch.Tensor):
-            options = (num_max_dispatch_tokens_per_rank, num_experts, Buffer.num_sms, use_fp8, round_scale, use_ue8m0)
-            known = layers.low_latency.get(low_latency.repeated_key(x, topk_idx, *options))
-            stats = cumulative_local_expert_recv_stats
-            repeated = None if known is None else self._renaming(known.repeat, x, topk_idx, stats)
-            if repeated is not None:
-                return *repeated, EventOverlap(), None
+            options = num_max_dispatch_tokens_per_rank, num_experts, Buffer.num_sms, use_fp8, round_scale, use_ue8m0
+            known = layers.low_latency.get(low_latency.repeated_key(x, topk_idx, *options, return_recv_hook))
+            if known is not None:
+                arguments = x, topk_idx, cumulative_local_expert_recv_stats
+                repeated, event = self._repeat(known.repeat, arguments, apart=async_finish)
+                if repeated is not None:
+                    rows, counts, handle, half = repeated
+                    return rows, counts, handle, event, self._hook(half)
         refuse_unknown("low_latency_dispatch", others)
         if dispatch_wait_recv_cost_stats is not None:
             raise refuse("dispatch_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
@@ -373,7 +374,7 @@ class Buffer(Connected):
 
         used = (x, topk_idx, cumulative_local_expert_recv_stats)
         (rows, counts, handle, half), event = self._run(call, (None,), used, LOW_LATENCY, apart=async_finish)
-        return rows, counts, handle, event, None if half is None else self._once(*half, LOW_LATENCY)
+        return rows, counts, handle, event, self._hook(half)
 
     def low_latency_combine(
         self,
@@ -405,12 +406,13 @@ class Buffer(Connected):
         Returns:
             `out`, or the new tensor; the event; and the hook or None. Raises as `dispatch`.
         """
-        plain = not others and combine_wait_recv_cost_stats is None
-        plain = plain and async_finish is False and return_recv_hook is False
+        plain = not others and combine_wait_recv_cost_stats is None and _are_plain(async_finish, return_recv_hook)
         if plain and isinstance(handle, LowLatencyHandle) and self._usable().made(handle.routing.layer):
-            combined = self._renaming(low_latency.combine_again, x, topk_weights, handle, out)
-            if combined is not None:
-                return combined, EventOverlap(), None
+            arguments = x, topk_weights, handle, out, return_recv_hook
+            repeated, event = self._repeat(low_latency.combine_again, arguments, apart=async_finish)
+            if repeated is not None:
+                output, half = repeated
+                return output, event, self._hook(half)
         refuse_unknown("low_latency_combine", others)
         if combine_wait_recv_cost_stats is not None:
             raise refuse("combine_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
@@ -425,7 +427,7 @@ class Buffer(Connected):
 
         used = (x, topk_weights, out, handle)
         (output, half), event = self._run(call, (None,), used, LOW_LATENCY, apart=async_finish)
-        return output, event, None if half is None else self._once(*half, LOW_LATENCY)
+        return output, event, self._hook(half)
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """A tensor for the experts' results, bfloat16 [experts of this rank, ranks * most tokens, hidden]."""
@@ -480,10 +482,14 @@ class Buffer(Connected):
         changes = self.enable_shrink and (self._masks.pending or self.communicator.group.failure.aborted)
         return None if changes else self._layers
 
-    @staticmethod
-    def _renaming(call: Callable[..., Any], *arguments: Any) -> Any:
+    def _hook(self, half: low_latency.Half | None) -> Callable[[], None] | None:
+        return None if half is None else self._once(*half, LOW_LATENCY)
+
+    def _repeat(self, call: Callable[..., Any], arguments: tuple[Any, ...], *, apart: bool) -> tuple[Any, EventOverlap]:
+        if apart:
+            return self._run(lambda: call(*arguments), (None,), arguments, LOW_LATENCY, apart=True)
         try:
-            return call(*arguments)
+            return call(*arguments), EventOverlap()
         except (ArgumentError, CapacityError) as error:
             LOW_LATENCY.rename(error)
             raise
@@ -504,6 +510,10 @@ class Buffer(Connected):
         self._layers = Layers(self.communicator, self._masks.lost)
         self._combine_buffers.clear()
         return self._layers
+
+
+def _are_plain(async_finish: Any, return_recv_hook: Any) -> bool:
+    return type(async_finish) is type(return_recv_hook) is bool and not (async_finish and return_recv_hook)
 
 
 def _is_hooked(async_finish: bool, return_recv_hook: bool) -> bool:

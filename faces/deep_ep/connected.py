@@ -14,6 +14,7 @@ from proxyccl.deep_ep.arguments import Names
 from proxyccl.deep_ep.elastic_handle import EPHandle
 from proxyccl.deep_ep.handles import Handle, routing_of
 from proxyccl.deep_ep.layers import Layers
+from proxyccl.deep_ep.streams import order_of
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
 from proxyccl.device.flags import as_flag
@@ -134,13 +135,16 @@ class Connected:
         if self._stream is None or not apart:
             wait()
             return call(), EventOverlap(EventHandle() if apart else None)
-        current = torch.cuda.current_stream()
-        with torch.cuda.stream(self._stream):
+        current, own = torch.cuda.current_stream(), self._stream
+        torch.cuda.set_stream(own)
+        try:
             if awaited[0] is None:
-                self._stream.wait_stream(current)
+                order_of(self.communicator.runtime.device).follow(current.cuda_stream, own.cuda_stream)
             wait()
             result = call()
             event = EventHandle()
+        finally:
+            torch.cuda.set_stream(current)
         if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
             for tensor in _tensors(used):
                 tensor.record_stream(self._stream)

@@ -52,7 +52,7 @@ class Shape:
 class RepeatedDispatch(Protocol):
     """A low-latency dispatch that was made before."""
 
-    def repeat(self, x: Any, topk_idx: Any, stats: Any) -> tuple[Any, Any, Any] | None:
+    def repeat(self, x: Any, topk_idx: Any, stats: Any) -> tuple[Any, Any, Any, Any] | None:
         """See `low_latency.Repeated`."""
         ...
 

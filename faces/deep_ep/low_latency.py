@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
+from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.deep_ep.arguments import require_ids, require_stats, require_tensor
 from proxyccl.deep_ep.float8 import (
     ELEMENTS,
@@ -75,9 +76,10 @@ def dispatch(
 
     if not hooked:
         finish()
-        key = repeated_key(x, topk_idx, max_tokens, num_experts, num_sms, use_fp8, round_scale, use_ue8m0)
-        if not round_scale and key not in layers.low_latency:
-            layers.low_latency[key] = Repeated(layer, max_tokens, use_fp8=use_fp8)
+    key = repeated_key(x, topk_idx, max_tokens, num_experts, num_sms, use_fp8, round_scale, use_ue8m0, hooked)
+    if not round_scale and key not in layers.low_latency:
+        experts = layer.ep_config.num_experts_per_rank
+        layers.low_latency[key] = Repeated(layers, shape, max_tokens, experts, hooked=hooked)
     rows = received if scales is None else (received[0], scales)
     return rows, desc.expert_rows, handle, (finish, layer) if hooked else None
 
@@ -88,54 +90,94 @@ def repeated_key(x: torch.Tensor, topk_idx: torch.Tensor, *others: Any) -> tuple
 
 
 class Repeated:
-    """Dispatches like one that was made before, without a hook: see `EPAll2AllLayer.repeat_dispatch`.
+    """Dispatches like one that was made before: see `EPAll2AllLayer.repeat_dispatch`.
 
     Args:
-        layer: which made it.
+        layers: of the buffer.
+        shape: of the calls.
         max_tokens: the most tokens of a rank.
-        use_fp8: rows are in float8.
+        experts: of this rank.
+        hooked: whether hooks receive the rows.
     """
 
-    def __init__(self, layer: EPAll2AllLayer, max_tokens: int, *, use_fp8: bool) -> None:
-        self._layer, self._max_tokens, self._use_fp8 = layer, max_tokens, use_fp8
-        config = layer.ep_config
-        self._experts, self._hidden = config.num_experts_per_rank, config.hidden
-        self._all_experts = self._experts * (config.world_size + len(layer.lost_ranks))
+    def __init__(self, layers: Layers, shape: Shape, max_tokens: int, experts: int, *, hooked: bool) -> None:
+        self._layers, self._shape, self._max_tokens, self._hooked = layers, shape, max_tokens, hooked
+        self._layer = None if hooked else layers.of_size(shape, max_tokens, hooked=False)
+        self._experts = experts
         self._scales: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shape and strides
 
     def repeat(
         self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
-    ) -> tuple[Rows, torch.Tensor, Handle] | None:
-        """The rows, the rows of each expert and the handle; None, and nothing done, if it must be made as the first."""
+    ) -> tuple[Rows, torch.Tensor, Handle, Half | None] | None:
+        """The results of `dispatch`; None, and nothing done, if it must be made as the first."""
         require_stats(stats, self._experts)
-        dispatched = self._layer.repeat_dispatch(x, topk_idx)
-        if dispatched is None:
+        layer = self._layer or self._layers.of_size(self._shape, self._max_tokens, hooked=True)
+        sent = layer.repeat_dispatch(x, topk_idx, halves=self._hooked)
+        if sent is None:
             return None
-        rows, _, desc = dispatched
-        expert_rows = desc.expert_rows
-        handle = LowLatencyHandle(Routing(self._layer, desc), self._max_tokens, self._hidden, self._all_experts)
-        if self._use_fp8:
-            rows = rows[0], self._by_columns(rows[1])
-        if stats is not None:
-            stats.add_(expert_rows)
-        return rows, expert_rows, handle
+        rows, desc = (sent.output.rows, sent.desc) if self._hooked else (sent[0], sent[2])
+        expert_rows, shape = desc.expert_rows, self._shape
+        handle = LowLatencyHandle(Routing(layer, desc), self._max_tokens, shape.hidden, shape.num_experts)
+        scales = given = None
+        if shape.scale_elements:
+            rows, given = rows
+            scales = self._by_columns(given)
+            rows = rows, scales
+        if not self._hooked:
+            if scales is not None:
+                scales.copy_(given)
+            if stats is not None:
+                stats.add_(expert_rows)
+            return rows, expert_rows, handle, None
+        self._layers.take_turns(shape, self._max_tokens)
+
+        def finish() -> None:
+            layer.dispatch_recv(sent)
+            if scales is not None:
+                scales.copy_(given)
+            if stats is not None:
+                stats.add_(expert_rows)
+
+        return rows, expert_rows, handle, (finish, layer)
 
     def _by_columns(self, scales: torch.Tensor) -> torch.Tensor:
         if self._scales is None:
             like = column_major(scales)
             self._scales = tuple(like.shape), like.stride()
-        return torch.empty_strided(*self._scales, dtype=scales.dtype, device=scales.device).copy_(scales)
+        return torch.empty_strided(*self._scales, dtype=scales.dtype, device=scales.device)
 
 
-def combine_again(x: Any, topk_weights: Any, handle: LowLatencyHandle, out: Any) -> torch.Tensor | None:
-    """The tensor of `Buffer.low_latency_combine` for a call like one that was made before; None, and nothing done, if
-    there was no such call.
-    """
+def combine_again(
+    x: Any, topk_weights: Any, handle: LowLatencyHandle, out: Any, hooked: bool
+) -> tuple[torch.Tensor, Half | None] | None:
+    """The results of `combine` for a call like one that was made before; None, and nothing done, if there was none."""
     layer, desc = handle.routing
     if not layer.sums_on_own_node:
         return None
-    combined: torch.Tensor | None = layer.repeat_combine(x, desc, topk_weights=topk_weights, out=out)
-    return combined
+    if not hooked:
+        combined = layer.repeat_combine(x, desc, topk_weights=topk_weights, out=out)
+        return None if combined is None else (combined, None)
+    if out is not None:
+        _require_out(out, layer, desc)
+    pending = layer.repeat_combine(x, desc, topk_weights=topk_weights, halves=True)
+    return None if pending is None else _combine_later(layer, pending, x, out)
+
+
+def _require_out(out: Any, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> None:
+    require_tensor("out", out, (desc.num_dispatch_token_cur_rank, layer.ep_config.hidden), (torch.bfloat16,))
+
+
+def _combine_later(
+    layer: EPAll2AllLayer, pending: Any, x: torch.Tensor, out: torch.Tensor | None
+) -> tuple[torch.Tensor, Half]:
+    config = layer.ep_config
+    tokens = pending.desc.num_dispatch_token_cur_rank
+    target = x.new_empty(tokens, config.hidden) if out is None else out
+
+    def finish() -> None:
+        layer.combine_recv(pending, out=target)
+
+    return target, (finish, layer)
 
 
 @torch.no_grad()
@@ -151,17 +193,11 @@ def combine(
     require_tensor("x", x, (experts, desc.rows // experts, config.hidden), (torch.bfloat16,))
     require_tensor("topk_weights", topk_weights, (tokens, config.topk), (torch.float32,))
     if out is not None:
-        require_tensor("out", out, (tokens, config.hidden), (torch.bfloat16,))
+        _require_out(out, layer, desc)
     if layer.sums_on_own_node:
         weights = {"topk_weights": topk_weights}
     else:
         weights = {"weights": layer.weights_by_row(topk_weights, desc)}
     if not hooked:
         return layer.combine(x, desc, out=out, **weights), None
-    pending = layer.combine_send(x, desc, **weights)
-    target = x.new_empty(tokens, config.hidden) if out is None else out
-
-    def finish() -> None:
-        layer.combine_recv(pending, out=target)
-
-    return target, (finish, layer)
+    return _combine_later(layer, layer.combine_send(x, desc, **weights), x, out)

@@ -8,20 +8,19 @@ from typing import Any
 
 import torch
 
+from proxyccl.deep_ep import streams
+
 
 class EventHandle:
     """The work queued on the current stream so far. CPU tensors have no streams, so their events are empty."""
 
     def __init__(self) -> None:
-        self._event: Any = None
-        if torch.cuda.is_available():
-            self._event = torch.cuda.Event()
-            self._event.record()
+        self._mark = streams.mark_current() if streams.has_streams() else None
 
     def current_stream_wait(self) -> None:
         """Makes the current stream wait for it."""
-        if self._event is not None:
-            self._event.wait()
+        if self._mark is not None:
+            streams.hold_current(self._mark)
 
 
 class EventOverlap:

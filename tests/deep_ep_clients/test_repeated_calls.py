@@ -63,20 +63,23 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.parametrize("how", ["", "async_finish", "return_recv_hook"])
 @pytest.mark.parametrize("use_fp8", [False, True])
 def test_low_latency_calls_with_other_numbers_of_tokens_are_repeated(
-    ranks: Ranks, made: list[str], use_fp8: bool
+    ranks: Ranks, made: list[str], use_fp8: bool, how: str
 ) -> None:
+    chosen: dict[str, Any] = {how: True} if how else {}
+    hooked = how == "return_recv_hook"
+
     def body(comm: Communicator) -> None:
         buffer = deep_ep.Buffer(comm, explicitly_destroy=True)
         for turn, tokens in enumerate((TOKENS, TOKENS, 3, TOKENS)):
             batch = Batch(comm, turn, tokens)
             stats = torch.zeros(2, dtype=torch.int32, device=batch.x.device)
             rows, counts, handle, event, hook = buffer.low_latency_dispatch(
-                batch.x, batch.ids, TOKENS, EXPERTS, stats, use_fp8=use_fp8
+                batch.x, batch.ids, TOKENS, EXPERTS, stats, use_fp8=use_fp8, **chosen
             )
-            assert event.event is None
-            assert hook is None
+            end(event, hook)
             assert torch.equal(stats, counts)
             assert len(handle) == 5
             assert handle[2:] == (TOKENS, HIDDEN, EXPERTS)
@@ -85,14 +88,24 @@ def test_low_latency_calls_with_other_numbers_of_tokens_are_repeated(
                 assert scales.stride(-2) == 1
                 groups = values.float().view(*values.shape[:-1], scales.shape[-1], -1) * scales.unsqueeze(-1)
                 rows = groups.view(values.shape).to(torch.bfloat16)
-            combined, _, _ = buffer.low_latency_combine(rows, batch.ids, batch.weights, handle)
+            combined, event, hook = buffer.low_latency_combine(rows, batch.ids, batch.weights, handle, **chosen)
+            end(event, hook)
             torch.testing.assert_close(combined.float(), batch.weighted.float(), rtol=0.07, atol=0.6)
             if not use_fp8:
                 assert torch.equal(combined, batch.weighted)
         buffer.destroy()
 
+    def end(event: deep_ep.utils.EventOverlap, hook: Any) -> None:
+        assert (event.event is not None) == (how == "async_finish")
+        assert (hook is not None) == hooked
+        if event.event is not None:
+            event.current_stream_wait()
+        if hook is not None:
+            hook()
+
     ranks.run(body)
-    assert sorted(made) == ["CombineCall"] * 2 + ["DispatchCall"] * 2
+    layers = 2 if hooked else 1
+    assert sorted(made) == ["CombineCall"] * 2 * layers + ["DispatchCall"] * 2 * layers
 
 
 @pytest.mark.parametrize("worst", [0, 2 * TOKENS])
