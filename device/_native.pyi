@@ -437,6 +437,19 @@ class _ProxycclCombine:
 class ProxycclCombine(_ProxycclCombine, CData): ...
 class ProxycclCombinePointer(_ProxycclCombine, ItemPointer[ProxycclCombine]): ...
 
+class _ProxycclWeighing:
+    rows: int
+    hidden: int
+    values: PointerField[CharPointer]
+    weights: PointerField[FloatPointer]
+    others: PointerField[CharPointer]
+    products: PointerField[FloatPointer]
+    received: PointerField[Int32Pointer]
+    row_slots: PointerField[Int32Pointer]
+
+class ProxycclWeighing(_ProxycclWeighing, CData): ...
+class ProxycclWeighingPointer(_ProxycclWeighing, ItemPointer[ProxycclWeighing]): ...
+
 class _ProxycclPoolCalls:
     flags: int
     context: int
@@ -1126,6 +1139,14 @@ class FFI(BaseFFI):
     def new(self, cdecl: Literal["float[]"], init: int | Sequence[float], /) -> Array[float, FloatPointer]: ...
     @overload
     def new(
+        self, cdecl: Literal["ProxycclWeighing *"], init: Initial[ProxycclWeighing] = ..., /
+    ) -> ProxycclWeighingPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclWeighing[]"], init: int | Sequence[Initial[ProxycclWeighing]], /
+    ) -> Array[ProxycclWeighing, ProxycclWeighingPointer]: ...
+    @overload
+    def new(
         self, cdecl: Literal["ProxycclPoolCalls *"], init: Initial[ProxycclPoolCalls] = ..., /
     ) -> ProxycclPoolCallsPointer: ...
     @overload
@@ -1297,6 +1318,8 @@ class FFI(BaseFFI):
     @overload
     def cast(self, cdecl: Literal["float *"], value: CData | int, /) -> FloatPointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclWeighing *"], value: CData | int, /) -> ProxycclWeighingPointer: ...
+    @overload
     def cast(self, cdecl: Literal["ProxycclPoolCalls *"], value: CData | int, /) -> ProxycclPoolCallsPointer: ...
     @overload
     def cast(self, cdecl: Literal["ProxycclSegment *"], value: CData | int, /) -> ProxycclSegmentPointer: ...
@@ -1375,6 +1398,7 @@ class FFI(BaseFFI):
             "ProxycclDispatch",
             "ProxycclCombine",
             "float",
+            "ProxycclWeighing",
             "ProxycclPoolCalls",
             "ProxycclSegment",
             "ProxycclAllocationGuard",

@@ -553,6 +553,7 @@ class Lib:
         write32: int,
         event_record: int,
         event_query: int,
+        copy_many: int,
         /,
     ) -> None: ...
     def proxyccl_transport_refused(self, name: Passed[CharPointer] | bytes, options: Pointer, /) -> CharPointer: ...

@@ -54,7 +54,7 @@ class EPAll2AllLayer:
         world_size: ranks of the group.
         dtype: of tokens: "bfloat16", "float16", "float32" or "float64", by name or torch's or numpy's type.
         weight_dtype: of routing weights: one of the same.
-        num_sm: the most blocks, and so the most multiprocessors, that a kernel of the layer uses.
+        num_sm: the most blocks, and so the most multiprocessors, that a kernel uses which moves rows between ranks.
         enable_local_combine: sum a token's rows on each rank first, rounded to `dtype`. This sends less data, but
             rounds the result twice. Only on one node.
         use_aot: use only kernels that were compiled beforehand (`proxyccl compile`).

@@ -239,9 +239,8 @@ def helped_thread(idle: IdlePolicy) -> Iterator[tuple[ProxyThread, Help]]:
     helper = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
     add = ctypes.CFUNCTYPE(None, helper, ctypes.c_void_p)(lambda call, argument: helpers.update({argument: call}))
     remove = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda argument: helpers.pop(argument) and None)
-    functions = EngineFunctions(
-        0, 0, 0, 0, 0, 0, *(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (add, remove))
-    )
+    added, removed = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (add, remove))
+    functions = EngineFunctions(0, 0, 0, 0, 0, add_helper=added, remove_helper=removed)
     thread = ProxyThread("helped", idle, functions=functions)
     ((argument, call),) = helpers.items()
     yield thread, lambda waits: call(argument, waits)

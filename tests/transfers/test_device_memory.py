@@ -169,10 +169,10 @@ def test_wrong_memory(pair: OnDevices) -> None:
     assert pair.a.regions == before
 
 
-def test_another_host(pair: OnDevices, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_host(pair: OnDevices) -> None:
     far = Agent("far", listen=["127.0.0.1"])
     region = far.register(pair.arrays[1])
-    force_path(monkeypatch, "tcp")
+    force_path(pair.a, "tcp")
     pair.a.add(far.metadata())
     with pytest.raises(NoPathError, match="within a host"):
         pair.a.prepare("read", "far", [(pair.regions[0].address, region.address, 8)])
