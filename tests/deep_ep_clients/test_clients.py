@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from proxyccl import Communicator  # noqa: E402
 from support.cases.deep_ep_clients import CLIENTS, Mixture, megatron, nemo, require_close  # noqa: E402
-from support.devices import runtime_with_blocks, torch_device  # noqa: E402
+from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
 from support.processes import run_processes  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
@@ -62,3 +62,5 @@ def test_a_group_of_gloo_is_enough() -> None:
     program = Path(__file__).parent / "programs" / "gloo_clients.py"
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    if ON_HOST:
+        assert done.stdout.split("\n").count("of all ranks") == 2

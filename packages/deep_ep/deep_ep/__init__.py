@@ -1,6 +1,22 @@
 """DeepEP's interface, by ProxyCCL. Programs, and the workers that they spawn, import it by this name."""
 
-from deep_ep import utils
+from deep_ep import buffers, utils
+from deep_ep.utils.envs import get_logical_domain_size, get_physical_domain_size
 from proxyccl.deep_ep import Buffer, Config, ElasticBuffer, EPHandle, EventHandle, EventOverlap, topk_idx_t
 
-__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "topk_idx_t", "utils"]
+__version__ = "2.1.0"
+"""The version of DeepEP whose names these are. `Buffer` is that of 1.2.1, which 2.1.0 still has."""
+
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "buffers",
+    "get_logical_domain_size",
+    "get_physical_domain_size",
+    "topk_idx_t",
+    "utils",
+]

@@ -1,10 +1,13 @@
 """Spawns two ranks with a process group of gloo; each runs clients with `import deep_ep` alone.
 
-On the host runtime they are three of vLLM's; on a GPU, which the ranks may share, all of them.
+On the host runtime DeepEP's helpers join the ranks, and the clients are three of vLLM's. On a GPU, which the ranks may
+share, they are all.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -14,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 ROOT = Path(__file__).parents[3]
-sys.path[:0] = [str(ROOT / "packages" / "deep_ep"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "packages" / "deep_ep"), str(ROOT / "tests"), str(Path(__file__).parent)]
 RANKS = 2
 
 
@@ -29,7 +32,12 @@ def run(rank: int, store: str) -> None:
     if not ON_HOST:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    if ON_HOST:
+        from references import joined, require_references
+
+        require_references(joined(rank, RANKS), rank, RANKS)
+    else:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     mixture = Mixture.of(rank, RANKS, device)
     assert deep_ep.Buffer(dist.group.WORLD).communicator.timeout >= 100  # ranks compile between their calls
     for name in ("vLLM high throughput", "vLLM low latency, float8", "vLLM elastic") if ON_HOST else CLIENTS:
@@ -38,5 +46,10 @@ def run(rank: int, store: str) -> None:
 
 
 if __name__ == "__main__":
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    for name in ("WORLD_SIZE", "RANK"):
+        os.environ.pop(name, None)
     with tempfile.TemporaryDirectory() as directory:
         multiprocessing.spawn(run, (f"{directory}/store",), nprocs=RANKS)

@@ -1,0 +1,1 @@
+"""The modules of the buffers in DeepEP 2."""

@@ -1,0 +1,5 @@
+"""Events that calls wait for."""
+
+from proxyccl.deep_ep import EventHandle, EventOverlap
+
+__all__ = ["EventHandle", "EventOverlap"]

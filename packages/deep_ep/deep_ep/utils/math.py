@@ -1,0 +1,96 @@
+"""Arithmetic of tests and benchmarks: differences, float8 with a scale for each 128 elements, and sums of bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_ELEMENTS = 128
+_GREATEST = 448.0  # of float8_e4m3fn
+
+
+def calc_diff(x: Any, y: Any) -> float:
+    """1 minus the cosine-like similarity of two tensors; 0 if they are equal."""
+    x, y = x.double() + 1, y.double() + 1
+    return float(1 - 2 * (x * y).sum() / (x.square() + y.square()).sum())
+
+
+def safe_div(a: float, b: float) -> float:
+    """a / b, where 0 / 0 is 0."""
+    return 0 if a == b == 0 else a / b
+
+
+def ceil_div(x: int, y: int) -> int:
+    """x / y, rounded up."""
+    return -(-x // y)
+
+
+def align(x: int, y: int) -> int:
+    """The next multiple of y."""
+    return ceil_div(x, y) * y
+
+
+def per_token_cast_to_fp8(x: Any) -> tuple[Any, Any]:
+    """Rows [T, n] in float8, and their scales, float32 [T, n / 128] rounded up."""
+    tokens, n = x.shape
+    groups = torch.nn.functional.pad(x, (0, -n % _ELEMENTS)).float().view(tokens, -1, _ELEMENTS)
+    scales = groups.abs().amax(2).clamp(min=1e-4) / _GREATEST
+    rows = (groups / scales.unsqueeze(2)).to(torch.float8_e4m3fn).view(tokens, -1)
+    return rows[:, :n].contiguous(), scales
+
+
+def per_token_cast_back(x_fp8: Any, x_scales: Any) -> Any:
+    """Those rows in bfloat16. Scales may also be packed exponents, four in an int32."""
+    tokens, n = x_fp8.shape
+    if tokens == 0 or n == 0:
+        return x_fp8.to(torch.bfloat16)
+    if x_scales.dtype == torch.int32:
+        exponents = x_scales.contiguous().view(torch.uint8).to(torch.int32)
+        x_scales = (exponents << 23).view(torch.float32)
+    groups = torch.nn.functional.pad(x_fp8.float(), (0, -n % _ELEMENTS)).view(tokens, -1, _ELEMENTS)
+    rows = groups * x_scales.reshape(tokens, -1, 1)
+    return rows.view(tokens, -1)[:, :n].to(torch.bfloat16).contiguous()
+
+
+def inplace_unique(x: Any, num_slots: int) -> None:
+    """Keeps each number from 0 to num_slots - 1 once in each row of x, in some order, and fills it up with -1."""
+    rows = len(x)
+    present = torch.zeros(rows, num_slots + 1, dtype=torch.bool, device=x.device)
+    present.scatter_(1, torch.where(x < 0, num_slots, x).long(), True)
+    numbers = torch.arange(num_slots, dtype=x.dtype, device=x.device)
+    kept = torch.where(present[:, :num_slots], numbers, -1).sort(1, descending=True).values
+    width = min(num_slots, x.shape[1])
+    x.fill_(-1)
+    x[:, :width] = kept[:, :width]
+
+
+def create_grouped_scores(scores: Any, group_idx: Any, num_groups: int) -> Any:
+    """Scores [T, experts], with zeros for experts outside each token's groups, [T, n]."""
+    tokens, experts = scores.shape
+    chosen = torch.zeros(tokens, num_groups, dtype=torch.bool, device=scores.device).scatter_(1, group_idx, True)
+    return (scores.view(tokens, num_groups, -1) * chosen.unsqueeze(2)).view(tokens, experts)
+
+
+def hash_tensor(t: Any) -> int:
+    """The sum of a tensor's words."""
+    return int(t.view(torch.int32).sum())
+
+
+def hash_tensors(*tensors: Any) -> int:
+    """The exclusive or of those sums. Arguments may be None, and tuples or lists of tensors."""
+    value = 0
+    for each in _flat(tensors):
+        value ^= hash_tensor(each)
+    return value
+
+
+def count_bytes(*tensors: Any) -> int:
+    """The bytes of tensors together. Arguments may be as for `hash_tensors`."""
+    return sum(each.numel() * each.element_size() for each in _flat(tensors))
+
+
+def _flat(values: Any) -> list[Any]:
+    if isinstance(values, (tuple, list)):
+        return [each for value in values for each in _flat(value)]
+    return [] if values is None else [values]

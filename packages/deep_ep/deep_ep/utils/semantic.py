@@ -1,0 +1,10 @@
+"""Small helpers of Python code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def value_or(value: Any, default: Any) -> Any:
+    """The value, or the default for None."""
+    return default if value is None else value
