@@ -34,6 +34,7 @@ enum { PROXYCCL_WAIT_NONE, PROXYCCL_WAIT_RING_ROOM, PROXYCCL_WAIT_RING_SYNC, PRO
        PROXYCCL_WAIT_SM_SIGNAL, PROXYCCL_WAIT_PROXY_SIGNAL, PROXYCCL_WAIT_PACKET, PROXYCCL_WAIT_GRID,
        PROXYCCL_WAIT_SCHEDULE_POST, PROXYCCL_WAIT_SCHEDULE_DATA, PROXYCCL_WAIT_SCHEDULE_SEND,
        PROXYCCL_WAIT_SCHEDULE_GATE, PROXYCCL_WAIT_CONDITION, PROXYCCL_WAIT_EXECUTION, PROXYCCL_WAIT_COMPLETION,
+       PROXYCCL_WAIT_STAGE,
        ... };
 enum { PROXYCCL_HANDLE_NONE, PROXYCCL_HANDLE_SM_CHANNEL, PROXYCCL_HANDLE_PROXY_CHANNEL, PROXYCCL_HANDLE_SEMAPHORE,
        PROXYCCL_HANDLE_SM_SEMAPHORE, PROXYCCL_HANDLE_PROXY_SEMAPHORE, PROXYCCL_HANDLE_FIFO, ... };
@@ -99,7 +100,9 @@ typedef struct {
   uint64_t packets; ProxycclControl *control; uint32_t *epochs; char *scratch; char *remote[...]; ...;
 } ProxycclPacketTeam;
 typedef struct {
-  const char *slots; uint64_t slot_bytes; uint32_t rank; uint32_t world_size; uint32_t divisor; ...;
+  const char *slots; uint64_t slot_bytes; uint32_t rank; uint32_t world_size; uint32_t divisor; uint32_t pieces;
+  uint64_t piece; const uint64_t *stages; uint64_t transfers; uint64_t *gate; uint32_t *blocks_done;
+  ProxycclControl *control; ...;
 } ProxycclArrived;
 
 enum { PROXYCCL_STEP_SYNC, PROXYCCL_STEP_BARRIER, PROXYCCL_STEP_SIGNAL, PROXYCCL_STEP_RELAXED_SIGNAL,

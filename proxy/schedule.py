@@ -39,7 +39,8 @@ class ScheduleSend(Message, frozen=True):
         post_channel: the channel that the peer posts on; None for a send that waits for no post.
         dst_memory: the first id of the destination; None for where the peer posted.
         dst_offset: from there on, in bytes.
-        gate: the send waits until the stream has counted the gate up to this; 0 for one that waits for no gate.
+        gate: the send waits until the gate has been counted up to this; 0 for one that waits for no gate.
+        stage: which of the words that streams and kernels wait for counts it when it is complete; None for none.
     """
 
     channel: Uint32
@@ -50,6 +51,7 @@ class ScheduleSend(Message, frozen=True):
     dst_memory: Uint32 | None = None
     dst_offset: Uint64 = 0
     gate: Uint64 = 0
+    stage: Uint32 | None = None
 
 
 class ScheduleReceive(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""Reductions by proxy: schedules move the data, and kernels with few blocks reduce it when it has arrived.
+"""Reductions by proxy: schedules move the data, and a kernel with few blocks reduces each piece when it has arrived.
 
 Each rank reduces one share of the elements. The share is cut into pieces: one is reduced while the next is in flight,
 and in an all_reduce its result goes back to all ranks while the next is reduced. A short all_reduce takes one crossing:
@@ -7,7 +7,7 @@ each rank sends all its elements to every other, and all reduce the same values 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -57,7 +57,8 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
     for begin, count in rounds(target.size, by_proxy.longest_round // (ranks * itemsize)):
         part = _Reduction(by_proxy, source, op, _Shares(begin, target.size, (count,) * ranks))
         steps += [*part.copies_in, Schedule(part.posts(), part.sends(), part.receives())]
-        steps += [*part.reduce(target.ptr + begin * itemsize), *by_proxy.rings.end(len(part.pieces))]
+        result = target.ptr + begin * itemsize
+        steps += [part.reduce(result, gated=False), *by_proxy.rings.end(len(part.pieces))]
     return by_proxy.rings.prepare(steps)
 
 
@@ -100,7 +101,7 @@ def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, o
     schedule = Schedule((*part.posts(), *posts), (*part.sends(), *sends), (*part.receives(), *receives))
     copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # none in place
     end = by_proxy.rings.end(len(part.pieces))
-    return [*part.copies_in, schedule, *part.reduce(output.ptr + own), *end, *copies_out]
+    return [*part.copies_in, schedule, part.reduce(output.ptr + own, gated=True), *end, *copies_out]
 
 
 def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> list[Step]:
@@ -110,18 +111,26 @@ def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: s
     sent = memories.pinned("source", slots.nbytes) or memories.found_or_staged(
         memories.source(source.ptr, nbytes), "source", nbytes
     )
+    replaced = sent.ptr == target.ptr  # the result replaces what is sent
     schedule = Schedule(
         posts=slots.posts(links.posts),
         sends=tuple(
             ScheduleSend(
-                links.sends[peer], sent.memory.source_id(peer), sent.offset, nbytes, post_channel=links.posts[peer]
+                links.sends[peer],
+                sent.memory.source_id(peer),
+                sent.offset,
+                nbytes,
+                post_channel=links.posts[peer],
+                stage=0 if replaced else None,
             )
             for peer in peers
         ),
-        receives=tuple(ScheduleReceive(links.sends[peer]) for peer in peers),
+        receives=tuple(ScheduleReceive(links.sends[peer], stage=0) for peer in peers),
     )
     copy_in = CopyBytes(sent.ptr, source.ptr, nbytes)  # none in place
-    return [copy_in, schedule, *by_proxy.rings.end(), slots.reduce(source.ptr, target.ptr, source.size)]
+    whole, transfers = [(0, source.size)], len(peers) * (2 if replaced else 1)
+    reduction = slots.reduce(source.ptr, target.ptr, source.size, whole, transfers=transfers, gated=False)
+    return [copy_in, schedule, reduction, *by_proxy.rings.end(1)]
 
 
 class _Slots:
@@ -139,7 +148,8 @@ class _Slots:
     """
 
     def __init__(self, by_proxy: ByProxy, dtype: DType, op: str, nbytes: int, *, may_be_pinned: bool = False) -> None:
-        self._group, self._dtype = by_proxy.group, dtype
+        self._group, self._dtype, self._words = by_proxy.group, dtype, by_proxy.rings.words
+        self._blocks_done = by_proxy.memories.blocks_done.ptr
         self._peers = others(by_proxy.group)
         self._slot_bytes = _round_up(nbytes, _SLOT_ALIGNMENT)
         self.nbytes = len(self._peers) * self._slot_bytes
@@ -159,13 +169,29 @@ class _Slots:
             SchedulePost(channels[peer], memory.id_at(peer), offset + self.offset(peer)) for peer in self._peers
         )
 
-    def reduce(self, own: int, result: int, count: int, begin: int = 0) -> Launch:
-        """Reduces elements of this rank, at `own`, and those that begin `begin` bytes into each slot."""
-        group, defaults = self._group, self._group.runtime.launch_defaults
+    def reduce(
+        self, own: int, result: int, count: int, pieces: Sequence[tuple[int, int]], *, transfers: int, gated: bool
+    ) -> Launch:
+        """The kernel that waits for each piece and reduces it.
+
+        Args:
+            own: this rank's elements.
+            result: where the reduced ones go.
+            count: of elements.
+            pieces: the offset and the most elements of each; number n is stage n of the schedule.
+            transfers: of each stage.
+            gated: whether it opens the gate after each piece.
+        """
+        group, words, defaults = self._group, self._words, self._group.runtime.launch_defaults
         arrived = ffi.new("ProxycclArrived *")
-        arrived.slots, arrived.slot_bytes = ffi.cast("char *", self._memory.ptr + begin), self._slot_bytes
+        arrived.slots, arrived.slot_bytes = ffi.cast("char *", self._memory.ptr), self._slot_bytes
         arrived.rank, arrived.world_size, arrived.divisor = group.rank, group.world_size, group.world_size
-        nbytes = count * self._dtype.itemsize
+        arrived.pieces, arrived.piece, arrived.transfers = len(pieces), pieces[0][1], transfers
+        arrived.stages = ffi.cast("uint64_t *", words.stages[0])
+        arrived.gate = ffi.cast("uint64_t *", words.gate if gated else 0)
+        arrived.blocks_done = ffi.cast("uint32_t *", self._blocks_done)
+        arrived.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
+        nbytes = pieces[0][1] * self._dtype.itemsize
         blocks = max(1, min(defaults.copy_blocks, -(-nbytes // defaults.bytes_per_block)))
         return self._kernel.prepare(blocks, defaults.threads, bytes(ffi.buffer(arrived)), own, result, count)
 
@@ -230,22 +256,16 @@ class _Reduction:
             ScheduleReceive(channels[peer], stage=number) for number in range(len(self.pieces)) for peer in self._peers
         )
 
-    def reduce(self, result: int) -> list[Step]:
-        """Reduces each piece of this rank's share when it has arrived, and opens the gate after it.
+    def reduce(self, result: int, *, gated: bool) -> Launch:
+        """The kernel that reduces this rank's share.
 
         Args:
             result: where the reduced share goes.
+            gated: whether its pieces are sent on.
         """
-        rings, rank = self._by_proxy.rings, self._by_proxy.group.rank
-        steps: list[Step] = []
-        for number, (begin, most) in enumerate(self.pieces):
-            steps.append(rings.stage(number, len(self._peers)))
-            count, offset = self._shares.length(rank, begin, most), begin * self._itemsize
-            if count:
-                own = self._source.ptr + self._shares.start(rank) * self._itemsize + offset
-                steps.append(self._slots.reduce(own, result + offset, count, begin=offset))
-            steps.append(rings.open_gate(number + 1))
-        return steps
+        rank = self._by_proxy.group.rank
+        own, count = self._source.ptr + self._shares.start(rank) * self._itemsize, self._shares.lengths[rank]
+        return self._slots.reduce(own, result, count, self.pieces, transfers=len(self._peers), gated=gated)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -21,12 +21,14 @@ from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ResourceError, WaitTimeoutError
 from proxyccl.device.runtime import PinnedMemory
 from proxyccl.device.stream_operations import CopyBytes
+from proxyccl.proxy.schedule import STAGES
 
 Side = Literal["source", "target", "scratch"]
 """What memory is for: to send from, to receive results in, or to receive in what is then reduced."""
 
 _POLL_SECONDS = 0.0001
 _SMALLEST_STAGE = 1 << 20
+_COUNTER_BYTES = 4
 
 
 class ScheduleMemory(Protocol):
@@ -74,6 +76,7 @@ class ScheduleMemories:
         staged_together: whether all ranks make stages together, also those that need none.
         pinned_bytes: most bytes of one side that go through pinned memory, where the CPU moves them.
         own_pinned_bytes: most bytes that a stream copies within the device through pinned memory.
+        blocks_done: device memory in which blocks of a reduction count themselves; zero between kernels.
     """
 
     def __init__(self, group: Group) -> None:
@@ -84,6 +87,7 @@ class ScheduleMemories:
         self._stages: dict[Side, list[Array]] = {}
         self._boxes: PinnedBoxes | None = None
         self._own_box: PinnedMemory | None = None
+        self.blocks_done = group.runtime.allocate(STAGES * _COUNTER_BYTES)
         if not self.staged_together:
             group.symmetric.serve(group.links.proxy)
             self._boxes = PinnedBoxes(group)
@@ -169,9 +173,9 @@ class ScheduleMemories:
         for stages in self._stages.values():
             for stage in stages:
                 stage.free()
-        for boxes in (self._boxes, self._own_box):
-            if boxes is not None:
-                boxes.close()
+        for memory in (self._boxes, self._own_box, self.blocks_done):
+            if memory is not None:
+                memory.close()
 
     def _registered(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
         for shared in self._group.kept:

@@ -24,28 +24,23 @@ class ScheduleRings:
 
     Args:
         group: the ranks.
+
+    Attributes:
+        words: through which streams, kernels and the proxy meet.
     """
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._words = group.links.proxy.schedule_pointers
+        self.words = group.links.proxy.schedule_pointers
         self._dropped: list[tuple[Any, list[int]]] = []  # what was issued in C, and its schedules
-
-    def stage(self, number: int, receives: int) -> Operation:
-        """Waits, within a schedule, until this many receives of a stage are complete."""
-        return WaitValue(self._words.stages[number], receives)
-
-    def open_gate(self, value: int) -> Operation:
-        """Lets the schedule's sends go that wait for `value`."""
-        return WriteValue(self._words.gate, value)
 
     def end(self, stages: int = 0) -> list[Operation]:
         """Waits for the end of the schedule, and resets the words that it and the stream have written.
 
         Args:
-            stages: how many stages the schedule has; if any, the gate was used too.
+            stages: how many stages the schedule has; if any, the gate may have been used too.
         """
-        words = self._words
+        words = self.words
         used = [words.done, *words.stages[:stages], *([words.gate] if stages else [])]
         return [WaitValue(words.done, 1), *(WriteValue(word, 0) for word in used)]
 
@@ -63,7 +58,7 @@ class ScheduleRings:
         for step in steps:
             if isinstance(step, Schedule):
                 numbers.append(proxy.add_schedule(step))
-                operations.append(WriteValue(self._words.bell, numbers[-1]))
+                operations.append(WriteValue(self.words.bell, numbers[-1]))
             else:
                 operations.append(step)
         ring = StreamOperations(self._group.runtime, operations, sleepers=proxy.sleepers if numbers else None)

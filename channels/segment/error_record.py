@@ -39,6 +39,7 @@ WAITS = {
     lib.PROXYCCL_WAIT_PACKET: "a packet",
     lib.PROXYCCL_WAIT_GRID: "the other blocks of the grid",
     lib.PROXYCCL_WAIT_CONDITION: "a condition of its kernel",
+    lib.PROXYCCL_WAIT_STAGE: "data that its proxy receives",
     lib.PROXYCCL_WAIT_EXECUTION: "an operation of its execution plan",
 }
 """The object of a kernel's wait, by ProxycclWaitKind."""

@@ -1,8 +1,9 @@
-/* Data that peers have sent to a rank for a reduction: a kernel parameter (reduce_arrived.h). Plain C: Python fills it.
- */
+/* Data that peers send to a rank for a reduction, piece by piece: a kernel parameter (reduce_arrived.h). Plain C:
+ * Python fills it. */
 #ifndef PROXYCCL_ARRIVED_H
 #define PROXYCCL_ARRIVED_H
 
+#include "proxyccl/control.h"
 #include "proxyccl/types.h"
 
 typedef struct ProxycclArrived {
@@ -11,6 +12,13 @@ typedef struct ProxycclArrived {
   uint32_t rank;
   uint32_t world_size;
   uint32_t divisor; /* of an average */
+  uint32_t pieces;
+  uint64_t piece;         /* elements of each but the last; with several pieces a multiple of 16 bytes */
+  const uint64_t* stages; /* by piece, how many of its transfers are complete; host memory that the proxy writes */
+  uint64_t transfers;     /* of each piece */
+  uint64_t* gate;         /* counts reduced pieces for the proxy, in host memory; null: nobody waits for it */
+  uint32_t* blocks_done;  /* by piece, zero between kernels: blocks that have reduced it */
+  ProxycclControl* control;
 } ProxycclArrived;
 
 #endif

@@ -1,21 +1,46 @@
-// reduce_arrived: the reduction after a schedule's transfers. Every peer's values have arrived in this rank's memory.
+// reduce_arrived: the reduction of a schedule's transfers (channels/schedules/DESIGN.md), by few blocks.
 //
-// The stream launches it when they have arrived (channels/schedules/DESIGN.md), so it waits for nothing. It needs few
-// blocks.
+// The stream launches it as soon as it has rung the proxy. It waits for each piece of the data, so it reduces one at
+// once where a launch for each would wait for a free multiprocessor every time. A block waits for the proxy alone and
+// not for other blocks, so they need not be resident together.
 #ifndef PROXYCCL_REDUCE_ARRIVED_H
 #define PROXYCCL_REDUCE_ARRIVED_H
 
 #include "arrived.h"
 #include "instance.h"
+#include "proxyccl/wait.h"
 #include "reduce_ranks.h"
 
 namespace proxyccl {
 
+// Waits until all transfers of a piece are complete. By all threads of a block; false if the communicator has ended.
+PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece) {
+  __shared__ uint32_t complete;
+  if (threadIdx.x == 0) {
+    const WaitFor what = {PROXYCCL_WAIT_STAGE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, arrived.transfers};
+    complete = waitUntil(arrived.control, what, [&](uint64_t* seen) {
+      return (*seen = loadAcquireSystem(&arrived.stages[piece])) >= arrived.transfers;
+    });
+  }
+  __syncthreads();
+  return complete != 0;
+}
+
+// Ends a block's work on a piece. The last block lets the proxy send the result. The gate only grows: whoever opened it
+// for the piece before did so before it ended its work on this one.
+PROXYCCL_DEVICE void endPiece(const ProxycclArrived& arrived, uint32_t piece) {
+  syncThreadsSystem();
+  if (threadIdx.x != 0 || arrived.gate == nullptr) return;
+  if (fetchAddAcqRelDevice<uint32_t>(&arrived.blocks_done[piece], 1) != gridDim.x - 1) return;
+  storeRelaxedDevice<uint32_t>(&arrived.blocks_done[piece], 0);
+  storeReleaseSystem<uint64_t>(arrived.gate, piece + 1);
+}
+
 #if !PROXYCCL_ON_HOST
-// The same of the first `units` units of 16 bytes, all aligned. A thread has several of them in flight from each rank:
-// few blocks would otherwise wait for memory most of the time.
+// Reduces `units` units of 16 bytes, all aligned. A thread has several of them in flight from each rank: few blocks
+// would otherwise wait for memory most of the time.
 template <class T, class Op, class Source>
-PROXYCCL_DEVICE void reduceArrivedUnits(const ProxycclArrived& arrived, uint64_t units, Source source, T* out) {
+PROXYCCL_DEVICE void reduceUnits(const ProxycclArrived& arrived, uint64_t units, Source source, T* out) {
   constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // sums of one byte take a register each too
   const uint64_t threads = static_cast<uint64_t>(gridDim.x) * blockDim.x;
   Bytes16* const to = reinterpret_cast<Bytes16*>(out);
@@ -39,19 +64,14 @@ PROXYCCL_DEVICE void reduceArrivedUnits(const ProxycclArrived& arrived, uint64_t
 }
 #endif
 
-// out[0, count) = the combination, in rank order, of in[0, count) and of the data that has arrived from every peer.
-template <class T, class Op>
-PROXYCCL_DEVICE void reduce_arrived(const ProxycclArrived& arrived, const T* in, T* out, uint64_t count) {
-  auto source = [&](uint32_t rank) {
-    if (rank == arrived.rank) return in;
-    const uint32_t slot = rank < arrived.rank ? rank : rank - 1;
-    return reinterpret_cast<const T*>(arrived.slots + slot * arrived.slot_bytes);
-  };
+// out[0, count) = the combination, in rank order, of source(rank)[0, count) of all ranks.
+template <class T, class Op, class Source>
+PROXYCCL_DEVICE void reducePiece(const ProxycclArrived& arrived, uint64_t count, Source source, T* out) {
   uint64_t done = 0;
 #if !PROXYCCL_ON_HOST
-  constexpr uint32_t kWide = 16 / sizeof(T);
-  if (isAligned16(in) && isAligned16(out)) {
-    reduceArrivedUnits<T, Op>(arrived, count / kWide, source, out);
+  if (isAligned16(source(arrived.rank)) && isAligned16(out)) {
+    constexpr uint32_t kWide = 16 / sizeof(T);
+    reduceUnits<T, Op>(arrived, count / kWide, source, out);
     done = count / kWide * kWide;
   }
 #endif
@@ -59,6 +79,23 @@ PROXYCCL_DEVICE void reduce_arrived(const ProxycclArrived& arrived, const T* in,
       arrived.world_size, arrived.divisor, count - done, false, blockIdx.x * blockDim.x + threadIdx.x,
       gridDim.x * blockDim.x, [&](uint32_t rank) { return source(rank) + done; },
       [&](uint64_t i, const auto& sum) { sum.store(out + done + i); });
+}
+
+// out[0, count) = the combination, in rank order, of in[0, count) and of the data that arrives from every peer.
+template <class T, class Op>
+PROXYCCL_DEVICE void reduce_arrived(const ProxycclArrived& arrived, const T* in, T* out, uint64_t count) {
+#pragma unroll 1
+  for (uint32_t piece = 0; piece < arrived.pieces; ++piece) {
+    if (!awaitPiece(arrived, piece)) return;
+    const uint64_t begin = minimum(piece * arrived.piece, count);
+    auto source = [&](uint32_t rank) {
+      if (rank == arrived.rank) return in + begin;
+      const uint32_t slot = rank < arrived.rank ? rank : rank - 1;
+      return reinterpret_cast<const T*>(arrived.slots + slot * arrived.slot_bytes) + begin;
+    };
+    reducePiece<T, Op>(arrived, minimum(arrived.piece, count - begin), source, out + begin);
+    endPiece(arrived, piece);
+  }
 }
 
 }  // namespace proxyccl

@@ -48,6 +48,8 @@ static int is_memory(uint32_t first, uint64_t offset) {
   return first < PROXYCCL_MAX_MEMORIES && offset >> OFFSET_BITS < PROXYCCL_MAX_MEMORIES - first;
 }
 
+static int is_stage(uint32_t stage) { return stage == PROXYCCL_NO_ID || stage < PROXYCCL_SCHEDULE_STAGES; }
+
 static int is_accepted(const ProxycclScheduleSteps *given) {
   int accepted = 1;
   for (uint32_t i = 0; i < given->post_count; ++i) {
@@ -60,11 +62,12 @@ static int is_accepted(const ProxycclScheduleSteps *given) {
     accepted &= send->channel < PROXYCCL_MAX_CHANNELS && is_memory(send->src_memory, 0);
     accepted &= !posted || send->post_channel < PROXYCCL_MAX_CHANNELS;
     accepted &= send->dst_memory == PROXYCCL_NO_ID ? posted : is_memory(send->dst_memory, 0);
+    accepted &= is_stage(send->stage);
   }
   for (uint32_t i = 0; i < given->receive_count; ++i) {
     const ProxycclScheduleReceive *receive = &given->receives[i];
     accepted &= receive->channel < PROXYCCL_MAX_CHANNELS;
-    accepted &= receive->stage == PROXYCCL_NO_ID || receive->stage < PROXYCCL_SCHEDULE_STAGES;
+    accepted &= is_stage(receive->stage);
   }
   return accepted;
 }
@@ -309,6 +312,11 @@ static ProxycclOutcome issue_bundle(ProxycclService *service, Bundle *bundle, Pr
   return CONTINUE;
 }
 
+static void complete_in_stage(ProxycclService *service, Step *step, uint32_t stage) {
+  step->state = COMPLETE;
+  if (stage != PROXYCCL_NO_ID) stage_add(&service->words->stages[stage]);
+}
+
 /* Whether a send is complete. Where the receiver's word is mapped, it tells that too and saves a flush. */
 static int is_sent(const Step *step, const Channel *channel) {
   if (step->bundle != NULL) return word_load(step->bundle->flushed) >= step->flushed;
@@ -318,9 +326,9 @@ static int is_sent(const Step *step, const Channel *channel) {
 
 /* The receiver of a bundled send learns of it here. Earlier sends on its channel are complete by now: they were visited
  * first. */
-static void complete_send(Step *step, Channel *channel) {
+static void complete_send(ProxycclService *service, Step *step, Channel *channel) {
   if (step->bundle != NULL) word_store(channel->remote_semaphore, step->value);
-  step->state = COMPLETE;
+  complete_in_stage(service, step, step->send.stage);
 }
 
 /* Issues a send that may be issued, or adds it to the bundle; leaves it if either has no room. */
@@ -339,11 +347,6 @@ static ProxycclOutcome start_send(ProxycclService *service, Bundle *bundle, Step
       (ProxycclPut){ranges.dst->base + ranges.dst_offset, ranges.src->base + step->send.src_offset, step->send.bytes};
   bundle->steps[bundle->count++] = step;
   return CONTINUE;
-}
-
-static void complete_receive(ProxycclService *service, Step *step) {
-  step->state = COMPLETE;
-  if (step->receive.stage != PROXYCCL_NO_ID) stage_add(&service->words->stages[step->receive.stage]);
 }
 
 /* Takes a step as far as it can go now, and adds its progress to *progress. */
@@ -367,10 +370,10 @@ static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step 
       break;
     case SEND:
       if (step->state == WAITING && may_send(service, step)) result = start_send(service, bundle, step, channel, info);
-      if (step->state == ISSUED && is_sent(step, channel)) complete_send(step, channel);
+      if (step->state == ISSUED && is_sent(step, channel)) complete_send(service, step, channel);
       break;
     case RECEIVE:
-      if (word_load(inbound) >= step->value) complete_receive(service, step);
+      if (word_load(inbound) >= step->value) complete_in_stage(service, step, step->receive.stage);
       break;
   }
   *progress += step->state != before;

@@ -35,7 +35,7 @@ typedef struct ProxycclScheduleWords {
   _Alignas(128) uint64_t running; /* the number of the running schedule; 0: none */
   _Alignas(128) uint64_t done;    /* 1: the schedule is complete */
   _Alignas(128) uint64_t gate;    /* a stream counts up how far gated sends may go */
-  _Alignas(128) uint64_t stages[PROXYCCL_SCHEDULE_STAGES]; /* receives of each stage that are complete */
+  _Alignas(128) uint64_t stages[PROXYCCL_SCHEDULE_STAGES]; /* receives and sends of each that are complete */
   ProxycclTurns turns[PROXYCCL_MAX_WORKERS];               /* by worker, for whoever waits for any of it */
 } ProxycclScheduleWords;
 
@@ -56,6 +56,7 @@ typedef struct ProxycclScheduleSend {
   uint64_t dst_offset; /* from there, or in `dst_memory` */
   uint64_t bytes;      /* may be 0 */
   uint64_t gate;       /* it waits until the word `gate` is at least this; 0: it need not */
+  uint32_t stage;      /* which of the words `stages` counts it when it is complete; PROXYCCL_NO_ID: none */
 } ProxycclScheduleSend;
 
 /* Waits until a peer's sends have arrived. */

@@ -60,7 +60,8 @@ enum ProxycclWaitKind {
   /* More waits of kernels: */
   PROXYCCL_WAIT_CONDITION = 12, /* a condition of a user's kernel (mscclpp/poll_device.hpp) */
   PROXYCCL_WAIT_EXECUTION = 13, /* in an operation of an execution plan; `channel` says which (execution.h) */
-  PROXYCCL_WAIT_COMPLETION = 14
+  PROXYCCL_WAIT_COMPLETION = 14,
+  PROXYCCL_WAIT_STAGE = 15 /* for data that the proxy has a peer send; the proxy knows which peer */
 };
 
 /* Whether a rank may still access its peers' memory. */
@@ -105,7 +106,7 @@ typedef struct ProxycclWait {
 } ProxycclWait;
 
 /* A wait's place in ProxycclControl.waits: its peer modulo PROXYCCL_WAIT_PEERS; if it has no peer, its kind. */
-enum { PROXYCCL_WAIT_PEERS = 64, PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 15 };
+enum { PROXYCCL_WAIT_PEERS = 64, PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 16 };
 
 /* The question number of an abort, which every wait answers. */
 #define PROXYCCL_LAST_QUESTION 0xffffffffu

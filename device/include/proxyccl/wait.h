@@ -114,8 +114,10 @@ PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t s
   const uint64_t now = nanoseconds();
   if (started == 0) return now;
   const uint64_t bound = control != nullptr ? loadRelaxedSystem(&control->timeout_ns) : kDefaultTimeoutNs;
-  // Blocks that wait for another block of their grid give up last: that block waits for a peer, and knows which.
-  if (now - started <= (what.kind == PROXYCCL_WAIT_GRID ? 2 * bound : bound)) return started;
+  // Blocks that wait for another block of their grid, or for the proxy, give up last: those wait for a peer, and know
+  // which.
+  const bool last = what.kind == PROXYCCL_WAIT_GRID || what.kind == PROXYCCL_WAIT_STAGE;
+  if (now - started <= (last ? 2 * bound : bound)) return started;
   if (control != nullptr) {
     describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // before the others are told to stop
     recordError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
