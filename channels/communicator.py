@@ -41,6 +41,7 @@ from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.segment.error_record import raised
 from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.channels.timeouts import as_seconds, timeout_from
+from proxyccl.channels.window import Window
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.environment import warn_of_unknown
 from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, ProxyCCLError, ResourceError
@@ -517,6 +518,20 @@ class Communicator:
         """
         self._group.failure.require_usable()
         return HandlerChannel(self._group, handler)
+
+    def window(self, array: Any) -> Window:
+        """A window on an array of every rank, for one-sided puts, gets and signals by streams, without a kernel.
+
+        All ranks call this together, each with its own array; sizes may differ. See `Window`.
+
+        Args:
+            array: as for `register`.
+
+        Raises:
+            ArgumentError: as `register`.
+        """
+        self._group.failure.require_usable()
+        return Window(self._group, array)
 
     def _peers(self, peers: Sequence[int] | None) -> list[int]:
         self._group.failure.require_usable()

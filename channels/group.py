@@ -57,6 +57,18 @@ class Shared(Protocol):
         ...
 
 
+class StreamWaits(Protocol):
+    """Words in this rank's memory that its streams wait for, and that no proxy writes."""
+
+    def look_for_timeouts(self, now: float) -> None:
+        """Ends the communicator if a stream has waited for too long; `now` is of `time.monotonic`."""
+        ...
+
+    def release_streams(self) -> None:
+        """Lets all streams go on that wait for these words, now and later."""
+        ...
+
+
 class Group:
     """One rank of a communicator.
 
@@ -77,6 +89,7 @@ class Group:
         launches: the order of its launches.
         links: this rank's proxy, and its connections.
         mappings: memory of peers that is mapped here.
+        stream_waits: what streams of this rank wait for without a proxy.
         inventory: the channels and semaphores in use.
         symmetric: this rank's arrays that peers' kernels reach.
     """
@@ -116,6 +129,7 @@ class Group:
             self.rank,
         )
         self._kept: list[Shared] = []
+        self.stream_waits: list[StreamWaits] = []
         self._aftermath = Aftermath(
             self.rank,
             self.control,
@@ -228,6 +242,8 @@ class Group:
 
         def each_turn() -> None:
             self.symmetric.update()
+            for waits in tuple(self.stream_waits):
+                waits.look_for_timeouts(time.monotonic())
             if self.control.take_report_request():
                 observer.asked()
             if (proxy := self.links.proxy_if_started) is not None:
@@ -238,6 +254,8 @@ class Group:
         def end_waits() -> None:
             if (proxy := self.links.proxy_if_started) is not None:  # otherwise no stream waits for it
                 proxy.end_waits()
+            for waits in tuple(self.stream_waits):
+                waits.release_streams()
 
         def stopped_proxy() -> str:
             proxy = self.links.proxy_if_started

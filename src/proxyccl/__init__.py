@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from proxyccl.channels.memory import RegisteredMemory
     from proxyccl.channels.proxy_channel import PortChannel, ProxyChannel
     from proxyccl.channels.sm_channel import MemoryChannel, SmChannel
+    from proxyccl.channels.window import Window
     from proxyccl.device.arrays.array import Array
     from proxyccl.device.errors import (
         AbortedError,
@@ -123,6 +124,7 @@ __all__ = [
     "TriggerError",
     "UntrustedPathError",
     "WaitTimeoutError",
+    "Window",
     "open_runtime",
     "rdma_devices",
 ]
@@ -141,6 +143,7 @@ _NAMES = {
     "proxyccl.channels.memory": ("RegisteredMemory",),
     "proxyccl.channels.proxy_channel": ("PortChannel", "ProxyChannel"),
     "proxyccl.channels.sm_channel": ("MemoryChannel", "SmChannel"),
+    "proxyccl.channels.window": ("Window",),
     "proxyccl.device.arrays.array": ("Array",),
     "proxyccl.device.errors": (
         "AbortedError",

@@ -1,0 +1,214 @@
+"""Windows: one-sided access to an array of every rank, by streams and without a kernel.
+
+A put or a get is a copy by the copy engine on the caller's stream. A signal is a word that the stream writes after it,
+and whoever waits for it has the stream wait for the word: neither takes a multiprocessor.
+
+The words that peers write are in each rank's pinned memory. So the processor releases waiting streams when a rank has
+failed, and sees when a stream has waited for too long: the stream says, by another word, what it waits for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxyccl.channels.group import Group
+from proxyccl.channels.memory import RegisteredMemory, register
+from proxyccl.device._native import ffi
+from proxyccl.device.arrays.array import ArrayView, as_view
+from proxyccl.device.errors import ArgumentError, ClosedError
+from proxyccl.device.integers import as_integer
+from proxyccl.device.runtime import PinnedMemory, StreamLike
+from proxyccl.device.stream_operations import CopyBytes, Operation, StreamOperations, WaitValue, WriteValue
+from proxyccl.proxy.codec import Codec
+
+_HANDLE = Codec(bytes, 64 << 10, "handle of a window's words")
+_WORD = 8
+_RELEASED = (1 << 63) - 1
+"""More than any number of signals."""
+
+
+class Window:
+    """One-sided access to an array of every rank; made by `Communicator.window`.
+
+    A rank's calls take effect in their order, on whatever streams they are. Each peer's signals are counted by
+    themselves. Calls of different ranks are ordered by signals alone.
+
+    Args:
+        group: the ranks.
+        array: this rank's, as for `Communicator.register`.
+    """
+
+    def __init__(self, group: Group, array: Any) -> None:
+        self._group, self._runtime = group, group.runtime
+        self._memory: RegisteredMemory = register(group, array, symmetric=True)
+        ranks = group.world_size
+        # By rank: the number of its signals, which it writes; and the number that this rank's streams wait for.
+        self._words = group.runtime.allocate_pinned(2 * ranks * _WORD)
+        self._values = ffi.cast("uint64_t *", self._words.host_ptr)
+        self._sent, self._awaited = [0] * ranks, [0] * ranks
+        self._since = [0.0] * ranks
+        self._closed = False
+        handles = group.exchange.all_gather(self._words.handle, _HANDLE, "window")
+        self._peers: dict[int, PinnedMemory] = {}
+        for peer in range(ranks):
+            if peer != group.rank and group.topology.accessible[peer]:
+                with group.mapping_of(peer):
+                    self._peers[peer] = group.runtime.open_pinned(handles[peer])
+        group.exchange.barrier("window: all have mapped it")
+        group.keep(self)
+        group.stream_waits.append(self)
+
+    def __repr__(self) -> str:
+        return f"<Window of {self._memory.nbytes} bytes>"
+
+    @property
+    def array(self) -> Any:
+        """This rank's array."""
+        return self._memory.array
+
+    def put(self, x: Any, peer: int, *, offset: int = 0, signal: bool = False, stream: StreamLike = None) -> None:
+        """Copies an array into a peer's, on the stream.
+
+        Args:
+            x: any contiguous array of this rank's device, or of the host's pinned memory.
+            peer: a rank whose memory this one's device reaches; this rank too.
+            offset: bytes from the beginning of the peer's array.
+            signal: whether to signal the peer after it; see `signal`.
+            stream: as for `all_reduce`.
+
+        Raises:
+            ArgumentError: an argument is wrong, or kernels and copies of this rank don't reach the peer's memory.
+            CommunicatorError: a rank failed; see its subclasses.
+        """
+        view, theirs = self._ranges(x, "x", peer, offset)
+        operations: list[Operation] = [CopyBytes(theirs, view.ptr, view.nbytes)]
+        self._issue(operations, peer, signal, stream, x)
+
+    def get(self, out: Any, peer: int, *, offset: int = 0, stream: StreamLike = None) -> Any:
+        """Copies a part of a peer's array into `out`, on the stream. Arguments and errors as of `put`. Returns `out`."""
+        view, theirs = self._ranges(out, "out", peer, offset)
+        if not view.writable:
+            raise ArgumentError("out", "the array is read-only")
+        self._issue([CopyBytes(view.ptr, theirs, view.nbytes)], peer, False, stream, out)
+        return out
+
+    def signal(self, peer: int, *, stream: StreamLike = None) -> None:
+        """Signals a peer, on the stream: after it the peer sees all that this rank has put there before.
+
+        Args:
+            peer: as for `put`.
+            stream: as for `all_reduce`. It must not be captured into a graph, which could not count on.
+        """
+        self._word(self._rank(peer))
+        self._issue([], peer, True, stream, self._memory.array)
+
+    def wait_signal(self, peer: int, *, count: int = 1, stream: StreamLike = None) -> None:
+        """Makes the stream wait for further signals of a peer.
+
+        If they do not come within the communicator's time-out, from when the stream waits, this rank ends the
+        communicator.
+
+        Args:
+            peer: as for `put`.
+            count: how many, from 1 on.
+            stream: as for `signal`.
+        """
+        rank = self._rank(peer)
+        self._word(rank)
+        count = as_integer(count, "count", "expected an integer from 1 on", 1, 1 << 31)
+        self._require_open()
+
+        def launch(handle: StreamLike) -> None:
+            self._require_no_capture(handle)
+            self._awaited[rank] += count
+            reached = self._words.ptr + (self._group.world_size + rank) * _WORD
+            words = [
+                WriteValue(reached, self._awaited[rank]),
+                WaitValue(self._words.ptr + rank * _WORD, self._awaited[rank]),
+            ]
+            StreamOperations(self._runtime, words)(handle)
+
+        launches = self._group.launches
+        launches.launch(launch, launches.stream_for(stream, self._memory.array), (), (self._words,))
+
+    def _issue(self, operations: list[Operation], peer: int, signals: bool, stream: StreamLike, x: Any) -> None:
+        rank = self._rank(peer)
+        self._require_open()
+
+        def launch(handle: StreamLike) -> None:
+            then: list[Operation] = []
+            if signals:
+                self._require_no_capture(handle)
+                self._sent[rank] += 1
+                then = [WriteValue(self._word(rank), self._sent[rank])]
+            StreamOperations(self._runtime, [*operations, *then])(handle)
+
+        launches = self._group.launches
+        launches.launch(launch, launches.stream_for(stream, x), (x,), (self._words,))
+
+    def _require_no_capture(self, handle: StreamLike) -> None:
+        if self._runtime.is_capturing(self._runtime.stream_handle(handle)):
+            raise ArgumentError("stream", "is being captured into a graph, which can't count signals")
+
+    def _rank(self, peer: Any) -> int:
+        ranks = self._group.world_size
+        return as_integer(peer, "peer", f"must be a rank from 0 to {ranks - 1}", 0, ranks - 1)
+
+    def _word(self, rank: int) -> int:
+        """The word at a rank that counts this one's signals."""
+        if rank == self._group.rank:
+            return self._words.ptr + rank * _WORD
+        self._group.topology.require_accessible([rank], "peer")
+        return self._peers[rank].ptr + self._group.rank * _WORD
+
+    def _ranges(self, x: Any, argument: str, peer: int, offset: int) -> tuple[ArrayView, int]:
+        """This rank's array, and the address here of the peer's range."""
+        self._require_open()
+        view = as_view(x, argument, gpu=self._runtime.name)
+        if view.device[0] not in (self._runtime.name, "host"):
+            raise ArgumentError(argument, f"lies on {view.place}, the communicator uses {self._runtime.name}")
+        room = self._memory.peer_nbytes(peer)
+        offset = as_integer(offset, "offset", f"expected an integer from 0 to {room}", 0, room)
+        if offset + view.nbytes > room:
+            raise ArgumentError(
+                argument,
+                f"has {view.nbytes} bytes; at offset {offset} rank {peer}'s array has room for {room - offset}",
+            )
+        return view, self._memory.peer_ptr(peer) + offset
+
+    def _require_open(self) -> None:
+        self._group.failure.require_usable()
+        if self._closed:
+            raise ClosedError("the window is closed")
+
+    # The group's watching thread
+
+    def look_for_timeouts(self, now: float) -> None:
+        """Ends the communicator if a stream has waited for longer than its time-out."""
+        ranks = self._group.world_size
+        for rank in range(ranks):
+            count, wanted = self._values[rank], self._values[ranks + rank]
+            if count >= wanted:
+                self._since[rank] = 0.0
+            elif self._since[rank] == 0.0:
+                self._since[rank] = now
+            elif now - self._since[rank] > self._group.timeout:
+                self._group.failure.abort(
+                    f"a stream of rank {self._group.rank} waited {self._group.timeout:g} s for a signal of a window from "
+                    f"rank {rank}: expected {wanted}, saw {count}"
+                )
+                return
+
+    def release_streams(self) -> None:
+        """Lets all streams go on that wait for signals, now and later."""
+        for rank in range(self._group.world_size):
+            self._values[rank] = _RELEASED
+
+    def close(self) -> None:
+        """Ends it, but not its array's registration. Its words live as long as streams use them."""
+        if self._closed or self._group.failure.inherited:
+            return
+        self._closed = True
+        self._group.stream_waits.remove(self)
+        if not self._group.failure.closed:
+            self._group.let_go(self)
