@@ -212,6 +212,13 @@ class _ProxycclArrived:
     rank: int
     world_size: int
     divisor: int
+    pieces: int
+    piece: int
+    stages: PointerField[Uint64Pointer]
+    transfers: int
+    gate: PointerField[Uint64Pointer]
+    blocks_done: PointerField[Uint32Pointer]
+    control: PointerField[ProxycclControlPointer]
 
 class ProxycclArrived(_ProxycclArrived, CData): ...
 class ProxycclArrivedPointer(_ProxycclArrived, ItemPointer[ProxycclArrived]): ...
@@ -600,6 +607,7 @@ class Lib:
     PROXYCCL_WAIT_CONDITION: Final[int]
     PROXYCCL_WAIT_EXECUTION: Final[int]
     PROXYCCL_WAIT_COMPLETION: Final[int]
+    PROXYCCL_WAIT_STAGE: Final[int]
     PROXYCCL_HANDLE_NONE: Final[int]
     PROXYCCL_HANDLE_SM_CHANNEL: Final[int]
     PROXYCCL_HANDLE_PROXY_CHANNEL: Final[int]

@@ -148,6 +148,7 @@ class _ProxycclScheduleSend:
     dst_offset: int
     bytes: int
     gate: int
+    stage: int
 
 class ProxycclScheduleSend(_ProxycclScheduleSend, CData): ...
 class ProxycclScheduleSendPointer(_ProxycclScheduleSend, ItemPointer[ProxycclScheduleSend]): ...
