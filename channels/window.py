@@ -85,7 +85,8 @@ class Window:
         self._issue(operations, peer, signal, stream, x)
 
     def get(self, out: Any, peer: int, *, offset: int = 0, stream: StreamLike = None) -> Any:
-        """Copies a part of a peer's array into `out`, on the stream. Arguments and errors as of `put`. Returns `out`."""
+        """Copies a part of a peer's array into `out`, on the stream, and returns `out`. Arguments and errors as of
+        `put`."""
         view, theirs = self._ranges(out, "out", peer, offset)
         if not view.writable:
             raise ArgumentError("out", "the array is read-only")
@@ -194,8 +195,8 @@ class Window:
                 self._since[rank] = now
             elif now - self._since[rank] > self._group.timeout:
                 self._group.failure.abort(
-                    f"a stream of rank {self._group.rank} waited {self._group.timeout:g} s for a signal of a window from "
-                    f"rank {rank}: expected {wanted}, saw {count}"
+                    f"a stream of rank {self._group.rank} waited {self._group.timeout:g} s for a signal of a window "
+                    f"from rank {rank}: expected {wanted}, saw {count}"
                 )
                 return
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nixl._api import nixl_agent
 
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
@@ -237,3 +238,36 @@ def test_between_processes(pair: OnDevices, allocator: str) -> None:
     with pytest.raises(DisconnectedError):  # noqa: PT012  as soon as the link is lost
         while True:
             reading.start().wait()
+
+
+@pytest.mark.parametrize("kinds", [("VRAM", "VRAM"), ("DRAM", "VRAM"), ("VRAM", "DRAM")])
+def test_nixls_descriptors(kinds: tuple[str, str]) -> None:
+    """By kind and address, as NIXL's clients name memory; the test knows of no other interface."""
+    agents = [nixl_agent(f"nixl{number}") for number in range(2)]
+    arrays = [array_of(number, 1 << 16) for number in range(2)]
+    hosts = [np.full(1 << 16, 7 + number, np.uint8) for number in range(2)]
+    arrays[0].fill(1)
+    arrays[1].fill(2)
+    places = []
+    for agent, array, host in zip(agents, arrays, hosts, strict=True):
+        device = array.runtime.device
+        agent.register_memory([(array.ptr, 1 << 16, device, "")], "VRAM")
+        agent.register_memory([(host.ctypes.data, 1 << 16, 0, "")], "DRAM")
+        places.append({"VRAM": (array.ptr, device), "DRAM": (host.ctypes.data, 0)})
+    peer = agents[0].add_remote_agent(agents[1].get_agent_metadata())
+    lists = []
+    for kind, place in zip(kinds, places, strict=True):
+        address, device = place[kind]
+        rows = [(address + 256 * number, 128, device) for number in range(100)]
+        lists.append(agents[0].get_xfer_descs(rows, kind))
+    handle = agents[0].initialize_xfer("READ", lists[0], lists[1], peer, b"read")
+    state = agents[0].transfer(handle)
+    while state == "PROC":
+        state = agents[0].check_xfer_state(handle)
+    assert state == "DONE"
+    got = arrays[0].numpy() if kinds[0] == "VRAM" else hosts[0]
+    before, value = (1 if kinds[0] == "VRAM" else 7), (2 if kinds[1] == "VRAM" else 8)
+    wanted = np.full((256, 256), before)
+    wanted[:100, :128] = value
+    np.testing.assert_array_equal(got.reshape(256, 256), wanted)
+    agents[0].release_xfer_handle(handle)
