@@ -123,7 +123,7 @@ class Window:
             self._require_no_capture(handle)
             self._awaited[rank] += count
             reached = self._words.ptr + (self._group.world_size + rank) * _WORD
-            words = [
+            words: list[Operation] = [
                 WriteValue(reached, self._awaited[rank]),
                 WaitValue(self._words.ptr + rank * _WORD, self._awaited[rank]),
             ]
