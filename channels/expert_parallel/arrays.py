@@ -19,10 +19,10 @@ from proxyccl.device.base_runtime import Memory
 
 
 class MemoryPart:
-    """A part of memory that its owner frees."""
+    """A part of memory that its owner frees. It keeps `kept` alive."""
 
-    def __init__(self, owner: Memory, offset: int, nbytes: int) -> None:
-        self._owner = owner
+    def __init__(self, owner: Memory, offset: int, nbytes: int, kept: object = None) -> None:
+        self._owner, self._kept = owner, kept
         self.ptr = owner.ptr + offset
         self.nbytes = nbytes
 
@@ -51,25 +51,26 @@ def part_of(array: Any, offset: int, shape: tuple[int, ...], dtype: DType | str)
     if isinstance(array, np.ndarray):
         return array[offset : offset + nbytes].view(element.numpy()).reshape(shape)
     elements = array.view(getattr(sys.modules["torch"], element.name))
-    return elements.as_strided(shape, _strides_of(shape), offset // element.itemsize)
+    return elements.as_strided(shape, strides_of(shape), offset // element.itemsize)
 
 
-def words_of(array: Any, first: int, shape: tuple[int, ...]) -> Any:
+def words_of(array: Any, first: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     """An array of the same library in the memory of an int32 array, from element `first` on."""
     if isinstance(array, Array):
         part = MemoryPart(array.memory, 4 * first, 4 * math.prod(shape))
         return Array(array.runtime, part, shape, array.dtype)
     if isinstance(array, np.ndarray):
         return array[first : first + math.prod(shape)].reshape(shape)
-    return array.as_strided(shape, _strides_of(shape), first)  # one call where slices and shapes are several
+    return array.as_strided(shape, strides, first)  # one call where slices and shapes are several
 
 
-def _strides_of(shape: tuple[int, ...]) -> list[int]:
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of an array in C order, in elements."""
     strides, elements = [], 1
     for extent in reversed(shape):
         strides.append(elements)
         elements *= max(1, extent)
-    return strides[::-1]
+    return tuple(strides[::-1])
 
 
 def first_rows(array: Any, rows: int) -> Any:
@@ -84,6 +85,7 @@ class ExpertArrays:
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        self._of_words: dict[Any, Callable[[tuple[int, ...]], Any]] = {}
 
     def new(self, like: Any, shape: tuple[int, ...], dtype: DType | str) -> Any:
         """A new array of `like`'s library: of torch, of numpy on the host, else as from `Communicator.empty`."""
@@ -93,6 +95,13 @@ class ExpertArrays:
         if library == "numpy":
             return np.empty(shape, element.numpy())
         return allocate(self._group, shape, element)
+
+    def new_words(self, like: Any, words: int) -> Any:
+        """The same for int32."""
+        key = type(like), like.device if hasattr(like, "new_empty") else None
+        if key not in self._of_words:
+            self._of_words[key] = self.maker(like, "int32")
+        return self._of_words[key]((words,))
 
     def maker(self, like: Any, dtype: DType | str) -> Callable[[tuple[int, ...]], Any]:
         """`new` for many arrays like one, by their shapes."""

@@ -303,13 +303,13 @@ class EPAll2AllLayer:
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         repeats, repeated = full_scatter_indices is None, self._repeated
         if repeats:
-            sent = repeated.dispatch(input, exp_indices, weight, stream, halves=False, buffered=buffered)
-            if sent is not None:
-                return sent.receive(sent.stream)
+            made = repeated.dispatch(input, exp_indices, weight, stream, buffered=buffered)
+            if made is not None:
+                return made
         call = DispatchCall(self._parts, input, exp_indices, weight, full_scatter_indices, stream, buffered=buffered)
         dispatched = call.run()
         if repeats:
-            repeated.keep_dispatch(input, exp_indices, weight, halves=False, buffered=buffered)
+            repeated.keep_dispatch(input, exp_indices, weight, buffered=buffered)
         return dispatched
 
     def repeat_dispatch(self, input: Any, exp_indices: Any, weight: Any = None, *, halves: bool = False) -> Any:
@@ -320,11 +320,10 @@ class EPAll2AllLayer:
             As these; None if there was no such call, and then it has done nothing.
         """
         self._refuse_under_way()
-        sent = self._repeated.dispatch(input, exp_indices, weight, None, halves=halves, buffered=not halves)
-        if halves:
-            self._sent = sent
-            return sent
-        return None if sent is None else sent.receive(sent.stream)
+        if not halves:
+            return self._repeated.dispatch(input, exp_indices, weight, None, buffered=True)
+        self._sent = self._repeated.dispatch_send(input, exp_indices, weight, None)
+        return self._sent
 
     def dispatch_send(
         self,
@@ -352,13 +351,13 @@ class EPAll2AllLayer:
     ) -> PendingDispatch:
         repeats, repeated = full_scatter_indices is None, self._repeated
         if repeats:
-            sent = repeated.dispatch(input, exp_indices, weight, stream, halves=True, buffered=False)
+            sent = repeated.dispatch_send(input, exp_indices, weight, stream)
             if sent is not None:
                 return sent
         call = DispatchCall(self._parts, input, exp_indices, weight, full_scatter_indices, stream, halves=True)
         call.send()
         if repeats:
-            repeated.keep_dispatch(input, exp_indices, weight, halves=True, buffered=False)
+            repeated.keep_dispatch(input, exp_indices, weight, halves=True)
         return call
 
     def dispatch_recv(

@@ -50,6 +50,12 @@ class EPAllToAllLayoutDesc:
         stream: that of the dispatch.
     """
 
+    chosen_rows: list[int] | None = None
+    lost_slots: Any = None
+    stream: Any = None
+    _scatter: ArrayView | None = None
+    _missing: str | None = _NOT_RECEIVED  # why there are no rows
+
     def __init__(
         self,
         owner: DescriptorOwner,
@@ -63,21 +69,15 @@ class EPAllToAllLayoutDesc:
         lost_slots: ArrayView | None = None,
         output_buffer: int = 0,
     ) -> None:
-        self.owner = owner
-        self.output_buffer = output_buffer
-        self._arrays, self._config, self._nodes = owner.arrays, owner.ep_config, owner.nodes
+        self.owner, self.number, self.num_dispatch_token_cur_rank = owner, number, tokens
+        self.counts_rows, self.rows, self.output_buffer = counts_rows, most_rows or 0, output_buffer
         self._like = like
-        self._scatter = scatter
         self._blocks: list[tuple[Any, int, Tables]] = []  # arrays, their addresses, and the tables that lie in them
         self._allocate(owner.tables.of_call(most_rows, buffered=output_buffer != 0))
-        self.number = number
-        self.num_dispatch_token_cur_rank = tokens
-        self.counts_rows = counts_rows
-        self.lost_slots: Any = None if lost_slots is None else lost_slots.owner
-        self.chosen_rows: list[int] | None = None
-        self.rows = most_rows or 0
-        self.stream: Any = None
-        self._missing: str | None = _NOT_RECEIVED  # why there are no rows
+        if scatter is not None:
+            self._scatter = scatter
+        if lost_slots is not None:
+            self.lost_slots = lost_slots.owner
 
     def require_sent(self, owner: object, argument: str) -> None:
         """Raises ArgumentError unless `owner` made the dispatch and has not received it."""
@@ -107,15 +107,16 @@ class EPAllToAllLayoutDesc:
         self._missing = _REFUSED if refused else None
 
     def _allocate(self, tables: Tables) -> None:
-        array = self._arrays.new(self._like, (tables.words,), "int32")
-        self._blocks.append((array, self._arrays.address(array), tables))
+        arrays = self.owner.arrays
+        array = arrays.new_words(self._like, tables.words)
+        self._blocks.append((array, arrays.address(array), tables))
 
     def _table(self, name: str) -> Any:
         """A table as an int32 array; None if this descriptor has none of that name."""
         for array, _, tables in self._blocks:
             if name in tables.places:
-                first, shape = tables.places[name]
-                return words_of(array, first, (self.rows, *shape[1:]) if name in OF_ROWS else shape)
+                first, shape, strides = tables.places[name]
+                return words_of(array, first, (self.rows, *shape[1:]) if name in OF_ROWS else shape, strides)
         return None
 
     def size_rows(self, rows: int) -> None:
@@ -127,11 +128,14 @@ class EPAllToAllLayoutDesc:
     @property
     def table_owners(self) -> tuple[Any, ...]:
         """The arrays in which the tables lie, which must be kept alive while kernels use them."""
-        return tuple(array for array, _, _ in self._blocks)
+        return tuple([array for array, _, _ in self._blocks])
 
     def pointer(self, name: str) -> int:
         """Address of a table."""
-        return next(at + 4 * tables.places[name][0] for _, at, tables in self._blocks if name in tables.places)
+        for _, at, tables in self._blocks:
+            if name in tables.places:
+                return at + 4 * tables.places[name][0]
+        raise KeyError(name)
 
     def fill(self, layout: Any) -> None:
         """Fills a ProxycclExpertLayout, but not the fields of tables that this descriptor lacks."""
@@ -230,9 +234,9 @@ class EPAllToAllLayoutDesc:
         the counterpart on node a, and -1 past its tokens. With layout="rank" the ids are ranks, each once for a token.
         """
         ids = self._expert_ids()
-        if self._config.is_intra_node:
+        if self.owner.ep_config.is_intra_node:
             return self._upload(ids[0])
-        most = self._config.max_tokens
+        most = self.owner.ep_config.max_tokens
         padded = [np.pad(of_node, ((0, most - len(of_node)), (0, 0)), constant_values=-1) for of_node in ids]
         return self._upload(np.stack(padded))
 
@@ -243,7 +247,7 @@ class EPAllToAllLayoutDesc:
         experts. All other entries are -1.
         """
         self._require_rows("ep_a2a_layout_desc")
-        config = self._config
+        config = self.owner.ep_config
         counts = self._download("counts").astype(np.int64)
         per_rank, own_node = config.num_experts_per_rank, config.rank // config.local_world_size
         # The first row for each expert from each source, on the expert's rank.
@@ -255,7 +259,7 @@ class EPAllToAllLayoutDesc:
         tokens = self._download("tokens")
         result = np.full((config.num_nodes, config.max_tokens, config.topk), -1, np.int32)
         for node, ids in enumerate(self._expert_ids()):
-            source = self._nodes.counterpart(node)
+            source = self.owner.nodes.counterpart(node)
             slots = ids.reshape(-1)
             kept = slots < config.num_experts
             if self._scatter is None:
@@ -268,7 +272,11 @@ class EPAllToAllLayoutDesc:
                 rows[kept] = first[slots[kept], source] + positions[kept]
             else:
                 begin = int(tokens[:source].sum())
-                given = self._arrays.download_view(self._scatter)[begin : begin + len(ids)].reshape(-1).astype(np.int64)
+                given = (
+                    self.owner.arrays.download_view(self._scatter)[begin : begin + len(ids)]
+                    .reshape(-1)
+                    .astype(np.int64)
+                )
                 rows = given - rows_before[np.minimum(slots // per_rank, config.world_size - 1)]
             if node != own_node:
                 kept = kept & (slots // (per_rank * config.local_world_size) == own_node)
@@ -280,7 +288,7 @@ class EPAllToAllLayoutDesc:
         """None on one node. Else int32 [nnodes, 2, max_tokens]: the runs of consecutive tokens that came to this node
         from the counterpart on node a, with first tokens in [a, 0] and ends in [a, 1]; -1 past the last run.
         """
-        config = self._config
+        config = self.owner.ep_config
         if config.is_intra_node:
             return None
         own_node = config.rank // config.local_world_size
@@ -296,16 +304,16 @@ class EPAllToAllLayoutDesc:
         self._require_rows("ep_a2a_layout_desc")
         ids, tokens = self._download("expert_ids"), self._download("tokens")
         per_node = []
-        for node in range(self._config.num_nodes):
-            source = self._nodes.counterpart(node)
-            per_node.append(ids[self._nodes.of(source), : int(tokens[source])])
+        for node in range(self.owner.ep_config.num_nodes):
+            source = self.owner.nodes.counterpart(node)
+            per_node.append(ids[self.owner.nodes.of(source), : int(tokens[source])])
         return per_node
 
     def _download(self, name: str) -> NDArray[np.int32]:
-        return self._arrays.download(self._table(name))
+        return self.owner.arrays.download(self._table(name))
 
     def _upload(self, values: NDArray[Any]) -> Any:
-        return self._arrays.upload(self._like, np.ascontiguousarray(values, np.int32))
+        return self.owner.arrays.upload(self._like, np.ascontiguousarray(values, np.int32))
 
     def __repr__(self) -> str:
         return (

@@ -11,11 +11,14 @@ from typing import Any
 
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
+from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.channels.expert_parallel.repeated_call import Kinds, kind_of, of_one_library
 from proxyccl.channels.expert_parallel.repeated_combine import RepeatedCombine, SentCombine
 from proxyccl.channels.expert_parallel.repeated_dispatch import RepeatedDispatch, RepeatedRouting, SentDispatch
 from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.runtime import StreamLike
+
+_HALVES = "halves"
 
 
 class RepeatedCalls:
@@ -32,20 +35,27 @@ class RepeatedCalls:
         self._combines: dict[Kinds, RepeatedCombine] = {}
 
     def dispatch(
-        self, input: Any, exp_indices: Any, weight: Any, stream: StreamLike, *, halves: bool, buffered: bool
-    ) -> SentDispatch | None:
-        """Begins a dispatch like one that `keep_dispatch` was told of. Raises as `EPAll2AllLayer.dispatch`."""
-        known = self._dispatches.get((halves, buffered, kind_of(input), kind_of(exp_indices), kind_of(weight)))
-        return None if known is None else known.start(input, exp_indices, weight, stream)
+        self, input: Any, exp_indices: Any, weight: Any, stream: StreamLike, *, buffered: bool
+    ) -> Dispatched | None:
+        """Makes a dispatch like one that `keep_dispatch` was told of. Raises as `EPAll2AllLayer.dispatch`."""
+        known = self._dispatches.get((buffered, kind_of(input), kind_of(exp_indices), kind_of(weight)))
+        return None if known is None else known.repeat(input, exp_indices, weight, stream)
 
-    def keep_dispatch(self, input: Any, exp_indices: Any, weight: Any, *, halves: bool, buffered: bool) -> None:
-        """Has `dispatch` repeat calls like one that was made with these arrays, if it can."""
+    def dispatch_send(self, input: Any, exp_indices: Any, weight: Any, stream: StreamLike) -> SentDispatch | None:
+        """The same for the first half of one."""
+        known = self._dispatches.get((_HALVES, kind_of(input), kind_of(exp_indices), kind_of(weight)))
+        return None if known is None else known.send(input, exp_indices, weight, stream)
+
+    def keep_dispatch(
+        self, input: Any, exp_indices: Any, weight: Any, *, buffered: bool = False, halves: bool = False
+    ) -> None:
+        """Has calls be repeated that are like one that was made with these arrays, if they can."""
         kinds = kind_of(input), kind_of(exp_indices), kind_of(weight)
         # These take more kernels.
         others = self._parts.surviving is not None or self._parts.options.expert_alignment
         if not others and of_one_library(kinds):
             made = RepeatedDispatch(self._parts, input, exp_indices, weight, halves=halves, buffered=buffered)
-            self._dispatches[halves, buffered, *kinds] = made
+            self._dispatches[_HALVES if halves else buffered, *kinds] = made
 
     def redispatch(self, input: Any, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         """Makes a redispatch like one that `keep_redispatch` was told of."""

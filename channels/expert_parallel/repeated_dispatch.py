@@ -26,8 +26,6 @@ from proxyccl.channels.expert_parallel.tables import RECEIVED
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.runtime import StreamLike
 
-_NOTHING = (0, 0, 0)
-
 
 class NewOutput(Struct):
     """New arrays for a result.
@@ -41,6 +39,9 @@ class NewOutput(Struct):
     rows: Any
     weights: Any
     addresses: tuple[int, int, int]
+
+
+_NO_OUTPUT = NewOutput(None, None, (0, 0, 0))
 
 
 class _Outputs:
@@ -117,11 +118,55 @@ class RepeatedDispatch(RepeatedCall):
         self._id_bytes, self._weight_bytes = config.topk * call.id_bytes, config.topk * config.weight.itemsize
         self._outputs = _Outputs(parts, like, float8=options.quantized, weighted=self._weighted)
 
-    def start(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> SentDispatch | None:
-        """Makes the call as far as the CPU does not wait; of a call in halves, the first half. None, and nothing done,
-        if it does not fit.
+    def repeat(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> Dispatched | None:
+        """Makes the whole call. None, and nothing done, if it does not fit."""
+        begun = self._begin(x, ids, weight, given)
+        if begun is None:
+            return None
+        desc, taken, owners = begun
+        stream = desc.stream
+        if not self._at_once:
+            self._call.phases = ROUTE | GATHER | TELL
+            self._issue(desc, self._first, stream, owners)
+            output = self._receive_counted(desc, owners, stream, SEND | RECEIVE, LAYOUT)
+        else:
+            output = self._receive_at_once(desc, taken, owners)
+        if stream is None and self._on_host:
+            check_ended(self._parts)
+        return output.rows, output.weights, desc
+
+    def send(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> SentDispatch | None:
+        """Makes the first half. None, and nothing done, if it does not fit."""
+        begun = self._begin(x, ids, weight, given)
+        if begun is None:
+            return None
+        desc, _, owners = begun
+        output = None if self._rows is None else self._outputs.make(self._rows)
+        self._issue(desc, self._first, desc.stream, owners)
+        return SentDispatch(self, desc, output, owners)
+
+    def receive(self, sent: SentDispatch, stream: StreamLike) -> Dispatched:
+        """Makes the second half."""
+        desc, output, owners = sent.desc, sent.output, sent.owners
+        if output is not None:
+            self._fill_output(desc, GATHER | RECEIVE, desc.rows, output.addresses)
+            self._issue(desc, self._launch, stream, (*owners, output), compared=False)
+            desc.mark_received()
+        else:
+            self._call.phases = GATHER | TELL
+            self._issue(desc, self._launch, stream, owners, compared=False)
+            output = self._receive_counted(desc, owners, stream, RECEIVE, RECEIVE)
+        if stream is None and self._on_host:
+            check_ended(self._parts)
+        return output.rows, output.weights, desc
+
+    def _begin(
+        self, x: Any, ids: Any, weight: Any, given: StreamLike
+    ) -> tuple[EPAllToAllLayoutDesc, TakenBuffer, tuple[object, ...]] | None:
+        """Fills in a call that sends. Returns its descriptor, the output buffer that it takes, and the arrays that it
+        reads; None, and nothing done, if it does not fit.
         """
-        config, ctx, parts = self._config, self._ctx, self._parts
+        config, ctx = self._config, self._ctx
         tokens = self._tokens.count(x)
         if not 0 < tokens <= config.max_tokens:
             return None
@@ -133,136 +178,106 @@ class RepeatedDispatch(RepeatedCall):
             return None
         like = x[0] if type(x) is tuple else x
         stream = self._stream(like, given)
-        if self._exact and not self._halves and parts.is_capturing(stream):
+        if self._exact and not self._halves and self._parts.is_capturing(stream):
             return None
         at, packed = self._tokens.take(x, tokens)
         if not at:
             return None
         taken, buffers = NO_BUFFER, self._buffers
         if buffers is not None:
-            on_current = given is None and (self._exact or parts.outlives_no_graph(stream))
+            on_current = given is None and (self._exact or self._parts.outlives_no_graph(stream))
             taken = buffers.take(like, on_current_stream=on_current)
+        number = ctx.next_number()
         desc = EPAllToAllLayoutDesc(
-            ctx, ctx.next_number(), tokens, like, most_rows=self._rows, counts_rows=not self._exact,
-            output_buffer=taken.number,
-        )  # fmt: skip
+            ctx, number, tokens, like, most_rows=self._rows, counts_rows=not self._exact, output_buffer=taken.number
+        )
+        desc.stream = stream
         lib.proxyccl_expert_dispatch_send(
-            self._call, ROUTE | SEND, desc.number, tokens, at, ids_at, weights_at, taken.number
+            self._call, ROUTE | SEND, number, tokens, at, ids_at, weights_at, taken.number
         )
         desc.fill(self._layout)
-        desc.stream = stream
-        sent = SentDispatch(self, desc, stream, taken, like, (x, ids, weight, packed))
-        if self._at_once:
-            self._receive_at_once(sent)
-        else:
-            if self._rows is not None:
-                sent.output = self._outputs.make(self._rows)
-            elif not self._halves:
-                self._call.phases = ROUTE | GATHER | TELL
-            self._issue(desc, self._first, stream, sent.owners)
-        return sent
+        return desc, taken, (x, ids, weight, packed)
 
-    def _receive_at_once(self, sent: SentDispatch) -> None:
-        desc, rows, buffers, taken = sent.desc, self._rows, self._buffers, sent.taken
+    def _receive_at_once(self, desc: EPAllToAllLayoutDesc, taken: TakenBuffer, owners: tuple[object, ...]) -> NewOutput:
+        rows, buffers = self._rows, self._buffers
         assert rows is not None
         if buffers is None:
-            output = sent.output = self._outputs.make(rows)
+            output = self._outputs.make(rows)
         else:  # the arrays of the rows are made when their number is known
             weights, weights_at = self._outputs.make_weights(rows)
             scales_at = buffers.scales_address(taken.number) if self._scale_bytes else 0
-            output = sent.output = NewOutput(None, weights, (buffers.address(taken.number), scales_at, weights_at))
+            output = NewOutput(None, weights, (buffers.address(taken.number), scales_at, weights_at))
         phases = ROUTE | SEND | GATHER | RECEIVE | (TELL if self._exact else 0)
         self._fill_output(desc, phases, rows, output.addresses)
-        self._issue(desc, self._first, sent.stream, (*sent.owners, output, taken))
+        self._issue(desc, self._first, desc.stream, (*owners, output, taken))
         desc.mark_received()
+        if buffers is not None:
+            if self._exact:
+                desc.rows = self._ctx.await_rows(desc)
+                refuse_bad(self._parts, desc)
+            self._view_buffer(desc, taken, output, owners[0])
+        return output
+
+    def _receive_counted(
+        self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...], stream: StreamLike, phases: int, refused: int
+    ) -> NewOutput:
+        """Receives rows whose number the CPU awaits, in these phases; in those of `refused` if the ranks refuse it."""
+        desc.rows = self._ctx.await_rows(desc)
+        bad = learn_counts(self._parts, desc)
+        if bad is not None:
+            desc.rows, phases = 0, refused
+        desc.size_rows(desc.rows)
+        desc.fill(self._layout)
+        output = _NO_OUTPUT if bad is not None else self._outputs.make(desc.rows)
+        self._fill_output(desc, phases, desc.rows, output.addresses)
+        self._issue(desc, self._launch, stream, (*owners, output), compared=False)
+        desc.mark_received(refused=bad is not None)
+        if bad is not None:
+            raise bad
+        return output
 
     def _fill_output(self, desc: EPAllToAllLayoutDesc, phases: int, rows: int, addresses: tuple[int, int, int]) -> None:
         received = desc.pointer(RECEIVED) if desc.counts_rows else 0
         scale_bytes = self._scale_bytes if addresses[1] else 0
         lib.proxyccl_expert_dispatch_receive(self._call, phases, rows, scale_bytes, *addresses, received)
 
-    def finish(self, sent: SentDispatch, stream: StreamLike) -> Dispatched:
-        """Makes the rest of a call, on a stream."""
-        desc = sent.desc
-        if not self._at_once:
-            self._receive(sent, stream)
-        elif self._buffers is not None:
-            if self._exact:
-                desc.rows = self._ctx.await_rows(desc)
-                refuse_bad(self._parts, desc)
-            self._view_buffer(sent)
-        if stream is None and self._on_host:
-            check_ended(self._parts)
-        assert sent.output is not None
-        return sent.output.rows, sent.output.weights, desc
-
-    def _receive(self, sent: SentDispatch, stream: StreamLike) -> None:
-        desc, phases = sent.desc, RECEIVE if self._halves else SEND | RECEIVE
-        if not self._exact:
-            phases |= GATHER
-        else:
-            if self._halves:
-                self._call.phases = GATHER | TELL
-                self._issue(desc, self._launch, stream, sent.owners, compared=False)
-            desc.rows = self._ctx.await_rows(desc)
-            bad = learn_counts(self._parts, desc)
-            if bad is not None:
-                desc.size_rows(0)
-                desc.fill(self._layout)
-                self._fill_output(desc, RECEIVE if self._halves else LAYOUT, 0, _NOTHING)
-                self._issue(desc, self._launch, stream, sent.owners, compared=False)
-                desc.mark_received(refused=True)
-                raise bad
-            desc.size_rows(desc.rows)
-            desc.fill(self._layout)
-            sent.output = self._outputs.make(desc.rows)
-        assert sent.output is not None
-        self._fill_output(desc, phases, desc.rows, sent.output.addresses)
-        self._issue(desc, self._launch, stream, (*sent.owners, sent.output), compared=False)
-        desc.mark_received()
-
-    def _view_buffer(self, sent: SentDispatch) -> None:
+    def _view_buffer(self, desc: EPAllToAllLayoutDesc, taken: TakenBuffer, output: NewOutput, x: Any) -> None:
         """Makes the arrays of the rows: in the output buffer, or new ones, to which they are copied."""
-        output, taken, rows = sent.output, sent.taken, sent.desc.rows
-        assert output is not None
-        made = output.rows = self._parts.new_rows(sent.like, rows, float8=self._scale_bytes != 0, taken=taken)
+        like = x[0] if type(x) is tuple else x
+        made = output.rows = self._parts.new_rows(like, desc.rows, float8=self._scale_bytes != 0, taken=taken)
         if taken.passed:
             arrays = made if isinstance(made, tuple) else (made,)
             address, copied = self._ctx.arrays.address, zip(arrays, output.addresses, strict=False)
             copies = [(address(array), source, array.nbytes) for array, source in copied]
-            self._ctx.copy(copies, sent.stream, (made,))
-        if output.weights is not None and rows != self._rows:
-            output.weights = first_rows(output.weights, rows)
+            self._ctx.copy(copies, desc.stream, (made,))
+        if output.weights is not None and desc.rows != self._rows:
+            output.weights = first_rows(output.weights, desc.rows)
 
 
 class SentDispatch:
-    """A repeated dispatch whose first launch is queued.
+    """A repeated dispatch whose first half is made.
 
     Attributes:
         desc, stream, output, recorded: as of a `DispatchCall`.
-        taken: the output buffer to which its rows go.
-        like: an array of the library that makes the results.
         owners: the arrays that kernels read.
     """
 
-    __slots__ = ("_call", "desc", "like", "output", "owners", "recorded", "stream", "taken")
+    __slots__ = ("_call", "desc", "output", "owners", "recorded", "stream")
 
     def __init__(
         self,
         call: RepeatedDispatch,
         desc: EPAllToAllLayoutDesc,
-        stream: StreamLike,
-        taken: TakenBuffer,
-        like: Any,
+        output: NewOutput | None,
         owners: tuple[object, ...],
     ) -> None:
-        self._call, self.desc, self.stream, self.taken, self.like, self.owners = call, desc, stream, taken, like, owners
-        self.output: NewOutput | None = None
+        self._call, self.desc, self.output, self.owners = call, desc, output, owners
+        self.stream: StreamLike = desc.stream
         self.recorded: tuple[Any, ...] = ()
 
     def receive(self, stream: StreamLike) -> Dispatched:
-        """Makes the rest of the call on a stream."""
-        return self._call.finish(self, stream)
+        """Makes the second half on a stream."""
+        return self._call.receive(self, stream)
 
 
 class RepeatedRouting(RepeatedCall):

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from proxyccl.channels.expert_parallel.arrays import strides_of
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.geometry import OutputLayout
 from proxyccl.channels.expert_parallel.nodes import Nodes
@@ -14,6 +15,7 @@ from proxyccl.device._native import ffi, lib
 
 _ALIGNMENT = 32  # words of 4 bytes
 _NO_TABLE = 2**64 - 1
+_LEADING_BITS = 4
 RECEIVED = "received"
 """The number of received rows, int32 [1]: a table that no ProxycclExpertLayout has."""
 OF_ROWS = frozenset({"first_rows", "token_rows", "row_slots", "row_experts", "row_tokens"})
@@ -25,12 +27,12 @@ class Tables(Struct, frozen=True):
 
     Attributes:
         words: elements of the array.
-        places: each table's first element and its shape.
+        places: each table's first element, its shape and its strides.
         offsets: for `proxyccl_expert_place`.
     """
 
     words: int
-    places: dict[str, tuple[int, tuple[int, ...]]]
+    places: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]
     offsets: Any
 
     @staticmethod
@@ -38,12 +40,18 @@ class Tables(Struct, frozen=True):
         """Tables of these shapes, one after the other."""
         places, end = {}, 0
         for name, shape in shapes.items():
-            places[name] = end, shape
+            places[name] = end, shape, strides_of(shape)
             end += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
         offsets = ffi.new("uint64_t[]", [_NO_TABLE] * lib.PROXYCCL_LAYOUT_TABLES)
         for name in places.keys() - {RECEIVED}:
             offsets[ffi.offsetof("ProxycclExpertLayout", name) // 8] = 4 * places[name][0]
         return Tables(end, places, offsets)
+
+
+def _rounded(rows: int) -> int:
+    """A number with four leading bits, at least as large."""
+    unit = 1 << max(0, rows.bit_length() - _LEADING_BITS)
+    return -(-rows // unit) * unit
 
 
 class TableLayouts:
@@ -62,6 +70,7 @@ class TableLayouts:
         self._config, self._nodes, self._layout = config, nodes, layout
         self.alignment = layout.expert_alignment or 1
         self._kept: dict[tuple[bool, int | None], Tables] = {}
+        self._kept_of_rows: dict[int, Tables] = {}
 
     def of_call(self, rows: int | None, *, buffered: bool) -> Tables:
         """Those of a dispatch. Those with an entry for each row are among them if the number of rows is given.
@@ -79,8 +88,13 @@ class TableLayouts:
         return self._kept[key]
 
     def of_rows(self, rows: int) -> Tables:
-        """Those with an entry for each row, where their number became known later."""
-        return Tables.of(self._shapes_of_rows(rows))
+        """Those with an entry for each row, where their number became known later. They may have room for a few more
+        rows, so that few of them serve all numbers.
+        """
+        rows = _rounded(rows)
+        if rows not in self._kept_of_rows:
+            self._kept_of_rows[rows] = Tables.of(self._shapes_of_rows(rows))
+        return self._kept_of_rows[rows]
 
     def _shapes(self, buffered: bool) -> dict[str, tuple[int, ...]]:
         config, nodes, ranks = self._config, self._nodes, self._config.world_size

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from proxyccl.channels.expert_parallel.geometry import Areas, Geometry, WorkspaceShape, aligned
 from proxyccl.channels.expert_parallel.kept_outputs import KeptOutputs
 from proxyccl.channels.expert_parallel.nodes import Nodes
@@ -34,6 +32,7 @@ class ExpertWorkspace:
         announces: see `Geometry`.
         sleepers: of the proxy that takes the data for other nodes; None on one node.
         outputs: the output buffers, or None.
+        received_rows: the ProxycclReceivedRows, at its address on the CPU.
     """
 
     def __init__(self, group: Group, nodes: Nodes, shape: WorkspaceShape) -> None:
@@ -110,11 +109,7 @@ class ExpertWorkspace:
         self._received_rows = self._group.runtime.allocate_pinned(nbytes)
         self.experts.received_rows = ffi.cast("ProxycclReceivedRows *", self._received_rows.ptr)
         self.experts.chosen_rows = ffi.cast("uint32_t *", self._received_rows.ptr + self._chosen_at)
-
-    @property
-    def received_rows(self) -> Any:
-        """The ProxycclReceivedRows, at its address on the CPU."""
-        return ffi.cast("ProxycclReceivedRows *", self._received_rows.host_ptr)
+        self.received_rows = ffi.cast("ProxycclReceivedRows *", self._received_rows.host_ptr)
 
     @property
     def chosen_rows(self) -> list[int]:
