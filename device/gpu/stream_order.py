@@ -23,6 +23,29 @@ _CALLS: dict[str, Callable[..., int]] = {
 """The calls of stream_order.h, by their names in errors."""
 
 
+class StreamMark:
+    """The point in a stream that an event marks; see `StreamOrder.mark`. The event is used again when the mark is freed.
+
+    Args:
+        order: of the stream's device.
+        event: which the mark takes over.
+    """
+
+    __slots__ = ("_event", "_order")
+
+    def __init__(self, order: StreamOrder, event: int) -> None:
+        self._order, self._event = order, event
+
+    def __del__(self) -> None:
+        self._order._idle.append(self._event)
+
+    def hold(self, stream: int) -> None:
+        """Makes later work of the stream with this handle wait for it."""
+        status = lib.proxyccl_stream_wait(self._order._order, stream, self._event)
+        if status:
+            self._order.finish(status, "stream wait", (stream, self._event))
+
+
 class StreamOrder:
     """Orders the streams of one device, which it is given by their handles. For any thread; `of` finds it.
 
@@ -49,6 +72,15 @@ class StreamOrder:
     def is_capturing(self, stream: int) -> bool:
         """Whether a stream's work goes into a graph."""
         return bool(lib.proxyccl_stream_captures(self._order, stream))
+
+    def mark(self, stream: int) -> StreamMark:
+        """Marks the end of the work queued on a stream."""
+        event = self._take()
+        mark = StreamMark(self, event)
+        status = lib.proxyccl_stream_mark(self._order, event, stream)
+        if status:
+            self.finish(status, "event record", (event, stream))
+        return mark
 
     def follow(self, first: int, then: int, *, alike: bool = False) -> None:
         """Makes later work of `then` wait for work queued on `first`.
