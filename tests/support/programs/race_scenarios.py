@@ -5,20 +5,29 @@ Scenarios whose names begin with "planted" contain a race on purpose; the others
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import proxyccl.device
 from proxyccl import Communicator, DispatchCombine, EPAll2AllLayer, WaitTimeoutError
+from proxyccl.channels.transfers.blocks import Rows
+from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.device.host import HostRuntime
+from proxyccl.transfer import Agent, State, strided
 from support.cases.span_calls import COLLECTIVES, SpanCalls
 from support.devices import runtime_with_blocks
 from support.ranks import Ranks
 from support.running import impatient, run_ranks
 
+Values = NDArray[np.uint8]
+SIDES = np.array([1, 1, 0], np.uint64)
+"""Which numbers of a block are addresses."""
 KERNELS = Path(proxyccl.device.__file__).parent / "kernels"
 
 
@@ -433,6 +442,48 @@ def channels() -> None:
     run(2, body)
 
 
+# -- agents ---
+
+
+def agents() -> None:
+    """Threads share two agents over each path: they post, wait, poll, cancel, send, and take memory away."""
+    random = np.random.default_rng(1)
+    for path in PATHS:
+        with Agent("a", listen=["127.0.0.1"], paths=[path]) as a, Agent("b", listen=["127.0.0.1"]) as b:
+            ours, theirs, spare = (np.zeros(3 << 20, np.uint8) for _ in range(3))
+            near, far = a.register(ours), b.register(theirs)
+            a.add(b.metadata())
+            small = strided(near.address, far.address, 100, 500, 300)
+
+            def work(number: int, a: Agent = a, b: Agent = b, small: Rows = small, spare: Values = spare) -> None:
+                transfer = a.prepare("write" if number % 2 else "read", "b", small + np.uint64(number << 18) * SIDES)
+                for step in range(4):
+                    transfer.start(b"%d" % step)
+                    while number == 0 and not transfer.done():
+                        pass
+                    transfer.wait(60)
+                    transfer.start()
+                    transfer.cancel()
+                    b.messages()
+                    a.notify("b", b"x" * 1000)
+                    if number == 0:
+                        b.deregister(b.register(spare))
+
+            whole = a.read("b", [(near.address + (1 << 20), far.address + (1 << 20), 2 << 20)], message=b"long")
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+            for thread in threads:
+                thread.start()
+            whole.wait(60)
+            for thread in threads:
+                thread.join()
+            a.write("b", [(near.address, far.address, 100)]).wait(60)  # after all that canceled transfers have sent
+            theirs[:] = random.integers(0, 256, len(theirs), dtype=np.uint8)
+            a.read("b", [(near.address, far.address, len(ours))]).wait(60)
+            assert np.array_equal(ours, theirs)
+            left = a.read("b", [(near.address, far.address, len(ours))])  # while the peer ends
+        assert left.state is not State.ACTIVE
+
+
 # -- the emulator itself ---
 
 GRID = r"""
@@ -621,3 +672,12 @@ def planted_write_beside_a_schedule() -> None:
         comm.synchronize()
 
     run(2, body)
+
+
+def planted_read_before_the_end() -> None:
+    memory = np.zeros(8 << 20, np.uint8)
+    with Agent("a", listen=()) as agent:
+        address = agent.register(memory).address
+        transfer = agent.read("a", [(address, address + (4 << 20), 4 << 20)])
+        ctypes.memmove(ctypes.create_string_buffer(8), address, 8)
+        transfer.wait()

@@ -1,0 +1,40 @@
+"""AddressSanitizer and UndefinedBehaviorSanitizer over the engine of transfers, while its own tests run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.instrumented import build_instrumented, sanitizer_library
+from support.paths import PROGRAMS, ROOT
+
+pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
+
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-O1")
+TESTS = ("test_agents.py", "test_strangers.py", "test_lost_peers.py")
+
+
+def test_agents_without_errors_of_memory(tmp_path: Path) -> None:
+    build_instrumented(tmp_path, ["proxy/build_transfers.py"], SANITIZE)
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
+        "LD_PRELOAD": sanitizer_library("asan"),
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+    }
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
+    program = [sys.executable, str(PROGRAMS / "under_asan.py"), str(tmp_path / "proxyccl.proxy._transfers.so")]
+    result = subprocess.run(
+        [*program, *options, *(f"tests/transfers/{name}" for name in TESTS)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Sanitizer" not in result.stderr
