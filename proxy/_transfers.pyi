@@ -82,6 +82,7 @@ class Lib:
         self,
         name: Passed[CharPointer] | bytes,
         secret: Passed[CharPointer] | bytes,
+        copied: int,
         listeners: Passed[IntPointer],
         count: int,
         /,
@@ -102,6 +103,7 @@ class Lib:
         self, agent: Passed[ProxycclAgentPointer], message: Passed[CharPointer] | bytes, bytes: int, /
     ) -> int: ...
     def proxyccl_process_read(self, pid: int, address: int, to: Passed[CharPointer] | bytes, bytes: int, /) -> int: ...
+    def proxyccl_ask_to_copy(self, socket: int, secret: Passed[CharPointer] | bytes, timeout_ms: int, /) -> int: ...
     def proxyccl_link_create(
         self,
         agent: Passed[ProxycclAgentPointer],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import pathlib
 import socket
 import struct
 import time
@@ -30,6 +32,8 @@ _TCP_OPTIONS = {
 }
 _UNIX_BUFFER_BYTES = 1 << 20
 _CREDENTIALS = struct.Struct("3i")
+_YAMA = pathlib.Path("/proc/sys/kernel/yama/ptrace_scope")
+_ANSWER_MS = 2000
 
 
 PATHS = ("process_vm", "unix", "tcp")
@@ -216,7 +220,7 @@ def _choose(
                 process = os.pidfd_open(pid)
                 undo.callback(os.close, process)
         if here and "process_vm" in allowed:
-            reason = _why_not_copied(pid, place)
+            reason = _why_not_copied(pid, place, connection if carrier == "unix" else None)
             copied = not reason
             failures += [reason] if reason else []
         if not copied and carrier not in allowed:
@@ -230,12 +234,27 @@ def _choose(
     return Connected(connection.detach(), process, pid if copied else 0, path)
 
 
-def _why_not_copied(pid: int, place: Place) -> str:
-    """Why the kernel can't copy from and to the peer's process; "" if it can."""
+def _why_not_copied(pid: int, place: Place, connection: socket.socket | None) -> str:
+    """Why the kernel can't copy from and to the peer's process; "" if it can.
+
+    Where Yama restricts that to parents, the agent at the other end of a Unix socket is asked to lift it.
+    """
     if pid <= 0:
         return "its process is not visible in this PID namespace"
+    error, seen = _read_secret(pid, place)
+    refusal = ""
+    if error == errno.EPERM and connection is not None and _YAMA.exists() and _YAMA.read_text().strip() == "1":
+        refused = lib.proxyccl_ask_to_copy(connection.fileno(), place.secret, _ANSWER_MS)
+        refusal = f"; asked to permit it, the peer answered: {os.strerror(refused)}" if refused else ""
+        error, seen = _read_secret(pid, place)
+    if error:
+        where = "/proc/sys/kernel/yama/ptrace_scope, CAP_SYS_PTRACE, seccomp"
+        return f"process_vm_readv: {os.strerror(error)} ({where}){refusal}"
+    return "" if seen == place.secret else "its process has another number here"
+
+
+def _read_secret(pid: int, place: Place) -> tuple[int, bytes]:
+    """An errno, or 0 and the bytes in another process where the peer's secret is."""
     seen = ffi.new("char[]", lib.PROXYCCL_SECRET_BYTES)
     error = lib.proxyccl_process_read(pid, place.secret_address, seen, len(seen))
-    if error:
-        return f"process_vm_readv: {os.strerror(error)} (/proc/sys/kernel/yama/ptrace_scope, CAP_SYS_PTRACE, seccomp)"
-    return "" if bytes(ffi.buffer(seen)) == place.secret else "its process has another number here"
+    return error, bytes(ffi.buffer(seen))

@@ -265,7 +265,8 @@ static int start_thread(ProxycclAgent *agent) {
   return error;
 }
 
-ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, const int *listeners, uint32_t count) {
+ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int copied, const int *listeners,
+                                     uint32_t count) {
   ProxycclAgent *agent = calloc(1, sizeof *agent);
   int *copy = malloc((count + 1) * sizeof *copy);
   char *named = strdup(name);
@@ -280,6 +281,7 @@ ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, const
   memcpy(copy, listeners, count * sizeof *copy);
   memcpy(agent->secret, secret, sizeof agent->secret);
   agent->name = named;
+  agent->copied = copied;
   agent->listeners = copy;
   agent->listener_count = count;
   agent->references = 1;

@@ -5,7 +5,9 @@
  * straight from and to the blocks, except for what was read from the socket together with a head.
  */
 #include <errno.h>
+#include <poll.h>
 #include <sys/epoll.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -329,6 +331,8 @@ static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
   }
   if (!link->greeted) {
     const uint64_t name = frame->bytes - PROXYCCL_SECRET_BYTES;
+    if (frame->kind == FRAME_PERMIT)
+      return frame->count == VERSION && name == 0 && !link->asked ? (int64_t)frame->bytes : -1;
     return frame->kind == FRAME_HELLO && frame->count == VERSION && name >= 1 && name <= LONGEST_NAME
                ? (int64_t)frame->bytes
                : -1;
@@ -361,15 +365,34 @@ static int blocks_have(const struct iovec *blocks, uint64_t count, uint64_t byte
   return bytes == 0;
 }
 
+/* Lets the peer's process copy from and to this one. Yama keeps one such process of each: a second peer makes it every
+ * process that may trace this one otherwise. 0 or an errno, EINVAL without Yama. */
+static int permit(const ProxycclLink *link) {
+  static pid_t permitted; /* atomic: agents of one process share it */
+  struct ucred peer;
+  socklen_t size = sizeof peer;
+  if (!link->agent->copied) return EPERM;
+  if (getsockopt(link->socket, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0) return errno;
+  if (peer.pid <= 0) return ESRCH; /* of another PID namespace, or no Unix socket */
+  pid_t before = 0;
+  const int only = __atomic_compare_exchange_n(&permitted, &before, peer.pid, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED) ||
+                   before == peer.pid;
+  return prctl(PR_SET_PTRACER, only ? (unsigned long)peer.pid : PR_SET_PTRACER_ANY, 0, 0, 0) == 0 ? 0 : errno;
+}
+
 /* A body is complete. Returns why the link ends, or NULL. */
 static const char *take_body(ProxycclLink *link) {
   Receiving *in = &link->in;
   const Frame *frame = &in->frame;
   ProxycclAgent *agent = link->agent;
-  if (frame->kind == FRAME_HELLO) {
+  if (frame->kind == FRAME_HELLO || frame->kind == FRAME_PERMIT) {
     unsigned different = 0;
     for (int i = 0; i < PROXYCCL_SECRET_BYTES; ++i) different |= (unsigned)(in->body.bytes[i] ^ agent->secret[i]);
     if (different != 0) return "the peer does not know the secret";
+    if (frame->kind == FRAME_PERMIT) {
+      link->asked = 1;
+      return answer(link, (uint32_t)permit(link), 0, NULL, 0) ? NULL : "there is no memory";
+    }
     link->name_bytes = (uint32_t)(in->body.used - PROXYCCL_SECRET_BYTES);
     link->name = malloc(link->name_bytes);
     if (link->name == NULL) return "there is no memory";
@@ -523,6 +546,21 @@ void link_watched(ProxycclLink *link, uint32_t events) {
 }
 
 /* The calls of callers */
+
+int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms) {
+  struct {
+    Frame frame;
+    char secret[PROXYCCL_SECRET_BYTES];
+  } question = {.frame = {FRAME_PERMIT, VERSION, PROXYCCL_SECRET_BYTES}};
+  Frame answered;
+  memcpy(question.secret, secret, PROXYCCL_SECRET_BYTES);
+  if (send(socket, &question, sizeof question, MSG_NOSIGNAL) != sizeof question) return EPIPE;
+  struct pollfd ready = {.fd = socket, .events = POLLIN};
+  if (poll(&ready, 1, timeout_ms) != 1) return ETIMEDOUT;
+  /* The peer sends it at once, and nothing else before it is greeted. */
+  if (recv(socket, &answered, sizeof answered, MSG_DONTWAIT) != sizeof answered) return EPIPE;
+  return answered.kind == FRAME_ANSWER ? (int)answered.count : EPROTO;
+}
 
 ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process,
                                    int32_t pid) {

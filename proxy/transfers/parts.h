@@ -29,13 +29,23 @@ typedef struct Position {
   uint64_t index, offset;
 } Position;
 
-typedef enum FrameKind { FRAME_HELLO = 1, FRAME_MESSAGE, FRAME_WRITE, FRAME_READ, FRAME_ANSWER } FrameKind;
+typedef enum FrameKind {
+  FRAME_HELLO = 1,
+  FRAME_MESSAGE,
+  FRAME_WRITE,
+  FRAME_READ,
+  FRAME_ANSWER,
+  FRAME_PERMIT
+} FrameKind;
 
 /* What starts each frame on a socket. Both sides have the same byte order, as the greeting finds out.
  * HELLO: `count` is the version, and `bytes` bytes follow, the secret and the sender's name.
+ * PERMIT: before the HELLO, at most once: `count` is the version, and the secret follows. It asks to let the sender's
+ * process copy from and to the receiver's, and is answered.
  * MESSAGE: `bytes` bytes follow.
  * WRITE, READ: `count` blocks (address, bytes) of the receiver's memory follow; after those of WRITE their data.
- * ANSWER: one for each WRITE and READ, in their order. `count` is an errno; `bytes` bytes of data follow, the READ's.
+ * ANSWER: one for each WRITE, READ and PERMIT, in their order. `count` is an errno; `bytes` bytes of data follow, the
+ * READ's.
  */
 typedef struct Frame {
   uint32_t kind, count;
@@ -92,6 +102,7 @@ struct ProxycclLink {
   int socket, process; /* -1: closed, or none */
   int serves;          /* the peer opened it */
   int greeted;         /* a serving link's greeting has arrived */
+  int asked;           /* and so has the peer's wish to copy */
   const char *lost;    /* atomic: why it ended */
   uint32_t references; /* its handle, and transfers */
   pid_t pid;           /* 0: everything moves through the socket */
@@ -153,6 +164,7 @@ struct ProxycclAgent {
   uint32_t references; /* its handle, links, transfers */
   char *name;
   char secret[PROXYCCL_SECRET_BYTES];
+  int copied; /* peers may copy from and to this process */
   ProxycclLink *links;
   ProxycclTransfer *first, **last;                 /* transfers to copy, in turn */
   ProxycclTransfer *on_devices, **last_on_devices; /* those that devices copy, to be looked at in turn */

@@ -67,8 +67,10 @@ typedef struct ProxycclStaging {
 } ProxycclStaging;
 
 /* Makes an agent and its thread. It takes the listening sockets over, also when it fails. `secret`: the bytes that a
- * peer must know. NULL with errno. */
-ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, const int *listeners, uint32_t count);
+ * peer must know. `copied`: whether a peer of this host may have itself permitted to copy from and to this process, see
+ * proxyccl_ask_to_copy. NULL with errno. */
+ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int copied, const int *listeners,
+                                     uint32_t count);
 /* Ends its thread, its links and their transfers. Everything but release is still allowed, and refused or without
  * effect. */
 void proxyccl_agent_stop(ProxycclAgent *agent);
@@ -94,6 +96,10 @@ int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64
 /* Reads a word of another process: how a caller finds out whether process_vm_readv works, and for the process that it
  * means. 0 or an errno. */
 int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t bytes);
+
+/* Asks the agent at the other end of a connected Unix socket to let this process copy from and to its process, where
+ * Yama restricts that to parents. 0 or an errno, ETIMEDOUT after the time. */
+int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
 /* Makes a link of a connected stream socket, which it takes over, also when it fails. `peer_secret`: of the agent that
  * it leads to. `process`: a pidfd of the peer, taken over too, or -1. `pid`: the peer's process if process_vm_readv

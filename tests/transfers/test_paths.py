@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from proxyccl.channels.transfers import paths
 from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy._transfers import lib
 from proxyccl.transfer import Agent, DisconnectedError
 from support.agents import Pair
 
@@ -71,6 +74,47 @@ def test_accepted_links_send_small_answers_at_once_and_notice_silent_hosts() -> 
         accepted = undo.enter_context(listeners[1].accept()[0])
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+class Yama:
+    """A kernel that copies only after a process has permitted it, which the last agent of this process does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, scope: Path) -> None:
+        self.permits = True
+        scope.write_text("1\n")
+        self._read, self._asked = paths._read_secret, False
+        monkeypatch.setattr(paths, "_YAMA", scope)
+        monkeypatch.setattr(paths, "_read_secret", self.read)
+        monkeypatch.setattr(paths, "lib", self)
+
+    def read(self, pid: int, place: paths.Place) -> tuple[int, bytes]:
+        return self._read(pid, place) if self._asked and self.permits else (errno.EPERM, b"")
+
+    def proxyccl_ask_to_copy(self, *arguments: object) -> int:
+        self._asked = True
+        return int(lib.proxyccl_ask_to_copy(*arguments))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(lib, name)
+
+
+@pytest.fixture
+def yama(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Yama:
+    return Yama(monkeypatch, tmp_path / "ptrace_scope")
+
+
+def test_a_peer_is_asked_where_yama_restricts_copies(pair: Pair, yama: Yama) -> None:
+    assert pair.a.connect("b") == paths.Path("process_vm")
+    pair.a.notify("b", b"over the same socket")
+    pair.b.wait_for_message(60)
+
+
+def test_a_peer_that_is_asked_may_refuse(pair: Pair, yama: Yama) -> None:
+    yama.permits = False
+    with Agent("c", listen=(), paths=["unix"]) as refuses:
+        pair.a.add(refuses.metadata())
+        with pytest.warns(RuntimeWarning, match="asked to permit it, the peer answered: Operation not permitted"):
+            assert pair.a.connect("c").name == "unix"
 
 
 @pytest.mark.parametrize(

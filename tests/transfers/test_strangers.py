@@ -15,7 +15,7 @@ from proxyccl.channels.transfers.paths import unix_address
 from proxyccl.transfer import Agent
 
 FRAME = struct.Struct("<IIQ")
-HELLO, MESSAGE, WRITE, READ, ANSWER = range(1, 6)
+HELLO, MESSAGE, WRITE, READ, ANSWER, PERMIT = range(1, 7)
 VERSION = 1
 EACCES = 13
 
@@ -70,6 +70,8 @@ def ends(connection: socket.socket) -> bool:
         FRAME.pack(HELLO, VERSION, 16) + bytes(16),  # no name
         FRAME.pack(HELLO, VERSION, 1 << 40),
         FRAME.pack(MESSAGE, 0, 1) + b"x",
+        FRAME.pack(PERMIT, VERSION, 16) + bytes(16),  # another secret
+        FRAME.pack(PERMIT, VERSION, 17) + bytes(17),
     ],
 )
 def test_a_link_without_the_secret_is_closed(target: Target, greeting: bytes) -> None:
@@ -86,6 +88,7 @@ def test_a_link_without_the_secret_is_closed(target: Target, greeting: bytes) ->
         FRAME.pack(99, 0, 0),
         FRAME.pack(HELLO, VERSION, 17),
         FRAME.pack(ANSWER, 0, 0),
+        FRAME.pack(PERMIT, VERSION, 16),
         FRAME.pack(MESSAGE, 0, 1 << 60),
         FRAME.pack(READ, 0, 0),
         FRAME.pack(READ, 513, 513),
