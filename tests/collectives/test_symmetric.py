@@ -186,6 +186,7 @@ def test_more_arrays_than_can_be_announced_are_staged(ranks: Ranks) -> None:
         assert not registered(comm, late.view())
         make_call(comm, call, late, comm.empty(room, "uint8"))
         del kept
+        wait_for(lambda: not symmetric._withdrawn, "its entries are free for the next test")
 
     ranks.run(body)
 
