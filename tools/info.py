@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
-import json
 import os
 import platform
 import shutil
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -45,18 +43,13 @@ from proxyccl.proxy.fabric.providers import choose_offer
 from proxyccl.proxy.idle_choice import choose_idle, cores_allowed
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.verbs import pyverbs_api
-from proxyccl.proxy.verbs.device_memory import unsupported_reason
 from proxyccl.proxy.verbs.devices import choose_device, rdma_devices
-from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.options import RdmaOptions
-from proxyccl.proxy.verbs.registrations import Registrations
 from proxyccl.proxy.verbs.requirements import missing
 from proxyccl.proxy.verbs.sysfs import SYSFS
-from proxyccl.tools.results import Fields, installed_version, machine, versions
+from proxyccl.tools.results import Fields, machine, own_version, versions
 from proxyccl.tools.top import Watch, share_of_a_core
 from proxyccl.tools.tune import in_words
-
-_OBSERVED_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -200,6 +193,10 @@ def _rdma(root: Path = SYSFS) -> list[Finding]:
 
 
 def _device_memory() -> Finding:
+    from proxyccl.proxy.verbs.device_memory import unsupported_reason  # here: few machines have a device
+    from proxyccl.proxy.verbs.endpoint import VerbsDevice
+    from proxyccl.proxy.verbs.registrations import Registrations
+
     try:
         options = RdmaOptions.from_environment()
         runtime = open_runtime(None)
@@ -306,8 +303,8 @@ def _tuning() -> list[Finding]:
     return findings or [Finding("Tuning", "tables", False, none, measure)]
 
 
-def _proxies() -> list[Finding]:
-    """The default place of a communicator's proxies."""
+def _proxies(watch: Watch) -> list[Finding]:
+    """The default place of a communicator's proxies, and those that run."""
     named = requested_place(None)
     runtime = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     where = named or default_place(runtime)
@@ -318,29 +315,25 @@ def _proxies() -> list[Finding]:
             found = replace(found, detail=f"{found.detail}, process {daemon_process(socket_path())}")
         except RuntimeUnavailableError as error:
             found = replace(found, available=False, detail=str(error))
-    return [found, *_idle_policies()]
+    return [found, *_idle_policies(watch)]
 
 
-def _idle_policies() -> list[Finding]:
-    """The default policy of idle threads for a rank on each core or GPU, and that of the proxies that run now."""
+def _idle_policies(watch: Watch) -> list[Finding]:
+    """The default policy of idle threads for a rank on each core or GPU, and that of the proxies that run now, with
+    their share of a core since `watch` first looked at them.
+    """
     cores, allowed = len(os.sched_getaffinity(0)), cores_allowed()
     quota = "" if allowed is None else f", of which control groups allow {allowed:g}"
     most = next((ranks for ranks in range(cores, 0, -1) if choose_idle(cores, ranks, ranks) != IdlePolicy()), 0)
     detail = f"default: {IdlePolicy.where_cores_suffice()} for at most {most} ranks on {cores} cores{quota}"
     found = [Finding("Proxies", "idle", True, f"{detail}, {IdlePolicy()} for more")]
-    watch = Watch()
     try:
-        watch.rates()
-        if watch.services:
-            time.sleep(_OBSERVED_SECONDS)
         for service in watch.rates():
             policy = f"{service.workers[0].idle}, {share_of_a_core(service)} of a core"
             name = f"rank {service.rank}"
             found.append(Finding("Proxies", name, True, f"{policy}; process {service.pid}, job {service.job}"))
     except ArgumentError as error:
         found.append(Finding("Proxies", "running", False, str(error)))
-    finally:
-        watch.close()
     return found
 
 
@@ -354,11 +347,18 @@ def _environment() -> list[Finding]:
 
 
 def findings() -> list[Finding]:
-    """All findings, in the order in which they are shown."""
-    mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer one
-    kernels = (*_shipped(), *_compiler(), *_cache())
-    here = [*_runtimes(), *_devices(), *_rdma(), *_fabric(), *_proxies(), *mpi, *kernels, *_tuning()]
-    return [*here, *_environment()]
+    """All findings, in the order in which they are shown. Proxies are watched while the others are made."""
+    watch = Watch()
+    try:
+        with contextlib.suppress(ArgumentError):  # `_idle_policies` reports it
+            watch.rates()
+        mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer one
+        kernels = (*_shipped(), *_compiler(), *_cache())
+        before = [*_runtimes(), *_devices(), *_rdma(), *_fabric()]
+        after = [*mpi, *kernels, *_tuning(), *_environment()]
+        return [*before, *_proxies(watch), *after]
+    finally:
+        watch.close()
 
 
 def _marks(out: TextIO) -> tuple[str, str, str]:
@@ -376,7 +376,7 @@ def show(found: list[Finding], out: TextIO) -> None:
     """Prints the findings for a person."""
     yes, no, arrow = _marks(out)
     facts = machine()
-    print(f"ProxyCCL {installed_version('proxyccl') or ''} on Python {platform.python_version()}", file=out)
+    print(f"ProxyCCL {own_version()} on Python {platform.python_version()}", file=out)
     print(f"{facts['cpu']}, {facts['cores']} cores, {facts['system']} {facts['architecture']}", file=out)
     width = max(len(finding.name) for finding in found)
     section = ""
@@ -393,6 +393,8 @@ def run(*, as_json: bool) -> int:
     """The command. Returns the exit code."""
     found = findings()
     if as_json:
+        import json
+
         results: Fields = {"machine": machine(), "versions": versions()}
         for finding in found:
             entry = asdict(finding)
