@@ -11,14 +11,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
 from support.locks import one_at_a_time
+from support.paths import ROOT
 
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 INSTALLED = Path("/var/lib/dpkg/status")
+LISTS = ROOT / "build/debian-lists"
+FRESH = 600.0
+"""Seconds for which a suite's list of packages serves everything that is fetched: getting it takes longer than most of
+the packages.
+"""
 COMPLETE = "complete"
 UNAVAILABLE = 2
 """Exit status of a program that fetches something that is not available here."""
@@ -73,6 +80,11 @@ def run(command: list[str], timeout: float, *, cwd: Path | None = None, stdin: I
     return done.stdout
 
 
+def _is_fresh(directory: Path) -> bool:
+    marker = directory / COMPLETE
+    return marker.exists() and time.time() - marker.stat().st_mtime < FRESH
+
+
 class Apt:
     """apt for one suite of Debian, with its state in a separate directory.
 
@@ -81,18 +93,18 @@ class Apt:
     """
 
     def __init__(self, directory: Path, suite: str, installed: Path | None = None) -> None:
-        for folder in ("etc", "state/lists/partial", "cache/archives/partial"):
+        for folder in ("state", "cache/archives/partial"):
             (directory / folder).mkdir(parents=True)
-        sources = directory / "etc/sources.list"
-        sources.write_text(f"deb [signed-by={KEYRING}] {debian_mirror()} {suite} main\n")
         # A copy, because apt locks the directory that its list is in, which only root may in the system's.
         status = directory / "state/status"
         status.write_bytes(installed.read_bytes() if installed is not None else b"")
+        available = LISTS / suite
         settings = {
             "Dir::State": directory / "state",
             "Dir::State::status": status,
+            "Dir::State::lists": available / "lists",
             "Dir::Cache": directory / "cache",
-            "Dir::Etc::sourcelist": sources,
+            "Dir::Etc::sourcelist": available / "sources.list",
             "Dir::Etc::sourceparts": "-",
             "Dir::Etc::preferences": "-",
             "Dir::Etc::preferencesparts": "-",
@@ -106,7 +118,18 @@ class Apt:
         self._directory = directory
         self._settings = [f"-o{name}={value}" for name, value in settings.items()]
         self._get = ["apt-get", "--quiet", "--assume-yes", *self._settings]
+        with one_at_a_time(available.with_name(f"{suite}.lock")):
+            if not _is_fresh(available):
+                self._update(available, suite)
+
+    def _update(self, available: Path, suite: str) -> None:
+        """In place, file by file, because another process may be reading them."""
+        (available / "lists/partial").mkdir(parents=True, exist_ok=True)
+        sources, source = available / "sources.list", f"deb [signed-by={KEYRING}] {debian_mirror()} {suite} main\n"
+        if not sources.exists() or sources.read_text() != source:
+            sources.write_text(source)
         run([*self._get, "update", "--error-on=any"], 300)
+        (available / COMPLETE).touch()
 
     def download_with_dependencies(self, *packages: str) -> list[Path]:
         """The packages and their dependencies that are not installed."""
