@@ -12,7 +12,8 @@ class PreparedCalls:
 
     An array is known by what its buffer tells: address, size, shape, format and whether it is read-only. One of the
     type `identified` is known by the object in its attribute `identity`, which is no other array's; with None there it
-    is not known. A tensor on a GPU is known by address, shape and dtype, if its memory holds its elements in order.
+    is not known. A tensor on a GPU is known by address, shape and dtype, if its memory holds its elements in order. An
+    argument for arrays may be a tuple of them, though not of arrays that have buffers.
 
     Args:
         identified: a type of arrays without buffers; types derived from it have no part in this.
@@ -20,7 +21,7 @@ class PreparedCalls:
         lock: held during a call.
         refuse: called as refuse(status, kept) for a call whose status is not 0; it raises the exception.
         turn: called as turn(stream) with the lock held, before a call on another stream than the last; it orders the
-            two and calls `set_stream`.
+            two and calls `set_stream`. None if what issues a call orders streams itself.
         tensor_types: types of torch's tensors that have memory of their own; types may be added later.
 
     Attributes:
@@ -35,7 +36,7 @@ class PreparedCalls:
         identity: str,
         lock: _Lock,
         refuse: Callable[[int, Any], object],
-        turn: Callable[[int], object],
+        turn: Callable[[int], object] | None,
         tensor_types: set[type],
     ) -> PreparedCalls: ...
     def set_stream(self, stream: int | None) -> None:

@@ -68,6 +68,7 @@ class Launches:
         self.prepared_calls = PreparedCalls(
             Array, "identity", self._lock, self._refuse, self._next_stream, libraries.tensor_types
         )
+        self._repeating = [self.prepared_calls]
         if (order := runtime.stream_order_in_c()) is not None:
             self.prepared_calls.order_by(*order)
         when_interrupted(self._default_handle, lambda error: failure.abort(f"interrupted by {type(error).__name__}"))
@@ -186,9 +187,14 @@ class Launches:
             with lock:
                 pass
 
+    def add_prepared_calls(self, calls: PreparedCalls) -> None:
+        """Adds calls that `end_repeats` ends too. Their lock is one of `add_lock`."""
+        self._repeating.append(calls)
+
     def end_repeats(self) -> None:
         """From now on no prepared call is repeated."""
-        self.prepared_calls.set_stream(None)
+        for calls in self._repeating:
+            calls.set_stream(None)
 
     def close(self) -> None:
         """Frees the default stream."""

@@ -31,8 +31,21 @@ typedef struct {
 typedef int (*Issue)(void* callers, void* call, void* launch, uintptr_t stream);
 typedef int (*Hold)(const void* guard);
 
+/* The arrays of a call: input and output, or a tuple of arrays for either. */
 typedef struct {
-  Described x, out;
+  Py_ssize_t inputs, count; /* of the arrays, the first are inputs */
+  Described* each;
+} Arrays;
+
+/* While a call is looked for: an array that is not in a tuple may be a buffer, which is held meanwhile. */
+typedef struct {
+  Arrays arrays;
+  Described few[2];
+  Py_buffer views[2];
+} Given;
+
+typedef struct {
+  Arrays arrays;
   Py_ssize_t count;
   PyObject* options[MOST_OPTIONS];
   Issue issue;
@@ -61,12 +74,8 @@ typedef struct {
 
 /* A tensor's attribute, or with `call` the result of its method. NULL without an error. */
 static PyObject* ask(const PreparedCalls* self, PyObject* x, int name, int call) {
-  PyObject* found = PyObject_GetAttr(x, self->names[name]);
-  if (found != NULL && call) {
-    PyObject* method = found;
-    found = PyObject_CallNoArgs(method);
-    Py_DECREF(method);
-  }
+  PyObject* found =
+      call ? PyObject_CallMethodObjArgs(x, self->names[name], NULL) : PyObject_GetAttr(x, self->names[name]);
   if (found == NULL) PyErr_Clear(); /* it has no memory */
   return found;
 }
@@ -136,14 +145,58 @@ static int describe(const PreparedCalls* self, PyObject* x, Described* described
   return 1;
 }
 
-static void release(Described* described, Py_buffer* view) {
-  Py_CLEAR(described->identity);
-  PyBuffer_Release(view); /* does nothing without an object */
+static void release(Given* given) {
+  for (Py_ssize_t i = 0; i < given->arrays.count; ++i) Py_CLEAR(given->arrays.each[i].identity);
+  if (given->arrays.each != given->few) PyMem_Free(given->arrays.each);
+  for (int i = 0; i < 2; ++i) PyBuffer_Release(&given->views[i]); /* does nothing without an object */
 }
 
-static Entry* place_of(const PreparedCalls* self, const Described* x, const Described* out, PyObject* options) {
-  uint64_t hash = (uintptr_t)x->first ^ (uintptr_t)x->identity ^ (uint64_t)x->bytes;
-  hash = hash * 31 + ((uintptr_t)out->first ^ (uintptr_t)out->identity);
+/* Adds the descriptions of an argument's arrays. As `describe`: no buffers in tuples. */
+static int add_described(const PreparedCalls* self, PyObject* argument, Given* given, Py_buffer* view) {
+  Arrays* arrays = &given->arrays;
+  if (!PyTuple_Check(argument)) {
+    if (!describe(self, argument, &arrays->each[arrays->count], view)) return 0;
+    arrays->count += 1;
+    return 1;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_Size(argument); ++i) {
+    Py_buffer buffer;
+    if (!describe(self, PyTuple_GetItem(argument, i), &arrays->each[arrays->count], &buffer)) return 0;
+    PyBuffer_Release(&buffer);
+    if (arrays->each[arrays->count].identity == NULL) return 0;
+    arrays->count += 1;
+  }
+  return 1;
+}
+
+static Py_ssize_t size_of(PyObject* argument) { return PyTuple_Check(argument) ? PyTuple_Size(argument) : 1; }
+
+/* Describes a call's arrays. Returns 1, with what is to be released; 0 if they can't be described. Never an error. */
+static int describe_call(const PreparedCalls* self, PyObject* x, PyObject* out, Given* given) {
+  const Py_ssize_t count = size_of(x) + size_of(out);
+  memset(&given->views, 0, sizeof given->views);
+  given->arrays.count = 0;
+  given->arrays.each = count <= 2 ? given->few : PyMem_Malloc((size_t)count * sizeof(Described));
+  if (given->arrays.each == NULL) return 0;
+  int described = add_described(self, x, given, &given->views[0]);
+  given->arrays.inputs = given->arrays.count;
+  if (described && out == x && !PyTuple_Check(x) && given->views[0].obj == NULL) {
+    given->few[1] = given->few[0];
+    Py_XINCREF(given->few[1].identity);
+    given->arrays.count = 2;
+  } else if (described) {
+    described = add_described(self, out, given, &given->views[1]);
+  }
+  if (!described) release(given);
+  return described;
+}
+
+static Entry* place_of(const PreparedCalls* self, const Arrays* arrays, PyObject* options) {
+  uint64_t hash = 0;
+  for (Py_ssize_t i = 0; i < arrays->count; ++i) {
+    const Described* each = &arrays->each[i];
+    hash = hash * 31 + ((uintptr_t)each->first ^ (uintptr_t)each->identity ^ (uint64_t)each->bytes);
+  }
   for (Py_ssize_t i = 0; i < PyTuple_Size(options); ++i) hash = hash * 31 + (uintptr_t)PyTuple_GetItem(options, i);
   return &self->entries[(hash * 0x9E3779B97F4A7C15u) >> 55]; /* 9 bits: PLACES */
 }
@@ -160,15 +213,17 @@ static void empty(Entry* entry) {
   Entry old = *entry;
   memset(entry, 0, sizeof *entry); /* first: releasing an object may run Python */
   for (Py_ssize_t i = 0; i < old.count; ++i) Py_DECREF(old.options[i]);
-  Py_XDECREF((PyObject*)old.x.type);
-  Py_XDECREF(old.x.identity);
-  Py_XDECREF((PyObject*)old.out.type);
-  Py_XDECREF(old.out.identity);
+  for (Py_ssize_t i = 0; i < old.arrays.count; ++i) {
+    Py_XDECREF((PyObject*)old.arrays.each[i].type);
+    Py_XDECREF(old.arrays.each[i].identity);
+  }
+  PyMem_Free(old.arrays.each);
   Py_DECREF(old.kept);
 }
 
-static int is_of(const Entry* entry, const Described* x, const Described* out, PyObject* options) {
-  return entry->kept != NULL && memcmp(&entry->x, x, sizeof *x) == 0 && memcmp(&entry->out, out, sizeof *out) == 0 &&
+static int is_of(const Entry* entry, const Arrays* arrays, PyObject* options) {
+  return entry->kept != NULL && entry->arrays.count == arrays->count && entry->arrays.inputs == arrays->inputs &&
+         memcmp(entry->arrays.each, arrays->each, (size_t)arrays->count * sizeof(Described)) == 0 &&
          has_options(entry, options);
 }
 
@@ -176,6 +231,10 @@ static int is_of(const Entry* entry, const Described* x, const Described* out, P
 static int turn_to(PreparedCalls* self, PyObject* stream) {
   const uintptr_t handle = (uintptr_t)PyLong_AsUnsignedLongLong(stream);
   if (PyErr_Occurred()) return -1;
+  if (self->turn == Py_None) { /* the calls order streams themselves */
+    self->stream = handle;
+    return self->repeats;
+  }
   if (self->repeats && self->stream == handle) return 1;
   if (self->repeats && self->order != NULL && handle != self->thread_stream &&
       proxyccl_stream_follow(self->order, self->event, self->stream, handle, 1) == 0) {
@@ -189,13 +248,13 @@ static int turn_to(PreparedCalls* self, PyObject* stream) {
 }
 
 /* With the lock held. Returns 1 if the call was issued, 0 if it is not kept, -1 with an exception. */
-static int issue_kept(PreparedCalls* self, const Described* x, const Described* out, PyObject* options, PyObject* on) {
-  const Entry* entry = place_of(self, x, out, options);
-  if (!is_of(entry, x, out, options)) return 0;
+static int issue_kept(PreparedCalls* self, const Arrays* arrays, PyObject* options, PyObject* on) {
+  const Entry* entry = place_of(self, arrays, options);
+  if (!is_of(entry, arrays, options)) return 0;
   if (on != NULL) {
     const int turned = turn_to(self, on);
     if (turned <= 0) return turned;
-    if (!is_of(entry, x, out, options)) return 0; /* that may have run Python */
+    if (!is_of(entry, arrays, options)) return 0; /* that may have run Python */
   }
   if (!self->repeats || (entry->holds != NULL && !entry->holds(entry->guard))) return 0;
   const Issue issue = entry->issue;
@@ -224,21 +283,12 @@ static PyObject* repeat(PreparedCalls* self, PyObject* const* arguments, Py_ssiz
   }
   PyObject* const on = count == 4 ? arguments[3] : NULL;
   if (!self->repeats && on == NULL) Py_RETURN_FALSE;
-  Described x, out;
-  Py_buffer x_view, out_view;
-  if (!describe(self, arguments[0], &x, &x_view)) Py_RETURN_FALSE;
-  if (arguments[1] == arguments[0] && x_view.obj == NULL) {
-    out = x;
-    Py_XINCREF(out.identity);
-    out_view.obj = NULL;
-  } else if (!describe(self, arguments[1], &out, &out_view)) {
-    release(&x, &x_view);
-    Py_RETURN_FALSE;
-  }
+  Given given;
+  if (!describe_call(self, arguments[0], arguments[1], &given)) Py_RETURN_FALSE;
   int issued = -1;
   PyObject* locked = PyObject_CallNoArgs(self->acquire);
   if (locked != NULL) {
-    issued = issue_kept(self, &x, &out, arguments[2], on);
+    issued = issue_kept(self, &given.arrays, arguments[2], on);
     PyObject *error_type, *error, *traceback; /* of a call that was refused */
     PyErr_Fetch(&error_type, &error, &traceback);
     PyObject* released = PyObject_CallNoArgs(self->release);
@@ -253,8 +303,7 @@ static PyObject* repeat(PreparedCalls* self, PyObject* const* arguments, Py_ssiz
     }
     Py_DECREF(locked);
   }
-  release(&x, &x_view);
-  release(&out, &out_view);
+  release(&given);
   return issued < 0 ? NULL : PyBool_FromLong(issued);
 }
 
@@ -277,22 +326,27 @@ static PyObject* keep(PreparedCalls* self, PyObject* arguments) {
                 .holds = (Hold)(uintptr_t)holds,
                 .guard = (const void*)(uintptr_t)guard,
                 .kept = kept};
-  Py_buffer source, target;
-  if (!describe(self, x, &made.x, &source)) Py_RETURN_NONE;
-  if (!describe(self, out, &made.out, &target)) {
-    release(&made.x, &source);
-    Py_RETURN_NONE;
+  Given given;
+  if (!describe_call(self, x, out, &given)) Py_RETURN_NONE;
+  made.arrays = given.arrays;
+  const size_t size = (size_t)given.arrays.count * sizeof(Described);
+  made.arrays.each = PyMem_Malloc(size);
+  if (made.arrays.each == NULL) {
+    release(&given);
+    return PyErr_NoMemory();
   }
-  PyBuffer_Release(&source); /* a description does not reference the array */
-  PyBuffer_Release(&target);
+  memcpy(made.arrays.each, given.arrays.each, size);
+  for (Py_ssize_t i = 0; i < given.arrays.count; ++i) {
+    Py_INCREF((PyObject*)made.arrays.each[i].type);
+    Py_XINCREF(made.arrays.each[i].identity);
+  }
+  release(&given); /* a description does not reference the array */
   for (Py_ssize_t i = 0; i < count; ++i) {
     made.options[i] = PyTuple_GetItem(options, i);
     Py_INCREF(made.options[i]);
   }
   Py_INCREF(kept);
-  Py_INCREF((PyObject*)made.x.type);
-  Py_INCREF((PyObject*)made.out.type);
-  Entry* entry = place_of(self, &made.x, &made.out, options);
+  Entry* entry = place_of(self, &made.arrays, options);
   empty(entry);
   *entry = made;
   Py_RETURN_NONE;
@@ -337,10 +391,10 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
   for (int i = 0; self->entries != NULL && i < PLACES; ++i) {
     const Entry* entry = &self->entries[i];
     for (Py_ssize_t k = 0; k < entry->count; ++k) Py_VISIT(entry->options[k]);
-    Py_VISIT((PyObject*)entry->x.type);
-    Py_VISIT(entry->x.identity);
-    Py_VISIT((PyObject*)entry->out.type);
-    Py_VISIT(entry->out.identity);
+    for (Py_ssize_t k = 0; k < entry->arrays.count; ++k) {
+      Py_VISIT((PyObject*)entry->arrays.each[k].type);
+      Py_VISIT(entry->arrays.each[k].identity);
+    }
     Py_VISIT(entry->kept);
   }
   return 0;

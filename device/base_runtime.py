@@ -5,7 +5,7 @@ Arrays, launches and `InFlight` need only this part of a runtime; `proxyccl.devi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -194,6 +194,20 @@ class StreamOrderCalls(Struct, frozen=True):
     exchange_capture_mode: int
     relaxed: int
     current: int
+
+
+class StreamEvents(Struct, frozen=True):
+    """For a caller in C that orders a device's streams by events of its own.
+
+    Attributes:
+        order: address of a ProxycclStreamOrder (stream_order.h).
+        take: takes an event that nothing uses, and returns its handle.
+        give: gives one back.
+    """
+
+    order: int
+    take: Callable[[], int]
+    give: Callable[[int], object]
 
 
 class AllocationCalls(Struct, frozen=True):
@@ -455,6 +469,10 @@ class BaseRuntime(Protocol):
         """For a caller in C that orders streams itself: the address of their order (stream_order.h), an event of the
         caller's own, and the handle that means another stream in each thread. None if `order_streams` alone does it.
         """
+        ...
+
+    def stream_events(self) -> StreamEvents:
+        """What orders its streams in C."""
         ...
 
     def wait_event(self, stream: int, event: Event) -> None:

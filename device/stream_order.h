@@ -15,9 +15,9 @@ typedef struct ProxycclStreamOrder {
   int (*record)(void* event, void* stream);               /* cuEventRecord, hipEventRecord */
   int (*wait)(void* stream, void* event, unsigned flags); /* cuStreamWaitEvent, hipStreamWaitEvent */
   int (*query)(void* event);                              /* cuEventQuery, hipEventQuery */
-  int (*is_capturing)(void* stream, int* status);         /* cuStreamIsCapturing, hipStreamIsCapturing */
+  int (*is_capturing)(void* stream, int* status);         /* cuStreamIsCapturing, hip's; NULL: there are no graphs */
   int (*exchange_capture_mode)(int* mode);                /* cuThreadExchangeStreamCaptureMode, hip's */
-  int (*current)(uint64_t* context);                      /* cuCtxGetCurrent, hipGetDevice */
+  int (*current)(uint64_t* context);                      /* cuCtxGetCurrent, hipGetDevice; NULL: there is one */
   int relaxed;                                            /* the mode in which an event may be queried */
   uint64_t context;                                       /* the one that the streams and events belong to */
 } ProxycclStreamOrder;
@@ -25,11 +25,12 @@ typedef struct ProxycclStreamOrder {
 /* A default stream's handle means the current context's. */
 static inline int proxyccl_order_is_current(const ProxycclStreamOrder* self) {
   uint64_t context = 0;
-  return self->current(&context) == 0 && context == self->context;
+  return self->current == NULL || (self->current(&context) == 0 && context == self->context);
 }
 
 static inline int proxyccl_stream_captures(const ProxycclStreamOrder* self, uintptr_t stream) {
   int captures = 0;
+  if (self->is_capturing == NULL) return 0;
   const int status = self->is_capturing((void*)stream, &captures);
   return status == PROXYCCL_CAPTURE_IMPLICIT || (status == 0 && captures != 0);
 }

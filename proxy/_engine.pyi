@@ -272,6 +272,36 @@ class _ProxycclCallers:
 
 class ProxycclCallers(_ProxycclCallers, CData): ...
 class ProxycclCallersPointer(_ProxycclCallers, ItemPointer[ProxycclCallers]): ...
+class ProxycclStreamOrder(CData): ...
+class ProxycclStreamOrderPointer(Pointer): ...
+class ProxycclLaunch(CData): ...
+class ProxycclLaunchPointer(Pointer): ...
+
+class _ProxycclLastOfFlow:
+    event: int
+
+class ProxycclLastOfFlow(_ProxycclLastOfFlow, CData): ...
+class ProxycclLastOfFlowPointer(_ProxycclLastOfFlow, ItemPointer[ProxycclLastOfFlow]): ...
+
+class _ProxycclFlowOrder:
+    streams: PointerField[ProxycclStreamOrderPointer]
+    control: PointerField[ProxycclControlPointer]
+    thread_stream: int
+    last: PointerField[ProxycclLastOfFlowPointer]
+    flow_count: int
+
+class ProxycclFlowOrder(_ProxycclFlowOrder, CData): ...
+class ProxycclFlowOrderPointer(_ProxycclFlowOrder, ItemPointer[ProxycclFlowOrder]): ...
+
+class _ProxycclFlowCall:
+    flows: PointerField[Uint32Pointer]
+    flow_count: int
+    launches: PointerField[PointerTo[ProxycclLaunchPointer]]
+    launch_count: int
+    event: int
+
+class ProxycclFlowCall(_ProxycclFlowCall, CData): ...
+class ProxycclFlowCallPointer(_ProxycclFlowCall, ItemPointer[ProxycclFlowCall]): ...
 
 class _ProxycclAnnouncement:
     version: int
@@ -372,6 +402,7 @@ class Lib:
     PROXYCCL_SCHEDULE_WAIT_SHIFT: Final[int]
     PROXYCCL_NO_MORE_TURNS: Final[int]
     PROXYCCL_NO_ID: Final[int]
+    PROXYCCL_NO_STREAM: Final[int]
     PROXYCCL_UNREACHED: Final[int]
     PROXYCCL_NO_MEMORY: Final[int]
     PROXYCCL_OBSERVE_FORMAT: Final[int]
@@ -640,6 +671,18 @@ class Lib:
         stream: int,
         /,
     ) -> int: ...
+    def proxyccl_flow_order_issue(
+        self,
+        order: Passed[ProxycclFlowOrderPointer],
+        call: Passed[ProxycclFlowCallPointer],
+        unused: Pointer,
+        stream: int,
+        /,
+    ) -> int: ...
+    def proxyccl_flow_order_unname(
+        self, order: Passed[ProxycclFlowOrderPointer], call: Passed[ProxycclFlowCallPointer], /
+    ) -> None: ...
+    def proxyccl_flow_order_needs(self, order: Passed[ProxycclFlowOrderPointer], event: int, /) -> int: ...
     def proxyccl_announce(
         self,
         table: Passed[ProxycclAnnouncementsPointer],
@@ -919,6 +962,58 @@ class FFI(BaseFFI):
     ) -> Array[ProxycclCallEntryPointer, PointerTo[ProxycclCallEntryPointer]]: ...
     @overload
     def new(
+        self, cdecl: Literal["ProxycclStreamOrder *"], init: Initial[ProxycclStreamOrder] = ..., /
+    ) -> ProxycclStreamOrderPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclStreamOrder[]"], init: int | Sequence[Initial[ProxycclStreamOrder]], /
+    ) -> Array[ProxycclStreamOrder, ProxycclStreamOrderPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclLaunch *"], init: Initial[ProxycclLaunch] = ..., /
+    ) -> ProxycclLaunchPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclLaunch[]"], init: int | Sequence[Initial[ProxycclLaunch]], /
+    ) -> Array[ProxycclLaunch, ProxycclLaunchPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclLastOfFlow *"], init: Initial[ProxycclLastOfFlow] = ..., /
+    ) -> ProxycclLastOfFlowPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclLastOfFlow[]"], init: int | Sequence[Initial[ProxycclLastOfFlow]], /
+    ) -> Array[ProxycclLastOfFlow, ProxycclLastOfFlowPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFlowOrder *"], init: Initial[ProxycclFlowOrder] = ..., /
+    ) -> ProxycclFlowOrderPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFlowOrder[]"], init: int | Sequence[Initial[ProxycclFlowOrder]], /
+    ) -> Array[ProxycclFlowOrder, ProxycclFlowOrderPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFlowCall *"], init: Initial[ProxycclFlowCall] = ..., /
+    ) -> ProxycclFlowCallPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFlowCall[]"], init: int | Sequence[Initial[ProxycclFlowCall]], /
+    ) -> Array[ProxycclFlowCall, ProxycclFlowCallPointer]: ...
+    @overload
+    def new(self, cdecl: Literal["uint32_t *"], init: int = ..., /) -> Uint32Pointer: ...
+    @overload
+    def new(self, cdecl: Literal["uint32_t[]"], init: int | Sequence[int], /) -> Array[int, Uint32Pointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclLaunch **"], init: Passed[ProxycclLaunchPointer] = ..., /
+    ) -> PointerTo[ProxycclLaunchPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclLaunch *[]"], init: int | Sequence[Passed[ProxycclLaunchPointer]], /
+    ) -> Array[ProxycclLaunchPointer, PointerTo[ProxycclLaunchPointer]]: ...
+    @overload
+    def new(
         self, cdecl: Literal["ProxycclAnnouncement *"], init: Initial[ProxycclAnnouncement] = ..., /
     ) -> ProxycclAnnouncementPointer: ...
     @overload
@@ -997,10 +1092,6 @@ class FFI(BaseFFI):
     def new(
         self, cdecl: Literal["ProxycclFabricOptions[]"], init: int | Sequence[Initial[ProxycclFabricOptions]], /
     ) -> Array[ProxycclFabricOptions, ProxycclFabricOptionsPointer]: ...
-    @overload
-    def new(self, cdecl: Literal["uint32_t *"], init: int = ..., /) -> Uint32Pointer: ...
-    @overload
-    def new(self, cdecl: Literal["uint32_t[]"], init: int | Sequence[int], /) -> Array[int, Uint32Pointer]: ...
     @overload
     def new(
         self, cdecl: Literal["ProxycclFabricOffers **"], init: Passed[ProxycclFabricOffersPointer] = ..., /
@@ -1111,6 +1202,20 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclCallEntry **"], value: CData | int, /
     ) -> PointerTo[ProxycclCallEntryPointer]: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclStreamOrder *"], value: CData | int, /) -> ProxycclStreamOrderPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclLaunch *"], value: CData | int, /) -> ProxycclLaunchPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclLastOfFlow *"], value: CData | int, /) -> ProxycclLastOfFlowPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclFlowOrder *"], value: CData | int, /) -> ProxycclFlowOrderPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclFlowCall *"], value: CData | int, /) -> ProxycclFlowCallPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["uint32_t *"], value: CData | int, /) -> Uint32Pointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclLaunch **"], value: CData | int, /) -> PointerTo[ProxycclLaunchPointer]: ...
+    @overload
     def cast(self, cdecl: Literal["ProxycclAnnouncement *"], value: CData | int, /) -> ProxycclAnnouncementPointer: ...
     @overload
     def cast(
@@ -1138,8 +1243,6 @@ class FFI(BaseFFI):
     def cast(
         self, cdecl: Literal["ProxycclFabricOptions *"], value: CData | int, /
     ) -> ProxycclFabricOptionsPointer: ...
-    @overload
-    def cast(self, cdecl: Literal["uint32_t *"], value: CData | int, /) -> Uint32Pointer: ...
     @overload
     def cast(
         self, cdecl: Literal["ProxycclFabricOffers **"], value: CData | int, /
@@ -1184,6 +1287,13 @@ class FFI(BaseFFI):
             "ProxycclCallEntry",
             "ProxycclCallers",
             "ProxycclCallEntry *",
+            "ProxycclStreamOrder",
+            "ProxycclLaunch",
+            "ProxycclLastOfFlow",
+            "ProxycclFlowOrder",
+            "ProxycclFlowCall",
+            "uint32_t",
+            "ProxycclLaunch *",
             "ProxycclAnnouncement",
             "ProxycclAnnouncements",
             "ProxycclLetter",
@@ -1194,7 +1304,6 @@ class FFI(BaseFFI):
             "ProxycclRemoteWriteTarget",
             "ProxycclStagedOptions",
             "ProxycclFabricOptions",
-            "uint32_t",
             "ProxycclFabricOffers *",
             "ProxycclFabricEndpoint *",
             "char *",

@@ -131,7 +131,8 @@ class Collectives:
     def scratch(self, nbytes: int) -> Memory:
         """At least this many bytes of scratch memory of this rank, which its next collective may overwrite."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
-            # The previous memory is freed with the last queued call that uses it.
+            self.call_cache.clear()  # calls hold the address of the previous memory
+            # That is freed with the last queued call that uses it.
             self._scratch = self.group.runtime.allocate(max(nbytes, 1))
         return self._scratch
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import Struct
 
+from proxyccl.channels._prepared_calls import PreparedCalls
 from proxyccl.channels.collectives.links import Links
 from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.array import Array, ArrayView
+from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import KernelError
 from proxyccl.device.kernel import Kernel, Launch
-from proxyccl.device.owned import closed_stream
-from proxyccl.device.runtime import Event, Runtime, Stream, StreamLike
+from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.device.sleepers import ProxiedStruct
-from proxyccl.device.thread_streams import ThreadStream, identify_stream
+from proxyccl.proxy._engine import ffi as engine
+from proxyccl.proxy._engine import lib as engine_lib
 from proxyccl.proxy.codec import Codec
 
 MOST_TRANSFERS: int = lib.PROXYCCL_MAX_TRANSFERS
@@ -74,21 +78,38 @@ class Transfer(Struct, frozen=True):
         return self.peer, self.source is not None
 
 
-class _Last(Struct, frozen=True):
-    """The latest launch of a flow.
+class FlowCall:
+    """Transfers that are issued together, prepared: they can be issued again and again.
+
+    Args:
+        launches: one or several.
+        flows: numbers of their flows.
+        event: recorded after them.
+        unused: takes the event when this is freed.
 
     Attributes:
-        stream: the stream of the launch, kept because its handle is valid only while it lives.
-        identity: the stream's (`identify_stream`).
-        event: recorded after it. Waiting for the whole stream would not do: work that was queued later may wait for the
-        peer.
-        captured: whether the event is part of a graph, so that nothing outside the graph can wait for it.
+        launches: as given.
+        native: the ProxycclFlowCall (flow_order.h).
     """
 
-    stream: StreamLike
-    identity: int | ThreadStream
-    event: Event
-    captured: bool
+    __slots__ = ("_event", "_flows", "_launches", "_unused", "launches", "native")
+
+    def __init__(self, launches: Sequence[Launch], flows: Sequence[int], event: int, unused: deque[int]) -> None:
+        self._event, self._unused = event, unused
+        self.launches = launches
+        self._flows = engine.new("uint32_t []", [*flows])
+        addresses = [int(ffi.cast("uintptr_t", launch.prepared)) for launch in launches]
+        self._launches = engine.new(
+            "ProxycclLaunch *[]", [engine.cast("ProxycclLaunch *", address) for address in addresses]
+        )
+        self.native = engine.new("ProxycclFlowCall *")
+        self.native.flows, self.native.flow_count = self._flows, len(flows)
+        self.native.launches, self.native.launch_count = self._launches, len(launches)
+        self.native.event = event
+
+    def __del__(self) -> None:
+        # Without a lock: this runs wherever the last reference goes.
+        self._unused.append(self._event)
 
 
 class Flows:
@@ -96,6 +117,9 @@ class Flows:
 
     Args:
         group: whose ranks.
+
+    Attributes:
+        prepared_calls: those that `keep` has kept.
     """
 
     def __init__(self, group: Group) -> None:
@@ -129,26 +153,36 @@ class Flows:
         flows.slot_bytes, flows.staging_offset = slot_bytes, inbox
         self._kernel = load_kernel(runtime)
         self._failure = group.failure
+        self._events = runtime.stream_events()
+        self._unused: deque[int] = deque()  # events of calls that were freed; flows may still wait for them
+        self._last = engine.new("ProxycclLastOfFlow []", 2 * ranks)
+        order = self._order = engine.new("ProxycclFlowOrder *")
+        order.streams = engine.cast("ProxycclStreamOrder *", self._events.order)
+        order.control = engine.cast("ProxycclControl *", group.control.host_pointer)
+        order.thread_stream = engine_lib.PROXYCCL_NO_STREAM if runtime.thread_stream is None else runtime.thread_stream
+        order.last, order.flow_count = self._last, 2 * ranks
         self._lock = threading.Lock()
         group.launches.add_lock(self._lock)
-        self._last: dict[tuple[int, bool], _Last] = {}
+        self.prepared_calls = PreparedCalls(Array, "identity", self._lock, self._refuse, None, libraries.tensor_types)
+        self.prepared_calls.set_stream(0)  # calls name their streams
+        group.launches.add_prepared_calls(self.prepared_calls)
         self._idle_streams: list[Stream] = []
 
-    def run(self, transfers: Sequence[Transfer], stream: StreamLike, owners: tuple[object, ...]) -> None:
-        """Issues transfers, none of them empty; with more than `MOST_TRANSFERS`, or several of one flow, by several
+    def run(self, transfers: Sequence[Transfer], stream: StreamLike, owners: tuple[object, ...]) -> FlowCall:
+        """Issues transfers, none of them empty, and returns them prepared; with more than `MOST_TRANSFERS`, or several of one flow, by several
         launches.
 
         Without a stream the call waits on the host runtime, on its own stream, because other streams may depend on
         other calls. `owners` are kept alive until the stream has passed the launches.
         """
-        launches = [self._prepare(part) for part in _parts(transfers, self._rank, self._ranks)]
+        call = self._call(transfers)
         if stream is not None or self._runtime.name != "host":
-            handle = self._issue(transfers, launches, stream)
-            self._runtime.in_flight.add((owners, launches), stream, handle)
-            return
+            handle = self._issue(call, stream)
+            self._runtime.in_flight.add((owners, call), stream, handle)
+            return call
         own = self._idle_streams.pop() if self._idle_streams else self._runtime.create_stream()
         try:
-            self._issue(transfers, launches, own)
+            self._issue(call, own)
             own.synchronize()
         except KernelError:
             self._failure.check()
@@ -161,34 +195,49 @@ class Flows:
         finally:
             self._idle_streams.append(own)
         self._failure.check()
+        return call
 
-    def _issue(self, transfers: Sequence[Transfer], launches: Sequence[Launch], stream: StreamLike) -> int:
-        handle = self._runtime.stream_handle(stream)
-        identity = identify_stream(self._runtime, handle)
-        flows = [transfer.flow for transfer in transfers if transfer.peer != self._rank]
+    def keep(self, call: FlowCall, x: Any, out: Any, options: tuple[Any, ...]) -> None:
+        """Has ``prepared_calls.repeat(x, out, options, stream)`` issue a call again, which uses these arrays alone."""
+        issue = engine.addressof(engine_lib, "proxyccl_flow_order_issue")
+        addresses = (int(engine.cast("uintptr_t", each)) for each in (issue, self._order, call.native))
         with self._lock:
-            captured = self._runtime.is_capturing(handle)
-            self._order(flows, handle, identity, captured=captured)
-            self._failure.require_usable()  # the last look before the driver is called, as in Launches.launch
-            for launch in launches:
-                launch(handle)
-            event = self._runtime.create_event()
-            event.record(handle)
-            self._last.update(dict.fromkeys(flows, _Last(stream, identity, event, captured)))
+            self.prepared_calls.keep(x, out, options, *addresses, 0, call)
+
+    def _call(self, transfers: Sequence[Transfer]) -> FlowCall:
+        launches = [self._prepare(part) for part in _parts(transfers, self._rank, self._ranks)]
+        flows = {transfer.flow: None for transfer in transfers if transfer.peer != self._rank}
+        with self._lock:
+            event = self._take_event()
+        return FlowCall(launches, [2 * peer + sends for peer, sends in flows], event, self._unused)
+
+    def _take_event(self) -> int:
+        if self._unused:
+            event = self._unused.popleft()
+            if not engine_lib.proxyccl_flow_order_needs(self._order, event):
+                return event
+            self._unused.append(event)
+        return self._events.take()
+
+    def _issue(self, call: FlowCall, stream: StreamLike) -> int:
+        handle = self._runtime.stream_handle(stream)
+        with self._lock:
+            self._failure.require_usable()  # C checks the abort word itself
+            status = engine_lib.proxyccl_flow_order_issue(self._order, call.native, engine.NULL, handle)
+            if status == lib.PROXYCCL_OTHER_CONTEXT:
+                with self._runtime.current():
+                    status = engine_lib.proxyccl_flow_order_issue(self._order, call.native, engine.NULL, handle)
+            if status:
+                self._refuse(status, call)
+            if not isinstance(stream, int):  # an object may be closed, and its handle become another stream's
+                engine_lib.proxyccl_flow_order_unname(self._order, call.native)
         return handle
 
-    def _order(
-        self, flows: Sequence[tuple[int, bool]], handle: int, identity: int | ThreadStream, *, captured: bool
-    ) -> None:
-        """Makes the stream wait for earlier transfers of the same flows on other streams.
-
-        A stream that is being captured into a graph can't wait for one that is not; the graph's own launches are the
-        caller's to order.
-        """
-        known = [last for flow in flows if (last := self._last.get(flow)) is not None and last.captured == captured]
-        others = [last for last in known if last.identity != identity or closed_stream(last.stream) is not None]
-        for event in {last.event for last in others}:
-            self._runtime.wait_event(handle, event)
+    def _refuse(self, status: int, call: FlowCall) -> None:
+        """Raises the error for a nonzero status of a call."""
+        if status == engine_lib.PROXYCCL_CALL_ABORTED:
+            raise self._failure.exception()
+        call.launches[0].check(status)
 
     def _prepare(self, transfers: Sequence[Transfer]) -> Launch:
         flows = ffi.new("ProxycclFlows *", self._flows[0])
@@ -210,7 +259,9 @@ class Flows:
         self._scratch.free()
         self._memory.close()
         self._links.close()
-        self._last.clear()
+        self.prepared_calls.clear()
+        while self._unused:
+            self._events.give(self._unused.popleft())
         while self._idle_streams:
             self._idle_streams.pop().close()
 

@@ -8,6 +8,7 @@ from proxyccl.channels.arguments import as_rank, input_view
 from proxyccl.channels.collectives.all_reduce import AllReduce
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.run import run
+from proxyccl.device.arrays import libraries
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.runtime import StreamLike
 
@@ -21,6 +22,13 @@ class _Reduce(AllReduce):
 _REDUCE = _Reduce()
 
 
+class _Dropped(ArrayView):
+    """An array in scratch memory; if that moves, all calls are forgotten."""
+
+
+libraries.register(_Dropped, lambda view: (view.ptr, view.shape, view.dtype.name))
+
+
 def reduce(
     collectives: Collectives, x: Any, op: str, root: int, out: Any, algorithm: str | None, stream: StreamLike
 ) -> Any:
@@ -31,8 +39,12 @@ def reduce(
     root = as_rank(group.world_size, root, "root")
     if group.rank == root:
         return run(collectives, _REDUCE, x, out, op, root, algorithm, stream=stream)
-    source = input_view(group, x, "x")
-    dropped = collectives.scratch(source.nbytes)
-    target = ArrayView(dropped.ptr, source.shape, source.dtype, source.device, True, dropped)
+    target = dropped_result(collectives, input_view(group, x, "x"))
     run(collectives, _REDUCE, x, target, op, root, algorithm, stream=stream)
     return None
+
+
+def dropped_result(collectives: Collectives, source: ArrayView) -> ArrayView:
+    """The result of a reduction of an array on the ranks that drop it, in scratch memory."""
+    scratch = collectives.scratch(source.nbytes)
+    return _Dropped(scratch.ptr, source.shape, source.dtype, source.device, True, scratch)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from proxyccl.channels.arguments import input_view
 from proxyccl.channels.collectives.call_cache import call_key
 from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.flows import FlowCall
+from proxyccl.channels.collectives.reduce import dropped_result
+
+Repeat = Callable[[Any, Any, tuple[Any, ...], int], bool]
+"""repeat(x, out, options, stream) issues a call again: see `TensorCalls`."""
 
 
 class TensorCalls:
@@ -18,7 +25,7 @@ class TensorCalls:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self.repeat = collectives.group.launches.prepared_calls.repeat
+        self.repeat: Repeat = collectives.group.launches.prepared_calls.repeat
 
     def keep(
         self,
@@ -37,8 +44,26 @@ class TensorCalls:
             options: the call's other arguments, at most six. They are compared by identity.
             x, out: the tensors of torch's call.
             collective, source, target, op, root: the communicator's, as that was given them: on the same memory, with
-                elements of any type.
+                elements of any type. The target does not count where a reduction's result is dropped.
         """
+        group = self._collectives.group
+        if collective == "reduce" and root != group.rank:
+            target = dropped_result(self._collectives, input_view(group, source, "x"))
         key = call_key((collective, op, root, self._collectives.unspecified.name), source, target)
         if key is not None:
             self._collectives.call_cache.keep_under(key, x, out, options)
+
+    @property
+    def repeat_transfers(self) -> Repeat:
+        """`repeat` for the calls of `keep_transfers`. All ranks make what transfers need when it is first used."""
+        return self._collectives.flows().prepared_calls.repeat
+
+    def keep_transfers(self, options: tuple[Any, ...], x: Any, out: Any, call: FlowCall) -> None:
+        """Has `repeat_transfers` issue transfers again.
+
+        Args:
+            options: as for `keep`.
+            x, out: the tensors of torch's call, or tuples of them. The transfers use their memory alone.
+            call: the transfers, as `Communicator.transfers` has issued them.
+        """
+        self._collectives.flows().keep(call, x, out, options)

@@ -17,7 +17,7 @@ from proxyccl.channels.arguments import (
     share_shape,
 )
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.flows import Transfer
+from proxyccl.channels.collectives.flows import FlowCall, Transfer
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
@@ -31,6 +31,9 @@ class Transfers:
     None of them waits for another, so the order of sends and receives within the block does not matter, except with the
     same peer: a rank's sends to a peer match that peer's receives from it in order. An exception in the block issues
     nothing. Made by `Communicator.transfers`.
+
+    Attributes:
+        issued: after the block, the transfers as they were prepared; None if there were none, or copies alone.
     """
 
     def __init__(self, collectives: Collectives, stream: StreamLike) -> None:
@@ -40,6 +43,7 @@ class Transfers:
         self._transfers: list[Transfer] = []
         self._own_sends: list[ArrayView] = []
         self._own_receives: list[ArrayView] = []
+        self.issued: FlowCall | None = None
 
     def send(self, x: Any, peer: int) -> None:
         """Sends an array to a rank, which must receive the same number of bytes. The rank may be this one.
@@ -87,12 +91,12 @@ class Transfers:
             raise ArgumentError("peer", f"this rank sends itself arrays of {sent} bytes and receives {received}")
         own = zip(self._own_sends, self._own_receives, strict=True)
         copies = [Transfer(group.rank, *views) for views in own]
-        run_transfers(self._collectives, [*self._transfers, *copies], self._stream)
+        self.issued = run_transfers(self._collectives, [*self._transfers, *copies], self._stream)
 
 
 def run_transfers(
     collectives: Collectives, transfers: Sequence[Transfer], stream: StreamLike, call: CollectiveCall | None = None
-) -> None:
+) -> FlowCall | None:
     """Issues transfers; `call` is what all ranks must agree on, if it is a collective."""
     group = collectives.group
     group.failure.require_usable()
@@ -103,14 +107,14 @@ def run_transfers(
         flows = collectives.flows()
     transfers = [transfer for transfer in transfers if transfer.nbytes and not transfer.in_place]
     if not transfers:
-        return
+        return None
     views = [view for transfer in transfers for view in (transfer.source, transfer.target) if view is not None]
     owners = tuple(view.owner for view in views)
     stream = group.launches.stream_for(stream, *owners)
     if group.world_size > 1:
-        flows.run(transfers, stream, owners)
-    else:
-        group.launches.launch(lambda handle: _copy(group.runtime, transfers, handle), stream, owners)
+        return flows.run(transfers, stream, owners)
+    group.launches.launch(lambda handle: _copy(group.runtime, transfers, handle), stream, owners)
+    return None
 
 
 def _copy(runtime: Runtime, copies: Sequence[Transfer], stream: StreamLike) -> None:

@@ -23,6 +23,7 @@ from proxyccl.device.base_runtime import (
     Event,
     LaunchDefaults,
     LaunchTarget,
+    StreamEvents,
     StreamLike,
     StreamOperationCalls,
 )
@@ -321,6 +322,11 @@ class GpuRuntime:
         """For a caller in C: its streams' order, an event, and the thread's own stream."""
         address, _, make_event, _ = self._order.in_c()
         return address, make_event(), self.driver.thread_stream
+
+    def stream_events(self) -> StreamEvents:
+        """Its streams' order, and events that live as long as the device's context."""
+        address, idle, take, _ = self._order.in_c()
+        return StreamEvents(address, take, idle.append)
 
     def wait_event(self, stream: int, event: Event) -> None:
         """Makes later work of the stream with this handle wait for the event's last record."""

@@ -21,6 +21,7 @@ from proxyccl.device.base_runtime import (
     Event,
     LaunchDefaults,
     LaunchTarget,
+    StreamEvents,
     StreamLike,
     StreamOperationCalls,
     foreign_stream_handle,
@@ -31,7 +32,7 @@ from proxyccl.device.cpu import cpu_name
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
 from proxyccl.device.host.shipped_libraries import shipped_library
 from proxyccl.device.host.status import check_status
-from proxyccl.device.host.streams import HostEvent, HostStream
+from proxyccl.device.host.streams import HostEvent, HostEvents, HostStream
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.integers import as_integer
 from proxyccl.device.kernel import Kernel, Module, parameters_of
@@ -257,6 +258,12 @@ class HostRuntime:
     def stream_order_in_c(self) -> None:
         """None: `order_streams` looks for streams that are closed."""
         return
+
+    def stream_events(self) -> StreamEvents:
+        """The host runtime's own calls, and events that are destroyed when they are given back."""
+        names = ("event_record", "stream_wait_event", "event_query")
+        events = HostEvents(*(_address(f"proxyccl_host_{name}") for name in names), self.create_event)
+        return StreamEvents(events.order, events.take, events.give)
 
     def order_streams(self, first: int, then: int) -> None:
         """Makes later work of `then` wait for work queued on `first`; a closed stream has no queued work."""

@@ -104,3 +104,32 @@ class HostEvent(Owned):
         out = ffi.new("float *")
         check_status(lib.proxyccl_host_event_elapsed(out, start._event, self._event), "event elapsed")
         return float(out[0])
+
+
+class HostEvents:
+    """Events for a caller in C that orders host streams itself.
+
+    Args:
+        record, wait, query: addresses of the host runtime's calls.
+        create: makes an event.
+
+    Attributes:
+        order: address of their ProxycclStreamOrder (stream_order.h), as long as this object lives.
+    """
+
+    def __init__(self, record: int, wait: int, query: int, create: Callable[[], HostEvent]) -> None:
+        self._order = ffi.new("ProxycclStreamOrder *")
+        lib.proxyccl_stream_order_fill(self._order, record, wait, query, 0, 0, 0)
+        self.order = int(ffi.cast("uintptr_t", self._order))
+        self._create = create
+        self._events: dict[int, HostEvent] = {}
+
+    def take(self) -> int:
+        """A new event's handle."""
+        event = self._create()
+        self._events[event.handle] = event
+        return event.handle
+
+    def give(self, handle: int) -> None:
+        """Destroys an event."""
+        self._events.pop(handle).close()

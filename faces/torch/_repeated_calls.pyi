@@ -90,9 +90,7 @@ class QueuedCall:
     stream: int
     blocks: bool
 
-    def __new__(
-        cls, gpu: Gpu, x: Any, out: Any, stream: int, keeps: bool, blocks: bool, source: int
-    ) -> QueuedCall: ...
+    def __new__(cls, gpu: Gpu, x: Any, out: Any, stream: int, keeps: bool, blocks: bool, source: int) -> QueuedCall: ...
     def mark_end(self) -> None:
         """Marks the end of the stream as the call's."""
     def check(self) -> None:

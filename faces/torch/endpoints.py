@@ -106,7 +106,7 @@ class Endpoints:
         try:
             yield
         except CommunicatorError as error:
-            named = self._with_ranks(error, peer)
+            named = self.with_ranks(error, peer)
             if named is error:
                 raise
             raise named from error
@@ -114,9 +114,10 @@ class Endpoints:
     def _naming(self, peer: int | None) -> AbstractContextManager[None]:
         return nullcontext() if peer is None else self.transferring(peer)
 
-    def _with_ranks(self, error: CommunicatorError, peer: int) -> CommunicatorError:
+    def with_ranks(self, error: Exception, peer: int) -> Exception:
+        """An error of the communicator with a peer that says which ranks its numbers 0 and 1 are; others unchanged."""
         pair = sorted((self._rank, peer))
-        if pair == [0, 1]:
+        if pair == [0, 1] or not isinstance(error, CommunicatorError):
             return error
         named = copy.copy(error)
         named.args = (f"between ranks {pair[0]} and {pair[1]}, which are 0 and 1 here: {error}",)

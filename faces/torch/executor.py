@@ -28,6 +28,11 @@ class Executor:
         self._thread: Thread | None = None
         self._ended = False
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no task is queued or running."""
+        return not (self._tasks or self._running)
+
     def run_here(self, task: Task, *, after_others: bool = False) -> bool:
         """Runs a task in the caller's thread, if none is queued or running. Returns whether it did.
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from proxyccl.channels.collectives.tensor_calls import TensorCalls
-from proxyccl.device import forks
 from proxyccl.device.gpu import stream_order
 from proxyccl.device.runtimes import open_driver
 from proxyccl.torch import own_streams
-from proxyccl.torch._repeated_calls import Gpu, QueuedCall, RepeatedCalls
+from proxyccl.torch._repeated_calls import Gpu, QueuedCall
 from proxyccl.torch.device_runtimes import runtime_name
 
 
@@ -28,7 +26,6 @@ class GroupOnGpu:
         order: orders streams of the GPU.
         in_c: the same, for the group's calls.
         current: the handle of torch's current stream there.
-        calls: the calls that the group's communicator has made; None before there is one.
     """
 
     def __init__(self, device: torch.device, check: Callable[[], None]) -> None:
@@ -37,7 +34,6 @@ class GroupOnGpu:
         self.order = stream_order.of(open_driver(runtime_name(device)), device.index)
         self.current: Callable[[], int] = functools.partial(torch._C._cuda_getCurrentRawStream, device.index)
         self.in_c = Gpu(*self.order.in_c(), self)
-        self.calls: TensorCalls | None = None
         self._lock = threading.Lock()
         self._own: tuple[Any, int] | None = None
 
@@ -77,8 +73,7 @@ class GroupOnGpu:
             tensor.record_stream(stream)
 
     def give_back(self) -> None:
-        """Lets another group use the stream, and repeats no call any more."""
-        self.calls = None
+        """Lets another group use the stream."""
         with self._lock:
             own, self._own = self._own, None
         if own is not None:

@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from proxyccl.channels.collectives.flows import FlowCall
+from proxyccl.channels.collectives.tensor_calls import Repeat
+from proxyccl.channels.communicator import Communicator
 from proxyccl.device import forks
 from proxyccl.device.errors import CommunicatorError
 from proxyccl.torch import own_streams, pools
@@ -49,8 +52,9 @@ _FEW, _LARGE_BYTES = 4, 1 << 20
 _CPU = torch.device("cpu")
 _Flow = tuple[int, bool]
 """A peer, and whether this rank sends to it."""
-_Again = tuple[tuple[Any, ...], torch.Tensor, torch.Tensor]
-"""What makes two calls the same: the call's name and options, known by identity, its input and its output."""
+_Again = tuple[tuple[Any, ...], Any, Any]
+"""What makes two calls the same: the call's name and options, known by identity, its input and its output: a tensor
+each, or a tuple of tensors."""
 
 
 _Kind = dist.ReduceOp.RedOpType
@@ -58,8 +62,26 @@ _KINDS = [kind.value for kind in _Kind.__members__.values() if kind != _Kind.PRE
 _ALL_REDUCE = {kind: ("all_reduce", kind) for kind in _KINDS}
 _REDUCE_SCATTER = {kind: ("reduce_scatter_single", kind) for kind in _KINDS}
 _BROADCAST: dict[int, tuple[str, int]] = {}
+_GATHER: dict[int, tuple[str, int]] = {}
+_SCATTER: dict[int, tuple[str, int]] = {}
 _ALL_GATHER, _ALL_TO_ALL = ("all_gather_single",), ("all_to_all_single",)
+_ALL_GATHER_LIST, _ALL_TO_ALL_LIST = ("all_gather",), ("all_to_all",)
 """What calls are kept under: by the number of the operator's kind, by the root, or as they are."""
+
+
+@functools.cache
+def _reduce_to(root: int) -> dict[int, tuple[str, int, int]]:
+    return {kind: ("reduce", kind, root) for kind in _KINDS}
+
+
+@functools.cache
+def _by_flow(peer: int, sends: bool) -> tuple[str]:
+    return (f"send to rank {peer}" if sends else f"recv from rank {peer}",)
+
+
+@functools.lru_cache(1024)
+def _by_splits(output_splits: tuple[int, ...], input_splits: tuple[int, ...]) -> tuple[Any, ...]:
+    return "all_to_all_single", (output_splits, input_splits)
 
 
 class _Coalescing(threading.local):
@@ -114,7 +136,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._executors: dict[tuple[torch.device, _Flow | None], Executor] = {}
         self._gpus: dict[torch.device, GroupOnGpu] = {}
         self._flow_streams: dict[tuple[torch.device, _Flow], Any] = {}
-        self._repeating: dict[int, RepeatedCalls] = {}  # by the GPU's number
+        self._repeating: dict[int, RepeatedCalls] = {}  # by the GPU's number: collectives …
+        self._exchanging: dict[int, RepeatedCalls] = {}  # … collectives that are transfers between all ranks …
+        self._transferring: dict[tuple[int, int, bool], RepeatedCalls] = {}  # … and transfers, by GPU and flow
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)  # of the group's calls
         self._sequence = 0  # of the latest, except those that `_repeat` has issued
@@ -169,7 +193,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Nothing to agree on: every rank counts its calls from 0."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return max(self._sequence, *(calls.number for calls in self._repeating.values()), 0)
+        repeated = (*self._repeating.values(), *self._exchanging.values(), *self._transferring.values())
+        return max(self._sequence, *(calls.number for calls in repeated), 0)
 
     @property
     def supports_splitting(self) -> bool:
@@ -269,7 +294,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         for executor in executors:
             executor.end()
         self._endpoints.close()
-        self._repeating.clear()
+        for repeating in (self._repeating, self._exchanging, self._transferring):
+            repeating.clear()
         while self._flow_streams:
             (device, _), stream = self._flow_streams.popitem()
             own_streams.give_back(device, stream)
@@ -344,6 +370,23 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         except Exception as error:
             raise_as_torch(error)
 
+    def _repeat_exchange(
+        self, on: torch.Tensor, x: Any, out: Any, opts: Any, kept: Any, attribute: str | None = None
+    ) -> Any:
+        """As `_repeat`, for a call that is transfers between all ranks; a list of tensors is a tuple here.
+
+        Args:
+            on: one of the tensors.
+            x, out, opts, kept, attribute: as for `_repeat`.
+        """
+        calls = self._exchanging.get(on.get_device())
+        if calls is None:
+            return NotImplemented
+        try:
+            return calls.repeat(x, out, opts, attribute, kept)
+        except Exception as error:
+            raise_as_torch(error)
+
     def _issue_on_device(
         self,
         name: str,
@@ -381,15 +424,22 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def _keep(self, gpu: GroupOnGpu, again: _Again, made: on_tensors.Made) -> None:
         """Has `_repeat` find a call that was made."""
-        if gpu.calls is None:
-            gpu.calls = self._endpoints.of_all(gpu.device).tensor_calls
-            self._repeating[gpu.device.index] = self._repeated_calls(gpu, gpu.calls.repeat, gpu.own, None)
+        calls = self._endpoints.of_all(gpu.device).tensor_calls
         options, x, out = again
-        gpu.calls.keep(options, x, out, *made)
+        if isinstance(made, FlowCall):
+            if gpu.device.index not in self._exchanging:
+                exchanging = self._repeated_calls(gpu, calls.repeat_transfers, gpu.own, None)
+                self._exchanging[gpu.device.index] = exchanging
+            calls.keep_transfers(options, x, out, made)
+            return
+        if gpu.device.index not in self._repeating:
+            self._repeating[gpu.device.index] = self._repeated_calls(gpu, calls.repeat, gpu.own, None)
+        calls.keep(options, x, out, *made)
 
     def _repeated_calls(
-        self, gpu: GroupOnGpu, repeat: Callable[..., bool], stream: int, flow: _Flow | None
+        self, gpu: GroupOnGpu, repeat: Repeat, stream: int, flow: tuple[torch.device, _Flow] | None
     ) -> RepeatedCalls:
+        """Repeats calls on a stream; `flow` is theirs if they are transfers, as `_under_way` knows it."""
         return RepeatedCalls(
             gpu.in_c,
             repeat,
@@ -400,7 +450,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             functools.partial(self._under_way.forget_ended, flow),
             DeviceWork,
             self._handed_out,
-            _source_of(flow),
+            _source_of(None if flow is None else flow[1]),
         )
 
     def _issue_transfer(
@@ -573,6 +623,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
         """Reduces a tensor over all ranks, in place on one."""
+        (x,) = tensors
+        kept = _reduce_to(opts.rootRank)
+        work = self._repeat(x, x, opts, "reduceOp", kept)
+        if work is not NotImplemented:
+            return work
         tensors = in_memory(tensors)
         self._require_rank(opts.rootRank, "root")
         (tensor,) = tensors
@@ -583,11 +638,16 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             lambda: on_tensors.reduce(self._endpoints.of_all(device), tensor, opts.reduceOp, opts.rootRank),
             device=device,
             opts=opts,
+            again=_again(kept.get(_kind_of(opts.reduceOp)), x, x),
         )
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Any:
         """Every rank's tensor into a list."""
-        (x,), (parts,) = inputs, outputs
+        (x,), parts = inputs, tuple(outputs[0])
+        work = self._repeat_exchange(x, x, parts, opts, _ALL_GATHER_LIST)
+        if work is not NotImplemented:
+            return work
+        again = (_ALL_GATHER_LIST, x, parts)
         x, *parts = in_memory([x, *parts])
         self._require_one_each(parts, "output_tensors")
         return self._issue(
@@ -596,6 +656,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             lambda: on_tensors.all_gather_lists(self._endpoints.of_all(x.device), parts, x),
             device=x.device,
             opts=opts,
+            again=again,
         )
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
@@ -652,34 +713,44 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, *_: Any) -> Any:
         """Every rank's tensor into a list on one rank."""
-        self._require_rank(opts.rootRank, "root")
-        (x,) = inputs
-        parts = outputs[0] if self._rank == opts.rootRank else []
+        (x,), root = inputs, opts.rootRank
+        parts = tuple(outputs[0]) if self._rank == root else ()
+        work = self._repeat_exchange(x, x, parts, opts, _GATHER, "rootRank")
+        if work is not NotImplemented:
+            return work
+        self._require_rank(root, "root")
+        again = (_GATHER.setdefault(root, ("gather", root)), x, parts)
         if self._rank == opts.rootRank:
             self._require_one_each(parts, "gather_list")
         x, *parts = in_memory([x, *parts])
         return self._issue(
             "gather",
             [*parts, x],
-            lambda: on_tensors.gather(self._endpoints.of_all(x.device), parts, x, opts.rootRank),
+            lambda: on_tensors.gather(self._endpoints.of_all(x.device), parts, x, root),
             device=x.device,
             opts=opts,
+            again=again,
         )
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *_: Any) -> Any:
         """A tensor of one rank's list for each rank."""
-        self._require_rank(opts.rootRank, "root")
-        (output,) = outputs
-        parts = inputs[0] if self._rank == opts.rootRank else []
+        (output,), root = outputs, opts.rootRank
+        parts = tuple(inputs[0]) if self._rank == root else ()
+        work = self._repeat_exchange(output, parts, output, opts, _SCATTER, "rootRank")
+        if work is not NotImplemented:
+            return work
+        self._require_rank(root, "root")
+        again = (_SCATTER.setdefault(root, ("scatter", root)), parts, output)
         if self._rank == opts.rootRank:
             self._require_one_each(parts, "scatter_list")
         output, *parts = in_memory([output, *parts])
         return self._issue(
             "scatter",
             [output, *parts],
-            lambda: on_tensors.scatter(self._endpoints.of_all(output.device), output, parts, opts.rootRank),
+            lambda: on_tensors.scatter(self._endpoints.of_all(output.device), output, parts, root),
             device=output.device,
             opts=opts,
+            again=again,
         )
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any) -> Any:
@@ -746,10 +817,14 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     ) -> Any:
         """Rows of a tensor to each rank: evenly many, or as the splits say."""
         even = not output_splits and not input_splits
-        again = _again(_ALL_TO_ALL, x, output) if even else None
-        work = self._repeat(x, output, opts, None, _ALL_TO_ALL) if even else NotImplemented
+        if even:
+            kept, work = _ALL_TO_ALL, self._repeat(x, output, opts, None, _ALL_TO_ALL)
+        else:
+            kept = _by_splits(tuple(output_splits), tuple(input_splits))
+            work = self._repeat_exchange(x, x, output, opts, kept)
         if work is not NotImplemented:
             return work
+        again = (kept, x, output)
         output, x = in_memory([output, x])
         _require_dtype(output, x)
         for tensor, splits in ((output, output_splits), (x, input_splits)):
@@ -759,8 +834,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         def call() -> on_tensors.Made | None:
             if even:
                 return on_tensors.all_to_all(comm_of(x.device), output, x)
-            on_tensors.all_to_all_v(comm_of(x.device), output, x, output_splits, input_splits)
-            return None
+            return on_tensors.all_to_all_v(comm_of(x.device), output, x, output_splits, input_splits)
 
         return self._issue("all_to_all_single", [output, x], call, device=x.device, opts=opts, again=again)
 
@@ -768,6 +842,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Any:
         """A list's i-th tensor to rank i."""
+        targets, sources = tuple(outputs), tuple(inputs)
+        if sources:
+            work = self._repeat_exchange(sources[0], sources, targets, opts, _ALL_TO_ALL_LIST)
+            if work is not NotImplemented:
+                return work
         outputs, inputs = in_memory(outputs), in_memory(inputs)
         self._require_one_each(outputs, "output_tensor_list")
         self._require_one_each(inputs, "input_tensor_list")
@@ -778,6 +857,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             lambda: on_tensors.all_to_all_lists(self._endpoints.of_all(device), outputs, inputs),
             device=device,
             opts=opts,
+            again=(_ALL_TO_ALL_LIST, sources, targets),
         )
 
     def barrier(self, opts: Any = None, *_: Any) -> Any:
@@ -824,22 +904,52 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     recvAnysource = recv_anysource  # noqa: N815
 
     def _transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
-        tensors = in_memory(tensors)
-        self._require_rank(peer, "peer")
-        (tensor,) = tensors
+        (x,) = tensors
+        kept, flow = _by_flow(peer, sends), (peer, sends)
+        again = (kept, x, ()) if sends else (kept, (), x)
+        work = self._repeat_transfer(x, flow, again)
+        if work is NotImplemented:
+            tensors = in_memory(tensors)
+            self._require_rank(peer, "peer")
+            (tensor,) = tensors
 
-        def call() -> None:
-            if peer == self._rank:
-                (self._endpoints.send_to_self if sends else self._endpoints.recv_from_self)(tensor)
-                return
-            comm, number = self._endpoints.with_peer(tensor.device, peer)
-            pair = {number: [tensor]}
-            with self._endpoints.transferring(peer):
-                on_tensors.exchange(comm, pair if sends else {}, {} if sends else pair)
+            def call() -> None:
+                if peer == self._rank:
+                    (self._endpoints.send_to_self if sends else self._endpoints.recv_from_self)(tensor)
+                    return
+                comm, number = self._endpoints.with_peer(tensor.device, peer)
+                pair = {number: [tensor]}
+                with self._endpoints.transferring(peer):
+                    made = on_tensors.exchange(comm, pair if sends else {}, {} if sends else pair)
+                if isinstance(made, FlowCall) and tensor.device.type != "cpu":
+                    self._keep_transfer(comm, tensor.device, flow, again, made)
 
-        name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
-        work = self._issue(name, tensors, call, device=tensor.device, flow=(peer, sends))
+            work = self._issue(kept[0], tensors, call, device=tensor.device, flow=flow)
         return None if self._coalescing.works is not None else work
+
+    def _repeat_transfer(self, x: torch.Tensor, flow: _Flow, again: _Again) -> Any:
+        """As `_repeat`, for a transfer. It is not repeated while others of its flow are queued."""
+        device = x.get_device()
+        calls = self._transferring.get((device, *flow))
+        if calls is None or not self._executors[x.device, flow].is_idle:
+            return NotImplemented
+        kept, source, target = again
+        try:
+            return calls.repeat(source, target, None, None, kept)
+        except Exception as error:
+            raise_as_torch(self._endpoints.with_ranks(error, flow[0]))
+
+    def _keep_transfer(
+        self, comm: Communicator, device: torch.device, flow: _Flow, again: _Again, made: FlowCall
+    ) -> None:
+        """Has `_repeat_transfer` find a transfer that was made."""
+        calls = comm.tensor_calls
+        if (device.index, *flow) not in self._transferring:
+            stream = self._stream_of(device, flow).cuda_stream
+            repeated = self._repeated_calls(self._gpu(device), calls.repeat_transfers, stream, (device, flow))
+            self._transferring[device.index, *flow] = repeated
+        options, x, out = again
+        calls.keep_transfers(options, x, out, made)
 
     # -- coalescing ---
 

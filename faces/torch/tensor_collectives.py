@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from proxyccl.channels.collectives.flows import FlowCall
 from proxyccl.channels.communicator import Communicator
 from proxyccl.torch.reductions import plain_op, reduction
 from proxyccl.torch.tensors import as_bytes, flat, is_plain, put_back, put_back_all, require_same_dtype
 
 Tensors = Sequence[torch.Tensor]
-Made = tuple[str, torch.Tensor, torch.Tensor, str | None, int | None]
+Made = tuple[str, torch.Tensor, torch.Tensor, str | None, int | None] | FlowCall
 """The one call of a communicator that a call was, on the tensors' own memory: its name, input, output, operator and
-root. `TensorCalls.keep` takes it."""
+root, which `TensorCalls.keep` takes; or its transfers, for `TensorCalls.keep_transfers`."""
 
 
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Made | None:
@@ -35,7 +36,7 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Made | None
     return None
 
 
-def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> None:
+def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Made | None:
     """Reduces a tensor over all ranks, in place on `root`."""
     how = reduction(op, tensor.dtype)
     values = flat(tensor)
@@ -44,6 +45,8 @@ def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> None
     comm.reduce(how.of(values), how.op, root)
     if comm.rank == root:
         put_back(tensor, values)
+    in_place = how.factor is None and is_plain(tensor)
+    return ("reduce", how.of(values), how.of(values), how.op, root) if in_place else None
 
 
 def all_reduce_coalesced(comm: Communicator, tensors: Tensors, op: Any) -> None:
@@ -138,7 +141,7 @@ def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensor
     put_back(output, share[: output.numel()])
 
 
-def exchange(comm: Communicator, sends: Mapping[int, Tensors], receives: Mapping[int, Tensors]) -> None:
+def exchange(comm: Communicator, sends: Mapping[int, Tensors], receives: Mapping[int, Tensors]) -> Made | None:
     """Sends tensors to ranks and receives tensors from ranks, all by one launch.
 
     It serves the calls with a tensor for each rank: for these, nothing is copied before or after the launch.
@@ -154,22 +157,28 @@ def exchange(comm: Communicator, sends: Mapping[int, Tensors], receives: Mapping
                 transfers.recv(next(values)[1], peer)
     for tensor, received in outputs:
         put_back(tensor, received)
+    in_place = all(
+        is_plain(tensor) for of_all in (sends, receives) for tensors in of_all.values() for tensor in tensors
+    )
+    return transfers.issued if in_place else None
 
 
-def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor) -> None:
+def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor) -> Made | None:
     """Every rank's tensor, of any sizes, into a list."""
     require_same_dtype([x, *outputs])
-    exchange(comm, {rank: [x] for rank in range(comm.world_size)}, {rank: [out] for rank, out in enumerate(outputs)})
+    return exchange(
+        comm, {rank: [x] for rank in range(comm.world_size)}, {rank: [out] for rank, out in enumerate(outputs)}
+    )
 
 
-def gather(comm: Communicator, outputs: Tensors, x: torch.Tensor, root: int) -> None:
+def gather(comm: Communicator, outputs: Tensors, x: torch.Tensor, root: int) -> Made | None:
     """Every rank's tensor into a list on `root`."""
-    exchange(comm, {root: [x]}, {rank: [out] for rank, out in enumerate(outputs)} if comm.rank == root else {})
+    return exchange(comm, {root: [x]}, {rank: [out] for rank, out in enumerate(outputs)} if comm.rank == root else {})
 
 
-def scatter(comm: Communicator, output: torch.Tensor, inputs: Tensors, root: int) -> None:
+def scatter(comm: Communicator, output: torch.Tensor, inputs: Tensors, root: int) -> Made | None:
     """A tensor of `root`'s list for each rank."""
-    exchange(comm, {rank: [x] for rank, x in enumerate(inputs)} if comm.rank == root else {}, {root: [output]})
+    return exchange(comm, {rank: [x] for rank, x in enumerate(inputs)} if comm.rank == root else {}, {root: [output]})
 
 
 def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> Made | None:
@@ -182,19 +191,20 @@ def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> Mad
 
 def all_to_all_v(
     comm: Communicator, output: torch.Tensor, x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-) -> None:
+) -> Made | None:
     """The same with rows of any number; empty splits mean even ones."""
     ranks = comm.world_size
     target = output if output.is_contiguous() else output.contiguous()
     sends = x.contiguous().split(list(input_splits) or [x.size(0) // ranks] * ranks)
     receives = target.split(list(output_splits) or [target.size(0) // ranks] * ranks)
-    exchange(comm, _by_rank(sends), _by_rank(receives))
+    made = exchange(comm, _by_rank(sends), _by_rank(receives))
     put_back(output, target)
+    return made if is_plain(x) and is_plain(output) else None
 
 
-def all_to_all_lists(comm: Communicator, outputs: Tensors, inputs: Tensors) -> None:
+def all_to_all_lists(comm: Communicator, outputs: Tensors, inputs: Tensors) -> Made | None:
     """A list's i-th tensor goes to rank i."""
-    exchange(comm, _by_rank(inputs), _by_rank(outputs))
+    return exchange(comm, _by_rank(inputs), _by_rank(outputs))
 
 
 def barrier(comm: Communicator, device: torch.device) -> None:

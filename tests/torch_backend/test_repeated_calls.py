@@ -44,12 +44,18 @@ class Repeats:
     """Counts the calls of a group that were repeated since."""
 
     def __init__(self, group: Any) -> None:
-        (self._calls,) = group._repeating.values()
-        self._before = self._calls.count
+        self._group = group
+        self._before = self._so_far
+
+    @property
+    def _so_far(self) -> int:
+        group = self._group
+        kinds = group._repeating, group._exchanging, group._transferring
+        return sum(calls.count for kind in kinds for calls in kind.values())
 
     @property
     def count(self) -> int:
-        return int(self._calls.count - self._before)
+        return self._so_far - self._before
 
 
 def wait(work: Any, *, waits: bool) -> None:
@@ -95,6 +101,169 @@ def test_each_collective_is_repeated_with_what_its_memory_holds_then(waits: bool
                 assert (torch_on_hip.on_cpu(results[name]) == turn * expected[name]).all(), (name, turn)
         assert repeats is not None
         assert repeats.count == 2 * len(calls)
+
+    on_gpus(body)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["synchronous", "asynchronous"])
+def test_each_call_with_lists_or_splits_is_repeated_with_what_its_memory_holds_then(waits: bool) -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        memory = [torch.empty(12) for _ in range(6)]
+        x, y, first, second, whole, uneven = (torch_on_hip.on_gpu(each, rank) for each in memory)
+        root = {"rootRank": 1}
+        here = rank == 1
+        splits = [4, 8] if rank == 0 else [8, 4]  # each rank sends the other 8, and itself 4
+        calls = {
+            "all_gather": lambda: group.allgather([[first, second]], [x], options("Allgather", waits=waits)),
+            "gather": lambda: group.gather(
+                [[first, second]] if here else [], [x], options("Gather", waits=waits, **root)
+            ),
+            "scatter": lambda: group.scatter(
+                [whole], [[x, y]] if here else [], options("Scatter", waits=waits, **root)
+            ),
+            "all_to_all": lambda: group.alltoall([first, second], [x, y], options("AllToAll", waits=waits)),
+            "splits": lambda: group.alltoall_base(uneven, x, splits, splits, options("AllToAll", waits=waits)),
+            "reduce": lambda: group.reduce([y], options("Reduce", waits=waits, **root)),
+        }
+        own, other = torch.arange(12.0) + 100 * rank, torch.arange(12.0) + 100 * (1 - rank)
+        at = 4 * rank
+        expected = {
+            "all_gather": [(first, 0.0), (second, 100.0)],
+            "gather": [(first, 0.0), (second, 100.0)] if here else [],
+            "scatter": [(whole, 100.0 + 1000 * rank)],
+            "all_to_all": [(first, 1000.0 * rank), (second, 100.0 + 1000 * rank)],
+            "splits": [],
+            "reduce": [(y, 2100.0)] if here else [(y, 1000.0)],
+        }
+        repeats = None
+        for turn in range(5):
+            repeats = Repeats(group) if turn == 3 else repeats  # until then peers may still learn of arrays
+            for name, call in calls.items():
+                torch_on_hip.on_cpu(x)
+                memory[0].copy_(own + turn)
+                memory[1].copy_(own + 1000 + turn)
+                for each in memory[2:]:
+                    each.fill_(-1.0)
+                wait(call(), waits=waits)
+                torch_on_hip.on_cpu(x)
+                for tensor, base in expected[name]:
+                    terms = 2 if name == "reduce" and here else 1
+                    values = torch.arange(12.0) * terms + base + turn * terms
+                    assert torch.equal(tensor.as_subclass(torch.Tensor), values), (name, turn)
+                if name == "splits":
+                    mine, theirs = own + turn, other + turn
+                    parts = [mine[:4], theirs[:8]] if rank == 0 else [theirs[4:], mine[8:]]
+                    assert torch.equal(memory[5], torch.cat(parts)), turn
+        assert repeats is not None
+        assert repeats.count == 2 * len(calls)
+
+    on_gpus(body)
+
+
+def test_lists_of_other_tensors_or_other_splits_are_not_confused() -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        x = torch_on_hip.on_gpu(torch.arange(8.0) + 10 * rank, rank)
+        outs = [torch_on_hip.on_gpu(torch.full((8,), -1.0), rank) for _ in range(3)]
+        opts = options("Allgather")
+        for _ in range(3):
+            group.allgather([outs[:2]], [x], opts)
+        repeats = Repeats(group)
+        for chosen in (outs[1:], [outs[1], outs[0]], [outs[0], outs[2]]):
+            group.allgather([chosen], [x], opts)
+            assert [torch_on_hip.on_cpu(out)[0] for out in chosen] == [0.0, 10.0]
+        into = torch_on_hip.on_gpu(torch.empty(8), rank)
+        for splits in ([4, 4], [2, 6] if rank == 0 else [6, 2]):
+            group.alltoall_base(into, x, splits, splits, options("AllToAll"))
+            mine = slice(0, splits[0]) if rank == 0 else slice(splits[0], 8)
+            assert (torch_on_hip.on_cpu(into)[mine] == torch_on_hip.on_cpu(x)[mine]).all()
+        assert repeats.count == 0
+
+    on_gpus(body)
+
+
+def test_calls_of_transfers_on_two_streams_follow_each_other() -> None:
+    """A repeated exchange on the group's own stream and one on the current stream use the same flows."""
+
+    def body(group: Any) -> None:
+        rank, count = group.rank(), 1 << 16
+        memory = torch.zeros(count)
+        x = torch_on_hip.on_gpu(memory, rank)
+        pairs = [[torch_on_hip.on_gpu(torch.empty(count), rank) for _ in range(RANKS)] for _ in range(2)]
+        for turn in range(6):
+            torch_on_hip.on_cpu(x)
+            memory.fill_(10.0 * turn + rank)
+            work = group.allgather([pairs[0]], [x], options("Allgather", waits=False))
+            group.allgather([pairs[1]], [x], options("Allgather"))
+            work.wait()
+            for pair in pairs:
+                assert [(torch_on_hip.on_cpu(out) == 10.0 * turn + i).all() for i, out in enumerate(pair)] == [True] * 2
+
+    on_gpus(body)
+
+
+def test_a_reduction_that_other_ranks_drop_is_not_repeated_into_memory_that_was_freed() -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        memory = torch.empty(16)
+        small, large = torch_on_hip.on_gpu(memory, rank), torch_on_hip.on_gpu(torch.ones(1 << 20), rank)
+        opts = options("Reduce", rootRank=0)
+        for turn in range(8):
+            torch_on_hip.on_cpu(small)
+            memory.fill_(rank + 1.0)
+            repeats = Repeats(group)
+            group.reduce([small], opts)
+            assert (torch_on_hip.on_cpu(small) == (3.0 if rank == 0 else 2.0)).all()
+            if turn == 3:
+                assert repeats.count == 1
+                group.reduce([large], opts)  # the scratch memory moves
+            if turn == 4 and rank != 0:
+                assert repeats.count == 0
+
+    on_gpus(body)
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["one-by-one", "batch"])
+def test_transfers_are_repeated_with_what_their_memory_holds_then(batched: bool) -> None:
+    def body(group: Any) -> None:
+        rank, peer = group.rank(), 1 - group.rank()
+        memory = torch.empty(24)
+        x, out = torch_on_hip.on_gpu(memory, rank), torch_on_hip.on_gpu(torch.empty(24), rank)
+        all_reduce(group, out)  # it makes the GPU this thread's current one, as a program does
+        repeats = None
+        for turn in range(6):
+            torch_on_hip.on_cpu(x)
+            memory.fill_(10.0 * turn + rank)
+            if batched:
+                group.start_coalescing()
+            works = [group.send([x], peer, 0), group.recv([out], peer, 0)]
+            assert batched or works[1].source_rank() == peer
+            for work in [group.end_coalescing()] if batched else works:
+                work.wait()
+            assert (torch_on_hip.on_cpu(out) == 10.0 * turn + peer).all()
+            repeats = repeats or Repeats(group)  # the first ones wait for the peer in threads
+        assert repeats is not None
+        assert repeats.count == 10
+        assert group._get_sequence_number_for_group() == 1 + 12
+
+    on_gpus(body)
+
+
+def test_a_repeated_transfer_of_an_aborted_group_raises_as_others() -> None:
+    def body(group: Any) -> None:
+        peer = 1 - group.rank()
+        x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
+        all_reduce(group, x)
+        transfer = group.send if group.rank() else group.recv
+        for _ in range(3):
+            transfer([x], peer, 0).wait()
+        torch_on_hip.on_cpu(x)
+        repeats = Repeats(group)
+        group.abort()
+        with pytest.raises(dist.DistBackendError, match="AbortedError"):
+            transfer([x], peer, 0).wait()
+        assert repeats.count == 0
 
     on_gpus(body)
 
