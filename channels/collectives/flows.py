@@ -169,8 +169,8 @@ class Flows:
         self._idle_streams: list[Stream] = []
 
     def run(self, transfers: Sequence[Transfer], stream: StreamLike, owners: tuple[object, ...]) -> FlowCall:
-        """Issues transfers, none of them empty, and returns them prepared; with more than `MOST_TRANSFERS`, or several of one flow, by several
-        launches.
+        """Issues transfers, none of them empty, and returns them prepared; with more than `MOST_TRANSFERS`, or several
+        of one flow, by several launches.
 
         Without a stream the call waits on the host runtime, on its own stream, because other streams may depend on
         other calls. `owners` are kept alive until the stream has passed the launches.

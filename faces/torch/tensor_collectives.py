@@ -157,18 +157,15 @@ def exchange(comm: Communicator, sends: Mapping[int, Tensors], receives: Mapping
                 transfers.recv(next(values)[1], peer)
     for tensor, received in outputs:
         put_back(tensor, received)
-    in_place = all(
-        is_plain(tensor) for of_all in (sends, receives) for tensors in of_all.values() for tensor in tensors
-    )
+    used = [*sends.values(), *receives.values()]
+    in_place = all(is_plain(tensor) for tensors in used for tensor in tensors)
     return transfers.issued if in_place else None
 
 
 def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor) -> Made | None:
     """Every rank's tensor, of any sizes, into a list."""
     require_same_dtype([x, *outputs])
-    return exchange(
-        comm, {rank: [x] for rank in range(comm.world_size)}, {rank: [out] for rank, out in enumerate(outputs)}
-    )
+    return exchange(comm, {rank: [x] for rank in range(comm.world_size)}, _by_rank(outputs))
 
 
 def gather(comm: Communicator, outputs: Tensors, x: torch.Tensor, root: int) -> Made | None:

@@ -272,6 +272,51 @@ def test_a_tensor_is_known_by_its_memory_shape_and_type(engine: Engine, changes:
     assert not engine.calls.repeat(Tensor(), other, OPTIONS)
 
 
+@pytest.mark.usefixtures("tensors")
+@pytest.mark.parametrize(
+    ("x", "out"),
+    [
+        ((0, 1), (2,)),
+        ((1, 0), (2, 3)),
+        ((0, 1, 2), (3,)),
+        ((0, 1), (2, 4)),
+        (0, (2, 3)),
+        ((), (0, 1, 2, 3)),
+    ],
+    ids=str,
+)
+def test_a_call_with_tuples_of_tensors_is_known_by_each_and_by_its_place(engine: Engine, x: Any, out: Any) -> None:
+    def made(numbers: Any) -> Any:
+        if isinstance(numbers, int):
+            return Tensor(data_ptr=0x1000 + 0x100 * numbers)
+        return tuple(Tensor(data_ptr=0x1000 + 0x100 * number) for number in numbers)
+
+    engine.keep(made((0, 1)), made((2, 3)))
+    assert not engine.calls.repeat(made(x), made(out), OPTIONS)
+    assert engine.calls.repeat(made((0, 1)), made((2, 3)), OPTIONS)
+    engine.keep(made(x), made(out))
+    assert engine.calls.repeat(made(x), made(out), OPTIONS)
+
+
+def test_arrays_with_buffers_are_not_known_in_tuples(engine: Engine) -> None:
+    engine.keep((np.ones(4),), (np.ones(4),))
+    assert not engine.calls.repeat((np.ones(4),), (np.ones(4),), OPTIONS)
+
+
+def test_calls_that_order_streams_themselves_are_given_any_stream() -> None:
+    engine = Engine()
+    engine.calls = PreparedCalls(Identified, "identity", engine.lock, engine._refuse, None, TENSOR_TYPES)
+    x = np.ones(4)
+    engine.keep(x, x)
+    assert not engine.calls.repeat(x, x, OPTIONS, 0x70)
+    engine.calls.set_stream(0)
+    for stream in (0x70, 0x80):
+        assert engine.calls.repeat(x, x, OPTIONS, stream)
+    assert [issued[-1] for issued in engine.issued] == [0x70, 0x80]
+    engine.calls.set_stream(None)
+    assert not engine.calls.repeat(x, x, OPTIONS, 0x70)
+
+
 def test_a_tensor_of_an_unknown_type_is_not_asked(engine: Engine) -> None:
     engine.keep(Tensor(), Tensor())
     TENSOR_TYPES.add(Tensor)

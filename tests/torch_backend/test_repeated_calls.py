@@ -127,7 +127,6 @@ def test_each_call_with_lists_or_splits_is_repeated_with_what_its_memory_holds_t
             "reduce": lambda: group.reduce([y], options("Reduce", waits=waits, **root)),
         }
         own, other = torch.arange(12.0) + 100 * rank, torch.arange(12.0) + 100 * (1 - rank)
-        at = 4 * rank
         expected = {
             "all_gather": [(first, 0.0), (second, 100.0)],
             "gather": [(first, 0.0), (second, 100.0)] if here else [],
