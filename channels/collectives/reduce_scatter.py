@@ -26,9 +26,9 @@ class _ReduceScatter(Collective):
         if collectives.goes_by_schedule(algorithm):
             return prepare_reduce_scatter(collectives.by_proxy(), source, target, op)
         team, kernel = collectives.team(), COLLECTIVES[self.name][0]
-        arguments = (team.parameter(), source.ptr, target.ptr, target.size)
+        blocks, parameter = team.scatter(target.size, source.dtype.itemsize, call.request.cta_policy)
         shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
-        return shipped.prepare(team.grid(source.nbytes, call.request.cta_policy), team.threads, *arguments)
+        return shipped.prepare(blocks, team.threads, parameter, source.ptr, target.ptr, target.size)
 
 
 REDUCE_SCATTER = _ReduceScatter()

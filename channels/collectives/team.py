@@ -118,14 +118,29 @@ class Team:
         """Blocks of a two-shot kernel for `count` elements a rank, and its ProxycclTeam."""
         team = self._call(0, reached_at)
         aligned = 16 // itemsize  # shares and pieces start on 16 bytes where the array does
-        team.share = _round_up(-(-count // team.world_size), aligned)
-        team.slot_bytes = team.pipeline_bytes // (team.world_size - 1) // 128 * 128
-        team.piece = min(team.slot_bytes // itemsize, team.share)
+        self._cut(team, _round_up(-(-count // team.world_size), aligned), itemsize)
         if not self.all_mapped:  # even a message that fits at once is cut, so that its transfers overlap
             part = _round_up(-(-team.share // _PROXIED_PARTS), aligned)
             team.piece = min(team.piece, max(part, _SHORTEST_PROXIED_PIECE // itemsize))
-        team.pieces = -(-team.share // team.piece)
+            team.pieces = -(-team.share // team.piece)
         return self.grid(count * itemsize, policy), self._struct(team)
+
+    def scatter(self, count: int, itemsize: int, policy: CtaPolicy) -> tuple[int, bytes]:
+        """Blocks of a reduce_scatter kernel for `count` elements of each rank, and its ProxycclTeam: in pieces if it
+        would take several rounds.
+        """
+        nbytes = count * itemsize
+        team = self._call(0, None)
+        if self.all_mapped and nbytes % 16 == 0 and nbytes * (team.world_size - 1) > team.exchange_bytes:
+            self._cut(team, count, itemsize)
+        return self.grid(nbytes * team.world_size, policy), self._struct(team)
+
+    @staticmethod
+    def _cut(team: ProxycclTeamPointer, share: int, itemsize: int) -> None:
+        """Sets how a rank's share of elements is cut into pieces."""
+        team.share, team.slot_bytes = share, team.pipeline_bytes // (team.world_size - 1) // 128 * 128
+        team.piece = min(team.slot_bytes // itemsize, share)
+        team.pieces = -(-share // team.piece)
 
     def _struct(self, team: ProxycclTeamPointer) -> bytes:
         return ProxiedStruct.of(bytes(ffi.buffer(team)), self._links.sleepers)

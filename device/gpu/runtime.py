@@ -115,7 +115,7 @@ class GpuRuntime:
         self.launch_defaults = LaunchDefaults(
             threads=512,
             blocks=min(132, processors),
-            efficient_blocks=min(32, processors),
+            efficient_blocks=min(64, processors),
             copy_blocks=min(32, processors),
             bytes_per_block=16 * 1024,
             exchange_bytes=8 * 1024 * 1024,

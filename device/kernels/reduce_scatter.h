@@ -1,19 +1,53 @@
 // reduce_scatter: each rank gets one share of the reduction, in one crossing.
 //
 // Every rank stores the part that a peer reduces to that peer's scratch memory, straight from its input. It reduces in
-// rank order straight into its output.
+// rank order straight into its output. A short call goes in rounds (exchange.h), a long one in pieces
+// (scattered_reduction.h), which fewer blocks suffice for: it ends with a meeting more.
+//
+// In pieces a rank scatters piece k + 1 when it has every peer's data of piece k, which the peers posted when they had
+// reduced piece k - 2: of PROXYCCL_PIPELINE_DEPTH buffers, used in turn, the next one is free. In the last meeting a
+// rank has reduced all its data, so the next kernel may use them.
 #ifndef PROXYCCL_REDUCE_SCATTER_H
 #define PROXYCCL_REDUCE_SCATTER_H
 
 #include "exchange.h"
-#include "instance.h"
-#include "reduce_ranks.h"
+#include "scattered_reduction.h"
 
 namespace proxyccl {
 
-// `count` elements per rank: in holds world_size * count, out count.
+template <class T, class Op>
+class ReduceScatterInPieces : ScatteredReduction<T, Op> {
+ public:
+  PROXYCCL_DEVICE ReduceScatterInPieces(const ProxycclTeam& team, const T* in, T* out)
+      : Base(team, in, team.share * team.world_size), out_(out) {}
+
+  PROXYCCL_DEVICE void run() const {
+    scatter(0);
+    links_.post();
+    for (uint64_t k = 0; k < team_.pieces; ++k) {
+      links_.await();
+      if (k + 1 < team_.pieces) {
+        scatter(k + 1);
+        links_.post();
+      }
+      Base::reduce(k, true, [&](uint32_t) { return out_ + k * team_.piece; });
+    }
+    links_.post();
+    links_.await();
+  }
+
+ private:
+  using Base = ScatteredReduction<T, Op>;
+  using Base::links_, Base::scatter, Base::team_;
+
+  T* out_;
+};
+
+// `count` elements per rank: in holds world_size * count, out count. In pieces if team.pieces is not 0; then team.share
+// is `count`.
 template <class T, class Op>
 PROXYCCL_DEVICE void reduce_scatter(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
+  if (team.pieces != 0) return ReduceScatterInPieces<T, Op>(team, in, out).run();
   Exchange exchange(team);
   const Lane& lane = exchange.lane();
   const uint32_t rank = team.rank, ranks = team.world_size;

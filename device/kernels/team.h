@@ -23,8 +23,8 @@ typedef struct ProxycclLink {
 
 /* Scratch memory, the same on each rank, in this order:
  * - PROXYCCL_ROUND_BUFFERS of exchange_bytes: the peers' data of a round (exchange.h);
- * - PROXYCCL_PIPELINE_BUFFERS of pipeline_bytes: the peers' data of a piece (all_reduce_two_shot.h and its twin by
- *   proxy);
+ * - PROXYCCL_PIPELINE_BUFFERS of pipeline_bytes: the peers' data of a piece (scattered_reduction.h,
+ *   all_reduce_two_shot.h and its twin by proxy);
  * - outputs [lanes][world_size]: where peers' outputs lie (outputs.h);
  * - from staging_offset on, the same buffers for data that the proxy is to send; absent if all peers are mapped.
  */
