@@ -97,7 +97,7 @@ class FlowCall:
     def __init__(self, launches: Sequence[Launch], flows: Sequence[int], event: int, unused: deque[int]) -> None:
         self._event, self._unused = event, unused
         self.launches = launches
-        self._flows = engine.new("uint32_t []", [*flows])
+        self._flows = engine.new("uint32_t[]", [*flows])
         addresses = [int(ffi.cast("uintptr_t", launch.prepared)) for launch in launches]
         self._launches = engine.new(
             "ProxycclLaunch *[]", [engine.cast("ProxycclLaunch *", address) for address in addresses]
@@ -155,7 +155,7 @@ class Flows:
         self._failure = group.failure
         self._events = runtime.stream_events()
         self._unused: deque[int] = deque()  # events of calls that were freed; flows may still wait for them
-        self._last = engine.new("ProxycclLastOfFlow []", 2 * ranks)
+        self._last = engine.new("ProxycclLastOfFlow[]", 2 * ranks)
         order = self._order = engine.new("ProxycclFlowOrder *")
         order.streams = engine.cast("ProxycclStreamOrder *", self._events.order)
         order.control = engine.cast("ProxycclControl *", group.control.host_pointer)
@@ -200,9 +200,9 @@ class Flows:
     def keep(self, call: FlowCall, x: Any, out: Any, options: tuple[Any, ...]) -> None:
         """Has ``prepared_calls.repeat(x, out, options, stream)`` issue a call again, which uses these arrays alone."""
         issue = engine.addressof(engine_lib, "proxyccl_flow_order_issue")
-        addresses = (int(engine.cast("uintptr_t", each)) for each in (issue, self._order, call.native))
+        function, order, native = (int(engine.cast("uintptr_t", each)) for each in (issue, self._order, call.native))
         with self._lock:
-            self.prepared_calls.keep(x, out, options, *addresses, 0, call)
+            self.prepared_calls.keep(x, out, options, function, order, native, 0, call)
 
     def _call(self, transfers: Sequence[Transfer]) -> FlowCall:
         launches = [self._prepare(part) for part in _parts(transfers, self._rank, self._ranks)]

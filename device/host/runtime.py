@@ -261,8 +261,8 @@ class HostRuntime:
 
     def stream_events(self) -> StreamEvents:
         """The host runtime's own calls, and events that are destroyed when they are given back."""
-        names = ("event_record", "stream_wait_event", "event_query")
-        events = HostEvents(*(_address(f"proxyccl_host_{name}") for name in names), self.create_event)
+        record, wait = _address("proxyccl_host_event_record"), _address("proxyccl_host_stream_wait_event")
+        events = HostEvents(record, wait, _address("proxyccl_host_event_query"), self.create_event)
         return StreamEvents(events.order, events.take, events.give)
 
     def order_streams(self, first: int, then: int) -> None:

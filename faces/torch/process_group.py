@@ -70,7 +70,7 @@ _ALL_GATHER_LIST, _ALL_TO_ALL_LIST = ("all_gather",), ("all_to_all",)
 
 
 @functools.cache
-def _reduce_to(root: int) -> dict[int, tuple[str, int, int]]:
+def _reduce_to(root: int) -> dict[Any, tuple[str, int, int]]:
     return {kind: ("reduce", kind, root) for kind in _KINDS}
 
 
@@ -643,12 +643,12 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Any:
         """Every rank's tensor into a list."""
-        (x,), parts = inputs, tuple(outputs[0])
-        work = self._repeat_exchange(x, x, parts, opts, _ALL_GATHER_LIST)
+        (x,), (given,) = inputs, map(tuple, outputs)
+        work = self._repeat_exchange(x, x, given, opts, _ALL_GATHER_LIST)
         if work is not NotImplemented:
             return work
-        again = (_ALL_GATHER_LIST, x, parts)
-        x, *parts = in_memory([x, *parts])
+        again = (_ALL_GATHER_LIST, x, given)
+        x, *parts = in_memory([x, *given])
         self._require_one_each(parts, "output_tensors")
         return self._issue(
             "all_gather",
@@ -714,15 +714,15 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, *_: Any) -> Any:
         """Every rank's tensor into a list on one rank."""
         (x,), root = inputs, opts.rootRank
-        parts = tuple(outputs[0]) if self._rank == root else ()
-        work = self._repeat_exchange(x, x, parts, opts, _GATHER, "rootRank")
+        given = tuple(outputs[0]) if self._rank == root else ()
+        work = self._repeat_exchange(x, x, given, opts, _GATHER, "rootRank")
         if work is not NotImplemented:
             return work
         self._require_rank(root, "root")
-        again = (_GATHER.setdefault(root, ("gather", root)), x, parts)
-        if self._rank == opts.rootRank:
-            self._require_one_each(parts, "gather_list")
-        x, *parts = in_memory([x, *parts])
+        again = (_GATHER.setdefault(root, ("gather", root)), x, given)
+        if self._rank == root:
+            self._require_one_each(given, "gather_list")
+        x, *parts = in_memory([x, *given])
         return self._issue(
             "gather",
             [*parts, x],
@@ -735,15 +735,15 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *_: Any) -> Any:
         """A tensor of one rank's list for each rank."""
         (output,), root = outputs, opts.rootRank
-        parts = tuple(inputs[0]) if self._rank == root else ()
-        work = self._repeat_exchange(output, parts, output, opts, _SCATTER, "rootRank")
+        given = tuple(inputs[0]) if self._rank == root else ()
+        work = self._repeat_exchange(output, given, output, opts, _SCATTER, "rootRank")
         if work is not NotImplemented:
             return work
         self._require_rank(root, "root")
-        again = (_SCATTER.setdefault(root, ("scatter", root)), parts, output)
-        if self._rank == opts.rootRank:
-            self._require_one_each(parts, "scatter_list")
-        output, *parts = in_memory([output, *parts])
+        again = (_SCATTER.setdefault(root, ("scatter", root)), given, output)
+        if self._rank == root:
+            self._require_one_each(given, "scatter_list")
+        output, *parts = in_memory([output, *given])
         return self._issue(
             "scatter",
             [output, *parts],
