@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.communicator import Communicator
 from proxyccl.device.errors import AbortedError, ClosedError, CommunicatorError, PeerLostError
 from proxyccl.torch.device_runtimes import DeviceRuntimes, runtime_name
@@ -19,6 +21,8 @@ from proxyccl.torch.to_self import ToSelf
 
 _LINGER_SECONDS = 2.0
 """The wait at the process's end for the last kernels of peers, which store to this rank's memory."""
+_CTA_POLICY: CtaPolicy = "default"
+"""The groups' policy where ``PROXYCCL_CTA_POLICY`` names none: programs of torch compute beside their collectives."""
 _Key = tuple[str, int | None, int | None]
 
 
@@ -207,7 +211,8 @@ class Endpoints:
         else:
             with self._naming(peer):
                 own = self._runtimes.of(device)
-                comm = Communicator(bootstrap, own, timeout=seconds, linger=_LINGER_SECONDS)
+                policy = None if os.environ.get("PROXYCCL_CTA_POLICY") else _CTA_POLICY
+                comm = Communicator(bootstrap, own, timeout=seconds, linger=_LINGER_SECONDS, cta_policy=policy)
         if peer is not None:
             with self.transferring(peer):
                 comm.prepare_transfers()

@@ -276,6 +276,16 @@ def test_a_group_can_be_split() -> None:
     run(body)
 
 
+def test_the_environment_names_the_groups_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_CTA_POLICY", "efficiency")
+
+    def body(group: Any) -> str:
+        all_reduced(group, torch.ones(1))
+        return str(group.endpoints.made[0].collectives.cta_policy)
+
+    assert run(body, 2) == ["efficiency"] * 2
+
+
 def test_a_forks_child_is_refused_and_the_parent_goes_on() -> None:
     """Even if it waits for a call of the parent's, which none of its threads would end."""
     child_has_ended = threading.Barrier(2)
