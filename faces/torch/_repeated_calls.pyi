@@ -5,6 +5,9 @@ from typing import Any, Protocol
 
 import torch
 
+ADDED_BETWEEN: int
+"""Calls of a flow that are recorded as in progress before those that have ended are forgotten."""
+
 class StreamMark:
     """The point in a stream that an event marks. The event is used again when the mark is freed.
 

@@ -6,7 +6,7 @@
 #include "on_gpu.h"
 #include "queued_call.h"
 
-enum { ADDED_BETWEEN = 32 /* calls, before those that have ended are forgotten */ };
+enum { ADDED_BETWEEN = 128 };
 
 /* One process group's calls on one GPU. */
 typedef struct {
@@ -233,6 +233,7 @@ static PyType_Spec spec = {
 };
 
 static int add_types(PyObject* module) {
+  if (PyModule_AddIntConstant(module, "ADDED_BETWEEN", ADDED_BETWEEN) != 0) return -1;
   if (proxyccl_add_gpu_types(module) != 0 || proxyccl_add_queued_call(module) != 0) return -1;
   PyObject* type = PyType_FromSpec(&spec);
   if (type == NULL) return -1;

@@ -6,8 +6,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable
 
+from proxyccl.torch._repeated_calls import ADDED_BETWEEN
+
 _MOST = 1024
-_ADDED_BETWEEN = 32  # calls of a flow, before those that have ended are forgotten
 
 _Call = tuple[int, str, Callable[[], bool] | None]
 
@@ -35,7 +36,7 @@ class UnderWay:
             ended: tells whether it has ended; None if `end`, or a later call of the flow, will tell.
         """
         self._calls_of(flow).append((number, name, ended))
-        if ended is not None and not number % _ADDED_BETWEEN:
+        if ended is not None and not number % ADDED_BETWEEN:
             self.forget_ended(flow)
 
     def log(self, flow: Hashable) -> Callable[[_Call], None]:

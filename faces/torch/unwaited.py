@@ -12,11 +12,13 @@ _MOST = 64
 
 
 class Waitable(Protocol):
-    """A Work."""
+    """A Work.
 
-    def keep_in(self, unwaited: Unwaited) -> None:
-        """Has `forget` be called when it is waited for."""
-        ...
+    Attributes:
+        _unwaited: its `forget` is called when the Work is waited for.
+    """
+
+    _unwaited: Unwaited | None
 
 
 class Unwaited:
@@ -31,17 +33,22 @@ class Unwaited:
 
     def add(self, work: Waitable) -> None:
         """Keeps a Work until it is waited for, or many have come after it."""
-        work.keep_in(self)
-        works, waited_for = self._works, self._waited_for
+        work._unwaited = self
+        works = self._works
+        if self._waited_for:
+            self._drop_waited_for()
+        works[id(work)] = work
+        if len(works) > _MOST:
+            works.pop(next(iter(list(works))), None)
+
+    def _drop_waited_for(self) -> None:
+        waited_for = self._waited_for
         while waited_for:
             try:
                 each = waited_for.pop()
             except IndexError:  # another thread took it
                 break
-            works.pop(id(each), None)
-        works[id(work)] = work
-        if len(works) > _MOST:
-            works.pop(next(iter(list(works))), None)
+            self._works.pop(id(each), None)
 
     def forget(self, work: Waitable) -> None:
         """Drops it only with the next Work: a caller that has waited in C++ may still ask for the result."""

@@ -36,10 +36,6 @@ class _KeptWork(dist.Work):
     __slots__ = ("_unwaited",)
     _unwaited: Unwaited | None
 
-    def keep_in(self, unwaited: Unwaited) -> None:
-        """Has `forget` of `unwaited` be called when this is waited for."""
-        self._unwaited = unwaited
-
     def _forget(self) -> None:
         if self._unwaited is not None:
             self._unwaited.forget(self)
