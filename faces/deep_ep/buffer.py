@@ -231,6 +231,7 @@ class Buffer(Connected):
                     expert_alignment=expert_alignment,
                     most_rows=num_worst_tokens or None,
                     num_sms=num_sms,
+                    nodes=self._nodes,
                 )
             return normal.dispatch(
                 layers,
@@ -242,6 +243,7 @@ class Buffer(Connected):
                 expert_alignment=expert_alignment,
                 most_rows=num_worst_tokens or None,
                 num_sms=num_sms,
+                nodes=self._nodes,
             )
 
         used = (x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)

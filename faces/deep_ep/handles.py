@@ -85,7 +85,7 @@ class NormalHandle(Handle):
     send_head: int32 [T, ranks]: how many tokens of the same channel go to that rank before this one; -1 if it does not.
     """
 
-    _entries = (
+    _entries: tuple[str | None, ...] = (
         "rank_prefix_matrix",
         "channel_prefix_matrix",
         "recv_channel_prefix_matrix",
@@ -94,10 +94,12 @@ class NormalHandle(Handle):
         "send_head",
     )
 
-    def __init__(self, routing: Routing, is_token_in_rank: torch.Tensor, num_sms: int, *, has_ids: bool) -> None:
+    def __init__(
+        self, routing: Routing, is_token_in_rank: torch.Tensor, *, num_sms: int, nodes: int, has_ids: bool
+    ) -> None:
         super().__init__(routing)
         self.is_token_in_rank, self.has_ids = is_token_in_rank, has_ids
-        self._channels = max(1, num_sms // 2)
+        self._channels, self._nodes = max(1, num_sms // 2), nodes
 
     @property
     def rank_prefix_matrix(self) -> torch.Tensor:
@@ -129,6 +131,106 @@ class NormalHandle(Handle):
     def send_head(self) -> torch.Tensor:
         """See the class."""
         return heads_of_channels(self.is_token_in_rank, self._channels)
+
+
+class InternodeHandle(NormalHandle):
+    """The handle of a dispatch across nodes: (is_token_in_rank, rdma_channel_prefix_matrix, gbl_channel_prefix_matrix,
+    recv_rdma_channel_prefix_matrix, recv_rdma_rank_prefix_sum, recv_gbl_channel_prefix_matrix,
+    recv_gbl_rank_prefix_sum, None, send_rdma_head, None).
+
+    A token goes once to each node, to the rank there with its own rank's number: its counterpart. `NormalHandle` has
+    is_token_in_rank, and gbl_channel_prefix_matrix as channel_prefix_matrix.
+
+    rdma_channel_prefix_matrix, send_rdma_head: int32 [nodes, channels] and [T, nodes]: as for ranks.
+    recv_rdma_channel_prefix_matrix: int32 [nodes, channels]: entry [n, c] is how many tokens of the channels 0 to c of
+    the counterpart on node n come to this node.
+    recv_rdma_rank_prefix_sum: int32 [nodes]: how many come from the nodes 0 to n.
+    recv_gbl_channel_prefix_matrix: int32 [ranks, channels]: the first row of each channel of each rank.
+    recv_gbl_rank_prefix_sum: int32 [ranks]: how many rows come from the ranks 0 to r.
+
+    DeepEP's queues need the entries that are None, and after a loss of ranks the two whose names begin with recv_rdma.
+    """
+
+    _entries = (
+        "is_token_in_rank",
+        "rdma_channel_prefix_matrix",
+        "channel_prefix_matrix",
+        "recv_rdma_channel_prefix_matrix",
+        "recv_rdma_rank_prefix_sum",
+        "recv_gbl_channel_prefix_matrix",
+        "recv_gbl_rank_prefix_sum",
+        None,
+        "send_rdma_head",
+        None,
+    )
+
+    @property
+    def rdma_channel_prefix_matrix(self) -> torch.Tensor:
+        """See the class."""
+        return prefixes_of_channels(self._goes_to_node(), self._channels)
+
+    @property
+    def send_rdma_head(self) -> torch.Tensor:
+        """See the class."""
+        return heads_of_channels(self._goes_to_node(), self._channels)
+
+    @property
+    def recv_rdma_channel_prefix_matrix(self) -> torch.Tensor | None:
+        """See the class."""
+        came = self._came_to_node()
+        return None if came is None else torch.cat([prefixes_of_channels(each, self._channels) for each in came])
+
+    @property
+    def recv_rdma_rank_prefix_sum(self) -> torch.Tensor | None:
+        """See the class."""
+        came = self._came_to_node()
+        if came is None:
+            return None
+        return torch.cat([each.sum(0, dtype=torch.int32) for each in came]).cumsum(0, dtype=torch.int32)
+
+    @property
+    def recv_gbl_channel_prefix_matrix(self) -> torch.Tensor:
+        """See the class."""
+        ends = self.recv_gbl_rank_prefix_sum
+        begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+        return begins.unsqueeze(1) + self.recv_channel_prefix_matrix
+
+    @property
+    def recv_gbl_rank_prefix_sum(self) -> torch.Tensor:
+        """See the class."""
+        layer = self.routing.layer
+        return _of_all_ranks(layer, self.routing.desc.counts[:, layer.ep_config.rank]).cumsum(0, dtype=torch.int32)
+
+    def _goes_to_node(self) -> torch.Tensor:
+        """bool [T, nodes]."""
+        in_rank = self.is_token_in_rank
+        return in_rank.reshape(len(in_rank), self._nodes, in_rank.shape[1] // self._nodes).any(2)
+
+    def _came_to_node(self) -> list[torch.Tensor] | None:
+        """For each node, bool [tokens of the counterpart there, 1]: which of them come to this node."""
+        layer, desc = self.routing.layer, self.routing.desc
+        if layer.lost_ranks:
+            return None
+        node, local_rank = divmod(layer.ep_config.rank, layer.ep_config.local_world_size)
+        ranks = desc.topk_indices_tensor.div(layer.ep_config.local_world_size, rounding_mode="floor")
+        tokens = desc.num_input_tokens_per_rank[local_rank :: layer.ep_config.local_world_size].tolist()
+        return [(of_node[:count] == node).any(1, keepdim=True) for of_node, count in zip(ranks, tokens, strict=True)]
+
+
+def normal_handle(
+    routing: Routing, is_token_in_rank: torch.Tensor, *, num_sms: int, nodes: int, has_ids: bool
+) -> NormalHandle:
+    """The handle of a dispatch in normal mode, across nodes or not.
+
+    Args:
+        routing: the dispatch.
+        is_token_in_rank: bool [T, ranks].
+        num_sms: the most multiprocessors, of which DeepEP takes two for a channel.
+        nodes: of all ranks.
+        has_ids: whether the dispatch had expert ids.
+    """
+    made = InternodeHandle if nodes > 1 else NormalHandle
+    return made(routing, is_token_in_rank, num_sms=num_sms, nodes=nodes, has_ids=has_ids)
 
 
 class LowLatencyHandle(Handle):

@@ -8,7 +8,7 @@ import torch
 
 from proxyccl.deep_ep.arguments import require_bias, require_ids, require_tensor
 from proxyccl.deep_ep.chosen_ranks import CountsUnderWay, ranks_as_ids, too_many_ranks
-from proxyccl.deep_ep.handles import Handle, NormalHandle, Routing, Rows, routing_of
+from proxyccl.deep_ep.handles import Handle, NormalHandle, Routing, Rows, normal_handle, routing_of
 from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.deep_ep.tokens import Tokens
 from proxyccl.device.errors import ArgumentError
@@ -27,6 +27,7 @@ def dispatch(
     expert_alignment: int,
     most_rows: int | None,
     num_sms: int,
+    nodes: int,
 ) -> Dispatched:
     """The results of `Buffer.dispatch` for a call without a handle, except the event."""
     tokens = Tokens.of(x)
@@ -36,7 +37,7 @@ def dispatch(
     values, weights, desc, layer = layers.dispatch(shape, tokens.moved, topk_idx, topk_weights)
     counts = [] if most_rows is not None else desc.num_tokens_per_expert(expert_alignment)
     ids = desc.local_expert_ids.to(topk_idx.dtype)
-    handle = NormalHandle(Routing(layer, desc), is_token_in_rank, num_sms, has_ids=True)
+    handle = normal_handle(Routing(layer, desc), is_token_in_rank, num_sms=num_sms, nodes=nodes, has_ids=True)
     return tokens.as_given(values), ids, weights, counts, handle
 
 
@@ -49,6 +50,7 @@ def dispatch_to_ranks(
     expert_alignment: int,
     most_rows: int | None,
     num_sms: int,
+    nodes: int,
 ) -> Dispatched:
     """The same for a call without expert ids. Its layer takes each rank for one expert."""
     tokens = Tokens.of(x)
@@ -61,7 +63,7 @@ def dispatch_to_ranks(
         values, _, desc, layer = layers.dispatch(shape, tokens.moved, ids, None)
     except ArgumentError as error:
         raise (too_many_ranks() if error.argument == "exp_indices" else error) from None
-    handle = NormalHandle(Routing(layer, desc), is_token_in_rank, num_sms, has_ids=False)
+    handle = normal_handle(Routing(layer, desc), is_token_in_rank, num_sms=num_sms, nodes=nodes, has_ids=False)
     return tokens.as_given(values), None, None, counts.aligned(expert_alignment) if counts else [], handle
 
 

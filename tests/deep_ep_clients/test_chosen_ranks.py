@@ -100,7 +100,7 @@ def test_worst_tokens(ranks: Ranks) -> None:
         worst = {"num_worst_tokens": WORST * comm.world_size}
         received, ids, weights, per_expert, handle, _ = sent.dispatch(**worst)
         assert (ids, weights, per_expert) == (None, None, [])
-        assert len(received) == len(handle[3]) == WORST * comm.world_size
+        assert len(received) == len(handle.recv_src_idx) == WORST * comm.world_size
         same(received[: len(rows)], rows)
         again, *_ = sent.buffer.dispatch(sent.mixture.tokens, handle=handle, **worst)
         same(again[: len(rows)], rows)

@@ -16,6 +16,7 @@ from support.cases.deep_ep_clients import Mixture  # noqa: E402
 from support.cases.deep_ep_oracle import Arrived  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
+from support.running import run_ranks  # noqa: E402
 
 RANKS = 3 if ON_HOST else 2
 CHANNELS = 4
@@ -27,10 +28,10 @@ def ranks() -> Iterator[Ranks]:
         yield made
 
 
-def goes_to(mixture: Mixture) -> list[list[bool]]:
+def goes_to(mixture: Mixture, ranks: int = RANKS) -> list[list[bool]]:
     """[T][ranks]: whether a token has an expert there."""
-    per_rank = mixture.experts // RANKS
-    return [[any(e >= 0 and e // per_rank == r for e in token) for r in range(RANKS)] for token in mixture.ids.tolist()]
+    per_rank = mixture.experts // ranks
+    return [[any(e >= 0 and e // per_rank == r for e in token) for r in range(ranks)] for token in mixture.ids.tolist()]
 
 
 def channel_of(token: int, tokens: int) -> int:
@@ -91,3 +92,50 @@ def test_entries(ranks: Ranks, *, with_ids: bool, worst: int) -> None:
         assert all(entry.is_contiguous() for entry in entries)
 
     ranks.run(body)
+
+
+@pytest.mark.host_only(reason="more ranks than most machines have GPUs")
+def test_entries_across_nodes() -> None:
+    ranks, local = 4, 2
+
+    def body(comm: Communicator) -> None:
+        everyone = [goes_to(Mixture.of(rank, ranks), ranks) for rank in range(ranks)]
+        goes, rank = everyone[comm.rank], comm.rank
+        to_nodes = [[[any(token[node * local :][:local]) for node in range(2)] for token in each] for each in everyone]
+        buffer, mixture = deep_ep.Buffer(comm), Mixture.of(comm.rank, ranks)
+        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(mixture.ids, mixture.experts)
+        *_, handle, _ = buffer.dispatch(
+            mixture.tokens,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            config=deep_ep.Config(2 * CHANNELS),
+        )
+        assert len(handle) == 10
+        assert handle[0] is in_rank
+        rdma, of_ranks, recv_rdma, recv_nodes, recv_ranks, recv_sums, _, rdma_head, _ = handle[1:]
+        channels, nodes = range(CHANNELS), range(ranks // local)
+        own = to_nodes[rank]
+        assert rdma.tolist() == [[sent_before(own, node, channel + 1) for channel in channels] for node in nodes]
+        assert of_ranks.tolist() == [
+            [sent_before(goes, to, channel + 1) for channel in channels] for to in range(ranks)
+        ]
+        assert rdma_head.tolist() == [
+            [head_of(own, number, node) if token[node] else -1 for node in nodes] for number, token in enumerate(own)
+        ]
+        counterparts = [to_nodes[node * local + rank % local] for node in nodes]
+        here = rank // local
+        assert recv_rdma.tolist() == [
+            [sent_before(each, here, channel + 1) for channel in channels] for each in counterparts
+        ]
+        came = [sum(token[here] for token in each) for each in counterparts]
+        assert recv_nodes.tolist() == [came[0], sum(came)]
+        rows = [sum(token[rank] for token in each) for each in everyone]
+        assert recv_sums.tolist() == [sum(rows[: end + 1]) for end in range(ranks)]
+        assert recv_ranks.tolist() == [
+            [sum(rows[:source]) + sent_before(everyone[source], rank, channel) for channel in channels]
+            for source in range(ranks)
+        ]
+
+    run_ranks(ranks, body, make_runtime=runtime_with_blocks, local_world_size=local)
