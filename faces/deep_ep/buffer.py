@@ -116,8 +116,20 @@ class Buffer(Connected):
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """Not supported: there is no buffer of a fixed layout."""
-        raise refuse("get_local_buffer_tensor", "its memory belongs to layers, which are made when calls need them")
+        """A tensor without elements, as callers that clear the buffer whole need no more: there is no buffer of a fixed
+        layout.
+
+        Raises:
+            NotImplementedError: a part of the buffer is asked for.
+        """
+        if not isinstance(dtype, torch.dtype):
+            raise ArgumentError("dtype", f"must be a torch.dtype, not {type(dtype).__name__}")
+        self._usable()
+        if size is not None or offset:
+            reason = "its memory belongs to layers, which are made when calls need them"
+            raise refuse("get_local_buffer_tensor(size=, offset=)", reason)
+        runtime = self.communicator.runtime
+        return torch.empty(0, dtype=dtype, device="cpu" if runtime.name == "host" else f"cuda:{runtime.device}")
 
     # -- normal mode ---
 

@@ -12,8 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import deep_ep  # noqa: E402
+
 from proxyccl import Communicator  # noqa: E402
-from support.cases.deep_ep_clients import CLIENTS, Mixture, megatron, nemo, require_close  # noqa: E402
+from support.cases.deep_ep_clients import CLIENTS, USED, Mixture, megatron, nemo, require_close  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
 from support.processes import run_processes  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
@@ -35,6 +37,39 @@ def test_a_client_gets_what_its_experts_make(ranks: Ranks, client: str) -> None:
         require_close(CLIENTS[client](comm, mixture), mixture, float8="float8" in client or "SGLang" in client)
 
     ranks.run(body)
+
+
+@pytest.mark.parametrize("client", USED)
+def test_clients_find_their_names(client: str) -> None:
+    for name in USED[client].split():
+        found = deep_ep
+        for part in name.split("."):
+            found = getattr(found, part)
+
+
+def test_a_branchs_buffer_is_absent() -> None:
+    with pytest.raises(ImportError):  # upon which Megatron-LM takes the buffers that there are
+        from deep_ep import HybridEPBuffer  # noqa: F401
+
+
+def test_a_wrapped_constructor_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, construct = [], deep_ep.Buffer.__init__
+
+    def wrapped(self: Any, *arguments: Any, **options: Any) -> None:
+        construct(self, *arguments, **options)
+        made.append(self)
+
+    monkeypatch.setattr(deep_ep.Buffer, "__init__", wrapped)
+
+    def body(comm: Communicator) -> None:
+        buffer = deep_ep.Buffer(comm, 0, 0, low_latency_mode=True)
+        assert made == [buffer]
+        whole = buffer.get_local_buffer_tensor(dtype=torch.int8, use_rdma_buffer=True).zero_()
+        assert (whole.numel(), whole.dtype) == (0, torch.int8)
+        buffer.low_latency_clean_mask_buffer()
+
+    with Ranks(1, make_runtime=runtime_with_blocks) as one:
+        one.run(body)
 
 
 @pytest.mark.parametrize("client", [megatron, nemo])

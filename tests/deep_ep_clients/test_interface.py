@@ -327,7 +327,7 @@ def test_what_is_refused() -> None:
             "dispatch_wait_recv_cost_stats": lambda: buffer.low_latency_dispatch(
                 *low_latency, dispatch_wait_recv_cost_stats=stats
             ),
-            "get_local_buffer_tensor": lambda: buffer.get_local_buffer_tensor(torch.int8),
+            "get_local_buffer_tensor": lambda: buffer.get_local_buffer_tensor(torch.int8, torch.Size([1])),
         }.items():
             refused(what, call, NotImplementedError)
         buffer.low_latency_dispatch(*low_latency, use_nvfp4=False, x_global_scale=None)  # disabled options

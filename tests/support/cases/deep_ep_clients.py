@@ -2,11 +2,17 @@
 
 Each client runs a mixture of experts whose expert e multiplies by e + 1, so `expected` can compute the output.
 
+What they take from `deep_ep`, as their repositories had it on 2026-11-27. `USED` has the names; the calls are below.
+
 - vLLM: vllm/model_executor/layers/fused_moe/deepep_{ht,ll}_prepare_finalize.py, and
   vllm/distributed/device_communicators/all2all.py for how it makes buffers; for DeepEP 2
   vllm/model_executor/layers/fused_moe/prepare_finalize/deepep_v2.py
+  `clean_buffers` of all2all.py clears the whole buffer by `get_local_buffer_tensor`.
 - SGLang: python/sglang/srt/layers/moe/token_dispatcher/deepep.py, and for DeepEP 2 deepep_v2.py beside it
-- Megatron-LM: megatron/core/transformer/moe/fused_a2a.py
+- Megatron-LM: megatron/core/transformer/moe/fused_a2a.py. It asks for `HybridEPBuffer`, and goes on without.
+- TorchTitan: torchtitan/distributed/deepep/deepep.py
+- slime: slime_plugins, which wraps `Buffer.__init__`
+- verl takes Megatron-LM's. TensorRT-LLM takes a copy of its own, `tensorrt_llm.deep_ep`.
 - NeMo: nemo_automodel/components/moe/megatron/fused_a2a.py
 """
 
@@ -495,6 +501,60 @@ def nemo(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
     return output.detach(), tokens.grad, weights.grad
 
 
+def torchtitan(group: Any, mixture: Mixture) -> Tensor:
+    """TorchTitan's operators: each call after an event, and those of the backward pass by the same handle."""
+    buffer = deep_ep.Buffer(group, 0, 0)
+    per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(
+        topk_idx=mixture.ids, num_experts=mixture.experts
+    )
+    after: dict[str, Any] = {"async_finish": True, "allocate_on_comm_stream": True}
+
+    def event() -> Any:
+        return deep_ep.utils.EventOverlap(deep_ep.utils.EventHandle())
+
+    rows, ids, weights, counts, handle, done = buffer.dispatch(
+        x=mixture.tokens,
+        topk_idx=mixture.ids,
+        topk_weights=mixture.weights.to(torch.float32),
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        previous_event=event(),
+        **after,
+    )
+    done.current_stream_wait()
+    output = sums_of_experts(rows, ids, weights, buffer.rank * len(counts))
+    combined, _, done = buffer.combine(x=output, handle=handle, previous_event=event(), **after)
+    done.current_stream_wait()
+    layout = ("topk_idx", "topk_weights", "num_tokens_per_rank", "num_tokens_per_rdma_rank", "is_token_in_rank")
+    absent = dict.fromkeys((*layout, "num_tokens_per_expert"))
+    gradients, *_, done = buffer.dispatch(x=combined, handle=handle, previous_event=event(), **absent, **after)
+    done.current_stream_wait()
+    tokens, scores, done = buffer.combine(
+        x=gradients, handle=handle, topk_weights=weights, previous_event=event(), **after
+    )
+    done.current_stream_wait()
+    assert tokens.shape == mixture.tokens.shape
+    assert torch.equal(scores, torch.where(mixture.ids >= 0, mixture.weights, 0))
+    return combined
+
+
+USED = {
+    "vLLM": "Buffer Config EventOverlap ElasticBuffer Buffer.set_num_sms Buffer.get_low_latency_rdma_size_hint "
+    "Buffer.get_dispatch_config Buffer.get_combine_config Buffer.capture Buffer.get_local_buffer_tensor Buffer.destroy "
+    "Buffer.low_latency_query_mask_buffer Buffer.low_latency_clean_mask_buffer",
+    "SGLang": "Buffer Config Buffer.num_sms Buffer.capture Buffer.get_dispatch_config Buffer.get_combine_config "
+    "Buffer.get_low_latency_rdma_size_hint Buffer.clean_low_latency_buffer Config.get_nvl_buffer_size_hint "
+    "Config.get_rdma_buffer_size_hint",
+    "Megatron-LM": "Buffer utils.EventHandle utils.EventOverlap Buffer.set_num_sms Buffer.get_dispatch_config",
+    "TorchTitan": "Buffer utils.EventHandle utils.EventOverlap Buffer.get_combine_config",
+    "NeMo": "ElasticBuffer EPHandle",
+    "slime": "Buffer.__init__",
+    "DeepEP's tests": "Buffer.is_sm90_compiled topk_idx_t __version__ get_physical_domain_size get_logical_domain_size",
+}
+"""Names that each takes from `deep_ep`."""
+
 CLIENTS: dict[str, Callable[[Any, Mixture], Tensor]] = {
     "vLLM high throughput": lambda group, mixture: vllm_high_throughput(group, mixture, float8=False),
     "vLLM high throughput, float8": lambda group, mixture: vllm_high_throughput(group, mixture, float8=True),
@@ -504,6 +564,7 @@ CLIENTS: dict[str, Callable[[Any, Mixture], Tensor]] = {
     "SGLang low latency, hooks": lambda group, mixture: SGLang(group, mixture).low_latency(hooks=True),
     "SGLang low latency, events": lambda group, mixture: SGLang(group, mixture).low_latency(hooks=False),
     "Megatron-LM": lambda group, mixture: megatron(group, mixture)[0],
+    "TorchTitan": torchtitan,
     "vLLM elastic": lambda group, mixture: vllm_elastic(group, mixture, float8=False, decoding=False),
     "vLLM elastic, float8": lambda group, mixture: vllm_elastic(group, mixture, float8=True, decoding=False),
     "vLLM elastic decoding": lambda group, mixture: vllm_elastic(group, mixture, float8=False, decoding=True),
