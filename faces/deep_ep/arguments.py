@@ -80,6 +80,7 @@ NORMAL = Names(
 LOW_LATENCY = Names(
     {
         **_OF_ALL,
+        "dispatch_dtype": "use_fp8",
         "num_tot_experts": "num_experts",
         "num_sm": "num_sms",
         "max_tokens": "num_max_dispatch_tokens_per_rank",
@@ -116,6 +117,12 @@ def require_tensor(
     if dtypes and x.dtype not in dtypes:
         raise ArgumentError(argument, f"is {x.dtype}; expected {' or '.join(map(str, dtypes))}")
     return x
+
+
+def require_beside(argument: str, x: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raises ArgumentError unless a tensor is on the device of the argument `x`."""
+    if x.device != rows.device:
+        raise ArgumentError(argument, f"is on {x.device}; expected {rows.device}, where x is")
 
 
 def require_ids(topk_idx: Any, tokens: int | None = None) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from proxyccl.deep_ep.arguments import require_bias, require_ids, require_tensor
+from proxyccl.deep_ep.arguments import require_beside, require_bias, require_ids, require_tensor
 from proxyccl.deep_ep.chosen_ranks import CountsUnderWay, ranks_as_ids, too_many_ranks
 from proxyccl.deep_ep.handles import Handle, NormalHandle, Routing, Rows, normal_handle, routing_of
 from proxyccl.deep_ep.layers import Layers, Shape
@@ -56,6 +56,9 @@ def dispatch_to_ranks(
     tokens = Tokens.of(x)
     rows, ranks = tokens.rows, is_token_in_rank.shape[1]
     require_tensor("is_token_in_rank", is_token_in_rank, (len(rows), ranks))
+    require_tensor("num_tokens_per_expert", num_tokens_per_expert, (None,), (torch.int32, torch.int64))
+    require_beside("is_token_in_rank", is_token_in_rank, rows)
+    require_beside("num_tokens_per_expert", num_tokens_per_expert, rows)
     ids = ranks_as_ids(is_token_in_rank)
     shape = Shape("rank", rows.shape[1], ids.shape[1], ranks, tokens.dtype, num_sms, tokens.scale_elements, most_rows)
     counts = None if most_rows is not None else CountsUnderWay(layers, num_tokens_per_expert, ranks)

@@ -125,6 +125,24 @@ def test_too_many_rows_of_an_expert_are_told(pair: Ranks, use_fp8: bool) -> None
     pair.run(body)
 
 
+def test_what_ranks_pass_differently_is_told_by_deep_eps_names(pair: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        given, other = Given(comm), comm.rank == 1
+        to_ranks = {"topk_idx": None, "topk_weights": None}
+        for what, call in [
+            ("num_worst_tokens", lambda: given.normal(num_worst_tokens=16 + other)),
+            ("num_worst_tokens", lambda: given.normal(**to_ranks, num_worst_tokens=16 + other)),
+            ("config", lambda: given.normal(config=deep_ep.Config(8 + 2 * other))),
+            ("x", lambda: given.normal(x=given.x.float() if other else given.x)),
+            ("num_max_dispatch_tokens_per_rank", lambda: given.low_latency(num_max_dispatch_tokens_per_rank=9 + other)),
+            ("use_fp8", lambda: given.low_latency(use_fp8=other)),
+        ]:
+            refused(what, call, "on rank 0 and .* on rank 1; give all ranks the same")
+        given.destroy()
+
+    pair.run(body)
+
+
 def test_wrong_arguments_are_refused_by_deep_eps_names(pair: Ranks) -> None:
     def body(comm: Communicator) -> None:
         given = Given(comm)
@@ -147,6 +165,17 @@ def test_wrong_arguments_are_refused_by_deep_eps_names(pair: Ranks) -> None:
             ("is_token_in_rank", {"is_token_in_rank": given.layout[3][:, :1]}),
             ("config", {"config": 20}),
             ("previous_event", {"previous_event": 3}),
+        ]:
+            refused(what, lambda o=options: given.normal(**o))
+        to_ranks = {"topk_idx": None, "topk_weights": None}
+        for what, options in [
+            ("topk_weights", {"topk_idx": None}),
+            ("is_token_in_rank", {**to_ranks, "is_token_in_rank": None}),
+            ("is_token_in_rank", {**to_ranks, "is_token_in_rank": given.layout[3][:2]}),
+            ("is_token_in_rank", {**to_ranks, "is_token_in_rank": given.layout[3].to("meta")}),
+            ("num_tokens_per_expert", {**to_ranks, "num_tokens_per_expert": given.layout[2].to("meta")}),
+            ("num_tokens_per_expert", {**to_ranks, "num_tokens_per_expert": given.layout[2].float()}),
+            ("num_tokens_per_expert", {**to_ranks, "num_tokens_per_expert": given.layout[2][:7]}),
         ]:
             refused(what, lambda o=options: given.normal(**o))
         for what, options in [
