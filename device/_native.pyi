@@ -438,6 +438,9 @@ class _ProxycclCombine:
     rows: PointerField[CharPointer]
     weights: PointerField[FloatPointer]
     slot_weights: PointerField[FloatPointer]
+    added: ArrayField[CharPointer, PointerTo[CharPointer]]
+    order_ids: PointerField[CharPointer]
+    id_bytes: int
     output: PointerField[CharPointer]
     layout: ProxycclExpertLayout
 
@@ -682,6 +685,7 @@ class Lib:
     PROXYCCL_NO_ROW: Final[int]
     PROXYCCL_PAST_END: Final[int]
     PROXYCCL_LAYOUT_TABLES: Final[int]
+    PROXYCCL_ADDED: Final[int]
     PROXYCCL_HOST_SUCCESS: Final[int]
     PROXYCCL_HOST_INVALID_VALUE: Final[int]
     PROXYCCL_HOST_NOT_FOUND: Final[int]
@@ -737,6 +741,9 @@ class Lib:
         slot_weights: int,
         output: int,
         /,
+    ) -> None: ...
+    def proxyccl_expert_combine_order(
+        self, call: Passed[ProxycclCombinePointer], added: int, also_added: int, ids: int, id_bytes: int, /
     ) -> None: ...
     def proxyccl_host_stream_create(
         self, stream: Passed[PointerTo[VoidPointer]] | Sequence[Pointer], kind: int, /

@@ -175,7 +175,7 @@ typedef struct {
 } ProxycclDispatch;
 typedef struct {
   uint32_t phases; uint32_t tokens; uint64_t hidden; uint32_t rows_buffer; const char *rows; const float *weights;
-  const float *slot_weights; char *output;
+  const float *slot_weights; const char *added[2]; const char *order_ids; uint64_t id_bytes; char *output;
   ProxycclExpertLayout layout; ...;
 } ProxycclCombine;
 typedef struct {
@@ -183,7 +183,7 @@ typedef struct {
   const int32_t *received; const int32_t *row_slots; ...;
 } ProxycclWeighing;
 
-enum { PROXYCCL_LAYOUT_TABLES, ... };
+enum { PROXYCCL_LAYOUT_TABLES, PROXYCCL_ADDED, ... };
 void proxyccl_expert_place(ProxycclExpertLayout *layout, uintptr_t array, const uint64_t *offsets);
 void proxyccl_expert_dispatch_send(ProxycclDispatch *call, uint32_t phases, uint64_t ticket, uint32_t tokens,
                                    uintptr_t input, uintptr_t expert_ids, uintptr_t weights, uint32_t output_buffer);
@@ -192,6 +192,8 @@ void proxyccl_expert_dispatch_receive(ProxycclDispatch *call, uint32_t phases, u
                                       uintptr_t received);
 void proxyccl_expert_combine_fill(ProxycclCombine *call, uint32_t phases, uint32_t tokens, uintptr_t rows,
                                   uint32_t rows_buffer, uintptr_t weights, uintptr_t slot_weights, uintptr_t output);
+void proxyccl_expert_combine_order(ProxycclCombine *call, uintptr_t added, uintptr_t also_added, uintptr_t ids,
+                                   uint32_t id_bytes);
 
 enum { PROXYCCL_HOST_SUCCESS, PROXYCCL_HOST_INVALID_VALUE, PROXYCCL_HOST_NOT_FOUND, PROXYCCL_HOST_NOT_READY,
        PROXYCCL_HOST_IN_HANDLER, PROXYCCL_HOST_LAUNCH_FAILED, PROXYCCL_HOST_MAX_THREADS_PER_BLOCK,

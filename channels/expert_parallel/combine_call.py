@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from proxyccl.channels.expert_parallel.arguments import input_array, output_array
+from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
+from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.context import RECEIVE, SEND
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
+
+
+class Sums(NamedTuple):
+    """How sums begin, and their order: `added` and `order_ids` of `EPAll2AllLayer.combine`."""
+
+    added: tuple[Any, ...] = ()
+    order_ids: Any = None
+
+
+NO_SUMS = Sums()
 
 
 class CombineCall:
@@ -20,6 +32,7 @@ class CombineCall:
         parts: of the layer.
         desc: of a dispatch of that layer whose rows were received.
         input, weights, topk_weights, stream: see `EPAll2AllLayer.combine`.
+        sums: how each sum begins, and its order.
 
     Attributes:
         desc: as given.
@@ -38,6 +51,7 @@ class CombineCall:
         weights: Any,
         topk_weights: Any,
         stream: StreamLike,
+        sums: Sums = NO_SUMS,
     ) -> None:
         config, group, leading = parts.options.config, parts.ctx.group, parts.leading(desc.rows)
         self._parts, self.desc = parts, desc
@@ -52,6 +66,19 @@ class CombineCall:
                 raise ArgumentError("topk_weights", "needs one node whose ranks reach each other, and no local combine")
             slots = (desc.num_dispatch_token_cur_rank, config.topk)
             self._slot_weights = input_array(group, topk_weights, "topk_weights", slots, "float32")
+        self._added, self._order = self._additions(sums.added), None
+        if sums.order_ids is not None:
+            if not parts.sums_ranks_in_turn:
+                raise ArgumentError("order_ids", "needs one node, and a row or a sum of each rank")
+            slots = (desc.num_dispatch_token_cur_rank, config.topk)
+            self._order = index_array(group, sums.order_ids, "order_ids", slots)
+
+    def _additions(self, added: Sequence[Any]) -> list[ArrayView]:
+        if len(added) > MOST_ADDED:
+            raise ArgumentError("added", f"are {len(added)} arrays; expected at most {MOST_ADDED}")
+        config, group = self._parts.options.config, self._parts.ctx.group
+        shape = (self.desc.num_dispatch_token_cur_rank, config.hidden)
+        return [input_array(group, each, "added", shape, config.token.name) for each in added]
 
     def run(self, out: Any = None) -> Any:
         """Makes the whole call. Returns `out`, or a new array."""
@@ -77,4 +104,6 @@ class CombineCall:
     def _queue(
         self, name: str, phases: int, target: ArrayView | None, slots: ArrayView | None, stream: StreamLike
     ) -> None:
-        self._parts.ctx.combine(name, phases, self.desc, self._rows, self._weights, target, stream, slots)
+        self._parts.ctx.combine(
+            name, phases, self.desc, self._rows, self._weights, target, stream, slots, self._added, self._order
+        )

@@ -20,6 +20,8 @@ MINUS_ONE_DROPS: int = lib.PROXYCCL_MINUS_ONE_DROPS
 SCALED_ELEMENTS: int = lib.PROXYCCL_SCALED_ELEMENTS
 """Elements of a float8 row of the layer's own making that share a scale."""
 MAX_TOPK: int = lib.PROXYCCL_MAX_TOPK
+MOST_ADDED: int = lib.PROXYCCL_ADDED
+"""Arrays that the sums of a combine may begin with."""
 MAX_CHOSEN_PER_RANK: int = lib.PROXYCCL_EXPERT_COUNTERS - 2 * lib.PROXYCCL_MAX_EXPERT_RANKS
 """Experts of a rank, where each rank gets one row of a token: a block counts them in shared memory."""
 MAX_SLOTS = MAX_NUMBER  # rows and slots are 32-bit integers in the tables

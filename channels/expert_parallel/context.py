@@ -12,7 +12,14 @@ from proxyccl.channels.arguments import input_view
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.calls import call_name
-from proxyccl.channels.expert_parallel.config import MAX_SLOTS, NUMBER_DROPS, SCALED_DTYPES, SCALED_ELEMENTS, EPConfig
+from proxyccl.channels.expert_parallel.config import (
+    MAX_SLOTS,
+    MOST_ADDED,
+    NUMBER_DROPS,
+    SCALED_DTYPES,
+    SCALED_ELEMENTS,
+    EPConfig,
+)
 from proxyccl.channels.expert_parallel.geometry import (
     BY_EXPERT,
     DISPATCH_KERNELS,
@@ -487,6 +494,8 @@ class DispatchCombineContext:
         output: ArrayView | None,
         stream: StreamLike,
         slot_weights: ArrayView | None = None,
+        added: Sequence[ArrayView] = (),
+        order: ArrayView | None = None,
     ) -> None:
         """Queues those phases of a combine."""
         desc.require_received(self, "desc")
@@ -503,13 +512,17 @@ class DispatchCombineContext:
         filled.weights = ffi.cast("float *", weights.ptr if weights is not None else 0)
         filled.slot_weights = ffi.cast("float *", slot_weights.ptr if slot_weights is not None else 0)
         filled.output = ffi.cast("char *", output.ptr if output is not None else 0)
+        first, second = [*(view.ptr for view in added), 0, 0][:MOST_ADDED]
+        ids = (0, 0) if order is None else (order.ptr, order.dtype.itemsize)
+        lib.proxyccl_expert_combine_order(filled, first, second, *ids)
         ffi.memmove(ffi.addressof(filled, "layout"), NO_TABLES, len(NO_TABLES))
         desc.fill(ffi.addressof(filled, "layout"))
         if phases & SEND:
             self._agree(call_name(call, weights=weights is not None), rows.dtype.name, desc.number)
         if at != rows.ptr:
             self.copy([(at, rows.ptr, rows.nbytes)], stream, (rows.owner,))
-        arrays = [rows.owner, *(view.owner for view in (weights, slot_weights, output) if view is not None)]
+        views = (weights, slot_weights, output, *added, order)
+        arrays = [rows.owner, *(view.owner for view in views if view is not None)]
         self._launch(self._combine[rows.dtype.name], filled, stream, desc, (arrays,))
 
     def combine_launch(self, dtype: str) -> Launch:

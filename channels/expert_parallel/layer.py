@@ -11,7 +11,7 @@ from proxyccl.channels.arguments import input_view
 from proxyccl.channels.collectives.barrier import barrier
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array
-from proxyccl.channels.expert_parallel.combine_call import CombineCall
+from proxyccl.channels.expert_parallel.combine_call import NO_SUMS, CombineCall, Sums
 from proxyccl.channels.expert_parallel.config import SCALED_ELEMENTS
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.dispatch_call import DispatchCall, check_ended, refuse_capture
@@ -422,6 +422,8 @@ class EPAll2AllLayer:
         *,
         weights: Any = None,
         topk_weights: Any = None,
+        added: Sequence[Any] = (),
+        order_ids: Any = None,
         out: Any = None,
         stream: StreamLike = None,
     ) -> Any:
@@ -438,6 +440,9 @@ class EPAll2AllLayer:
                 None for 1. Either all ranks pass it, or none.
             topk_weights: float32 [T, topk]: the same by the slots of this rank's own tokens, applied by the rank
                 that sums. Only where all ranks reach each other's memory, and without enable_local_combine.
+            added: up to two arrays [T, hidden] of `dtype`, with which each sum begins. They get no gradients.
+            order_ids: the ids of the dispatch. A token's ranks are then summed in the order of its last slots for them.
+                Only on one node, with layout="rank" or enable_local_combine, and no lost ranks.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
 
@@ -445,23 +450,31 @@ class EPAll2AllLayer:
             `out`, or the new array. Raises as `dispatch`.
         """
         recorder = self._recording.of_combine(input, weights, topk_weights)
+        sums = Sums(tuple(added), order_ids) if added or order_ids is not None else NO_SUMS
         if recorder is None:
-            return self._combine(input, ep_a2a_layout_desc, weights, topk_weights, out, stream)
+            return self._combine(input, ep_a2a_layout_desc, weights, topk_weights, out, stream, sums)
         refuse_output(out)
         desc = self._own_desc(ep_a2a_layout_desc)
         return recorder.combine(
-            self, lambda: self._combine(input, desc, weights, None, None, stream), input, weights, desc
+            self, lambda: self._combine(input, desc, weights, None, None, stream, sums), input, weights, desc
         )
 
     def _combine(
-        self, input: Any, desc: EPAllToAllLayoutDesc, weights: Any, topk_weights: Any, out: Any, stream: StreamLike
+        self,
+        input: Any,
+        desc: EPAllToAllLayoutDesc,
+        weights: Any,
+        topk_weights: Any,
+        out: Any,
+        stream: StreamLike,
+        sums: Sums,
     ) -> Any:
         self._refuse_returning()
-        repeated = self._repeated.combine(input, desc, weights, topk_weights, out, stream)
+        repeated = self._repeated.combine(input, desc, weights, topk_weights, out, stream, sums)
         if repeated is not None:
             return repeated.out
-        output = self._combine_call(input, desc, weights, topk_weights, stream).run(out)
-        self._repeated.keep_combine(input, weights, topk_weights, out)
+        output = self._combine_call(input, desc, weights, topk_weights, stream, sums).run(out)
+        self._repeated.keep_combine(input, weights, topk_weights, out, sums)
         return output
 
     def repeat_combine(
@@ -486,6 +499,11 @@ class EPAll2AllLayer:
             self._returned = sent
             return sent
         return None if sent is None else sent.out
+
+    @property
+    def sums_ranks_in_turn(self) -> bool:
+        """Whether `combine` takes `order_ids`."""
+        return self._parts.sums_ranks_in_turn
 
     def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
         """With output_buffers: an array for the experts' results, [R, hidden] of `dtype`, whose rows `combine` need not
@@ -551,9 +569,15 @@ class EPAll2AllLayer:
         return recorder.combine(self, lambda: pending.receive(output, target, stream), rows, weights, pending.desc)
 
     def _combine_call(
-        self, input: Any, desc: EPAllToAllLayoutDesc, weights: Any, topk_weights: Any, stream: StreamLike
+        self,
+        input: Any,
+        desc: EPAllToAllLayoutDesc,
+        weights: Any,
+        topk_weights: Any,
+        stream: StreamLike,
+        sums: Sums = NO_SUMS,
     ) -> CombineCall:
-        return CombineCall(self._parts, self._own_desc(desc), input, weights, topk_weights, stream)
+        return CombineCall(self._parts, self._own_desc(desc), input, weights, topk_weights, stream, sums)
 
     def combine_weights(
         self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None

@@ -74,3 +74,10 @@ class LayerParts:
         """Whether a token's rows are all summed by its own rank."""
         experts = self.ctx.workspace.experts
         return experts.nodes == 1 and not experts.local_combine
+
+    @property
+    def sums_ranks_in_turn(self) -> bool:
+        """Whether a token's rank sums one row, or one sum, of each rank, and knows ranks by the caller's ids."""
+        experts = self.ctx.workspace.experts
+        by_rank = experts.local_combine or self.options.by_rank
+        return bool(experts.nodes == 1 and by_rank and self.surviving is None)

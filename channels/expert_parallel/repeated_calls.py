@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from proxyccl.channels.expert_parallel.combine_call import NO_SUMS, Sums
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.recording import Dispatched
@@ -76,18 +77,34 @@ class RepeatedCalls:
         topk_weights: Any,
         out: Any,
         stream: StreamLike,
+        sums: Sums = NO_SUMS,
         *,
         halves: bool = False,
     ) -> SentCombine | None:
         """Begins a combine like one that `keep_combine` was told of. Raises as `EPAll2AllLayer.combine`."""
-        known = self._combines.get((halves, kind_of(input), kind_of(weights), kind_of(topk_weights), kind_of(out)))
+        kinds = kind_of(input), kind_of(weights), kind_of(topk_weights), kind_of(out), *_kinds_of_sums(sums)
+        known = self._combines.get((halves, *kinds))
         if known is None or not isinstance(desc, EPAllToAllLayoutDesc) or not desc.is_received(self._parts.ctx):
             return None
-        return known.start(input, desc, weights, topk_weights, out, stream)
+        return known.start(input, desc, weights, topk_weights, out, stream, sums)
 
-    def keep_combine(self, input: Any, weights: Any, topk_weights: Any, out: Any, *, halves: bool = False) -> None:
+    def keep_combine(
+        self,
+        input: Any,
+        weights: Any,
+        topk_weights: Any,
+        out: Any,
+        sums: Sums = NO_SUMS,
+        *,
+        halves: bool = False,
+    ) -> None:
         """Has `combine` repeat calls like one that was made with these arrays, if it can."""
-        kinds = kind_of(input), kind_of(weights), kind_of(topk_weights), kind_of(out)
+        kinds = kind_of(input), kind_of(weights), kind_of(topk_weights), kind_of(out), *_kinds_of_sums(sums)
         # An array of numpy may be read-only, which its kind does not tell.
         if of_one_library(kinds) and (out is None or libraries[type(out)].is_torch):
-            self._combines[halves, *kinds] = RepeatedCombine(self._parts, input, weights, topk_weights, halves=halves)
+            made = RepeatedCombine(self._parts, input, weights, topk_weights, sums, halves=halves)
+            self._combines[halves, *kinds] = made
+
+
+def _kinds_of_sums(sums: Sums) -> Kinds:
+    return () if sums is NO_SUMS else (kind_of(sums.order_ids), *map(kind_of, sums.added))

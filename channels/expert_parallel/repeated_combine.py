@@ -6,6 +6,8 @@ from typing import Any
 
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.arguments import output_array
+from proxyccl.channels.expert_parallel.combine_call import NO_SUMS, Sums
+from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.context import RECEIVE, SEND
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
@@ -23,11 +25,11 @@ class RepeatedCombine(RepeatedCall):
 
     Args:
         parts: of the layer.
-        x, weights, topk_weights: of the earlier call.
+        x, weights, topk_weights, sums: of the earlier call.
         halves: whether it is made in two halves.
     """
 
-    def __init__(self, parts: LayerParts, x: Any, weights: Any, topk_weights: Any, *, halves: bool) -> None:
+    def __init__(self, parts: LayerParts, x: Any, weights: Any, topk_weights: Any, sums: Sums, *, halves: bool) -> None:
         config = parts.options.config
         super().__init__(parts, x, name_of("combine", weights, halves=halves), config.token.name)
         ctx = parts.ctx
@@ -43,9 +45,19 @@ class RepeatedCombine(RepeatedCall):
         self._new, self._token, self._address = ctx.arrays.maker(x, config.token), config.token, ctx.arrays.address
         self._kind = kind_of(x)
         self._weighted, self._slots_weighted = weights is not None, topk_weights is not None
+        self._id_bytes = 0
+        if sums.order_ids is not None:
+            self._id_bytes = input_view(self._group, sums.order_ids, "order_ids").dtype.itemsize
 
     def start(
-        self, x: Any, desc: EPAllToAllLayoutDesc, weights: Any, topk_weights: Any, out: Any, given: StreamLike
+        self,
+        x: Any,
+        desc: EPAllToAllLayoutDesc,
+        weights: Any,
+        topk_weights: Any,
+        out: Any,
+        given: StreamLike,
+        sums: Sums,
     ) -> SentCombine | None:
         """Makes the call or, of a call in halves, the first half. None, and nothing done, if it does not fit."""
         tokens, rows = desc.num_dispatch_token_cur_rank, desc.rows
@@ -60,8 +72,10 @@ class RepeatedCombine(RepeatedCall):
             slots_at = self._at(topk_weights, (tokens, self._topk), 4 * tokens * self._topk)
         if not at or (self._weighted and not weights_at) or (self._slots_weighted and not slots_at):
             return None
+        if sums is not NO_SUMS and not self._place_sums(tokens, sums):
+            return None
         stream = self._stream(x, given)
-        sent = SentCombine(self, desc, stream, x, at, (x, weights, topk_weights), slots_at)
+        sent = SentCombine(self, desc, stream, x, at, (x, weights, topk_weights, *sums), slots_at)
         target_at = 0
         if not self._halves:
             sent.out, target_at = self.target(sent, out)
@@ -81,6 +95,18 @@ class RepeatedCombine(RepeatedCall):
         desc.fill(self._layout)
         self._issue(desc, launchable, stream, (*sent.owners, sent.out))
         return sent
+
+    def _place_sums(self, tokens: int, sums: Sums) -> bool:
+        """Fills in how sums begin, and the ids that order them. False if an array does not fit."""
+        shape, nbytes, ids_at = (tokens, self._hidden), tokens * self._row_bytes, 0
+        begun = [self._at(each, shape, nbytes) for each in sums.added]
+        if self._id_bytes:
+            ids_at = self._at(sums.order_ids, (tokens, self._topk), tokens * self._topk * self._id_bytes)
+        if not all(begun) or bool(ids_at) != bool(self._id_bytes):
+            return False
+        first, second = [*begun, 0, 0][:MOST_ADDED]
+        lib.proxyccl_expert_combine_order(self._call, first, second, ids_at, self._id_bytes)
+        return True
 
     def target(self, sent: SentCombine, out: Any) -> tuple[Any, int]:
         """`out`, or a new array, and its address; 0 if only another check can tell whether it fits."""

@@ -118,7 +118,9 @@ class Agent:
         token, secret = os.urandom(lib.PROXYCCL_SECRET_BYTES), os.urandom(lib.PROXYCCL_SECRET_BYTES)
         listeners, addresses = _listen(token, listen)
         descriptors = ffi.new("int[]", [each.detach() for each in listeners])
-        handle = lib.proxyccl_agent_create(name.encode(), secret, "process_vm" in self._paths, descriptors, len(descriptors))
+        handle = lib.proxyccl_agent_create(
+            name.encode(), secret, "process_vm" in self._paths, descriptors, len(descriptors)
+        )
         if not handle:
             if ffi.errno in EXHAUSTED:
                 raise out_of_descriptors("an agent", ffi.errno)

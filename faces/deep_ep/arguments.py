@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.device.errors import ArgumentError, CapacityError
 
 _IDENTIFIER = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
@@ -130,10 +131,12 @@ def require_ids(topk_idx: Any, tokens: int | None = None) -> torch.Tensor:
     return require_tensor("topk_idx", topk_idx, (tokens, None), (torch.int32, torch.int64))
 
 
-def require_bias(bias: Any, tokens: int, hidden: int) -> tuple[torch.Tensor, ...]:
-    """The tensors of the argument `bias`, [tokens, hidden] each."""
-    given = bias if isinstance(bias, tuple) else (bias,)
-    return tuple(require_tensor("bias", each, (tokens, hidden)) for each in given if each is not None)
+def require_bias(bias: Any, tokens: int, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The tensors of the argument `bias`, at most two, [tokens, hidden] each."""
+    given = [each for each in (bias if isinstance(bias, tuple) else (bias,)) if each is not None]
+    if len(given) > MOST_ADDED:
+        raise ArgumentError("bias", f"has {len(given)} tensors; expected at most {MOST_ADDED}")
+    return tuple(require_tensor("bias", each, (tokens, hidden), (dtype,)).contiguous() for each in given)
 
 
 def require_stats(stats: Any, experts: int) -> None:

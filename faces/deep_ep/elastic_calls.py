@@ -122,11 +122,13 @@ def combine(
     x: torch.Tensor, handle: EPHandle, topk_weights: torch.Tensor | None, bias: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The results of `ElasticBuffer.combine`, except the event."""
+    layer, desc, topk = handle.routing.layer, handle.routing.desc, handle.routing.layer.ep_config.topk
     if topk_weights is not None and not handle.do_expand:
-        desc, topk = handle.routing.desc, handle.routing.layer.ep_config.topk
         require_tensor("topk_weights", topk_weights, (desc.rows, topk), (torch.float32,))
         topk_weights = topk_weights.masked_fill(desc.local_expert_ids < 0, 0)
-    return normal.combine(x, handle, topk_weights, bias)
+    # As DeepEP adds, for equal bits. Two numbers alone have the same sum either way.
+    in_order = layer.sums_ranks_in_turn and (bias is not None or layer.ep_config.world_size > 2)
+    return normal.combine(x, handle, topk_weights, bias, order_ids=handle.topk_idx if in_order else None)
 
 
 def require_like(handle: EPHandle, **given: Any) -> None:

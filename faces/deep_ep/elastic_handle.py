@@ -26,11 +26,10 @@ class EPHandle:
         num_recv_tokens_per_expert_list: for each expert of this rank its rows, rounded up to a multiple of the
             alignment; [] if nothing waited on the CPU.
         num_expanded_tokens: their sum; if nothing waited on the CPU, the most that it can be.
-        dst_buffer_slot_idx, token_metadata_at_forward, channel_linked_list: None. DeepEP keeps the state of its own
-            buffers there.
+        token_metadata_at_forward, channel_linked_list: None, as those of DeepEP without scaleout ranks.
     """
 
-    dst_buffer_slot_idx = token_metadata_at_forward = channel_linked_list = None
+    token_metadata_at_forward = channel_linked_list = None
 
     def __init__(
         self,
@@ -95,7 +94,7 @@ class EPHandle:
         waited on the CPU, there are as many as can come; those that came are first, and nothing waits.
 
         In column 0 the token's number among those of all ranks: its rank times num_max_tokens_per_rank plus its number
-        there. In column 1 its scaleup rank times topk plus its first slot that came here. The others are the rows of
+        there. In column 1 its scaleup rank times topk plus its last slot that came here. The others are the rows of
         its slots, or -1; without do_expand all of them are -1.
         """
         rows = self._slot_rows
@@ -105,12 +104,28 @@ class EPHandle:
         if self._most_rows is None:
             order = order[: self.num_recv_tokens]
         of_tokens = rows.view(ranks * tokens, topk)[order]
-        first = of_tokens.ge(0).to(torch.int32).argmax(1)
+        slots_here = of_tokens if self.do_expand else self.routing.desc.local_expert_ids
+        last = topk - 1 - slots_here.ge(0).flip(1).to(torch.int32).argmax(1)
         source = order // tokens
         numbers = source * self.num_max_tokens_per_rank + order % tokens
-        places = source % self._scaleup_ranks * topk + first
+        places = source % self._scaleup_ranks * topk + last
         slots = of_tokens if self.do_expand else torch.full_like(of_tokens, -1)
         return torch.cat([numbers.unsqueeze(1), places.unsqueeze(1), slots], 1).to(torch.int32)
+
+    @cached_property
+    def dst_buffer_slot_idx(self) -> torch.Tensor:
+        """int32 [tokens of this rank, topk], at each token's last slot for a rank: this rank's number times
+        num_max_tokens_per_rank, plus the number of its earlier tokens for that rank. -1 at other slots.
+        """
+        ranks = self.routing.layer.ep_config.world_size
+        chosen = (self.topk_idx >= 0) & (self.topk_idx < self.num_experts)
+        of_slots = torch.where(chosen, self.topk_idx // (self.num_experts // ranks), ranks).long()
+        again = (of_slots.unsqueeze(2) == of_slots.unsqueeze(1)).triu(1).any(2)
+        goes = torch.zeros(len(of_slots), ranks + 1, dtype=torch.int32, device=of_slots.device)
+        goes.scatter_(1, of_slots, 1)
+        earlier = (goes.cumsum(0) - goes).gather(1, of_slots)
+        numbers = self._rank * self.num_max_tokens_per_rank + earlier
+        return torch.where(chosen & ~again, numbers, -1).to(torch.int32)
 
     @property
     def _rank(self) -> int:

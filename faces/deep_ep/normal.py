@@ -77,20 +77,23 @@ def repeat(x: Rows, handle: Any, *, scales_by_columns: bool = False) -> Rows:
 
 
 def combine(
-    x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None, bias: Any
+    x: torch.Tensor,
+    handle: Any,
+    topk_weights: torch.Tensor | None,
+    bias: Any,
+    *,
+    order_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The results of `Buffer.combine`, except the event."""
+    """The results of `Buffer.combine`, except the event. `order_ids` as for `EPAll2AllLayer.combine`."""
     routing = routing_of(handle)
     desc, config = routing.desc, routing.layer.ep_config
-    added = require_bias(bias, desc.num_dispatch_token_cur_rank, config.hidden)
     require_tensor("x", x, (desc.rows, config.hidden))
+    added = require_bias(bias, desc.num_dispatch_token_cur_rank, config.hidden, x.dtype)
     if topk_weights is not None:
         if isinstance(handle, NormalHandle) and not handle.has_ids:
             raise ArgumentError("topk_weights", "can't be given with the handle of a dispatch without topk_idx")
         of_rows = (desc.rows, config.topk) if routing.layer.layout == "rank" else (desc.rows,)
         require_tensor("topk_weights", topk_weights, of_rows, (torch.float32,))
-    output: torch.Tensor = routing.layer.combine(x, desc)
+    output: torch.Tensor = routing.layer.combine(x, desc, added=added, order_ids=order_ids)
     weights = None if topk_weights is None else routing.layer.combine_weights(topk_weights, desc)
-    for each in added:
-        output += each
     return output, weights

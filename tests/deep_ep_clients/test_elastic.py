@@ -89,6 +89,24 @@ def kept(mixture: Mixture) -> Any:
     return torch.where(mixture.ids >= 0, mixture.weights, 0)
 
 
+def heads_of(arrived: Arrived, here: Any, scaleup: int) -> Any:
+    """int64 [N, 2]: each token's number among all ranks', and its rank with its last slot of those that are here."""
+    last = torch.where(here, torch.arange(4, device=here.device), -1).amax(1)
+    return torch.stack([arrived.sources * MOST + arrived.numbers, arrived.sources % scaleup * 4 + last], 1)
+
+
+def sent_slots(mixture: Mixture, comm: Communicator) -> Any:
+    """int32 [T, 4]: at a token's last slot for a rank its number among this rank's tokens for that rank."""
+    sent = [0] * comm.world_size
+    numbers = torch.full(mixture.ids.shape, -1, dtype=torch.int32)
+    for token, ids in enumerate((mixture.ids // (mixture.experts // comm.world_size)).tolist()):
+        for rank in {rank for rank in ids if rank >= 0}:
+            last = max(slot for slot, other in enumerate(ids) if other == rank)
+            numbers[token, last] = comm.rank * MOST + sent[rank]
+            sent[rank] += 1
+    return numbers.to(mixture.ids.device)
+
+
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name: str) -> None:
     assert signature(getattr(deep_ep.ElasticBuffer, name)) == SIGNATURES[name]
@@ -113,7 +131,10 @@ def test_what_a_dispatch_gives(ranks: Ranks) -> None:
         assert (handle.num_recv_tokens, handle.num_expanded_tokens) == (len(received), sum(aligned))
         assert handle.psum_num_recv_tokens_per_expert.tolist() == torch.tensor(aligned).cumsum(0).tolist()
         assert handle.num_unaligned_recv_tokens_per_expert.tolist() == arrived.per_expert
-        same(handle.recv_src_metadata[:, 0], (arrived.sources * MOST + arrived.numbers).to(torch.int32))
+        heads = heads_of(arrived, arrived.ids.ge(0), buffer.num_scaleup_ranks)
+        same(handle.recv_src_metadata, torch.nn.functional.pad(heads, (0, 4), value=-1).to(torch.int32))
+        same(handle.dst_buffer_slot_idx, sent_slots(mixture, comm))
+        assert handle.token_metadata_at_forward is handle.channel_linked_list is None
         assert handle.topk_idx is not mixture.ids
         same(handle.topk_idx, mixture.ids)
 
@@ -127,8 +148,9 @@ def test_what_a_dispatch_gives(ranks: Ranks) -> None:
         combined, back, _ = buffer.combine(received, handle, topk_weights=torch.where(ids < 0, 7, weights))
         same(back, kept(mixture))
         same(combined, (mixture.tokens.float() * times(mixture, comm)).to(torch.bfloat16))
-        bias = torch.ones_like(mixture.tokens)
-        same(buffer.combine(received, handle, bias=(bias, bias))[0], combined + bias + bias)
+        bias = torch.full_like(mixture.tokens, 0.3)
+        sums = 2 * bias.float() + mixture.tokens.float() * times(mixture, comm)
+        same(buffer.combine(received, handle, bias=(bias, bias))[0], sums.to(torch.bfloat16))  # rounded once
         assert dispatched(buffer, mixture, do_handle_copy=False)[3].topk_idx is mixture.ids
 
     ranks.run(body)
@@ -165,10 +187,7 @@ def test_what_an_expanded_dispatch_gives(ranks: Ranks, alignment: int, once: boo
         scaleup = buffer.num_scaleup_ranks
         from_ranks = (arrived.sources % scaleup).bincount(minlength=scaleup)
         assert handle.psum_num_recv_tokens_per_scaleup_rank.tolist() == from_ranks.cumsum(0).tolist()
-        first = slots.ge(0).to(torch.int32).argmax(1)
-        heads = torch.stack(
-            [arrived.sources * MOST + arrived.numbers, arrived.sources % scaleup * slots.shape[1] + first], 1
-        )
+        heads = heads_of(arrived, slots.ge(0), scaleup)
         same(handle.recv_src_metadata, torch.cat([heads, slots], 1).to(torch.int32))
 
         again, _, other_weights, _, _ = buffer.dispatch(
@@ -180,6 +199,29 @@ def test_what_an_expanded_dispatch_gives(ranks: Ranks, alignment: int, once: boo
         same(back, kept(mixture))
         factors = mixture.ids.ge(0).sum(1, keepdim=True)  # small integers, so that rounding sums changes little
         torch.testing.assert_close(combined.float(), mixture.tokens.float() * factors, rtol=0.01, atol=0.01)
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("expands", [False, True], ids=["plain", "expanded"])
+def test_ranks_are_added_to_the_bias_in_the_order_of_their_last_slots(ranks: Ranks, expands: bool) -> None:
+    def body(comm: Communicator) -> None:
+        buffer, mixture, _ = begun(comm)
+        received, _, _, handle, _ = dispatched(buffer, mixture, do_expand=expands)
+        per_rank = mixture.experts // comm.world_size
+        values = [2.0**25, 1.0, -(2.0**25), 0.5]  # whose sum depends on the order
+        bias = torch.full_like(mixture.tokens, 0.25)
+        given = torch.full_like(received, values[comm.rank])
+        combined = buffer.combine(given, handle, bias=bias)[0]
+        if comm.world_size > comm.local_world_size:  # each node sends a rounded sum
+            return
+        expected = torch.full((len(mixture.ids),), 0.25, device=combined.device)
+        for token, ids in enumerate(mixture.ids.tolist()):
+            slots = {each // per_rank: slot for slot, each in enumerate(ids) if each >= 0}
+            for rank in sorted(slots, key=slots.__getitem__):
+                count = sum(each // per_rank == rank for each in ids if each >= 0) if expands else 1
+                expected[token] += count * values[rank]  # in float32
+        same(combined, expected.to(torch.bfloat16).unsqueeze(1).expand_as(combined))
 
     ranks.run(body)
 

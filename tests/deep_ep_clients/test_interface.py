@@ -132,9 +132,10 @@ def test_what_a_dispatch_gives(ranks: Ranks) -> None:
         same(back, torch.where(mixture.ids >= 0, mixture.weights, 0))
         times = in_rank.sum(1, keepdim=True).float()
         same(combined, (mixture.tokens.float() * times).to(torch.bfloat16))
-        bias = torch.ones_like(mixture.tokens)
-        same(buffer.combine(received, handle, bias=(bias, None))[0], combined + bias)
-        same(buffer.combine(received, handle, bias=bias)[0], combined + bias)
+        bias = torch.full_like(mixture.tokens, 0.3)
+        once = (bias.float() + mixture.tokens.float() * times).to(torch.bfloat16)  # rounded once
+        same(buffer.combine(received, handle, bias=(bias, None))[0], once)
+        same(buffer.combine(received, handle, bias=bias)[0], once)
 
     ranks.run(body)
 

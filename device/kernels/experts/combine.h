@@ -425,11 +425,21 @@ class Combine {
       target = team_->workspace + partial(node == team_->node ? team_->partial_in : team_->partial_out, node) +
                partialRow(static_cast<uint32_t>(place));
     }
+    const uint32_t begun = team_->nodes == 1 ? countAdded() : 0;
     if (team_->local_combine) {
       const int32_t* ids = call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
-      group.list(team_->local_size, [&](uint32_t l, RowEntry* entry) { return findSum(ids, i, l, entry); });
+      const bool ordered = call_.order_ids != nullptr;
+      group.list(begun + (ordered ? topk_ : team_->local_size), [&](uint32_t n, RowEntry* entry) {
+        if (n < begun) return addedRow(n, token, entry);
+        if (!ordered) return findSum(ids, i, n - begun, entry);
+        const uint32_t k = slotInOrder(token, n - begun);
+        return k < topk_ && findSum(ids, i, team_.localOf(orderedRank(token, k)), entry);
+      });
     } else {
-      group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+      group.list(begun + topk_, [&](uint32_t n, RowEntry* entry) {
+        if (n < begun) return addedRow(n, token, entry);
+        const uint32_t k = slotInOrder(token, n - begun);
+        if (k == topk_) return false;
         const SlotRow slot = cachesRows() ? cachedRows()[i * topk_ + k] : findSlotRow(source, token, k);
         if (slot.local == kNotHere) return false;
         if (slot.local == team_->local_rank) {
@@ -449,11 +459,49 @@ class Combine {
     return target;
   }
 
+  // What the sum of a token of this rank begins with.
+  PROXYCCL_DEVICE uint32_t countAdded() const {
+    return call_.added[0] == nullptr ? 0 : call_.added[1] == nullptr ? 1 : 2;
+  }
+  PROXYCCL_DEVICE bool addedRow(uint32_t n, uint64_t token, RowEntry* entry) const {
+    entry->at = const_cast<char*>(call_.added[n]) + token * row_bytes_;
+    entry->weight = 1;
+    return true;
+  }
+
+  // The rank of a slot by the ids that order sums; world_size if it has none.
+  PROXYCCL_DEVICE uint32_t orderedRank(uint64_t token, uint32_t k) const {
+    const uint64_t slot = token * topk_ + k;
+    const int64_t id = call_.id_bytes == 8 ? reinterpret_cast<const int64_t*>(call_.order_ids)[slot]
+                                           : reinterpret_cast<const int32_t*>(call_.order_ids)[slot];
+    const uint32_t per_rank = team_->chosen_per_rank != 0 ? team_->chosen_per_rank : team_->experts_per_rank;
+    const bool exists = static_cast<uint64_t>(id) < static_cast<uint64_t>(per_rank) * team_->world_size;
+    return exists ? static_cast<uint32_t>(id) / per_rank : team_->world_size;
+  }
+  // Called by one thread: the slot whose row comes into the sum at slot k. With ids that order sums it is the token's
+  // first slot for a rank, at the last one for that rank; topk where nothing comes.
+  PROXYCCL_DEVICE uint32_t slotInOrder(uint64_t token, uint32_t k) const {
+    if (call_.order_ids == nullptr) return k;
+    const uint32_t rank = orderedRank(token, k);
+    if (rank == team_->world_size) return topk_;
+    uint32_t first = k;
+#pragma unroll 4
+    for (uint32_t other = topk_; other-- > 0;) {
+      if (orderedRank(token, other) != rank) continue;
+      if (other > k) return topk_;
+      first = other;
+    }
+    return first;
+  }
+
   // Called by a group: lists the nodes' sums for an item of this rank.
   PROXYCCL_DEVICE char* listNodeSums(const Group& group, uint32_t item) const {
     const uint32_t i = own_.tokenOf(item);
     const uint64_t token = own_.begin + i;
-    group.list(team_->nodes, [&](uint32_t node, RowEntry* entry) {
+    const uint32_t begun = countAdded();
+    group.list(begun + team_->nodes, [&](uint32_t n, RowEntry* entry) {
+      if (n < begun) return addedRow(n, token, entry);
+      const uint32_t node = n - begun;
       const int32_t place = call_.layout.sent_places[static_cast<uint64_t>(node) * team_->max_tokens + token];
       entry->at = team_->workspace + partial(team_->partial_in, node) +
                   partialRow(node == team_->node ? i : static_cast<uint32_t>(place));

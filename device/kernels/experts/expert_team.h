@@ -42,9 +42,9 @@ struct RowEntry {
 
 // A group's shared memory.
 struct GroupSpace {
-  char* at[PROXYCCL_MAX_TOPK];
-  int32_t number[PROXYCCL_MAX_TOPK];
-  float weight[PROXYCCL_MAX_TOPK];
+  char* at[PROXYCCL_MAX_TOPK + PROXYCCL_ADDED];
+  int32_t number[PROXYCCL_MAX_TOPK + PROXYCCL_ADDED];
+  float weight[PROXYCCL_MAX_TOPK + PROXYCCL_ADDED];
   int32_t row[PROXYCCL_MAX_TOPK];
   uint32_t count;
 };

@@ -40,6 +40,7 @@
 
 enum {
   PROXYCCL_MAX_TOPK = 16,
+  PROXYCCL_ADDED = 2,            /* arrays that the sums of a combine may begin with */
   PROXYCCL_EXPERT_THREADS = 512, /* threads of a block on a GPU; at most as many elsewhere */
   PROXYCCL_MAX_EXPERT_RANKS = 256,
   PROXYCCL_SCALED_ELEMENTS = 128, /* elements that share a scale, if rows are sent in float8 */
@@ -208,6 +209,12 @@ typedef struct ProxycclCombine {
   const float* weights; /* [R], or null */
   /* [tokens][topk], or null: factors of the slots' rows, beside `weights`. On one node, without local_combine. */
   const float* slot_weights;
+  /* [tokens][hidden] each, or null: a sum begins with these. The second one needs the first. */
+  const char* added[PROXYCCL_ADDED];
+  /* [tokens][topk] of id_bytes each, or null: the ids that the caller dispatched by. A token's rows, one of each rank,
+   * are then summed in the order of its last slots for the ranks. On one node, with a row or a sum of each rank. */
+  const char* order_ids;
+  uint64_t id_bytes;
   char* output; /* [tokens][hidden] */
   ProxycclExpertLayout layout;
 } ProxycclCombine;
