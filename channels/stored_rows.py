@@ -123,9 +123,7 @@ class StoredRows:
         group.launches.launch(launch, stream, (indices.owner, out.owner))
 
     def close(self) -> None:
-        """Frees the memory. All ranks call it together."""
-        self._group.synchronize()
-        self._group.exchange.barrier("memory of rows: all have ended their reads")
+        """Frees the memory. No work of any rank may use it any more."""
         for memory in (self._memory, *self._peers):
             memory.close()
         self._stores.free()

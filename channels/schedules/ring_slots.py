@@ -46,7 +46,7 @@ class RingSlots:
     holds up its stream only until its data are copied to a slot of this rank.
 
     Args:
-        group: at least two ranks. No other part of it may ring schedules at the same time.
+        group: at least two ranks, and used for nothing else. The slots live until it ends.
         slot_bytes: most bytes of a send.
         slots: how many sends of a rank to a neighbour may have no receive yet. The next one waits for a receive.
 
@@ -74,6 +74,9 @@ class RingSlots:
             to, back = (up, down) if peer > group.rank else (down, up)
             self._receives[peer] = _Flow(back[peer], self._begin(number))
             self._sends[peer] = _Flow(to[peer], self._begin(len(self.neighbours) + number))
+            self._memory.source_id(peer)
+            self._memory.peer_id(peer)  # maps it now, as a driver may wait for streams, and these for a peer
+        group.keep(self)
         group.exchange.barrier("slots: all have made them")
 
     def send(self, view: ArrayView, peer: int, stream: StreamLike) -> None:
@@ -119,12 +122,8 @@ class RingSlots:
             flow.count += 1
 
     def close(self) -> None:
-        """Frees the slots. All ranks call it together; it waits for the work of all."""
-        self._group.synchronize()
-        self._group.exchange.barrier("slots: all have ended")
+        """Destroys its stream and events. The group calls it when it ends."""
         self._prepared.clear()
-        self._memory.close()
-        self._array.free()
         for event in (event for flow in self._sends.values() for event in flow.sent.values()):
             event.close()
         if self._stream is not None:

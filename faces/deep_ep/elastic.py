@@ -169,6 +169,8 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
     def destroy(self) -> None:
         """See `Connected.destroy`."""
         if self.explicitly_destroy and self._layers is not None:
+            if self.communicator.group.failure.usable:  # else nobody waits for this rank
+                self.barrier(with_cpu_sync=True)
             self._close_pipeline()
             self._close_sessions()
             self._close_engram()

@@ -59,10 +59,8 @@ class PipelineCalls(ElasticBase):
         if self.num_ranks == 1:
             raise ArgumentError("group", "has one rank; sends between neighbours need two")
         self.barrier(use_comm_stream=False, with_cpu_sync=True)
-        if self._pipeline is None:
-            self._pipeline = self.communicator.split(range(self.num_ranks))
-        if self._slots is not None:
-            self._slots.close()
+        self._close_pipeline()
+        self._pipeline = self.communicator.split(range(self.num_ranks))
         self._slots, self._slot_bytes = RingSlots(self._pipeline.group, slot_bytes, slots), slot_bytes
 
     def pp_send(self, t: Any, dst_rank_idx: int, num_sms: int = 0) -> None:
@@ -117,10 +115,7 @@ class PipelineCalls(ElasticBase):
         return self._slots, view, peer
 
     def _close_pipeline(self) -> None:
-        slots, pipeline = self._slots, self._pipeline
-        self._slots = self._pipeline = None
-        if slots is not None:
-            slots.close()
+        pipeline, self._pipeline, self._slots = self._pipeline, None, None
         if pipeline is not None:
             pipeline.close()
 

@@ -485,7 +485,7 @@ class Combine {
     const uint32_t rank = orderedRank(token, k);
     if (rank == team_->world_size) return topk_;
     uint32_t first = k;
-#pragma unroll 4
+#pragma unroll 1
     for (uint32_t other = topk_; other-- > 0;) {
       if (orderedRank(token, other) != rank) continue;
       if (other > k) return topk_;
