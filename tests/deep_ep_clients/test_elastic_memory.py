@@ -61,6 +61,12 @@ def numbers(comm: Communicator, count: int, seed: int, dtype: Any = torch.bfloat
     return values.to(dtype).to(torch_device(comm))
 
 
+def elastic(comm: Communicator, **options: Any) -> Any:
+    """A buffer on the rank's device."""
+    torch_device(comm)
+    return Elastic(comm, **options)
+
+
 def refused(what: str, call: Callable[[], Any], error: type[Exception] = ArgumentError) -> None:
     with pytest.raises(error, match=what):
         call()
@@ -83,7 +89,7 @@ def test_sizes() -> None:
 
 def pipeline(comm: Communicator, nbytes: int, in_flight: int) -> Any:
     size = Elastic.get_pp_buffer_size_hint(nbytes, in_flight)
-    buffer = Elastic(comm, num_bytes=size, explicitly_destroy=True)
+    buffer = elastic(comm, num_bytes=size, explicitly_destroy=True)
     buffer.pp_set_config(nbytes, in_flight)
     return buffer
 
@@ -175,7 +181,7 @@ def test_a_send_without_a_free_slot_waits_for_a_receive() -> None:
 
 def test_what_a_pipeline_refuses(two: Ranks) -> None:
     def body(comm: Communicator) -> None:
-        buffer = Elastic(comm, num_bytes=2 * MIB)
+        buffer = elastic(comm, num_bytes=2 * MIB)
         x = numbers(comm, 64, 0)
         refused("^num_max_tensor_bytes: is not known", lambda: buffer.pp_send(x, 1 - comm.rank))
         refused("^num_max_tensor_bytes: needs a buffer of", lambda: buffer.pp_set_config(MIB, 1))
@@ -196,7 +202,7 @@ def test_what_a_pipeline_refuses(two: Ranks) -> None:
 
 def sessions(comm: Communicator, shapes: Any, calls: int, dtype: Any = torch.bfloat16) -> Any:
     nbytes = Elastic.get_agrs_num_max_session_bytes(comm, shapes, dtype)
-    buffer = Elastic(comm, num_bytes=Elastic.get_agrs_buffer_size_hint(comm, nbytes), explicitly_destroy=True)
+    buffer = elastic(comm, num_bytes=Elastic.get_agrs_buffer_size_hint(comm, nbytes), explicitly_destroy=True)
     buffer.agrs_set_config(nbytes, calls)
     return buffer
 
@@ -242,7 +248,7 @@ def test_gathers_of_a_session(ranks: Ranks) -> None:
 def test_what_sessions_refuse(two: Ranks) -> None:
     def body(comm: Communicator) -> None:
         x = numbers(comm, 64, comm.rank)
-        buffer = Elastic(comm, num_bytes=2 * MIB)
+        buffer = elastic(comm, num_bytes=2 * MIB)
         buffer.create_agrs_session()
         refused("^num_max_session_bytes: is not known", lambda: buffer.all_gather(x))
         refused("^session: is open", lambda: buffer.agrs_set_config(MIB, 1))
@@ -275,7 +281,7 @@ def test_rows_of_all_ranks_are_fetched_by_their_numbers(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         entries, hidden, tokens, each = 37, 24, 11, 3
         fetched, stored = Elastic.get_engram_storage_size_hint(entries, hidden, tokens * each)
-        buffer = Elastic(comm, num_bytes=fetched + stored, num_cpu_bytes=stored, explicitly_destroy=True)
+        buffer = elastic(comm, num_bytes=fetched + stored, num_cpu_bytes=stored, explicitly_destroy=True)
         if comm.world_size > comm.local_world_size:
             rows = numbers(comm, entries * hidden, 0).view(entries, hidden)
             refused("engram_write across nodes", lambda: buffer.engram_write(rows), NotImplementedError)
@@ -300,7 +306,7 @@ def test_rows_of_all_ranks_are_fetched_by_their_numbers(ranks: Ranks) -> None:
 def test_float8_rows_come_with_their_scales(two: Ranks) -> None:
     def body(comm: Communicator) -> None:
         entries, hidden = 5, 30
-        buffer = Elastic(comm, num_bytes=4 * MIB, num_cpu_bytes=2 * MIB)
+        buffer = elastic(comm, num_bytes=4 * MIB, num_cpu_bytes=2 * MIB)
         rows = [numbers(comm, entries * hidden, rank, torch.float8_e4m3fn).view(entries, -1) for rank in range(2)]
         scales = numbers(comm, 2 * entries * 2, 9, torch.float32).view(-1, 2)
         buffer.engram_write(rows[comm.rank], sf=scales)
@@ -322,9 +328,9 @@ def test_float8_rows_come_with_their_scales(two: Ranks) -> None:
 
 def test_what_stored_rows_refuse(two: Ranks) -> None:
     def body(comm: Communicator) -> None:
-        refused("^num_cpu_bytes: is 1;", lambda: Elastic(comm, num_bytes=4 * MIB, num_cpu_bytes=1))
-        refused("^num_cpu_bytes: is 2097152;", lambda: Elastic(comm, num_cpu_bytes=2 * MIB))
-        buffer = Elastic(comm, num_bytes=4 * MIB, num_cpu_bytes=2 * MIB)
+        refused("^num_cpu_bytes: is 1;", lambda: elastic(comm, num_bytes=4 * MIB, num_cpu_bytes=1))
+        refused("^num_cpu_bytes: is 2097152;", lambda: elastic(comm, num_cpu_bytes=2 * MIB))
+        buffer = elastic(comm, num_bytes=4 * MIB, num_cpu_bytes=2 * MIB)
         rows, indices = (
             numbers(comm, 64, 0).view(4, 16),
             torch.zeros(1, 1, dtype=torch.int32, device=torch_device(comm)),
@@ -332,7 +338,7 @@ def test_what_stored_rows_refuse(two: Ranks) -> None:
         refused("^storage: is not known", lambda: buffer.engram_fetch(indices))
         refused("^storage: is torch.float32", lambda: buffer.engram_write(rows.float()))
         refused("^sf: must be given", lambda: buffer.engram_write(rows.to(torch.float8_e4m3fn)))
-        refused("^storage: has 4194304 bytes", lambda: buffer.engram_write(torch.empty(MIB, 2, dtype=torch.bfloat16)))
+        refused("^storage: has 4194304 bytes", lambda: buffer.engram_write(rows.new_empty(MIB, 2)))
         refused("^storage: has . rows of 32 bytes; rank . has", lambda: buffer.engram_write(rows[comm.rank :]))
         buffer.engram_write(rows)
         refused("^indices: is torch.int64", lambda: buffer.engram_fetch(indices.long()))

@@ -217,6 +217,10 @@ def test_wrong_arrays_are_refused_by_name() -> None:
                 ("weights", {"weights": ones(11)}),
                 ("weights", {"weights": ones(10, 1)}),
                 ("weights", {"weights": ones(10, dtype=np.float64)}),
+                ("added", {"added": (ones(5, 4), ones(4, 4))}),
+                ("added", {"added": (ones(5, 4, dtype=np.float64),)}),
+                ("added", {"added": (ones(5, 4),) * 3}),
+                ("order_ids", {"order_ids": ids}),  # only where ranks are summed in turn
                 ("out", {"out": ones(4, 4)}),
                 ("out", {"out": ones(5, 4, dtype=np.float64)}),
                 ("out", {"out": rows[:5]}),
@@ -227,6 +231,9 @@ def test_wrong_arrays_are_refused_by_name() -> None:
             refused("input", lambda: layer.redispatch(ones(4, 4), desc))
             refused("input", lambda: layer.redispatch(ones(5, 4, dtype=np.float64), desc))
             refused("ep_a2a_layout_desc", lambda: layer.redispatch(tokens, object()))
+            assert np.array_equal(on_host(layer.combine(rows, desc)), np.full((5, 4), 2))
+            for _ in range(3):  # also as a call that was made before
+                assert np.array_equal(on_host(layer.combine(rows, desc, added=(ones(5, 4),))), np.full((5, 4), 3))
             assert np.array_equal(on_host(layer.combine(rows, desc)), np.full((5, 4), 2))
             check_layer(comm, plan, layer)
 
