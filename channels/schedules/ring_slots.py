@@ -16,7 +16,7 @@ from proxyccl.channels.schedules.links import schedule_channels
 from proxyccl.channels.schedules.rings import ScheduleRings, Step
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.runtime import Event, StreamLike
-from proxyccl.device.stream_operations import CopyBytes, StreamOperations
+from proxyccl.device.stream_operations import CopyBytes, StreamOperations, WaitValue, WriteValue
 from proxyccl.proxy.schedule import Schedule, ScheduleReceive, ScheduleSend
 
 _MOST_PREPARED = 1024
@@ -158,7 +158,12 @@ class RingSlots:
         if not waits:
             return [Schedule(sends=(send,)), *rings.end()]
         freed = ScheduleReceive(flow.channel, stage=0)
-        return [Schedule(sends=(send,), receives=(freed,)), rings.stage(0, 1), rings.open_gate(1), *rings.end(1)]
+        return [Schedule(sends=(send,), receives=(freed,)), *self._turn(), *rings.end(1)]
+
+    def _turn(self) -> tuple[WaitValue, WriteValue]:
+        """A stream's operations around its turn within a schedule: waits for the receive, and opens the gate."""
+        words = self._rings.words
+        return WaitValue(words.stages[0], 1), WriteValue(words.gate, 1)
 
     def _receiving(self, peer: int, slot: int, nbytes: int) -> list[Step]:
         flow, rings = self._receives[peer], self._rings
@@ -168,11 +173,12 @@ class RingSlots:
         came = ScheduleReceive(flow.channel, stage=0)
         source = self._array.ptr + flow.begin + slot * self._slot_bytes
         copy = CopyBytes(source + 1, source, nbytes)  # each receive sets its own
+        came_in, opens = self._turn()
         return [
             Schedule(sends=(frees,), receives=(came,)),
-            rings.stage(0, 1),
+            came_in,
             copy,
-            rings.open_gate(1),
+            opens,
             *rings.end(1),
         ]
 
