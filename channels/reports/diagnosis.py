@@ -32,7 +32,6 @@ OWN_PROXY_WAITS = (
     lib.PROXYCCL_WAIT_RING_SYNC,
     lib.PROXYCCL_WAIT_FLUSH,
     lib.PROXYCCL_WAIT_COMPLETION,
-    lib.PROXYCCL_WAIT_STAGE,
 )
 SCHEDULE_PEER_WAITS = (lib.PROXYCCL_WAIT_SCHEDULE_POST, lib.PROXYCCL_WAIT_SCHEDULE_DATA)
 _SHOWN = 8
@@ -340,7 +339,8 @@ class _WaitGraph:
             reasons += self._at_daemon(communicator, rank)
             for edge in edges:
                 reasons += self._signals(report, edge)
-            if not any(wait.kind in OWN_PROXY_WAITS for wait in report.waits):
+            # A kernel that waits for a stage waits for whatever its proxy waits for.
+            if not any(wait.kind in (*OWN_PROXY_WAITS, lib.PROXYCCL_WAIT_STAGE) for wait in report.waits):
                 reasons.append(f"no kernel of {name}{self._inside(communicator)} waits; {where(report)}")
         return reasons
 
