@@ -38,8 +38,13 @@ enum { PROXYCCL_OBSERVE_FORMAT, PROXYCCL_TRACE_RECORDS, PROXYCCL_TRACE_UNPUBLISH
 enum { PROXYCCL_MARK_SHIFT, PROXYCCL_MARK_BITS, ... };
 typedef enum {
   PROXYCCL_MARK_SEEN, PROXYCCL_MARK_ISSUED, PROXYCCL_MARK_COMPLETED, PROXYCCL_MARK_HANDLED, PROXYCCL_MARK_SCHEDULE,
+  PROXYCCL_MARK_STEP,
   ...
 } ProxycclTraceMark;
+#define PROXYCCL_TRACED_STEP_SHIFT ...
+typedef enum {
+  PROXYCCL_TRACED_BEGIN, PROXYCCL_TRACED_JOINED, PROXYCCL_TRACED_SENT, PROXYCCL_TRACED_RECEIVED, ...
+} ProxycclTracedStep;
 typedef struct { uint32_t connection; uint16_t worker; uint16_t ring; ...; } ProxycclChannelPlace;
 typedef struct {
   uint64_t issued; uint64_t completed; uint64_t errors; uint32_t in_use; uint32_t peer; char transport[...];

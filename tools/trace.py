@@ -26,6 +26,7 @@ from proxyccl.proxy.observe.tracing import (
     Allowance,
     ServiceTrace,
     TracedTrigger,
+    TracedWait,
     Tracer,
 )
 from proxyccl.proxy.trigger import Operation, operation_name
@@ -116,6 +117,23 @@ class _Process:
         ordered = sorted(_runs(self._trace.triggers), key=lambda run: (run.first.trigger.channel, run.last.issued_ns))
         for channel, runs in itertools.groupby(ordered, lambda run: run.first.trigger.channel):
             self._write_channel(channel, runs, threads)
+        for channel, waits in itertools.groupby(
+            sorted(self._trace.waits, key=lambda wait: (wait.channel, wait.begin_ns, wait.end_ns)),
+            lambda wait: wait.channel,
+        ):
+            self._write_waits(channel, waits)
+
+    def _write_waits(self, channel: int, waits: Iterator[TracedWait]) -> None:
+        peer, _ = self._trace.routes.get(channel, (None, ""))
+        of = f"channel {channel}" if peer is None else f"rank {peer}"
+        lanes = _Lanes(
+            lambda count: self._track(f"waits for {of} on channel {channel}" + f" ·{count + 1}" * bool(count))
+        )
+        for wait in waits:
+            what = f"{of} to join" if wait.joins else f"data of {of}"
+            arguments = json.dumps({"channel": channel, "peer": peer, "plan": wait.schedule})
+            track = lanes.take(wait.begin_ns, wait.end_ns)
+            self._span(json.dumps(what), "wait", track, wait.begin_ns, wait.end_ns, arguments)
 
     def _describe(self, kind: str, track: int, name: str, order: int) -> None:
         for key, value in (("name", name), ("sort_index", order)):

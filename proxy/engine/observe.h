@@ -11,7 +11,7 @@
 #include "proxyccl/trigger.h"
 
 enum {
-  PROXYCCL_OBSERVE_FORMAT = 4, /* version of everything here: readers of another version read nothing */
+  PROXYCCL_OBSERVE_FORMAT = 5, /* version of everything here: readers of another version read nothing */
   PROXYCCL_MAX_CONNECTIONS = 1024,
   PROXYCCL_TRACE_RECORDS = 1 << 16, /* kept of one worker */
   PROXYCCL_TRACE_UNPUBLISHED = 2048 /* most records that a worker writes between two stores to `traced` */
@@ -54,8 +54,18 @@ typedef enum ProxycclTraceMark {
   PROXYCCL_MARK_COMPLETED = 2, /* of the triggers before it that connection number >> 32 was given, the last number %
                                   2^32 are not complete, all others are */
   PROXYCCL_MARK_HANDLED = 3,   /* the handler of channel number has returned from the last trigger before it */
-  PROXYCCL_MARK_SCHEDULE = 4   /* the triggers after it come from no ring: they are sends of schedule number */
+  PROXYCCL_MARK_SCHEDULE = 4,  /* the triggers after it come from no ring: they are sends of schedule number */
+  PROXYCCL_MARK_STEP = 5       /* of a schedule: a ProxycclTracedStep above a number of 32 bits */
 } ProxycclTraceMark;
+
+#define PROXYCCL_TRACED_STEP_SHIFT 32
+
+typedef enum ProxycclTracedStep {
+  PROXYCCL_TRACED_BEGIN = 0,   /* the worker began its part of schedule number */
+  PROXYCCL_TRACED_JOINED = 1,  /* the post on channel number has come: its peer has joined */
+  PROXYCCL_TRACED_SENT = 2,    /* the first send on channel number that was not complete is */
+  PROXYCCL_TRACED_RECEIVED = 3 /* what a receive on channel number waits for has come */
+} ProxycclTracedStep;
 
 typedef struct ProxycclWorkerStats {
   /* Written by the worker. */

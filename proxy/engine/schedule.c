@@ -484,6 +484,25 @@ static uint64_t trace_send(ProxycclWorker *worker, const Step *step, uint64_t se
   return issued_ns;
 }
 
+static void trace_step(ProxycclWorker *worker, ProxycclTracedStep step, uint32_t number, uint64_t at_ns) {
+  trace_begin();
+  trace_mark(&worker->trace, worker->stats, PROXYCCL_MARK_STEP, (uint64_t)step << PROXYCCL_TRACED_STEP_SHIFT | number,
+             at_ns);
+  trace_publish(&worker->trace, worker->stats);
+}
+
+/* Records a turn's work on a step: a send that it issued, a step that it saw complete. Returns the time. */
+static uint64_t trace_turn(ProxycclWorker *worker, const Step *step, StepState before, uint64_t traced_ns) {
+  static const ProxycclTracedStep steps[] = {
+      [MEET] = PROXYCCL_TRACED_JOINED, [SEND] = PROXYCCL_TRACED_SENT, [RECEIVE] = PROXYCCL_TRACED_RECEIVED};
+  if (step->state == before) return traced_ns;
+  if (step->kind == SEND && before == WAITING) traced_ns = trace_send(worker, step, traced_ns);
+  if (step->kind == POST || step->state != COMPLETE) return traced_ns;
+  traced_ns = now_ns();
+  trace_step(worker, steps[step->kind], step->channel, traced_ns);
+  return traced_ns;
+}
+
 /* -- the run of a part --- */
 
 static void begin_part(ProxycclWorker *worker, Schedule *schedule) {
@@ -580,7 +599,8 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
                                              int *running) {
   ProxycclOutcome result;
   uint32_t steps = 0;
-  if (worker->run.schedule == NULL) {
+  const int began = worker->run.schedule == NULL;
+  if (began) {
     Schedule *schedule;
     result = find_schedule(worker, &schedule, info);
     if (result != CONTINUE || schedule == NULL) return result;
@@ -589,6 +609,7 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
   }
   const ScheduleRun *run = &worker->run;
   uint64_t traced_ns = trace_wanted(worker->stats); /* 0: nobody traces; else when the next send was seen */
+  if (traced_ns != 0 && began) trace_step(worker, PROXYCCL_TRACED_BEGIN, run->schedule->number, traced_ns);
   Bundle bundle;
   bundle.carrier = run->carrier;
   bundle.count = 0;
@@ -596,9 +617,9 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
   for (uint32_t i = 0; i < run->schedule->count && result == CONTINUE; ++i) {
     Step *step = &run->schedule->steps[i];
     if (!is_own(worker, step) || step->state == COMPLETE) continue;
-    const int issuable = step->kind == SEND && step->state == WAITING;
+    const StepState before = step->state;
     result = take_step(worker->service, &bundle, step, &steps, info);
-    if (traced_ns != 0 && issuable && step->state != WAITING) traced_ns = trace_send(worker, step, traced_ns);
+    if (traced_ns != 0) traced_ns = trace_turn(worker, step, before, traced_ns);
     worker->run.left -= step->state == COMPLETE;
   }
   if (result == CONTINUE) result = end_bundle(worker, &bundle, traced_ns, &steps, info);

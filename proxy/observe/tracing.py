@@ -6,7 +6,7 @@ import fcntl
 import os
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -66,6 +66,25 @@ class TracedTrigger:
     completed_ns: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TracedWait:
+    """A wait of a schedule's part for a peer, from the part's beginning. Times as for `TracedTrigger`.
+
+    Attributes:
+        schedule: its number.
+        channel: of the peer.
+        joins: whether it was for the peer to join the schedule; otherwise for the peer's data.
+        begin_ns: when the worker began its part.
+        end_ns: when it saw the end of the wait.
+    """
+
+    schedule: int
+    channel: int
+    joins: bool
+    begin_ns: int
+    end_ns: int
+
+
 @dataclass(frozen=True)
 class ServiceTrace:
     """The trace of one service.
@@ -76,6 +95,7 @@ class ServiceTrace:
         routes: peer and transport of each channel that was in use; None and "handler" for a handler.
         lost: least number of records that were overwritten before they were fetched, or never written.
         left_out: triggers that were fetched but not kept, because the allowance was used up.
+        waits: of schedules, in the order in which they ended, worker by worker.
     """
 
     publication: Publication
@@ -83,6 +103,7 @@ class ServiceTrace:
     routes: dict[int, tuple[int | None, str]]
     lost: int
     left_out: int = 0
+    waits: list[TracedWait] = field(default_factory=list)
 
 
 class TraceDecoder:
@@ -104,7 +125,10 @@ class TraceDecoder:
         self._unissued: list[TracedTrigger] = []
         self._outstanding: dict[int, deque[TracedTrigger]] = {}  # by connection
         self._handled: dict[int, TracedTrigger] = {}  # by channel
+        self._sent: dict[int, deque[TracedTrigger]] = {}  # sends of schedules that are not complete, by channel
+        self._begun: tuple[int, int] | None = None  # the schedule that runs, and when it began
         self.triggers: list[TracedTrigger] = []
+        self.waits: list[TracedWait] = []
         self.lost = 0
 
     def skip(self, lost: int) -> None:
@@ -113,7 +137,8 @@ class TraceDecoder:
         self._unissued.clear()
         self._outstanding.clear()
         self._handled.clear()
-        self._ring = self._ticket = self._schedule = None
+        self._sent.clear()
+        self._ring = self._ticket = self._schedule = self._begun = None
 
     def feed(self, records: list[list[int]]) -> None:
         """Reads records, each of two words."""
@@ -142,6 +167,18 @@ class TraceDecoder:
                 done.popleft().completed_ns = now
         elif kind == lib.PROXYCCL_MARK_HANDLED and number in self._handled:
             self._handled.pop(number).completed_ns = now
+        elif kind == lib.PROXYCCL_MARK_STEP:
+            self._step(number >> lib.PROXYCCL_TRACED_STEP_SHIFT, number & 0xFFFFFFFF, now)
+
+    def _step(self, kind: int, number: int, now: int) -> None:
+        if kind == lib.PROXYCCL_TRACED_BEGIN:
+            self._begun = number, now
+        elif kind == lib.PROXYCCL_TRACED_SENT:
+            if sent := self._sent.get(number):
+                sent.popleft().completed_ns = now
+        elif self._begun is not None:
+            schedule, began = self._begun
+            self.waits.append(TracedWait(schedule, number, kind == lib.PROXYCCL_TRACED_JOINED, began, now))
 
     def _issued(self, now: int) -> None:
         took, count = now - self._looked, len(self._unissued)
@@ -149,7 +186,9 @@ class TraceDecoder:
             traced.seen_ns = self._looked + took * i // count
             traced.issued_ns = self._looked + took * (i + 1) // count
             connection = self._connections.get(traced.trigger.channel)
-            if connection is None:
+            if traced.schedule is not None:
+                self._sent.setdefault(traced.trigger.channel, deque()).append(traced)
+            elif connection is None:
                 self._handled[traced.trigger.channel] = traced
             else:
                 self._outstanding.setdefault(connection, deque()).append(traced)
@@ -312,14 +351,16 @@ class Tracer:
         self._fetch()
         self._note_channels()
         triggers: list[TracedTrigger] = []
+        waits: list[TracedWait] = []
         lost = 0
         for number, worker in enumerate(self._workers):
             decoder = TraceDecoder(number, self._connections[number])
             worker.read_into(decoder)
             triggers += decoder.triggers
+            waits += decoder.waits
             lost += decoder.lost
         left_out = sum(worker.left_out for worker in self._workers)
-        return ServiceTrace(self._observer.publication, triggers, self._routes, lost, left_out)
+        return ServiceTrace(self._observer.publication, triggers, self._routes, lost, left_out, waits)
 
     def close(self) -> None:
         """Ends the recording if `stop` has not, and lets others trace the service."""

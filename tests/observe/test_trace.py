@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from proxyccl.proxy.observe.tracing import (
     ServiceTrace,
     TraceDecoder,
     TracedTrigger,
+    TracedWait,
     Tracer,
 )
 from proxyccl.proxy.trigger import operation_name
@@ -159,6 +161,11 @@ def test_a_collective_is_recorded_on_every_rank_and_worker() -> None:
         assert {(t.ring, t.ticket) for t in trace.triggers} == {(None, None)}, "no kernel pushed them"
         (schedule,) = {t.schedule for t in trace.triggers}
         assert schedule is not None
+        for joins in (True, False):
+            waits = [wait for wait in trace.waits if wait.joins == joins]
+            assert {(trace.routes[wait.channel][0], wait.schedule) for wait in waits} == {
+                (peer, schedule) for peer in range(3) if peer != comm.rank
+            }
         for t in trace.triggers:
             assert t.completed_ns is not None
             assert t.seen_ns <= t.issued_ns <= t.completed_ns
@@ -239,15 +246,35 @@ def test_triggers_that_share_a_look_at_the_clock_divide_its_time() -> None:
     ]
 
 
+def step(kind: int, now: int, number: int) -> list[int]:
+    return mark(lib.PROXYCCL_MARK_STEP, now, kind << lib.PROXYCCL_TRACED_STEP_SHIFT | number)
+
+
 def test_sends_of_schedules_have_a_schedule_in_place_of_a_ticket() -> None:
-    decoder = TraceDecoder(0, {0: 0})
-    decoder.feed([mark(SEEN, 10, 7), put(), mark(ISSUED, 20), mark(SCHEDULE, 30, 5), put(), mark(ISSUED, 40)])
-    decoder.feed([mark(COMPLETED, 50, 0), mark(SEEN, 60, 8), put(), mark(ISSUED, 70)])
+    """Each is complete when the worker says so of its channel, whichever connection copies for it."""
+    decoder = TraceDecoder(0, {0: 0, 1: 1})
+    decoder.feed([mark(SEEN, 10, 7), put(), mark(ISSUED, 20), mark(SCHEDULE, 30, 5), put(1), mark(ISSUED, 40)])
+    decoder.feed(
+        [mark(SCHEDULE, 41, 5), put(1), mark(ISSUED, 42), mark(COMPLETED, 50, 0), mark(COMPLETED, 51, 1 << 32)]
+    )
+    decoder.feed([step(lib.PROXYCCL_TRACED_SENT, 55, 1), mark(SEEN, 60, 8), put(), mark(ISSUED, 70)])
     assert [(t.ring, t.ticket, t.schedule, t.seen_ns, t.issued_ns, t.completed_ns) for t in decoder.triggers] == [
         (0, 7, None, 10, 20, 50),
-        (None, None, 5, 30, 40, 50),
+        (None, None, 5, 30, 40, 55),
+        (None, None, 5, 41, 42, None),
         (0, 8, None, 60, 70, None),
     ]
+
+
+def test_a_schedules_waits_last_from_its_beginning(tmp_path: Path) -> None:
+    decoder = TraceDecoder(0, {3: 0, 4: 0})
+    decoder.feed([step(lib.PROXYCCL_TRACED_JOINED, 5, 3)])  # the recording began after the schedule
+    decoder.feed([step(lib.PROXYCCL_TRACED_BEGIN, 1000, 9), step(lib.PROXYCCL_TRACED_JOINED, 3000, 3)])
+    decoder.feed([step(lib.PROXYCCL_TRACED_RECEIVED, 9000, 4)])
+    assert decoder.waits == [TracedWait(9, 3, True, 1000, 3000), TracedWait(9, 4, False, 1000, 9000)]
+    events = events_of(tmp_path, [], {3: (1, "copy"), 4: (1, "copy")}, decoder.waits)
+    spans = [(event["name"], event["dur"], event["args"]["peer"]) for event in events if event.get("cat") == "wait"]
+    assert spans == [("rank 1 to join", 2.0, 1), ("data of rank 1", 8.0, 1)]
 
 
 def test_completion_is_that_of_a_connections_own_triggers() -> None:
@@ -302,11 +329,16 @@ def a_trigger(channel: int, seen: int, issued: int, completed: int | None) -> Tr
     return TracedTrigger(0, 0, 0, None, Trigger(Operation.DATA, channel, 8), next(looks), seen, issued, completed)
 
 
-def events_of(tmp_path: Path, triggers: list[TracedTrigger], ways: dict[int, tuple[int | None, str]]) -> list[Any]:
-    """The events that are written for triggers of a proxy with one thread."""
+def events_of(
+    tmp_path: Path,
+    triggers: list[TracedTrigger],
+    ways: dict[int, tuple[int | None, str]],
+    waits: Sequence[TracedWait] = (),
+) -> list[Any]:
+    """The events that are written for triggers and waits of a proxy with one thread."""
     whose = Description(0, 1, "job", "program")
     who = Publication.of_this_process(whose, "host", workers=1, observed="", counters="", rings=())
-    write_trace(tmp_path / "trace", [ServiceTrace(who, triggers, ways, 0)])
+    write_trace(tmp_path / "trace", [ServiceTrace(who, triggers, ways, 0, 0, list(waits))])
     events: list[Any] = json.loads((tmp_path / "trace").read_text())["traceEvents"]
     return events
 
