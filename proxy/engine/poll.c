@@ -42,6 +42,16 @@ static void show_progress(ProxycclWorker *worker, const ProxycclConnection *conn
              (uint64_t)connection->number << 32 | (outstanding & 0xffffffffu), *traced_ns);
 }
 
+/* Whether to poll a connection while a schedule runs, which learns from words that its sends are complete: a poll that
+ * calls a driver delays the next look at them. One connection a turn; if it makes bundles, which need no poll, one in
+ * TURNS_PER_POLL turns. */
+static int is_its_turn(const ProxycclWorker *worker, const ProxycclConnection *connection, uint32_t connections) {
+  enum { TURNS_PER_POLL = 16 };
+  const uint64_t looks = worker->stats->looks;
+  if (connection->most_puts == 0) return connection->number == worker->polled;
+  return looks % TURNS_PER_POLL == 0 && looks / TURNS_PER_POLL % connections == connection->number;
+}
+
 ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                      int *outstanding) {
   const uint32_t connections = list_count(&worker->connection_count);
@@ -50,9 +60,7 @@ ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *i
   if (++worker->polled >= connections) worker->polled = 0;
   for (uint32_t i = 0; i < connections; ++i) {
     ProxycclConnection *connection = worker->connections[i];
-    /* A schedule learns from words that its sends are complete. A poll that calls a driver delays its next look at
-     * them. */
-    if (worker->run.schedule != NULL && i != worker->polled) {
+    if (worker->run.schedule != NULL && !is_its_turn(worker, connection, connections)) {
       *outstanding |= !connection->transport->idle(connection);
       continue;
     }

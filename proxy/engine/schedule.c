@@ -11,6 +11,7 @@ enum {
   POLLS_PER_CLOCK = 16,    /* polls of a schedule without progress between two readings of the clock */
   OFFSET_BITS = 32,        /* of a post */
   MOST_RECEIVES = 1 << 30, /* no stage has more */
+  HELD_TURNS = 4,          /* most turns that a bundle waits for the posts of other peers: a call costs more */
   SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
   SHOWN_AFTER_NS = 1000000 /* without progress: then observers see the wait; short schedules end before this */
 };
@@ -250,12 +251,16 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
   return CONTINUE;
 }
 
-/* Whether a send may be issued. A send never overtakes another on its channel, because the receiver counts them. */
-static int may_send(const ProxycclService *service, const Step *step) {
-  return (step->meeting == NULL || step->meeting->state == COMPLETE) &&
-         (step->before == NULL || step->before->state != WAITING) &&
+static int is_met(const Step *step) { return step->meeting == NULL || step->meeting->state == COMPLETE; }
+
+/* Whether a send may be issued once its peer has joined. A send never overtakes another on its channel, because the
+ * receiver counts them. */
+static int is_next(const ProxycclService *service, const Step *step) {
+  return (step->before == NULL || step->before->state != WAITING) &&
          (step->send.gate == 0 || word_load(&service->words->gate) >= step->send.gate);
 }
+
+static int may_send(const ProxycclService *service, const Step *step) { return is_met(step) && is_next(service, step); }
 
 /* -- bundles: sends to several peers, whose copies one call issues --- */
 
@@ -266,6 +271,7 @@ typedef struct {
   ProxycclPut puts[PROXYCCL_MOST_PUTS];
   Step *steps[PROXYCCL_MOST_PUTS];
   uint32_t count;
+  int awaited; /* other sends could join it, but for their peers' posts */
 } Bundle;
 
 static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
@@ -369,7 +375,12 @@ static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step 
       step->state = COMPLETE;
       break;
     case SEND:
-      if (step->state == WAITING && may_send(service, step)) result = start_send(service, bundle, step, channel, info);
+      if (step->state == WAITING && is_next(service, step)) {
+        if (is_met(step))
+          result = start_send(service, bundle, step, channel, info);
+        else
+          bundle->awaited = 1;
+      }
       if (step->state == ISSUED && is_sent(step, channel)) complete_send(service, step, channel);
       break;
     case RECEIVE:
@@ -571,11 +582,12 @@ static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
   return idle_ns > worker->service->control->timeout_ns ? time_out(worker, info) : CONTINUE;
 }
 
-/* Issues the bundle that a turn has gathered. */
+/* Issues the bundle that a turn has gathered, or leaves it for a few turns: ranks join at almost the same time. */
 static ProxycclOutcome end_bundle(ProxycclWorker *worker, Bundle *bundle, uint64_t traced_ns, uint32_t *progress,
                                   ProxycclExitInfo *info) {
   const uint32_t count = bundle->count;
-  if (count == 0) return CONTINUE;
+  if (count == 0 || (bundle->awaited && worker->run.held++ < HELD_TURNS)) return CONTINUE;
+  worker->run.held = 0;
   const ProxycclOutcome result = issue_bundle(worker->service, bundle, info);
   if (result != CONTINUE) return result;
   for (uint32_t i = 0; i < count && traced_ns != 0; ++i) trace_send(worker, bundle->steps[i], traced_ns);
@@ -612,7 +624,7 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
   if (traced_ns != 0 && began) trace_step(worker, PROXYCCL_TRACED_BEGIN, run->schedule->number, traced_ns);
   Bundle bundle;
   bundle.carrier = run->carrier;
-  bundle.count = 0;
+  bundle.count = bundle.awaited = 0;
   result = CONTINUE;
   for (uint32_t i = 0; i < run->schedule->count && result == CONTINUE; ++i) {
     Step *step = &run->schedule->steps[i];
