@@ -456,7 +456,7 @@ class Agent:
         if VRAM in kinds and (rows[:, 2] > 0).any():
             return self._prepare_on_device(link, writes, peer, rows[rows[:, 2] > 0], kinds)
         path = Path("self") if link is None else link.path
-        return Transfer(self._handle, link, peer, writes, sides(rows), path)
+        return Transfer(self._handle, link, peer, writes, sides(rows), path, self._devices)
 
     def _prepare_on_device(
         self, link: Link | None, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str]
@@ -492,7 +492,7 @@ class Agent:
         to, source = (remote, local) if writes else (local, remote)
         plan = copier.plan(np.column_stack((to[:, 0], source)), kept=kept)
         path = device_path(plan.by, ways, unpinned)
-        transfer = Transfer(self._handle, link, peer, writes, lists, path, (copier, plan))
+        transfer = Transfer(self._handle, link, peer, writes, lists, path, self._devices, (copier, plan))
         if known is not None:
             known.on_devices.add(transfer)
         what = "copies between the host's memory and a device by way of the driver's buffers"
@@ -511,7 +511,7 @@ class Agent:
         mapped[:, 0], _, _ = self._reached.map(copier, rows[:, 0])
         reason = "a device does not reach another process's memory of the host"
         path = Path("copy engine and process_vm, staged", reason)
-        return Transfer(self._handle, link, peer, writes, sides(mapped), path, (copier, None))
+        return Transfer(self._handle, link, peer, writes, sides(mapped), path, self._devices, (copier, None))
 
     def read(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
         """Starts to read blocks of another agent's memory. Arguments and errors as of `prepare` and

@@ -35,7 +35,7 @@ _BLOCKS = 32
 
 _THREADS = 1024
 _WARP = 32
-_TABLE_BYTES = 1 << 16
+_TABLE_BYTES = 1 << 12
 
 
 class Plan(Struct, frozen=True, eq=False):
@@ -52,8 +52,12 @@ class Plan(Struct, frozen=True, eq=False):
     kept: object
 
 
-class _Table:
-    """Pinned memory of a copier's, which it gets back at the end."""
+class Table:
+    """Pinned memory of a copier's, which it gets back at the end.
+
+    Attributes:
+        memory: the memory; its contents are undefined.
+    """
 
     def __init__(self, copier: Copier, nbytes: int) -> None:
         self._copier = copier
@@ -126,7 +130,7 @@ class Copier:
         )
         return Plan(copies, by, (copies, by_engine, launch, table, event, self, kept))
 
-    def _launch(self, rows: Rows) -> tuple[Launch, _Table]:
+    def _launch(self, rows: Rows) -> tuple[Launch, Table]:
         """A kernel for short blocks, which are cut so that all warps have some."""
         kernel = self.runtime.shipped("copy_blocks.h", "copy_blocks")
         on_host = self.runtime.name == "host"  # a thread of the kernel is a warp there
@@ -134,7 +138,7 @@ class Copier:
         warps = 1 if on_host else blocks * threads // _WARP
         share = int(rows[:, 2].sum()) // warps
         pieces = cut(rows, min(max(share, _PIECES[0]), _PIECES[1]) // 16 * 16)
-        table = _Table(self, pieces.nbytes)
+        table = Table(self, pieces.nbytes)
         to, source = (native.cast("void *", each) for each in (table.memory.host_ptr, pieces.ctypes.data))
         native.memmove(to, source, pieces.nbytes)
         blocks = min(blocks, len(pieces))
@@ -143,7 +147,7 @@ class Copier:
     def staging(self) -> tuple[ProxycclStagingPointer, object]:
         """Pinned memory by way of which another process's memory is copied, and what to keep with it."""
         stages = range(lib.PROXYCCL_STAGES)
-        tables = [_Table(self, lib.PROXYCCL_STAGE_BYTES) for _ in stages]
+        tables = [Table(self, lib.PROXYCCL_STAGE_BYTES) for _ in stages]
         streams, events = [self._next_stream() for _ in stages], [self.runtime.create_event() for _ in stages]
         made = ffi.new(
             "ProxycclStaging *",

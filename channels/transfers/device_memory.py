@@ -14,7 +14,7 @@ from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.channels.transfers.copier import Copier
 from proxyccl.channels.transfers.errors import NoPathError
 from proxyccl.channels.transfers.regions import Region, outermost
-from proxyccl.device.base_runtime import Memory
+from proxyccl.device.base_runtime import Memory, StreamLike
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, ResourceError
 from proxyccl.device.memory.handle_kinds import sharing_of
 from proxyccl.device.runtime import Runtime
@@ -70,6 +70,18 @@ class Devices:
     def of(self, share: Share) -> Copier:
         """The device whose memory a region of this process is."""
         return self.copier(share.region.device, share.place.partition(":")[0])
+
+    def of_stream(self, stream: StreamLike) -> Copier:
+        """The device of a stream: the one that the stream names, as torch's do; else the first that the agent uses.
+
+        Raises:
+            ArgumentError: there is no such device.
+            RuntimeUnavailableError: the machine does not offer the runtime.
+        """
+        named = getattr(stream, "device_index", None)
+        with self._lock:
+            used = next(iter(self._copiers), (None, 0))
+        return self.copier(*(used[::-1] if named is None else (int(named), used[0])))
 
     def nearest(self, share: Share) -> Copier:
         """The device that copies between the host's memory and a region: its own, if this process sees it, else one

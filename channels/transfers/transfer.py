@@ -18,14 +18,16 @@ from proxyccl.channels.transfers.errors import (
     TransferError,
     TransferTimeoutError,
 )
+from proxyccl.channels.transfers.stream_turns import Turn, require_no_capture
 from proxyccl.device import forks
 from proxyccl.device.base_runtime import StreamLike
-from proxyccl.device.errors import ArgumentError, ClosedError, KernelError
+from proxyccl.device.errors import ClosedError, KernelError
 from proxyccl.proxy._transfers import ffi, lib
 
 if TYPE_CHECKING:
     from proxyccl.channels.transfers.blocks import Rows
     from proxyccl.channels.transfers.copier import Copier, Plan
+    from proxyccl.channels.transfers.device_memory import Devices
     from proxyccl.channels.transfers.link import Link
     from proxyccl.channels.transfers.paths import Path
     from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclTransferPointer
@@ -82,6 +84,7 @@ class Transfer:
         writes: bool,
         lists: tuple[Rows, Rows],
         path: Path,
+        devices: Devices,
         on_device: tuple[Copier, Plan | None] | None = None,
     ) -> None:
         local, remote = lists
@@ -91,7 +94,9 @@ class Transfer:
         self.nbytes = int(local[:, 1].sum())
         self.path = path
         self._copier = None if on_device is None else on_device[0]
-        self._on_streams = on_device is not None and on_device[1] is not None
+        self._devices = devices
+        self._is_queued = on_device is not None and on_device[1] is not None
+        self._turn: Turn | None = None
         over = ffi.NULL if link is None else link.handle
         copier, plan = on_device or (None, None)
         staging, staged = (ffi.NULL, None) if copier is None or plan is not None else copier.staging()
@@ -113,8 +118,9 @@ class Transfer:
         self._link = link
         self._closed = False
         self._process = forks.here()
+        self._kept: list[object] = [lists, on_device, staged]
         # It keeps the lists, which the engine reads. Only now may no thread be in a call with the handle.
-        forks.finalizer(self, _release, handle, (lists, on_device, staged))
+        forks.finalizer(self, _release, handle, self._kept)
 
     def __repr__(self) -> str:
         direction = "to" if self.writes else "from"
@@ -126,19 +132,30 @@ class Transfer:
 
         Args:
             message: told to the peer when all data has arrived; None: none.
-            stream: of the device that copies: it copies after the stream's earlier work, and the stream's later work
-                comes after the copies. None: the transfer is not ordered with any stream.
+            stream: of a device: the transfer begins after the stream's earlier work, and the stream's later work comes
+                after the transfer, however it ends. If a device copies, the stream is one of that device. None: the
+                transfer is not ordered with any stream.
 
         Raises:
             ActiveError: it is active.
-            ArgumentError: the message is longer than 256 MiB, or no device copies on the stream.
+            ArgumentError: the message is longer than 256 MiB, or the stream is not one, or is captured into a graph.
             ClosedError: it was closed, or belongs to another process.
         """
         handle = self._open()
-        queue = 0 if stream is None else self._queue(stream)
-        status = lib.proxyccl_transfer_post(
-            handle, ffi.NULL if message is None else message, len(message) if message else 0, queue
-        )
+        data, nbytes = ffi.NULL if message is None else message, len(message) if message else 0
+        if stream is None:
+            status = lib.proxyccl_transfer_post(handle, data, nbytes, 0)
+        elif self._is_queued:
+            assert self._copier is not None
+            queue = require_no_capture(self._copier.runtime, stream)
+            status = lib.proxyccl_transfer_post(handle, data, nbytes, queue)
+        else:
+            copier = self._copier or self._devices.of_stream(stream)
+            queue = require_no_capture(copier.runtime, stream)
+            if self._turn is None or self._turn.copier is not copier:
+                self._turn = Turn(copier)
+                self._kept.append(self._turn)
+            status = self._turn.start(handle, data, nbytes, queue)
         if status:
             raise_status(status, self.peer)
         return self
@@ -196,15 +213,6 @@ class Transfer:
         times = ffi.new("ProxycclTransferTimes *")
         lib.proxyccl_transfer_times(self._open(), times)
         return Times(times.posted, times.returned, times.ended)
-
-    def _queue(self, stream: StreamLike) -> int:
-        if self._copier is None or not self._on_streams:
-            raise ArgumentError("stream", f"must be None: {self.path.name} has no place on a stream")
-        runtime = self._copier.runtime
-        handle = runtime.stream_handle(stream)
-        if runtime.is_capturing(handle):
-            raise ArgumentError("stream", "is being captured into a graph, which can't repeat a transfer")
-        return handle
 
     def _open(self) -> ProxycclTransferPointer:
         self._process.require("the transfer")

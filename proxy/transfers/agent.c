@@ -210,10 +210,10 @@ static void *run(void *argument) {
   while (!agent->stopped) {
     copy_next(agent);
     device_look_at_all(agent);
-    const int busy = agent->first != NULL || agent->on_devices != NULL;
+    const int busy = agent->first != NULL || agent->looked_at != NULL;
     /* Idle until a descriptor has something, or a caller may have stopped polling. */
     const int timeout = busy ? 0 : agent->resting > 0 ? REST_MS : -1;
-    const long pause = agent->first == NULL && agent->on_devices != NULL ? (long)device_pause(agent) : 0;
+    const long pause = agent->first == NULL && agent->looked_at != NULL ? (long)device_pause(agent) : 0;
     pthread_mutex_unlock(&agent->lock);
     if (pause > 0) { /* epoll_wait counts in milliseconds */
       struct pollfd any = {.fd = agent->epoll, .events = POLLIN};
@@ -286,7 +286,7 @@ ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int c
   agent->listener_count = count;
   agent->references = 1;
   agent->last = &agent->first;
-  agent->last_on_devices = &agent->on_devices;
+  agent->last_looked_at = &agent->looked_at;
   pthread_mutex_init(&agent->lock, NULL);
   pthread_condattr_t monotonic;
   pthread_condattr_init(&monotonic);
@@ -326,7 +326,7 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
   }
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) link_lose(link, "the agent was closed");
   while (agent->first != NULL) transfer_cancel(agent->first); /* within the agent */
-  while (agent->on_devices != NULL) transfer_cancel(agent->on_devices);
+  while (agent->looked_at != NULL) transfer_cancel(agent->looked_at);
   reap(agent);
   pthread_mutex_unlock(&agent->lock);
 }

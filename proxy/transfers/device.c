@@ -89,7 +89,7 @@ static int issue(const ProxycclTransfer *transfer, void *stream, int *recorded) 
 
 static void end(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
-  if (transfer->queued) transfer_unqueue(transfer, &agent->on_devices, &agent->last_on_devices);
+  if (transfer->queued) transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
   if (transfer->link != NULL && transfer->link->lost != NULL) {
     transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
   } else {
@@ -118,7 +118,7 @@ void device_start(ProxycclTransfer *transfer, void *stream) {
     if (!transfer->cancel) end(transfer);
     return;
   }
-  transfer_queue(transfer, &agent->last_on_devices);
+  transfer_queue(transfer, &agent->last_looked_at);
   agent_wake(agent);
 }
 
@@ -140,7 +140,7 @@ int device_look(ProxycclTransfer *transfer) {
 uint64_t device_pause(const ProxycclAgent *agent) {
   uint64_t shortest = LONGEST_PAUSE_NS;
   const uint64_t now = now_ns();
-  for (const ProxycclTransfer *transfer = agent->on_devices; transfer != NULL; transfer = transfer->next) {
+  for (const ProxycclTransfer *transfer = agent->looked_at; transfer != NULL; transfer = transfer->next) {
     const uint64_t pause = (now - transfer->times.posted) / 8; /* seldom for what takes long */
     if (pause < shortest) shortest = pause;
   }
@@ -149,13 +149,13 @@ uint64_t device_pause(const ProxycclAgent *agent) {
 
 void device_look_at_all(ProxycclAgent *agent) {
   uint32_t count = 0;
-  for (const ProxycclTransfer *each = agent->on_devices; each != NULL; each = each->next) ++count;
+  for (const ProxycclTransfer *each = agent->looked_at; each != NULL; each = each->next) ++count;
   /* The list may change while the lock is released, so each turn takes the first one, and puts it last. */
-  for (; count > 0 && agent->on_devices != NULL; --count) {
-    ProxycclTransfer *first = agent->on_devices;
-    transfer_unqueue(first, &agent->on_devices, &agent->last_on_devices);
-    transfer_queue(first, &agent->last_on_devices);
-    device_look(first);
+  for (; count > 0 && agent->looked_at != NULL; --count) {
+    ProxycclTransfer *first = agent->looked_at;
+    transfer_unqueue(first, &agent->looked_at, &agent->last_looked_at);
+    transfer_queue(first, &agent->last_looked_at);
+    transfer_look(first);
   }
 }
 
@@ -178,7 +178,7 @@ void device_finish(ProxycclTransfer *transfer) {
   while (query(transfer) == PROXYCCL_RUNTIME_NOT_READY && now_ns() < deadline) nanosleep(&pause, NULL);
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
-  if (transfer->queued) transfer_unqueue(transfer, &agent->on_devices, &agent->last_on_devices);
+  if (transfer->queued) transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
 }
 
 /* Copies between a stage and the device's blocks, one after another, and waits for it. The driver's status. */

@@ -146,6 +146,8 @@ struct ProxycclTransfer {
   uint64_t copy_count;
   const ProxycclLaunch *launch; /* NULL: none */
   void *stream, *event;
+  uint64_t *words, value; /* of the stream that it belongs to; NULL: none */
+  int rung;               /* 0: the stream has not come to it */
   Buffer message;
   int has_message;
   ProxycclTransferTimes times;
@@ -166,8 +168,8 @@ struct ProxycclAgent {
   char secret[PROXYCCL_SECRET_BYTES];
   int copied; /* peers may copy from and to this process */
   ProxycclLink *links;
-  ProxycclTransfer *first, **last;                 /* transfers to copy, in turn */
-  ProxycclTransfer *on_devices, **last_on_devices; /* those that devices copy, to be looked at in turn */
+  ProxycclTransfer *first, **last;               /* transfers to copy, in turn */
+  ProxycclTransfer *looked_at, **last_looked_at; /* those of devices and streams, to be looked at in turn */
   Buffer inbox;
   size_t read;                           /* of the inbox */
   uint64_t unread;                       /* atomic: bytes of the inbox that are not read */
@@ -206,6 +208,9 @@ void transfer_queue(ProxycclTransfer *transfer, ProxycclTransfer ***last);
 void transfer_unqueue(ProxycclTransfer *transfer, ProxycclTransfer **first, ProxycclTransfer ***last);
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
 void transfer_copy(ProxycclTransfer *transfer); /* the next piece; unlocks meanwhile */
+void transfer_begin(ProxycclTransfer *transfer, uint64_t stream);
+int transfer_look(ProxycclTransfer *transfer); /* begins it if its stream has come to it; 1: that it did */
+int transfer_is_looked_at(const ProxycclTransfer *transfer); /* it has a device or a stream that wakes nobody */
 void transfer_cancel(ProxycclTransfer *transfer);
 void transfer_lose(ProxycclTransfer *transfer); /* a copy, whose link is lost */
 

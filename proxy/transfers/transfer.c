@@ -62,6 +62,10 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
     if (error != 0) state = error == ENOTCONN ? PROXYCCL_TRANSFER_LOST : PROXYCCL_TRANSFER_FAILED;
   }
   transfer->times.ended = now_ns();
+  if (transfer->words != NULL) { /* the data, too, before what lets the stream go on */
+    __atomic_store_n(&transfer->words[1], transfer->value, __ATOMIC_RELEASE);
+    transfer->words = NULL;
+  }
   set_state(transfer, state);
   pthread_cond_broadcast(&transfer->agent->changed);
 }
@@ -218,29 +222,10 @@ ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *l
   return transfer;
 }
 
-int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t stream) {
+void transfer_begin(ProxycclTransfer *transfer, uint64_t stream) {
   ProxycclAgent *agent = transfer->agent;
   ProxycclLink *link = transfer->link;
-  if (bytes > PROXYCCL_LONGEST_MESSAGE) return EMSGSIZE;
-  const uint64_t posted = now_ns();
-  pthread_mutex_lock(&agent->lock);
-  int error = transfer->state == PROXYCCL_TRANSFER_ACTIVE ? EBUSY : 0;
-  if (error == 0) {
-    transfer->message.used = 0;
-    if (message != NULL && !buffer_append(&transfer->message, message, bytes)) error = ENOMEM;
-  }
-  if (error != 0) {
-    pthread_mutex_unlock(&agent->lock);
-    return error;
-  }
-  transfer->has_message = message != NULL;
-  transfer->times.posted = posted;
-  transfer->at = (Position){0, 0};
   transfer->left = transfer->bytes;
-  transfer->error = 0;
-  transfer->refusal = 0;
-  transfer->cancel = 0;
-  set_state(transfer, PROXYCCL_TRANSFER_ACTIVE);
   if (agent->stopped) {
     transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
   } else if (link != NULL && proxyccl_link_lost(link) != NULL) {
@@ -258,9 +243,72 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
     transfer_queue(transfer, &agent->last);
     agent_wake(agent);
   }
-  transfer->times.returned = now_ns();
-  pthread_mutex_unlock(&agent->lock);
+}
+
+/* Makes it active, with the agent locked. 0 or an error. */
+static int activate(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t posted) {
+  if (transfer->state == PROXYCCL_TRANSFER_ACTIVE) return EBUSY;
+  transfer->message.used = 0;
+  if (message != NULL && !buffer_append(&transfer->message, message, bytes)) return ENOMEM;
+  transfer->has_message = message != NULL;
+  transfer->times.posted = posted;
+  transfer->at = (Position){0, 0};
+  transfer->left = 0;
+  transfer->error = 0;
+  transfer->refusal = 0;
+  transfer->cancel = 0;
+  transfer->rung = 1;
+  set_state(transfer, PROXYCCL_TRANSFER_ACTIVE);
   return 0;
+}
+
+int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t stream) {
+  ProxycclAgent *agent = transfer->agent;
+  if (bytes > PROXYCCL_LONGEST_MESSAGE) return EMSGSIZE;
+  const uint64_t posted = now_ns();
+  pthread_mutex_lock(&agent->lock);
+  const int error = activate(transfer, message, bytes, posted);
+  if (error == 0) {
+    transfer_begin(transfer, stream);
+    transfer->times.returned = now_ns();
+  }
+  pthread_mutex_unlock(&agent->lock);
+  return error;
+}
+
+int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words,
+                                 uint64_t value) {
+  ProxycclAgent *agent = transfer->agent;
+  if (bytes > PROXYCCL_LONGEST_MESSAGE) return EMSGSIZE;
+  const uint64_t posted = now_ns();
+  pthread_mutex_lock(&agent->lock);
+  const int error = activate(transfer, message, bytes, posted);
+  if (error == 0) {
+    transfer->words = words;
+    transfer->value = value;
+    transfer->rung = 0;
+    if (agent->stopped) {
+      transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
+    } else {
+      transfer_queue(transfer, &agent->last_looked_at);
+      agent_wake(agent);
+    }
+    transfer->times.returned = now_ns();
+  }
+  pthread_mutex_unlock(&agent->lock);
+  return error;
+}
+
+int transfer_is_looked_at(const ProxycclTransfer *transfer) { return transfer->copier != NULL || !transfer->rung; }
+
+int transfer_look(ProxycclTransfer *transfer) {
+  ProxycclAgent *agent = transfer->agent;
+  if (transfer->copier != NULL) return device_look(transfer);
+  if (transfer->rung || __atomic_load_n(&transfer->words[0], __ATOMIC_ACQUIRE) < transfer->value) return 0;
+  transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
+  transfer->rung = 1;
+  transfer_begin(transfer, 0);
+  return 1;
 }
 
 void transfer_cancel(ProxycclTransfer *transfer) {
@@ -272,6 +320,7 @@ void transfer_cancel(ProxycclTransfer *transfer) {
   ProxycclLink *link = transfer->link;
   const int by_socket = link != NULL && link->pid == 0 && transfer->copier == NULL;
   if (transfer->copier != NULL) device_finish(transfer);
+  if (!transfer->rung) transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
   if (transfer->queued && by_socket) transfer_unqueue(transfer, &link->first, &link->last);
   if (transfer->queued) transfer_unqueue(transfer, &agent->first, &agent->last);
   if (by_socket) link_forget_transfer(link, transfer);
@@ -303,8 +352,8 @@ ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_
     while (transfer->state == PROXYCCL_TRANSFER_ACTIVE) {
       if (has_piece(transfer)) {
         transfer_copy(transfer);
-      } else if (transfer->copier != NULL) {
-        if (device_look(transfer)) break;
+      } else if (transfer_is_looked_at(transfer)) {
+        if (transfer_look(transfer)) continue;
         if (now_ns() >= (uint64_t)deadline.tv_sec * 1000000000u + (uint64_t)deadline.tv_nsec) break;
         device_rest(transfer);
       } else if (pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) != 0) {
@@ -324,7 +373,7 @@ ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer) {
     } else if (transfer->link != NULL && transfer->link->pid == 0) {
       link_help(transfer->link);
     }
-    if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->copier != NULL) device_look(transfer);
+    if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer_is_looked_at(transfer)) transfer_look(transfer);
     pthread_mutex_unlock(&transfer->agent->lock);
   }
   return proxyccl_transfer_state(transfer);

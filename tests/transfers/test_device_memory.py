@@ -12,10 +12,20 @@ import numpy as np
 import pytest
 from nixl._api import nixl_agent
 
+from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
-from proxyccl.transfer import Agent, DisconnectedError, NoPathError, NotRegisteredError, State, strided
+from proxyccl.transfer import (
+    ActiveError,
+    Agent,
+    DisconnectedError,
+    NoPathError,
+    NotRegisteredError,
+    State,
+    TransferTimeoutError,
+    strided,
+)
 from support.agents import force_path
 from support.devices import RUNTIME, rank_runtime
 from support.paths import PROGRAMS, TESTS
@@ -136,6 +146,58 @@ def test_on_a_stream(pair: OnDevices) -> None:
     stream.synchronize()
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_the_hosts_memory_on_a_stream(pair: OnDevices, path: str) -> None:
+    """No device copies: the stream tells the agent, and waits for it."""
+    far = Agent("far", listen=["127.0.0.1"])
+    theirs = np.zeros(NBYTES, np.uint8)
+    region = far.register(theirs)
+    force_path(pair.a, path)
+    pair.a.add(far.metadata())
+    runtime = pair.arrays[0].runtime
+    stream, here = runtime.create_stream(), pair.host_regions[0].address
+    transfer = pair.a.prepare("write", "far", [(here, region.address, NBYTES)])
+    assert transfer.path.name == path
+    for value in range(1, 5):
+        runtime.fill(pair.arrays[0].ptr, value, NBYTES, stream)
+        runtime.copy(here, pair.arrays[0].ptr, NBYTES, stream)
+        transfer.start(b"%d" % value, stream=stream)
+        runtime.copy(here, pair.arrays[1].ptr, NBYTES, stream)
+        if value == 1:
+            transfer.wait()  # the others are begun by the agent's thread
+        stream.synchronize()
+        assert (theirs == value).all()
+        assert transfer.done()
+    transfer.start(stream=stream).cancel()
+    stream.synchronize()
+    far.close()
+
+
+def test_a_stream_is_released_whatever_becomes_of_its_transfer(pair: OnDevices) -> None:
+    runtime = pair.arrays[0].runtime
+    first, second = runtime.create_stream(), runtime.create_stream()
+    gate = runtime.allocate_pinned(8)
+    transfer = pair.a.prepare("write", "b", [(pair.host_regions[0].address, pair.host_regions[1].address, NBYTES)])
+    before = pair.hosts[1].copy()
+    runtime.wait_value(gate.ptr, 1, first)
+    transfer.start(stream=first)  # the stream does not come to it
+    with pytest.raises(TransferTimeoutError):
+        transfer.wait(0.05)
+    with pytest.raises(ActiveError):
+        transfer.start(stream=second)
+    transfer.cancel()
+    runtime.write_value(gate.ptr, 1, second)
+    first.synchronize()
+    np.testing.assert_array_equal(pair.hosts[1], before)
+    runtime.wait_value(gate.ptr, 2, first)
+    transfer.start(stream=first)
+    pair.a.close()
+    runtime.write_value(gate.ptr, 2, second)
+    first.synchronize()
+    second.synchronize()
+    np.testing.assert_array_equal(pair.hosts[1], before)
+
+
 def test_a_canceled_transfer_touches_nothing_more(pair: OnDevices) -> None:
     transfer = pair.a.prepare("read", "b", blocks_of(pair.regions[0].address, pair.regions[1].address))
     for _ in range(20):
@@ -163,7 +225,7 @@ def test_wrong_memory(pair: OnDevices) -> None:
     with pytest.raises(ArgumentError, match="kind"):
         pair.a.register((device, 100), kind="file")
     with pytest.raises(ArgumentError, match="stream"):
-        pair.a.prepare("read", "b", [(host, pair.host_regions[1].address, 8)]).start(stream=0)
+        pair.a.prepare("read", "b", [(host, pair.host_regions[1].address, 8)]).start(stream="a stream")
     before = pair.a.regions
     with pytest.raises(ArgumentError):
         pair.a.register((pair.hosts[0].ctypes.data, 100), kind="vram")
@@ -231,8 +293,14 @@ def test_between_processes(pair: OnDevices, allocator: str) -> None:
             pair.a.read(peer, [(here, page, 3_000_000)]).wait()
             wanted = np.concatenate([pair.hosts[0][start : start + 1000] for start in range(0, 6_000_000, 2000)])
             np.testing.assert_array_equal(pair.arrays[0].numpy()[:3_000_000], wanted)
-            with pytest.raises(ArgumentError, match="stream"):
-                staged.start(stream=pair.arrays[0].runtime.create_stream())
+            stream = pair.arrays[0].runtime.create_stream()
+            pair.arrays[0].runtime.fill(here, 5, NBYTES, stream)
+            staged.start(stream=stream)
+            pair.arrays[0].runtime.fill(here, 0, NBYTES, stream)
+            staged.wait()
+            stream.synchronize()
+            pair.a.read(peer, [(here, page, 3_000_000)]).wait()
+            assert (pair.arrays[0].numpy()[:3_000_000] == 5).all()
         finally:
             process.kill()
     with pytest.raises(DisconnectedError):  # noqa: PT012  as soon as the link is lost
