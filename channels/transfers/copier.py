@@ -116,7 +116,7 @@ class Copier:
             by_engine = np.ascontiguousarray(rows[~short])
             launch, table = self._launch(rows[short])
         by = "copy engine" if launch is None else "copy engine and kernel" if len(by_engine) else "kernel"
-        stream, event = self._next_stream(), self.runtime.create_event()
+        stream, event = self._next_stream(), self.runtime.create_event(times=False)
         copies = ffi.new(
             "ProxycclDeviceCopies *",
             {
@@ -148,7 +148,7 @@ class Copier:
         """Pinned memory by way of which another process's memory is copied, and what to keep with it."""
         stages = range(lib.PROXYCCL_STAGES)
         tables = [Table(self, lib.PROXYCCL_STAGE_BYTES) for _ in stages]
-        streams, events = [self._next_stream() for _ in stages], [self.runtime.create_event() for _ in stages]
+        streams, events = [self._next_stream() for _ in stages], [self.runtime.create_event(times=False) for _ in stages]
         made = ffi.new(
             "ProxycclStaging *",
             {

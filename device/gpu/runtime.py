@@ -297,9 +297,9 @@ class GpuRuntime:
         """A stream; a proxy's comes before others."""
         return GpuStream(self.context, first=for_proxy)
 
-    def create_event(self) -> GpuEvent:
+    def create_event(self, *, times: bool = True) -> GpuEvent:
         """An event."""
-        return GpuEvent(self.context)
+        return GpuEvent(self.context, times=times)
 
     def stream_handle(self, stream: StreamLike) -> int:
         """The handle of a stream of any library, or the calling thread's default stream for None."""

@@ -55,12 +55,17 @@ class GpuStream(OwnedStream):
 
 
 class GpuEvent(Owned):
-    """A point in a stream."""
+    """A point in a stream.
 
-    def __init__(self, context: DeviceContext) -> None:
+    Args:
+        context: of the device.
+        times: as for `Driver.create_event`.
+    """
+
+    def __init__(self, context: DeviceContext, *, times: bool = True) -> None:
         self._context, self._driver = context, context.driver
         with context.current():
-            self.handle = self._driver.create_event()
+            self.handle = self._driver.create_event(times=times)
         super().__init__(context.call, self._driver.destroy_event, self.handle)
 
     def record(self, stream: StreamLike = None) -> None:

@@ -227,8 +227,8 @@ class HostRuntime:
         with self._streams_lock:
             return list(self._streams)
 
-    def create_event(self) -> HostEvent:
-        """An event."""
+    def create_event(self, *, times: bool = True) -> HostEvent:
+        """An event, which has `elapsed` in any case."""
         return HostEvent(self.stream_handle)
 
     def stream_handle(self, stream: StreamLike) -> int:
