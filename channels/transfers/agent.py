@@ -490,7 +490,7 @@ class Agent:
             kept.append(memories)
         lists = local, remote = sides(mapped)
         to, source = (remote, local) if writes else (local, remote)
-        plan = copier.plan(np.column_stack((to[:, 0], source)), kept=kept)
+        plan = copier.plan(np.column_stack((to[:, 0], source)), kernels_reach=not unpinned, kept=kept)
         path = device_path(plan.by, ways, unpinned)
         transfer = Transfer(self._handle, link, peer, writes, lists, path, self._devices, (copier, plan))
         if known is not None:

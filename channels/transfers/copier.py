@@ -102,14 +102,15 @@ class Copier:
     def _kernel(self) -> object:
         return self.runtime.shipped("copy_blocks.h", "copy_blocks")
 
-    def plan(self, rows: Rows, *, kept: object = None) -> Plan:
+    def plan(self, rows: Rows, *, kernels_reach: bool = True, kept: object = None) -> Plan:
         """Plans copies.
 
         Args:
             rows: shape (N, 3): to, from, bytes; the device's addresses.
+            kernels_reach: False: some of the memory is the host's and not pinned, so a kernel would fault.
             kept: something that they need.
         """
-        short = rows[:, 2] < _LONG_BYTES
+        short = (rows[:, 2] < _LONG_BYTES) & kernels_reach
         if np.count_nonzero(short) <= _FEW:
             by_engine, launch, table = np.ascontiguousarray(rows), None, None
         else:
@@ -148,7 +149,10 @@ class Copier:
         """Pinned memory by way of which another process's memory is copied, and what to keep with it."""
         stages = range(lib.PROXYCCL_STAGES)
         tables = [Table(self, lib.PROXYCCL_STAGE_BYTES) for _ in stages]
-        streams, events = [self._next_stream() for _ in stages], [self.runtime.create_event(times=False) for _ in stages]
+        streams, events = (
+            [self._next_stream() for _ in stages],
+            [self.runtime.create_event(times=False) for _ in stages],
+        )
         made = ffi.new(
             "ProxycclStaging *",
             {

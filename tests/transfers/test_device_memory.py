@@ -15,7 +15,7 @@ from nixl._api import nixl_agent
 from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.transfer import (
     ActiveError,
     Agent,
@@ -90,6 +90,7 @@ def expected(before: Any, source: Any, rows: Any, to: int, base: tuple[int, int]
     return after
 
 
+@pytest.mark.hip
 @pytest.mark.parametrize("here", ["device", "host"])
 @pytest.mark.parametrize("there", ["device", "host"])
 @pytest.mark.parametrize("operation", ["read", "write"])
@@ -133,6 +134,23 @@ def test_a_transfer_may_start_again_and_ends_by_itself(pair: OnDevices) -> None:
     assert 0 < transfer.times.posted <= transfer.times.ended
 
 
+def test_memory_that_cannot_be_pinned_is_left_to_the_driver(pair: OnDevices, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(ptr: int, nbytes: int) -> None:
+        raise ResourceError("the test refuses")
+
+    copier = pair.a._devices.copier(pair.arrays[0].runtime.device, RUNTIME)
+    monkeypatch.setattr(copier.runtime, "pin", refuse)
+    many = strided(pair.host_regions[0].address, pair.regions[0].address, 64, 100, 128)
+    with pytest.warns(RuntimeWarning, match="driver's buffers: the test refuses"):
+        transfer = pair.a.prepare("write", "a", many)
+    assert transfer.path.name == "copy engine (staged by the driver)"  # a kernel would fault
+    transfer.start().wait()
+    wanted = np.zeros(12800, np.uint8).reshape(100, 128)
+    wanted[:, :64] = pair.hosts[0][:12800].reshape(100, 128)[:, :64]
+    np.testing.assert_array_equal(pair.arrays[0].numpy()[:12800].reshape(100, 128), wanted)
+
+
+@pytest.mark.hip
 def test_on_a_stream(pair: OnDevices) -> None:
     runtime = pair.arrays[0].runtime
     stream = runtime.create_stream()
@@ -251,6 +269,7 @@ def test_a_peer_that_was_removed(pair: OnDevices) -> None:
     np.testing.assert_array_equal(pair.arrays[0].numpy(), pair.arrays[1].numpy())
 
 
+@pytest.mark.hip
 @pytest.mark.parametrize("allocator", ["allocated", pytest.param("torch", marks=pytest.mark.gpu_only)])
 def test_between_processes(pair: OnDevices, allocator: str) -> None:
     """Also: memory that the other process allocated within a larger piece, blocks that torch maps, and the end."""
