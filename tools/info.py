@@ -18,6 +18,7 @@ from typing import TextIO
 
 from proxyccl.channels.collectives import tuned
 from proxyccl.channels.joining.proxy_place import Where, default_place, requested_place
+from proxyccl.channels.transfers.published import find_agents
 from proxyccl.device.build.compile_cache import cache_dir
 from proxyccl.device.cpu import cpu_name
 from proxyccl.device.environment import problem_with, set_variables
@@ -337,6 +338,18 @@ def _idle_policies(watch: Watch) -> list[Finding]:
     return found
 
 
+def _agents() -> list[Finding]:
+    """The agents of this user, and the path of each of their links."""
+    try:
+        found = find_agents()
+    except ArgumentError as error:
+        return [Finding("Agents", "running", False, str(error))]
+    return [
+        Finding("Agents", seen.name, True, f"reaches {seen.reaches}; process {seen.pid}, {seen.program}")
+        for seen in found
+    ]
+
+
 def _environment() -> list[Finding]:
     """The variables of ProxyCCL that are set, misspelt ones too."""
     found = []
@@ -356,7 +369,7 @@ def findings() -> list[Finding]:
         kernels = (*_shipped(), *_compiler(), *_cache())
         before = [*_runtimes(), *_devices(), *_rdma(), *_fabric()]
         after = [*mpi, *kernels, *_tuning(), *_environment()]
-        return [*before, *_proxies(watch), *after]
+        return [*before, *_proxies(watch), *_agents(), *after]
     finally:
         watch.close()
 

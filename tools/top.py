@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from proxyccl.channels.transfers.published import find_agents
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.observe.publications import find, none_found
@@ -163,6 +164,13 @@ def table_of(services: list[ServiceRates]) -> str:
     return out.getvalue().rstrip("\n")
 
 
+def agents_text() -> str:
+    """A line for each agent of this user: its peers, and the path to each. "" if there is none."""
+    return "\n".join(
+        f"agent {seen.name}: reaches {seen.reaches}; process {seen.pid}, {seen.program}" for seen in find_agents()
+    )
+
+
 def _fitting(text: str) -> str:
     """The first lines of a text, as many as fit the terminal."""
     lines, height = text.splitlines(), shutil.get_terminal_size().lines - 2
@@ -186,7 +194,7 @@ def _frames(watch: Watch, interval: float) -> Iterator[list[ServiceRates]]:
 
 
 def run(interval: float, job: str | None, process: int | None, *, once: bool, as_json: bool) -> int:
-    """The command. Returns the exit code: 1 if no proxy runs.
+    """The command. Returns the exit code: 1 if neither a proxy nor an agent runs. JSON has no agents.
 
     Args:
         interval: seconds between two tables.
@@ -199,6 +207,7 @@ def run(interval: float, job: str | None, process: int | None, *, once: bool, as
         ArgumentError: the directory of publications is not this user's own.
     """
     watch = Watch(job, process)
+    with_agents = job is None and process is None
     live = sys.stdout.isatty() and not once and not as_json
     shown = False
     try:
@@ -208,16 +217,19 @@ def run(interval: float, job: str | None, process: int | None, *, once: bool, as
             shown = True
             if as_json:
                 print(_RATES.encode(rates).decode(), flush=True)
-            elif live:
-                print(_CLEAR + _fitting(table_of(rates)), flush=True)
             else:
-                print(table_of(rates) + ("" if once else "\n"), flush=True)
+                agents = agents_text() if with_agents else ""
+                text = table_of(rates) + (f"\n\n{agents}" if agents else "")
+                print(_CLEAR + _fitting(text) if live else text + ("" if once else "\n"), flush=True)
             if once:
                 break
     except KeyboardInterrupt:
         return 0
     finally:
         watch.close()
+    if not shown and with_agents and not as_json and (agents := agents_text()):
+        print(agents)
+        return 0
     if not shown:
         print(f"proxyccl: {none_found(job, process=process)}", file=sys.stderr)
     return 0 if shown else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 import threading
@@ -29,6 +30,7 @@ from proxyccl.channels.transfers.errors import (
 from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.metadata import Place
 from proxyccl.channels.transfers.paths import Path, allowed_paths, connect, device_path, listen
+from proxyccl.channels.transfers.published import Published
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions
 from proxyccl.channels.transfers.transfer import State, Transfer
 from proxyccl.device import forks
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 _CONNECT_SECONDS = 10.0
 _LENGTHS = struct.Struct("=QQ")
+_LOG = logging.getLogger("proxyccl.transfer")
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
 
 
@@ -128,6 +131,9 @@ class Agent:
         self._handle: ProxycclAgentPointer = handle
         forks.finalizer(self, lib.proxyccl_agent_release, handle)
         _agents.add(self)
+        self._published = Published(name)
+        forks.finalizer(self, self._published.withdraw)
+        self._published.write(())
         self._place = Place(boot_id(), self._process.pid, token, addresses, secret, lib.proxyccl_agent_secret(handle))
 
     def __repr__(self) -> str:
@@ -152,6 +158,7 @@ class Agent:
         for peer in peers:
             peer.leave()
         self._pinned.keep(())
+        self._published.withdraw()
 
     # Memory
 
@@ -306,6 +313,7 @@ class Agent:
             del self._peers[name]
             peer.removed = True
         peer.leave()
+        self._publish_links()
 
     @property
     def peers(self) -> list[str]:
@@ -384,7 +392,15 @@ class Agent:
                     peer.link = link
                 if peer.removed:
                     link.end()
+                _LOG.info("agent %s reaches agent %s by %s", self.name, name, link.path)
+                self._publish_links()
         return peer.link
+
+    def _publish_links(self) -> None:
+        """Names the path of each link to `proxyccl info` and `top`."""
+        with self._lock:
+            links = [(name, peer.link.path) for name, peer in self._peers.items() if peer.link is not None]
+        self._published.write(links)
 
     def _warn_of_slow(self, link: Link) -> None:
         self._warn_once(

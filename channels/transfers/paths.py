@@ -52,6 +52,9 @@ class Path(Struct, frozen=True):
     name: str
     reason: str = ""
 
+    def __str__(self) -> str:
+        return self.name + (f" ({self.reason})" if self.reason else "")
+
 
 def device_path(by: str, ways: Iterable[str], unpinned: str = "") -> Path:
     """The path of a transfer that a device copies, such as "copy engine (IPC)".

@@ -147,13 +147,14 @@ class nixlAgentConfig:
 
 
 class nixlXferTelemetry(Struct):
-    """What is known of a transfer's last post. Times are in microseconds, at least 1."""
+    """What is known of a transfer's last post. Times are in microseconds, at least 1. NIXL's has no `path`."""
 
     startTime: int = 0
     postDuration: int = 0
     xferDuration: int = 0
     totalBytes: int = 0
     descCount: int = 0
+    path: str = ""
 
 
 class _Prepared(Struct, frozen=True, eq=False):
@@ -482,7 +483,7 @@ class nixlAgent:
         post = max(1, (min(times.returned, ended) - times.posted) // 1000)
         whole = max(post, (ended - times.posted) // 1000)
         started = time.time_ns() - (time.monotonic_ns() - times.posted)
-        return nixlXferTelemetry(started // 1000, post, whole, transfer.nbytes, posted.count)
+        return nixlXferTelemetry(started // 1000, post, whole, transfer.nbytes, posted.count, str(transfer.path))
 
     def queryXferBackend(self, reqh: int) -> int:
         """The backend that a transfer uses: the first that was created."""

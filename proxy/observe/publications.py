@@ -132,15 +132,25 @@ def publish(publication: Publication) -> Path:
         OSError: it can't be written.
         ArgumentError: the directory is not this user's own.
     """
+    return write(f"{publication.pid}-{next(_numbers)}.json", _PUBLICATIONS.encode(publication))
+
+
+def write(name: str, data: bytes) -> Path:
+    """Writes a file in the directory of publications, atomically; in place of one of this name.
+
+    Raises:
+        OSError: it can't be written.
+        ArgumentError: the directory is not this user's own.
+    """
     directory = publications_directory()
     directory.mkdir(mode=0o700, exist_ok=True)
     check_directory(directory)
-    path = directory / f"{publication.pid}-{next(_numbers)}.json"
+    path = directory / name
     written = path.with_name(f".{path.name}")
     written.unlink(missing_ok=True)  # of a process that had this one's number, and was killed
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
-        file.write(_PUBLICATIONS.encode(publication))
+        file.write(data)
     written.rename(path)
     return path
 

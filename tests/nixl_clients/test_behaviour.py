@@ -396,7 +396,7 @@ def test_telemetry(variable: str | None, monkeypatch: pytest.MonkeyPatch) -> Non
             two.a.get_xfer_telemetry(handle)
         return
     telemetry = two.a.get_xfer_telemetry(handle)
-    assert (telemetry.descCount, telemetry.totalBytes) == (2, 128)
+    assert (telemetry.descCount, telemetry.totalBytes, telemetry.path) == (2, 128, "process_vm")
     assert telemetry.startTime >= before
     assert telemetry.xferDuration >= telemetry.postDuration >= 1
 
