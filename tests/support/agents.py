@@ -106,11 +106,11 @@ def child(body: Callable[[socket.socket], object]) -> Iterator[Child]:
         ours.close()
 
 
-def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 7) -> None:
-    """The body of a child with an agent "b", whose memory has one value. It sends the agent's metadata, and then obeys:
-    "close", "fork", "wait"; it ends with the connection.
+def serve_memory(connection: socket.socket, nbytes: int = 4 << 20, value: int = 7, name: str = "b") -> None:
+    """The body of a child with an agent, whose memory has one value. It sends the agent's metadata, and then obeys:
+    "close", "fork", "wait"; it ends after an empty message, or with the connection.
     """
-    agent = Agent("b", listen=["127.0.0.1"])
+    agent = Agent(name, listen=["127.0.0.1"])
     memory = np.full(nbytes, value, np.uint8)
     agent.register(memory)
     connection.send(agent.metadata())
