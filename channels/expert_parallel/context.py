@@ -175,7 +175,7 @@ class DispatchCombineContext:
         self._weigh = weigh.prepare(runtime.launch_defaults.blocks, threads, experts, nothing)
         self.quantize_launch = quantize.prepare(*self.grid, experts, filled) if quantize is not None else None
         self._number = 0
-        self._closed = False
+        self.closed = False
 
     @classmethod
     def create(cls, ep_config: EPConfig, capacity: int = 2, *, ep_group: Any = None) -> DispatchCombineContext:
@@ -207,9 +207,9 @@ class DispatchCombineContext:
 
     def finalize(self) -> None:
         """Releases the buffers. All ranks call it together; calling it twice does nothing."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         group = self.group
         if group.failure.usable:
             group.synchronize()
@@ -221,7 +221,7 @@ class DispatchCombineContext:
 
     def require_usable(self) -> None:
         """Raises ClosedError after `finalize`, or the error that ended the communicator."""
-        if self._closed:
+        if self.closed:
             raise ClosedError("the expert-parallel layer was finalized")
         self.group.failure.require_usable()
 

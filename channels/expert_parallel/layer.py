@@ -662,11 +662,11 @@ class EPAll2AllLayer:
         return desc
 
     def _refuse_returning(self) -> None:
-        self.ctx.require_usable()
-        if self._returned is not None:
+        if self.ctx.closed or self._returned is not None:  # a launch asks whether ranks have failed
+            self.ctx.require_usable()
             raise ArgumentError("combine", "another combine is under way; call combine_recv first")
 
     def _refuse_under_way(self) -> None:
-        self.ctx.require_usable()
-        if self._sent is not None:
+        if self.ctx.closed or self._sent is not None:
+            self.ctx.require_usable()
             raise ArgumentError("dispatch", "another dispatch is under way; call dispatch_recv first")

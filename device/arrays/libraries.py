@@ -112,12 +112,13 @@ def _tensor_memory(x: Any, nbytes: int) -> int:
         if not x.is_contiguous() or x.is_neg() or x.is_conj():
             return 0
         # Not by its address alone: a view of a storage that was freed has its offset as address.
-        if x.untyped_storage().nbytes() < x.storage_offset() * x.element_size() + nbytes:
+        itemsize = x.element_size()
+        if x.untyped_storage().nbytes() < x.storage_offset() * itemsize + nbytes:
             return 0
         address: int = x.data_ptr()
     except RuntimeError:  # it has no storage
         return 0
-    return 0 if address % x.element_size() else address
+    return 0 if address % itemsize else address
 
 
 def _cupy_fingerprint(x: Any) -> tuple[Any, ...] | None:

@@ -24,7 +24,7 @@ _CALLS: dict[str, Callable[..., int]] = {
 
 
 class StreamMark:
-    """The point in a stream that an event marks; see `StreamOrder.mark`. The event is used again when the mark is freed.
+    """The point in a stream that an event marks; see `StreamOrder.mark`. The event is used again when this is freed.
 
     Args:
         order: of the stream's device.
