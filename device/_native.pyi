@@ -218,6 +218,7 @@ class _ProxycclArrived:
     transfers: int
     gate: PointerField[Uint64Pointer]
     blocks_done: PointerField[Uint32Pointer]
+    here: PointerField[Uint32Pointer]
     control: PointerField[ProxycclControlPointer]
 
 class ProxycclArrived(_ProxycclArrived, CData): ...

@@ -19,7 +19,7 @@ from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.kernel import Launch
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
-from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
+from proxyccl.proxy.schedule import STAGES, Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 
 _SLOT_ALIGNMENT = 128
 _PIECE_ALIGNMENT = 128  # elements
@@ -149,7 +149,7 @@ class _Slots:
 
     def __init__(self, by_proxy: ByProxy, dtype: DType, op: str, nbytes: int, *, may_be_pinned: bool = False) -> None:
         self._group, self._dtype, self._words = by_proxy.group, dtype, by_proxy.rings.words
-        self._blocks_done = by_proxy.memories.blocks_done.ptr
+        self._meeting = ffi.cast("uint32_t *", by_proxy.memories.reduction_words.ptr)
         self._peers = others(by_proxy.group)
         self._slot_bytes = _round_up(nbytes, _SLOT_ALIGNMENT)
         self.nbytes = len(self._peers) * self._slot_bytes
@@ -189,7 +189,7 @@ class _Slots:
         arrived.pieces, arrived.piece, arrived.transfers = len(pieces), pieces[0][1], transfers
         arrived.stages = ffi.cast("uint64_t *", words.stages[0])
         arrived.gate = ffi.cast("uint64_t *", words.gate if gated else 0)
-        arrived.blocks_done = ffi.cast("uint32_t *", self._blocks_done)
+        arrived.blocks_done, arrived.here = self._meeting, self._meeting + STAGES
         arrived.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         nbytes = pieces[0][1] * self._dtype.itemsize
         blocks = max(1, min(defaults.copy_blocks, -(-nbytes // defaults.bytes_per_block)))

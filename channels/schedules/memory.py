@@ -28,7 +28,7 @@ Side = Literal["source", "target", "scratch"]
 
 _POLL_SECONDS = 0.0001
 _SMALLEST_STAGE = 1 << 20
-_COUNTER_BYTES = 4
+_WORD_BYTES = 4
 
 
 class ScheduleMemory(Protocol):
@@ -76,7 +76,8 @@ class ScheduleMemories:
         staged_together: whether all ranks make stages together, also those that need none.
         pinned_bytes: most bytes of one side that go through pinned memory, where the CPU moves them.
         own_pinned_bytes: most bytes that a stream copies within the device through pinned memory.
-        blocks_done: device memory in which blocks of a reduction count themselves; zero between kernels.
+        reduction_words: device memory in which the blocks of a reduction meet, two words for each stage; zero between
+            kernels.
     """
 
     def __init__(self, group: Group) -> None:
@@ -87,7 +88,7 @@ class ScheduleMemories:
         self._stages: dict[Side, list[Array]] = {}
         self._boxes: PinnedBoxes | None = None
         self._own_box: PinnedMemory | None = None
-        self.blocks_done = group.runtime.allocate(STAGES * _COUNTER_BYTES)
+        self.reduction_words = group.runtime.allocate(2 * STAGES * _WORD_BYTES)
         if not self.staged_together:
             group.symmetric.serve(group.links.proxy)
             self._boxes = PinnedBoxes(group)
@@ -173,7 +174,7 @@ class ScheduleMemories:
         for stages in self._stages.values():
             for stage in stages:
                 stage.free()
-        for memory in (self._boxes, self._own_box, self.blocks_done):
+        for memory in (self._boxes, self._own_box, self.reduction_words):
             if memory is not None:
                 memory.close()
 

@@ -17,7 +17,8 @@ typedef struct ProxycclArrived {
   const uint64_t* stages; /* by piece, how many of its transfers are complete; host memory that the proxy writes */
   uint64_t transfers;     /* of each piece */
   uint64_t* gate;         /* counts reduced pieces for the proxy, in host memory; null: nobody waits for it */
-  uint32_t* blocks_done;  /* by piece, zero between kernels: blocks that have reduced it */
+  uint32_t* blocks_done;  /* by piece, zero between kernels: blocks that have reduced it, … */
+  uint32_t* here;         /* … and 1 once its transfers are complete */
   ProxycclControl* control;
 } ProxycclArrived;
 

@@ -1,8 +1,8 @@
 // reduce_arrived: the reduction of a schedule's transfers (channels/schedules/DESIGN.md), by few blocks.
 //
 // The stream launches it as soon as it has rung the proxy. It waits for each piece of the data, so it reduces one at
-// once where a launch for each would wait for a free multiprocessor every time. A block waits for the proxy alone and
-// not for other blocks, so they need not be resident together.
+// once where a launch for each would wait for a free multiprocessor every time. Blocks wait for the proxy, and for the
+// first block, which hears from it.
 #ifndef PROXYCCL_REDUCE_ARRIVED_H
 #define PROXYCCL_REDUCE_ARRIVED_H
 
@@ -14,13 +14,22 @@
 namespace proxyccl {
 
 // Waits until all transfers of a piece are complete. By all threads of a block; false if the communicator has ended.
+//
+// One thread of the grid reads the proxy's word: the more read a word of host memory at once, the later each sees it
+// change.
 PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece) {
   __shared__ uint32_t complete;
   if (threadIdx.x == 0) {
     const WaitFor what = {PROXYCCL_WAIT_STAGE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, arrived.transfers};
-    complete = waitUntil(arrived.control, what, [&](uint64_t* seen) {
-      return (*seen = loadAcquireSystem(&arrived.stages[piece])) >= arrived.transfers;
-    });
+    uint32_t* const here = &arrived.here[piece];
+    if (blockIdx.x == 0) {
+      complete = waitUntil(arrived.control, what, [&](uint64_t* seen) {
+        return (*seen = loadAcquireSystem(&arrived.stages[piece])) >= arrived.transfers;
+      });
+      if (complete != 0) storeReleaseDevice<uint32_t>(here, 1);
+    } else {
+      complete = waitUntil(arrived.control, what, [&](uint64_t*) { return loadAcquireDevice(here) != 0; });
+    }
   }
   __syncthreads();
   return complete != 0;
@@ -30,10 +39,11 @@ PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece) 
 // for the piece before did so before it ended its work on this one.
 PROXYCCL_DEVICE void endPiece(const ProxycclArrived& arrived, uint32_t piece) {
   syncThreadsSystem();
-  if (threadIdx.x != 0 || arrived.gate == nullptr) return;
+  if (threadIdx.x != 0) return;
   if (fetchAddAcqRelDevice<uint32_t>(&arrived.blocks_done[piece], 1) != gridDim.x - 1) return;
   storeRelaxedDevice<uint32_t>(&arrived.blocks_done[piece], 0);
-  storeReleaseSystem<uint64_t>(arrived.gate, piece + 1);
+  storeRelaxedDevice<uint32_t>(&arrived.here[piece], 0);
+  if (arrived.gate != nullptr) storeReleaseSystem<uint64_t>(arrived.gate, piece + 1);
 }
 
 #if !PROXYCCL_ON_HOST

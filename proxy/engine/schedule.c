@@ -8,10 +8,11 @@
 #include "worker.h"
 
 enum {
-  POLLS_PER_CLOCK = 16,    /* polls of a schedule without progress between two readings of the clock */
-  OFFSET_BITS = 32,        /* of a post */
-  MOST_RECEIVES = 1 << 30, /* no stage has more */
-  HELD_TURNS = 4,          /* most turns that a bundle waits for the posts of other peers: a call costs more */
+  POLLS_PER_CLOCK = 16,          /* polls of a schedule without progress between two readings of the clock */
+  OFFSET_BITS = 32,              /* of a post */
+  MOST_RECEIVES = 1 << 30,       /* no stage has more */
+  HELD_TURNS = 4,                /* most turns that a bundle waits for the posts of other peers: a call costs more … */
+  BYTES_PER_HELD_TURN = 1 << 18, /* … and one more for each of these numbers of bytes that it copies */
   SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
   SHOWN_AFTER_NS = 1000000 /* without progress: then observers see the wait; short schedules end before this */
 };
@@ -582,11 +583,21 @@ static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
   return idle_ns > worker->service->control->timeout_ns ? time_out(worker, info) : CONTINUE;
 }
 
+/* The turns for which a bundle may wait for more sends. A long one does so longer: all ranks copy to the next rank
+ * first, then to the one after it, and so on. If all began with the rank that joined first, they would share its link,
+ * and take twice as long. */
+static uint32_t most_held(const Bundle *bundle) {
+  uint64_t bytes = 0;
+  for (uint32_t i = 0; i < bundle->count; ++i) bytes += bundle->puts[i].bytes;
+  const uint64_t turns = HELD_TURNS + bytes / BYTES_PER_HELD_TURN;
+  return turns < UINT32_MAX ? (uint32_t)turns : UINT32_MAX;
+}
+
 /* Issues the bundle that a turn has gathered, or leaves it for a few turns: ranks join at almost the same time. */
 static ProxycclOutcome end_bundle(ProxycclWorker *worker, Bundle *bundle, uint64_t traced_ns, uint32_t *progress,
                                   ProxycclExitInfo *info) {
   const uint32_t count = bundle->count;
-  if (count == 0 || (bundle->awaited && worker->run.held++ < HELD_TURNS)) return CONTINUE;
+  if (count == 0 || (bundle->awaited && worker->run.held++ < most_held(bundle))) return CONTINUE;
   worker->run.held = 0;
   const ProxycclOutcome result = issue_bundle(worker->service, bundle, info);
   if (result != CONTINUE) return result;
