@@ -54,6 +54,17 @@ def part_of(array: Any, offset: int, shape: tuple[int, ...], dtype: DType | str)
     return elements.as_strided(shape, strides_of(shape), offset // element.itemsize)
 
 
+def part_maker(like: Any, tail: tuple[int, ...], dtype: DType | str) -> Callable[[Any, int, int], Any]:
+    """`part_of` for many arrays [rows, *tail] of `like`'s library: by an array of bytes, an offset and a number of
+    rows.
+    """
+    element = as_dtype(dtype)
+    if not hasattr(like, "new_empty"):
+        return lambda array, offset, rows: part_of(array, offset, (rows, *tail), element)
+    native, strides, itemsize = getattr(sys.modules["torch"], element.name), strides_of((1, *tail)), element.itemsize
+    return lambda array, offset, rows: array.view(native).as_strided((rows, *tail), strides, offset // itemsize)
+
+
 def words_of(array: Any, first: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
     """An array of the same library in the memory of an int32 array, from element `first` on."""
     if isinstance(array, Array):

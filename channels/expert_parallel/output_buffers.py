@@ -43,12 +43,15 @@ class OutputBuffers:
         runtime: of the memory.
         memory: what they are part of.
         experts: the ProxycclExperts of the workspace.
+
+    Attributes:
+        scales_offset: where scales begin in a buffer.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, experts: Any) -> None:
         self._runtime = runtime
         self._count, self._nbytes = int(experts.output_buffers), int(experts.output_bytes)
-        self._scales_at = int(experts.output_scales)
+        self.scales_offset = int(experts.output_scales)
         self._parts = [MemoryPart(memory, experts.outputs + n * self._nbytes, self._nbytes) for n in range(self._count)]
         self._numbers = {part.ptr: number for number, part in enumerate(self._parts, 1)}
         self._next = 0
@@ -75,7 +78,7 @@ class OutputBuffers:
 
     def scales(self, taken: TakenBuffer, shape: tuple[int, ...]) -> Any:
         """The scales of the same buffer's rows, float32."""
-        return part_of(taken.whole, self._scales_at, shape, "float32")
+        return part_of(taken.whole, self.scales_offset, shape, "float32")
 
     def address(self, number: int) -> int:
         """Where a buffer's rows begin."""
@@ -83,7 +86,7 @@ class OutputBuffers:
 
     def scales_address(self, number: int) -> int:
         """Where its scales begin."""
-        return self.address(number) + self._scales_at
+        return self.address(number) + self.scales_offset
 
     @property
     def passing(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from proxyccl.channels.arguments import input_view
-from proxyccl.channels.expert_parallel.arrays import first_rows
+from proxyccl.channels.expert_parallel.arrays import first_rows, part_maker
 from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, TELL
 from proxyccl.channels.expert_parallel.dispatch_call import check_ended, learn_counts, refuse_bad
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
@@ -60,19 +60,28 @@ class _Outputs:
         self._elements = (config.hidden,)
         self._scales = (config.hidden // options.scale_elements,) if float8 else None
         self._weights = None if not weighted else (config.topk,) if options.by_rank else ()
+        self._rows_in = part_maker(like, self._elements, FLOAT8 if float8 else config.token)
+        self._scales_in = part_maker(like, self._scales or (), "float32")
         self._new_rows = arrays.maker(like, FLOAT8 if float8 else config.token)
         self._new_scales, self._new_weights = arrays.maker(like, "float32"), arrays.maker(like, config.weight)
 
     def make(self, rows: int) -> NewOutput:
         """Arrays for this many rows."""
-        leading, address = self._leading(rows), self._address
-        made, scales_at = self._new_rows(leading + self._elements), 0
-        rows_at = address(made)
-        if self._scales is not None:
-            scales = self._new_scales(leading + self._scales)
-            made, scales_at = (made, scales), address(scales)
+        made, address = self.make_rows(rows), self._address
+        rows_at, scales_at = (address(made), 0) if self._scales is None else (address(made[0]), address(made[1]))
         weights, weights_at = self.make_weights(rows)
         return NewOutput(made, weights, (rows_at, scales_at, weights_at))
+
+    def make_rows(self, rows: int) -> Any:
+        """New rows as a dispatch returns them."""
+        leading = self._leading(rows)
+        values = self._new_rows(leading + self._elements)
+        return values if self._scales is None else (values, self._new_scales(leading + self._scales))
+
+    def rows_in(self, buffer: Any, scales_at: int, rows: int) -> Any:
+        """Rows as a dispatch returns them, in an array of bytes with their scales at an offset."""
+        values = self._rows_in(buffer, 0, rows)
+        return values if self._scales is None else (values, self._scales_in(buffer, scales_at, rows))
 
     def make_weights(self, rows: int) -> tuple[Any, int]:
         """The array for the weights of this many rows, and its address; None and 0 if they have none."""
@@ -205,8 +214,9 @@ class RepeatedDispatch(RepeatedCall):
             output = self._outputs.make(rows)
         else:  # the arrays of the rows are made when their number is known
             weights, weights_at = self._outputs.make_weights(rows)
-            scales_at = buffers.scales_address(taken.number) if self._scale_bytes else 0
-            output = NewOutput(None, weights, (buffers.address(taken.number), scales_at, weights_at))
+            rows_at = buffers.address(taken.number)
+            scales_at = rows_at + buffers.scales_offset if self._scale_bytes else 0
+            output = NewOutput(None, weights, (rows_at, scales_at, weights_at))
         phases = ROUTE | SEND | GATHER | RECEIVE | (TELL if self._exact else 0)
         self._fill_output(desc, phases, rows, output.addresses)
         self._issue(desc, self._first, desc.stream, (*owners, output, taken))
@@ -215,7 +225,12 @@ class RepeatedDispatch(RepeatedCall):
             if self._exact:
                 desc.rows = self._ctx.await_rows(desc)
                 refuse_bad(self._parts, desc)
-            self._view_buffer(desc, taken, output, owners[0])
+            if taken.whole is not None:
+                output.rows = self._outputs.rows_in(taken.whole, buffers.scales_offset, desc.rows)
+            else:
+                self._copy_passed(desc, output)
+            if output.weights is not None and desc.rows != rows:
+                output.weights = first_rows(output.weights, desc.rows)
         return output
 
     def _receive_counted(
@@ -241,17 +256,13 @@ class RepeatedDispatch(RepeatedCall):
         scale_bytes = self._scale_bytes if addresses[1] else 0
         lib.proxyccl_expert_dispatch_receive(self._call, phases, rows, scale_bytes, *addresses, received)
 
-    def _view_buffer(self, desc: EPAllToAllLayoutDesc, taken: TakenBuffer, output: NewOutput, x: Any) -> None:
-        """Makes the arrays of the rows: in the output buffer, or new ones, to which they are copied."""
-        like = x[0] if type(x) is tuple else x
-        made = output.rows = self._parts.new_rows(like, desc.rows, float8=self._scale_bytes != 0, taken=taken)
-        if taken.passed:
-            arrays = made if isinstance(made, tuple) else (made,)
-            address, copied = self._ctx.arrays.address, zip(arrays, output.addresses, strict=False)
-            copies = [(address(array), source, array.nbytes) for array, source in copied]
-            self._ctx.copy(copies, desc.stream, (made,))
-        if output.weights is not None and desc.rows != self._rows:
-            output.weights = first_rows(output.weights, desc.rows)
+    def _copy_passed(self, desc: EPAllToAllLayoutDesc, output: NewOutput) -> None:
+        """Copies rows from the buffer that they pass to new arrays."""
+        made = self._outputs.make_rows(desc.rows)
+        arrays = made if isinstance(made, tuple) else (made,)
+        address, copied = self._ctx.arrays.address, zip(arrays, output.addresses, strict=False)
+        self._ctx.copy([(address(array), source, array.nbytes) for array, source in copied], desc.stream, (made,))
+        output.rows = made
 
 
 class SentDispatch:

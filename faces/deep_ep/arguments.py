@@ -112,7 +112,11 @@ def require_tensor(
     """
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(argument, f"must be a tensor, not {type(x).__name__}")
-    if x.dim() != len(shape) or any(want not in (None, got) for got, want in zip(x.shape, shape, strict=True)):
+    given = x.shape
+    fits = len(given) == len(shape)
+    for got, want in zip(given, shape, strict=False):
+        fits = fits and (want is None or want == got)
+    if not fits:
         expected = ", ".join("any" if want is None else str(want) for want in shape)
         raise ArgumentError(argument, f"has shape {list(x.shape)}; expected [{expected}]")
     if dtypes and x.dtype not in dtypes:

@@ -227,7 +227,7 @@ class Buffer(Connected):
                 raise ArgumentError(name, "must be given without a handle")
         if config is not None and not isinstance(config, Config):
             raise ArgumentError("config", f"must be a Config or None, not {type(config).__name__}")
-        num_experts = len(require_tensor("num_tokens_per_expert", num_tokens_per_expert, (None,)))
+        num_experts = require_tensor("num_tokens_per_expert", num_tokens_per_expert, (None,)).shape[0]
         require_tensor("is_token_in_rank", is_token_in_rank, (None, self.group_size), (torch.bool,))
         expert_alignment = whole_number("expert_alignment", expert_alignment, 1)
         num_worst_tokens = whole_number("num_worst_tokens", num_worst_tokens, 0)

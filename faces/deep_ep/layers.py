@@ -72,6 +72,7 @@ class Layers:
     def __init__(self, communicator: Communicator, lost_ranks: Sequence[int] = ()) -> None:
         self.communicator, self.lost_ranks = communicator, lost_ranks
         self._growing: dict[Shape, EPAll2AllLayer] = {}
+        self._known: dict[tuple[Any, ...], tuple[Shape, EPAll2AllLayer]] = {}
         self._of_size: dict[tuple[Shape, int, bool], EPAll2AllLayer] = {}
         self._second: dict[tuple[Shape, int], bool] = {}
         self._all: dict[int, EPAll2AllLayer] = {}  # by identity, in the order in which all ranks made them
@@ -104,10 +105,38 @@ class Layers:
             layer = self._growing[shape]
             try:
                 return *layer.dispatch(x, topk_idx, topk_weights), layer
-            except CapacityError as error:  # all ranks raise it
-                if shape.most_rows is not None:
-                    raise
-                self._growing[shape] = self._make(shape, _rounded(error.needed))
+            except CapacityError as error:
+                self._grow(shape, error)
+
+    def dispatch_again(
+        self, key: tuple[Any, ...], x: Any, topk_idx: Any, topk_weights: Any
+    ) -> tuple[Any, Any, Any, EPAll2AllLayer] | None:
+        """The same for a call like one that was made before, by the key under which `keep` knows its shape. None, and
+        nothing done but a larger layer made if one is needed, if it must be made as the first.
+        """
+        known = self._known.get(key)
+        if known is None:
+            return None
+        shape, layer = known
+        try:
+            made = layer.repeat_dispatch(x, topk_idx, topk_weights)
+        except CapacityError as error:
+            self._grow(shape, error)
+            return None
+        return None if made is None else (*made, layer)
+
+    def keep(self, key: tuple[Any, ...], shape: Shape) -> None:
+        """Has `dispatch_again` know the shape of calls with this key."""
+        self._known[key] = shape, self._growing[shape]
+
+    def _grow(self, shape: Shape, error: CapacityError) -> None:
+        """Makes a layer that has enough room, after a call that all ranks have refused with this error. Raises it again
+        if the caller has set the room.
+        """
+        if shape.most_rows is not None:
+            raise error
+        self._known.clear()
+        self._growing[shape] = self._make(shape, _rounded(error.needed))
 
     def made(self, layer: EPAll2AllLayer) -> bool:
         """Whether the layer is one of these."""
@@ -116,6 +145,7 @@ class Layers:
     def close(self) -> None:
         """Releases the layers. All ranks call it together."""
         layers, self._all, self._growing, self._of_size = self._all, {}, {}, {}
+        self._known.clear()
         self.low_latency.clear()
         for layer in layers.values():
             layer.finalize()

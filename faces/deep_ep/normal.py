@@ -30,15 +30,23 @@ def dispatch(
     nodes: int,
 ) -> Dispatched:
     """The results of `Buffer.dispatch` for a call without a handle, except the event."""
-    tokens = Tokens.of(x)
-    require_ids(topk_idx, len(tokens.rows))
-    hidden, topk = tokens.rows.shape[1], topk_idx.shape[1]
-    shape = Shape("rank", hidden, topk, num_experts, tokens.dtype, num_sms, tokens.scale_elements, most_rows)
-    values, weights, desc, layer = layers.dispatch(shape, tokens.moved, topk_idx, topk_weights)
+    tokens, made, key = None, None, None
+    if isinstance(x, torch.Tensor) and isinstance(topk_idx, torch.Tensor):
+        key = x.dtype, x.shape[-1:], topk_idx.shape[-1:], num_experts, num_sms, most_rows
+        made = layers.dispatch_again(key, x, topk_idx, topk_weights)
+    if made is None:
+        tokens = Tokens.of(x)
+        require_ids(topk_idx, len(tokens.rows))
+        hidden, topk = tokens.rows.shape[1], topk_idx.shape[1]
+        shape = Shape("rank", hidden, topk, num_experts, tokens.dtype, num_sms, tokens.scale_elements, most_rows)
+        made = layers.dispatch(shape, tokens.moved, topk_idx, topk_weights)
+        if key is not None:
+            layers.keep(key, shape)
+    values, weights, desc, layer = made
     counts = [] if most_rows is not None else desc.num_tokens_per_expert(expert_alignment)
     ids = desc.local_expert_ids.to(topk_idx.dtype)
     handle = normal_handle(Routing(layer, desc), is_token_in_rank, num_sms=num_sms, nodes=nodes, has_ids=True)
-    return tokens.as_given(values), ids, weights, counts, handle
+    return values if tokens is None else tokens.as_given(values), ids, weights, counts, handle
 
 
 def dispatch_to_ranks(
