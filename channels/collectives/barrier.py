@@ -11,6 +11,11 @@ from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 
+def key_of(*, inside: bool) -> Key:
+    """The key of barriers in the call cache: of a node's ranks if `inside`, else of all."""
+    return "barrier", inside
+
+
 def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bool = False) -> None:
     """See `Communicator.barrier`. With `intra_node_only` only the ranks of the same node wait for one another.
 
@@ -18,7 +23,7 @@ def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bo
     """
     group = collectives.group
     inside = as_flag(intra_node_only, "intra_node_only") and group.topology.node_count > 1
-    key: Key = ("barrier", inside)
+    key = key_of(inside=inside)
     if collectives.call_cache.repeat(key, None, None, stream):
         return
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from proxyccl.channels.arguments import input_view
+from proxyccl.channels.collectives import barrier
 from proxyccl.channels.collectives.call_cache import call_key
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.flows import FlowCall
@@ -42,14 +43,18 @@ class TensorCalls:
 
         Args:
             options: the call's other arguments, at most six. They are compared by identity.
-            x, out: the tensors of torch's call.
+            x, out: the tensors of torch's call; empty tuples for a barrier.
             collective, source, target, op, root: the communicator's, as that was given them: on the same memory, with
                 elements of any type. The target does not count where a reduction's result is dropped.
         """
         group = self._collectives.group
         if collective == "reduce" and root != group.rank:
             target = dropped_result(self._collectives, input_view(group, source, "x"))
-        key = call_key((collective, op, root, self._collectives.unspecified.name), source, target)
+        key = (
+            barrier.key_of(inside=False)
+            if collective == "barrier"
+            else call_key((collective, op, root, self._collectives.unspecified.name), source, target)
+        )
         if key is not None:
             self._collectives.call_cache.keep_under(key, x, out, options)
 

@@ -118,6 +118,7 @@ class RepeatedCalls:
         work: makes an empty Work for a `QueuedCall`, which is then stored as its `_call`; its `_unwaited` is None.
         hand_out: called with the Work of a call; it returns that, for torch.
         source: the rank that sends to the calls; -1 for none.
+        blocks: whether every call has a Work, and a wait for it waits for its end on the CPU, too.
 
     Attributes:
         count: how many calls were repeated.
@@ -139,6 +140,7 @@ class RepeatedCalls:
         work: Callable[[], Any],
         hand_out: Callable[[Any], Any],
         source: int,
+        blocks: bool,
     ) -> RepeatedCalls: ...
     def repeat(self, x: Any, out: Any, opts: Any, attribute: str | None, kept: Any, /) -> Any:
         """Issues a call, or one for each of a list's tensors: on the current stream if torch's options say that it is
@@ -152,6 +154,6 @@ class RepeatedCalls:
                 number of the operator's kind, or by the number.
 
         Returns:
-            The Work, which is None for a synchronous call. If only the first calls of a list could be repeated, their
-            number and their Work. NotImplemented if none was.
+            The Work, which is None for a synchronous call unless that `blocks`. If only the first calls of a list could
+            be repeated, their number and their Work. NotImplemented if none was.
         """

@@ -65,7 +65,7 @@ _BROADCAST: dict[int, tuple[str, int]] = {}
 _GATHER: dict[int, tuple[str, int]] = {}
 _SCATTER: dict[int, tuple[str, int]] = {}
 _ALL_GATHER, _ALL_TO_ALL = ("all_gather_single",), ("all_to_all_single",)
-_ALL_GATHER_LIST, _ALL_TO_ALL_LIST = ("all_gather",), ("all_to_all",)
+_ALL_GATHER_LIST, _ALL_TO_ALL_LIST, _BARRIER = ("all_gather",), ("all_to_all",), ("barrier",)
 """What calls are kept under: by the number of the operator's kind, by the root, or as they are."""
 
 
@@ -136,7 +136,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._executors: dict[tuple[torch.device, _Flow | None], Executor] = {}
         self._gpus: dict[torch.device, GroupOnGpu] = {}
         self._flow_streams: dict[tuple[torch.device, _Flow], Any] = {}
-        self._repeating: dict[int, RepeatedCalls] = {}  # by the GPU's number: collectives …
+        self._repeating: dict[int, RepeatedCalls] = {}  # by the GPU's number: collectives, …
+        self._repeated_barriers: dict[int | None, RepeatedCalls] = {}
         self._exchanging: dict[int, RepeatedCalls] = {}  # … collectives that are transfers between all ranks …
         self._transferring: dict[tuple[int, int, bool], RepeatedCalls] = {}  # … and transfers, by GPU and flow
         self._lock = threading.Lock()
@@ -193,8 +194,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Nothing to agree on: every rank counts its calls from 0."""
 
     def _get_sequence_number_for_group(self) -> int:
-        repeated = (*self._repeating.values(), *self._exchanging.values(), *self._transferring.values())
-        return max(self._sequence, *(calls.number for calls in repeated), 0)
+        repeated = [calls.number for kind in self._repeated_kinds for calls in kind.values()]
+        return max(self._sequence, *repeated, 0)
 
     @property
     def supports_splitting(self) -> bool:
@@ -294,8 +295,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         for executor in executors:
             executor.end()
         self._endpoints.close()
-        for repeating in (self._repeating, self._exchanging, self._transferring):
-            repeating.clear()
+        for kind in self._repeated_kinds:
+            kind.clear()
         while self._flow_streams:
             (device, _), stream = self._flow_streams.popitem()
             own_streams.give_back(device, stream)
@@ -303,6 +304,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             _, gpu = self._gpus.popitem()
             gpu.give_back()
         _alive.discard(self)
+
+    @property
+    def _repeated_kinds(self) -> tuple[dict[Any, RepeatedCalls], ...]:
+        return self._repeating, self._repeated_barriers, self._exchanging, self._transferring
 
     # -- issuing calls ---
 
@@ -362,7 +367,12 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
         Arguments and result as for `RepeatedCalls.repeat`.
         """
-        calls = self._repeating.get((x[0] if type(x) is list else x).get_device())
+        return self._repeated(
+            self._repeating.get((x[0] if type(x) is list else x).get_device()), x, out, opts, attribute, kept
+        )
+
+    @staticmethod
+    def _repeated(calls: RepeatedCalls | None, x: Any, out: Any, opts: Any, attribute: str | None, kept: Any) -> Any:
         if calls is None:
             return NotImplemented
         try:
@@ -379,13 +389,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             on: one of the tensors.
             x, out, opts, kept, attribute: as for `_repeat`.
         """
-        calls = self._exchanging.get(on.get_device())
-        if calls is None:
-            return NotImplemented
-        try:
-            return calls.repeat(x, out, opts, attribute, kept)
-        except Exception as error:
-            raise_as_torch(error)
+        return self._repeated(self._exchanging.get(on.get_device()), x, out, opts, attribute, kept)
 
     def _issue_on_device(
         self,
@@ -432,12 +436,20 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 self._exchanging[gpu.device.index] = exchanging
             calls.keep_transfers(options, x, out, made)
             return
-        if gpu.device.index not in self._repeating:
-            self._repeating[gpu.device.index] = self._repeated_calls(gpu, calls.repeat, gpu.own, None)
+        blocks = made[0] == "barrier"
+        kind: dict[Any, RepeatedCalls] = self._repeated_barriers if blocks else self._repeating
+        if gpu.device.index not in kind:
+            kind[gpu.device.index] = self._repeated_calls(gpu, calls.repeat, gpu.own, None, blocks=blocks)
         calls.keep(options, x, out, *made)
 
     def _repeated_calls(
-        self, gpu: GroupOnGpu, repeat: Repeat, stream: int, flow: tuple[torch.device, _Flow] | None
+        self,
+        gpu: GroupOnGpu,
+        repeat: Repeat,
+        stream: int,
+        flow: tuple[torch.device, _Flow] | None,
+        *,
+        blocks: bool = False,
     ) -> RepeatedCalls:
         """Repeats calls on a stream; `flow` is theirs if they are transfers, as `_under_way` knows it."""
         return RepeatedCalls(
@@ -451,6 +463,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             DeviceWork,
             self._handed_out,
             _source_of(None if flow is None else flow[1]),
+            blocks,
         )
 
     def _issue_transfer(
@@ -866,6 +879,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if getattr(opts, "device_ids", None):
             device = torch.device("cuda", opts.device_ids[0])
         device = _with_index(device)
+        work = self._repeated(self._repeated_barriers.get(device.index), (), (), opts, None, _BARRIER)
+        if work is not NotImplemented:
+            return work
         return self._issue(
             "barrier",
             [],
@@ -873,6 +889,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             device=device,
             opts=opts,
             blocks=True,
+            again=(_BARRIER, (), ()),
         )
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

@@ -11,13 +11,14 @@ typedef struct {
 
 static PyTypeObject* call_type; /* of the process's one module */
 
-PyObject* proxyccl_queued_call(Gpu* gpu, PyObject* x, PyObject* out, uintptr_t stream, int keeps, PyObject* source) {
+PyObject* proxyccl_queued_call(Gpu* gpu, PyObject* x, PyObject* out, uintptr_t stream, int keeps, int blocks,
+                               PyObject* source) {
   PyObject* object = PyType_GenericAlloc(call_type, 0);
   if (object == NULL) return NULL;
   QueuedCall* self = (QueuedCall*)object;
   self->gpu = (Gpu*)Py_NewRef((PyObject*)gpu);
   self->x = Py_NewRef(x), self->out = Py_NewRef(out), self->source = Py_NewRef(source);
-  self->stream = stream, self->unrecorded = (char)keeps;
+  self->stream = stream, self->unrecorded = (char)keeps, self->blocks = (char)blocks;
   return object;
 }
 
@@ -139,9 +140,7 @@ static PyObject* make(PyTypeObject* Py_UNUSED(type), PyObject* arguments, PyObje
   int keeps, blocks;
   if (!PyArg_ParseTuple(arguments, "OOOKppO", &gpu, &x, &out, &stream, &keeps, &blocks, &source)) return NULL;
   if (!proxyccl_require_gpu(gpu)) return NULL;
-  PyObject* call = proxyccl_queued_call((Gpu*)gpu, x, out, (uintptr_t)stream, keeps, source);
-  if (call != NULL) ((QueuedCall*)call)->blocks = (char)blocks;
-  return call;
+  return proxyccl_queued_call((Gpu*)gpu, x, out, (uintptr_t)stream, keeps, blocks, source);
 }
 
 static PyMethodDef methods[] = {

@@ -17,6 +17,7 @@ typedef struct {
   PyObject *own, *numbers, *log, *forget, *work, *hand_out, *source;
   PyObject *is_here, *async_op, *call, *unwaited; /* names */
   uintptr_t own_stream;
+  int blocks;
   unsigned long long count, number; /* of calls that were repeated, and of the latest */
 } RepeatedCalls;
 
@@ -75,10 +76,10 @@ static int log_call(const RepeatedCalls* self, PyObject* number, PyObject* name,
   return forgotten == NULL ? -1 : 0;
 }
 
-/* The Work of calls on the group's own stream, recorded as in progress unless a graph captures them. */
+/* The Work of calls on a stream, recorded as in progress unless a graph captures them. */
 static PyObject* work_of(const RepeatedCalls* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
-                         int captured) {
-  PyObject* call = proxyccl_queued_call(self->gpu, x, out, self->own_stream, !captured, self->source);
+                         uintptr_t stream, int captured) {
+  PyObject* call = proxyccl_queued_call(self->gpu, x, out, stream, !captured, self->blocks, self->source);
   if (call == NULL) return NULL;
   PyObject* mark = proxyccl_mark_end(call);
   PyObject* work = mark == NULL && PyErr_Occurred() != NULL ? NULL : PyObject_CallNoArgs(self->work);
@@ -101,8 +102,8 @@ static PyObject* record(RepeatedCalls* self, PyObject* kept, PyObject* x, PyObje
   self->number = PyLong_AsUnsignedLongLong(number);
   const int captured = proxyccl_stream_captures(self->gpu->order, stream);
   PyObject* work = NULL;
-  if (!waits)
-    work = work_of(self, number, name, x, out, captured);
+  if (!waits || self->blocks)
+    work = work_of(self, number, name, x, out, stream, captured);
   else if (captured || log_call(self, number, name, Py_None) == 0)
     work = Py_NewRef(Py_None);
   Py_DECREF(number);
@@ -185,8 +186,9 @@ static void end(PyObject* object) {
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *gpu, *repeat, *process, *own, *numbers, *log, *forget, *work, *hand_out, *source;
-  if (!PyArg_ParseTuple(arguments, "OOOO!OOOOOO", &gpu, &repeat, &process, &PyLong_Type, &own, &numbers, &log, &forget,
-                        &work, &hand_out, &source) ||
+  int blocks;
+  if (!PyArg_ParseTuple(arguments, "OOOO!OOOOOOp", &gpu, &repeat, &process, &PyLong_Type, &own, &numbers, &log, &forget,
+                        &work, &hand_out, &source, &blocks) ||
       !proxyccl_require_gpu(gpu))
     return NULL;
   const unsigned long long own_stream = PyLong_AsUnsignedLongLong(own);
@@ -197,7 +199,7 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   self->gpu = (Gpu*)Py_NewRef(gpu), self->repeat = Py_NewRef(repeat), self->process = Py_NewRef(process);
   self->own = Py_NewRef(own), self->own_stream = (uintptr_t)own_stream, self->numbers = Py_NewRef(numbers);
   self->log = Py_NewRef(log), self->forget = Py_NewRef(forget), self->work = Py_NewRef(work);
-  self->hand_out = Py_NewRef(hand_out), self->source = Py_NewRef(source);
+  self->hand_out = Py_NewRef(hand_out), self->source = Py_NewRef(source), self->blocks = blocks;
   self->is_here = PyUnicode_InternFromString("is_here");
   self->async_op = PyUnicode_InternFromString("asyncOp");
   self->call = PyUnicode_InternFromString("_call");

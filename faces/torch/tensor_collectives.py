@@ -16,7 +16,7 @@ from proxyccl.torch.reductions import plain_op, reduction
 from proxyccl.torch.tensors import as_bytes, flat, is_plain, put_back, put_back_all, require_same_dtype
 
 Tensors = Sequence[torch.Tensor]
-Made = tuple[str, torch.Tensor, torch.Tensor, str | None, int | None] | FlowCall
+Made = tuple[str, torch.Tensor | None, torch.Tensor | None, str | None, int | None] | FlowCall
 """The one call of a communicator that a call was, on the tensors' own memory: its name, input, output, operator and
 root, which `TensorCalls.keep` takes; or its transfers, for `TensorCalls.keep_transfers`."""
 
@@ -204,9 +204,10 @@ def all_to_all_lists(comm: Communicator, outputs: Tensors, inputs: Tensors) -> M
     return exchange(comm, _by_rank(inputs), _by_rank(outputs))
 
 
-def barrier(comm: Communicator, device: torch.device) -> None:
+def barrier(comm: Communicator, device: torch.device) -> Made:
     """Waits until all ranks have arrived: on the current stream of a GPU, or on the CPU."""
     comm.barrier(stream=None if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index))
+    return "barrier", None, None, None, None
 
 
 def _by_rank(tensors: Tensors) -> dict[int, Tensors]:

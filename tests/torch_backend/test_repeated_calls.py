@@ -49,9 +49,7 @@ class Repeats:
 
     @property
     def _so_far(self) -> int:
-        group = self._group
-        kinds = group._repeating, group._exchanging, group._transferring
-        return sum(calls.count for kind in kinds for calls in kind.values())
+        return sum(calls.count for kind in self._group._repeated_kinds for calls in kind.values())
 
     @property
     def count(self) -> int:
@@ -156,6 +154,24 @@ def test_each_call_with_lists_or_splits_is_repeated_with_what_its_memory_holds_t
                     assert torch.equal(memory[5], torch.cat(parts)), turn
         assert repeats is not None
         assert repeats.count == 2 * len(calls)
+
+    on_gpus(body)
+
+
+def test_a_repeated_barrier_is_waited_for_on_the_host() -> None:
+    def body(group: Any) -> None:
+        x = torch_on_hip.on_gpu(torch.ones(1 << 18), group.rank())
+        all_reduce(group, x)
+        opts = options("Barrier")
+        opts.device = x.device
+        repeats = Repeats(group)
+        for _ in range(4):
+            all_reduce(group, x)
+            before = repeats.count
+            work = group.barrier(opts)
+            assert work.wait()
+            assert work.is_completed()
+        assert repeats.count == before + 1
 
     on_gpus(body)
 
