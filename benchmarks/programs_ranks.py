@@ -44,26 +44,23 @@ class Figure:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run our collectives, by words joined by +: a number is the most blocks of a kernel; `efficiency` is the
-    policy of that name; `proxy` has the proxies do everything, and `gather-by-proxy` the all_gathers alone;
-    `registered` has FSDP2 gather into registered memory. `default` is none of them.
+    """A way to run our collectives, by words joined by +: a number is the most blocks of a kernel; `proxy` has the
+    proxies do everything, and `gather-by-proxy` the all_gathers alone; `registered` has FSDP2 gather into registered
+    memory. `default` is none of them.
     """
 
     name: str
     blocks: int | None = None
-    policy: str | None = None
     proxied: tuple[str, ...] = ()
     registered: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Variant:
         """Raises ValueError for an unknown word."""
-        blocks, policy, proxied, registered = None, None, (), False
+        blocks, proxied, registered = None, (), False
         for word in text.split("+"):
             if word.isdecimal():
                 blocks = int(word)
-            elif word == "efficiency":
-                policy = word
             elif word == "proxy":
                 proxied = _MOVED
             elif word == "gather-by-proxy":
@@ -72,7 +69,7 @@ class Variant:
                 registered = True
             elif word != "default":
                 raise ValueError(f"unknown variant {word!r}; expected a number of blocks or one of the words")
-        return cls(OURS if text == "default" else f"{OURS}, {text}", blocks, policy, proxied, registered)
+        return cls(OURS if text == "default" else f"{OURS}, {text}", blocks, proxied, registered)
 
 
 def communicator_of(group: Any, device: torch.device) -> Communicator:
@@ -107,14 +104,11 @@ class Ranks:
     def group_of_ours(self, variant: Variant) -> Any:
         """A process group of all ranks with a communicator of its own. All ranks call it together."""
         group = dist.new_group(backend=OURS)
-        if variant.policy is not None:
-            os.environ["PROXYCCL_CTA_POLICY"] = variant.policy
         comm = communicator_of(group, self.device)
-        if variant.policy is not None:
-            del os.environ["PROXYCCL_CTA_POLICY"]
         defaults = comm.runtime.launch_defaults
         if variant.blocks is not None:
-            comm.runtime.launch_defaults = replace(defaults, blocks=min(variant.blocks, defaults.blocks))
+            blocks = min(variant.blocks, defaults.blocks)
+            comm.runtime.launch_defaults = replace(defaults, blocks=blocks, efficient_blocks=blocks)
         for collective in variant.proxied:
             tables = comm.collectives.selector.with_table(collective, SizeTable((), "proxy"))
             comm.collectives.selector = tables

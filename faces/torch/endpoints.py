@@ -21,7 +21,7 @@ from proxyccl.torch.to_self import ToSelf
 
 _LINGER_SECONDS = 2.0
 """The wait at the process's end for the last kernels of peers, which store to this rank's memory."""
-_CTA_POLICY: CtaPolicy = "default"
+_CTA_POLICY: CtaPolicy = "efficiency"
 """The groups' policy where ``PROXYCCL_CTA_POLICY`` names none: programs of torch compute beside their collectives."""
 _Key = tuple[str, int | None, int | None]
 
