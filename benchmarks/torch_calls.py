@@ -43,7 +43,7 @@ class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torc
     def _call(self, *arguments: Any) -> Any:
         return self._work if arguments[-1].asyncOp else None
 
-    allreduce = allreduce_coalesced = _call
+    allreduce = allreduce_coalesced = reduce = allgather = alltoall_base = _call
     all_gather_single = _allgather_base = reduce_scatter_single = _reduce_scatter_base = _call
 
 
@@ -58,6 +58,8 @@ def issue_calls(group: Any, device: torch.device) -> dict[str, Callable[[], obje
     ranks = dist.get_world_size(group)
     x, share = torch.ones(_COUNT, device=device), torch.ones(_COUNT, device=device)
     whole, largest = torch.ones(_COUNT * ranks, device=device), dist.ReduceOp.MAX
+    gathered, sizes = torch.ones(_COUNT * ranks, device=device), [_COUNT] * ranks
+    parts = list(torch.ones(_COUNT * ranks, device=device).split(_COUNT))
 
     def coalesced() -> None:
         with dist._coalescing_manager(group, async_ops=True) as joint:
@@ -77,6 +79,9 @@ def issue_calls(group: Any, device: torch.device) -> dict[str, Callable[[], obje
             whole, share, group, async_op=True
         ).wait(),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(share, whole, largest, group),
+        "reduce": lambda: dist.reduce(x, 0, largest, group),
+        "all_gather of a list": lambda: dist.all_gather(parts, x, group),
+        "all_to_all_single with sizes": lambda: dist.all_to_all_single(gathered, whole, sizes, sizes, group),
         "two coalesced all_reduces and wait": coalesced,
         "one all_reduce of each kind, in turn": alternating,
     }
