@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from proxyccl.channels.collectives.range_gathers import RangeGathers
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT
@@ -28,6 +29,7 @@ class SessionCalls(ElasticBase):
 
     _gathered: Array | None = None
     _bytes: torch.Tensor | None = None  # the same memory
+    _ranges: RangeGathers | None = None  # several gathers at once there
     _most_session_bytes = _most_gathers = 0
     _session = 0
     _in_session = False
@@ -84,6 +86,7 @@ class SessionCalls(ElasticBase):
             self._gathered = self.communicator.empty(nbytes, "uint8")
             self.communicator.register(self._gathered)
             self._bytes = torch.from_dlpack(self._gathered)
+            self._ranges = RangeGathers(self.communicator.collectives, self._gathered.view())
         self._most_session_bytes, self._most_gathers = nbytes, most
 
     def create_agrs_session(self) -> None:
@@ -169,26 +172,36 @@ class SessionCalls(ElasticBase):
             self._stream.wait_stream(current)
         results = []
         with torch.no_grad(), contextlib.nullcontext() if current is None else torch.cuda.stream(self._stream):
+            for each, begin in zip(flat, places, strict=True):
+                self._place(each, begin)
+            self._gather([(begin, len(each)) for each, begin in zip(flat, places, strict=True)])
             for tensor, each, begin in zip(given, flat, places, strict=True):
-                self._gather(each, begin)
                 whole = self._part(begin, self.num_ranks * len(each))
                 results.append(whole.view(tensor.dtype).view(self.num_ranks, *tensor.shape))
         last = places[-1] + self.num_ranks * len(flat[-1])
         self._offset, self._gathers = aligned(last, _ALIGNMENT), self._gathers + 1
         return *results, self._handle(current)
 
-    def _gather(self, mine: torch.Tensor, begin: int) -> None:
-        """Gathers one tensor's bytes on the buffer's stream, which is current."""
-        nbytes = len(mine)
-        if not nbytes:
-            return
-        own = self._part(begin + self.rank_idx * nbytes, nbytes)
-        if mine.data_ptr() != own.data_ptr():
+    def _place(self, mine: torch.Tensor, begin: int) -> None:
+        """Copies a tensor's bytes to their place in the result, unless they lie there; on the buffer's stream."""
+        own = self._part(begin + self.rank_idx * len(mine), len(mine))
+        if len(mine) and mine.data_ptr() != own.data_ptr():
             own.copy_(mine)
             if self._stream is not None and not torch.cuda.is_current_stream_capturing():
                 mine.record_stream(self._stream)
-        whole = self._part(begin, self.num_ranks * nbytes)
-        self.communicator.all_gather(own, out=whole, algorithm="proxy", stream=self._stream)
+
+    def _gather(self, results: Sequence[tuple[int, int]]) -> None:
+        """Gathers results in place on the buffer's stream: where each begins, and the bytes of one rank."""
+        if len(results) > 1 and self._ranges is not None and self._ranges.are_possible:
+            self._ranges.gather(results, self._stream)
+            return
+        for begin, nbytes in results:
+            if nbytes:
+                own, whole = (
+                    self._part(begin + self.rank_idx * nbytes, nbytes),
+                    self._part(begin, self.num_ranks * nbytes),
+                )
+                self.communicator.all_gather(own, out=whole, algorithm="proxy", stream=self._stream)
 
     def _handle(self, current: Any) -> Handle:
         """A handle for what is queued on the buffer's stream so far."""
@@ -255,7 +268,7 @@ class SessionCalls(ElasticBase):
         return self._bytes[begin : begin + nbytes]
 
     def _close_sessions(self) -> None:
-        gathered, self._gathered, self._bytes = self._gathered, None, None
+        gathered, self._gathered, self._bytes, self._ranges = self._gathered, None, None, None
         if gathered is not None:
             self.communicator.deregister(gathered)
 

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 import deep_ep  # noqa: E402
 
-from proxyccl import ArgumentError, Communicator, WaitTimeoutError  # noqa: E402
+from proxyccl import ArgumentError, Communicator, MismatchError, WaitTimeoutError  # noqa: E402
 from proxyccl.deep_ep.float8 import column_major  # noqa: E402
 from support.cases.deep_ep_oracle import same, signature  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
@@ -243,6 +243,17 @@ def test_gathers_of_a_session(ranks: Ranks) -> None:
         buffer.destroy()
 
     ranks.run(body)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_ranks_that_gather_other_sizes_are_told(count: int) -> None:
+    def body(comm: Communicator) -> None:
+        buffer = sessions(comm, [(64,)] * 4, 4)
+        with buffer.agrs_new_session():
+            tensors = [numbers(comm, 4 + comm.rank, 0)] * count
+            refused("all_gather", lambda: buffer.all_gather(tensors), MismatchError)
+
+    run_ranks(2, body)
 
 
 def test_what_sessions_refuse(two: Ranks) -> None:

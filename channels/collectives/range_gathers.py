@@ -1,0 +1,78 @@
+"""Gathers of several ranges of an array at once, in place: one schedule, whose ranks meet once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from proxyccl.channels.collectives.by_proxy import others
+from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.schedules.memory import ScheduleSpan
+from proxyccl.channels.segment.calls import CollectiveCall
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.runtime import StreamLike
+from proxyccl.device.stream_operations import StreamOperations
+from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
+
+Range = tuple[int, int]
+"""Where a range begins in the array, and the size of one rank's part of it. Rank r's part is the r-th."""
+
+
+class RangeGathers:
+    """Gathers in an array that all ranks have registered. All ranks make it together.
+
+    Args:
+        collectives: of the ranks.
+        view: this rank's array, of as many bytes as those of the others.
+
+    Attributes:
+        are_possible: whether the proxies of all ranks reach the arrays; otherwise `gather` can't be called.
+    """
+
+    def __init__(self, collectives: Collectives, view: ArrayView) -> None:
+        self._collectives, self._view = collectives, view
+        self._by_proxy = collectives.by_proxy()
+        self._key = object()  # of this array and no later one at its address
+        self._span: ScheduleSpan | None = self._by_proxy.memories.target(view.ptr, view.nbytes)
+        reached = bytes([self._span is not None])
+        answers = collectives.group.exchange.all_gather_bytes(reached, "gathers of ranges")
+        self.are_possible = all(answer == b"\1" for answer in answers)
+
+    def gather(self, ranges: Sequence[Range], stream: StreamLike) -> None:
+        """Brings each rank's part of each range to all ranks. All ranks call it together, with the same ranges.
+
+        Raises as `Communicator.all_gather`.
+        """
+        parts = tuple(each for each in ranges if each[1])
+        cache = self._collectives.call_cache
+        key = (("all_gather of ranges", parts), self._key, None)
+        if not parts or cache.repeat(key, None, None, stream):
+            return
+        call = CollectiveCall(
+            "all_gather",
+            algorithm="proxy",
+            count=sum(nbytes for _, nbytes in parts),
+            shape=tuple(number for part in parts for number in part),
+        )
+        cache.run(call, (self._view,), lambda: self._prepare(parts), stream, key)
+
+    def _prepare(self, parts: Sequence[Range]) -> StreamOperations:
+        span, group, links, rings = self._span, self._by_proxy.group, self._by_proxy.links, self._by_proxy.rings
+        assert span is not None
+        peers = others(group)
+        schedule = Schedule(
+            posts=tuple(SchedulePost(links.posts[peer], span.memory.id_at(peer), span.offset) for peer in peers),
+            sends=tuple(
+                ScheduleSend(
+                    links.sends[peer],
+                    span.memory.source_id(peer),
+                    span.offset + begin + group.rank * nbytes,
+                    nbytes,
+                    post_channel=links.posts[peer],
+                    dst_offset=begin + group.rank * nbytes,
+                )
+                for begin, nbytes in parts
+                for peer in peers
+            ),
+            receives=tuple(ScheduleReceive(links.sends[peer], sends=len(parts)) for peer in peers),
+        )
+        return rings.prepare([schedule, *rings.end()])
