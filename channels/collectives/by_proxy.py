@@ -27,6 +27,7 @@ class ByProxy:
         memories: finds the memory of arrays.
         links: the channels of schedules.
         rings: gives schedules to the proxy.
+        in_turn: whether the proxy copies to one peer after the other, because one call issues the copies to all.
         one_crossing_bytes: bytes that a rank receives up to which a reduction takes one crossing.
         longest_round: most bytes that one schedule stages. A longer call takes several, the same number on all ranks.
     """
@@ -36,6 +37,7 @@ class ByProxy:
         self.memories = ScheduleMemories(group)
         self.links = ScheduleLinks(group)
         self.rings = ScheduleRings(group)
+        self.in_turn = group.runtime.engine_functions().copy_many != 0 and not self.memories.staged_together
         self.one_crossing_bytes = group.runtime.launch_defaults.one_crossing_bytes
         self.longest_round = _LONGEST_ROUND
 

@@ -24,7 +24,7 @@ from proxyccl.proxy.schedule import STAGES, Schedule, SchedulePost, ScheduleRece
 _SLOT_ALIGNMENT = 128
 _PIECE_ALIGNMENT = 128  # elements
 _SHORTEST_PIECE = 2 << 20
-_MOST_PIECES = 4
+_MOST_PIECES = 3
 """The link is busy without a pause from two pieces on; each more is another pause between copies."""
 
 
@@ -50,6 +50,57 @@ class _Shares(Struct, frozen=True):
         return max(0, min(most, self.lengths[rank] - begin))
 
 
+class _Pieces:
+    """The pieces of a share, and the order in which a rank sends them to its peers.
+
+    Where links lead to one peer each, all peers get the first piece, then all get the second, and so on. Where the
+    proxy copies to one peer after the other, each peer gets a whole share, so that all ranks go on to the next peer at
+    about the same time and no two of them share a link. Only the last peer gets values in pieces: one is reduced while
+    the next is in flight. And only the first peer gets results in pieces, as they are made.
+
+    Args:
+        longest: elements of the longest share.
+        itemsize: of an element, in bytes.
+        peers: in the order in which this rank sends.
+        in_turn: whether the proxy copies to one peer after the other.
+
+    Attributes:
+        bounds: the offset and the most elements of each.
+    """
+
+    def __init__(self, longest: int, itemsize: int, peers: Sequence[int], *, in_turn: bool) -> None:
+        number = max(1, min(_MOST_PIECES, longest * itemsize // _SHORTEST_PIECE))
+        self.bounds = list(rounds(longest, _round_up(-(-longest // number), _PIECE_ALIGNMENT)))
+        self._whole = (0, longest)
+        self._peers, self._in_turn = peers, in_turn
+
+    def values(self) -> list[tuple[int, int, int]]:
+        """The sends of values: a peer, and the offset and the most elements of each."""
+        return [(peer, *bounds) for peer, _, bounds in self._sends(self._peers[-1:])]
+
+    def results(self) -> list[tuple[int, int, int, int]]:
+        """The same of results, and the number of the last piece that each needs."""
+        return [(peer, *bounds, number) for peer, number, bounds in self._sends(self._peers[:1])]
+
+    def values_from(self, peer: int) -> range:
+        """The pieces in which values come from a peer; a whole share comes with the first."""
+        return range(len(self.bounds) if not self._in_turn or peer in self._peers[:1] else 1)
+
+    def results_from(self, peer: int) -> int:
+        """The number of sends in which results come from a peer."""
+        return len(self.bounds) if not self._in_turn or peer in self._peers[-1:] else 1
+
+    def _sends(self, cut: Sequence[int]) -> list[tuple[int, int, tuple[int, int]]]:
+        if not self._in_turn:
+            return [(peer, number, bounds) for number, bounds in enumerate(self.bounds) for peer in self._peers]
+        whole = [(len(self.bounds) - 1, self._whole)]
+        return [
+            (peer, number, bounds)
+            for peer in self._peers
+            for number, bounds in (enumerate(self.bounds) if peer in cut else whole)
+        ]
+
+
 def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
     """The stream operations of a reduce_scatter: `source` holds as many elements for each rank as `target`."""
     ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
@@ -58,7 +109,7 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
         part = _Reduction(by_proxy, source, op, _Shares(begin, target.size, (count,) * ranks))
         steps += [*part.copies_in, Schedule(part.posts(), part.sends(), part.receives())]
         result = target.ptr + begin * itemsize
-        steps += [part.reduce(result, gated=False), *by_proxy.rings.end(len(part.pieces))]
+        steps += [part.reduce(result, gated=False), *by_proxy.rings.end(len(part.pieces.bounds))]
     return by_proxy.rings.prepare(steps)
 
 
@@ -93,14 +144,13 @@ def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, o
             dst_offset=own + begin * itemsize,
             gate=number + 1,
         )
-        for number, (begin, most) in enumerate(part.pieces)
-        for peer in peers
+        for peer, begin, most, number in part.pieces.results()
     )
     posts = tuple(SchedulePost(links.posts[peer], output.memory.id_at(peer), output.offset) for peer in peers)
-    receives = tuple(ScheduleReceive(links.sends[peer], sends=len(part.pieces)) for peer in peers)
+    receives = tuple(ScheduleReceive(links.sends[peer], sends=part.pieces.results_from(peer)) for peer in peers)
     schedule = Schedule((*part.posts(), *posts), (*part.sends(), *sends), (*part.receives(), *receives))
     copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # none in place
-    end = by_proxy.rings.end(len(part.pieces))
+    end = by_proxy.rings.end(len(part.pieces.bounds))
     return [*part.copies_in, schedule, part.reduce(output.ptr + own, gated=True), *end, *copies_out]
 
 
@@ -128,7 +178,7 @@ def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: s
         receives=tuple(ScheduleReceive(links.sends[peer], stage=0) for peer in peers),
     )
     copy_in = CopyBytes(sent.ptr, source.ptr, nbytes)  # none in place
-    whole, transfers = [(0, source.size)], len(peers) * (2 if replaced else 1)
+    whole, transfers = [(0, source.size)], (len(peers) * (2 if replaced else 1), 0)
     reduction = slots.reduce(source.ptr, target.ptr, source.size, whole, transfers=transfers, gated=False)
     return [copy_in, schedule, reduction, *by_proxy.rings.end(1)]
 
@@ -170,7 +220,14 @@ class _Slots:
         )
 
     def reduce(
-        self, own: int, result: int, count: int, pieces: Sequence[tuple[int, int]], *, transfers: int, gated: bool
+        self,
+        own: int,
+        result: int,
+        count: int,
+        pieces: Sequence[tuple[int, int]],
+        *,
+        transfers: Sequence[int],
+        gated: bool,
     ) -> Launch:
         """The kernel that waits for each piece and reduces it.
 
@@ -179,14 +236,15 @@ class _Slots:
             result: where the reduced ones go.
             count: of elements.
             pieces: the offset and the most elements of each; number n is stage n of the schedule.
-            transfers: of each stage.
+            transfers: of the first stage, and of each other one.
             gated: whether it opens the gate after each piece.
         """
         group, words, defaults = self._group, self._words, self._group.runtime.launch_defaults
         arrived = ffi.new("ProxycclArrived *")
         arrived.slots, arrived.slot_bytes = ffi.cast("char *", self._memory.ptr), self._slot_bytes
         arrived.rank, arrived.world_size, arrived.divisor = group.rank, group.world_size, group.world_size
-        arrived.pieces, arrived.piece, arrived.transfers = len(pieces), pieces[0][1], transfers
+        arrived.pieces, arrived.piece = len(pieces), pieces[0][1]
+        arrived.first_transfers, arrived.transfers = transfers
         arrived.stages = ffi.cast("uint64_t *", words.stages[0])
         arrived.gate = ffi.cast("uint64_t *", words.gate if gated else 0)
         arrived.blocks_done, arrived.here = self._meeting, self._meeting + STAGES
@@ -206,7 +264,7 @@ class _Reduction:
         shares: of the ranks.
 
     Attributes:
-        pieces: of the longest share: the offset and the most elements of each.
+        pieces: of the longest share.
         copies_in: the steps that stage the input.
     """
 
@@ -215,8 +273,7 @@ class _Reduction:
         self._peers = others(by_proxy.group)
         self._itemsize = itemsize = source.dtype.itemsize
         longest = shares.lengths[0]
-        number = max(1, min(_MOST_PIECES, longest * itemsize // _SHORTEST_PIECE))
-        self.pieces = list(rounds(longest, _round_up(-(-longest // number), _PIECE_ALIGNMENT)))
+        self.pieces = _Pieces(longest, itemsize, self._peers, in_turn=by_proxy.in_turn)
         memories = by_proxy.memories
         self._slots = _Slots(by_proxy, source.dtype, op, longest * itemsize)
         found = memories.source(source.ptr, source.nbytes)
@@ -245,15 +302,16 @@ class _Reduction:
                 post_channel=links.scratch_posts[peer],
                 dst_offset=begin * self._itemsize,
             )
-            for begin, most in self.pieces
-            for peer in self._peers
+            for peer, begin, most in self.pieces.values()
         )
 
     def receives(self) -> tuple[ScheduleReceive, ...]:
         """Receives the peers' data, a stage for each piece."""
         channels = self._by_proxy.links.sends
         return tuple(
-            ScheduleReceive(channels[peer], stage=number) for number in range(len(self.pieces)) for peer in self._peers
+            ScheduleReceive(channels[peer], stage=number)
+            for peer in self._peers
+            for number in self.pieces.values_from(peer)
         )
 
     def reduce(self, result: int, *, gated: bool) -> Launch:
@@ -265,7 +323,8 @@ class _Reduction:
         """
         rank = self._by_proxy.group.rank
         own, count = self._source.ptr + self._shares.start(rank) * self._itemsize, self._shares.lengths[rank]
-        return self._slots.reduce(own, result, count, self.pieces, transfers=len(self._peers), gated=gated)
+        transfers = [sum(number in self.pieces.values_from(peer) for peer in self._peers) for number in (0, 1)]
+        return self._slots.reduce(own, result, count, self.pieces.bounds, transfers=transfers, gated=gated)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -20,11 +20,12 @@ namespace proxyccl {
 PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece) {
   __shared__ uint32_t complete;
   if (threadIdx.x == 0) {
-    const WaitFor what = {PROXYCCL_WAIT_STAGE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, arrived.transfers};
+    const uint64_t transfers = piece == 0 ? arrived.first_transfers : arrived.transfers;
+    const WaitFor what = {PROXYCCL_WAIT_STAGE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, transfers};
     uint32_t* const here = &arrived.here[piece];
     if (blockIdx.x == 0) {
       complete = waitUntil(arrived.control, what, [&](uint64_t* seen) {
-        return (*seen = loadAcquireSystem(&arrived.stages[piece])) >= arrived.transfers;
+        return (*seen = loadAcquireSystem(&arrived.stages[piece])) >= transfers;
       });
       if (complete != 0) storeReleaseDevice<uint32_t>(here, 1);
     } else {
