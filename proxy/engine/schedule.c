@@ -272,7 +272,7 @@ typedef struct {
   ProxycclPut puts[PROXYCCL_MOST_PUTS];
   Step *steps[PROXYCCL_MOST_PUTS];
   uint32_t count;
-  int awaited; /* other sends could join it, but for their peers' posts */
+  int awaited; /* other sends could join it, whose peers have not posted */
 } Bundle;
 
 static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
