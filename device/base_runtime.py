@@ -119,9 +119,9 @@ class Event(Protocol):
 class EngineFunctions(Struct, frozen=True):
     """Addresses of the driver calls that the engine makes (proxy/engine/runtime_table.h).
 
-    `copy_many` issues several copies in one call; 0 if the driver lacks that.
     `make_current` takes a `LaunchTarget.context`; 0 if there is none. Threads that serve several devices call it.
-    `add_helper` and `remove_helper` exist if kernels wait on the CPU (host/runtime.h), otherwise 0.
+    `add_helper` and `remove_helper` exist if kernels wait on the CPU (host/runtime.h), otherwise 0. `copy_many` issues
+    several copies in one call; 0 if the driver lacks that.
     """
 
     copy: int
@@ -129,10 +129,10 @@ class EngineFunctions(Struct, frozen=True):
     write32: int
     event_record: int
     event_query: int
-    copy_many: int = 0
     make_current: int = 0
     add_helper: int = 0
     remove_helper: int = 0
+    copy_many: int = 0
 
 
 class LaunchTarget(Struct, frozen=True):
