@@ -34,6 +34,7 @@ class ProxycclTransferTimesPointer(_ProxycclTransferTimes, ItemPointer[ProxycclT
 
 class _ProxycclCopier:
     copy: int
+    write64: int
     event_record: int
     event_query: int
     current: int
@@ -52,6 +53,8 @@ class _ProxycclDeviceCopies:
     bytes: int
     stream: int
     event: int
+    word: int
+    word_on_device: int
 
 class ProxycclDeviceCopies(_ProxycclDeviceCopies, CData): ...
 class ProxycclDeviceCopiesPointer(_ProxycclDeviceCopies, ItemPointer[ProxycclDeviceCopies]): ...
@@ -144,7 +147,7 @@ class Lib:
         transfer: Passed[ProxycclTransferPointer],
         message: Passed[CharPointer] | bytes,
         bytes: int,
-        stream: int,
+        stream: Passed[Uint64Pointer],
         /,
     ) -> int: ...
     def proxyccl_transfer_post_after(

@@ -1,7 +1,7 @@
-/* Transfers that a device copies: queued on a stream of it, and ended when the event after them is reached.
+/* Transfers that a device copies: queued on a stream of it, and ended when the stream has written a word after them.
  * See transfers.h.
  *
- * A caller that waits or asks looks at the event itself. Otherwise the agent's thread does, from time to time.
+ * A caller that waits or asks looks at the word itself. Otherwise the agent's thread does, from time to time.
  */
 #include <errno.h>
 #include <time.h>
@@ -13,7 +13,8 @@
 
 enum {
   SHORT_BYTES = 64 << 10,     /* a copy up to this is waited for by whoever starts it, … */
-  SHORT_NS = 15000,           /* … at most this long: it takes less than waking the agent's thread */
+  SHORT_NS = 20000,           /* … at most this long: it takes less than waking the agent's thread */
+  CHECK_NS = 1000000,         /* between two questions whether the device has failed */
   SPIN_NS = 100000,           /* whoever waits spins for this long */
   SHORTEST_PAUSE_NS = 20000,  /* between two looks of the agent's thread */
   LONGEST_PAUSE_NS = 1000000, /* likewise */
@@ -62,16 +63,22 @@ static int reached(const ProxycclCopier *copier, void *event) {
   return ((int (*)(void *))(uintptr_t)copier->event_query)(event);
 }
 
-static int query(const ProxycclTransfer *transfer) {
+/* Whether the stream has written the transfer's word, which it does after the copies. */
+static int is_over(const ProxycclTransfer *transfer) {
+  return __atomic_load_n(transfer->word, __ATOMIC_ACQUIRE) == transfer->turn;
+}
+
+/* The device's failure, or 0: after one a word may never be written. The event marks nothing, so it is reached. */
+static int failure(const ProxycclTransfer *transfer) {
   const Entered before = enter(transfer->copier);
   const int status = reached(transfer->copier, transfer->event);
   leave(transfer->copier, before);
-  return status;
+  return status == PROXYCCL_RUNTIME_NOT_READY ? 0 : status;
 }
 
-/* Queues the copies and the event. The event is queued after a failure too, as earlier copies run. *recorded: whether
- * it was. Returns the driver's first failure, or 0. */
-static int issue(const ProxycclTransfer *transfer, void *stream, int *recorded) {
+/* Queues the copies and the write of the word, also after a failure, as earlier copies run. *queued: whether it was.
+ * Returns the driver's first failure, or 0. */
+static int issue(const ProxycclTransfer *transfer, void *stream, int *queued) {
   const ProxycclCopier *copier = transfer->copier;
   const ProxycclLaunch *launch = transfer->launch;
   const Entered before = enter(copier);
@@ -81,9 +88,10 @@ static int issue(const ProxycclTransfer *transfer, void *stream, int *recorded) 
     status = copy(copier, row[0], row[1], row[2], stream);
   }
   if (status == 0 && launch != NULL) status = proxyccl_launch_current(launch, (uintptr_t)stream);
-  const int failed = record(copier, transfer->event, stream);
+  const int failed = ((int (*)(void *, uint64_t *, uint64_t, unsigned))(uintptr_t)copier->write64)(
+      stream, (uint64_t *)(uintptr_t)transfer->word_on_device, transfer->turn, 0);
   leave(copier, before);
-  *recorded = failed == 0;
+  *queued = failed == 0;
   return status != 0 ? status : failed;
 }
 
@@ -97,24 +105,24 @@ static void end(ProxycclTransfer *transfer) {
   }
 }
 
-void device_start(ProxycclTransfer *transfer, void *stream) {
+void device_start(ProxycclTransfer *transfer, const uint64_t *stream) {
+  static uint64_t turns; /* no word ever gets the same value twice, not even that of a transfer that was given up */
   ProxycclAgent *agent = transfer->agent;
-  const int own = stream == NULL, is_short = own && transfer->bytes <= SHORT_BYTES;
-  int recorded, ended = 0;
+  const int is_short = stream == NULL && transfer->bytes <= SHORT_BYTES;
+  void *queue = stream == NULL ? transfer->stream : (void *)(uintptr_t)*stream;
+  int queued;
+  transfer->turn = __atomic_add_fetch(&turns, 1, __ATOMIC_RELAXED);
+  transfer->checked = transfer->times.posted;
   ++transfer->copying;
   pthread_mutex_unlock(&agent->lock);
-  int status = issue(transfer, own ? transfer->stream : stream, &recorded);
-  const uint64_t deadline = now_ns() + SHORT_NS;
-  while (is_short && recorded && !ended && now_ns() < deadline) {
-    const int looked = query(transfer);
-    ended = looked != PROXYCCL_RUNTIME_NOT_READY;
-    if (status == 0 && ended) status = looked;
-  }
+  const int status = issue(transfer, queue, &queued);
+  const uint64_t deadline = transfer->times.posted + SHORT_NS;
+  while (is_short && queued && !is_over(transfer) && now_ns() < deadline) {}
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
   transfer->error = -status;
   if (transfer->cancel) pthread_cond_broadcast(&agent->changed); /* whoever cancels it ends it */
-  if (ended || !recorded) {
+  if (!queued || is_over(transfer)) {
     if (!transfer->cancel) end(transfer);
     return;
   }
@@ -125,15 +133,23 @@ void device_start(ProxycclTransfer *transfer, void *stream) {
 int device_look(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   if (transfer->copying > 0 || transfer->cancel) return 0; /* whoever looks or cancels ends it */
-  ++transfer->copying;
-  pthread_mutex_unlock(&agent->lock);
-  const int status = query(transfer);
-  pthread_mutex_lock(&agent->lock);
-  --transfer->copying;
-  if (transfer->cancel) pthread_cond_broadcast(&agent->changed);
-  if (status == PROXYCCL_RUNTIME_NOT_READY) return 0;
-  if (transfer->error == 0) transfer->error = -status;
-  if (!transfer->cancel) end(transfer);
+  if (!is_over(transfer)) {
+    const uint64_t now = now_ns();
+    if (now - transfer->checked < CHECK_NS) return 0;
+    transfer->checked = now;
+    ++transfer->copying;
+    pthread_mutex_unlock(&agent->lock);
+    const int status = failure(transfer);
+    pthread_mutex_lock(&agent->lock);
+    --transfer->copying;
+    if (transfer->cancel) {
+      pthread_cond_broadcast(&agent->changed);
+      return 0;
+    }
+    if (status == 0) return 0;
+    transfer->error = -status;
+  }
+  end(transfer);
   return 1;
 }
 
@@ -175,7 +191,7 @@ void device_finish(ProxycclTransfer *transfer) {
   const struct timespec pause = {0, SHORTEST_PAUSE_NS};
   ++transfer->copying; /* it stays, and nobody else looks */
   pthread_mutex_unlock(&agent->lock);
-  while (query(transfer) == PROXYCCL_RUNTIME_NOT_READY && now_ns() < deadline) nanosleep(&pause, NULL);
+  while (!is_over(transfer) && failure(transfer) == 0 && now_ns() < deadline) nanosleep(&pause, NULL);
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
   if (transfer->queued) transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
@@ -230,5 +246,7 @@ ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, Proxy
   transfer->bytes = copies->bytes;
   transfer->stream = (void *)(uintptr_t)copies->stream;
   transfer->event = (void *)(uintptr_t)copies->event;
+  transfer->word = (uint64_t *)(uintptr_t)copies->word;
+  transfer->word_on_device = copies->word_on_device;
   return transfer;
 }

@@ -146,8 +146,10 @@ struct ProxycclTransfer {
   uint64_t copy_count;
   const ProxycclLaunch *launch; /* NULL: none */
   void *stream, *event;
-  uint64_t *words, value; /* of the stream that it belongs to; NULL: none */
-  int rung;               /* 0: the stream has not come to it */
+  uint64_t *word, word_on_device, turn; /* the stream writes `turn` to the word after the copies */
+  uint64_t checked;                     /* when the device was last asked whether it has failed */
+  uint64_t *words, value;               /* of the stream that it belongs to; NULL: none */
+  int rung;                             /* 0: the stream has not come to it */
   Buffer message;
   int has_message;
   ProxycclTransferTimes times;
@@ -208,14 +210,14 @@ void transfer_queue(ProxycclTransfer *transfer, ProxycclTransfer ***last);
 void transfer_unqueue(ProxycclTransfer *transfer, ProxycclTransfer **first, ProxycclTransfer ***last);
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
 void transfer_copy(ProxycclTransfer *transfer); /* the next piece; unlocks meanwhile */
-void transfer_begin(ProxycclTransfer *transfer, uint64_t stream);
+void transfer_begin(ProxycclTransfer *transfer, const uint64_t *stream);
 int transfer_look(ProxycclTransfer *transfer); /* begins it if its stream has come to it; 1: that it did */
 int transfer_is_looked_at(const ProxycclTransfer *transfer); /* it has a device or a stream that wakes nobody */
 void transfer_cancel(ProxycclTransfer *transfer);
 void transfer_lose(ProxycclTransfer *transfer); /* a copy, whose link is lost */
 
 /* device.c. All with the agent locked; they unlock meanwhile. */
-void device_start(ProxycclTransfer *transfer, void *stream);
+void device_start(ProxycclTransfer *transfer, const uint64_t *stream);
 int device_look(ProxycclTransfer *transfer); /* ends it if the device is done: 1 */
 void device_look_at_all(ProxycclAgent *agent);
 uint64_t device_pause(const ProxycclAgent *agent); /* ns until the next look */

@@ -222,7 +222,7 @@ ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *l
   return transfer;
 }
 
-void transfer_begin(ProxycclTransfer *transfer, uint64_t stream) {
+void transfer_begin(ProxycclTransfer *transfer, const uint64_t *stream) {
   ProxycclAgent *agent = transfer->agent;
   ProxycclLink *link = transfer->link;
   transfer->left = transfer->bytes;
@@ -233,7 +233,7 @@ void transfer_begin(ProxycclTransfer *transfer, uint64_t stream) {
   } else if (transfer->left == 0) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
   } else if (transfer->copier != NULL) {
-    device_start(transfer, (void *)(uintptr_t)stream);
+    device_start(transfer, stream);
   } else if (link != NULL && link->pid == 0) {
     transfer_queue(transfer, &link->last);
     link_send(link);
@@ -262,7 +262,7 @@ static int activate(ProxycclTransfer *transfer, const char *message, uint64_t by
   return 0;
 }
 
-int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t stream) {
+int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream) {
   ProxycclAgent *agent = transfer->agent;
   if (bytes > PROXYCCL_LONGEST_MESSAGE) return EMSGSIZE;
   const uint64_t posted = now_ns();
@@ -307,7 +307,7 @@ int transfer_look(ProxycclTransfer *transfer) {
   if (transfer->rung || __atomic_load_n(&transfer->words[0], __ATOMIC_ACQUIRE) < transfer->value) return 0;
   transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
   transfer->rung = 1;
-  transfer_begin(transfer, 0);
+  transfer_begin(transfer, NULL);
   return 1;
 }
 

@@ -41,7 +41,7 @@ typedef struct ProxycclTransferTimes {
 
 /* A device that copies: addresses of the driver's calls (runtime_table.h, memory_pool.h); 0: it has no such call. */
 typedef struct ProxycclCopier {
-  uint64_t copy, event_record, event_query;
+  uint64_t copy, write64, event_record, event_query;
   uint64_t current, make_current, context; /* of threads that use the device */
   uint64_t exchange_capture_mode;
   int32_t relaxed; /* the capture mode that allows these calls */
@@ -51,10 +51,11 @@ typedef struct ProxycclCopier {
 typedef struct ProxycclDeviceCopies {
   const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine: the device's addresses */
   uint64_t count;
-  uint64_t launch; /* a ProxycclLaunch that copies the rest, or 0 */
-  uint64_t bytes;  /* of all */
-  uint64_t stream; /* the one for starts without a stream */
-  uint64_t event;  /* the transfer's own */
+  uint64_t launch;               /* a ProxycclLaunch that copies the rest, or 0 */
+  uint64_t bytes;                /* of all */
+  uint64_t stream;               /* the one for starts without a stream */
+  uint64_t event;                /* one that was never recorded: asking for it tells whether the device has failed */
+  uint64_t word, word_on_device; /* a pinned word of the transfer's own, by its two addresses */
 } ProxycclDeviceCopies;
 
 enum { PROXYCCL_STAGES = 2, PROXYCCL_STAGE_BYTES = 1 << 20 };
@@ -126,9 +127,9 @@ ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, Proxy
 /* Cancels it if it is active, and frees it. When it returns, nothing touches its local memory. */
 void proxyccl_transfer_release(ProxycclTransfer *transfer);
 /* Starts it. `message`: told to the peer when the data has arrived; NULL: none. `stream`: of the device that copies; it
- * then runs after the stream's earlier work, and before its later work. 0: none. A short transfer without a stream ends
- * before it returns. 0, EBUSY if it is active, EMSGSIZE, or ENOMEM. */
-int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t stream);
+ * then runs after the stream's earlier work, and before its later work. NULL: none. A short transfer without a stream
+ * ends before it returns. 0, EBUSY if it is active, EMSGSIZE, or ENOMEM. */
+int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream);
 /* Starts it once a stream has raised words[0] to `value`. When it has ended, however it did, words[1] is `value`: the
  * stream's later work waits for that. The words are in memory that streams write and wait for, and outlive it; each
  * start has a higher value. For a transfer that no device copies. 0 or an error as of proxyccl_transfer_post. */

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from nixl._api import nixl_agent
 
+from proxyccl.channels.transfers import copier
 from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
@@ -67,7 +68,8 @@ class OnDevices:
 
 
 @pytest.fixture
-def pair() -> Iterator[OnDevices]:
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnDevices]:
+    monkeypatch.setattr(copier, "_LONG_BYTES", 1 << 20)  # so that less memory has both short and long blocks
     made = OnDevices()
     yield made
     made.close()
@@ -138,8 +140,8 @@ def test_memory_that_cannot_be_pinned_is_left_to_the_driver(pair: OnDevices, mon
     def refuse(ptr: int, nbytes: int) -> None:
         raise ResourceError("the test refuses")
 
-    copier = pair.a._devices.copier(pair.arrays[0].runtime.device, RUNTIME)
-    monkeypatch.setattr(copier.runtime, "pin", refuse)
+    device = pair.a._devices.copier(pair.arrays[0].runtime.device, RUNTIME)
+    monkeypatch.setattr(device.runtime, "pin", refuse)
     many = strided(pair.host_regions[0].address, pair.regions[0].address, 64, 100, 128)
     with pytest.warns(RuntimeWarning, match="driver's buffers: the test refuses"):
         transfer = pair.a.prepare("write", "a", many)
@@ -151,9 +153,11 @@ def test_memory_that_cannot_be_pinned_is_left_to_the_driver(pair: OnDevices, mon
 
 
 @pytest.mark.hip
-def test_on_a_stream(pair: OnDevices) -> None:
+@pytest.mark.parametrize("number", [None, pytest.param(0, marks=pytest.mark.gpu_only)])
+def test_on_a_stream(pair: OnDevices, number: int | None) -> None:
+    """Number 0 is the default stream that all threads of a process share, and torch's."""
     runtime = pair.arrays[0].runtime
-    stream = runtime.create_stream()
+    stream: Any = runtime.create_stream() if number is None else number
     transfer = pair.a.prepare("write", "b", [(pair.regions[0].address, pair.regions[1].address, NBYTES)])
     for value in range(1, 6):
         runtime.fill(pair.arrays[0].ptr, value, NBYTES, stream)
@@ -161,7 +165,7 @@ def test_on_a_stream(pair: OnDevices) -> None:
         runtime.fill(pair.arrays[0].ptr, 0, NBYTES, stream)
         transfer.wait()
         assert (pair.arrays[1].numpy() == value).all()
-    stream.synchronize()
+    runtime.synchronize_stream(stream)
 
 
 @pytest.mark.parametrize("path", PATHS)
