@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import threading
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from msgspec import Struct
 from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.device._native import ffi as native
 from proxyccl.device.base_runtime import PinnedMemory, Stream
-from proxyccl.device.kernel import Launch
+from proxyccl.device.kernel import Kernel, Launch
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi, lib
 
@@ -119,9 +120,10 @@ class Copier:
         self._streams: list[Stream] = []
         self._turn = 0
         if runtime.loads_lazily:  # loading waits for kernels, which may wait for a transfer
-            self._kernel()
+            _ = self._kernel
 
-    def _kernel(self) -> object:
+    @functools.cached_property
+    def _kernel(self) -> Kernel:
         return self.runtime.shipped("copy_blocks.h", "copy_blocks")
 
     def plan(self, rows: Rows, *, kernels_reach: bool = True, kept: object = None) -> Plan:
@@ -157,7 +159,6 @@ class Copier:
 
     def _launch(self, rows: Rows) -> tuple[Launch, Table]:
         """A kernel for short blocks, which are cut so that all warps have some."""
-        kernel = self.runtime.shipped("copy_blocks.h", "copy_blocks")
         on_host = self.runtime.name == "host"  # a thread of the kernel is a warp there
         blocks, threads = (1, 1) if on_host else (min(_BLOCKS, self.runtime.launch_defaults.blocks), _THREADS)
         warps = 1 if on_host else blocks * threads // _WARP
@@ -167,7 +168,7 @@ class Copier:
         to, source = (native.cast("void *", each) for each in (table.memory.host_ptr, pieces.ctypes.data))
         native.memmove(to, source, pieces.nbytes)
         blocks = min(blocks, len(pieces))
-        return kernel.prepare(blocks, threads, table.memory.ptr, len(pieces)), table
+        return self._kernel.prepare(blocks, threads, table.memory.ptr, len(pieces)), table
 
     def staging(self) -> tuple[ProxycclStagingPointer, object]:
         """Pinned memory by way of which another process's memory is copied, and what to keep with it."""

@@ -165,7 +165,7 @@ class Reached:
         """
         shares, starts = self._in_order()
         at = np.searchsorted(starts, addresses, "right") - 1
-        used = np.unique(at)
+        used = np.flatnonzero(np.bincount(at, minlength=len(shares)))
         shifts = np.zeros(len(shares), np.uint64)
         memories = []
         for index in used:
