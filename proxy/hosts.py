@@ -15,7 +15,7 @@ _IPV6 = Path("/proc/net/if_inet6")
 
 
 def boot_id() -> str:
-    """What differs between machines, and is the same in all of a machine's containers; "" if the system does not say."""
+    """A text that differs between machines and is the same in a machine's containers; "" if the system has none."""
     found = Path("/proc/sys/kernel/random/boot_id")
     return found.read_text().strip() if found.exists() else ""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.device.errors import ArgumentError, ClosedError
 from proxyccl.transfer import (
     ActiveError,
@@ -25,7 +26,6 @@ from proxyccl.transfer import (
     UnknownAgentError,
     strided,
 )
-from proxyccl.channels.transfers.paths import PATHS
 from support.agents import Pair, force_path
 
 pytestmark = [

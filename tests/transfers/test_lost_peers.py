@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.device.errors import ClosedError
 from proxyccl.transfer import Agent, DisconnectedError, Region, State, Transfer, TransferTimeoutError
-from proxyccl.channels.transfers.paths import PATHS
 from support.agents import Child, child, force_path, serve_memory
 
 SOON = 20.0

@@ -53,7 +53,7 @@ def test_the_kernel_copies_between_network_namespaces(pair: Pair, apart: None) -
             pair.a.notify("b", b"")
 
 
-def test_a_number_of_another_process_is_not_copied_from(pair: Pair, apart: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_another_process_is_not_copied_from(pair: Pair, apart: None) -> None:
     pair.a._peers["b"].place = paths.Place(**{**_fields(pair), "process": 1})
     with pytest.warns(RuntimeWarning, match="through a socket"):
         assert pair.a.connect("b").name == "tcp"
