@@ -307,7 +307,10 @@ class nixlAgent:
         name = text_of(remote_agent)
         if name not in self._agent.peers:
             return NIXL_ERR_NOT_FOUND
-        return NIXL_SUCCESS if self._find_outside(name, descs) is None else NIXL_ERR_NOT_FOUND
+        try:
+            return NIXL_SUCCESS if self._find_outside(name, descs) is None else NIXL_ERR_NOT_FOUND
+        except nixlNotFoundError:  # it was forgotten meanwhile
+            return NIXL_ERR_NOT_FOUND
 
     def makeConnection(self, remote_agent: str | bytes, backends: Sequence[int] = ()) -> nixl_status_t:
         """Connects. Raises nixlNotFoundError, nixlRemoteDisconnectError."""

@@ -447,6 +447,17 @@ def test_input_that_makes_no_list(two: Two) -> None:
         two.a.register_memory(three, "DRAM")
 
 
+def test_metadata_that_are_forgotten_while_they_are_checked(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = two.a.agent._agent.find_outside
+
+    def forgotten_first(*arguments: Any) -> int | None:
+        two.a.remove_remote_agent("agent1")
+        return find(*arguments)
+
+    monkeypatch.setattr(two.a.agent._agent, "find_outside", forgotten_first)
+    assert two.a.check_remote_metadata("agent1") is False
+
+
 def test_metadata_by_sockets(caplog: pytest.LogCaptureFixture) -> None:
     import socket
 
