@@ -43,7 +43,7 @@ class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torc
     def _call(self, *arguments: Any) -> Any:
         return self._work if arguments[-1].asyncOp else None
 
-    allreduce = allreduce_coalesced = reduce = allgather = alltoall_base = _call
+    allreduce = allreduce_coalesced = reduce = allgather = all_to_all_single = alltoall_base = _call
     all_gather_single = _allgather_base = reduce_scatter_single = _reduce_scatter_base = _call
 
 
