@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -10,25 +9,9 @@ import pytest
 
 from proxyccl import Communicator, EPAll2AllLayer
 from support.device_arrays import on_device, on_host
-from support.running import TIMEOUT, run_ranks
+from support.running import Stop, run_ranks
 
 EXPERTS_PER_RANK, HIDDEN, TOPK = 2, 16, 3
-
-
-class Stop:
-    """Rank 0 goes ahead while the other ranks stand where they call `until_told`."""
-
-    def __init__(self) -> None:
-        self._told = threading.Event()
-
-    def until_told(self, comm: Communicator) -> None:
-        if comm.rank and not self._told.wait(TIMEOUT):
-            raise TimeoutError
-
-    def tell(self, comm: Communicator) -> None:
-        comm.runtime.synchronize()  # what was sent has ended
-        if not comm.rank:
-            self._told.set()
 
 
 # Of few tokens the choices are announced; of many slots counts are sent.

@@ -30,6 +30,22 @@ def impatient(comm: Communicator, seconds: float = SHORT) -> None:
     comm.timeout = seconds
 
 
+class Stop:
+    """Rank 0 goes ahead while the other ranks stand where they call `until_told`."""
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+
+    def until_told(self, comm: Communicator) -> None:
+        if comm.rank and not self._told.wait(TIMEOUT):
+            raise TimeoutError
+
+    def tell(self, comm: Communicator) -> None:
+        comm.runtime.synchronize()  # what was sent has ended
+        if not comm.rank:
+            self._told.set()
+
+
 def wait_for(condition: Callable[[], object], what: str) -> None:
     """Waits until a condition holds, for longer than any single wait on a busy machine."""
     deadline = time.monotonic() + 4 * TIMEOUT

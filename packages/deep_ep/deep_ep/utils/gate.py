@@ -23,7 +23,7 @@ def get_unbalanced_scores(
         precise: make it so for these tokens, the others all alike; else only for many tokens, like a gate would.
 
     Raises:
-        ValueError: precise, and this many experts of so few ranks can't be chosen at that ratio.
+        ValueError: precise, and num_topk experts can't be chosen at that ratio.
     """
     if precise:
         return get_precise_unbalanced_scores(num_tokens, num_experts, num_ranks, num_topk, ratio)
