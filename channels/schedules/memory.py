@@ -19,7 +19,6 @@ from proxyccl.channels.symmetric import Announced
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ResourceError, WaitTimeoutError
-from proxyccl.device.runtime import PinnedMemory
 from proxyccl.device.stream_operations import CopyBytes
 from proxyccl.proxy.schedule import STAGES
 
@@ -85,9 +84,10 @@ class ScheduleMemories:
         self.staged_together = group.schedules_need_registration
         self.pinned_bytes = group.runtime.launch_defaults.pinned_bytes
         self.own_pinned_bytes = group.runtime.launch_defaults.own_pinned_bytes
+        # Here and not when it is first used, which may be in a capture.
+        self._own_box = group.runtime.allocate_pinned(self.own_pinned_bytes) if self.own_pinned_bytes else None
         self._stages: dict[Side, list[Array]] = {}
         self._boxes: PinnedBoxes | None = None
-        self._own_box: PinnedMemory | None = None
         self.reduction_words = group.runtime.allocate(2 * STAGES * _WORD_BYTES)
         if not self.staged_together:
             group.symmetric.serve(group.links.proxy)
@@ -126,10 +126,8 @@ class ScheduleMemories:
     def own_copy(self, dst: int, src: int, nbytes: int) -> list[CopyBytes]:
         """A stream's copies within the device: few bytes through pinned memory, where a direct copy would be a kernel
         that waits for a multiprocessor. One stream at a time has them."""
-        if dst == src or not 0 < nbytes <= self.own_pinned_bytes:
+        if self._own_box is None or dst == src or not 0 < nbytes <= self.own_pinned_bytes:
             return [CopyBytes(dst, src, nbytes)]
-        if self._own_box is None:
-            self._own_box = self._group.runtime.allocate_pinned(self.own_pinned_bytes)
         box = self._own_box.ptr
         return [CopyBytes(box, src, nbytes), CopyBytes(dst, box, nbytes)]
 
