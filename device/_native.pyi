@@ -215,7 +215,6 @@ class _ProxycclArrived:
     pieces: int
     piece: int
     stages: PointerField[Uint64Pointer]
-    first_transfers: int
     transfers: int
     gate: PointerField[Uint64Pointer]
     blocks_done: PointerField[Uint32Pointer]

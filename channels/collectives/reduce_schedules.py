@@ -109,7 +109,7 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
         part = _Reduction(by_proxy, source, op, _Shares(begin, target.size, (count,) * ranks))
         steps += [*part.copies_in, Schedule(part.posts(), part.sends(), part.receives())]
         result = target.ptr + begin * itemsize
-        steps += [part.reduce(result, gated=False), *by_proxy.rings.end(len(part.pieces.bounds))]
+        steps += [*part.reduce(result, gated=False), *by_proxy.rings.end(len(part.pieces.bounds))]
     return by_proxy.rings.prepare(steps)
 
 
@@ -151,7 +151,7 @@ def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, o
     schedule = Schedule((*part.posts(), *posts), (*part.sends(), *sends), (*part.receives(), *receives))
     copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # none in place
     end = by_proxy.rings.end(len(part.pieces.bounds))
-    return [*part.copies_in, schedule, part.reduce(output.ptr + own, gated=True), *end, *copies_out]
+    return [*part.copies_in, schedule, *part.reduce(output.ptr + own, gated=True), *end, *copies_out]
 
 
 def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> list[Step]:
@@ -178,9 +178,9 @@ def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: s
         receives=tuple(ScheduleReceive(links.sends[peer], stage=0) for peer in peers),
     )
     copy_in = CopyBytes(sent.ptr, source.ptr, nbytes)  # none in place
-    whole, transfers = [(0, source.size)], (len(peers) * (2 if replaced else 1), 0)
-    reduction = slots.reduce(source.ptr, target.ptr, source.size, whole, transfers=transfers, gated=False)
-    return [copy_in, schedule, reduction, *by_proxy.rings.end(1)]
+    arrival = by_proxy.rings.first_stage(len(peers) * (2 if replaced else 1))
+    reduction = slots.reduce(source.ptr, target.ptr, source.size, [(0, source.size)])
+    return [copy_in, schedule, arrival, reduction, *by_proxy.rings.end(1)]
 
 
 class _Slots:
@@ -226,25 +226,24 @@ class _Slots:
         count: int,
         pieces: Sequence[tuple[int, int]],
         *,
-        transfers: Sequence[int],
-        gated: bool,
+        transfers: int = 0,
+        gated: bool = False,
     ) -> Launch:
-        """The kernel that waits for each piece and reduces it.
+        """The kernel that reduces each piece. The first one must be there; it waits for the others.
 
         Args:
             own: this rank's elements.
             result: where the reduced ones go.
             count: of elements.
             pieces: the offset and the most elements of each; number n is stage n of the schedule.
-            transfers: of the first stage, and of each other one.
+            transfers: of each stage but the first.
             gated: whether it opens the gate after each piece.
         """
         group, words, defaults = self._group, self._words, self._group.runtime.launch_defaults
         arrived = ffi.new("ProxycclArrived *")
         arrived.slots, arrived.slot_bytes = ffi.cast("char *", self._memory.ptr), self._slot_bytes
         arrived.rank, arrived.world_size, arrived.divisor = group.rank, group.world_size, group.world_size
-        arrived.pieces, arrived.piece = len(pieces), pieces[0][1]
-        arrived.first_transfers, arrived.transfers = transfers
+        arrived.pieces, arrived.piece, arrived.transfers = len(pieces), pieces[0][1], transfers
         arrived.stages = ffi.cast("uint64_t *", words.stages[0])
         arrived.gate = ffi.cast("uint64_t *", words.gate if gated else 0)
         arrived.blocks_done, arrived.here = self._meeting, self._meeting + STAGES
@@ -314,8 +313,8 @@ class _Reduction:
             for number in self.pieces.values_from(peer)
         )
 
-    def reduce(self, result: int, *, gated: bool) -> Launch:
-        """The kernel that reduces this rank's share.
+    def reduce(self, result: int, *, gated: bool) -> list[Step]:
+        """The wait for the first piece, and the kernel that reduces this rank's share.
 
         Args:
             result: where the reduced share goes.
@@ -323,8 +322,10 @@ class _Reduction:
         """
         rank = self._by_proxy.group.rank
         own, count = self._source.ptr + self._shares.start(rank) * self._itemsize, self._shares.lengths[rank]
-        transfers = [sum(number in self.pieces.values_from(peer) for peer in self._peers) for number in (0, 1)]
-        return self._slots.reduce(own, result, count, self.pieces.bounds, transfers=transfers, gated=gated)
+        first, transfers = (sum(number in self.pieces.values_from(peer) for peer in self._peers) for number in (0, 1))
+        arrival = self._by_proxy.rings.first_stage(first)
+        reduction = self._slots.reduce(own, result, count, self.pieces.bounds, transfers=transfers, gated=gated)
+        return [arrival, reduction]
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -1,8 +1,8 @@
 // reduce_arrived: the reduction of a schedule's transfers (channels/schedules/DESIGN.md), by few blocks.
 //
-// The stream launches it as soon as it has rung the proxy. It waits for each piece of the data, so it reduces one at
-// once where a launch for each would wait for a free multiprocessor every time. Blocks wait for the proxy, and for the
-// first block, which hears from it.
+// The stream launches it when the first piece is there, so no multiprocessor waits for ranks that are late. It waits
+// for the other pieces, which are in flight: a launch for each would wait for a free multiprocessor every time. Blocks
+// wait for the proxy, and for the first block, which hears from it.
 #ifndef PROXYCCL_REDUCE_ARRIVED_H
 #define PROXYCCL_REDUCE_ARRIVED_H
 
@@ -20,12 +20,11 @@ namespace proxyccl {
 PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece) {
   __shared__ uint32_t complete;
   if (threadIdx.x == 0) {
-    const uint64_t transfers = piece == 0 ? arrived.first_transfers : arrived.transfers;
-    const WaitFor what = {PROXYCCL_WAIT_STAGE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, transfers};
+    const WaitFor what = {PROXYCCL_WAIT_STAGE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, arrived.transfers};
     uint32_t* const here = &arrived.here[piece];
     if (blockIdx.x == 0) {
       complete = waitUntil(arrived.control, what, [&](uint64_t* seen) {
-        return (*seen = loadAcquireSystem(&arrived.stages[piece])) >= transfers;
+        return (*seen = loadAcquireSystem(&arrived.stages[piece])) >= arrived.transfers;
       });
       if (complete != 0) storeReleaseDevice<uint32_t>(here, 1);
     } else {
@@ -97,7 +96,7 @@ template <class T, class Op>
 PROXYCCL_DEVICE void reduce_arrived(const ProxycclArrived& arrived, const T* in, T* out, uint64_t count) {
 #pragma unroll 1
   for (uint32_t piece = 0; piece < arrived.pieces; ++piece) {
-    if (!awaitPiece(arrived, piece)) return;
+    if (piece != 0 && !awaitPiece(arrived, piece)) return;
     const uint64_t begin = minimum(piece * arrived.piece, count);
     auto source = [&](uint32_t rank) {
       if (rank == arrived.rank) return in + begin;
