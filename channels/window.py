@@ -70,7 +70,7 @@ class Window:
         """Copies an array into a peer's, on the stream.
 
         Args:
-            x: any contiguous array of this rank's device, or of the host's pinned memory.
+            x: any contiguous array of this rank's device.
             peer: a rank whose memory this one's device reaches; this rank too.
             offset: bytes from the beginning of the peer's array.
             signal: whether to signal the peer after it; see `signal`.
@@ -166,7 +166,7 @@ class Window:
         """This rank's array, and the address here of the peer's range."""
         self._require_open()
         view = as_view(x, argument, gpu=self._runtime.name)
-        if view.device[0] not in (self._runtime.name, "host"):
+        if view.device[0] != self._runtime.name:
             raise ArgumentError(argument, f"lies on {view.place}, the communicator uses {self._runtime.name}")
         room = self._memory.peer_nbytes(peer)
         offset = as_integer(offset, "offset", f"expected an integer from 0 to {room}", 0, room)

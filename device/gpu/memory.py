@@ -130,6 +130,12 @@ class MemoryHandle:
             raise ArgumentError("handle", "expected a handle of device memory: these bytes begin differently")
         return process == forks.here().token, device, base, allocation, offset, nbytes, raw
 
+    @classmethod
+    def process_of(cls, handle: bytes) -> bytes:
+        """The token of the process that made a handle."""
+        token: bytes = cls._LAYOUT.unpack(handle)[1]
+        return token
+
 
 _Once = LeaseCache[Hashable, tuple[int, Callable[[int], None]]]
 """A driver's action that is done once for a process: a value, and the call that undoes it."""
@@ -269,7 +275,8 @@ class GpuMemoryManager:
                     self._driver.enable_peer_access(self._driver.context(device))
                     self._driver.grant_access(base, size, self._device)
                 return GpuMemory(base + offset, nbytes, self.unused.append, lambda: None)
-            key = (self._context.handle, handle[: -len(raw)], raw)
+            # Ranges of one allocation share its mapping: not every driver maps it twice.
+            key = (self._context.handle, MemoryHandle.process_of(handle), device, base, allocation, raw)
             try:
                 mapped, _ = self._imported.acquire(
                     key, lambda: (self._driver.import_memory(raw), self._driver.release_memory)

@@ -298,6 +298,10 @@ def test_between_processes(pair: OnDevices, allocator: str) -> None:
             way = "VMM" if allocator == "torch" else "shared memory" if RUNTIME == "host" else "IPC"
             assert writing.path.name == f"copy engine ({way})"
             assert process.stdout.readline() == b"written\n"  # it has found the values, and doubled them
+            pair.arrays[0].fill(1)
+            before = pair.a.regions_of(peer)[1]  # of the same allocation; it is all zeros
+            pair.a.read(peer, [(here, before.address, before.nbytes)]).wait()
+            assert not pair.arrays[0].numpy()[: before.nbytes].any()
             pair.arrays[0].fill(0)
             many = strided(here, theirs.address, 4096, NBYTES // 8192, 8192)
             reading = pair.a.read(peer, many)
@@ -309,7 +313,7 @@ def test_between_processes(pair: OnDevices, allocator: str) -> None:
             pair.a.write(peer, [(pair.host_regions[0].address, theirs.address, NBYTES)]).wait()
             pair.a.read(peer, [(here, theirs.address, NBYTES)]).wait()
             np.testing.assert_array_equal(pair.arrays[0].numpy(), pair.hosts[0])
-            page = pair.a.regions_of(peer)[1].address
+            page = pair.a.regions_of(peer)[2].address
             staged = pair.a.write(peer, strided(here, page, 1000, 3000, 2000, 1000))
             staged.wait()
             assert "staged" in staged.path.name

@@ -31,6 +31,7 @@ else:
     memory = runtime.allocate(OFFSET + nbytes)
     ptr = memory.ptr + OFFSET
     agent.register((ptr, nbytes), kind="vram", device=runtime.device)
+agent.register((ptr - OFFSET, 4000), kind="vram", device=runtime.device)
 agent.register(np.zeros(3_000_000, np.uint8))
 print(agent.metadata().hex(), flush=True)
 for _ in range(2):
