@@ -291,6 +291,7 @@ typedef struct { int relaxed; uint64_t context; ...; } ProxycclStreamOrder;
 void proxyccl_stream_order_fill(ProxycclStreamOrder *order, uintptr_t record, uintptr_t wait, uintptr_t query,
                                 uintptr_t is_capturing, uintptr_t exchange_capture_mode, uintptr_t current);
 int proxyccl_stream_captures(const ProxycclStreamOrder *order, uintptr_t stream);
+int proxyccl_stream_ask_capture(const ProxycclStreamOrder *order, uintptr_t stream, int *captures);
 int proxyccl_stream_mark(const ProxycclStreamOrder *order, uintptr_t event, uintptr_t stream);
 int proxyccl_stream_wait(const ProxycclStreamOrder *order, uintptr_t stream, uintptr_t event);
 int proxyccl_stream_follow(const ProxycclStreamOrder *order, uintptr_t event, uintptr_t first, uintptr_t then,

@@ -238,10 +238,6 @@ class Driver(Protocol):
         """Makes later work of the stream wait for an event's last record."""
         ...
 
-    def is_capturing(self, stream: int) -> bool:
-        """Whether the stream's work goes into a graph."""
-        ...
-
     def relax_capture(self, mode: int | None = None) -> int:
         """Lets the calling thread make calls that a capture in progress elsewhere would forbid, and returns the
         previous mode; with `mode`, restores it.

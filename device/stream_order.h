@@ -35,6 +35,15 @@ static inline int proxyccl_stream_captures(const ProxycclStreamOrder* self, uint
   return status == PROXYCCL_CAPTURE_IMPLICIT || (status == 0 && captures != 0);
 }
 
+/* Stores whether a stream's work goes into a graph. Returns the driver's status, or PROXYCCL_OTHER_CONTEXT with nothing
+ * done. */
+static inline int proxyccl_stream_ask_capture(const ProxycclStreamOrder* self, uintptr_t stream, int* captures) {
+  if (!proxyccl_order_is_current(self)) return PROXYCCL_OTHER_CONTEXT;
+  const int status = self->is_capturing == NULL ? 0 : self->is_capturing((void*)stream, captures);
+  if (status == PROXYCCL_CAPTURE_IMPLICIT) *captures = 1;
+  return status == PROXYCCL_CAPTURE_IMPLICIT ? 0 : status;
+}
+
 /* This and the next two return the driver's status, or PROXYCCL_OTHER_CONTEXT with nothing done. */
 static inline int proxyccl_stream_mark(const ProxycclStreamOrder* self, uintptr_t event, uintptr_t stream) {
   return proxyccl_order_is_current(self) ? self->record((void*)event, (void*)stream) : PROXYCCL_OTHER_CONTEXT;

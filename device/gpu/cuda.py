@@ -264,13 +264,6 @@ class CudaDriver:
         """Makes a stream wait for an event."""
         ok("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, event, 0))
 
-    def is_capturing(self, stream: int) -> bool:
-        """Whether a stream is being captured; for the legacy stream, whether any stream that it would wait for is."""
-        status, *captured = cu.cuStreamIsCapturing(stream)
-        if status == cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
-            return True
-        return bool(ok("cuStreamIsCapturing", (status, *captured)))
-
     def relax_capture(self, mode: int | None = None) -> int:
         """Exchanges the thread's capture mode, by default for the relaxed one."""
         wanted = cu.CUstreamCaptureMode(

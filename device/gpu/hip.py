@@ -239,16 +239,6 @@ class HipDriver:
         """Makes a stream wait for an event."""
         call("hipStreamWaitEvent", stream, event, 0)
 
-    def is_capturing(self, stream: int) -> bool:
-        """Whether a stream is being captured; for the legacy stream, whether any stream that it would wait for is."""
-        try:
-            status = call("hipStreamIsCapturing", stream)
-        except DriverError as error:
-            if error.status == int(hip.hipError_t.hipErrorStreamCaptureImplicit):
-                return True
-            raise
-        return bool(status != hip.hipStreamCaptureStatus.hipStreamCaptureStatusNone)
-
     def relax_capture(self, mode: int | None = None) -> int:
         """Exchanges the thread's capture mode, by default for the relaxed one."""
         wanted = hip.hipStreamCaptureMode.hipStreamCaptureModeRelaxed if mode is None else mode

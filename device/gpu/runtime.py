@@ -307,8 +307,7 @@ class GpuRuntime:
 
     def is_capturing(self, stream: int) -> bool:
         """Whether work queued on the stream goes into a graph."""
-        with self.current():
-            return self.driver.is_capturing(stream)
+        return self._order.ask_capture(stream)
 
     def order_streams(self, first: int, then: int) -> None:
         """Makes later work of `then` wait for work queued on `first`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from proxyccl.device import forks
 from proxyccl.device._native import ffi, lib
@@ -18,6 +19,7 @@ _CALLS: dict[str, Callable[..., int]] = {
     "event record": lib.proxyccl_stream_mark,
     "stream wait": lib.proxyccl_stream_wait,
     "event query": lib.proxyccl_event_query,
+    "capture query": lib.proxyccl_stream_ask_capture,
     "order of streams": lib.proxyccl_stream_follow,
 }
 """The calls of stream_order.h, by their names in errors."""
@@ -73,6 +75,14 @@ class StreamOrder:
         """Whether a stream's work goes into a graph."""
         return bool(lib.proxyccl_stream_captures(self._order, stream))
 
+    def ask_capture(self, stream: int) -> bool:
+        """The same whichever device is current, which a default stream's handle depends on."""
+        captures = ffi.new("int *")
+        status = lib.proxyccl_stream_ask_capture(self._order, stream, captures)
+        if status:
+            self.finish(status, "capture query", (stream, captures))
+        return bool(captures[0])
+
     def mark(self, stream: int) -> StreamMark:
         """Marks the end of the work queued on a stream."""
         event = self._take()
@@ -93,7 +103,7 @@ class StreamOrder:
         if status:
             self.finish(status, "order of streams", (event, first, then, alike))
 
-    def finish(self, status: int, name: str, arguments: tuple[int, ...]) -> None:
+    def finish(self, status: int, name: str, arguments: tuple[Any, ...]) -> None:
         """After a call with a nonzero status: repeats it with the device current, or raises its error.
 
         Args:
