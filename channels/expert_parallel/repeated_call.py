@@ -16,10 +16,12 @@ from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import Runtime, StreamLike
-from proxyccl.device.stream_operations import StreamOperations
+from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 Kinds = tuple[Any, ...]
 Launchable = Launch | StreamOperations
+COPY_LATER = CopyBytes(1, 2, 1)
+"""A copy whose numbers are set before each call."""
 
 
 def kind_of(x: Any) -> Any:

@@ -11,13 +11,11 @@ from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.context import RECEIVE, SEND
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
-from proxyccl.channels.expert_parallel.repeated_call import Launchable, RepeatedCall, kind_of, name_of
+from proxyccl.channels.expert_parallel.repeated_call import COPY_LATER, Launchable, RepeatedCall, kind_of, name_of
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
-
-_COPY_LATER = CopyBytes(1, 2, 1)  # its numbers are set before each call
 
 
 class RepeatedCombine(RepeatedCall):
@@ -141,7 +139,7 @@ class RepeatedCombine(RepeatedCall):
 
     def _copying(self, copied: CopyBytes) -> StreamOperations:
         if self._after_copy is None:
-            self._after_copy = StreamOperations(self._group.runtime, [_COPY_LATER, self._launch])
+            self._after_copy = StreamOperations(self._group.runtime, [COPY_LATER, self._launch])
         self._after_copy.set_copy(0, copied)
         return self._after_copy
 

@@ -16,6 +16,7 @@ from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuf
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.channels.expert_parallel.repeated_call import (
+    COPY_LATER,
     GivenTokens,
     Launchable,
     RepeatedCall,
@@ -25,6 +26,7 @@ from proxyccl.channels.expert_parallel.repeated_call import (
 from proxyccl.channels.expert_parallel.tables import RECEIVED
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.runtime import StreamLike
+from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 
 class NewOutput(Struct):
@@ -126,6 +128,7 @@ class RepeatedDispatch(RepeatedCall):
         call.row_bytes = self._tokens.row_bytes if scaled is None else config.hidden + self._scale_bytes
         self._id_bytes, self._weight_bytes = config.topk * call.id_bytes, config.topk * config.weight.itemsize
         self._outputs = _Outputs(parts, like, float8=options.quantized, weighted=self._weighted)
+        self._copies: StreamOperations | None = None
 
     def repeat(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> Dispatched | None:
         """Makes the whole call. None, and nothing done, if it does not fit."""
@@ -258,11 +261,15 @@ class RepeatedDispatch(RepeatedCall):
 
     def _copy_passed(self, desc: EPAllToAllLayoutDesc, output: NewOutput) -> None:
         """Copies rows from the buffer that they pass to new arrays."""
-        made = self._outputs.make_rows(desc.rows)
+        made = output.rows = self._outputs.make_rows(desc.rows)
+        if not desc.rows:
+            return
         arrays = made if isinstance(made, tuple) else (made,)
-        address, copied = self._ctx.arrays.address, zip(arrays, output.addresses, strict=False)
-        self._ctx.copy([(address(array), source, array.nbytes) for array, source in copied], desc.stream, (made,))
-        output.rows = made
+        if self._copies is None:
+            self._copies = StreamOperations(self._group.runtime, [COPY_LATER] * len(arrays))
+        for step, (array, source) in enumerate(zip(arrays, output.addresses, strict=False)):
+            self._copies.set_copy(step, CopyBytes(self._ctx.arrays.address(array), source, array.nbytes))
+        self._issue(desc, self._copies, desc.stream, arrays, compared=False)
 
 
 class SentDispatch:
