@@ -4,8 +4,7 @@ python benchmarks/transfers.py [--rounds 5] [--tcp] [--devices [--mixed]] [--nix
 
 Each round runs the two libraries in turn, each in a pair of fresh processes, and the table has medians of rounds.
 DIRECTORY is where NIXL's wheel was installed (`pip install --target DIRECTORY nixl`). Wall-clock times, and processor
-time of the initiator and of the target; "idle" is the part of a core that a process takes with an agent that has
-nothing to do.
+time of the initiator; "idle" is the part of a core that a process takes with an agent that has nothing to do.
 
 With --devices the memory is that of two GPUs (of one, if there is no other), and the table has GB/s too. With --mixed
 the initiator's memory is the host's.

@@ -249,9 +249,14 @@ def test_gathers_of_a_session(ranks: Ranks) -> None:
 def test_ranks_that_gather_other_sizes_are_told(count: int) -> None:
     def body(comm: Communicator) -> None:
         buffer = sessions(comm, [(64,)] * 4, 4)
+        tensors = [numbers(comm, 4 + comm.rank, 0)] * count
+
+        def gathered() -> None:
+            buffer.all_gather(tensors)
+            comm.synchronize()  # on a GPU one rank may hear of it only now
+
         with buffer.agrs_new_session():
-            tensors = [numbers(comm, 4 + comm.rank, 0)] * count
-            refused("all_gather", lambda: buffer.all_gather(tensors), MismatchError)
+            refused("all_gather", gathered, MismatchError)
 
     run_ranks(2, body)
 
