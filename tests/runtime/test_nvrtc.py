@@ -216,6 +216,8 @@ LOOPS = {
         "st.relaxed.sys.global.b128",  # … and its store
     },
     "sync_ring": {"ld.acquire.sys.b64"},
+    # The count that is consumed is raised without a result, for which the thread would wait.
+    "wait_until": {"ld.acquire.sys.b64", "red.relaxed.gpu.global.max.u64"},
     "sync_grid": {
         "ld.relaxed.gpu.b32",  # the generation to leave
         "atom.add.acq_rel.gpu.u32",  # arrival

@@ -95,6 +95,8 @@ PROXYCCL_DEVICE T exchangeRelaxedDevice(T* p, T v) {
 PROXYCCL_DEVICE void addReleaseSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELEASE, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedSystem(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, SYSTEM); }
 PROXYCCL_DEVICE void addRelaxedDevice(uint64_t* p, uint64_t v) { PROXYCCL_ADD(p, v, RELAXED, DEVICE); }
+// The same for the greater of the two.
+PROXYCCL_DEVICE void maxRelaxedDevice(uint64_t* p, uint64_t v) { PROXYCCL_MAX(p, v); }
 template <class T>
 PROXYCCL_DEVICE bool compareExchangeDevice(T* p, T expected, T desired) {
   return PROXYCCL_COMPARE_EXCHANGE(p, &expected, desired, DEVICE);

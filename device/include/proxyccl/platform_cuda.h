@@ -20,6 +20,7 @@
 // Without a result, which the built-in always asks for: of 64 bits, in global memory.
 #define PROXYCCL_ADD(p, v, ORDER, SCOPE) asm volatile(PROXYCCL_PTX_ADD(ORDER, SCOPE)::"l"(p), "l"(v) : "memory")
 #define PROXYCCL_PTX_ADD(ORDER, SCOPE) "red" PROXYCCL_PTX_##ORDER PROXYCCL_PTX_##SCOPE ".global.add.u64 [%0], %1;"
+#define PROXYCCL_MAX(p, v) asm volatile("red.relaxed.gpu.global.max.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory")
 #define PROXYCCL_PTX_RELAXED ".relaxed"
 #define PROXYCCL_PTX_RELEASE ".release"
 #define PROXYCCL_PTX_DEVICE ".gpu"

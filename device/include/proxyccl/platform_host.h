@@ -99,6 +99,11 @@ void callKernel(void (*kernel)(Args...), void** args) {
   call(kernel, args, typename IndicesBelow<sizeof...(Args)>::Type{});
 }
 
+inline void maxRelaxed(uint64_t* p, uint64_t v) {
+  uint64_t before = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (before < v && !__atomic_compare_exchange_n(p, &before, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+}
+
 }  // namespace host
 }  // namespace proxyccl
 
@@ -110,6 +115,7 @@ void callKernel(void (*kernel)(Args...), void** args) {
 #define PROXYCCL_LOAD(p, ORDER, SCOPE) __atomic_load_n(p, __ATOMIC_##ORDER)
 #define PROXYCCL_STORE(p, v, ORDER, SCOPE) __atomic_store_n(p, v, __ATOMIC_##ORDER)
 #define PROXYCCL_ADD(p, v, ORDER, SCOPE) PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE)
+#define PROXYCCL_MAX(p, v) ::proxyccl::host::maxRelaxed(p, v)
 #define PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE) __atomic_fetch_add(p, v, __ATOMIC_##ORDER)
 #define PROXYCCL_EXCHANGE(p, v, ORDER, SCOPE) __atomic_exchange_n(p, v, __ATOMIC_##ORDER)
 #define PROXYCCL_COMPARE_EXCHANGE(p, expected, desired, SCOPE) \

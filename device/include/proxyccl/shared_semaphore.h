@@ -68,7 +68,7 @@ struct SharedSemaphore : ProxycclSemaphore {
                                  uint64_t value) const {
     if (!await(control, {kind, peer, channel, value}, [](const uint64_t* p) { return loadAcquireSystem(p); }))
       return false;
-    raise(expected, value);
+    maxRelaxedDevice(expected, value);
     return true;
   }
 

@@ -27,7 +27,7 @@ from proxyccl import (
     TransportError,
     rdma_devices,
 )
-from proxyccl.proxy.verbs import pyverbs_api
+from proxyccl.proxy.verbs import device_memory, pyverbs_api
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device
 from proxyccl.proxy.verbs.endpoint import Endpoint, VerbsDevice
@@ -152,7 +152,7 @@ def test_info_shows_what_is_there_and_nothing_missing(devices: list[RdmaDevice])
 
 
 def test_info_shows_whose_memory_goes_through_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "unsupported_reason", lambda registrations, runtime, gpu_writes: "no way")
+    monkeypatch.setattr(device_memory, "unsupported_reason", lambda registrations, runtime, gpu_writes: "no way")
     finding = info._rdma()[-1]
     assert (finding.name, finding.available) == ("memory", False)
     assert finding.detail == f"{DEVICES[0]} cannot reach memory of host:0: no way"

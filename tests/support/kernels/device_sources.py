@@ -153,6 +153,7 @@ __global__ void relaxed_signal(Semaphore semaphore) { semaphore.relaxedSignal();
 __global__ void add_signal(uint64_t* count) { addReleaseSystem(count, 1); }
 __global__ void add_relaxed_signal(uint64_t* count) { addRelaxedSystem(count, 1); }
 __global__ void poll(SharedSemaphore semaphore) { semaphore.poll(); }
+__global__ void wait_until(SharedSemaphore semaphore) { semaphore.waitUntil(nullptr, 0, 0, 0, 7); }
 __global__ void push(Fifo fifo, ProxycclTrigger trigger) { fifo.push(trigger, nullptr); }
 __global__ void sync_ring(Fifo fifo) { fifo.sync(0, nullptr); }
 __global__ void sync_grid(DeviceSyncer* syncer) { syncer->sync(gridDim.x); }
