@@ -13,9 +13,11 @@ import argparse
 import contextlib
 import os
 import random
+import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,37 +39,43 @@ _WRONG = 255
 
 
 class Visit:
-    """A peer's life: what is done with it, and what happens to it. Its memory has the value `number`."""
+    """A peer's life: what is done with it, and what happens to it. Its memory has the value `number`.
 
-    def __init__(self, agent: Agent, number: int, seed: int) -> None:
-        self._agent, self._number, self._rng = agent, number, random.Random(seed)
+    Args:
+        agent: that meets it.
+        number: the peer's.
+        process: the peer's.
+        seed: of what happens.
+    """
+
+    def __init__(self, agent: Agent, number: int, process: Child, seed: int) -> None:
+        self._agent, self._number, self._process, self._rng = agent, number, process, random.Random(seed)
         self._memory = np.zeros(_NBYTES, np.uint8)
         self._struck = threading.Event()
 
     def run(self) -> list[str]:
         """Findings."""
-        name = f"peer {self._number}"
-        with child(lambda connection: serve_memory(connection, _NBYTES, self._number, name)) as process:
-            ours = self._agent.register(self._memory)
-            self._agent.add(process.receive())
-            (theirs,) = self._agent.regions_of(name)
-            timer = threading.Timer(self._rng.uniform(0, _LIVES_SECONDS), self._strike, [process])
-            timer.start()
-            try:
-                findings = self._work(name, ours, theirs)
-            finally:
-                timer.join()
-                self._agent.remove(name)
-                self._agent.deregister(ours)
+        name = _name(self._number)
+        ours = self._agent.register(self._memory)
+        self._agent.add(self._process.receive())
+        (theirs,) = self._agent.regions_of(name)
+        timer = threading.Timer(self._rng.uniform(0, _LIVES_SECONDS), self._strike)
+        timer.start()
+        try:
+            findings = self._work(name, ours, theirs)
+        finally:
+            timer.join()
+            self._agent.remove(name)
+            self._agent.deregister(ours)
         return [f"{name}, {_FATES[self._number % 3]}: {finding}" for finding in findings]
 
-    def _strike(self, process: Child) -> None:
+    def _strike(self) -> None:
         self._struck.set()
         fate = _FATES[self._number % 3]
         if fate == "kill":
-            process.kill()
+            self._process.kill()
         else:
-            process.connection.send(b"close" if fate == "close" else b"")
+            self._process.connection.send(b"close" if fate == "close" else b"")
 
     def _work(self, name: str, ours: Region, theirs: Region) -> list[str]:
         deadline = time.monotonic() + _NOTICED_SECONDS
@@ -117,6 +125,14 @@ class Visit:
         return "" if (self._memory == _WRONG).all() else f"{transfer} wrote after it was canceled"
 
 
+def _name(number: int) -> str:
+    return f"peer {number}"
+
+
+def _served(number: int) -> Callable[[socket.socket], None]:
+    return lambda connection: serve_memory(connection, _NBYTES, number, _name(number))
+
+
 def run(seed: int, peers: int = 30, path: str | None = None) -> list[str]:
     """Runs a case. Returns its findings.
 
@@ -128,8 +144,14 @@ def run(seed: int, peers: int = 30, path: str | None = None) -> list[str]:
     rng = random.Random(seed)
     with Agent("under load", listen=["127.0.0.1"], paths=[path or PATHS[seed % len(PATHS)]]) as agent:
         before = len(os.listdir("/proc/self/fd"))
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            visits = [pool.submit(Visit(agent, number, rng.getrandbits(32)).run) for number in range(peers)]
+        with contextlib.ExitStack() as stack:
+            # Before there are threads: one that imports a module at a fork would leave its child the module's lock.
+            processes = [stack.enter_context(child(_served(number))) for number in range(peers)]
+            pool = stack.enter_context(ThreadPoolExecutor(_AT_ONCE))
+            visits = [
+                pool.submit(Visit(agent, number, process, rng.getrandbits(32)).run)
+                for number, process in enumerate(processes)
+            ]
             findings = [finding for visit in visits for finding in visit.result()]
         deadline = time.monotonic() + _NOTICED_SECONDS
         while (after := len(os.listdir("/proc/self/fd"))) > before and time.monotonic() < deadline:
