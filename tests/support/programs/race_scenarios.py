@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -676,9 +677,12 @@ def planted_write_beside_a_schedule() -> None:
 
 
 def planted_read_before_the_end() -> None:
-    memory = np.zeros(8 << 20, np.uint8)
+    half = 4 << 20
+    memory = np.repeat(np.array([0, 7], np.uint8), half)
     with Agent("a", listen=()) as agent:
         address = agent.register(memory).address
-        transfer = agent.read("a", [(address, address + (4 << 20), 4 << 20)])
-        ctypes.memmove(ctypes.create_string_buffer(8), address, 8)
+        transfer = agent.read("a", [(address, address + half, half)])
+        while memory[half - 1] == 0:  # the agent's thread copies that; this one would, too, if it waited
+            time.sleep(0.001)
+        ctypes.memmove(ctypes.create_string_buffer(8), address + half - 8, 8)
         transfer.wait()
