@@ -118,11 +118,10 @@ class Team:
         """Blocks of a two-shot kernel for `count` elements a rank, and its ProxycclTeam."""
         team = self._call(0, reached_at)
         aligned = 16 // itemsize  # shares and pieces start on 16 bytes where the array does
-        self._cut(team, _round_up(-(-count // team.world_size), aligned), itemsize)
+        most = share = _round_up(-(-count // team.world_size), aligned)
         if not self.all_mapped:  # even a message that fits at once is cut, so that its transfers overlap
-            part = _round_up(-(-team.share // _PROXIED_PARTS), aligned)
-            team.piece = min(team.piece, max(part, _SHORTEST_PROXIED_PIECE // itemsize))
-            team.pieces = -(-team.share // team.piece)
+            most = max(_round_up(-(-share // _PROXIED_PARTS), aligned), _SHORTEST_PROXIED_PIECE // itemsize)
+        self._cut(team, share, itemsize, most)
         return self.grid(count * itemsize, policy), self._struct(team)
 
     def scatter(self, count: int, itemsize: int, policy: CtaPolicy) -> tuple[int, bytes]:
@@ -132,14 +131,14 @@ class Team:
         nbytes = count * itemsize
         team = self._call(0, None)
         if self.all_mapped and nbytes % 16 == 0 and nbytes * (team.world_size - 1) > team.exchange_bytes:
-            self._cut(team, count, itemsize)
+            self._cut(team, count, itemsize, count)
         return self.grid(nbytes * team.world_size, policy), self._struct(team)
 
     @staticmethod
-    def _cut(team: ProxycclTeamPointer, share: int, itemsize: int) -> None:
-        """Sets how a rank's share of elements is cut into pieces."""
+    def _cut(team: ProxycclTeamPointer, share: int, itemsize: int, most: int) -> None:
+        """Sets how a rank's share of elements is cut into pieces, of at most so many that fit into a slot."""
         team.share, team.slot_bytes = share, team.pipeline_bytes // (team.world_size - 1) // 128 * 128
-        team.piece = min(team.slot_bytes // itemsize, share)
+        team.piece = min(team.slot_bytes // itemsize, share, most)
         team.pieces = -(-share // team.piece)
 
     def _struct(self, team: ProxycclTeamPointer) -> bytes:

@@ -549,14 +549,16 @@ class DispatchCombineContext:
             others: [R, hidden] of the tokens' type.
             products: float32 [R]: each row's scalar product with that of `others`, before it is multiplied.
         """
+        slots = desc.pointer("row_slots") if desc is not None and desc.has_gaps else 0
+        received = desc.pointer(RECEIVED) if desc is not None and desc.counts_rows and not slots else 0
+        if weights is None and others is None and not slots and not received:
+            return  # all rows are filled, and stay as they are
         call = self._weighing
         call.rows, call.hidden = values.shape[0], values.shape[1]
         call.values = ffi.cast("char *", values.ptr)
         call.weights = ffi.cast("float *", weights.ptr if weights is not None else 0)
         call.others = ffi.cast("char *", others.ptr if others is not None else 0)
         call.products = ffi.cast("float *", products.ptr if products is not None else 0)
-        slots = desc.pointer("row_slots") if desc is not None and desc.has_gaps else 0
-        received = desc.pointer(RECEIVED) if desc is not None and desc.counts_rows and not slots else 0
         call.row_slots, call.received = ffi.cast("int32_t *", slots), ffi.cast("int32_t *", received)
         views = (values, weights, others, products)
         kept = tuple(view.owner for view in views if view is not None)

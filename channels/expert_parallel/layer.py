@@ -317,7 +317,7 @@ class EPAll2AllLayer:
         for a backward pass.
 
         Returns:
-            As these; None if there was no such call, and then it has done nothing.
+            As these; None, without having done anything, if no such call was made before.
         """
         self._refuse_under_way()
         if not halves:
@@ -491,7 +491,7 @@ class EPAll2AllLayer:
         a backward pass.
 
         Returns:
-            As these; None if there was no such call, and then it has done nothing.
+            As these; None, without having done anything, if no such call was made before.
         """
         self._refuse_returning()
         sent = self._repeated.combine(input, ep_a2a_layout_desc, weights, topk_weights, out, None, halves=halves)

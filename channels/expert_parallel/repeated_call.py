@@ -36,7 +36,7 @@ def kind_of(x: Any) -> Any:
 
 
 def of_one_library(kinds: Kinds) -> bool:
-    """Whether arrays of these kinds belong to one library, which tells kinds."""
+    """Whether arrays of these kinds all belong to one library, and that library gives them kinds."""
     known: list[Any] = []
     for kind in kinds:
         if kind is not None:

@@ -49,7 +49,8 @@ class Units {
   uint64_t count_, whole_;
 };
 
-// The parts of a kernel that scatter and reduce pieces. team.share, team.piece and team.pieces say what they are.
+// The parts of a kernel that scatter and reduce pieces: team.pieces of them, of at most team.piece elements of each
+// rank's team.share.
 template <class T, class Op>
 class ScatteredReduction {
  public:

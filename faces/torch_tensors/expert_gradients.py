@@ -149,7 +149,7 @@ def _view(layer: Layer, x: Any) -> ArrayView:
 
 def _clear_rest(layer: Layer, rows: Any, desc: EPAllToAllLayoutDesc) -> None:
     """Zeroes the rows that are not filled, without waiting for their number."""
-    if rows is None or (desc.num_recv_tokens is None and not desc.has_gaps):
+    if rows is None or not (desc.counts_rows or desc.has_gaps):
         return
     values, stream = _view_and_stream(layer, rows)
     if values.dtype == layer.ctx.ep_config.token and len(values.shape) == 2:
