@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +20,6 @@ from support.running import run_ranks  # noqa: E402
 
 WORLDS: list[tuple[int, dict[str, int]]] = [(2, {}), (3, {}), (4, {"local_world_size": 2})]
 WORST = 60
-
-
-@pytest.fixture(scope="module", params=WORLDS, ids=str)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    size, options = request.param
-    with Ranks(size, make_runtime=runtime_with_blocks, **options) as made:
-        yield made
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,6 @@ from support.processes import run_processes  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 WORLDS: list[tuple[int, dict[str, int]]] = [(1, {}), (3, {}), (4, {"local_world_size": 2})]
-
-
-@pytest.fixture(scope="module", params=WORLDS, ids=str)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    size, options = request.param
-    with Ranks(size, make_runtime=runtime_with_blocks, **options) as made:
-        yield made
 
 
 @pytest.mark.parametrize("client", CLIENTS)

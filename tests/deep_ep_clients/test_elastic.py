@@ -44,13 +44,6 @@ SIGNATURES = {
 }
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=str)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    size, options = request.param
-    with Ranks(size, make_runtime=runtime_with_blocks, **options) as made:
-        yield made
-
-
 @pytest.fixture(scope="module")
 def one() -> Iterator[Ranks]:
     with Ranks(1, make_runtime=runtime_with_blocks) as made:

@@ -42,13 +42,6 @@ SIGNATURES = {
 }
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=str)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    size, options = request.param
-    with Ranks(size, make_runtime=runtime_with_blocks, **options) as made:
-        yield made
-
-
 @pytest.fixture(scope="module")
 def two() -> Iterator[Ranks]:
     with Ranks(2, make_runtime=runtime_with_blocks) as made:
