@@ -18,6 +18,7 @@ namespace {
 std::mutex mutex;  // of everything below, and of all states
 ProxycclPlaces* all = nullptr;
 thread_local ProxycclPlaces* chosen = nullptr;
+uint64_t mark = uint64_t{1} << 63;  // of the next allocation for which no place is left
 
 uint32_t count_of(const ProxycclPlaces& places, PlaceState state) {
   uint32_t found = 0;
@@ -65,7 +66,8 @@ void* proxyccl_place_allocate(ssize_t bytes, int, void*) {
   const std::lock_guard<std::mutex> lock(mutex);
   uint32_t place = 0;
   while (place < chosen->count && chosen->states[place] != PlaceState::ready) ++place;
-  if (place < chosen->count) chosen->states[place] = PlaceState::taken;
+  if (place == chosen->count) return reinterpret_cast<void*>(static_cast<uintptr_t>(mark++));
+  chosen->states[place] = PlaceState::taken;
   return reinterpret_cast<void*>(static_cast<uintptr_t>(chosen->start + place * chosen->bytes));
 }
 

@@ -1,9 +1,9 @@
 /* Places: equal parts of one memory, which another library's caching allocator allocates and frees as if they were
  * whole allocations. So it decides when a place is free again: it knows on which streams its arrays are used.
  *
- * A thread chooses the places that its next allocations come from. If all are taken, an allocation gets the address
- * after the last: a mark that the caller recognises and frees at once. A failure would make the library free its cached
- * memory and wait for the device.
+ * A thread chooses the places that its next allocations come from. If all are taken, an allocation gets an address that
+ * no memory has, and none gets twice, as the library tells its allocations apart by their addresses: a mark that the
+ * caller recognises and frees at once. A failure would make the library free its cached memory and wait for the device.
  *
  * The library calls with its own lock held, so nothing here is Python (memory_pool.h). Kernels that it queued may still
  * use a place that it has freed; where drivers free memory, they wait for such kernels. So a freed place is idle until

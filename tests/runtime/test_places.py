@@ -39,14 +39,14 @@ def places(runtime: Runtime) -> Iterator[Places]:
 def test_allocations_come_from_the_chosen_places(places: Places) -> None:
     with places.chosen():
         taken = [allocate(), allocate(NBYTES // 2)]
-        mark = allocate()
+        marks = [allocate(), allocate()]
         assert not allocate(NBYTES + 1)
     assert [places.number_at(ptr) for ptr in taken] == [0, 1]
-    assert mark == taken[1] + NBYTES
-    assert places.number_at(mark) is None
+    assert [places.number_at(ptr) for ptr in marks] == [None, None]
+    assert len({*taken, *marks}) == 4, "torch counts two allocations at one address as one"
     assert places.number_at(taken[0] + 16) is None, "no place begins there"
     assert not allocate(), "nothing is chosen any more"
-    for ptr in (*taken, mark):
+    for ptr in (*taken, *marks):
         free(ptr)
 
 
