@@ -3,7 +3,7 @@
 The ways take turns with the same model and data. A step's time begins when all ranks have met and ends when the device
 has done it; the CPU's share is the part until everything was issued. With `together` the steps of a turn follow one
 another without a meeting, as in a training ("a step among others"): then a CPU that issues faster than the device works
-runs ahead.
+runs ahead. Where Python can make a group that does nothing (torch_calls.py), its steps are the limit of all others.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch_calls import nothing_group
 
 from proxyccl.channels.collectives.table import COLLECTIVES
 
@@ -103,7 +104,8 @@ class Way:
                     module.set_allocate_memory_from_process_group_for_comm(True)
         else:
             devices = [ranks.device.index] if ranks.on_gpus else None
-            model = DistributedDataParallel(model, device_ids=devices, process_group=group)
+            # The seed makes all ranks' weights alike, and a group that does nothing can't compare them.
+            model = DistributedDataParallel(model, device_ids=devices, process_group=group, init_sync=False)
         return cls(name, model, torch.optim.SGD(model.parameters(), 1e-2))
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
@@ -153,6 +155,9 @@ def measure(ranks: Ranks, case: Case, variants: list[Variant], *, quick: bool, t
         for each in variants
     ]
     ways.append(Way.of(ranks, case, ranks.peer, dist.group.WORLD))
+    trained = list(ways)
+    if (nothing := nothing_group()) is not None:
+        ways.append(Way.of(ranks, case, "nothing", nothing))
     generator = torch.Generator(device=ranks.device).manual_seed(5 + ranks.rank)
     x = torch.randn(case.rows, case.width, device=ranks.device, generator=generator).to(case.dtype)
     batch = x, (x.sum(1) > 0).long()
@@ -172,9 +177,9 @@ def measure(ranks: Ranks, case: Case, variants: list[Variant], *, quick: bool, t
     ranks.report(case.name, what, "ms", figures)
     issues = {name: Figure(issue * 1e3) for name, (_, issue) in found.items()}
     ranks.report(case.name, f"CPU time to issue {what}", "ms", issues)
-    _require_alike(ways)
+    _require_alike(trained)
     if ranks.on_gpus and not together:
-        spent = {way.name: Figure(*ranks.slowest(communication_ms(ranks, way, batch))) for way in ways}
+        spent = {way.name: Figure(*ranks.slowest(communication_ms(ranks, way, batch))) for way in trained}
         ranks.report(case.name, "GPU time of communication, with its waits", "ms", spent)
 
 

@@ -1,10 +1,12 @@
 """torch's calls whose issue `programs.py` times, and a process group that does nothing.
 
-That group is written in Python as ours is, so its calls take the part of a call that is torch's own.
+That group is written in Python as ours is, so its calls take the part of a call that is torch's own, and a training
+step with it takes the time that no communication can save.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -41,16 +43,31 @@ class NothingGroup(WholeGroup, dist.ProcessGroup):  # type: ignore[misc]  # torc
         pass
 
     def _call(self, *arguments: Any) -> Any:
-        return self._work if arguments[-1].asyncOp else None
+        return self._work if getattr(arguments[-1], "asyncOp", True) else None
 
-    allreduce = allreduce_coalesced = reduce = allgather = all_to_all_single = alltoall_base = _call
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:
+        """Does nothing. DDP calls it and waits for its result."""
+        return self._call(options) and _DoneWork(tensors)
+
+    allreduce_coalesced = reduce = broadcast = allgather = all_to_all_single = alltoall_base = _call
     all_gather_single = _allgather_base = reduce_scatter_single = _reduce_scatter_base = _call
 
 
 class _DoneWork(dist.Work):
+    def __init__(self, result: Any = ()) -> None:
+        super().__init__()
+        self._result = result
+
     def wait(self, timeout: Any = None) -> bool:
         """Nothing to wait for."""
         return True
+
+    def get_future(self) -> Any:
+        """A future that has the result."""
+        devices = {each.device for each in self._result if each.is_cuda}
+        found: Any = torch.futures.Future(devices=list(devices))
+        found.set_result(self._result)
+        return found
 
 
 def issue_calls(group: Any, device: torch.device) -> dict[str, Callable[[], object]]:
@@ -87,6 +104,7 @@ def issue_calls(group: Any, device: torch.device) -> dict[str, Callable[[], obje
     }
 
 
+@functools.cache
 def nothing_group() -> Any:
     """A `NothingGroup` of the default group's ranks, which torch knows; None where Python makes backends (2.15)."""
     if IS_BACKEND:
