@@ -1094,6 +1094,8 @@ def _create(options: Any, _: Any) -> ProcessGroupProxyCCL:
     """Called by torch to make a group: first the default one, for which it does not name ranks."""
     global _default  # noqa: PLW0603  torch has one default group
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    if not IS_BACKEND:
+        _await_other_backends(store, size, timeout)
     members = list(options.global_ranks_in_group)
     if not members:
         group = ProcessGroupProxyCCL(store, rank, size, timeout)
@@ -1101,6 +1103,20 @@ def _create(options: Any, _: Any) -> ProcessGroupProxyCCL:
         return group
     whole = None if _default is None else _default()
     return ProcessGroupProxyCCL(store, rank, size, timeout, whole=whole, members=members)
+
+
+def _await_other_backends(store: Any, size: int, timeout: timedelta) -> None:
+    """Waits until no rank is still making the backend of another device, such as gloo's in "cpu:gloo,cuda:proxyccl".
+
+    When this process group is made, torch drops that backend and so closes its connections, which other ranks may
+    still wait for. There is none if ours is made first, for CPUs: torch gives each device a store with its prefix.
+    """
+    store.set("device", b"")
+    if dist.PrefixStore("cpu/", store.underlying_store).check(["device"]):
+        return
+    if store.add("came", 1) == size:
+        store.set("all came", b"")
+    store.wait(["all came"], timeout)
 
 
 def register() -> None:

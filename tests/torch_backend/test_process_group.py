@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
-from proxyccl.torch import ProcessGroupProxyCCL, StoreBootstrap  # noqa: E402
+from proxyccl.torch import ProcessGroupProxyCCL, StoreBootstrap, process_group  # noqa: E402
 from proxyccl.torch.reductions import REDUCIBLE  # noqa: E402
 from support.torch_groups import RANKS, TIMEOUT, options, run  # noqa: E402
 
@@ -472,3 +472,21 @@ def test_memory_is_allocated_on_gpus_once_there_is_a_communicator() -> None:
             group.allocate_tensor(5, dtype=torch.float32, device=torch.device("cuda", 0))
 
     run(body)
+
+
+@pytest.mark.skipif(process_group.IS_BACKEND, reason="torch keeps other devices' backends from 2.15 on")
+def test_no_rank_drops_the_backend_of_another_device_while_others_make_theirs() -> None:
+    """The group for GPUs of "cpu:gloo,cuda:proxyccl" comes when all ranks have come to it, that for CPUs at once."""
+    store = dist.PrefixStore("group", dist.HashStore())
+
+    def wait(device: str) -> None:
+        process_group._await_other_backends(dist.PrefixStore(f"{device}/", store), 2, TIMEOUT)
+
+    wait("cpu")
+    store = dist.PrefixStore("another", store)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(wait, "cuda")
+        store.wait(["cuda//device"])
+        assert not first.done()
+        wait("cuda")
+        first.result()
