@@ -11,6 +11,7 @@ from proxyccl.channels.collectives.call_cache import call_key
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.flows import FlowCall
 from proxyccl.channels.collectives.reduce import dropped_result
+from proxyccl.channels.collectives.request import CtaPolicy, request
 
 Repeat = Callable[[Any, Any, tuple[Any, ...], int], bool]
 """repeat(x, out, options, stream) issues a call again: see `TensorCalls`."""
@@ -28,6 +29,12 @@ class TensorCalls:
         self._collectives = collectives
         self.repeat: Repeat = collectives.group.launches.prepared_calls.repeat
 
+    @property
+    def overlapped_policy(self) -> CtaPolicy | None:
+        """The policy of a long reduction beside which the program computes; None for the communicator's own."""
+        efficient = self._collectives.cta_policy == "efficiency"
+        return "zero" if efficient and self._collectives.group.topology.node_count == 1 else None
+
     def keep(
         self,
         options: tuple[Any, ...],
@@ -38,22 +45,26 @@ class TensorCalls:
         target: Any,
         op: str | None,
         root: int | None,
+        cta_policy: CtaPolicy | None,
     ) -> None:
         """Has `repeat` issue the latest call with some arrays. The backend has made it on their communicator.
 
         Args:
             options: the call's other arguments, at most six. They are compared by identity.
             x, out: the tensors of torch's call; empty tuples for a barrier.
-            collective, source, target, op, root: the communicator's, as that was given them: on the same memory, with
-                elements of any type. The target does not count where a reduction's result is dropped.
+            collective, source, target, op, root, cta_policy: the communicator's, as that was given them: on the same
+                memory, with elements of any type. The target does not count where a reduction's result is dropped.
         """
         group = self._collectives.group
         if collective == "reduce" and root != group.rank:
             target = dropped_result(self._collectives, input_view(group, source, "x"))
+        named = self._collectives.unspecified
+        if cta_policy is not None:
+            named = request(collective, None, cta_policy, False, self._collectives.cta_policy)
         key = (
             barrier.key_of(inside=False)
             if collective == "barrier"
-            else call_key((collective, op, root, self._collectives.unspecified.name), source, target)
+            else call_key((collective, op, root, named.name), source, target)
         )
         if key is not None:
             self._collectives.call_cache.keep_under(key, x, out, options)

@@ -49,6 +49,8 @@ _logger = logging.getLogger("proxyccl.torch")
 _NO_TIME = timedelta(0)
 _FEW, _LARGE_BYTES = 4, 1 << 20
 """Tensors of a coalesced call are not joined if there are at most this many, or if they have this size on average."""
+_LONG_BYTES = 16 << 20
+"""The least size of an asynchronous reduction by proxy: DDP's buckets have 25 MiB or more."""
 _CPU = torch.device("cpu")
 _Flow = tuple[int, bool]
 """A peer, and whether this rank sends to it."""
@@ -60,6 +62,7 @@ each, or a tuple of tensors."""
 _Kind = dist.ReduceOp.RedOpType
 _KINDS = [kind.value for kind in _Kind.__members__.values() if kind != _Kind.PREMUL_SUM]  # it has a factor besides
 _ALL_REDUCE = {kind: ("all_reduce", kind) for kind in _KINDS}
+_OVERLAPPED = {kind: ("all_reduce, overlapped", kind) for kind in _KINDS}
 _REDUCE_SCATTER = {kind: ("reduce_scatter_single", kind) for kind in _KINDS}
 _BROADCAST: dict[int, tuple[str, int]] = {}
 _GATHER: dict[int, tuple[str, int]] = {}
@@ -585,7 +588,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         """Reduces a tensor over all ranks, in place."""
         (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        work = self._repeat(x, x, opts, "reduceOp", _ALL_REDUCE)
+        overlapped = x.numel() * x.element_size() >= _LONG_BYTES and x.is_cuda and not _waits(opts)
+        kept = _OVERLAPPED if overlapped else _ALL_REDUCE
+        work = self._repeat(x, x, opts, "reduceOp", kept)
         if work is not NotImplemented:
             return work
         op = _op_of(opts)
@@ -594,10 +599,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return self._issue(
             "all_reduce",
             [tensor],
-            lambda: on_tensors.all_reduce(self._endpoints.of_all(device), tensor, op),
+            lambda: on_tensors.all_reduce(self._endpoints.of_all(device), tensor, op, overlapped=overlapped),
             device=device,
             opts=opts,
-            again=_again(_ALL_REDUCE.get(_kind_of(op)), x, x),
+            again=_again(kept.get(_kind_of(op)), x, x),
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:

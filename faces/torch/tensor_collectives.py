@@ -11,27 +11,29 @@ from typing import Any
 
 import torch
 from proxyccl.channels.collectives.flows import FlowCall
+from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.communicator import Communicator
 from proxyccl.torch.reductions import plain_op, reduction
 from proxyccl.torch.tensors import as_bytes, flat, is_plain, put_back, put_back_all, require_same_dtype
 
 Tensors = Sequence[torch.Tensor]
-Made = tuple[str, torch.Tensor | None, torch.Tensor | None, str | None, int | None] | FlowCall
-"""The one call of a communicator that a call was, on the tensors' own memory: its name, input, output, operator and
-root, which `TensorCalls.keep` takes; or its transfers, for `TensorCalls.keep_transfers`."""
+Made = tuple[str, torch.Tensor | None, torch.Tensor | None, str | None, int | None, CtaPolicy | None] | FlowCall
+"""The one call of a communicator that a call was, on the tensors' own memory: its name, input, output, operator, root
+and policy, which `TensorCalls.keep` takes; or its transfers, for `TensorCalls.keep_transfers`."""
 
 
-def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> Made | None:
-    """Reduces a tensor over all ranks, in place."""
+def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, *, overlapped: bool = False) -> Made | None:
+    """Reduces a tensor over all ranks, in place. `overlapped`: it is long, and the program computes meanwhile."""
     plain = plain_op(op, tensor.dtype)
+    policy = comm.tensor_calls.overlapped_policy if overlapped else None
     if plain is not None and is_plain(tensor):
-        comm.all_reduce(tensor, plain)
-        return "all_reduce", tensor, tensor, plain, None
+        comm.all_reduce(tensor, plain, cta_policy=policy)
+        return "all_reduce", tensor, tensor, plain, None, policy
     how = reduction(op, tensor.dtype)
     values = flat(tensor)
     if how.factor is not None:
         values.mul_(how.factor)
-    comm.all_reduce(how.of(values), how.op)
+    comm.all_reduce(how.of(values), how.op, cta_policy=policy)
     put_back(tensor, values)
     return None
 
@@ -46,7 +48,7 @@ def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Made
     if comm.rank == root:
         put_back(tensor, values)
     in_place = how.factor is None and is_plain(tensor)
-    return ("reduce", how.of(values), how.of(values), how.op, root) if in_place else None
+    return ("reduce", how.of(values), how.of(values), how.op, root, None) if in_place else None
 
 
 def all_reduce_coalesced(comm: Communicator, tensors: Tensors, op: Any) -> None:
@@ -72,7 +74,7 @@ def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> Made | Non
     values = as_bytes(tensor)
     comm.broadcast(values, root)
     put_back(tensor, values)
-    return ("broadcast", values, values, None, root) if is_plain(tensor) else None
+    return ("broadcast", values, values, None, root, None) if is_plain(tensor) else None
 
 
 def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> Made | None:
@@ -80,7 +82,7 @@ def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> Mad
     own, values = as_bytes(x), as_bytes(output)
     comm.all_gather(own, out=values)
     put_back(output, values)
-    return ("all_gather", own, values, None, None) if is_plain(x) and is_plain(output) else None
+    return ("all_gather", own, values, None, None, None) if is_plain(x) and is_plain(output) else None
 
 
 def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) -> None:
@@ -108,7 +110,7 @@ def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op
     comm.reduce_scatter(source, how.op, out=target)
     put_back(output, share)
     in_place = how.factor is None and is_plain(x) and is_plain(output)
-    return ("reduce_scatter", source, target, how.op, None) if in_place else None
+    return ("reduce_scatter", source, target, how.op, None, None) if in_place else None
 
 
 def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors, op: Any) -> None:
@@ -183,7 +185,7 @@ def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> Mad
     own, values = as_bytes(x), as_bytes(output)
     comm.all_to_all(own, out=values)
     put_back(output, values)
-    return ("all_to_all", own, values, None, None) if is_plain(x) and is_plain(output) else None
+    return ("all_to_all", own, values, None, None, None) if is_plain(x) and is_plain(output) else None
 
 
 def all_to_all_v(
@@ -207,7 +209,7 @@ def all_to_all_lists(comm: Communicator, outputs: Tensors, inputs: Tensors) -> M
 def barrier(comm: Communicator, device: torch.device) -> Made:
     """Waits until all ranks have arrived: on the current stream of a GPU, or on the CPU."""
     comm.barrier(stream=None if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index))
-    return "barrier", None, None, None, None
+    return "barrier", None, None, None, None, None
 
 
 def _by_rank(tensors: Tensors) -> dict[int, Tensors]:

@@ -15,7 +15,9 @@ if not torch.cuda.is_available():
 PROGRAM = Path(__file__).parent / "programs" / "on_gpus.py"
 
 
-@pytest.mark.parametrize("case", ["streams", "repeated", "capture", "priority", "transfers", "ring", "memory", "mixed"])
+@pytest.mark.parametrize(
+    "case", ["streams", "repeated", "capture", "priority", "overlapped", "transfers", "ring", "memory", "mixed"]
+)
 def test_some_ranks(case: str) -> None:
     ranks = max(2, min(4, torch.cuda.device_count())) if case == "ring" else 2
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from proxyccl.torch import own_streams  # importing the package registers the backend, as torch before 2.15 needs
 
-COUNT = 1 << 22
+COUNT = 1 << 22  # 16 MiB of float32: asynchronous reductions of this size are by proxy
 
 
 def streams(device: torch.device) -> None:
@@ -117,6 +117,26 @@ def priority(device: torch.device) -> None:
     assert sorted(cu.cuGraphKernelNodeGetAttribute(node, attribute)[1].priority for node in kernels) == [highest, 0]
 
 
+def overlapped(device: torch.device) -> None:
+    """Long reductions are by proxy if they are asynchronous, and by kernels if not; both are repeated, in any order."""
+    x = torch.empty(COUNT, device=device)
+
+    def kernels(async_op: bool) -> set[str]:
+        x.fill_(1)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            work = dist.all_reduce(x, async_op=async_op)
+            if async_op:
+                work.wait()
+            torch.cuda.synchronize()
+        assert (x == dist.get_world_size()).all()
+        return {event.key for event in found.key_averages() if "reduce" in event.key}
+
+    ways = [kernels(async_op) for async_op in (True, False, True, False, False, True)]
+    assert ways == [ways[0], ways[1], ways[0], ways[1], ways[1], ways[0]]
+    assert ways[0].isdisjoint(ways[1])
+
+
 def transfers(device: torch.device) -> None:
     """Sends and receives of two ranks, alone and in one batch."""
     rank = dist.get_rank()
@@ -182,7 +202,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:proxyccl" if case == "mixed" else "proxyccl", timeout=timedelta(seconds=60))
-    cases = (streams, repeated, capture, priority, transfers, ring, memory, mixed)
+    cases = (streams, repeated, capture, priority, overlapped, transfers, ring, memory, mixed)
     {each.__name__: each for each in cases}[case](device)
     torch.cuda.synchronize()
     dist.barrier()
