@@ -1,8 +1,9 @@
-"""The name of this machine's CPU."""
+"""This machine's CPU: its name, and a line on it."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 from pathlib import Path
 
@@ -14,3 +15,8 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def describe_cpu() -> str:
+    """One line on the CPU: its name, the cores that this process may run on, and its architecture."""
+    return f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, {platform.machine()}"

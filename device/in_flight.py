@@ -112,3 +112,12 @@ class InFlight:
         event: Event = self._runtime.create_event()
         event.record(handle)
         return event
+
+
+class LaunchRuntime(BaseRuntime, Protocol):
+    """A runtime that launches kernels."""
+
+    @property
+    def in_flight(self) -> InFlight:
+        """The objects that the runtime keeps alive for queued launches."""
+        ...

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays.array import as_view
-from proxyccl.device.base_runtime import BaseRuntime, StreamLike
+from proxyccl.device.base_runtime import StreamLike
 from proxyccl.device.errors import ArgumentError, HandleTypeError, KernelError
-from proxyccl.device.in_flight import InFlight
+from proxyccl.device.in_flight import LaunchRuntime
 from proxyccl.device.integers import as_integer, find_extents, find_integer
 from proxyccl.device.sleepers import wakes
 
@@ -66,15 +66,6 @@ def _dimensions(shape: Shape, argument: str) -> tuple[int, int, int]:
         raise ArgumentError(argument, f"{expected}, not {shape!r}")
     x, y, z = [as_integer(extent, argument, expected, 1, (1 << 32) - 1) for extent in (*given, 1, 1)[:3]]
     return x, y, z
-
-
-class LaunchRuntime(BaseRuntime, Protocol):
-    """A runtime that launches kernels."""
-
-    @property
-    def in_flight(self) -> InFlight:
-        """The objects that the runtime keeps alive for queued launches."""
-        ...
 
 
 class Launch:

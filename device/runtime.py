@@ -6,7 +6,7 @@ engine does not call it: it gets the addresses in `engine_functions()` and calls
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from proxyccl.device.base_runtime import (
     AllocationCalls,
@@ -23,7 +23,10 @@ from proxyccl.device.base_runtime import (
     StreamOperationCalls,
     foreign_stream_handle,
 )
-from proxyccl.device.kernel import Kernel, LaunchRuntime, Module
+from proxyccl.device.in_flight import LaunchRuntime
+
+if TYPE_CHECKING:
+    from proxyccl.device.kernel import Kernel, Module
 
 __all__ = [
     "AllocationCalls",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import numpy as np
 from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError
@@ -111,6 +110,8 @@ class RingMemory:
 
     def snapshot(self, count: int = 16) -> RingContents:
         """Its present contents, with at most `count` triggers of each kind."""
+        import numpy as np  # here: others read a ring without it
+
         slots = np.frombuffer(ctypes.string_at(self.slots_host, self.tail_offset), np.uint64).reshape(-1, 2)
         taken = self.taken  # after the slots: a trigger that is taken meanwhile must not count as waiting
 

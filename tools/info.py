@@ -20,7 +20,7 @@ from proxyccl.channels.collectives import tuned
 from proxyccl.channels.joining.proxy_place import Where, default_place, requested_place
 from proxyccl.channels.transfers.published import find_agents
 from proxyccl.device.build.compile_cache import cache_dir
-from proxyccl.device.cpu import cpu_name
+from proxyccl.device.cpu import cpu_name, describe_cpu
 from proxyccl.device.environment import problem_with, set_variables
 from proxyccl.device.errors import (
     ArgumentError,
@@ -33,11 +33,8 @@ from proxyccl.device.errors import (
 from proxyccl.device.host.compiler import compiler_version, find_compiler
 from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.private_directories import require_private
-from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_runtime
 from proxyccl.proxy._engine import lib
-from proxyccl.proxy.daemon.client import daemon_process
-from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.fabric import library, requirements
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
@@ -118,21 +115,22 @@ def _loadable(library: str) -> bool:
     return True
 
 
-def _open(name: str) -> Runtime:
-    if name in _VENDORS and not _VENDORS[name].is_here():
+def _describe(name: str) -> str:
+    """One line on a runtime. Raises RuntimeUnavailableError."""
+    if name == "host":  # it is always there, and takes longer to import than all that is shown
+        return describe_cpu()
+    if not _VENDORS[name].is_here():
         raise RuntimeUnavailableError("there is neither a GPU nor its driver")
-    return open_runtime(name)
+    return open_runtime(name).describe()
 
 
 def _runtimes() -> list[Finding]:
     findings = []
     for name in RUNTIMES:
         try:
-            runtime = _open(name)
+            findings.append(Finding("Runtimes", name, True, _describe(name)))
         except RuntimeUnavailableError as error:
             findings.append(_missing_runtime(name, error))
-            continue
-        findings.append(Finding("Runtimes", name, True, runtime.describe()))
     return findings
 
 
@@ -312,6 +310,9 @@ def _proxies(watch: Watch) -> list[Finding]:
     reason = "PROXYCCL_PROXY" if named is not None else f"the default on the {runtime} runtime"
     found = Finding("Proxies", "place", True, f"{where} ({reason}): {_PLACES[where]}")
     if where == "daemon":
+        from proxyccl.proxy.daemon.connection import daemon_process  # here: few jobs use one
+        from proxyccl.proxy.daemon.protocol import socket_path
+
         try:
             found = replace(found, detail=f"{found.detail}, process {daemon_process(socket_path())}")
         except RuntimeUnavailableError as error:

@@ -11,9 +11,6 @@ from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.proxy.codec import Codec, Message
-from proxyccl.proxy.daemon.client import daemon_process
-from proxyccl.proxy.daemon.job import new_name
-from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.hosts import host_name
 
 if TYPE_CHECKING:
@@ -84,6 +81,9 @@ def default_place(runtime: str) -> Where:
     """
     if runtime == "host":
         return "thread"
+    from proxyccl.proxy.daemon.connection import daemon_process  # here: it takes longer to import than all of this
+    from proxyccl.proxy.daemon.protocol import socket_path
+
     try:
         daemon_process(socket_path())
     except RuntimeUnavailableError:
@@ -108,6 +108,8 @@ def choose_place(where: Where | None, runtime: str, exchange: Exchange) -> Proxy
         runtime: the name of the rank's runtime.
         exchange: between all ranks.
     """
+    from proxyccl.proxy.daemon.job import new_name
+
     default = default_place(runtime) if where is None else where
     wish = Wish(host_name(), where, default, _known_name or new_name())
     place = agree(exchange.all_gather(wish, _WISH, "proxies"), exchange.rank)

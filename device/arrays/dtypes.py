@@ -1,14 +1,18 @@
-"""Element types by name, as kernels, numpy, torch and DLPack spell them. `element_types.py` has the table."""
+"""Element types by name, as kernels, numpy, torch and DLPack spell them. `element_types.py` has the table.
+
+It imports numpy for an array's sake only, since commands name element types too, and numpy takes 0.1 s to import.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from proxyccl.device.arrays.element_types import ELEMENT_TYPES, ElementType
 from proxyccl.device.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class DType(ElementType):
@@ -23,6 +27,8 @@ class DType(ElementType):
         Raises:
             ArgumentError: ml_dtypes is not installed.
         """
+        import numpy as np
+
         with contextlib.suppress(TypeError):
             return np.dtype(self.name)
         try:
@@ -63,6 +69,8 @@ def _find_dtype(value: Any, argument: str) -> DType:
     elif type(value).__module__.split(".")[0] == "torch":
         name = str(value).removeprefix("torch.")
     else:
+        import numpy as np
+
         try:
             native = np.dtype(value)
         except (TypeError, ValueError):

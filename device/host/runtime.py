@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import threading
 import weakref
 from collections.abc import Collection
@@ -28,7 +27,7 @@ from proxyccl.device.base_runtime import (
 )
 from proxyccl.device.build.compile_cache import shipped_source
 from proxyccl.device.build.kernel_names import NO_KERNEL, in_plain_text, kernel_names
-from proxyccl.device.cpu import cpu_name
+from proxyccl.device.cpu import cpu_name, describe_cpu
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
 from proxyccl.device.host.shipped_libraries import shipped_library
 from proxyccl.device.host.status import check_status
@@ -117,7 +116,7 @@ class HostRuntime:
 
     def describe(self) -> str:
         """One line on this CPU."""
-        return f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, {platform.machine()}"
+        return describe_cpu()
 
     def allocate(self, nbytes: int) -> SharedMemory:
         """Zeroed shared memory. `host_ptr` equals `ptr`: the device is the CPU."""

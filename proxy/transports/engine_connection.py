@@ -7,7 +7,6 @@ import errno
 import threading
 from typing import Any
 
-import numpy as np
 from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
@@ -46,6 +45,8 @@ class EngineRuntime:
         """The device's address of a table of all values of 16 bits, in order."""
         with self._lock:
             if self._shorts is None:
+                import numpy as np  # here: `proxyccl info` and `top` do without it
+
                 table = np.arange(1 << 16, dtype=np.uint16)
                 memory = self.runtime.allocate(table.nbytes)
                 self.runtime.copy(memory.ptr, table.ctypes.data, table.nbytes)

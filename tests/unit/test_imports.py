@@ -35,6 +35,11 @@ def test_a_command_imports_nothing_for_the_others() -> None:
     assert not found & {"numpy", "msgspec", "proxyccl.proxy", "proxyccl.tools.info"}
 
 
+def test_commands_that_only_look_do_without_numpy_and_without_kernels() -> None:
+    found = loaded("from proxyccl.tools import info, top\nimport proxyccl.device.host")
+    assert not found & {"numpy", "proxyccl.device.kernel", "proxyccl.device.host.runtime", "proxyccl.proxy.daemon"}
+
+
 def test_every_public_name_is_found_and_kept() -> None:
     assert sorted(proxyccl.__all__) == proxyccl.__all__ == sorted(proxyccl._MODULES)
     for name in proxyccl.__all__:
