@@ -104,12 +104,12 @@ test-faults: $(VENV)/.installed
 
 # RDMA, in a virtual machine with Soft-RoCE. Where that can't be had it is skipped, unless PROXYCCL_REQUIRE_RDMA is 1.
 # In there root runs the tests, who does not take another user's kernels: so it copies them.
-WITH_RDMA_CACHE = sh -c 'cp -r build/rdma-cache /run && PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PROXYCCL_CACHE=/run/rdma-cache $(FAST_COMPILER) exec "$$0" "$$@"'
+WITH_RDMA_CACHE = sh -c 'cp -r build/rdma-cache /run && PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OPENBLAS_NUM_THREADS=1 PROXYCCL_CACHE=/run/rdma-cache $(FAST_COMPILER) exec "$$0" "$$@"'
 test-rdma: $(VENV)/.installed
 	@if reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_machine.py build/soft-roce); then \
 	  $(BIN)/python tests/support/packages/fetch_fabric.py build/fabric; \
 	  PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(FAST_COMPILER) $(BIN)/python $(SOFT_ROCE)/kernels.py build/rdma-cache && \
-	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- $(WITH_RDMA_CACHE) $(BIN)/pytest $(RDMA_PYTEST) $(FULL) tests/rdma/soft_roce$(if $(FULL), && \
+	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- $(WITH_RDMA_CACHE) $(BIN)/python $(SOFT_ROCE)/run_tests.py $(RDMA_PYTEST) $(FULL) tests/rdma/soft_roce$(if $(FULL), && \
 	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- $(WITH_RDMA_CACHE) $(BIN)/python tests/rdma/soft_roce/two_machines.py); \
 	elif [ $$? = 2 ] && [ "$$PROXYCCL_REQUIRE_RDMA" != 1 ]; then \
 	  echo "test-rdma is skipped: $$reason"; \

@@ -24,7 +24,7 @@ import time
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 _MOST_BYTES = 1 << 20  # of a message
 
@@ -48,6 +48,20 @@ class Forks:
         self._ended: dict[int, int] = {}
         self._lock = threading.Lock()
         self.close: Callable[[], object] = lambda: None  # ends the template
+
+    def begin_here(self) -> None:
+        """Makes the template a fork of this process, which then has imported the same: for where imports take seconds.
+
+        This process must not have a thread yet.
+        """
+        _import_all()
+        connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _be_the_template(theirs)
+        theirs.close()
+        self._connect(connection, lambda: os.waitpid(pid, 0))
 
     def start(self, command: Sequence[str], env: dict[str, str], stdout: IO[str], stderr: IO[str]) -> int:
         """Starts a program with its arguments and returns its process."""
@@ -83,7 +97,7 @@ class Forks:
 
     def _connected(self) -> socket.socket:
         if self._connection is None:
-            self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 template = subprocess.Popen(
                     [*self._prefix, sys.executable, __file__, str(theirs.fileno())],
@@ -92,13 +106,17 @@ class Forks:
                     stdout=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                 )
-            self.close = atexit.register(functools.partial(_end, template, self._connection))
+            self._connect(connection, lambda: template.wait(60))
+        assert self._connection is not None
         return self._connection
 
+    def _connect(self, connection: socket.socket, wait: Callable[[], object]) -> None:
+        def end() -> None:
+            connection.close()
+            wait()
 
-def _end(template: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    connection.close()
-    template.wait(60)
+        self._connection = connection
+        self.close = atexit.register(end)
 
 
 FORKS = Forks(os.environ)
@@ -173,6 +191,7 @@ def _import_all() -> None:
 
     import proxyccl
     from proxyccl.device.host import HostRuntime  # noqa: F401  (most ranks open it, with all that it needs)
+    from proxyccl.proxy.daemon import command  # noqa: F401  (a node daemon)
 
     for name in proxyccl.__all__:
         getattr(proxyccl, name)
@@ -214,11 +233,11 @@ def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str]:
             connection.send(pickle.dumps(pid))
 
 
-if __name__ == "__main__":
-    _import_all()
+def _be_the_template(connection: socket.socket) -> NoReturn:
+    """Serves the connection. Each child runs its program and ends as an interpreter does."""
     gc.collect()
     gc.freeze()
-    sys.argv, environment, working_directory = _serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.argv, environment, working_directory = _serve(connection)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(working_directory)
@@ -227,3 +246,9 @@ if __name__ == "__main__":
     main.__file__ = sys.argv[0]
     sys.modules["__main__"] = main
     exec(_code(sys.argv[0]), main.__dict__)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    _import_all()
+    _be_the_template(socket.socket(fileno=int(sys.argv[1])))

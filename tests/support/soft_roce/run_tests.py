@@ -1,0 +1,23 @@
+"""Runs pytest with its arguments, in the machine with Soft-RoCE: python run_tests.py ARGUMENTS...
+
+The tests and the processes that they start import the library once, before they part: it takes seconds in there.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from support.forked import FORKS
+
+
+def main() -> int:
+    """Runs them."""
+    FORKS.begin_here()
+    import pytest  # the template does without
+
+    return pytest.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
