@@ -43,7 +43,8 @@ def result_of(output: str) -> dict[str, Any]:
 
 def kernel_source(path: Path) -> str | None:
     """The text that a module assigns to KERNEL, without running the module."""
-    for node in ast.parse(path.read_text()).body:
+    text = path.read_text()
+    for node in ast.parse(text).body if "\nKERNEL = " in text else ():
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "KERNEL":
             return str(ast.literal_eval(node.value))
     return None
