@@ -11,7 +11,7 @@ at_most_8 = $(shell echo $$(($1 < 8 ? $1 : 8)))
 WORKERS ?= $(call at_most_8,$(CORES) + 2)
 WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal --durations 20
 # As tests/conftest.py sets it, for kernels that are compiled before the tests.
-FAST_COMPILER := PROXYCCL_CXXFLAGS=-O1
+FAST_COMPILER := PROXYCCL_CXXFLAGS=-O0
 # The tests with a marker. Every worker imports the files that it is given: those without one stay out.
 marked = -m "$(1)$(2)" $(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 GPU_RUNTIME ?= cuda

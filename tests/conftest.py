@@ -29,8 +29,8 @@ Versions 4 and 5 have different names for it.
 """
 NUMPY = {"OPENBLAS_NUM_THREADS": "1"}
 """Its own threads would only compete with a test's ranks for the cores."""
-KERNELS = {"PROXYCCL_CXXFLAGS": "-O1"}
-"""The host runtime's: most are compiled for a few short calls, and g++ takes twice as long with the default -O3.
+KERNELS = {"PROXYCCL_CXXFLAGS": "-O0"}
+"""The host runtime's: most are compiled for a few short calls, and g++ takes three times as long with the default -O3.
 `collectives/test_same_bits.py` has a test of those; `make test-all` runs everything with them.
 """
 
