@@ -65,10 +65,8 @@ def as_rows(blocks: Any, argument: str = "blocks") -> Rows:
     return rows.astype(np.uint64)
 
 
-def sides(rows: Rows) -> tuple[Rows, Rows]:
-    """The lists that the engine takes: (address, bytes) for either side, without empty blocks. Blocks that follow each
-    other on both sides are one.
-    """
+def joined(rows: Rows) -> Rows:
+    """Rows without empty blocks. Blocks that follow each other on both sides are one."""
     rows = rows[rows[:, 2] > 0]
     if len(rows) > 1:
         ends = rows[:-1, :2] + rows[:-1, 2:]
@@ -77,4 +75,10 @@ def sides(rows: Rows) -> tuple[Rows, Rows]:
             nbytes = np.add.reduceat(rows[:, 2], first)
             rows = rows[first]
             rows[:, 2] = nbytes
+    return rows
+
+
+def sides(rows: Rows) -> tuple[Rows, Rows]:
+    """The lists that the engine takes: (address, bytes) for either side, of the joined rows."""
+    rows = joined(rows)
     return np.ascontiguousarray(rows[:, ::2]), np.ascontiguousarray(rows[:, 1:])

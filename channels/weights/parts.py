@@ -1,0 +1,100 @@
+"""The parts of tensors that a holder has in its memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from proxyccl.channels.weights.sharding import Box
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import as_integer
+from proxyccl.proxy.codec import Message, Uint64
+
+_Numbers = Annotated[tuple[Uint64, ...], Meta(max_length=64)]
+
+
+class Part(Message, frozen=True):
+    """A box of a tensor in a holder's memory.
+
+    Attributes:
+        tensor: the tensor's name.
+        dtype: the name of its element type.
+        itemsize: bytes of an element.
+        size: shape of the whole tensor.
+        start, shape: the box, in elements of the tensor.
+        address: of the box's first element, in the holder's memory.
+        strides: bytes from one element to the next in each dimension.
+    """
+
+    tensor: Annotated[str, Meta(max_length=4096)]
+    dtype: Annotated[str, Meta(max_length=64)]
+    itemsize: Annotated[int, Meta(ge=1, le=64)]
+    size: _Numbers
+    start: _Numbers
+    shape: _Numbers
+    address: Uint64
+    strides: _Numbers
+
+    def __post_init__(self) -> None:
+        if not len(self.size) == len(self.start) == len(self.shape) == len(self.strides):
+            raise ValueError("size, start, shape and strides are of different lengths")
+        if any(begin + extent > whole for begin, extent, whole in zip(self.start, self.shape, self.size, strict=True)):
+            raise ValueError("the box lies outside of the tensor")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """The index after its last element in each dimension."""
+        return tuple(begin + extent for begin, extent in zip(self.start, self.shape, strict=True))
+
+
+def part_of(
+    tensor: str,
+    view: ArrayView,
+    box: Box | None = None,
+    size: Sequence[int] | None = None,
+    within: Any = (),
+) -> Part:
+    """The part of a tensor that an array holds.
+
+    Args:
+        tensor: its name.
+        view: the array.
+        box: the part; None: from (0, …) on, of the array's shape.
+        size: shape of the whole tensor; None: the part is the whole.
+        within: the part of the array that holds it, as a slice or a tuple of slices; (): all of it.
+
+    Raises:
+        ArgumentError: shapes do not fit together.
+    """
+    slices = within if isinstance(within, tuple) else (within,)
+    if len(slices) > len(view.shape) or not all(isinstance(each, slice) for each in slices):
+        raise ArgumentError("within", f"expected slices of an array of {len(view.shape)} dimensions, not {within!r}")
+    strides, step = [], view.dtype.itemsize
+    for extent in reversed(view.shape):
+        strides.insert(0, step)
+        step *= extent
+    address, shape = view.ptr, list(view.shape)
+    for dim, each in enumerate(slices):
+        first, last, stride = each.indices(view.shape[dim])
+        if stride != 1:
+            raise ArgumentError("within", "expected slices with a step of 1")
+        shape[dim] = max(0, last - first)
+        address += first * strides[dim]
+    start = (0,) * len(shape) if box is None else box.start
+    if box is not None and tuple(box.shape) != tuple(shape):
+        raise ArgumentError("array", f"{tensor}: expected shape {tuple(box.shape)}, got {tuple(shape)}")
+    whole = tuple(shape) if size is None else tuple(size)
+    if len(start) != len(shape) or len(whole) != len(shape):
+        raise ArgumentError("start", f"{tensor}: expected an index for each of {len(shape)} dimensions")
+    for dim, (begin, extent, most) in enumerate(zip(start, shape, whole, strict=True)):
+        as_integer(begin, "start", f"{tensor}: must be from 0 to {most - extent} in dimension {dim}", 0, most - extent)
+    return Part(tensor, view.dtype.name, view.dtype.itemsize, whole, start, tuple(shape), address, tuple(strides))

@@ -1,0 +1,200 @@
+"""Plans: the blocks that each target reads, so that each byte moves once over each link. Arithmetic alone: nothing moves
+here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from proxyccl.channels.transfers.blocks import Rows, joined
+from proxyccl.channels.weights.parts import Part
+from proxyccl.channels.weights.sharding import Box
+from proxyccl.device.errors import ArgumentError
+
+_SHORTEST = 64 << 10
+"""Bytes below which a box is not cut for the sake of balance."""
+
+
+class Read(Struct, frozen=True):
+    """The blocks that one holder reads from another.
+
+    Attributes:
+        peer: the holder that they are read from.
+        relayed: whether the peer is a target, which has them only when it has read its own.
+        blocks: uint64, shape (N, 3): address here, address there, bytes.
+    """
+
+    peer: str
+    relayed: bool
+    blocks: Rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return int(self.blocks[:, 2].sum())
+
+
+Held = Mapping[str, Sequence[Part]]
+"""By holder: the parts that it has."""
+
+
+def plan(sources: Held, targets: Held, nodes: Mapping[str, Hashable] | None = None) -> dict[str, list[Read]]:
+    """Plans how targets get their parts of tensors from sources.
+
+    If several sources have a part, they share it evenly, and those of a target's node come first. If several targets of
+    a node need a part, one of them reads it from a source and the others read it from that one, in equal shares.
+
+    Args:
+        sources, targets: parts by holder. Names of holders are different. A target may have parts of any number of
+            shardings; several parts of one holder may hold the same elements.
+        nodes: the node of each holder. Holders that are absent are alone on theirs.
+
+    Returns:
+        By target: its reads, at most one from each source and one from each other target.
+
+    Raises:
+        ArgumentError: no source has a part, or shapes or element types differ.
+    """
+    if both := set(sources) & set(targets):
+        raise ArgumentError("targets", f"{min(both)} is a source too")
+    return _Planner(sources, targets, nodes or {}).reads()
+
+
+class _Candidate(NamedTuple):
+    holder: str
+    part: Part
+
+
+class _Planner:
+    def __init__(self, sources: Held, targets: Held, nodes: Mapping[str, Hashable]) -> None:
+        self._sources, self._targets = _by_tensor(sources), _by_tensor(targets)
+        self._nodes = nodes
+        self._targets_in_order = list(targets)
+        self._sent: Counter[str] = Counter()
+        self._received: Counter[str] = Counter()
+        self._rows: dict[tuple[str, str, bool], list[Rows]] = defaultdict(list)
+
+    def reads(self) -> dict[str, list[Read]]:
+        for tensor, wanted in self._targets.items():
+            held = self._sources.get(tensor, [])
+            _require_same(tensor, held, wanted)
+            for box, having, wanting in _cells(held, wanted):
+                if not having:
+                    raise ArgumentError("sources", f"none has {tensor} from {box.start} on, of shape {box.shape}")
+                self._share(box, [held[index] for index in having], [wanted[index] for index in wanting])
+        reads: dict[str, list[Read]] = {target: [] for target in self._targets_in_order}
+        for (target, peer, relayed), rows in self._rows.items():
+            reads[target].append(Read(peer, relayed, joined(np.concatenate(rows))))
+        return reads
+
+    def _share(self, box: Box, having: list[_Candidate], wanting: list[_Candidate]) -> None:
+        """Divides a box, all of which the same holders have and want, among those."""
+        first_part: dict[str, Part] = {}
+        for holder, part in having:
+            first_part.setdefault(holder, part)
+        on_nodes: dict[Hashable, dict[str, list[Part]]] = {}
+        for holder, part in wanting:
+            node = self._nodes.get(holder, (holder,))
+            on_nodes.setdefault(node, {}).setdefault(holder, []).append(part)
+        pieces = max(len(first_part), *(len(holders) for holders in on_nodes.values()))
+        itemsize = wanting[0].part.itemsize
+        for piece in _cut(box, itemsize, pieces):
+            nbytes = math.prod(piece.shape) * itemsize
+            for node, holders in on_nodes.items():
+                near = [holder for holder in first_part if self._nodes.get(holder) == node] or list(first_part)
+                source = min(near, key=self._sent.__getitem__)
+                importer = min(holders, key=self._received.__getitem__)
+                self._sent[source] += nbytes
+                self._received[importer] += nbytes
+                for part in holders[importer]:
+                    self._add(importer, source, False, piece, part, first_part[source])
+                for holder, parts in holders.items():
+                    for part in parts if holder != importer else ():
+                        self._add(holder, importer, True, piece, part, holders[importer][0])
+
+    def _add(self, target: str, peer: str, relayed: bool, box: Box, here: Part, there: Part) -> None:
+        self._rows[target, peer, relayed].append(_blocks(box, here, there))
+
+
+def _by_tensor(held: Held) -> dict[str, list[_Candidate]]:
+    found: dict[str, list[_Candidate]] = {}
+    for holder, parts in held.items():
+        for part in parts:
+            if part.nbytes:
+                found.setdefault(part.tensor, []).append(_Candidate(holder, part))
+    return found
+
+
+def _require_same(tensor: str, held: list[_Candidate], wanted: list[_Candidate]) -> None:
+    (_, first), *others = (*held, *wanted)
+    for holder, part in others:
+        for what in ("size", "dtype", "itemsize"):
+            if getattr(part, what) != getattr(first, what):
+                raise ArgumentError(
+                    "targets", f"{tensor}: {holder} has {what} {getattr(part, what)}, others {getattr(first, what)}"
+                )
+
+
+def _cells(held: list[_Candidate], wanted: list[_Candidate]) -> Iterator[tuple[Box, list[int], list[int]]]:
+    """Boxes that no part cuts, as far as a target wants them: with the indices of the parts that contain them."""
+    parts = [each.part for each in (*held, *wanted)]
+    starts, edges, inside = [], [], []
+    for dim in range(len(parts[0].size)):
+        begin, end = (np.array([getattr(part, side)[dim] for part in parts]) for side in ("start", "end"))
+        cuts = np.unique(np.concatenate((begin, end)))
+        starts.append(cuts[:-1].tolist())
+        edges.append(cuts[1:].tolist())
+        inside.append((begin <= cuts[:-1, None]) & (end >= cuts[1:, None]))
+    count = len(held)
+    for index in itertools.product(*(np.flatnonzero(each[:, count:].any(axis=1)).tolist() for each in inside)):
+        contains: NDArray[np.bool_] = np.ones(len(parts), np.bool_)
+        for dim, segment in enumerate(index):
+            contains &= inside[dim][segment]
+        if contains[count:].any():
+            first = tuple(starts[dim][segment] for dim, segment in enumerate(index))
+            after = tuple(edges[dim][segment] for dim, segment in enumerate(index))
+            shape = tuple(end - begin for begin, end in zip(first, after, strict=True))
+            having, wanting = np.flatnonzero(contains[:count]), np.flatnonzero(contains[count:])
+            yield Box(first, shape), having.tolist(), wanting.tolist()
+
+
+def _cut(box: Box, itemsize: int, pieces: int) -> Iterator[Box]:
+    """Up to so many pieces of about equal size, along the first dimension that is long enough."""
+    pieces = min(pieces, math.prod(box.shape) * itemsize // _SHORTEST)
+    dim = next((dim for dim, extent in enumerate(box.shape) if extent >= pieces), None)
+    if pieces <= 1 or dim is None:
+        yield box
+        return
+    extent = box.shape[dim]
+    for index in range(pieces):
+        first, last = index * extent // pieces, (index + 1) * extent // pieces
+        start, shape = list(box.start), list(box.shape)
+        start[dim], shape[dim] = start[dim] + first, last - first
+        yield Box(tuple(start), tuple(shape))
+
+
+def _blocks(box: Box, here: Part, there: Part) -> Rows:
+    """The blocks that copy a box between two parts that contain it."""
+    nbytes, dim = here.itemsize, len(box.shape)
+    while dim and (box.shape[dim - 1] == 1 or here.strides[dim - 1] == there.strides[dim - 1] == nbytes):
+        dim -= 1
+        nbytes *= box.shape[dim]
+    rows = np.empty((math.prod(box.shape[:dim]), 3), np.uint64)
+    for column, part in enumerate((here, there)):
+        offsets = np.zeros(1, np.int64)
+        for extent, stride in zip(box.shape[:dim], part.strides[:dim], strict=True):
+            offsets = np.add.outer(offsets, np.arange(extent) * stride).ravel()
+        shift = sum(
+            (begin - own) * stride for begin, own, stride in zip(box.start, part.start, part.strides, strict=True)
+        )
+        rows[:, column] = part.address + shift + offsets
+    rows[:, 2] = nbytes
+    return rows
