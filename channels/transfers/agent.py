@@ -343,6 +343,17 @@ class Agent:
         link = self._link(name)
         return Path("self") if link is None else link.path
 
+    def lost(self, name: str) -> str:
+        """Why another agent is lost; "" while its link lives, or has not been opened.
+
+        Raises:
+            UnknownAgentError: no such agent was added.
+        """
+        with self._lock:
+            self._require_open()
+            link = self._peer(name).link
+        return "" if link is None else link.lost
+
     def find_outside(self, name: str, rows: Rows, kind: str) -> int | None:
         """The index of the first block that is not known to be registered by an agent; None if all are.
 

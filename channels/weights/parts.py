@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from proxyccl.channels.weights.sharding import Box
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.integers import as_integer
@@ -59,7 +58,7 @@ class Part(Message, frozen=True):
 def part_of(
     tensor: str,
     view: ArrayView,
-    box: Box | None = None,
+    start: Sequence[int] | None = None,
     size: Sequence[int] | None = None,
     within: Any = (),
 ) -> Part:
@@ -68,13 +67,15 @@ def part_of(
     Args:
         tensor: its name.
         view: the array.
-        box: the part; None: from (0, …) on, of the array's shape.
-        size: shape of the whole tensor; None: the part is the whole.
+        start: the index of the part's first element in each dimension of the tensor; None: the part is the whole.
+        size: shape of the whole tensor, if `start` is given.
         within: the part of the array that holds it, as a slice or a tuple of slices; (): all of it.
 
     Raises:
         ArgumentError: shapes do not fit together.
     """
+    if (start is None) != (size is None):
+        raise ArgumentError("size", "start and size belong together")
     slices = within if isinstance(within, tuple) else (within,)
     if len(slices) > len(view.shape) or not all(isinstance(each, slice) for each in slices):
         raise ArgumentError("within", f"expected slices of an array of {len(view.shape)} dimensions, not {within!r}")
@@ -89,12 +90,11 @@ def part_of(
             raise ArgumentError("within", "expected slices with a step of 1")
         shape[dim] = max(0, last - first)
         address += first * strides[dim]
-    start = (0,) * len(shape) if box is None else box.start
-    if box is not None and tuple(box.shape) != tuple(shape):
-        raise ArgumentError("array", f"{tensor}: expected shape {tuple(box.shape)}, got {tuple(shape)}")
+    begins = (0,) * len(shape) if start is None else tuple(start)
     whole = tuple(shape) if size is None else tuple(size)
-    if len(start) != len(shape) or len(whole) != len(shape):
+    if len(begins) != len(shape) or len(whole) != len(shape):
         raise ArgumentError("start", f"{tensor}: expected an index for each of {len(shape)} dimensions")
-    for dim, (begin, extent, most) in enumerate(zip(start, shape, whole, strict=True)):
+    for dim, (begin, extent, most) in enumerate(zip(begins, shape, whole, strict=True)):
+        as_integer(most, "size", f"{tensor}: must be at least {extent} in dimension {dim}", extent, 2**62)
         as_integer(begin, "start", f"{tensor}: must be from 0 to {most - extent} in dimension {dim}", 0, most - extent)
-    return Part(tensor, view.dtype.name, view.dtype.itemsize, whole, start, tuple(shape), address, tuple(strides))
+    return Part(tensor, view.dtype.name, view.dtype.itemsize, whole, begins, tuple(shape), address, tuple(strides))

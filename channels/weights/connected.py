@@ -1,0 +1,116 @@
+"""A target's plan, as prepared transfers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from proxyccl.channels.transfers import metadata as metadata_of
+from proxyccl.channels.transfers.agent import Agent
+from proxyccl.channels.transfers.transfer import Transfer
+from proxyccl.channels.weights.card import Card
+from proxyccl.channels.weights.parts import Part
+from proxyccl.channels.weights.plan import Read, plan
+from proxyccl.device.base_runtime import StreamLike
+
+_WORD = 8
+
+
+class Group(Struct):
+    """The transfers of one group of parts: from sources, and from other targets, when these have theirs."""
+
+    direct: list[Transfer]
+    relayed: list[Transfer]
+
+
+class Connected:
+    """The reads of a target. All its peers compute the same plan.
+
+    Args:
+        agent: the target's. It has added the agents of all cards.
+        sources, peers: cards by name.
+        groups: for each group, its own parts.
+
+    Attributes:
+        groups: the transfers of each.
+        sources, peers: names of those that this target reads from.
+        readers: names of the peers that read from it.
+        nbytes: bytes of all transfers.
+    """
+
+    def __init__(
+        self, agent: Agent, sources: Mapping[str, Card], peers: Mapping[str, Card], groups: Sequence[Sequence[Part]]
+    ) -> None:
+        self._agent = agent
+        cards = {**sources, **peers}
+        nodes = {name: _host(card.metadata) for name, card in cards.items()}
+        nodes[agent.name] = _host(agent.metadata(()))
+        has = {name: card.parts for name, card in sources.items()}
+        theirs = {name: card.parts for name, card in peers.items()}
+        self.groups: list[Group] = []
+        reads: list[Read] = []
+        self.readers: list[str] = []
+        for parts in groups:
+            targets = {name: theirs.get(name, parts) for name in sorted((*theirs, agent.name))}
+            planned = plan(has, targets, nodes)
+            own = planned.pop(agent.name)
+            direct, relayed = ([self._prepare(read) for read in own if read.relayed is late] for late in (False, True))
+            self.groups.append(Group(direct, relayed))
+            reads += own
+            self.readers = [name for name, each in planned.items() if any(read.peer == agent.name for read in each)]
+        self.sources = list(dict.fromkeys(read.peer for read in reads if not read.relayed))
+        self.peers = list(dict.fromkeys(read.peer for read in reads if read.relayed))
+        self.nbytes = sum(read.nbytes for read in reads)
+        used = [*self.sources, *self.peers]
+        self._words = np.zeros(len(used), np.uint64)
+        self._region = agent.register(self._words)
+        self._index = {name: index for index, name in enumerate(used)}
+        self._looks = [
+            agent.prepare("read", name, [(self._region.address + index * _WORD, cards[name].version_address, _WORD)])
+            for name, index in self._index.items()
+        ]
+
+    def _prepare(self, read: Read) -> Transfer:
+        return self._agent.prepare("read", read.peer, read.blocks)
+
+    def versions(self, names: Iterable[str], deadline: float) -> set[int]:
+        """The versions that holders offer now; 0: none.
+
+        Raises:
+            DisconnectedError: one has ended.
+            TransferTimeoutError: one does not answer.
+        """
+        chosen = [self._index[name] for name in names]
+        self.move([self._looks[index] for index in chosen], deadline)
+        return set(self._words[chosen].tolist())
+
+    def move(self, transfers: Sequence[Transfer], deadline: float, stream: StreamLike = None) -> None:
+        """Carries out transfers at once. When it returns, or raises, memory is not touched any more.
+
+        Raises:
+            DisconnectedError, TransferTimeoutError, TransferError: as `Agent.wait`.
+        """
+        try:
+            for transfer in transfers:
+                transfer.start(stream=stream)
+            self._agent.wait(transfers, max(1e-3, deadline - time.monotonic()))
+        finally:
+            for transfer in transfers:
+                transfer.cancel()
+
+    def close(self) -> None:
+        """Refuses further use."""
+        for group in self.groups:
+            for transfer in (*group.direct, *group.relayed):
+                transfer.close()
+        for look in self._looks:
+            look.close()
+        self._agent.deregister(self._region)
+
+
+def _host(metadata: bytes) -> str:
+    place = metadata_of.decode(metadata).place
+    return "" if place is None else place.host

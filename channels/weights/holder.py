@@ -1,0 +1,167 @@
+"""A holder of weights: an agent, its parts of tensors, and the version that others may read of it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from proxyccl.channels import array_libraries
+from proxyccl.channels.timeouts import timeout_from
+from proxyccl.channels.transfers.agent import Agent
+from proxyccl.channels.transfers.errors import DisconnectedError, NameTakenError, TransferTimeoutError
+from proxyccl.channels.transfers.regions import Region
+from proxyccl.channels.weights.card import Card, HasRead, Join, Leave, Offered, decode, encode, encode_card
+from proxyccl.channels.weights.parts import Part, part_of
+from proxyccl.channels.weights.sharding import Sharding
+from proxyccl.device.arrays.array import as_view
+from proxyccl.device.errors import ArgumentError
+
+_SLICE = 0.05
+"""Seconds between looks at links: a link that is lost wakes nobody who waits for messages."""
+
+
+class Holder:
+    """What sources and targets have in common. See `WeightSource` and `WeightTarget`."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._parts: list[Part] = []
+        self._regions: dict[tuple[int, int], Region] = {}
+        self._version = np.zeros(1, np.uint64)
+        self._version_region = agent.register(self._version)
+        self._readers: dict[str, int] = {}  # by name: the version that each has read
+        self._unreachable: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        nbytes = sum(part.nbytes for part in self._parts)
+        return f"{type(self).__name__}({self._agent.name!r}, {len(self._parts)} parts, {nbytes} bytes)"
+
+    def add(
+        self,
+        tensor: str,
+        array: Any,
+        *,
+        sharding: Sharding | None = None,
+        start: Sequence[int] | None = None,
+        size: Sequence[int] | None = None,
+        within: Any = (),
+    ) -> None:
+        """Adds memory that holds a tensor, or a part of it, and registers it with the agent.
+
+        Args:
+            tensor: its name, the same in all sources and targets.
+            array: contiguous memory of the host or of a GPU; or a DTensor of torch, whose local part is added. FSDP's
+                parameters are DTensors.
+            sharding: how the tensor is divided among agents, by their names. It gives `start` and `size`.
+            start: the index of the part's first element in each dimension of the tensor.
+            size: shape of the whole tensor. Without it and a sharding, the part is the whole.
+            within: the slices of the array that hold the part; (): all of it. A fused array is added in several calls,
+                with a tensor's name each.
+
+        Raises:
+            ArgumentError: shapes do not fit together, or the array can't be registered.
+        """
+        if hasattr(array, "placements") and hasattr(array, "device_mesh"):
+            if sharding is not None or start is not None or size is not None:
+                raise ArgumentError("array", "a DTensor itself tells which part it holds")
+            array, start, size = array_libraries.load("torch: shardings").local_part(array)
+        view = as_view(array, "array")
+        if sharding is not None:
+            box = sharding.box(self._agent.name)
+            start, size = box.start, sharding.shape
+        part = part_of(tensor, view, start, size, within)
+        if sharding is not None and part.shape != box.shape:
+            raise ArgumentError("array", f"{tensor}: expected a part of shape {box.shape}, got {part.shape}")
+        self._parts.append(part)
+        place = (view.ptr, view.nbytes)
+        if view.nbytes and place not in self._regions:
+            self._regions[place] = self._agent.register(array)
+
+    def card(self) -> bytes:
+        """This holder's agent and parts, for those who read from it. Whoever has it may read and write this agent's
+        registered memory. `add` all parts first.
+        """
+        address = self._version_region.address
+        return encode_card(Card("proxyccl-weights-1", self._agent.metadata(), address, self._parts))
+
+    def close(self) -> None:
+        """Ends the registration of all parts. The agent stays open."""
+        self._agent.deregister(self._version_region, *self._regions.values())
+        self._regions.clear()
+        self._parts.clear()
+
+    def _open(self, version: int) -> None:
+        """Says that others may read a version here."""
+        self._version[0] = version
+        for name in list(self._readers):
+            self._tell(name, Offered())
+
+    def _shut(self) -> None:
+        self._version[0] = 0
+
+    def _tell(self, reader: str, message: Offered) -> None:
+        try:
+            self._agent.notify(reader, encode(message))
+        except DisconnectedError as error:
+            self._unreachable[reader] = str(error)  # `_lost_readers` has it
+
+    def _take_messages(self) -> None:
+        for sender, data in self._agent.messages():
+            match decode(data, sender):
+                case Join(metadata):
+                    self._admit(sender, metadata)
+                case HasRead(version) if sender in self._readers:
+                    self._readers[sender] = version
+                case Leave():
+                    self._readers.pop(sender, None)
+
+    def _meet(self, metadata: bytes) -> str:
+        """Adds another agent. It replaces one of that name, which has ended: the program has newer metadata."""
+        try:
+            return self._agent.add(metadata)
+        except NameTakenError as error:
+            self._agent.remove(error.peer)
+            return self._agent.add(metadata)
+
+    def _admit(self, name: str, metadata: bytes) -> None:
+        """Adds a reader."""
+        self._meet(metadata)
+        self._readers[name] = 0
+        self._unreachable.pop(name, None)
+        if self._version[0]:
+            self._tell(name, Offered())
+
+    def _lost_readers(self) -> dict[str, str]:
+        """Forgets readers that ended: the reason by name."""
+        lost = {name: self._unreachable.get(name) or self._agent.lost(name) for name in self._readers}
+        lost = {name: reason for name, reason in lost.items() if reason}
+        for name in lost:
+            del self._readers[name]
+            self._unreachable.pop(name, None)
+            self._agent.remove(name)
+        return lost
+
+    def _wait(self, met: Callable[[], bool], deadline: float, expected: Callable[[], str]) -> None:
+        """Takes messages until a condition is met.
+
+        Raises:
+            TransferTimeoutError: the deadline, of `time.monotonic`, has passed. `expected` says what was waited for.
+        """
+        self._take_messages()
+        while not met():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TransferTimeoutError(f"agent {self._agent.name}: {expected()} within the time")
+            with contextlib.suppress(TransferTimeoutError):  # the condition may depend on links and on others' memory
+                self._agent.wait_for_message(min(left, _SLICE))
+            self._take_messages()
+
+
+def deadline_of(agent: Agent, timeout: float | None) -> float:
+    """When a wait ends, of `time.monotonic`. None: the agent's time-out."""
+    return time.monotonic() + (agent.timeout if timeout is None else timeout_from(timeout))
+

@@ -1,0 +1,23 @@
+"""Weights from trainers to samplers, whatever their shardings: ``from proxyccl.weights import WeightSource, WeightTarget``.
+
+This module holds the public names and nothing else. docs/weights.md is an introduction.
+"""
+
+from proxyccl.channels.weights.parts import Part
+from proxyccl.channels.weights.plan import Read, plan
+from proxyccl.channels.weights.sharding import Box, Replicate, Shard, Sharding
+from proxyccl.channels.weights.source import WeightSource
+from proxyccl.channels.weights.target import Received, WeightTarget
+
+__all__ = [
+    "Box",
+    "Part",
+    "Read",
+    "Received",
+    "Replicate",
+    "Shard",
+    "Sharding",
+    "WeightSource",
+    "WeightTarget",
+    "plan",
+]

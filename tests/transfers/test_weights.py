@@ -1,0 +1,346 @@
+"""Weights from sources to targets: versions, late and restarted targets, lost holders, targets that pass parts on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from proxyccl.device.errors import ArgumentError
+from proxyccl.transfer import Agent, DisconnectedError, MetadataError, NotStartedError, TransferError, TransferTimeoutError
+from proxyccl.weights import Replicate, Shard, Sharding, WeightSource, WeightTarget
+from support.agents import child
+
+pytestmark = [pytest.mark.host_only("the host's memory moves alike on every runtime")]
+
+ROWS, COLUMNS = 12, 8
+
+
+def matrix(version: int, name: str = "w") -> NDArray[np.float32]:
+    """The values of a tensor in a version."""
+    return np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS) + 1000 * version + len(name)
+
+
+class Trainer:
+    """Sources that divide the rows of tensors w and up."""
+
+    def __init__(self, *names: str) -> None:
+        sharding = Sharding((ROWS, COLUMNS), names, [Shard(0)])
+        self.agents = [Agent(name) for name in names]
+        self.sources = [WeightSource(agent) for agent in self.agents]
+        self.boxes = [sharding.box(name) for name in names]
+        self.memory = [{tensor: np.zeros(box.shape, np.float32) for tensor in ("w", "up")} for box in self.boxes]
+        for source, memory in zip(self.sources, self.memory, strict=True):
+            for tensor, array in memory.items():
+                source.add(tensor, array, sharding=sharding)
+        self.cards = [source.card() for source in self.sources]
+
+    def train(self, version: int) -> None:
+        """Makes the values of a version."""
+        for box, memory in zip(self.boxes, self.memory, strict=True):
+            for tensor, array in memory.items():
+                array[:] = matrix(version, tensor)[box.start[0] : box.start[0] + box.shape[0]]
+
+    def offer(self, version: int, **options: Any) -> list[Any]:
+        """Offers it in a thread for each source."""
+        return run([lambda source=source: source.offer(version, **options) for source in self.sources])
+
+
+class Sampler:
+    """A target with w and up fused, of which it has a range of columns."""
+
+    def __init__(self, name: str, first: int = 0, last: int = COLUMNS, timeout: float | None = None) -> None:
+        self.columns = slice(first, last)
+        self.agent = Agent(name, timeout=timeout)
+        self.target = WeightTarget(self.agent)
+        self.fused = np.zeros((2 * ROWS, last - first), np.float32)
+        for tensor, rows in (("w", slice(0, ROWS)), ("up", slice(ROWS, None))):
+            self.target.add(tensor, self.fused, within=rows, start=(0, first), size=(ROWS, COLUMNS))
+
+    def holds(self, version: int) -> bool:
+        """Whether both tensors are of a version."""
+        expected = np.concatenate([matrix(version, tensor)[:, self.columns] for tensor in ("w", "up")])
+        return bool((self.fused == expected).all())
+
+
+def run(bodies: list[Callable[[], Any]]) -> list[Any]:
+    """Runs all at once: their results, or the first one's exception."""
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return [future.result() for future in [pool.submit(body) for body in bodies]]
+
+
+@pytest.fixture
+def keep() -> Iterator[Callable[[Any], Any]]:
+    """Closes the agents of trainers and samplers at the end of a test."""
+    with contextlib.ExitStack() as stack:
+
+        def kept(holder: Any) -> Any:
+            for agent in getattr(holder, "agents", None) or [holder.agent]:
+                stack.callback(agent.close)
+            return holder
+
+        yield kept
+
+
+Keep = Callable[[Any], Any]
+
+
+def test_each_version_arrives_in_another_sharding(keep: Keep) -> None:
+    trainer = keep(Trainer("a", "b", "c"))
+    samplers = [keep(Sampler("s", 0, 3)), keep(Sampler("t", 3))]
+    for sampler in samplers:
+        sampler.target.connect(trainer.cards)
+    assert [sampler.target.nbytes for sampler in samplers] == [2 * ROWS * 4 * 3, 2 * ROWS * 4 * 5]
+    for version in (1, 2, 5):
+        trainer.train(version)
+        bodies: list[Callable[[], Any]] = [lambda sampler=sampler: sampler.target.receive() for sampler in samplers]
+        received = run([*bodies, lambda version=version: trainer.offer(version, targets=2)])
+        assert [each.version for each in received[:2]] == [version, version]
+        assert all(sorted(names) == ["s", "t"] for names in received[2])
+        assert all(sampler.holds(version) for sampler in samplers)
+
+
+def test_a_target_that_comes_late_gets_the_version_that_is_offered(keep: Keep) -> None:
+    trainer = keep(Trainer("a", "b"))
+    trainer.train(1)
+    with ThreadPoolExecutor(1) as pool:
+        offer = pool.submit(trainer.offer, 1, targets=1)
+        sampler = keep(Sampler("s"))
+        sampler.target.connect(trainer.cards)
+        assert sampler.target.receive().version == 1
+        assert offer.result() == [["s"], ["s"]]
+    assert sampler.holds(1)
+
+
+def test_an_offer_without_targets_returns_at_once(keep: Keep) -> None:
+    trainer = keep(Trainer("a"))
+    assert trainer.offer(1) == [[]]
+    assert trainer.sources[0].targets == []
+
+
+def test_a_version_is_received_once(keep: Keep) -> None:
+    trainer, sampler = keep(Trainer("a")), keep(Sampler("s"))
+    trainer.train(1)
+    sampler.target.connect(trainer.cards)
+    with trainer.sources[0].offered(1):
+        sampler.target.receive()
+        with pytest.raises(TransferTimeoutError, match=r"did not offer a new version \(now: 1\)"):
+            sampler.target.receive(timeout=0.1)
+        assert sampler.target.receive(1).version == 1
+        with pytest.raises(TransferTimeoutError, match=r"did not offer version 2 \(now: 1\)"):
+            sampler.target.receive(2, timeout=0.1)
+    with pytest.raises(TransferTimeoutError, match=r"now: none"):
+        sampler.target.receive(timeout=0.1)
+
+
+def test_sources_must_offer_the_same_version(keep: Keep) -> None:
+    trainer, sampler = keep(Trainer("a", "b")), keep(Sampler("s"))
+    sampler.target.connect(trainer.cards)
+    with (
+        trainer.sources[0].offered(1),
+        trainer.sources[1].offered(2),
+        pytest.raises(TransferTimeoutError, match=r"now: 1, 2"),
+    ):
+        sampler.target.receive(timeout=0.1)
+
+
+def test_a_version_that_is_withdrawn_while_it_is_read_does_not_count(
+    keep: Keep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, sampler = keep(Trainer("a")), keep(Sampler("s"))
+    sampler.target.connect(trainer.cards)
+    source, connected = trainer.sources[0], sampler.target._connected
+    assert connected is not None
+    move, moved = connected.move, 0
+
+    def withdraw(transfers: Any, *rest: Any) -> None:
+        nonlocal moved
+        move(transfers, *rest)
+        if transfers == connected.groups[0].direct:
+            moved += 1
+            if moved == 1:  # the source's time-out has passed: it goes on with the next version
+                source._shut()
+                trainer.train(2)
+                source._open(2)
+
+    monkeypatch.setattr(connected, "move", withdraw)
+    trainer.train(1)
+    source._open(1)
+    assert sampler.target.receive().version == 2
+    assert (moved, sampler.holds(2)) == (2, True)
+
+
+def test_a_slow_target_is_named(keep: Keep) -> None:
+    trainer, sampler = keep(Trainer("a")), keep(Sampler("s"))
+    sampler.target.connect(trainer.cards)
+    with pytest.raises(TransferTimeoutError, match="s did not read version 1"):
+        trainer.sources[0].offer(1, targets=1, timeout=0.3)
+    with pytest.raises(TransferTimeoutError, match="2 targets did not join, but 1"):
+        run([sampler.target.receive, lambda: trainer.sources[0].offer(2, targets=2, timeout=1)])
+
+
+def sample(connection: socket.socket) -> None:
+    """The body of a sampler's process: it gets cards, and receives after each message."""
+    sampler = Sampler("s")
+    sampler.target.connect([connection.recv(1 << 16)])
+    connection.send(b"connected")
+    while connection.recv(100):
+        connection.send(str(sampler.target.receive().version).encode())
+    os._exit(0)
+
+
+def test_a_target_that_is_lost_is_named_and_one_of_its_name_may_follow(keep: Keep) -> None:
+    trainer, other = keep(Trainer("a")), keep(Sampler("t", 2, 5))
+    source = trainer.sources[0]
+    other.target.connect(trainer.cards)
+    for version in (1, 3):
+        trainer.train(version)
+        with child(sample) as process:
+            process.connection.send(trainer.cards[0])
+            assert process.receive() == b"connected"
+            process.connection.send(b"go")
+            received = run([other.target.receive, lambda version=version: source.offer(version, targets=2)])
+            assert sorted(received[1]) == ["s", "t"]
+            assert process.receive() == str(version).encode()
+            process.stop()
+            with ThreadPoolExecutor(1) as pool:
+                offer = pool.submit(source.offer, version + 1)
+                assert other.target.receive().version == version + 1
+                assert not offer.done()
+                process.kill()
+                with pytest.raises(DisconnectedError, match=f"agent s did not read version {version + 1}") as caught:
+                    offer.result()
+            assert caught.value.peer == "s"
+        assert source.targets == ["t"]
+
+
+def train_and_end(connection: socket.socket) -> None:
+    """The body of a trainer's process, which sends its card and waits for its end."""
+    trainer = Trainer("a")
+    connection.send(trainer.cards[0])
+    connection.recv(1)
+    os._exit(0)
+
+
+def test_a_source_that_is_lost_is_named(keep: Keep) -> None:
+    sampler = keep(Sampler("s"))
+    with child(train_and_end) as process:
+        sampler.target.connect([process.receive()])
+        killer = threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL))
+        killer.start()
+        begin = time.monotonic()
+        with pytest.raises(DisconnectedError) as caught:
+            sampler.target.receive()
+        assert time.monotonic() - begin < 20
+        assert caught.value.peer == "a"
+        killer.join()
+    replacement = keep(Trainer("a"))
+    replacement.train(1)
+    sampler.target.connect(replacement.cards)
+    run([sampler.target.receive, lambda: replacement.offer(1, targets=1)])
+    assert sampler.holds(1)
+
+
+def test_a_target_that_leaves_is_not_waited_for(keep: Keep) -> None:
+    trainer, sampler = keep(Trainer("a")), keep(Sampler("s"))
+    sampler.target.connect(trainer.cards)
+    while trainer.sources[0].targets != ["s"]:
+        time.sleep(0.001)
+    sampler.target.close()
+    while trainer.sources[0].targets:
+        time.sleep(0.001)
+    assert trainer.offer(1) == [[]]
+    with pytest.raises(NotStartedError):
+        sampler.target.receive()
+
+
+def test_peers_pass_on_what_each_has_read(keep: Keep) -> None:
+    """Two replicas of two halves each: the sources are read from once, by their targets together."""
+    trainer = keep(Trainer("a", "b"))
+    samplers = [keep(Sampler(f"s{n}", *columns)) for n, columns in enumerate(((0, 5), (3, 8), (0, 5), (3, 8)))]
+    cards = [sampler.target.card() for sampler in samplers]
+    for number, sampler in enumerate(samplers):
+        sampler.target.connect(trainer.cards, peers=cards[:number] + cards[number + 1 :])
+    direct = sum(
+        transfer.nbytes
+        for sampler in samplers
+        for transfer in sampler.target._connected.groups[0].direct  # type: ignore[union-attr]
+    )
+    assert direct == 2 * ROWS * COLUMNS * 4
+    for version in (1, 2):
+        trainer.train(version)
+        receives: list[Callable[[], Any]] = [lambda sampler=sampler: sampler.target.receive() for sampler in samplers]
+        received = run([*receives, lambda version=version: trainer.offer(version)])
+        assert {each.version for each in received[:4]} == {version}
+        assert all(sampler.holds(version) for sampler in samplers)
+
+
+def test_a_peer_that_is_lost_is_named(keep: Keep) -> None:
+    trainer = keep(Trainer("a"))
+    samplers = [keep(Sampler(name, timeout=60)) for name in "stu"]
+    cards = [sampler.target.card() for sampler in samplers]
+    for number, sampler in enumerate(samplers):
+        sampler.target.connect(trainer.cards, peers=cards[:number] + cards[number + 1 :])
+    trainer.train(1)
+    with trainer.sources[0].offered(1), ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(sampler.target.receive) for sampler in samplers[:2]]
+        time.sleep(0.1)  # either side of the loss is right
+        samplers[2].agent.close()
+        for future in waiting:
+            with pytest.raises(DisconnectedError) as caught:
+                future.result()
+            assert caught.value.peer == "u"
+        for sampler, other in ((samplers[0], cards[1]), (samplers[1], cards[0])):
+            sampler.target.connect(trainer.cards, peers=[other])
+        run([sampler.target.receive for sampler in samplers[:2]])
+    assert all(sampler.holds(1) for sampler in samplers[:2])
+
+
+def test_groups_share_memory(keep: Keep) -> None:
+    trainer = keep(Trainer("a", "b"))
+    sampler = Agent("s")
+    target = WeightTarget(sampler)
+    staging = np.zeros((ROWS, COLUMNS), np.float32)
+    target.add("w", staging)
+    target.next_group()
+    target.add("up", staging)
+    target.connect(trainer.cards)
+    trainer.train(3)
+    seen: list[NDArray[np.float32]] = []
+    with sampler:
+        run([lambda: target.receive(each=lambda _: seen.append(staging.copy())), lambda: trainer.offer(3, targets=1)])
+        np.testing.assert_array_equal(seen, [matrix(3, "w"), matrix(3, "up")])
+        with pytest.raises(ArgumentError, match="groups"):
+            target.connect(trainer.cards, peers=[target.card()])
+
+
+def test_wrong_calls_are_refused(keep: Keep) -> None:
+    trainer, sampler = keep(Trainer("a")), keep(Sampler("s"))
+    with pytest.raises(NotStartedError):
+        sampler.target.receive()
+    with pytest.raises(MetadataError):
+        sampler.target.connect([b"{}"])
+    with pytest.raises(ArgumentError, match="version"):
+        trainer.sources[0].offer(0)
+    with trainer.sources[0].offered(1), pytest.raises(TransferError, match="offers version 1 already"):
+        trainer.sources[0].offer(2)
+    array = np.zeros((ROWS, 2), np.float32)
+    with pytest.raises(ArgumentError, match=r"expected a part of shape \(12, 8\), got \(12, 2\)"):
+        sampler.target.add("w", array, sharding=Sharding((ROWS, COLUMNS), ["s"], [Replicate()]))
+    with pytest.raises(ArgumentError, match="'s' is not in the mesh"):
+        sampler.target.add("w", array, sharding=Sharding((ROWS, COLUMNS), ["a"], [Replicate()]))
+    with pytest.raises(ArgumentError, match="belong together"):
+        sampler.target.add("w", array, start=(0, 0))
+    empty = WeightTarget(sampler.agent)
+    with pytest.raises(ArgumentError, match="no part"):
+        empty.connect(trainer.cards)
