@@ -164,4 +164,3 @@ class Holder:
 def deadline_of(agent: Agent, timeout: float | None) -> float:
     """When a wait ends, of `time.monotonic`. None: the agent's time-out."""
     return time.monotonic() + (agent.timeout if timeout is None else timeout_from(timeout))
-

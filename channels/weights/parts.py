@@ -79,7 +79,8 @@ def part_of(
     slices = within if isinstance(within, tuple) else (within,)
     if len(slices) > len(view.shape) or not all(isinstance(each, slice) for each in slices):
         raise ArgumentError("within", f"expected slices of an array of {len(view.shape)} dimensions, not {within!r}")
-    strides, step = [], view.dtype.itemsize
+    strides: list[int] = []
+    step = view.dtype.itemsize
     for extent in reversed(view.shape):
         strides.insert(0, step)
         step *= extent

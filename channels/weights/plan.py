@@ -1,6 +1,4 @@
-"""Plans: the blocks that each target reads, so that each byte moves once over each link. Arithmetic alone: nothing moves
-here.
-"""
+"""Plans: the blocks that each target reads, so that each byte moves once over each link. Nothing moves here."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ class Replicate(Struct, frozen=True):
 
 
 class Shard(Struct, frozen=True):
-    """The holders along a mesh axis divide a dimension, like `torch.chunk`: parts of ceil(n / holders), of which the last
-    may be shorter or empty.
+    """The holders along a mesh axis divide a dimension like `torch.chunk`: into parts of ceil(n / holders) and, at the
+    end, less.
 
     Attributes:
         dim: the tensor's dimension, from 0.
@@ -45,8 +45,8 @@ class Sharding:
     Args:
         shape: of the whole tensor.
         mesh: nested sequences of holders, in row-major order: names of agents, or ranks. Each holder is there once.
-        placements: one `Replicate` or `Shard` for each axis of the mesh. If several axes divide one dimension, the first
-            of them divides it first.
+        placements: one `Replicate` or `Shard` for each axis of the mesh. If several axes divide one dimension, the
+            first of them divides it first.
 
     Attributes:
         holders: the holders, in the mesh's order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterable
 
@@ -62,8 +63,8 @@ class WeightTarget(Holder):
         Args:
             sources: cards of all sources.
             peers: cards of other targets, which connect to the same sources and have this target's card. Where several
-                of them are on one host, one of them reads each part from a source, and the others read it from that one.
-                All of them receive each version.
+                of them are on one host, one of them reads each part from a source, and the others read it from that
+                one. All of them receive each version.
 
         Raises:
             ArgumentError: no source has a part, shapes or element types differ, or there are peers and groups.
@@ -76,7 +77,7 @@ class WeightTarget(Holder):
         self._disconnect()
         theirs, others = self._meet_all(sources), self._meet_all(peers)
         bounds = [*self._groups, len(self._parts)]
-        parts = [self._parts[first:last] for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+        parts = [self._parts[first:last] for first, last in itertools.pairwise(bounds)]
         connected = Connected(self._agent, theirs, others, parts)
         if not connected.nbytes:
             connected.close()

@@ -67,6 +67,7 @@ array_libraries.provide("torch: bootstrap", "proxyccl.torch_tensors.bootstrap")
 array_libraries.provide("torch: gradients of experts", "proxyccl.torch_tensors.expert_gradients")
 array_libraries.provide("torch: places of outputs", "proxyccl.torch_tensors.places")
 array_libraries.provide("torch: pools", "proxyccl.torch_tensors.pools")
+array_libraries.provide("torch: shardings", "proxyccl.torch_tensors.shardings")
 
 __all__ = [
     "AbortedError",

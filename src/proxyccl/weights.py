@@ -1,4 +1,4 @@
-"""Weights from trainers to samplers, whatever their shardings: ``from proxyccl.weights import WeightSource, WeightTarget``.
+"""Weights from trainers to samplers, from one sharding to another: ``from proxyccl.weights import WeightSource``.
 
 This module holds the public names and nothing else. docs/weights.md is an introduction.
 """

@@ -17,7 +17,14 @@ import pytest
 from numpy.typing import NDArray
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.transfer import Agent, DisconnectedError, MetadataError, NotStartedError, TransferError, TransferTimeoutError
+from proxyccl.transfer import (
+    Agent,
+    DisconnectedError,
+    MetadataError,
+    NotStartedError,
+    TransferError,
+    TransferTimeoutError,
+)
 from proxyccl.weights import Replicate, Shard, Sharding, WeightSource, WeightTarget
 from support.agents import child
 

@@ -59,7 +59,9 @@ def simulate(
     sources: dict[str, Memory], targets: dict[str, Memory], nodes: dict[str, int] | None = None
 ) -> dict[str, list[Read]]:
     reads = plan(
-        {name: each.parts for name, each in sources.items()}, {name: each.parts for name, each in targets.items()}, nodes
+        {name: each.parts for name, each in sources.items()},
+        {name: each.parts for name, each in targets.items()},
+        nodes,
     )
     for relayed in (False, True):
         for name, memory in targets.items():
@@ -159,14 +161,14 @@ def test_replicas_share_the_work_evenly() -> None:
 
 
 def test_a_source_of_the_targets_node_is_preferred() -> None:
-    reads = simulate(
-        matrix(8, 8, "ab", Replicate()), matrix(8, 8, "st", Replicate()), {"a": 1, "b": 2, "s": 2, "t": 1}
-    )
+    reads = simulate(matrix(8, 8, "ab", Replicate()), matrix(8, 8, "st", Replicate()), {"a": 1, "b": 2, "s": 2, "t": 1})
     assert [read.peer for read in reads["s"] + reads["t"]] == ["b", "a"]
 
 
 def test_targets_of_a_node_pass_on_equal_shares() -> None:
-    reads = simulate(matrix(1200, 100, "a", Replicate()), matrix(1200, 100, "stu", Replicate()), dict.fromkeys("stu", 0))
+    reads = simulate(
+        matrix(1200, 100, "a", Replicate()), matrix(1200, 100, "stu", Replicate()), dict.fromkeys("stu", 0)
+    )
     for name in "stu":
         assert {read.peer: read.nbytes for read in reads[name]} == dict.fromkeys({*"astu"} - {name}, 320_000)
 
