@@ -36,7 +36,9 @@ class Connected:
 
     Attributes:
         groups: the transfers of each.
-        sources, peers: names of those that this target reads from.
+        sources: names of all, also of those that this target reads nothing from: it tells all of them what it has read,
+            so each of them counts the same targets.
+        peers: names of those that it reads from.
         readers: names of the peers that read from it.
         nbytes: bytes of all transfers.
     """
@@ -61,7 +63,7 @@ class Connected:
             self.groups.append(Group(direct, relayed))
             reads += own
             self.readers = [name for name, each in planned.items() if any(read.peer == agent.name for read in each)]
-        self.sources = list(dict.fromkeys(read.peer for read in reads if not read.relayed))
+        self.sources = list(sources)
         self.peers = list(dict.fromkeys(read.peer for read in reads if read.relayed))
         self.nbytes = sum(read.nbytes for read in reads)
         used = [*self.sources, *self.peers]

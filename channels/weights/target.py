@@ -148,7 +148,7 @@ class WeightTarget(Holder):
 
         def offered() -> bool:
             nonlocal seen
-            seen = connected.versions(connected.sources or connected.peers, deadline)
+            seen = connected.versions(connected.sources, deadline)
             return len(seen) == 1 and not seen & {0, self._last if version is None else 0} and version in {None, *seen}
 
         def expected() -> str:
@@ -170,7 +170,7 @@ class WeightTarget(Holder):
         """Reads a version. False: a source withdrew it meanwhile."""
         for number, group in enumerate(connected.groups):
             connected.move(group.direct, deadline, stream)
-            if not connected.versions(connected.sources, deadline) <= {version}:
+            if connected.versions(connected.sources, deadline) != {version}:
                 return False
             if group.relayed or connected.readers:
                 self._pass_on(connected, version, deadline, stream)

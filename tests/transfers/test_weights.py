@@ -107,14 +107,19 @@ def test_each_version_arrives_in_another_sharding(keep: Keep) -> None:
     samplers = [keep(Sampler("s", 0, 3)), keep(Sampler("t", 3))]
     for sampler in samplers:
         sampler.target.connect(trainer.cards)
+    tail = Agent("tail")  # reads from one source alone, and counts at all of them
+    last = WeightTarget(tail)
+    last.add("w", np.zeros((1, COLUMNS), np.float32), start=(ROWS - 1, 0), size=(ROWS, COLUMNS))
+    last.connect(trainer.cards)
     assert [sampler.target.nbytes for sampler in samplers] == [2 * ROWS * 4 * 3, 2 * ROWS * 4 * 5]
     for version in (1, 2, 5):
         trainer.train(version)
         bodies: list[Callable[[], Any]] = [lambda sampler=sampler: sampler.target.receive() for sampler in samplers]
-        received = run([*bodies, lambda version=version: trainer.offer(version, targets=2)])
-        assert [each.version for each in received[:2]] == [version, version]
-        assert all(sorted(names) == ["s", "t"] for names in received[2])
+        received = run([*bodies, last.receive, lambda version=version: trainer.offer(version, targets=3)])
+        assert {each.version for each in received[:3]} == {version}
+        assert all(sorted(names) == ["s", "t", "tail"] for names in received[3])
         assert all(sampler.holds(version) for sampler in samplers)
+    tail.close()
 
 
 def test_a_target_that_comes_late_gets_the_version_that_is_offered(keep: Keep) -> None:
