@@ -14,12 +14,20 @@ _METADATA = Meta(max_length=64 << 20)
 
 
 class Card(Message, frozen=True):
-    """A holder: its agent's metadata, its parts of tensors, and the address of the word that says its version."""
+    """A holder.
+
+    Attributes:
+        metadata: its agent's.
+        version_address: of the word that says which version others may read now, of 64 bits; 0: none.
+        parts: of tensors.
+        groups: the index of each group's first part.
+    """
 
     format: Literal["proxyccl-weights-1"]
     metadata: Annotated[bytes, _METADATA]
     version_address: Uint64
     parts: list[Part]
+    groups: list[Uint64]
 
 
 class Join(Message, frozen=True, tag="join"):

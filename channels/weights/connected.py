@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,6 +16,7 @@ from proxyccl.channels.weights.card import Card
 from proxyccl.channels.weights.parts import Part
 from proxyccl.channels.weights.plan import Read, plan
 from proxyccl.device.base_runtime import StreamLike
+from proxyccl.device.errors import ArgumentError
 
 _WORD = 8
 
@@ -50,19 +52,23 @@ class Connected:
         cards = {**sources, **peers}
         nodes = {name: _host(card.metadata) for name, card in cards.items()}
         nodes[agent.name] = _host(agent.metadata(()))
-        has = {name: card.parts for name, card in sources.items()}
-        theirs = {name: card.parts for name, card in peers.items()}
+        has = {name: sources[name].parts for name in sorted(sources)}  # all peers make the same plan
+        theirs = {name: grouped(card.parts, card.groups) for name, card in peers.items()}
+        for name, each in theirs.items():
+            if len(each) != len(groups):
+                raise ArgumentError("peers", f"{name} has {len(each)} groups of parts, this target {len(groups)}")
         self.groups: list[Group] = []
         reads: list[Read] = []
-        self.readers: list[str] = []
-        for parts in groups:
-            targets = {name: theirs.get(name, parts) for name in sorted((*theirs, agent.name))}
-            planned = plan(has, targets, nodes)
+        readers: set[str] = set()
+        for number, parts in enumerate(groups):
+            has_own = {**{name: each[number] for name, each in theirs.items()}, agent.name: parts}
+            planned = plan(has, {name: has_own[name] for name in sorted(has_own)}, nodes)
             own = planned.pop(agent.name)
             direct, relayed = ([self._prepare(read) for read in own if read.relayed is late] for late in (False, True))
             self.groups.append(Group(direct, relayed))
             reads += own
-            self.readers = [name for name, each in planned.items() if any(read.peer == agent.name for read in each)]
+            readers |= {name for name, each in planned.items() if any(read.peer == agent.name for read in each)}
+        self.readers = sorted(readers)
         self.sources = list(sources)
         self.peers = list(dict.fromkeys(read.peer for read in reads if read.relayed))
         self.nbytes = sum(read.nbytes for read in reads)
@@ -111,6 +117,11 @@ class Connected:
         for look in self._looks:
             look.close()
         self._agent.deregister(self._region)
+
+
+def grouped(parts: Sequence[Part], groups: Sequence[int]) -> list[Sequence[Part]]:
+    """The parts of each group, which begins with the part of an index."""
+    return [parts[first:last] for first, last in itertools.pairwise((*groups, len(parts)))]
 
 
 def _host(metadata: bytes) -> str:

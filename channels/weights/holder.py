@@ -30,6 +30,7 @@ class Holder:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._parts: list[Part] = []
+        self._groups = [0]  # the index of the first part of each
         self._regions: dict[tuple[int, int], Region] = {}
         self._version = np.zeros(1, np.uint64)
         self._version_region = agent.register(self._version)
@@ -86,7 +87,7 @@ class Holder:
         registered memory. `add` all parts first.
         """
         address = self._version_region.address
-        return encode_card(Card("proxyccl-weights-1", self._agent.metadata(), address, self._parts))
+        return encode_card(Card("proxyccl-weights-1", self._agent.metadata(), address, self._parts, self._groups))
 
     def close(self) -> None:
         """Ends the registration of all parts. The agent stays open."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterable
 
@@ -12,7 +11,7 @@ from msgspec import Struct
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.errors import DisconnectedError, NotStartedError
 from proxyccl.channels.weights.card import Card, HasRead, Join, Leave, decode_card, encode
-from proxyccl.channels.weights.connected import Connected
+from proxyccl.channels.weights.connected import Connected, Group, grouped
 from proxyccl.channels.weights.holder import Holder, deadline_of
 from proxyccl.device.base_runtime import StreamLike
 from proxyccl.device.errors import ArgumentError
@@ -44,7 +43,6 @@ class WeightTarget(Holder):
         super().__init__(agent)
         self._connected: Connected | None = None
         self._last = 0
-        self._groups = [0]  # the index of the first part of each
 
     @property
     def nbytes(self) -> int:
@@ -67,18 +65,13 @@ class WeightTarget(Holder):
                 one. All of them receive each version.
 
         Raises:
-            ArgumentError: no source has a part, shapes or element types differ, or there are peers and groups.
+            ArgumentError: no source has a part, shapes or element types differ, or peers have other numbers of groups.
             MetadataError: a card is not one.
             DisconnectedError: a holder can't be reached. `peer` is its name.
         """
-        sources, peers = list(sources), list(peers)
-        if peers and len(self._groups) > 1:
-            raise ArgumentError("peers", "parts in groups are read from sources alone")
         self._disconnect()
         theirs, others = self._meet_all(sources), self._meet_all(peers)
-        bounds = [*self._groups, len(self._parts)]
-        parts = [self._parts[first:last] for first, last in itertools.pairwise(bounds)]
-        connected = Connected(self._agent, theirs, others, parts)
+        connected = Connected(self._agent, theirs, others, grouped(self._parts, self._groups))
         if not connected.nbytes:
             connected.close()
             raise ArgumentError("sources", "this target has no part of a tensor to read")
@@ -172,32 +165,32 @@ class WeightTarget(Holder):
             connected.move(group.direct, deadline, stream)
             if connected.versions(connected.sources, deadline) != {version}:
                 return False
-            if group.relayed or connected.readers:
-                self._pass_on(connected, version, deadline, stream)
+            if connected.peers or connected.readers:
+                # A number that no other group of any version has: the parts of several may share memory.
+                self._pass_on(connected, group, version * len(connected.groups) + number, deadline, stream)
             if each is not None:
                 each(number)
         for source in connected.sources:
             self._agent.notify(source, encode(HasRead(version)))
         return True
 
-    def _pass_on(self, connected: Connected, version: int, deadline: float, stream: StreamLike) -> None:
-        """Lets peers read the parts that this target has, and reads from them those that they have."""
+    def _pass_on(self, connected: Connected, group: Group, number: int, deadline: float, stream: StreamLike) -> None:
+        """Lets peers read the parts of a group that this target has, and reads from them those that they have."""
 
         def peers_have_theirs() -> bool:
-            return connected.versions(connected.peers, deadline) <= {version}
+            return connected.versions(connected.peers, deadline) <= {number}
 
         def peers_have_mine() -> bool:
             for name, reason in self._lost_readers().items():
-                raise DisconnectedError(f"agent {name} did not read version {version}: {reason}", name)
-            return all(read == version for read in self._readers.values())
+                raise DisconnectedError(f"agent {name} did not read this target's share: {reason}", name)
+            return all(read == number for read in self._readers.values())
 
-        self._open(version)
+        self._open(number)
         try:
-            self._wait(peers_have_theirs, deadline, lambda: f"{connected.peers} did not have version {version}")
-            for group in connected.groups:
-                connected.move(group.relayed, deadline, stream)
+            self._wait(peers_have_theirs, deadline, lambda: f"{connected.peers} did not read their shares")
+            connected.move(group.relayed, deadline, stream)
             for peer in connected.peers:
-                self._agent.notify(peer, encode(HasRead(version)))
-            self._wait(peers_have_mine, deadline, lambda: f"{list(self._readers)} did not read version {version}")
+                self._agent.notify(peer, encode(HasRead(number)))
+            self._wait(peers_have_mine, deadline, lambda: f"{list(self._readers)} did not read this target's share")
         finally:
             self._shut()

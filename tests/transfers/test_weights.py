@@ -318,22 +318,34 @@ def test_a_peer_that_is_lost_is_named(keep: Keep) -> None:
     assert all(sampler.holds(1) for sampler in samplers[:2])
 
 
-def test_groups_share_memory(keep: Keep) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_groups_share_memory(keep: Keep, count: int) -> None:
     trainer = keep(Trainer("a", "b"))
-    sampler = Agent("s")
-    target = WeightTarget(sampler)
-    staging = np.zeros((ROWS, COLUMNS), np.float32)
-    target.add("w", staging)
-    target.next_group()
-    target.add("up", staging)
-    target.connect(trainer.cards)
-    trainer.train(3)
-    seen: list[NDArray[np.float32]] = []
-    with sampler:
-        run([lambda: target.receive(each=lambda _: seen.append(staging.copy())), lambda: trainer.offer(3, targets=1)])
-        np.testing.assert_array_equal(seen, [matrix(3, "w"), matrix(3, "up")])
-        with pytest.raises(ArgumentError, match="groups"):
-            target.connect(trainer.cards, peers=[target.card()])
+    agents = [Agent(f"s{number}") for number in range(count)]
+    targets, memory = [WeightTarget(agent) for agent in agents], [np.zeros((ROWS, COLUMNS), np.float32) for _ in agents]
+    for target, staging in zip(targets, memory, strict=True):
+        target.add("w", staging)
+        target.next_group()
+        target.add("up", staging)
+    cards = [target.card() for target in targets]
+    for number, target in enumerate(targets):
+        target.connect(trainer.cards, peers=cards[:number] + cards[number + 1 :])
+    for version in (1, 2):
+        trainer.train(version)
+        seen: list[list[NDArray[np.float32]]] = [[] for _ in targets]
+
+        def receive(number: int, seen: list[list[NDArray[np.float32]]] = seen) -> None:
+            targets[number].receive(each=lambda _: seen[number].append(memory[number].copy()))
+
+        bodies: list[Callable[[], Any]] = [lambda number=number: receive(number) for number in range(count)]
+        run([*bodies, lambda version=version: trainer.offer(version, targets=count)])
+        for each in seen:
+            np.testing.assert_array_equal(each, [matrix(version, "w"), matrix(version, "up")])
+    other = keep(Sampler("other"))
+    with pytest.raises(ArgumentError, match="other has 1 groups of parts, this target 2"):
+        targets[0].connect(trainer.cards, peers=[other.target.card()])
+    for agent in agents:
+        agent.close()
 
 
 def test_wrong_calls_are_refused(keep: Keep) -> None:
