@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -85,3 +86,13 @@ def decode(data: bytes, sender: str) -> Said:
         ProtocolError: they are not one.
     """
     return _MESSAGE.decode(data, f"agent {sender}")
+
+
+def tensors_of(cards: Iterable[bytes]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The tensors that holders have parts of: (shape, name of the element type) by name, in the cards' order.
+
+    Raises:
+        MetadataError: a card is not one.
+    """
+    parts = (part for card in cards for part in decode_card(card).parts)
+    return {part.tensor: (part.size, part.dtype) for part in parts}

@@ -3,6 +3,7 @@
 This module holds the public names and nothing else. docs/weights.md is an introduction.
 """
 
+from proxyccl.channels.weights.card import tensors_of
 from proxyccl.channels.weights.parts import Part
 from proxyccl.channels.weights.plan import Read, plan
 from proxyccl.channels.weights.sharding import Box, Replicate, Shard, Sharding
@@ -20,4 +21,5 @@ __all__ = [
     "WeightSource",
     "WeightTarget",
     "plan",
+    "tensors_of",
 ]

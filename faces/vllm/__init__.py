@@ -1,0 +1,17 @@
+"""vLLM's weight transfer by agents: the backend "proxyccl". vLLM calls `register` by the entry point of its plugins."""
+
+from __future__ import annotations
+
+_MODULE = "proxyccl.vllm.weight_transfer"
+_registered = False
+
+
+def register() -> None:
+    """Registers the backend "proxyccl" with vLLM's factories of weight transfer engines, of workers and of trainers."""
+    global _registered  # noqa: PLW0603
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+
+    if not _registered:
+        WeightTransferEngineFactory.register_engine("proxyccl", _MODULE, "ProxyCCLWeightTransferEngine")
+        WeightTransferTrainerFactory.register_engine("proxyccl", _MODULE, "ProxyCCLTrainerWeightTransferEngine")
+        _registered = True

@@ -1,0 +1,287 @@
+"""The engines of vLLM's weight transfer: for its workers, and for the ranks of a trainer.
+
+The interface is that of vLLM 0.33.0, `vllm.distributed.weight_transfer.base`. The trainer's ranks offer their shards
+where they lie, and gather nothing. Each worker reads whole tensors into a staging buffer, group by group, and gives
+them to the model's `load_weights`. The workers of a host pass on what each has read.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+import uuid
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from proxyccl.channels.transfers.agent import Agent
+from proxyccl.channels.weights.card import tensors_of
+from proxyccl.channels.weights.sharding import Replicate, Shard, Sharding
+from proxyccl.channels.weights.source import WeightSource
+from proxyccl.channels.weights.target import WeightTarget
+from vllm.distributed.weight_transfer.base import Shard as VllmShard
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+_ALIGNMENT = 256
+
+
+@dataclass
+class ProxyCCLWeightTransferInitInfo(WeightTransferInitInfo):
+    """What workers are told once. It is made of JSON's types.
+
+    Attributes:
+        cards: of the trainer's ranks, in base64.
+        bucket_bytes: size of the staging buffer, unless a tensor is larger.
+        timeout: bound of each wait, in seconds.
+    """
+
+    cards: list[str]
+    bucket_bytes: int
+    timeout: float
+
+
+@dataclass
+class ProxyCCLWeightTransferUpdateInfo(WeightTransferUpdateInfo):
+    """What workers are told in each round.
+
+    Attributes:
+        version: that the trainer's ranks offer.
+    """
+
+    version: int
+
+
+@dataclass
+class ProxyCCLTrainerInitInfo(TrainerInitInfo):
+    """A trainer's settings, besides its rank.
+
+    Attributes:
+        bucket_bytes: size of each worker's staging buffer, unless a tensor is larger.
+        timeout: bound of each wait, in seconds.
+    """
+
+    backend: ClassVar[str] = "proxyccl"
+    bucket_bytes: int = 256 << 20
+    timeout: float = 300.0
+
+
+class ProxyCCLWeightTransferEngine(
+    WeightTransferEngine[ProxyCCLWeightTransferInitInfo, ProxyCCLWeightTransferUpdateInfo]
+):
+    """A worker's side."""
+
+    init_info_cls = ProxyCCLWeightTransferInitInfo
+    update_info_cls = ProxyCCLWeightTransferUpdateInfo
+
+    _target: WeightTarget | None = None
+    _agent: Agent | None = None
+
+    def init_transfer_engine(self, init_info: ProxyCCLWeightTransferInitInfo) -> None:
+        """Connects to the trainer's ranks. All workers do so at once."""
+        self.shutdown()
+        cards = [base64.b64decode(card) for card in init_info.cards]
+        self._agent = Agent(f"vllm worker {uuid.uuid4().hex}", timeout=init_info.timeout)
+        self._target = target = WeightTarget(self._agent)
+        tensors = {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in tensors_of(cards).items()}
+        groups = _grouped({name: _nbytes(*each) for name, each in tensors.items()}, init_info.bucket_bytes)
+        size = max(sum(places.values()) for places in groups)
+        staging = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._groups: list[list[tuple[str, torch.Tensor]]] = []
+        for group in groups:
+            if self._groups:
+                target.next_group()
+            at, views = 0, []
+            for name, room in group.items():
+                shape, dtype = tensors[name]
+                view = staging[at : at + _nbytes(shape, dtype)].view(dtype).view(shape)
+                target.add(name, view)
+                views.append((name, view))
+                at += room
+            self._groups.append(views)
+        target.connect(cards, peers=_cards_of_other_workers(target.card()))
+
+    def start_weight_update(self) -> None:
+        """Begins to reload the model layer by layer."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Ends that."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def receive_weights(self, update_info: ProxyCCLWeightTransferUpdateInfo) -> None:
+        """Reads a version, and loads it into the model.
+
+        Raises:
+            RuntimeError: the engine is not initialized.
+            DisconnectedError: a rank of the trainer, or another worker, has ended.
+            TransferTimeoutError: the version did not arrive within the time.
+        """
+        if self._target is None:
+            raise RuntimeError("init_transfer_engine has not been called")
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        def load(group: int) -> None:
+            with disable_mtp_completeness_check():
+                self.model.load_weights(self._groups[group])
+
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        self._target.receive(update_info.version, stream=stream, each=load)
+
+    def shutdown(self) -> None:
+        """Leaves the trainer, and frees the staging buffer."""
+        if self._target is not None and self._agent is not None:
+            self._target.close()
+            self._agent.close()
+        self._target, self._agent, self._groups = None, None, []
+
+
+class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTrainerInitInfo]):
+    """A trainer's side, on each of its ranks, which are those of torch's default process group.
+
+    Parameters whose memory stays where it is between rounds are read there. Others, and those whose type differs from
+    the declared one, are copied into memory that the engine keeps.
+    """
+
+    init_info_cls = ProxyCCLTrainerInitInfo
+
+    @classmethod
+    def trainer_init(cls, init_info: ProxyCCLTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
+        """Registers this rank's shards; the sender connects the workers.
+
+        Raises:
+            ValueError: there is no source.
+            TypeError: the source does not offer local shards.
+        """
+        if source is None:
+            raise ValueError("a source of weights is needed")
+        if not source.implements_iter_local():
+            raise TypeError(f"{type(source).__name__} has no iter_local(): shards are read where they lie")
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
+        engine._register(init_info)
+        return engine
+
+    def _register(self, init_info: ProxyCCLTrainerInitInfo) -> None:
+        self._version = 0
+        self._agent = Agent(_name(self.rank), timeout=init_info.timeout)
+        self._weights = WeightSource(self._agent)
+        declared = {meta.name: meta for meta in self.source.metadata}
+        self._kept: dict[str, torch.Tensor] = {}
+        for name, tensor in self.source.iter_local():
+            meta = declared[name]
+            kept = self._kept[name] = tensor.detach().to(meta.dtype).contiguous()
+            self._weights.add(name, kept, sharding=_sharding(meta))
+        cards = _gather(self._weights.card())
+        if self.is_sender:
+            encoded = [base64.b64encode(card).decode() for card in cards]
+            self.client.init_weight_transfer_engine(
+                {"cards": encoded, "bucket_bytes": init_info.bucket_bytes, "timeout": init_info.timeout}
+            )
+
+    def send_weights(self) -> None:
+        """Offers the weights until all workers have read them.
+
+        Raises:
+            RuntimeError: the sender could not update the workers. On the sender it is the client's exception.
+        """
+        for name, tensor in self.source.iter_local():
+            kept = self._kept[name]
+            if kept.data_ptr() != tensor.data_ptr():
+                kept.copy_(tensor.detach())
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self._version += 1
+        failure: Exception | None = None
+        with self._weights.offered(self._version):
+            if self.is_sender:
+                try:
+                    self.client.start_weight_update()
+                    self.client.update_weights({"version": self._version})
+                    self.client.finish_weight_update()
+                except Exception as error:
+                    failure = error  # the other ranks are told of it first
+            reason = _from_sender(None if failure is None else repr(failure))
+        if failure is not None:
+            raise failure
+        if reason is not None:
+            raise RuntimeError(f"the sender could not update the workers: {reason}")
+
+    def shutdown(self) -> None:
+        """Ends this rank's agent."""
+        self._agent.close()
+
+
+def _name(rank: int) -> str:
+    return f"trainer {rank}"
+
+
+def _sharding(meta: Any) -> Sharding | None:
+    """A parameter's sharding, by names of agents; None: every rank has all of it."""
+    if meta.owners is None:
+        return None
+    mesh = np.array([_name(rank) for rank in meta.owners], object).reshape(meta.mesh_shape)
+    placements = meta.placements or [None] * mesh.ndim
+    return Sharding(
+        meta.shape,
+        mesh.tolist(),
+        [Shard(each.dim) if isinstance(each, VllmShard) else Replicate() for each in placements],
+    )
+
+
+def _gather(card: bytes) -> list[bytes]:
+    if not dist.is_initialized():
+        return [card]
+    cards: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(cards, card)
+    return cards
+
+
+def _from_sender(reason: str | None) -> str | None:
+    """The sender's value on all ranks, which wait for it."""
+    if not dist.is_initialized():
+        return reason
+    values: list[str | None] = [reason]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _cards_of_other_workers(card: bytes) -> list[bytes]:
+    from vllm.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    if group.world_size == 1:
+        return []
+    cards: list[Any] = [None] * group.world_size
+    dist.all_gather_object(cards, card, group=group.cpu_group)
+    return [each for rank, each in enumerate(cards) if rank != group.rank_in_group]
+
+
+def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * int(dtype.itemsize)
+
+
+def _grouped(nbytes: dict[str, int], most: int) -> list[dict[str, int]]:
+    """Names in groups of at most so many bytes, or of one tensor: the room of each."""
+    room = {name: -(-each // _ALIGNMENT) * _ALIGNMENT for name, each in nbytes.items()}
+    ends = itertools.accumulate(room.values())
+    groups: list[dict[str, int]] = []
+    begin = 0
+    for (name, each), end in zip(room.items(), ends, strict=True):
+        if not groups or end - begin > most:
+            groups.append({})
+            begin = end - each
+        groups[-1][name] = each
+    return groups
