@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -78,7 +78,9 @@ class _Planner:
         self._targets_in_order = list(targets)
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
-        self._rows: dict[tuple[str, str, bool], list[Rows]] = defaultdict(list)
+        # By (target, peer, whether it is relayed): the blocks between two parts, by these. A block stays within a part
+        # on either side, as memory is registered by parts.
+        self._rows: dict[tuple[str, str, bool], dict[tuple[int, int], list[Rows]]] = {}
 
     def reads(self) -> dict[str, list[Read]]:
         for tensor, wanted in self._targets.items():
@@ -89,8 +91,9 @@ class _Planner:
                     raise ArgumentError("sources", f"none has {tensor} from {box.start} on, of shape {box.shape}")
                 self._share(box, [held[index] for index in having], [wanted[index] for index in wanting])
         reads: dict[str, list[Read]] = {target: [] for target in self._targets_in_order}
-        for (target, peer, relayed), rows in self._rows.items():
-            reads[target].append(Read(peer, relayed, joined(np.concatenate(rows))))
+        for (target, peer, relayed), pairs in self._rows.items():
+            blocks = np.concatenate([joined(np.concatenate(rows)) for rows in pairs.values()])
+            reads[target].append(Read(peer, relayed, blocks))
         return reads
 
     def _share(self, box: Box, having: list[_Candidate], wanting: list[_Candidate]) -> None:
@@ -119,7 +122,8 @@ class _Planner:
                         self._add(holder, importer, True, piece, part, holders[importer][0])
 
     def _add(self, target: str, peer: str, relayed: bool, box: Box, here: Part, there: Part) -> None:
-        self._rows[target, peer, relayed].append(_blocks(box, here, there))
+        pairs = self._rows.setdefault((target, peer, relayed), {})
+        pairs.setdefault((id(here), id(there)), []).append(_blocks(box, here, there))
 
 
 def _by_tensor(held: Held) -> dict[str, list[_Candidate]]:

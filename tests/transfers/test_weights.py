@@ -318,6 +318,20 @@ def test_a_peer_that_is_lost_is_named(keep: Keep) -> None:
     assert all(sampler.holds(1) for sampler in samplers[:2])
 
 
+def test_tensors_may_lie_side_by_side() -> None:
+    """Blocks that follow each other on both sides belong to memory that was registered by tensors."""
+    with Agent("a") as a, Agent("b") as b:
+        source, target = WeightSource(a), WeightTarget(b)
+        theirs, ours = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+        for name, where in (("w", slice(0, 32)), ("up", slice(32, 64))):
+            source.add(name, theirs[where])
+            target.add(name, ours[where])
+        target.connect([source.card()])
+        with source.offered(1):
+            target.receive()
+        np.testing.assert_array_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_groups_share_memory(keep: Keep, count: int) -> None:
     trainer = keep(Trainer("a", "b"))
