@@ -1,0 +1,114 @@
+"""A worker's place in the chain along which buckets travel: from the trainer to each rollout worker in turn.
+
+Each bucket crosses each link of the chain once. A worker has two buckets of memory: while the following one reads
+from one of them, and the worker's own model takes weights from it, the next bucket is read into the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from proxyccl.channels.transfers.agent import Agent
+from proxyccl.channels.transfers.errors import DisconnectedError, TransferTimeoutError
+from proxyccl.channels.transfers.regions import Region
+from proxyccl.verl.messages import Bucket, HasRead, Piece, decode, encode
+
+_SLICE = 0.05
+"""Seconds between looks at links: a link that is lost wakes nobody who waits for messages."""
+
+
+class Chain:
+    """This worker's agent, with those before and after it.
+
+    Args:
+        agent: this worker's. The chain takes its messages.
+        buckets: this worker's two buckets.
+        previous, following: metadata of the neighbours; None at the ends.
+
+    Raises:
+        MetadataError: they are not metadata.
+    """
+
+    def __init__(
+        self, agent: Agent, buckets: tuple[Region, Region], previous: bytes | None, following: bytes | None
+    ) -> None:
+        self._agent, self._buckets = agent, buckets
+        self._previous = None if previous is None else agent.add(previous)
+        self._following = None if following is None else agent.add(following)
+        self._arrived: dict[int, Bucket] = {}
+        self._read = -1  # the last bucket that the following worker has read
+
+    async def until_free(self, number: int) -> None:
+        """Waits until the memory for a bucket is free: the one that lay there has been read.
+
+        Raises:
+            DisconnectedError: a neighbour has ended. `peer` is its name.
+            TransferTimeoutError: the following worker has not read it within the agent's time-out.
+        """
+        if self._following is not None:
+            await self._until(lambda: self._read >= number - len(self._buckets), f"{self._following} to read a bucket")
+
+    def offer(self, number: int, nbytes: int, pieces: list[Piece], *, last: bool) -> None:
+        """Tells the following worker of a bucket, whose memory has its contents.
+
+        Raises:
+            DisconnectedError: that worker has ended.
+        """
+        if self._following is not None:
+            address = self._buckets[number % 2].address
+            self._agent.notify(self._following, encode(Bucket(number, address, nbytes, pieces, last)))
+
+    async def fetch(self, number: int) -> Bucket:
+        """Reads a bucket from the previous worker, and offers it to the following one.
+
+        Raises:
+            DisconnectedError, TransferTimeoutError: as `until_free`.
+        """
+        previous = self._previous
+        assert previous is not None
+        await self._until(lambda: number in self._arrived, f"a bucket of {previous}")
+        bucket = self._arrived.pop(number)
+        await self.until_free(number)
+        if bucket.nbytes:
+            blocks = [(self._buckets[number % 2].address, bucket.address, bucket.nbytes)]
+            transfer = self._agent.prepare("read", previous, blocks)
+            transfer.start(encode(HasRead(number)))
+            await asyncio.to_thread(transfer.wait, self._agent.timeout)
+        else:
+            self._agent.notify(previous, encode(HasRead(number)))
+        self.offer(number, bucket.nbytes, bucket.pieces, last=bucket.last)
+        return bucket
+
+    def leave(self) -> None:
+        """Forgets the neighbours."""
+        for name in (self._previous, self._following):
+            if name is not None:
+                self._agent.remove(name)
+
+    async def _until(self, met: Callable[[], bool], expected: str) -> None:
+        deadline = time.monotonic() + self._agent.timeout
+        while not self._take(met):
+            for name in (self._previous, self._following):
+                if name is not None and (reason := self._agent.lost(name)):
+                    raise DisconnectedError(f"agent {name}: {reason}", name)
+            if time.monotonic() > deadline:
+                raise TransferTimeoutError(f"waited for {expected} for {self._agent.timeout:g} s")
+            await asyncio.to_thread(self._wait_for_message)
+
+    def _take(self, met: Callable[[], bool]) -> bool:
+        """Takes messages, and tells whether a condition is met then."""
+        for sender, data in self._agent.messages():
+            match decode(data, sender):
+                case Bucket() as bucket if sender == self._previous:
+                    self._arrived[bucket.number] = bucket
+                case HasRead(number) if sender == self._following:
+                    self._read = max(self._read, number)
+        return met()
+
+    def _wait_for_message(self) -> None:
+        try:
+            self._agent.wait_for_message(_SLICE)
+        except TransferTimeoutError:
+            return  # the caller looks at its deadline and at links

@@ -1,0 +1,213 @@
+"""verl's checkpoint engine. The interface is that of verl 0.9.1, `verl.checkpoint_engine.base`.
+
+verl's trainers gather each weight on every rank; the first one sends. Weights travel in buckets, along a chain of all
+rollout workers that visits each host once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import torch
+
+from proxyccl.channels.transfers import metadata as metadata_of
+from proxyccl.channels.transfers.agent import Agent
+from proxyccl.channels.transfers.regions import Region
+from proxyccl.verl.chain import Chain
+from proxyccl.verl.messages import Piece
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+
+_ALIGNMENT = 256
+
+
+@CheckpointEngineRegistry.register("proxyccl")
+class ProxyCCLCheckpointEngine(CheckpointEngine):
+    """Moves weights from trainer workers to rollout workers.
+
+    Args:
+        bucket_size: bytes of a bucket. Each worker has two.
+        device: where buckets lie: "cuda", or "cpu"; None: the GPU if there is one.
+        rollout_dtype: the element type of the weights that rollout workers get; None: as they are sent.
+        is_master: verl says so to the trainer's first rank. It has no effect here.
+        timeout: bound of each wait for a neighbour, in seconds.
+    """
+
+    def __init__(
+        self,
+        bucket_size: int,
+        device: str | None = None,
+        rollout_dtype: torch.dtype | None = None,
+        is_master: bool = False,
+        timeout: float = 600.0,
+    ) -> None:
+        self.bucket_size = bucket_size // _ALIGNMENT * _ALIGNMENT
+        if not self.bucket_size:
+            raise ValueError(f"bucket_size: expected at least {_ALIGNMENT} bytes, got {bucket_size}")
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.rollout_dtype = rollout_dtype
+        self.is_master = is_master
+        self._agent = Agent(f"verl {uuid.uuid4().hex}", timeout=timeout)
+        self._buckets: list[torch.Tensor] = []
+        self._regions: list[Region] = []
+        self._chain: Chain | None = None
+
+    def prepare(self) -> dict[str, Any]:
+        """Allocates this worker's buckets. Returns the metadata of its agent."""
+        self._buckets = [torch.empty(self.bucket_size, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        self._regions = [self._agent.register(bucket) for bucket in self._buckets]
+        return {"metadata": self._agent.metadata()}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """The arguments of `init_process_group` for trainer workers and for rollout workers.
+
+        Args:
+            actor_wg_world_size, rollout_world_size: numbers of workers.
+            metadata: of all of them, as `prepare` returned them, the trainer's first.
+        """
+        agents = [each["metadata"] for each in metadata]
+        rollouts = agents[actor_wg_world_size:]
+        hosts = [_host(agent) for agent in rollouts]
+        first_host = [_host(agents[0]), *hosts]  # a host's workers follow each other, the trainer's host's come first
+        order = sorted(range(rollout_world_size), key=lambda index: (first_host.index(hosts[index]), index))
+        chain = [agents[0], *(rollouts[index] for index in order)]
+        place = {index: position for position, index in enumerate(order, 1)}
+        others = actor_wg_world_size - 1
+        trainer: dict[str, list[Any]] = {
+            "sends": [True] + [False] * others,
+            "previous": [None] * actor_wg_world_size,
+            "following": [chain[1]] + [None] * others,
+        }
+        rollout: dict[str, list[Any]] = {
+            "sends": [False] * rollout_world_size,
+            "previous": [chain[place[index] - 1] for index in range(rollout_world_size)],
+            "following": [(*chain, None)[place[index] + 1] for index in range(rollout_world_size)],
+        }
+        return trainer, rollout
+
+    def init_process_group(self, *, sends: bool, previous: bytes | None, following: bytes | None) -> None:
+        """Joins the chain. Arguments are those of `build_topology`."""
+        self._chain = None
+        if sends or previous is not None:
+            first, second = self._regions
+            self._chain = Chain(self._agent, (first, second), previous, following)
+
+    def finalize(self) -> None:
+        """Leaves the chain, and frees the buckets."""
+        if self._chain is not None:
+            self._chain.leave()
+        if self._regions:
+            self._agent.deregister(*self._regions)
+        self._chain, self._buckets, self._regions = None, [], []
+
+    @torch.no_grad()
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
+        """Sends weights. The trainer's other ranks only take them from the generator, because that gathers them.
+
+        Args:
+            weights: (name, tensor) pairs of a generator, asynchronous or not.
+            global_steps: the trainer's step.
+
+        Raises:
+            DisconnectedError: the first rollout worker has ended.
+            TransferTimeoutError: it has not read a bucket within the time.
+        """
+        if self._chain is None:
+            async for _ in _each(weights):
+                pass
+            return
+        chain, number, at = self._chain, 0, 0
+        pieces: list[Piece] = []
+
+        async def flush(*, last: bool) -> None:
+            nonlocal number, at, pieces
+            self._synchronize()
+            chain.offer(number, at, pieces, last=last)
+            number, at, pieces = number + 1, 0, []
+            await chain.until_free(number)
+
+        async for name, tensor in _each(weights):
+            weight = tensor.detach()
+            if self.rollout_dtype is not None:
+                weight = weight.to(self.rollout_dtype)
+            flat = weight.contiguous().view(-1).view(torch.uint8)
+            first = 0
+            while True:
+                room = self.bucket_size - at
+                if room < min(self.bucket_size, flat.numel() - first):  # short weights are not cut
+                    await flush(last=False)
+                    continue
+                nbytes = min(room, flat.numel() - first)
+                self._buckets[number % 2][at : at + nbytes].copy_(flat[first : first + nbytes], non_blocking=True)
+                dtype = str(weight.dtype).removeprefix("torch.")
+                pieces.append(Piece(name, dtype, list(weight.shape), first, at, nbytes))
+                at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+                first += nbytes
+                if first == flat.numel():
+                    break
+        await flush(last=True)
+        await chain.until_free(number + 1)
+
+    @torch.no_grad()
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yields (name, tensor) pairs. A tensor is valid until the next one is asked for.
+
+        Args:
+            global_steps: the trainer's step.
+
+        Raises:
+            RuntimeError: this worker is not in the chain.
+            DisconnectedError: a neighbour in the chain has ended.
+            TransferTimeoutError: a neighbour did not act within the time.
+        """
+        if self._chain is None:
+            raise RuntimeError("init_process_group has not been called")
+        number, whole = 0, torch.empty(0, dtype=torch.uint8, device=self.device)
+        bucket = await self._chain.fetch(number)
+        while True:
+            memory = self._buckets[number % 2]
+            following = None if bucket.last else asyncio.ensure_future(self._chain.fetch(number + 1))
+            try:
+                for piece in bucket.pieces:
+                    dtype = getattr(torch, piece.dtype)
+                    part = memory[piece.offset : piece.offset + piece.nbytes]
+                    nbytes = torch.Size(piece.shape).numel() * dtype.itemsize
+                    if piece.nbytes == nbytes:
+                        yield piece.name, part.view(dtype).view(piece.shape)
+                        continue
+                    if piece.first == 0:
+                        whole = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+                    whole[piece.first : piece.first + piece.nbytes].copy_(part, non_blocking=True)
+                    if piece.first + piece.nbytes == nbytes:
+                        yield piece.name, whole.view(dtype).view(piece.shape)
+                self._synchronize()  # the bucket's memory is used again
+                if following is None:
+                    break
+                number, bucket = number + 1, await following
+            finally:
+                if following is not None:
+                    following.cancel()
+        await self._chain.until_free(number + 2)
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def _host(agent: bytes) -> str:
+    place = metadata_of.decode(agent).place
+    return "" if place is None else place.host
+
+
+async def _each(weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    if hasattr(weights, "__aiter__"):
+        async for pair in weights:
+            yield pair
+    else:
+        for pair in weights:
+            yield pair
