@@ -169,7 +169,7 @@ def _cells(held: list[_Candidate], wanted: list[_Candidate]) -> Iterator[tuple[B
 
 
 def _cut(box: Box, itemsize: int, pieces: int) -> Iterator[Box]:
-    """Up to so many pieces of about equal size, along the first dimension that is long enough."""
+    """Up to a number of pieces of about equal size, along the first dimension that is long enough."""
     pieces = min(pieces, math.prod(box.shape) * itemsize // _SHORTEST)
     dim = next((dim for dim, extent in enumerate(box.shape) if extent >= pieces), None)
     if pieces <= 1 or dim is None:

@@ -37,7 +37,7 @@ class WeightSource(Holder):
 
         Args:
             version: from 1 on. It stands for one state of the weights.
-            targets: waits until at least so many have read it. Targets may join while it waits.
+            targets: waits until at least this number of targets have read it. Targets may join while it waits.
             timeout: seconds; None: the agent's.
 
         Returns:

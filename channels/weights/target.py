@@ -132,7 +132,7 @@ class WeightTarget(Holder):
             connected, self._connected = self._connected, None
             connected.close()
             for source in connected.sources:
-                with contextlib.suppress(DisconnectedError):  # it has ended, and waits for nobody
+                with contextlib.suppress(DisconnectedError):  # it has ended
                     self._agent.notify(source, encode(Leave()))
         self._last = 0
 

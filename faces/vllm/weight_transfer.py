@@ -274,7 +274,7 @@ def _nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def _grouped(nbytes: dict[str, int], most: int) -> list[dict[str, int]]:
-    """Names in groups of at most so many bytes, or of one tensor: the room of each."""
+    """Names in groups, each of a number of bytes at most or of one tensor: the room of each name."""
     room = {name: -(-each // _ALIGNMENT) * _ALIGNMENT for name, each in nbytes.items()}
     ends = itertools.accumulate(room.values())
     groups: list[dict[str, int]] = []

@@ -37,3 +37,19 @@ def test_programs_run_beside_gloo_and_report_their_rows(tmp_path: Path) -> None:
     assert names["mixture of experts, 8 layers"] == ["proxyccl", "gloo"]
     assert {"torch.distributed", "Communicator.all_reduce", "EPAll2AllLayer, 8 tokens"} <= set(names)
     assert all(value["value"] > 0 for row in results["rows"] for value in row["values"])
+
+
+def test_weights_go_from_an_fsdp_trainer_to_samplers() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "weights.py"), "--hidden", "64"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**os.environ, "PROXYCCL_RUNTIME": "host"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith("OK: ")
+    assert sum("bit for bit" in line for line in lines) == 8
+    assert sum("sampler 1 has ended" in line for line in lines) == 2
