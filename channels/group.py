@@ -25,6 +25,7 @@ from proxyccl.channels.liveness.watcher import Watcher
 from proxyccl.channels.peer_links import PeerLinks
 from proxyccl.channels.segment.call_log import CallLog
 from proxyccl.channels.segment.control import Presence
+from proxyccl.channels.segment.published import Neighbour, Published
 from proxyccl.channels.symmetric import SymmetricMemory
 from proxyccl.device import forks
 from proxyccl.device.errors import (
@@ -141,6 +142,7 @@ class Group:
         self._released = False
         self._watcher: Watcher
         self.runtime.in_flight.follow(self.launches)
+        self._description = Description.of_this_program(self.rank, self.world_size, self.job)
         self.links = PeerLinks(
             self.runtime,
             self.control,
@@ -151,8 +153,9 @@ class Group:
             proxy_place=meeting.place,
             proxy_options=meeting.proxy_options,
             transport_options=meeting.transport_options,
-            description=Description.of_this_program(self.rank, self.world_size, self.job),
+            description=self._description,
         )
+        self._published: Published | None = None
         try:
             self.links.bring_up()
             self._host_links = self._link_hosts()
@@ -281,6 +284,7 @@ class Group:
         self._aftermath.begin()
         self.failure.watch(self._watcher, observer, stopped_proxy)
         self.exchange.guard(self.failure, self._watcher)
+        self._published = self._publish()
         with _open_lock:
             orphan = self._parent is not None and self._parent.failure.closed
             if not orphan:
@@ -293,6 +297,16 @@ class Group:
             self.failure.abort("the communicator that it was split from was closed")
             self._release(healthy=False)
             raise ClosedError("the communicator was closed meanwhile")
+
+    def _publish(self) -> Published:
+        ranks = self.topology.ranks
+        neighbours = tuple(
+            Neighbour(rank, ranks[rank].pid, ranks[rank].started or 0)
+            for rank in range(self.world_size)
+            if self.topology.same_host(rank)
+        )
+        own = ranks[self.rank]
+        return Published(self.control, self._description, own.host, own.runtime, self.runtime.device, neighbours)
 
     @property
     def topology(self) -> Topology:
@@ -525,6 +539,8 @@ class Group:
 
     def _close_for_use(self) -> None:
         self.failure.close()
+        if self._published is not None:
+            self._published.withdraw()
         self.launches.end_repeats()
         with _open_lock:
             if self in _open_groups:

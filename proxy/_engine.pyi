@@ -261,9 +261,17 @@ class _ProxycclCallEntry:
 class ProxycclCallEntry(_ProxycclCallEntry, CData): ...
 class ProxycclCallEntryPointer(_ProxycclCallEntry, ItemPointer[ProxycclCallEntry]): ...
 
+class _ProxycclCallCount:
+    collective: int
+    calls: int
+
+class ProxycclCallCount(_ProxycclCallCount, CData): ...
+class ProxycclCallCountPointer(_ProxycclCallCount, ItemPointer[ProxycclCallCount]): ...
+
 class _ProxycclCallers:
     control: PointerField[ProxycclControlPointer]
     own: PointerField[ProxycclCallEntryPointer]
+    counts: PointerField[ProxycclCallCountPointer]
     peers: PointerField[PointerTo[ProxycclCallEntryPointer]]
     peer_count: int
     sequence: int
@@ -445,6 +453,7 @@ class Lib:
     PROXYCCL_CALL_LOG_ENTRIES: Final[int]
     PROXYCCL_CALL_FIELDS: Final[int]
     PROXYCCL_CALL_NUMBER_BITS: Final[int]
+    PROXYCCL_CALL_KINDS: Final[int]
     PROXYCCL_CALL_ABORTED: Final[int]
     PROXYCCL_CALL_DIFFERS: Final[int]
     PROXYCCL_CALL_DIFFERED: Final[int]
@@ -952,6 +961,14 @@ class FFI(BaseFFI):
     ) -> Array[ProxycclCallEntry, ProxycclCallEntryPointer]: ...
     @overload
     def new(
+        self, cdecl: Literal["ProxycclCallCount *"], init: Initial[ProxycclCallCount] = ..., /
+    ) -> ProxycclCallCountPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclCallCount[]"], init: int | Sequence[Initial[ProxycclCallCount]], /
+    ) -> Array[ProxycclCallCount, ProxycclCallCountPointer]: ...
+    @overload
+    def new(
         self, cdecl: Literal["ProxycclCallers *"], init: Initial[ProxycclCallers] = ..., /
     ) -> ProxycclCallersPointer: ...
     @overload
@@ -1202,6 +1219,8 @@ class FFI(BaseFFI):
     @overload
     def cast(self, cdecl: Literal["ProxycclCallEntry *"], value: CData | int, /) -> ProxycclCallEntryPointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclCallCount *"], value: CData | int, /) -> ProxycclCallCountPointer: ...
+    @overload
     def cast(self, cdecl: Literal["ProxycclCallers *"], value: CData | int, /) -> ProxycclCallersPointer: ...
     @overload
     def cast(
@@ -1291,6 +1310,7 @@ class FFI(BaseFFI):
             "ProxycclFabricRegion",
             "ProxycclCall",
             "ProxycclCallEntry",
+            "ProxycclCallCount",
             "ProxycclCallers",
             "ProxycclCallEntry *",
             "ProxycclStreamOrder",

@@ -10,7 +10,7 @@ from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.proxy._engine import ffi, lib
 
 if TYPE_CHECKING:
-    from proxyccl.proxy._engine import Pointer, ProxycclCallPointer  # the stub's; cffi has no such name
+    from proxyccl.proxy._engine import Pointer, ProxycclCallEntryPointer, ProxycclCallPointer  # the stub's; cffi has no such name
 
 CALL_ABORTED: int = lib.PROXYCCL_CALL_ABORTED
 CALL_DIFFERS: int = lib.PROXYCCL_CALL_DIFFERS
@@ -33,6 +33,7 @@ class CallLog:
         self._callers = ffi.new("ProxycclCallers *")
         self._callers.control = ffi.cast("ProxycclControl *", own.host_pointer)
         self._callers.own = ffi.cast("ProxycclCallEntry *", own.calls_host)
+        self._callers.counts = ffi.cast("ProxycclCallCount *", own.call_counts_host)
         self._callers.peers, self._callers.peer_count = self._logs, len(logs)
         self.issue: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_issue, self._callers
@@ -64,15 +65,35 @@ class CallLog:
 
     def recent(self, count: int) -> list[tuple[int, tuple[int, ...]]]:
         """The last calls of this rank in order, each with its number, from 1. For any thread."""
-        last, call, found = self._callers.sequence, ffi.new("ProxycclCall *"), []
-        for sequence in range(max(1, last - count + 1), last + 1):
-            if lib.proxyccl_calls_read(self._callers.own, sequence, call):
-                found.append((sequence, tuple(call.fields)))
-        return found
+        return _read(self._callers.own, self._callers.sequence, count)
 
     def difference(self) -> tuple[int, tuple[int, ...]]:
         """After CALL_DIFFERS or CALL_DIFFERED: the rank that made another call, and the fields of its last."""
         return self._ranks[self._callers.differing], tuple(self._callers.different.fields)
+
+
+def calls_in(segment: ControlSegment, count: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Like `recent`, of the rank of a segment. Some may be missing: it goes on meanwhile."""
+    last = sum(counts_in(segment).values())
+    return _read(ffi.cast("ProxycclCallEntry *", segment.calls_host), last, count)
+
+
+def counts_in(segment: ControlSegment) -> dict[int, int]:
+    """The calls that the rank of a segment has made, by the first of a call's fields; 0 for those of many kinds.
+
+    A graph's calls count when they are captured, and not when it is replayed.
+    """
+    counts = ffi.cast("ProxycclCallCount *", segment.call_counts_host)
+    found = {each.collective: each.calls for each in (counts + i for i in range(lib.PROXYCCL_CALL_KINDS + 1))}
+    return {collective: calls for collective, calls in found.items() if calls}
+
+
+def _read(log: ProxycclCallEntryPointer, last: int, count: int) -> list[tuple[int, tuple[int, ...]]]:
+    call, found = ffi.new("ProxycclCall *"), []
+    for sequence in range(max(1, last - count + 1), last + 1):
+        if lib.proxyccl_calls_read(log, sequence, call):
+            found.append((sequence, tuple(call.fields)))
+    return found
 
 
 def encode_fields(fields: tuple[int, ...]) -> ProxycclCallPointer:

@@ -86,10 +86,15 @@ def _arrays_digest(shape: tuple[int, ...], registered: tuple[int, ...]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
+def name_of(digest: int, otherwise: str) -> str:
+    """The registered name with this digest; for 0, `otherwise`."""
+    return _texts.get(digest, f"unknown ({digest:#x})") if digest else otherwise
+
+
 def describe_call(fields: Sequence[int]) -> dict[str, str]:
     """The fields of a logged call in words, by name, except `shape`, a digest."""
     return {
-        name: _texts.get(value, f"unknown ({value:#x})") if name in _NAMED else str(value)
+        name: name_of(value, "unknown (0x0)") if name in _NAMED else str(value)
         for name, value in zip(CALL_FIELDS, fields, strict=True)
         if name != "shape"
     }

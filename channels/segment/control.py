@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -25,6 +26,9 @@ from proxyccl.proxy._engine import ffi as engine
 from proxyccl.proxy._engine import lib as engine_lib
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.trigger import MAX_CHANNELS
+
+if TYPE_CHECKING:
+    from proxyccl.device._native import ProxycclErrorRecordPointer  # the stub's; cffi has no such name
 
 LAST_QUESTION: int = lib.PROXYCCL_LAST_QUESTION
 
@@ -58,7 +62,8 @@ def _round(nbytes: int) -> int:
 _CONTROL_OFFSET = 0
 _SEMAPHORES_OFFSET = _round(ffi.sizeof("ProxycclControl"))
 _CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
-_SERVICE_OFFSET = _CALLS_OFFSET + _round(engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES)
+_COUNTS_OFFSET = _CALLS_OFFSET + engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES
+_SERVICE_OFFSET = _round(_COUNTS_OFFSET + engine.sizeof("ProxycclCallCount") * (engine_lib.PROXYCCL_CALL_KINDS + 1))
 _READBACK_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
 READBACK_BYTES = 128 * 1024
 _ANNOUNCEMENTS_OFFSET = _READBACK_OFFSET + READBACK_BYTES
@@ -188,6 +193,16 @@ class ControlSegment:
             and time.monotonic() < deadline
         ):
             time.sleep(0.001)
+        return self._read_record(error)
+
+    def filed(self) -> ErrorRecord | None:
+        """The error record, if this segment has a complete one. Writes nothing, unlike `record`: for observers."""
+        error = ffi.new("ProxycclErrorRecord *")
+        if lib.proxyccl_control_record(self._control, error) != lib.PROXYCCL_RECORD_VALID:
+            return None
+        return self._read_record(error)
+
+    def _read_record(self, error: ProxycclErrorRecordPointer) -> ErrorRecord:
         return ErrorRecord(
             code=error.code or lib.proxyccl_control_abort(self._control),
             rank=error.rank,
@@ -260,6 +275,11 @@ class ControlSegment:
     def calls_host(self) -> int:
         """The CPU's address of the log of collective calls."""
         return self.memory.host_ptr + _CALLS_OFFSET
+
+    @property
+    def call_counts_host(self) -> int:
+        """The CPU's address of the numbers of collective calls, by collective."""
+        return self.memory.host_ptr + _COUNTS_OFFSET
 
     def close(self) -> None:
         """Unmaps the segment."""

@@ -5,7 +5,6 @@ The files lie beside those of proxies. An agent that is killed leaves its file; 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
@@ -13,14 +12,11 @@ import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from msgspec import Meta
+from typing import TYPE_CHECKING
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.proxy.codec import Codec, Message, ProtocolError, Uint64
-from proxyccl.proxy.observe.publications import check_directory, publications_directory, withdraw, write
-from proxyccl.proxy.processes import pid_namespace, start_of
+from proxyccl.proxy.codec import Codec, Message
+from proxyccl.proxy.observe.publications import OfProcess, find_running, this_process, withdraw, write
 
 if TYPE_CHECKING:
     from proxyccl.channels.transfers.paths import Path as DataPath
@@ -37,21 +33,17 @@ class LinkSeen(Message, frozen=True):
     path: str
 
 
-class AgentSeen(Message, frozen=True):
+class AgentSeen(OfProcess, frozen=True):
     """An agent of this machine.
 
     Attributes:
         name: its name.
         program: the program that it belongs to.
-        pid, started, namespace: its process, as in `Publication`.
         links: those that it opened.
     """
 
     name: str
     program: str
-    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    started: Uint64
-    namespace: str
     links: list[LinkSeen]
 
     @property
@@ -79,8 +71,7 @@ class Published:
             return
         program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
         shown = [LinkSeen(peer, str(path)) for peer, path in links]
-        pid = os.getpid()
-        seen = AgentSeen(self._name, program, pid, start_of(pid) or 0, pid_namespace(), shown)
+        seen = AgentSeen(*this_process(), self._name, program, shown)
         with self._lock:
             try:
                 self._path = write(self._file, _SEEN.encode(seen))
@@ -102,17 +93,5 @@ def find_agents() -> list[AgentSeen]:
     Raises:
         ArgumentError: the directory of publications is not this user's own.
     """
-    found = []
-    directory = publications_directory()
-    with contextlib.suppress(FileNotFoundError):
-        check_directory(directory)
-    for path in directory.glob(f"*{_SUFFIX}"):
-        with contextlib.suppress(FileNotFoundError, ProtocolError):  # it ended meanwhile, or is of another version
-            seen = _SEEN.decode(path.read_bytes(), str(path))
-            if seen.namespace != pid_namespace():
-                continue
-            if start_of(seen.pid) == seen.started:
-                found.append(seen)
-            else:
-                withdraw(path)
-    return sorted(found, key=lambda seen: (seen.name, seen.pid))
+    agents = [seen for _, seen in find_running(_SUFFIX, _SEEN)]
+    return sorted(agents, key=lambda seen: (seen.name, seen.pid))

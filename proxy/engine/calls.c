@@ -48,12 +48,25 @@ static uint64_t history_with(uint64_t history, const ProxycclCall *call) {
   return history;
 }
 
+/* A hash table without removal, in memory that was zeroed. Plain 8-byte stores, which observers may read any time. */
+static void count_call(ProxycclCallCount *counts, uint64_t collective) {
+  for (uint32_t probe = 0; probe < PROXYCCL_CALL_KINDS; ++probe) {
+    ProxycclCallCount *const count = &counts[(collective + probe) % PROXYCCL_CALL_KINDS];
+    if (count->collective != collective && count->calls != 0) continue;
+    count->collective = collective;
+    ++count->calls;
+    return;
+  }
+  ++counts[PROXYCCL_CALL_KINDS].calls;
+}
+
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   if (abort_is_up(callers->control)) return PROXYCCL_CALL_ABORTED;
   const uint64_t sequence = ++callers->sequence, slot = sequence % PROXYCCL_CALL_LOG_ENTRIES;
   const uint64_t stamp = (sequence & kNumber) | (callers->history & ~kNumber);
   callers->history = history_with(callers->history, call);
   write_entry(&callers->own[slot], stamp, call);
+  count_call(callers->counts, call->fields[0]);
   /* Pairing call-comparison, with the same fence of a peer: of two ranks, at least one finds the other's entry below. A
    * release and an acquire alone would let both loads come before both stores. */
   __atomic_thread_fence(__ATOMIC_SEQ_CST);

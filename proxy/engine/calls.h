@@ -19,6 +19,8 @@
 
 /* Numbers wrap around: at one call per microsecond, after half a year. No rank is that far ahead of another. */
 enum { PROXYCCL_CALL_LOG_ENTRIES = 256, PROXYCCL_CALL_FIELDS = 7, PROXYCCL_CALL_NUMBER_BITS = 44 };
+/* A program's collectives, execution plans among them, beyond which the rest is counted together. A power of two. */
+enum { PROXYCCL_CALL_KINDS = 64 };
 
 /* The fields that must agree between ranks, as channels/segment/calls.py names them. */
 typedef struct ProxycclCall {
@@ -31,9 +33,16 @@ typedef struct ProxycclCallEntry {
   ProxycclCall call;
 } ProxycclCallEntry;
 
+/* The calls of one collective that a rank has made. Its rank alone writes it; observers read it. */
+typedef struct ProxycclCallCount {
+  uint64_t collective; /* the call's first field; 0 in the count of the rest */
+  uint64_t calls;
+} ProxycclCallCount;
+
 typedef struct ProxycclCallers {
   const ProxycclControl *control;
   ProxycclCallEntry *own;
+  ProxycclCallCount *counts; /* PROXYCCL_CALL_KINDS, and one for the rest */
   const ProxycclCallEntry *const *peers;
   uint32_t peer_count;
   uint64_t sequence;                /* calls made */

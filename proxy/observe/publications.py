@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from msgspec import Meta
 
@@ -29,6 +29,7 @@ FORMAT: int = lib.PROXYCCL_OBSERVE_FORMAT
 _MOST_WORKERS: int = lib.PROXYCCL_MAX_RINGS
 _numbers = itertools.count()
 _warning = threading.Lock()
+P = TypeVar("P", bound="OfProcess")
 
 
 class Description(Message, frozen=True):
@@ -60,13 +61,35 @@ class RingPlace(Message, frozen=True):
     size_log2: Annotated[int, Meta(ge=1, le=31)]
 
 
-class Publication(Message, frozen=True):
+class OfProcess(Message, frozen=True):
+    """A publication of something that lives in a process.
+
+    Attributes:
+        pid: the process.
+        started: when the process began (`start_of`); together with `pid` it names one process only.
+        namespace: the namespace of process ids that `pid` belongs to.
+    """
+
+    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    started: Uint64
+    namespace: str
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process still runs."""
+        return start_of(self.pid) == self.started
+
+
+def this_process() -> tuple[int, int, str]:
+    """The first three fields of a publication of this process."""
+    pid = os.getpid()
+    return pid, start_of(pid) or 0, pid_namespace()
+
+
+class Publication(OfProcess, frozen=True):
     """A service's publication for observers.
 
     Attributes:
-        pid: its process.
-        started: when the process began (`start_of`); together with `pid` it names one process only.
-        namespace: the namespace of process ids that `pid` belongs to.
         description: the rank that it works for.
         runtime: name of its runtime.
         workers: number of its workers.
@@ -76,9 +99,6 @@ class Publication(Message, frozen=True):
         format: `FORMAT`, the layout of its memory.
     """
 
-    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    started: Uint64
-    namespace: str
     description: Description
     runtime: str
     workers: Annotated[int, Meta(ge=1, le=_MOST_WORKERS)]
@@ -94,13 +114,7 @@ class Publication(Message, frozen=True):
     @classmethod
     def of_this_process(cls, description: Description, runtime: str, **places: Any) -> Publication:
         """A publication of a service of this process."""
-        pid = os.getpid()
-        return cls(pid, start_of(pid) or 0, pid_namespace(), description, runtime, format=FORMAT, **places)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether its process still runs."""
-        return start_of(self.pid) == self.started
+        return cls(*this_process(), description, runtime, format=FORMAT, **places)
 
 
 _PUBLICATIONS = Codec(Publication, 1 << 20)
@@ -132,7 +146,11 @@ def publish(publication: Publication) -> Path:
         OSError: it can't be written.
         ArgumentError: the directory is not this user's own.
     """
-    return write(f"{publication.pid}-{next(_numbers)}.json", _PUBLICATIONS.encode(publication))
+    return write(_file_name(publication), _PUBLICATIONS.encode(publication))
+
+
+def _file_name(publication: Publication) -> str:
+    return f"{publication.pid}-{next(_numbers)}.json"
 
 
 def write(name: str, data: bytes) -> Path:
@@ -156,9 +174,14 @@ def write(name: str, data: bytes) -> Path:
 
 
 def try_publish(publication: Publication) -> Path | None:
-    """Like `publish`, but a failure is only logged, and only once: the service works without observers too."""
+    """Like `publish`, but as `try_write`."""
+    return try_write(_file_name(publication), _PUBLICATIONS.encode(publication))
+
+
+def try_write(name: str, data: bytes) -> Path | None:
+    """Like `write`, but a failure is only logged, and only once: what is published works without observers too."""
     try:
-        return publish(publication)
+        return write(name, data)
     except (OSError, ArgumentError) as error:
         with _warning:  # two ranks in threads must not both warn
             _warn(str(error))
@@ -175,12 +198,12 @@ def withdraw(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> Publication | None:
+def _read(path: Path, codec: Codec[P]) -> P | None:
     """The publication in a file; None for another version's. Raises FileNotFoundError."""
     with path.open("rb") as file:
-        data = file.read(_PUBLICATIONS.limit + 1)
+        data = file.read(codec.limit + 1)
     try:
-        return _PUBLICATIONS.decode(data, str(path))
+        return codec.decode(data, str(path))
     except ProtocolError:
         return None
 
@@ -188,6 +211,30 @@ def _read(path: Path) -> Publication | None:
 def _is_stale(path: Path) -> bool:
     pid = path.name.lstrip(".").partition("-")[0]
     return pid.isdigit() and start_of(int(pid)) is None
+
+
+def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
+    """This user's publications in files with this suffix, of processes that run. Removes files of those that ended.
+
+    Raises:
+        ArgumentError: the directory of publications is not this user's own.
+    """
+    found = []
+    directory = publications_directory()
+    with contextlib.suppress(FileNotFoundError):
+        check_directory(directory)
+    for path in sorted(directory.glob(f"*{suffix}")):
+        with contextlib.suppress(FileNotFoundError):  # it was withdrawn meanwhile
+            publication = _read(path, codec)
+            if publication is None:  # observers of that version may use it
+                if _is_stale(path):
+                    withdraw(path)
+            elif publication.namespace == pid_namespace():
+                if publication.is_alive:
+                    found.append((path, publication))
+                else:
+                    withdraw(path)
+    return found
 
 
 def find(
@@ -203,24 +250,9 @@ def find(
     Raises:
         ArgumentError: the directory of publications is not this user's own.
     """
-    found = []
-    directory = publications_directory()
-    with contextlib.suppress(FileNotFoundError):
-        check_directory(directory)
-    for path in sorted(directory.glob("*.json")):
-        with contextlib.suppress(FileNotFoundError):  # its service was closed meanwhile
-            publication = _read(path)
-            if publication is None:  # observers of that version may use it
-                if _is_stale(path):
-                    withdraw(path)
-            elif publication.namespace == pid_namespace():
-                if publication.is_alive:
-                    found.append((path, publication))
-                else:
-                    withdraw(path)
     wanted = [
         (path, publication)
-        for path, publication in found
+        for path, publication in find_running(".json", _PUBLICATIONS)
         if (job is None or publication.description.job == job)
         and (ranks is None or publication.description.rank in ranks)
         and process in (None, publication.pid)

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from proxyccl import ArgumentError, Communicator, HandlerError, ResourceError, Runtime, ThreadBootstrap, TriggerError
 from proxyccl.channels.proxy_channel import free_handles
+from proxyccl.channels.segment.published import find_ranks
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.metrics import MetricsServer, metrics_text, snapshot_all
@@ -272,8 +273,9 @@ def test_a_killed_service_leaves_nothing(directory: Path) -> None:
     )
     killed = subprocess.run([sys.executable, "-c", program], check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert len(list(directory.iterdir())) == 1
+    assert sorted(path.suffix for path in directory.iterdir()) == [".json", ".rank"]
     assert publications.find() == []
+    assert find_ranks() == []
     assert list(directory.iterdir()) == []
 
 

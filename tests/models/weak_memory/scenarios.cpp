@@ -624,6 +624,7 @@ struct CallScenario {
 
   static inline ProxycclControl controls[2];
   static inline ProxycclCallEntry logs[2][PROXYCCL_CALL_LOG_ENTRIES];
+  static inline ProxycclCallCount counts[2][PROXYCCL_CALL_KINDS + 1];
   static inline const ProxycclCallEntry* peers[2][1];
   static inline ProxycclCallers callers[2];
   static inline uint64_t differs[2];
@@ -639,6 +640,7 @@ struct CallScenario {
       callers[rank] = {};
       callers[rank].control = &controls[rank];
       callers[rank].own = logs[rank];
+      callers[rank].counts = counts[rank];
       callers[rank].peers = peers[rank];
       callers[rank].peer_count = 1;
       declareAtomic(differs[rank]);

@@ -1,0 +1,95 @@
+"""Observers' view of ranks: finding them, the calls that they have made, and their failures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from proxyccl import ArgumentError, Communicator, CommunicatorError
+from proxyccl.channels.segment.published import RankObserver, RankView, find_ranks
+from support.ranks import Ranks
+
+pytestmark = pytest.mark.no_proxy
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory in which this test's ranks publish."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "proxyccl"
+
+
+def views() -> list[RankView]:
+    """All ranks, as another process sees them."""
+    found = []
+    for _, publication in find_ranks():
+        with RankObserver(publication) as observer:
+            found.append(observer.snapshot())
+    return found
+
+
+def some_calls(comm: Communicator) -> None:
+    x = comm.empty(8, "float32")
+    for _ in range(3):
+        comm.all_reduce(x, out=x)
+    comm.all_gather(x)
+    comm.synchronize()
+
+
+def test_ranks_publish_the_number_of_their_calls() -> None:
+    with Ranks(2) as ranks:
+        ranks.run(some_calls)
+        both = views()
+        assert [view.rank for view in both] == [0, 1]
+        for view in both:
+            assert view.calls == {"all_reduce": 3, "all_gather": 1}
+            assert view.made == 4
+            assert view.last is not None
+            assert (view.last.number, view.last.fields["collective"]) == (4, "all_gather")
+            assert (view.failure, view.failure_code, view.leaving) == ("", 0, False)
+            assert [(each.rank, each.pid) for each in view.publication.neighbours] == [(0, os.getpid()), (1, os.getpid())]
+        assert len({view.publication.description.job for view in both}) == 1
+    assert find_ranks() == []
+
+
+def test_calls_beyond_the_counted_kinds_are_counted_together() -> None:
+    from proxyccl.channels.segment.call_log import CallLog, counts_in, encode_fields
+    from proxyccl.channels.segment.control import create_segment
+    from proxyccl.device.host import HostRuntime
+    from proxyccl.proxy._engine import lib
+
+    segment = create_segment(HostRuntime(), 0, 1.0)
+    log = CallLog(segment, {})
+    kinds = lib.PROXYCCL_CALL_KINDS + 2
+    for _ in range(2):
+        for kind in range(1, kinds + 1):
+            assert log.agree(encode_fields((kind, 0, 0, 0, 0, 0, 0))) == 0
+    counts = counts_in(segment)
+    assert counts.pop(0) == 4
+    assert counts == dict.fromkeys(range(1, kinds - 1), 2)
+    segment.close()
+
+
+def test_a_failure_is_seen_until_the_communicator_is_closed() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            comm.abort("enough")
+        with pytest.raises(CommunicatorError):
+            comm.barrier()
+
+    with Ranks(2) as ranks:
+        ranks.run(some_calls)
+        ranks.run(body)
+        for view in views():
+            assert "enough" in view.failure
+            assert view.failure_code > 0
+
+
+def test_a_rank_that_has_gone_is_refused() -> None:
+    with Ranks(2) as ranks:
+        ranks.run(some_calls)
+        (_, publication), _ = find_ranks()
+    with pytest.raises(ArgumentError):
+        RankObserver(publication)
