@@ -7,9 +7,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
+from typing import TypeAlias
 
 from proxyccl.proxy.daemon.attendance import Attendance
 from proxyccl.proxy.daemon.job import JOB_OPTIONS
@@ -17,10 +19,13 @@ from proxyccl.proxy.daemon.listeners import HandedOver
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions, raise_descriptor_limit
 from proxyccl.proxy.reports import on_signal
 
+Server: TypeAlias = AbstractContextManager[str]
+"""A server that runs in its context, and how to reach it, in words."""
+
 _LINE = "%(asctime)s %(levelname)s %(message)s"
 
 
-def run(path: Path, options: DaemonOptions, metrics_port: int | None = None) -> int:
+def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> int:
     """Serves until SIGTERM or SIGINT, then finishes the clients' requests. Returns the exit code.
 
     On SIGUSR1 it writes a report and continues.
@@ -28,21 +33,18 @@ def run(path: Path, options: DaemonOptions, metrics_port: int | None = None) -> 
     Args:
         path: of the socket.
         options: the daemon's.
-        metrics_port: port of the loopback interface where Prometheus finds all proxies of this user; None for none.
+        servers: of what this user's programs do here, for others to look at.
 
     Raises:
         ArgumentError: an option is wrong.
-        ResourceError: another daemon listens at the path, or the port is in use.
+        ResourceError: another daemon listens at the path, or a server's port is in use.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=_LINE)
     ending = _Ending()
     raise_descriptor_limit()
     with Daemon(path, options) as daemon, contextlib.ExitStack() as opened:
-        if metrics_port is not None:
-            from proxyccl.proxy.observe.metrics import MetricsServer  # a job's own daemon has no time to import it
-
-            server = opened.enter_context(MetricsServer(metrics_port))
-            logging.getLogger("proxyccl.daemon").info("metrics at http://127.0.0.1:%d/metrics", server.port)
+        for server in servers:
+            logging.getLogger("proxyccl.daemon").info("%s", opened.enter_context(server))
         _serve(daemon, ending)
     return 0
 

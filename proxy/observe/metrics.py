@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import socket
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any
+from http.server import BaseHTTPRequestHandler
 
-from proxyccl.device.errors import ArgumentError, ResourceError
-from proxyccl.device.integers import as_integer
-from proxyccl.device.threads import Thread
+from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy.observe.bounded_server import BoundedServer
 from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, Observer, RingView, ServiceView, WorkerView
 
@@ -139,39 +134,9 @@ def snapshot_all() -> list[ServiceView]:
     return views
 
 
-class _Server(ThreadingHTTPServer):
-    """Serves a bounded number of connections at once; one more ends the oldest. Anybody on the machine may connect
-    and stay silent.
-    """
-
-    daemon_threads = True
-    MOST = 32
-
-    def __init__(self, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
-        self._accepted: list[Any] = []
-        self._lock = threading.Lock()
-        super().__init__(("127.0.0.1", port), handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._accepted.append(request)
-            oldest = self._accepted.pop(0) if len(self._accepted) > self.MOST else None
-            if oldest is not None:
-                with contextlib.suppress(OSError):  # it has just ended
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            if request in self._accepted:
-                self._accepted.remove(request)
-            super().shutdown_request(request)
-
-
-class MetricsServer:
-    """Serves the metrics at http://127.0.0.1:PORT/metrics, only to this machine.
-
-    Use it as a context manager, or call `close`.
+@contextlib.contextmanager
+def serve(port: int, snapshot: Callable[[], list[ServiceView]] = snapshot_all) -> Iterator[str]:
+    """Serves the metrics to this machine only, as a context whose value says where: http://127.0.0.1:PORT/metrics.
 
     Args:
         port: 0 for any that is free.
@@ -182,48 +147,26 @@ class MetricsServer:
         ResourceError: the port is in use, or not allowed.
     """
 
-    def __init__(self, port: int, snapshot: Callable[[], list[ServiceView]] = snapshot_all) -> None:
-        port = as_integer(port, "port", "must be from 0 to 65535", 0, (1 << 16) - 1)
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10.0
 
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10.0
+        def do_GET(self) -> None:  # the base class's name
+            if self.path.partition("?")[0] != "/metrics":
+                self.send_error(404, "the metrics are at /metrics")
+                return
+            try:
+                body = metrics_text(snapshot()).encode()
+            except ArgumentError as error:
+                self.send_error(503, explain=str(error))
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
-            def do_GET(self) -> None:  # the base class's name
-                if self.path.partition("?")[0] != "/metrics":
-                    self.send_error(404, "the metrics are at /metrics")
-                    return
-                try:
-                    body = metrics_text(snapshot()).encode()
-                except ArgumentError as error:
-                    self.send_error(503, explain=str(error))
-                    return
-                self.send_response(200)
-                self.send_header("Content-Type", CONTENT_TYPE)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+        def log_message(self, format: str, *args: object) -> None:
+            """Does not log: Prometheus asks every few seconds."""
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Does not log: Prometheus asks every few seconds."""
-
-        try:
-            self._server = _Server(port, Handler)
-        except OSError as error:
-            raise ResourceError(f"cannot listen on port {port} of the loopback interface: {error.strerror}") from None
-        self.port = int(self._server.server_address[1])
-        self._thread = Thread(self._server.serve_forever, "proxyccl-metrics")
-        self._thread.start()
-
-    def __enter__(self) -> MetricsServer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends it."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    with BoundedServer("127.0.0.1", port, Handler, "proxyccl-metrics") as server:
+        yield f"metrics at http://127.0.0.1:{server.port}/metrics"

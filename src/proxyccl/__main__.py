@@ -110,6 +110,14 @@ def _daemon_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="serve metrics of all proxies for Prometheus at this port of the loopback interface",
     )
+    parser.add_argument(
+        "--ras",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="answer clients of NCCL's RAS subsystem at HOST:PORT, or a part of it (without ADDRESS: NCCL_RAS_ADDR, "
+        "else localhost:28028)",
+    )
     few, enough = IdlePolicy(), IdlePolicy.where_cores_suffice()
     for name, what, default in (
         ("spin", "first spins for this time", f"{few.spin_us:g}"),
@@ -140,6 +148,15 @@ def _daemon(parsed: argparse.Namespace) -> int:
     from proxyccl.proxy.daemon.protocol import socket_path
     from proxyccl.proxy.daemon.server import DaemonOptions
 
+    served: list[command.Server] = []
+    if parsed.metrics is not None:
+        from proxyccl.proxy.observe import metrics
+
+        served.append(metrics.serve(parsed.metrics))
+    if parsed.ras is not None:
+        from proxyccl.tools import ras
+
+        served.append(ras.serve(parsed.ras))
     return command.run(
         socket_path(parsed.socket),
         DaemonOptions(
@@ -147,7 +164,7 @@ def _daemon(parsed: argparse.Namespace) -> int:
             cores=parse_cores(parsed.cores) if parsed.cores is not None else None,
             idle=_idle(parsed),
         ),
-        parsed.metrics,
+        served,
     )
 
 

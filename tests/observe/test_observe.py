@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from proxyccl.channels.proxy_channel import free_handles
 from proxyccl.channels.segment.published import find_ranks
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy.observe import publications
-from proxyccl.proxy.observe.metrics import MetricsServer, metrics_text, snapshot_all
+from proxyccl.proxy.observe.metrics import metrics_text, serve, snapshot_all
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.rates import rates_between
 from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, Observer, RingView, ServiceView, WorkerView
@@ -617,36 +618,39 @@ def test_metrics_have_what_a_look_finds() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[MetricsServer]:
-    with MetricsServer(0) as server:
-        yield server
+def url() -> Iterator[str]:
+    """Of the metrics of a server."""
+    with serve(0) as where:
+        yield where.removeprefix("metrics at ")
 
 
-def test_metrics_are_served_on_the_loopback_interface(server: MetricsServer) -> None:
+def test_metrics_are_served_on_the_loopback_interface(url: str) -> None:
     def body(comm: Communicator) -> None:
         channels_of(comm)
         if comm.rank == 0:
             assert len(snapshot_all()) == 2
-            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
                 assert answer.read().decode().count("proxyccl_up{") == 2
             with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=60)
+                urllib.request.urlopen(url.removesuffix("metrics"), timeout=60)
         comm.barrier()
 
     run_ranks(2, body)
 
 
-def test_metrics_say_why_there_are_none(server: MetricsServer, directory: Path) -> None:
+def test_metrics_say_why_there_are_none(url: str, directory: Path) -> None:
     directory.mkdir()
     directory.chmod(0o755)
     with pytest.raises(urllib.error.HTTPError, match="503") as refused:
-        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60)
+        urllib.request.urlopen(url, timeout=60)
     assert "chmod 700" in refused.value.read().decode()
 
 
-def test_a_port_that_is_taken_or_none_is_refused(server: MetricsServer) -> None:
-    with pytest.raises(ResourceError, match=f"port {server.port}"):
-        MetricsServer(server.port)
-    with pytest.raises(ArgumentError, match="port"):
-        MetricsServer(1 << 16)
+def test_a_port_that_is_taken_or_none_is_refused(url: str) -> None:
+    port = urllib.parse.urlsplit(url).port
+    assert port is not None
+    with pytest.raises(ResourceError, match=f"port {port}"), serve(port):
+        pass
+    with pytest.raises(ArgumentError, match="port"), serve(1 << 16):
+        pass

@@ -1,0 +1,101 @@
+"""The node daemon's `--ras`: answers clients of NCCL's RAS subsystem, such as `ncclras`, Ray Train's callback and SGLang.
+
+The protocol is text, a command a line, over TCP at localhost:28028, or the address in NCCL_RAS_ADDR. Its source is NCCL
+2.30: src/ras/client_support.cc (rasClientEventLoop) and src/ras/client.cc; NCCL's user guide documents it under "RAS".
+
+    CLIENT PROTOCOL 2   -> SERVER PROTOCOL 2
+    TIMEOUT seconds     -> OK
+    SET FORMAT text     -> OK       or json
+    STATUS              -> the status, and the end of the connection
+    VERBOSE STATUS      -> the same, with more ranks named
+
+Any other line is answered with a line that begins with "ERROR: ". Commands are not case-sensitive, and a carriage return
+before the newline is ignored. TIMEOUT bounds NCCL's wait for other processes; here nothing is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from socketserver import StreamRequestHandler
+
+from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy.observe.bounded_server import BoundedServer, split_address
+from proxyccl.tools import ras_status
+from proxyccl.tools.communicators import communicators
+
+PORT = 28028
+PROTOCOL = 2
+_MOST_LINE = 1024  # bytes
+_SILENCE = 60.0  # seconds after which a client that says nothing is disconnected
+
+
+@contextlib.contextmanager
+def serve(address: str) -> Iterator[str]:
+    """A server as a context, whose value says how to reach it.
+
+    Args:
+        address: HOST:PORT, or a part of it; "" for that of ``NCCL_RAS_ADDR``, else localhost:28028. Port 0 is any that
+            is free.
+
+    Raises:
+        ArgumentError: it is not an address.
+        ResourceError: the port is in use, by an NCCL job, say, or not allowed.
+    """
+    argument = "--ras" if address else "NCCL_RAS_ADDR"
+    host, port = split_address(address or os.environ.get("NCCL_RAS_ADDR", ""), PORT, argument)
+    with BoundedServer(host, port, _Client, "proxyccl-ras") as server:
+        yield f"clients of NCCL RAS are answered at {host}:{server.port}"
+
+
+class _Client(StreamRequestHandler):
+    timeout = _SILENCE
+
+    def setup(self) -> None:
+        super().setup()
+        self._as_json = False
+
+    def handle(self) -> None:
+        while line := self.rfile.readline(_MOST_LINE + 1):
+            if len(line) > _MOST_LINE:  # NCCL hangs up too
+                return
+            command = line.decode(errors="replace").removesuffix("\n").removesuffix("\r")
+            match command.lower():
+                case "status" | "verbose status" as asked:
+                    self._say(self._status(verbose=asked.startswith("verbose")))
+                    return
+                case _:
+                    self._say(self._reply(command) + "\n")
+
+    def _reply(self, command: str) -> str:
+        words = command.lower()
+        if words.startswith("client protocol "):
+            return f"SERVER PROTOCOL {PROTOCOL}"
+        if words.startswith("timeout "):
+            seconds = command[len("timeout ") :]
+            return "OK" if seconds.strip().isdecimal() else f"ERROR: Invalid timeout value {seconds}"
+        if words.startswith("set format "):
+            name = words[len("set format ") :]
+            if name not in ("text", "json"):
+                return f"ERROR: Invalid format {command[len('set format ') :]}"
+            self._as_json = name == "json"
+            return "OK"
+        if words.split(" ")[0] == "monitor":
+            return "ERROR: MONITOR is not supported; ask for STATUS"
+        return f"ERROR: Unknown command {command}"
+
+    def _status(self, *, verbose: bool) -> str:
+        began = time.monotonic()
+        try:
+            found = communicators()
+        except ArgumentError as error:
+            return f"ERROR: {error}\n"
+        seconds = time.monotonic() - began
+        if self._as_json:
+            return ras_status.as_json(found, seconds)
+        return ras_status.as_text(found, seconds, verbose=verbose)
+
+    def _say(self, text: str) -> None:
+        self.wfile.write(text.encode())

@@ -1,0 +1,280 @@
+"""Communicators in the words of NCCL's RAS subsystem: its JSON, and a text like its own.
+
+The fields, their order and the classes of errors are those of NCCL 2.30 (src/ras/client_support.cc: jsonWriteHeader and
+the functions after it, rasClientRunInit, rasClientRunComms). Two fields are added: "name", the communicator's name in
+our reports, and "host_only", as only the ranks of this host are seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+
+from proxyccl.channels.segment.published import RankView
+from proxyccl.device._native import lib
+from proxyccl.proxy.hosts import host_addresses
+from proxyccl.tools.communicators import CommunicatorView
+
+_NAMES = {
+    "broadcast": "Broadcast",
+    "reduce": "Reduce",
+    "all_gather": "AllGather",
+    "reduce_scatter": "ReduceScatter",
+    "all_reduce": "AllReduce",
+}
+"""NCCL's names of the collectives that it counts, in its order. The names of others are ours."""
+
+_SYSTEM_ERROR, _CUDA_ERROR, _INTERNAL_ERROR, _INVALID_ARGUMENT, _INVALID_USAGE, _REMOTE_ERROR = 2, 1, 3, 4, 5, 6
+_RESULTS = {
+    lib.PROXYCCL_ERROR_TIMEOUT: _REMOTE_ERROR,
+    lib.PROXYCCL_ERROR_PEER_LOST: _REMOTE_ERROR,
+    lib.PROXYCCL_ERROR_PROXY_LOST: _REMOTE_ERROR,
+    lib.PROXYCCL_ERROR_TRANSPORT: _SYSTEM_ERROR,
+    lib.PROXYCCL_ERROR_CONTEXT_LOST: _CUDA_ERROR,
+    lib.PROXYCCL_ERROR_MISMATCH: _INVALID_USAGE,
+    lib.PROXYCCL_ERROR_TRANSFER_SIZE: _INVALID_USAGE,
+    lib.PROXYCCL_ERROR_BAD_TRIGGER: _INVALID_ARGUMENT,
+    lib.PROXYCCL_ERROR_BAD_SCHEDULE: _INVALID_ARGUMENT,
+    lib.PROXYCCL_ERROR_OUT_OF_RANGE: _INVALID_ARGUMENT,
+    lib.PROXYCCL_ERROR_INVALID_FLAG: _INVALID_ARGUMENT,
+}
+"""The ncclResult_t for a ProxycclErrorCode; others are internal errors."""
+
+_MOST_RANKS = 10  # of one kind that are named, as RAS_CLIENT_DETAIL_THRESHOLD
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _counts(view: RankView) -> dict[str, int]:
+    counts = dict.fromkeys(_NAMES.values(), 0)
+    for collective, calls in view.calls.items():
+        counts[_NAMES.get(collective, collective)] = calls
+    return counts
+
+
+def _result(view: RankView) -> int:
+    return _RESULTS.get(view.failure_code, _INTERNAL_ERROR) if view.failure else 0
+
+
+def as_json(communicators: Sequence[CommunicatorView], seconds: float) -> str:
+    """The answer to STATUS after SET FORMAT json.
+
+    Args:
+        communicators: of this machine.
+        seconds: that it took to read them.
+    """
+    host = host_addresses()[0]
+    found = []
+    for each in communicators:
+        first = each.ranks[0].publication.pid if each.ranks else each.missing[0].pid
+        found.append(
+            {
+                "hash": f"{_digest(each.name):#x}",
+                "secondary_hash": f"{_digest(host):#x}:{_digest(str(first)):#x}",
+                "size": each.size,
+                "ranks_count": len(each.ranks),
+                "missing_ranks_count": len(each.missing),
+                "ranks": [_rank(view, host) for view in each.ranks],
+                "missing_ranks": [
+                    {
+                        "rank": missing.rank,
+                        "host": host,
+                        "pid": missing.pid,
+                        "cuda_dev": -1,
+                        "nvml_dev": -1,
+                        "status": {
+                            "unresponsive": missing.dead or missing.stopped,
+                            "considered_dead": missing.dead,
+                        },
+                    }
+                    for missing in each.missing
+                ],
+                "name": each.name,
+                "host_only": True,
+            }
+        )
+    document = {
+        "nccl_version": f"ProxyCCL {version('proxyccl')}",
+        "cuda_runtime_version": -1,
+        "cuda_driver_version": -1,
+        "timestamp": _now(),
+        "communicators_count": len(found),
+        "communicators": found,
+        "ras": {"collection_time_sec": round(seconds, 3), "timeouts_count": 0},
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _rank(view: RankView, host: str) -> dict[str, object]:
+    return {
+        "rank": view.rank,
+        "host": host,
+        "pid": view.publication.pid,
+        "cuda_dev": view.publication.device,
+        "nvml_dev": view.publication.device,
+        "status": {
+            "init_state": 0,
+            "async_error": _result(view),
+            "finalize_called": view.leaving,
+            "destroy_flag": view.leaving,
+            "abort_flag": bool(view.failure),
+        },
+        "collective_counts": _counts(view),
+    }
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")  # local time: clients read it with mktime
+
+
+class _Summary:
+    """A communicator's status and errors, as NCCL's table has them."""
+
+    def __init__(self, of: CommunicatorView) -> None:
+        self.of = of
+        self.states = Counter(_state(view) for view in of.ranks)
+        self.differing = [
+            name
+            for name in sorted({name for view in of.ranks for name in _counts(view)})
+            if len({_counts(view).get(name, 0) for view in of.ranks}) > 1
+        ]
+        kinds = (
+            ("INCOMPLETE", bool(of.missing)),
+            ("ERROR", any(view.failure for view in of.ranks)),
+            ("MISMATCH", bool(self.differing) or len(self.states) > 1),
+        )
+        self.errors = ",".join(name for name, holds in kinds if holds) or "OK"
+        self.status = next((state for state in ("ABORT", "FINALIZE", "RUNNING") if self.states[state]), "NOCOMM")
+
+    @property
+    def group(self) -> tuple[int, str, str]:
+        """What communicators of one line of the table share."""
+        return -self.of.size, self.status, self.errors
+
+
+def _state(view: RankView) -> str:
+    return "ABORT" if view.failure else "FINALIZE" if view.leaving else "RUNNING"
+
+
+def as_text(communicators: Sequence[CommunicatorView], seconds: float, *, verbose: bool) -> str:
+    """The answer to STATUS, or to VERBOSE STATUS, which names all ranks that differ.
+
+    Args:
+        communicators: of this machine.
+        seconds: that it took to read them.
+        verbose: whether to name more than ten ranks of one kind.
+    """
+    return "\n".join(_lines(communicators, seconds, len if verbose else lambda _: _MOST_RANKS)) + "\n"
+
+
+def _lines(
+    communicators: Sequence[CommunicatorView], seconds: float, most: Callable[[Sequence[object]], int]
+) -> Iterator[str]:
+    views = [view for each in communicators for view in each.ranks]
+    devices = len({(view.publication.pid, view.publication.device) for view in views})
+    processes = len({view.publication.pid for view in views})
+    yield f"ProxyCCL version {version('proxyccl')}, in the format of NCCL RAS"
+    yield "CUDA runtime version -1, driver version -1"
+    yield from ("", "Job summary", "===========", "")
+    yield "  Nodes  Processes         GPUs"
+    yield "(total)    (total)      (total)"
+    yield f"{1:7}  {processes:9}  {devices:11}"
+    yield from ("", f"Communicators... ({seconds:.2f}s)", "=============", "")
+    summaries = sorted(map(_Summary, communicators), key=lambda summary: summary.group)
+    groups = [list(of) for _, of in itertools.groupby(summaries, lambda summary: summary.group)]
+    if groups:
+        yield "Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors"
+        yield "    #  in group  per comm  per node  per comm  in group"
+    else:
+        yield "No communicator data collected!"
+    for number, of in enumerate(groups):
+        here = sorted({len(each.of.ranks) for each in of})
+        span = f"{here[0]}-{here[-1]}" if len(here) > 1 else f"{here[0]}"
+        total = len({view.publication.pid for each in of for view in each.of.ranks})
+        first = of[0]
+        yield (
+            f"{number:5}  {len(of):8}  {1:8}  {span:>8}  {first.of.size:8}  {total:8}  "
+            f"{first.status:>8}  {first.errors:>6}"
+        )
+    named = [
+        (f"#{group}-{place} ({_digest(each.of.name):016x})", each)
+        for group, of in enumerate(groups)
+        for place, each in enumerate(of)
+    ]
+    yield from ("", "Errors", "======", "")
+    for name, each in named:
+        yield from _errors(name, each, most)
+    yield from ("", "Warnings", "========", "")
+    for name, each in named:
+        yield from _warnings(name, each, most)
+
+
+def _errors(name: str, each: _Summary, most: Callable[[Sequence[object]], int]) -> Iterator[str]:
+    if missing := each.of.missing:
+        yield f"{name} INCOMPLETE"
+        yield f"  Missing communicator data from {len(missing)} rank{'s' * (len(missing) > 1)}"
+        for rank in missing[: most(missing)]:
+            why = "has ended" if rank.dead else "is stopped" if rank.stopped else "does not have the communicator open"
+            yield f"  Rank {rank.rank} -- process {rank.pid}, which {why}"
+        yield ""
+    failed = [view for view in each.of.ranks if view.failure]
+    if failed:
+        yield f"{name} ERROR"
+        yield f"  Asynchronous error{'s' * (len(failed) > 1)} on {len(failed)} rank{'s' * (len(failed) > 1)}"
+        for view in failed[: most(failed)]:
+            yield f"  Rank {view.rank} reported {view.failure} -- {_place(view)}"
+        yield ""
+
+
+def _warnings(name: str, each: _Summary, most: Callable[[Sequence[object]], int]) -> Iterator[str]:
+    ranks = each.of.ranks
+    if "MISMATCH" not in each.errors:
+        return
+    yield f"{name} MISMATCH"
+    if len(each.states) > 1:
+        yield "  Communicator ranks have different status"
+        yield from _by_value(ranks, _state, lambda state: f"status {state}", "have", "has", most)
+    for collective in each.differing:
+        yield f"  Communicator ranks have different {collective} operation counts"
+        yield from _by_value(
+            ranks,
+            lambda view, collective=collective: _counts(view).get(collective, 0),  # type: ignore[misc]
+            lambda count: f"launched up to operation {count}" if count else "not launched any operations",
+            "have",
+            "has",
+            most,
+        )
+        yield ""
+
+
+def _by_value(
+    ranks: Sequence[RankView],
+    value_of: Callable[[RankView], object],
+    words: Callable[[object], str],
+    many: str,
+    one: str,
+    most: Callable[[Sequence[object]], int],
+) -> Iterator[str]:
+    """A line for each value, and the ranks of all values but the most frequent."""
+    by_value: dict[object, list[RankView]] = {}
+    for view in ranks:
+        by_value.setdefault(value_of(view), []).append(view)
+    for place, (value, of) in enumerate(sorted(by_value.items(), key=lambda item: -len(item[1]))):
+        if len(of) == 1:
+            yield f"  Rank {of[0].rank} {one} {words(value)} -- {_place(of[0])}"
+            continue
+        yield f"  {len(of)} ranks {many} {words(value)}"
+        if place > 0:
+            yield from (f"  Rank {view.rank} -- {_place(view)}" for view in of[: most(of)])
+
+
+def _place(view: RankView) -> str:
+    seen = view.publication
+    return f"GPU {seen.device} managed by process {seen.pid} on node {seen.host.partition('/')[0]}"
