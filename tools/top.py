@@ -73,9 +73,9 @@ class Watch:
         return rates
 
     @property
-    def services(self) -> int:
-        """Number of services at the last call of `rates`."""
-        return len(self._views)
+    def views(self) -> list[ServiceView]:
+        """The services at the last call of `rates`, new ones among them."""
+        return list(self._views.values())
 
     def close(self) -> None:
         """Stops observing."""
@@ -186,10 +186,10 @@ def _fitting(text: str) -> str:
 
 def _frames(watch: Watch, interval: float) -> Iterator[list[ServiceRates]]:
     watch.rates()
-    while watch.services:
+    while watch.views:
         time.sleep(interval)
         rates = watch.rates()
-        if rates or not watch.services:
+        if rates or not watch.views:
             yield rates
 
 

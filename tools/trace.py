@@ -223,8 +223,9 @@ def record(
     ranks: Collection[int] | None = None,
     process: int | None = None,
     most: int = MOST_TRIGGERS,
+    ended: Callable[[], bool] = lambda: False,
 ) -> list[ServiceTrace]:
-    """Records the chosen services for some seconds, or until Ctrl-C or SIGTERM. For the main thread.
+    """Records the chosen services for some seconds.
 
     Args:
         seconds: to record.
@@ -232,13 +233,13 @@ def record(
         ranks: of these ranks only; None for all.
         process: in this process only, such as a daemon; None for all.
         most: the most triggers to keep, the first ones of all services together; see `Allowance`.
+        ended: whether to end earlier.
 
     Raises:
         ResourceError: no such service runs, or another process traces one of them.
     """
     allowance = Allowance(most)
     with contextlib.ExitStack() as opened:
-        ended = opened.enter_context(_Ended())
         tracers = []
         for path, publication in find(job, ranks, process):
             with contextlib.suppress(ArgumentError):  # it was closed meanwhile
@@ -246,7 +247,7 @@ def record(
         if not tracers:
             raise ResourceError(none_found(job, ranks, process))
         deadline = time.monotonic() + seconds
-        while not ended.by_signal and (left := deadline - time.monotonic()) > 0:
+        while not ended() and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(_FETCH_EVERY, left))
             for tracer in tracers:
                 tracer.fetch()
@@ -256,8 +257,9 @@ def record(
 def run(
     path: Path, seconds: float, job: str | None, ranks: Collection[int] | None, process: int | None, most: int
 ) -> int:
-    """The command. Returns the exit code. Arguments and errors as for `record`."""
-    traces = record(seconds, job, ranks, process, most)
+    """The command, which Ctrl-C or SIGTERM end earlier. Returns the exit code. Arguments and errors as for `record`."""
+    with _Ended() as ended:
+        traces = record(seconds, job, ranks, process, most, lambda: ended.by_signal)
     write_trace(path, traces)
     triggers, lost = sum(len(trace.triggers) for trace in traces), sum(trace.lost for trace in traces)
     left_out = sum(trace.left_out for trace in traces)

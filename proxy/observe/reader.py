@@ -146,6 +146,7 @@ class ServiceView(Struct, frozen=True):
         rings: by number.
         connections: by worker and number.
         channels: those in use, by id.
+        schedule_waits: of schedules that make no progress, as `schedule_waits_in` has them.
     """
 
     publication: Publication
@@ -154,6 +155,7 @@ class ServiceView(Struct, frozen=True):
     rings: tuple[RingView, ...]
     connections: tuple[ConnectionView, ...]
     channels: tuple[ChannelView, ...]
+    schedule_waits: tuple[ScheduleWait, ...] = ()
 
     def connection_of(self, channel: ChannelView) -> ConnectionView | None:
         """The connection that a channel's triggers go over; None for a handler's channel."""
@@ -301,6 +303,7 @@ class Observer:
             tuple(self._ring_view(number) for number in range(len(self._rings))),
             tuple(connections),
             tuple(self._channels()),
+            tuple(schedule_waits_in(self._observed.pointer, self.publication.workers)),
         )
 
     def _ring_view(self, number: int) -> RingView:

@@ -39,6 +39,17 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_web(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--web",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="show the activity of this machine's ranks in a browser, at HOST:PORT, or a part of it (without ADDRESS: "
+        "any free port of localhost); the URL that is printed has a token",
+    )
+
+
 def _process(daemon: str | None) -> int | None:
     """Process id of the daemon that --daemon selects; None without that option."""
     if daemon is None:
@@ -118,6 +129,7 @@ def _daemon_arguments(parser: argparse.ArgumentParser) -> None:
         help="answer clients of NCCL's RAS subsystem at HOST:PORT, or a part of it (without ADDRESS: NCCL_RAS_ADDR, "
         "else localhost:28028)",
     )
+    _add_web(parser)
     few, enough = IdlePolicy(), IdlePolicy.where_cores_suffice()
     for name, what, default in (
         ("spin", "first spins for this time", f"{few.spin_us:g}"),
@@ -157,6 +169,10 @@ def _daemon(parsed: argparse.Namespace) -> int:
         from proxyccl.tools import ras
 
         served.append(ras.serve(parsed.ras))
+    if parsed.web is not None:
+        from proxyccl.tools.web import server
+
+        served.append(server.serve(parsed.web, 1.0))
     return command.run(
         socket_path(parsed.socket),
         DaemonOptions(
@@ -178,6 +194,7 @@ def _top_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds between tables (default %(default)s)",
     )
+    _add_web(parser)
     _add_selection(parser)
 
 
@@ -185,6 +202,10 @@ def _top(parsed: argparse.Namespace) -> int:
     from proxyccl.tools import top
 
     process = _process(parsed.daemon)
+    if parsed.web is not None:
+        from proxyccl.tools.web import server
+
+        return server.run(parsed.web, parsed.interval, parsed.job, process)
     return top.run(parsed.interval, parsed.job, process, once=parsed.once, as_json=parsed.json)
 
 

@@ -1,0 +1,219 @@
+"""The page's server: the page, the state as server-sent events, and a trace on request.
+
+Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html
+
+Every request needs the token of the printed address, which only this user knows: anybody on the machine may connect.
+The Host header must name this machine, so that a name that somebody else's DNS server resolves to the loopback address
+is of no use. The page loads nothing and sends nothing elsewhere, as its Content-Security-Policy says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import math
+import platform
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from importlib import resources
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from proxyccl.device.errors import ArgumentError, ProxyCCLError
+from proxyccl.proxy.observe.bounded_server import BoundedServer, split_address
+from proxyccl.tools import trace
+from proxyccl.tools.web.state import STATES, State, States
+
+_MOST_TRACE_SECONDS = 60.0
+_SILENCE = 10.0  # seconds that a client may take for its request, or to read an event
+
+
+@contextlib.contextmanager
+def serve(address: str, interval: float, job: str | None = None, process: int | None = None) -> Iterator[str]:
+    """A server as a context, whose value says how to reach it: the URL, with the token.
+
+    Args:
+        address: HOST:PORT, or a part of it; "" for any free port of localhost.
+        interval: seconds between two states.
+        job: of this job only; None for all.
+        process: proxies in this process only; None for all.
+
+    Raises:
+        ArgumentError: it is not an address.
+        ResourceError: the port is in use, or not allowed.
+    """
+    host, port = split_address(address, 0, "--web")
+    token = secrets.token_urlsafe(24)
+    with contextlib.closing(_Events(States(job, process), interval)) as events:
+        handler = _handler(token, host, events, lambda seconds: _trace(seconds, job, process))
+        with BoundedServer(host, port, handler, "proxyccl-web") as server:
+            shown = f"[{host}]" if ":" in host else host
+            yield f"http://{shown}:{server.port}/?token={token}"
+
+
+def run(address: str, interval: float, job: str | None, process: int | None) -> int:
+    """The command: serves until Ctrl-C. Returns the exit code. Arguments and errors as for `serve`."""
+    with serve(address, interval, job, process) as url, contextlib.suppress(KeyboardInterrupt):
+        print(f"{url}\n(Ctrl-C ends it)", flush=True)
+        threading.Event().wait()
+    return 0
+
+
+class _Events:
+    """The states that all open pages share. Nothing is observed while no page is open."""
+
+    def __init__(self, states: States, interval: float) -> None:
+        self._states = states
+        self._interval = interval
+        self._changed = threading.Condition()
+        self._number = 0
+        self._event = b""
+        self._made = -math.inf
+        self._closed = False
+
+    def after(self, number: int) -> tuple[int, bytes]:
+        """The next event after the one with this number, when it is due, with its number."""
+        with self._changed:
+            while self._number <= number or time.monotonic() > self._made + 2 * self._interval:
+                if self._closed:
+                    raise ConnectionAbortedError("the server has ended")
+                left = self._made + self._interval - time.monotonic()
+                if left > 0:
+                    self._changed.wait(left)
+                else:
+                    self._make()
+            return self._number, self._event
+
+    def _make(self) -> None:
+        try:
+            state = self._states.now()
+        except ArgumentError as error:
+            state = State(time.strftime("%H:%M:%S"), str(error))
+        self._number += 1
+        self._event = b"data: " + STATES.encode(state) + b"\n\n"  # JSON has no newlines
+        self._made = time.monotonic()
+        self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends it: pages get no more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._states.close()
+
+
+def _trace(seconds: float, job: str | None, process: int | None) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        trace.write_trace(path, trace.record(seconds, job, process=process))
+        return path.read_bytes()
+
+
+def _is_here(header: str, host: str) -> bool:
+    """Whether a Host header names this machine: by an address, as localhost, or as it or the user calls it."""
+    name = header.lower() if header.endswith("]") else header.lower().rpartition(":")[0] or header.lower()
+    if name in {"localhost", host.lower(), platform.node().lower()}:
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _handler(
+    token: str, host: str, events: _Events, record: Callable[[float], bytes]
+) -> type[BaseHTTPRequestHandler]:
+    recording = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _SILENCE
+        server_version = "ProxyCCL"
+        sys_version = ""
+
+        def do_GET(self) -> None:  # the base class's name
+            match self._asked():
+                case "/", _:
+                    nonce = secrets.token_urlsafe(12)
+                    page = resources.files("proxyccl.tools.web").joinpath("page.html").read_text()
+                    self._send(page.replace("{nonce}", nonce).encode(), "text/html; charset=utf-8", nonce)
+                case "/events", _:
+                    self._send_events()
+                case str(), _:
+                    self.send_error(404)
+
+        def do_POST(self) -> None:  # the base class's name
+            match self._asked():
+                case "/trace", query:
+                    self._send_trace(query.get("seconds", ["1"])[0])
+                case str(), _:
+                    self.send_error(404)
+
+        def _asked(self) -> tuple[str | None, dict[str, list[str]]]:
+            """The path and the query; no path for a request that was refused."""
+            url = urlsplit(self.path)
+            query = parse_qs(url.query)
+            given = query.get("token", [""])[0]
+            if not _is_here(self.headers.get("Host", ""), host):
+                self.send_error(403, explain="the Host header does not name this machine")
+            elif not hmac.compare_digest(given.encode(), token.encode()):
+                self.send_error(403, explain="the token is missing or wrong; use the address that was printed")
+            else:
+                return url.path, query
+            return None, query
+
+        def _begin(self, kind: str, nonce: str = "") -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("Referrer-Policy", "no-referrer")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            if nonce:
+                self.send_header(
+                    "Content-Security-Policy",
+                    f"default-src 'none'; connect-src 'self'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; "
+                    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+                )
+
+        def _send(self, body: bytes, kind: str, nonce: str = "") -> None:
+            self._begin(kind, nonce)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _send_events(self) -> None:
+            self._begin("text/event-stream")
+            self.end_headers()
+            number = 0
+            while True:  # until the page is closed, which writing finds, or the server
+                number, event = events.after(number)
+                self.wfile.write(event)
+
+        def _send_trace(self, seconds: str) -> None:
+            try:
+                length = float(seconds)
+            except ValueError:
+                length = 0.0
+            if not 0 < length <= _MOST_TRACE_SECONDS:
+                self.send_error(400, explain=f"seconds: expected a time up to {_MOST_TRACE_SECONDS:g}")
+            elif not recording.acquire(blocking=False):
+                self.send_error(409, explain="a trace is being recorded")
+            else:
+                try:
+                    body = record(length)
+                except ProxyCCLError as error:
+                    self.send_error(409, explain=str(error))
+                else:
+                    self._send(body, "application/json")
+                finally:
+                    recording.release()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Does not log: the path has the token."""
+
+    return Handler
