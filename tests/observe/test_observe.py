@@ -17,6 +17,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -615,6 +616,21 @@ def test_metrics_have_what_a_look_finds() -> None:
         barrier(comm)
 
     run_ranks(2, body)
+
+
+def test_the_dashboard_shows_metrics_that_there_are() -> None:
+    file = resources.files("proxyccl.proxy.observe") / "grafana_dashboard.json"
+    dashboard = json.loads(file.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    used = {name for query in queries for name in re.findall(r"proxyccl_\w+", query)}
+    served = {line.split()[2] for line in metrics_text([]).splitlines() if line.startswith("# TYPE")}
+    summary = "proxyccl_channel_flush_seconds"
+    assert used <= served | {f"{summary}_sum", f"{summary}_count"}
+    assert {"proxyccl_channel_bytes_total", "proxyccl_ring_full_slots", "proxyccl_up"} <= used
+    labels = {"communicator", "rank", "peer", "ring"}
+    shown = [target["legendFormat"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert {label for text in shown for label in re.findall(r"{{(\w+)}}", text)} == labels
 
 
 @pytest.fixture
