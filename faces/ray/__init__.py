@@ -1,0 +1,45 @@
+"""Ray's direct transport of tensors between actors, by ProxyCCL's agents.
+
+    import proxyccl.ray
+
+    proxyccl.ray.register()  # in the driver, before the classes of its actors
+
+    @ray.remote
+    class Trainer:
+        @ray.method(tensor_transport="proxyccl")
+        def weights(self): ...
+
+Ray imports its own modules only when `register` is called. See `proxyccl.ray.transport` for Ray's interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NAME = "proxyccl"
+"""The name of the transport, which Ray does not take the case of."""
+
+__all__ = ["NAME", "register"]
+
+
+def register(data_type: type | None = None, devices: Sequence[str] = ("cuda", "cpu")) -> None:
+    """Registers the transport with Ray (`ray.experimental.register_tensor_transport`), under the name "proxyccl".
+
+    The driver calls this before the classes of the actors that use the transport. The actors need ProxyCCL too.
+
+    Args:
+        data_type: `torch.Tensor` (also if None), or `numpy.ndarray`.
+        devices: the types of devices that tensors may be on.
+
+    Raises:
+        ImportError: Ray is not installed, or is older than its direct transport; or torch is not, without `data_type`.
+        ValueError: it was registered before.
+    """
+    from proxyccl.ray.transport import ProxyCCLTransport
+    from ray.experimental import register_tensor_transport
+
+    if data_type is None:
+        import torch
+
+        data_type = torch.Tensor
+    register_tensor_transport(NAME, list(devices), ProxyCCLTransport, data_type)

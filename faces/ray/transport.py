@@ -1,0 +1,326 @@
+"""Ray's interface of tensor transports, on an agent in each actor.
+
+The interface is that of Ray 2.60, python/ray/experimental/rdt/tensor_transport_manager.py. Ray makes one transport for
+each process and calls it in several threads: its main thread and the "_ray_system" thread of an actor.
+
+The source registers a tensor's memory and hands out the agent's metadata and the tensor's address. The destination reads
+it; the source's program takes no part. Ray keeps a tensor alive until it calls `garbage_collect`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from proxyccl.channels.transfers.agent import Agent
+from proxyccl.channels.transfers.errors import CanceledError, TransferError, TransferTimeoutError
+from proxyccl.channels.transfers.regions import VRAM, Region
+from proxyccl.channels.transfers.transfer import Transfer
+from ray.experimental import CommunicatorMetadata, TensorTransportManager, TensorTransportMetadata
+from ray.experimental.rdt.tensor_transport_manager import FetchRequest
+
+_MOST_KNOWN = 1024  # objects of one peer whose regions are remembered; then the peer is added anew
+_LONG, _SHORTEST = 3600.0, 1e-6  # seconds
+
+
+@dataclass
+class ProxyCCLMetadata(TensorTransportMetadata):
+    """Where the tensors of an object are.
+
+    Attributes:
+        agent: name of the source's agent; "" for an object without tensors.
+        agent_metadata: of that agent, with the regions of this object.
+        places: (address, bytes) of each tensor.
+        generation: counts up when memory of a device is deregistered: what peers have mapped may have gone.
+    """
+
+    agent: str = ""
+    agent_metadata: bytes = b""
+    places: list[tuple[int, int]] = field(default_factory=list)
+    generation: int = 0
+
+
+class _Peer:
+    """An agent that this process reads from."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.known = 0  # objects
+
+
+class _Reading:
+    """A read that was begun, and the memory that it writes to."""
+
+    def __init__(self, obj_id: str, peer: str, regions: list[Region], transfer: Transfer) -> None:
+        self.obj_id, self.peer, self.regions, self.transfer = obj_id, peer, regions, transfer
+        self.settled = False
+        self._error: tuple[type[TransferError], str] | None = None  # an exception would keep its frames alive
+
+    def settle(self, timeout: float) -> None:
+        """Waits for its end, which is remembered. Raises TransferTimeoutError."""
+        if not self.settled:
+            try:
+                self.transfer.wait(timeout)
+            except TransferTimeoutError:
+                raise
+            except TransferError as error:
+                self._error = type(error), str(error)
+            self.settled = True
+
+    def require_success(self) -> None:
+        """Raises TransferError if it has ended otherwise."""
+        if self._error is not None:
+            kind, message = self._error
+            raise kind(message, self.peer)
+
+
+@dataclass
+class ProxyCCLFetch(FetchRequest):
+    """A fetch that was begun. Its resources are freed when nobody refers to it."""
+
+    reading: _Reading | None = None
+
+
+class ProxyCCLTransport(TensorTransportManager):
+    """Moves tensors of torch, and arrays of numpy, between actors by one-sided reads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._starting = threading.Lock()  # between a peer's metadata and the start of the read, it is not removed
+        self._made: Agent | None = None
+        self._generation = 0
+        self._objects: dict[str, list[Region]] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._readings: list[_Reading] = []  # those that may be active
+        self._aborted: set[str] = set()
+
+    @property
+    def _agent(self) -> Agent:
+        with self._lock:  # the driver only coordinates, and needs none
+            if self._made is None:
+                self._made = Agent(f"ray-{os.getpid()}-{uuid.uuid4().hex}")
+            return self._made
+
+    def tensor_transport_backend(self) -> str:
+        """The transport's name."""
+        return "PROXYCCL"
+
+    @staticmethod
+    def is_one_sided() -> bool:
+        """Whether only the destination acts."""
+        return True
+
+    @staticmethod
+    def can_abort_transport() -> bool:
+        """Whether a transfer can be ended, so that Ray need not kill its actors."""
+        return True
+
+    def actor_has_tensor_transport(self, actor: Any) -> bool:
+        """Whether an actor can use it. Ray asks before each call, so the answer does not wait for the actor."""
+        return True
+
+    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> ProxyCCLMetadata:
+        """Registers the tensors of an object, in their actor, once their devices have written them.
+
+        Raises:
+            ValueError: they are not contiguous, or not on one type of device.
+        """
+        if not rdt_object:
+            return ProxyCCLMetadata(tensor_meta=[], tensor_device=None)
+        devices = {_device_type(tensor) for tensor in rdt_object}
+        if len(devices) > 1:
+            raise ValueError(f"all tensors of an object must be on one type of device, not on {sorted(devices)}")
+        _synchronize(rdt_object)
+        regions = [_region(tensor) for tensor in rdt_object]
+        agent = self._agent
+        agent.register_regions(regions)
+        with self._lock:
+            self._objects.setdefault(obj_id, []).extend(regions)
+            generation = self._generation
+        return ProxyCCLMetadata(
+            tensor_meta=[(tensor.shape, tensor.dtype) for tensor in rdt_object],
+            tensor_device=devices.pop(),
+            agent=agent.name,
+            agent_metadata=agent.metadata(regions),
+            places=[(region.address, region.nbytes) for region in regions],
+            generation=generation,
+        )
+
+    def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
+        """Nothing: a destination knows the source by its metadata."""
+        return CommunicatorMetadata()
+
+    def fetch_multiple_tensors(
+        self,
+        obj_id: str,
+        tensor_transport_metadata: Any,
+        communicator_metadata: Any,
+        target_buffers: Sequence[Any] | None = None,
+    ) -> ProxyCCLFetch:
+        """Begins to read an object's tensors, into buffers if there are some, else into new tensors.
+
+        Raises:
+            ValueError: a buffer is not contiguous, or has another size.
+            CanceledError: Ray has aborted the transfer.
+            TransferError: as `Agent.prepare` and `Transfer.start`.
+        """
+        meta: ProxyCCLMetadata = tensor_transport_metadata
+        with self._lock:
+            if obj_id in self._aborted:
+                self._aborted.remove(obj_id)
+                raise CanceledError(f"the transfer of object {obj_id} was aborted", meta.agent)
+        tensors = list(target_buffers) if target_buffers else [_empty(*each, meta) for each in meta.tensor_meta]
+        if not tensors:
+            return ProxyCCLFetch(obj_id, tensors)
+        regions = [_region(tensor) for tensor in tensors]
+        if [region.nbytes for region in regions] != [nbytes for _, nbytes in meta.places]:
+            raise ValueError("a buffer has another size than its tensor")
+        _synchronize(tensors)  # earlier work may still use their memory
+        agent = self._agent
+        agent.register_regions(regions)
+        blocks = [
+            (region.address, address, nbytes) for region, (address, nbytes) in zip(regions, meta.places, strict=True)
+        ]
+        try:
+            with self._starting:
+                self._add(meta)
+                reading = _Reading(obj_id, meta.agent, regions, agent.prepare("read", meta.agent, blocks))
+                with self._lock:
+                    self._readings.append(reading)
+                reading.transfer.start()
+        except TransferError:
+            agent.deregister(*regions)
+            raise
+        fetch = ProxyCCLFetch(obj_id, tensors, reading)
+        weakref.finalize(fetch, self._end, reading).atexit = False
+        return fetch
+
+    def wait_fetch_complete(self, fetch_request: Any, timeout: float = -1) -> list[Any]:
+        """The tensors of a fetch, when they are there.
+
+        Args:
+            fetch_request: of `fetch_multiple_tensors`.
+            timeout: seconds; negative: until the transfer has ended, or the source is lost.
+
+        Raises:
+            TimeoutError: it is still active.
+            TransferError: it ended otherwise: the source has ended (DisconnectedError), or Ray aborted it
+                (CanceledError).
+        """
+        reading: _Reading | None = fetch_request.reading
+        if reading is not None:
+            while not reading.settled:
+                try:
+                    self._settle(reading, max(timeout, _SHORTEST) if timeout >= 0 else _LONG)
+                except TransferTimeoutError:
+                    if timeout >= 0:
+                        raise
+            reading.require_success()
+        tensors: list[Any] = fetch_request.tensors
+        return tensors
+
+    def recv_multiple_tensors(
+        self,
+        obj_id: str,
+        tensor_transport_metadata: Any,
+        communicator_metadata: Any,
+        target_buffers: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Reads an object's tensors. Arguments and errors as of `fetch_multiple_tensors` and `wait_fetch_complete`."""
+        fetch = self.fetch_multiple_tensors(obj_id, tensor_transport_metadata, communicator_metadata, target_buffers)
+        return self.wait_fetch_complete(fetch)
+
+    def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
+        """Ray does not call it: the destination reads."""
+        raise NotImplementedError("the transport is one-sided: the destination reads")
+
+    def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: Any) -> None:
+        """Deregisters the tensors of an object that nobody refers to any more."""
+        with self._lock:
+            regions = self._objects.pop(obj_id, [])
+            self._generation += any(region.kind == VRAM for region in regions)
+        if regions:
+            self._agent.deregister(*regions)
+
+    def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
+        """Ends the transfer of an object: its fetch raises CanceledError, also if it is yet to begin here."""
+        with self._lock:
+            readings = [reading for reading in self._readings if reading.obj_id == obj_id]
+            if not readings and obj_id not in self._objects:  # the source has nothing to end
+                self._aborted.add(obj_id)
+        for reading in readings:
+            reading.transfer.cancel()
+
+    def _add(self, meta: ProxyCCLMetadata) -> None:
+        """Makes the source known, and what it has registered for this object."""
+        agent = self._agent
+        if meta.agent == agent.name:
+            return
+        peer = self._peers.setdefault(meta.agent, _Peer(meta.generation))
+        if peer.known and (peer.generation < meta.generation or peer.known >= _MOST_KNOWN):
+            # What is mapped of it, or known of its regions, may have gone. Reads that are active still use it.
+            with self._lock:
+                readings = [reading for reading in self._readings if reading.peer == meta.agent]
+            for reading in readings:
+                self._settle(reading, agent.timeout)
+            agent.remove(meta.agent)
+            peer.generation, peer.known = meta.generation, 0
+        agent.add(meta.agent_metadata)
+        peer.known += 1
+
+    def _settle(self, reading: _Reading, timeout: float) -> None:
+        reading.settle(timeout)
+        self._forget(reading)
+
+    def _forget(self, reading: _Reading) -> None:
+        with self._lock:
+            if reading in self._readings:
+                self._readings.remove(reading)
+
+    def _end(self, reading: _Reading) -> None:
+        reading.transfer.close()
+        self._forget(reading)
+        self._agent.deregister(*reading.regions)
+
+
+def _device_type(tensor: Any) -> str:
+    return "cpu" if isinstance(tensor, np.ndarray) else str(tensor.device.type)
+
+
+def _synchronize(tensors: Iterable[Any]) -> None:
+    """Waits for the work of the tensors' GPUs: agents copy without a stream."""
+    gpus = {tensor.device for tensor in tensors if _device_type(tensor) == "cuda"}
+    if gpus:
+        import torch
+
+        for gpu in gpus:
+            torch.cuda.synchronize(gpu)
+
+
+def _region(tensor: Any) -> Region:
+    """The memory of a tensor, which Ray keeps alive."""
+    if isinstance(tensor, np.ndarray):
+        if not tensor.flags.c_contiguous:
+            raise ValueError("the array is not contiguous")
+        return Region(tensor.ctypes.data, tensor.nbytes)
+    if not tensor.is_contiguous():
+        raise ValueError("the tensor is not contiguous")
+    nbytes = tensor.numel() * tensor.element_size()
+    if tensor.device.type == "cpu":
+        return Region(tensor.data_ptr(), nbytes)
+    return Region(tensor.data_ptr(), nbytes, tensor.device.index or 0, VRAM)
+
+
+def _empty(shape: Any, dtype: Any, meta: ProxyCCLMetadata) -> Any:
+    if isinstance(dtype, np.dtype):
+        return np.empty(shape, dtype)
+    import torch
+
+    return torch.empty(shape, dtype=dtype, device=meta.tensor_device)

@@ -1,0 +1,202 @@
+"""Ray's direct transport by our agents, in Ray's order of calls.
+
+The order is that of Ray 2.60: python/ray/experimental/rdt/rdt_store.py (add_object_primary, __ray_recv__,
+__ray_abort_transport__, __ray_free__) and rdt_manager.py (fetch_multiple_tensors of all objects, then
+wait_fetch_complete).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl.transfer import CanceledError, DisconnectedError, NotRegisteredError
+
+pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
+
+
+@pytest.fixture
+def transports() -> tuple[Any, Any]:
+    """Those of a source and of a destination."""
+    from proxyccl.ray.transport import ProxyCCLTransport
+
+    return ProxyCCLTransport(), ProxyCCLTransport()
+
+
+def described(source: Any, name: str, tensors: list[Any]) -> Any:
+    """The metadata of an object, as they reach the destination. Like Ray, it keeps the tensors alive."""
+    vars(source).setdefault("kept", []).append(tensors)
+    return pickle.loads(pickle.dumps(source.extract_tensor_transport_metadata(name, tensors)))
+
+
+def same(found: list[Any], expected: list[Any]) -> bool:
+    return len(found) == len(expected) and all(
+        a.dtype == b.dtype and a.shape == b.shape and (a == b).all() for a, b in zip(found, expected, strict=True)
+    )
+
+
+def test_it_is_registered_once_under_our_name() -> None:
+    import proxyccl.ray
+    from proxyccl.ray.transport import ProxyCCLTransport
+    from ray.experimental import registered
+
+    proxyccl.ray.register(np.ndarray)
+    assert registered["PROXYCCL"] == (["cuda", "cpu"], ProxyCCLTransport, np.ndarray)
+    with pytest.raises(ValueError, match="already registered"):
+        proxyccl.ray.register(np.ndarray)
+
+
+def test_ray_is_told_what_it_asks(transports: tuple[Any, Any]) -> None:
+    source, _ = transports
+    assert source.tensor_transport_backend() == "PROXYCCL"
+    assert source.is_one_sided()
+    assert source.can_abort_transport()
+    assert source.actor_has_tensor_transport(object())
+    assert type(source.get_communicator_metadata(object(), object())).__name__ == "CommunicatorMetadata"
+    with pytest.raises(NotImplementedError):
+        source.send_multiple_tensors([], None, None)
+
+
+def test_a_destination_reads_an_object_and_both_let_go_of_it(transports: tuple[Any, Any]) -> None:
+    source, destination = transports
+    tensors = [np.arange(1 << 19), np.float16([[1, 2], [3, 4]]), np.array(7), np.zeros((0, 3)), np.arange(1 << 19)[::-1].copy()]
+    tensors[0].flags.writeable = False  # as Ray's object store gives them
+    meta = described(source, "one", tensors)
+    assert (meta.tensor_device, len(meta.tensor_meta)) == ("cpu", 5)
+    assert same(destination.recv_multiple_tensors("one", meta, source.get_communicator_metadata(None, None)), tensors)
+    gc.collect()
+    assert destination._agent.regions == []
+    assert len(source._agent.regions) == 5
+    source.garbage_collect("one", meta, tensors)
+    assert source._agent.regions == []
+    source.garbage_collect("one", meta, tensors)  # Ray may try again
+
+
+def test_all_fetches_of_a_call_are_begun_before_any_is_waited_for(
+    transports: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxyccl.ray.transport._MOST_KNOWN", 3)
+    source, destination = transports
+    objects = {f"object {number}": [np.full(1 << 18, number), np.array([number])] for number in range(8)}
+    metas = {name: described(source, name, tensors) for name, tensors in objects.items()}
+    fetches = {name: destination.fetch_multiple_tensors(name, meta, None, None) for name, meta in metas.items()}
+    for name, fetch in fetches.items():
+        assert same(destination.wait_fetch_complete(fetch), objects[name])
+        assert same(destination.wait_fetch_complete(fetch, 0), objects[name])
+    assert len(destination._agent.regions_of(source._agent.name)) <= 2 * 3
+
+
+def test_it_reads_into_buffers(transports: tuple[Any, Any]) -> None:
+    source, destination = transports
+    meta = described(source, "one", [np.arange(10), np.arange(4.0)])
+    buffers = [np.zeros(10, int), np.zeros(4)]
+    found = destination.recv_multiple_tensors("one", meta, None, buffers)
+    assert found[0] is buffers[0]
+    assert same(buffers, [np.arange(10), np.arange(4.0)])
+    with pytest.raises(ValueError, match="another size"):
+        destination.recv_multiple_tensors("one", meta, None, [np.zeros(10, int), np.zeros(5)])
+    with pytest.raises(ValueError, match="not contiguous"):
+        destination.recv_multiple_tensors("one", meta, None, [np.zeros(20, int)[::2], np.zeros(4)])
+    assert destination._agent.regions == []
+
+
+def test_an_object_may_have_no_tensors(transports: tuple[Any, Any]) -> None:
+    source, destination = transports
+    meta = described(source, "none", [])
+    assert meta.tensor_meta == []
+    assert destination.recv_multiple_tensors("none", meta, None) == []
+    source.garbage_collect("none", meta, [])
+
+
+def test_an_actor_reads_its_own_object(transports: tuple[Any, Any]) -> None:
+    source, _ = transports
+    meta = described(source, "one", [np.arange(10)])
+    assert same(source.recv_multiple_tensors("one", meta, None), [np.arange(10)])
+
+
+def test_tensors_that_are_not_contiguous_are_refused(transports: tuple[Any, Any]) -> None:
+    source, _ = transports
+    with pytest.raises(ValueError, match="not contiguous"):
+        source.extract_tensor_transport_metadata("one", [np.zeros((4, 4))[:, :2]])
+    assert source._agent.regions == []
+
+
+def test_a_transfer_that_is_aborted_before_it_begins_is_canceled(transports: tuple[Any, Any]) -> None:
+    source, destination = transports
+    meta = described(source, "one", [np.arange(10)])
+    for each in transports:
+        each.abort_transport("one", None)
+    with pytest.raises(CanceledError, match="object one was aborted"):
+        destination.recv_multiple_tensors("one", meta, None)
+    assert same(destination.recv_multiple_tensors("one", meta, None), [np.arange(10)])  # a later try
+
+
+SOURCE = """
+import pickle, sys
+import numpy as np
+from proxyccl.ray.transport import ProxyCCLTransport
+transport = ProxyCCLTransport()
+tensors = [np.arange(1 << 20)]
+sys.stdout.buffer.write(pickle.dumps(transport.extract_tensor_transport_metadata("one", tensors)))
+sys.stdout.buffer.flush()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def process(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """A source in another process, which copies through a socket: both sides take part."""
+    monkeypatch.setenv("PROXYCCL_TRANSFER_PATHS", "unix")
+    environment = {**os.environ, "PYTHONPATH": str(stand_in)}
+    source = subprocess.Popen(
+        [sys.executable, "-c", SOURCE], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    yield source
+    source.kill()
+    source.communicate()
+
+
+def test_a_source_that_is_lost_or_stopped(process: subprocess.Popen[bytes], transports: tuple[Any, Any]) -> None:
+    _, destination = transports
+    assert process.stdout is not None
+    meta = pickle.load(process.stdout)
+    assert same(destination.recv_multiple_tensors("one", meta, None), [np.arange(1 << 20)])
+
+    process.send_signal(signal.SIGSTOP)
+    fetch = destination.fetch_multiple_tensors("one", meta, None)
+    for timeout in (0, 0.01):
+        with pytest.raises(TimeoutError):
+            destination.wait_fetch_complete(fetch, timeout)
+    destination.abort_transport("one", None)
+    with pytest.raises(CanceledError):
+        destination.wait_fetch_complete(fetch)
+
+    process.send_signal(signal.SIGCONT)
+    process.kill()
+    process.wait()
+    with pytest.raises(DisconnectedError):
+        destination.recv_multiple_tensors("one", meta, None)
+    del fetch
+    gc.collect()
+    assert destination._agent.regions == []
+
+
+def test_memory_that_the_source_has_let_go_of_is_refused(
+    transports: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROXYCCL_TRANSFER_PATHS", "unix")
+    source, destination = transports
+    meta = described(source, "one", [np.arange(10)])
+    source.garbage_collect("one", meta, [])
+    with pytest.raises(NotRegisteredError):
+        destination.recv_multiple_tensors("one", meta, None)
