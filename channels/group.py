@@ -135,7 +135,7 @@ class Group:
             self.rank,
             self.control,
             self._segments,
-            {peer: meeting.topology.ranks[peer].pid for peer in self._segments},
+            {peer: meeting.topology.ranks[peer].process for peer in self._segments},
             lambda: self.timeout,
         )
         self._closing = threading.RLock()
@@ -272,7 +272,7 @@ class Group:
             self.rank,
             self.control,
             self._segments,
-            self._meeting.pids,
+            self._meeting.processes,
             self._host_links,
             on_abort=failed,
             each_turn=each_turn,
@@ -312,6 +312,12 @@ class Group:
     def topology(self) -> Topology:
         """Who is where."""
         return self.links.topology
+
+    @property
+    def ways(self) -> dict[int, str]:
+        """By rank of this host, the kind of socket over which the two pass each other descriptors of memory: "network",
+        "directory" or "daemon". Without those that see each other's in /proc."""
+        return self._meeting.ways
 
     @property
     def members(self) -> tuple[int, ...]:

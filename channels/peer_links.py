@@ -17,7 +17,7 @@ from proxyccl.channels.remote import RemoteLinks
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.cores import cores_of, parse_cores
+from proxyccl.proxy.cores import cores_of, decode_cores, parse_cores
 from proxyccl.proxy.daemon.choice import ChosenDaemon
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.connection import DaemonAddress, NodeDaemon
@@ -167,8 +167,10 @@ class PeerLinks:
         )
 
     def _host_cores(self, of_host: Sequence[RankInfo]) -> set[int]:
-        """The cores that any of the host's ranks may run on."""
-        return set().union(*(cores_of(info.pid) for info in of_host))
+        """The cores that any of the host's ranks may run on; of those in other PID namespaces, when they met."""
+        return set().union(
+            *(cores_of(info.pid) if info.process.is_visible else decode_cores(info.cores) for info in of_host)
+        )
 
     def _idle(self) -> IdlePolicy:
         """The policy of the proxy in this process: the caller's, else by the cores of the host's ranks."""

@@ -30,6 +30,14 @@ def user_directory(variable: str, below_home: str, purpose: str) -> Path:
     return Path(os.environ.get("TMPDIR") or "/tmp") / f"{NAME}-{os.geteuid()}-{purpose}"
 
 
+def runtime_directory() -> Path:
+    """The directory of this user's sockets and of files that end with their process. It need not exist."""
+    named = os.environ.get("XDG_RUNTIME_DIR", "")
+    if named and os.path.isdir(named):
+        return Path(named) / NAME
+    return Path("/tmp") / f"{NAME}-{os.geteuid()}"
+
+
 def _home() -> Path | None:
     """The user's home directory, if it exists."""
     named = os.environ.get("HOME", "")

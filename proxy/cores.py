@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from proxyccl.device.errors import ArgumentError
@@ -40,6 +41,17 @@ def parse_cores(text: str, near: int | None = None) -> list[int]:
             raise ArgumentError("cores", f"{part!r} is neither a core's number nor a range such as 0-3")
         cores.update(range(int(ends[0]), int(ends[1]) + 1))
     return sorted(cores)
+
+
+def encode_cores(cores: Iterable[int]) -> str:
+    """Cores in one form, which `decode_cores` reads."""
+    return f"{sum(1 << core for core in set(cores)):x}"
+
+
+def decode_cores(text: str) -> set[int]:
+    """The cores in a text of `encode_cores`. Raises ValueError for another text."""
+    mask = int(text or "0", 16)
+    return {core for core in range(mask.bit_length()) if mask >> core & 1}
 
 
 def cores_of(pid: int) -> set[int]:

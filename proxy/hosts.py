@@ -1,14 +1,20 @@
-"""This machine's names: one that no other machine has, and the addresses at which others may reach it."""
+"""This machine's names: one that no other machine has, and the addresses at which others may reach it.
+
+Containers have host names of their own, and are of one host all the same: what tells hosts apart is the boot id.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import ipaddress
+import os
 import platform
 import socket
 import struct
 from pathlib import Path
+
+from proxyccl.device.errors import ArgumentError
 
 _SIOCGIFADDR = 0x8915
 _IPV6 = Path("/proc/net/if_inet6")
@@ -21,8 +27,22 @@ def boot_id() -> str:
 
 
 def host_name() -> str:
-    """This machine's host name and boot id. The boot id tells apart machines with the same name."""
-    return f"{platform.node()}/{boot_id()}"
+    """This host's name for people, a slash, and a text that no other host has: the machine's boot id. With
+    ``PROXYCCL_HOSTS=name`` the name belongs to it, so containers with names of their own are hosts of their own.
+
+    Raises:
+        ArgumentError: the variable has another value than "machine" or "name".
+    """
+    name, chosen = platform.node(), os.environ.get("PROXYCCL_HOSTS") or "machine"
+    if chosen not in ("machine", "name"):
+        raise ArgumentError("PROXYCCL_HOSTS", f"must be machine or name, not {chosen!r}")
+    identity = boot_id() or name
+    return f"{name}/{identity}/{name}" if chosen == "name" else f"{name}/{identity}"
+
+
+def same_host(one: str, other: str) -> bool:
+    """Whether two of `host_name` are of one host, whatever it is called in a container."""
+    return one.partition("/")[2] == other.partition("/")[2]
 
 
 def host_addresses() -> list[str]:

@@ -42,19 +42,6 @@ def cpu_time_of(pid: int, thread: int) -> int | None:
     return (int(user) + int(system)) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
-def pid_namespace() -> str:
-    """The namespace that this process's ids of processes belong to; empty if /proc does not show it.
-
-    That is the case without a /proc, and if it shows another namespace's processes.
-    """
-    try:
-        if os.readlink("/proc/self") == str(os.getpid()):
-            return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        pass
-    return ""
-
-
 def is_stopped(pid: int) -> bool:
     """Whether a process exists and is stopped by a signal."""
     return _status(pid, "State").startswith("T")

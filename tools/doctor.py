@@ -80,7 +80,7 @@ def _print(diagnosis: Diagnosis) -> None:
         of = f"all {ranks} ranks" if len(reported) == ranks else listed([f"rank {rank}" for rank in reported])
         print(f"communicator {name} of {ranks} ranks: reports of {of}")
     for daemon in diagnosis.daemons:
-        print(f"report of their node daemon, process {daemon.pid} on {daemon.host.partition('/')[0]}")
+        print(f"report of their node daemon, {daemon.shown}")
     for finding in diagnosis.findings:
         print(f"  {finding.text}")
         for reason in finding.reasons:

@@ -29,8 +29,9 @@ from proxyccl.channels.joining.topology import (
     encode_choice,
     local_world_size_from_environment,
 )
-from proxyccl.channels.joining.whereabouts import WHEREABOUTS, Whereabouts, require_shared_namespaces
+from proxyccl.channels.joining.whereabouts import WHEREABOUTS, Whereabouts, find_hosts, open_ways
 from proxyccl.channels.segment.control import ControlSegment, create_segment
+from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.channels.segment.rendezvous import Mailboxes, wait_until
 from proxyccl.device.errors import (
     AbortedError,
@@ -64,7 +65,7 @@ class Meeting(Struct, frozen=True):
         exchange: exchanges between all ranks.
         control: this rank's control segment.
         segments: those of the host's other ranks, mapped.
-        pids: by rank, the processes of those ranks, if they are not this one; empty for a part of a group.
+        processes: by rank, the processes of those ranks, if they are not this one; empty for a part of a group.
         topology: the placement of the ranks.
         job: the group's name, the same on all ranks.
         place: where this rank's proxy runs.
@@ -73,6 +74,8 @@ class Meeting(Struct, frozen=True):
         bootstrap: the bootstrap over which the ranks met.
         owns_bootstrap: whether it is closed with the group.
         linger: how long the process waits for peers at its end, in seconds; None for the time-out.
+        ways: by rank of the host, the kind of socket over which it and this rank pass each other descriptors of memory;
+            only those that don't see each other's in /proc.
         members: for a group made from another one, its ranks' numbers there.
     """
 
@@ -80,7 +83,7 @@ class Meeting(Struct, frozen=True):
     exchange: Exchange
     control: ControlSegment
     segments: dict[int, ControlSegment]
-    pids: dict[int, int]
+    processes: dict[int, PeerProcess]
     topology: Topology
     job: str
     place: ProxyPlace
@@ -90,6 +93,7 @@ class Meeting(Struct, frozen=True):
     owns_bootstrap: bool
     linger: float | None
     members: tuple[int, ...] = ()
+    ways: dict[int, str] = {}
 
 
 def meet(
@@ -110,17 +114,17 @@ def meet(
     with exchange.telling():
         rank, world_size = bootstrap.rank, bootstrap.world_size
         places = exchange.all_gather(Whereabouts.own(), WHEREABOUTS, "hosts")
-        require_shared_namespaces(places)
-        hosts = [place.host for place in places]
+        hosts = find_hosts(places)
+        ways = open_ways(places, hosts, rank)
         if runtime is None or isinstance(runtime, str):
             runtime = open_runtime(runtime, device, local_rank=hosts[:rank].count(hosts[rank]))
         runtime.activate()
         control = create_segment(runtime, rank, timeout, world_size)
-        place = choose_place(proxy_options.where, runtime.name, exchange)
+        place = choose_place(proxy_options.where, runtime.name, hosts[rank], exchange)
         in_daemon = place.where == "daemon"
         daemon_missing, missing = missing_in_daemon(timeout) if in_daemon else ("", missing_transports())
         choice = encode_choice(transport, world_size)
-        own = RankInfo.own(runtime, missing, transport=choice, daemon_missing=daemon_missing)
+        own = RankInfo.own(runtime, missing, transport=choice, daemon_missing=daemon_missing, host=hosts[rank])
         infos = exchange.all_gather(own, RANK_INFO, "topology")
         local = local_world_size if local_world_size is not None else local_world_size_from_environment()
         topology = Topology.find(rank, infos, runtime, local)
@@ -140,7 +144,7 @@ def meet(
             exchange,
             control,
             segments,
-            {peer: infos[peer].pid for peer in segments if infos[peer].pid != os.getpid()},
+            _processes(topology, segments),
             topology,
             job,
             place,
@@ -149,7 +153,13 @@ def meet(
             bootstrap,
             owns_bootstrap,
             linger,
+            ways=ways,
         )
+
+
+def _processes(topology: Topology, segments: Mapping[int, ControlSegment]) -> dict[int, PeerProcess]:
+    named = {peer: topology.ranks[peer].process for peer in segments}
+    return {peer: process for peer, process in named.items() if not process.is_here}
 
 
 def regroup(whole: Meeting, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Meeting:
@@ -242,12 +252,13 @@ def meet_apart(
         exchange=exchange,
         control=control,
         segments=segments,
-        pids={},
+        processes={},
         topology=part,
         job=answers[0][1],
         bootstrap=bootstrap,
         owns_bootstrap=True,
         members=tuple(members),
+        ways=_ways_of(whole, members),
     )
 
 
@@ -314,19 +325,23 @@ def _meeting_of_survivors(
         bootstrap = _subset(whole.bootstrap, assembly.members, int(assembly.token, 16))
     else:
         bootstrap = _mailboxes(part.rank, control, segments)
-    pids = {peer: part.ranks[peer].pid for peer in segments if part.ranks[peer].pid != os.getpid()}
     return replace(
         whole,
         exchange=Exchange(bootstrap, timeout),
         control=control,
         segments=segments,
-        pids=pids,
+        processes=_processes(part, segments),
         topology=part,
         job=assembly.token,
         bootstrap=bootstrap,
         owns_bootstrap=True,
         members=assembly.members,
+        ways=_ways_of(whole, assembly.members),
     )
+
+
+def _ways_of(whole: Meeting, members: Sequence[int]) -> dict[int, str]:
+    return {peer: whole.ways[member] for peer, member in enumerate(members) if member in whole.ways}
 
 
 def _board(whole: Meeting, topology: Topology) -> Board:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
-from proxyccl.proxy.codec import Codec, Message
-from proxyccl.proxy.hosts import host_name
+from proxyccl.device.namespaces import proc_view
+from proxyccl.proxy.codec import Codec, Message, Uint64
 
 if TYPE_CHECKING:
     from proxyccl.channels.joining.exchange import Exchange
@@ -45,12 +45,14 @@ class Wish(Message, frozen=True):
         where: the requested place, or None.
         default: the place that it would choose.
         name: its proposal for the name of the job's own daemon.
+        view: the `proc_view` of its process: each container has a daemon of its own.
     """
 
     host: str
     where: Where | None
     default: Where
     name: str
+    view: Uint64 = 0
 
 
 _WISH = Codec(Wish, 4096, "proxy")
@@ -97,21 +99,23 @@ def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
     of_host = [wish for wish in wishes if wish.host == own.host]
     defaults = {wish.default for wish in of_host if wish.where is None}
     shared: Where = "process" if len(defaults) > 1 else own.default
-    return ProxyPlace(own.where or shared, of_host[0].name, own.where is not None)
+    beside = next(wish for wish in of_host if wish.view == own.view)
+    return ProxyPlace(own.where or shared, beside.name, own.where is not None)
 
 
-def choose_place(where: Where | None, runtime: str, exchange: Exchange) -> ProxyPlace:
+def choose_place(where: Where | None, runtime: str, host: str, exchange: Exchange) -> ProxyPlace:
     """Where this rank's proxy runs. All ranks call this together.
 
     Args:
         where: the result of `requested_place`.
         runtime: the name of the rank's runtime.
+        host: the name of its host that the ranks agree on.
         exchange: between all ranks.
     """
     from proxyccl.proxy.daemon.job import new_name
 
     default = default_place(runtime) if where is None else where
-    wish = Wish(host_name(), where, default, _known_name or new_name())
+    wish = Wish(host, where, default, _known_name or new_name(), proc_view())
     place = agree(exchange.all_gather(wish, _WISH, "proxies"), exchange.rank)
     _remember(place.job_daemon)
     return place

@@ -9,10 +9,14 @@ import msgspec
 from msgspec import Struct, structs
 from msgspec.structs import replace
 
+from proxyccl.channels.segment.process_descriptors import PeerProcess
+from proxyccl.device import forks
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.device.integers import find_integer, find_items
+from proxyccl.device.namespaces import proc_view
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.codec import Codec, Message
+from proxyccl.proxy.codec import Codec, Message, Uint64
+from proxyccl.proxy.cores import cores_of, encode_cores
 from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.processes import start_of
 from proxyccl.proxy.transports.table import TRANSPORTS
@@ -32,6 +36,9 @@ class RankInfo(Message, frozen=True):
 
     Attributes:
         started: when its process started (`proxyccl.proxy.processes.start_of`).
+        view: the `proc_view` of its process, in which `pid` is the process's number.
+        token: of its process (`proxyccl.device.forks.Process`), in hexadecimal.
+        cores: those that it may run on (`encode_cores`).
         missing: by transport that uses RDMA, the missing requirements, in words; empty if there are none.
         transport: the transports that its caller chose, in one form (`encode_choice`).
         unsupported: by transport that uses RDMA, the reason why its RDMA device can't register its device's memory;
@@ -44,6 +51,9 @@ class RankInfo(Message, frozen=True):
     started: int | None
     runtime: str
     device_id: str
+    view: Uint64 = 0
+    token: str = ""
+    cores: str = ""
     missing: dict[str, str] = msgspec.field(default_factory=dict)
     transport: str = ""
     unsupported: dict[str, str] = msgspec.field(default_factory=dict)
@@ -56,19 +66,28 @@ class RankInfo(Message, frozen=True):
         missing: dict[str, str] | None = None,
         transport: str = "",
         daemon_missing: str = "",
+        host: str | None = None,
     ) -> RankInfo:
-        """This process on this machine."""
+        """This process on this machine; `host` is the name of it that the ranks agree on (`find_hosts`)."""
         pid = os.getpid()
         return cls(
-            host_name(),
+            host or host_name(),
             pid,
             start_of(pid),
             runtime.name,
             runtime.device_id,
+            view=proc_view(),
+            token=forks.here().token.hex(),
+            cores=encode_cores(cores_of(pid)),
             missing=missing or {},
             transport=transport,
             daemon_missing=daemon_missing,
         )
+
+    @property
+    def process(self) -> PeerProcess:
+        """Its process, as other processes of its host name it."""
+        return PeerProcess(self.pid, self.view, bytes.fromhex(self.token))
 
     def missing_for(self, transport: str) -> str:
         """Its missing requirements for a transport that uses RDMA; empty if there are none."""
@@ -273,9 +292,9 @@ class Topology(Struct, frozen=True):
 def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
     # Some driver calls, such as loading a kernel, wait for everything that runs in a context; with another rank's
     # kernel in it, which waits for this one's, they never return.
-    first: dict[tuple[str, int, str], int] = {}
+    first: dict[tuple[str, str], int] = {}
     for rank, info in enumerate(ranks):
-        other = first.setdefault((info.host, info.pid, info.device_id), rank)
+        other = first.setdefault((info.token, info.device_id), rank)
         if other != rank:
             raise ArgumentError(
                 "device",

@@ -1,60 +1,154 @@
-"""Each rank's host, and whether the ranks of a host can reach each other's memory at all."""
+"""Each rank's host, and how the ranks of a host reach each other's memory.
+
+Memory is reached by a descriptor of it. Processes of one PID namespace open each other's in /proc; containers pass them
+over a socket that both see.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 
-from proxyccl.device.errors import RuntimeUnavailableError
-from proxyccl.proxy.codec import Codec, Message
-from proxyccl.proxy.hosts import host_name
-from proxyccl.proxy.processes import pid_namespace
+from proxyccl.device import forks
+from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
+from proxyccl.device.memory import sockets
+from proxyccl.device.memory.descriptor_server import serve
+from proxyccl.device.namespaces import proc_view
+from proxyccl.proxy.codec import Codec, Message, Uint64
+from proxyccl.proxy.daemon.protocol import socket_path
+from proxyccl.proxy.hosts import host_name, same_host
 
 
 class Whereabouts(Message, frozen=True):
     """Where a rank is.
 
     Attributes:
-        host: a name that no other host has (`host_name`).
-        pid_namespace: as `proxyccl.proxy.processes.pid_namespace`.
+        host: `host_name`.
+        view: `proc_view`.
+        process: the token of its process, in hexadecimal.
+        sockets: what it shares with the ranks that see the same sockets, by kind, the best first.
+        lacking: why it offers no socket of the other kinds, in words.
     """
 
     host: str
-    pid_namespace: str
+    view: Uint64
+    process: str = ""
+    sockets: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
 
     @classmethod
     def own(cls) -> Whereabouts:
         """Those of this process."""
-        return cls(host_name(), pid_namespace())
+        directory, no_directory = sockets.usable_directory()
+        daemon, no_daemon = _daemon()
+        found = (sockets.shared_network(), directory, daemon)
+        lacking = (no_directory, no_daemon)
+        return cls(
+            host_name(), proc_view(), forks.here().token.hex(), tuple(filter(None, found)), tuple(filter(None, lacking))
+        )
+
+    def sees(self, other: Whereabouts) -> bool:
+        """Whether the ranks may open each other's descriptors in /proc, or are one process."""
+        return self.view == other.view if self.view else bool(self.process) and self.process == other.process
+
+    def way(self, other: Whereabouts) -> str | None:
+        """How descriptors get from one rank to the other: "" in /proc, else the kind of socket. None: not at all."""
+        if self.sees(other):
+            return ""
+        return next((kind.partition(" ")[0] for kind in self.sockets if kind in other.sockets), None)
 
 
 WHEREABOUTS = Codec(Whereabouts, 4096)
 
-_WAY_OUT = "they open each other's memory through /proc/PID/fd; start them in one PID namespace, for containers with"
-_CONTAINERS = "docker run --pid=host or --pid=container:NAME, in Kubernetes with hostPID or shareProcessNamespace"
+_DAEMON_SECONDS = 1.0
 
 
-def require_shared_namespaces(ranks: Sequence[Whereabouts]) -> None:
-    """Ranks of a host must know each other's processes by the same numbers.
+def _daemon() -> tuple[str, str]:
+    """What processes share that use one node daemon, and why this one does not use any; one is ""."""
+    try:
+        path = socket_path()
+    except ArgumentError as error:
+        return "", str(error)
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        info = Path(path).stat()
+        connection.settimeout(_DAEMON_SECONDS)
+        connection.connect(str(path))
+        return f"daemon {info.st_dev}:{info.st_ino}", ""
+    return "", f"no node daemon at {path}"
+
+
+def find_hosts(ranks: Sequence[Whereabouts]) -> list[str]:
+    """By rank, the name of its host: that of the first rank there.
 
     Raises:
-        RuntimeUnavailableError: they don't, on all ranks alike; it names them, and says how to start them.
+        RuntimeUnavailableError: ranks of one host share neither /proc nor a socket; on all ranks alike. It names them,
+            and says how to start them.
     """
-    for host in dict.fromkeys(rank.host for rank in ranks):
-        members: dict[str, list[int]] = {}
-        for rank, place in enumerate(ranks):
-            if place.host == host:
-                members.setdefault(place.pid_namespace, []).append(rank)
-        if "" in members and sum(map(len, members.values())) > 1:
-            raise RuntimeUnavailableError(
-                f"{_named(members[''])}: /proc does not show this PID namespace, and ranks open each other's memory "
-                "through /proc/PID/fd; mount it there: mount -t proc proc /proc, or unshare --mount-proc"
-            )
-        if len(members) > 1:
-            groups = " and ".join(_named(each) for each in members.values())
-            name = host.partition("/")[0]
-            raise RuntimeUnavailableError(
-                f"{groups} of host {name} are in different PID namespaces, but {_WAY_OUT} {_CONTAINERS}"
-            )
+    first: dict[str, str] = {}
+    hosts = [first.setdefault(rank.host.partition("/")[2], rank.host) for rank in ranks]
+    for host in first.values():
+        _require_ways([(rank, place) for rank, place in enumerate(ranks) if same_host(place.host, host)])
+    return hosts
+
+
+def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int) -> dict[int, str]:
+    """Lets ranks of this rank's host fetch descriptors that they don't see in /proc.
+
+    Args:
+        ranks: all of them.
+        hosts: their hosts (`find_hosts`).
+        rank: this one.
+
+    Returns:
+        By rank, the kind of socket over which the two pass each other descriptors.
+
+    Raises:
+        ResourceError: there are too few descriptors or threads.
+        RuntimeUnavailableError: the directory of sockets takes none.
+    """
+    of_host = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
+    ways = {peer: way for peer in of_host if (way := ranks[rank].way(ranks[peer]))}
+    if ways:
+        server = serve()
+        if "directory" in ways.values():
+            try:
+                server.listen_in_directory()
+            except OSError as error:
+                raise RuntimeUnavailableError(f"no socket can be made in {sockets.directory()}: {error}") from None
+    return ways
+
+
+def _require_ways(of_host: Sequence[tuple[int, Whereabouts]]) -> None:
+    alike: dict[Whereabouts, list[int]] = {}
+    for rank, place in of_host:
+        alike.setdefault(place if not place.view else Whereabouts("", place.view, "", place.sockets), []).append(rank)
+    by_rank = dict(of_host)
+    for members, others in itertools.combinations(alike.values(), 2):
+        one, other = by_rank[members[0]], by_rank[others[0]]
+        if one.way(other) is None:
+            raise RuntimeUnavailableError(_apart(members, one, others, other))
+
+
+def _apart(members: Sequence[int], one: Whereabouts, others: Sequence[int], other: Whereabouts) -> str:
+    name, other_name = (place.host.partition("/")[0] for place in (one, other))
+    where = f"host {name}" if name == other_name else f"one machine ({name}, {other_name})"
+    lacking = "; ".join(
+        f"{_named(ranks)}: {', '.join(place.lacking)}"
+        for ranks, place in ((members, one), (others, other))
+        if place.lacking
+    )
+    proc = "their PID or user namespaces differ" if one.view or other.view else "/proc does not show their processes"
+    return (
+        f"{_named(members)} and {_named(others)} are on {where}, but can't pass each other descriptors of memory: {proc}, "
+        "and so do their network namespaces and their directories of sockets"
+        + (f" ({lacking})" if lacking else "")
+        + ". Mount one directory into all containers and set PROXYCCL_SOCKETS to its path there, or the directory of the "
+        "node daemon's socket with PROXYCCL_DAEMON_SOCKET; or start the containers with --network=host or --pid=host "
+        "(hostNetwork, hostPID). With PROXYCCL_HOSTS=name each container counts as a host, and they use RDMA or libfabric"
+    )
 
 
 def _named(ranks: Sequence[int]) -> str:

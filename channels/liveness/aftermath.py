@@ -8,13 +8,13 @@ Until all ranks of the host have, or their processes have ended, no allocation o
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
 from proxyccl.channels.segment import process_descriptors
 from proxyccl.channels.segment.control import ControlSegment, Presence
+from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.gpu.unused_memory import UnusedMemory, add_hold, is_held, remove_hold
 from proxyccl.device.threads import Thread
@@ -34,7 +34,7 @@ class Aftermath:
         rank: this rank.
         own: its control segment.
         segments: those of the host's other ranks.
-        pids: the processes of these ranks.
+        processes: of these ranks.
         patience: the bound in seconds, from the first query after a failure.
     """
 
@@ -43,13 +43,13 @@ class Aftermath:
         rank: int,
         own: ControlSegment,
         segments: Mapping[int, ControlSegment],
-        pids: Mapping[int, int],
+        processes: Mapping[int, PeerProcess],
         patience: Callable[[], float],
     ) -> None:
         self._rank = rank
         self._own: ControlSegment | None = own  # until this rank has ended
         self._running = dict(segments)
-        self._pids = {peer: pid for peer, pid in pids.items() if pid != os.getpid()}
+        self._peers = {peer: process for peer, process in processes.items() if not process.is_here}
         self._patience = patience
         self._processes: dict[int, int] = {}  # descriptors, by peer
         self._kept: list[object] = []
@@ -75,12 +75,12 @@ class Aftermath:
     def watch_processes(self) -> None:
         """Notices peers' process ends from now on. The watcher still has their descriptors open."""
         with self._lock:
-            for peer in self._running.keys() & self._pids.keys():
+            for peer in self._running.keys() & self._peers.keys():
                 try:
-                    self._processes[peer] = process_descriptors.acquire(self._pids[peer])
+                    self._processes[peer] = process_descriptors.acquire(self._peers[peer])
                 except ProcessLookupError:
                     del self._running[peer]
-                except OSError:  # without descriptors, only the peer's own word counts
+                except (OSError, ResourceError):  # without descriptors, only the peer's own word counts
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:

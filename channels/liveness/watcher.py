@@ -18,6 +18,7 @@ from typing import Protocol
 from proxyccl.channels.segment import process_descriptors
 from proxyccl.channels.segment.control import ControlSegment, Presence
 from proxyccl.channels.segment.error_record import ErrorRecord
+from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory.descriptors import naming_exhaustion
@@ -141,7 +142,7 @@ class Watcher:
         rank: this rank.
         own: its segment.
         segments: the segments of the host's other ranks.
-        pids: their processes, if they are not this one; empty with a parent, which watches them.
+        processes: theirs, if they are not this one; empty with a parent, which watches them.
         links: to the ranks of other hosts; the watcher closes them.
         on_abort: called in a separate thread after the abort was passed on.
         each_turn: called in the thread every INTERVAL_MS at least, until the abort.
@@ -160,7 +161,7 @@ class Watcher:
         rank: int,
         own: ControlSegment,
         segments: Mapping[int, ControlSegment],
-        pids: Mapping[int, int],
+        processes: Mapping[int, PeerProcess],
         links: Mapping[int, Link],
         on_abort: Callable[[], None] = lambda: None,
         each_turn: Callable[[], None] = lambda: None,
@@ -182,10 +183,10 @@ class Watcher:
         self._descriptors: dict[int, int] = {}
         self._ended: set[int] = set()
         lost: list[int] = []
-        for peer, pid in pids.items():
+        for peer, process in processes.items():
             try:
                 with naming_exhaustion(f"the watch of rank {peer}'s process"):
-                    descriptor = process_descriptors.acquire(pid)
+                    descriptor = process_descriptors.acquire(process)
             except ProcessLookupError:
                 lost.append(peer)
                 continue

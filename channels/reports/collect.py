@@ -126,7 +126,7 @@ def collect(
         beside: names of the other communicators that this process has open.
     """
     topology, rank = group.topology, group.rank
-    members = [Member(info.host, info.pid, info.started) for info in topology.ranks]
+    members = [Member(info.host, info.pid, info.started, info.view) for info in topology.ranks]
     unread: list[str] = []
 
     def part(what: str, read: Callable[[], T], otherwise: T) -> T:
@@ -157,7 +157,7 @@ def collect(
         transports=part("the transports", lambda: _transports(group), []),
         process=members[rank],
         thread=group.thread,
-        daemon=_daemon(proxy, members[rank].host),
+        daemon=_daemon(proxy, members[rank]),
         command=" ".join(sys.orig_argv),
         runtime=part("the runtime", group.runtime.describe, group.runtime.name),
         timeout=group.timeout,
@@ -237,8 +237,10 @@ def _rings(proxy: Proxy | None) -> list[Ring]:
     return [] if proxy is None else [Ring.of(fifo.snapshot(TRIGGERS)) for fifo in proxy.rings]
 
 
-def _daemon(proxy: Proxy | None, host: str) -> Member | None:
-    return Member(host, proxy.daemon, proxy.daemon_started) if isinstance(proxy, DaemonClient) else None
+def _daemon(proxy: Proxy | None, own: Member) -> Member | None:
+    if not isinstance(proxy, DaemonClient):
+        return None
+    return Member(own.host, proxy.daemon, proxy.daemon_started, own.view if proxy.daemon_started is not None else 0)
 
 
 def _handling(proxy: Proxy | None) -> list[Handling]:

@@ -132,7 +132,7 @@ def _cores(cores: list[int]) -> str:
 def render(report: DaemonReport) -> str:
     """The whole report."""
     lines = [
-        f"node daemon, process {report.process.pid} on {report.process.host.partition('/')[0]}, {report.written}",
+        f"node daemon, {report.process.shown}, {report.written}",
         f"  {report.command}",
         f"  listens at {report.socket}; {counted(len(report.clients), 'client')}",
         f"  cause: {report.cause}",

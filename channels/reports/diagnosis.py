@@ -22,7 +22,7 @@ from proxyccl.channels.reports.report import Call, Report, Wait
 from proxyccl.device._native import lib
 from proxyccl.proxy.codec import Message
 from proxyccl.proxy.daemon.report import DaemonReport
-from proxyccl.proxy.hosts import host_name
+from proxyccl.proxy.hosts import host_name, same_host
 from proxyccl.proxy.processes import catches, is_stopped, start_of
 from proxyccl.proxy.reports import on_signal
 from proxyccl.proxy.reports.document import Member
@@ -149,9 +149,9 @@ class _WaitGraph:
         members = self._members[name]
         member = members[rank]
         if members.count(member) == 1:
-            return member.host, member.pid, 0
+            return *member.place, 0
         report = self._reports[name].get(rank)
-        return member.host, member.pid, report.thread if report is not None else f"{name} {rank}"
+        return *member.place, report.thread if report is not None else f"{name} {rank}"
 
     def _name(self, node: Node) -> str:
         ranks = self._ranks[node]
@@ -356,7 +356,7 @@ class _WaitGraph:
         name = f"{self._name(self._node(communicator, rank))}{self._inside(communicator)}"
         said = []
         for daemon in self._daemons:
-            if daemon.process.host != self._members[communicator][rank].host:
+            if not same_host(daemon.process.host, self._members[communicator][rank].host):
                 continue
             place = f"the node daemon, process {daemon.process.pid}"
             client = daemon.client_of(communicator, rank)
@@ -458,8 +458,9 @@ def _absence(member: Member) -> str:
     It advises SIGUSR1 only if the same process still runs and handles the signal: otherwise the signal would kill it.
     """
     pid = member.pid
-    if member.host != host_name():
-        return f"it ran as process {pid} on {member.host.partition('/')[0]}; look for its report there"
+    if not member.is_visible:
+        elsewhere = ", in another PID namespace" if same_host(member.host, host_name()) else ""
+        return f"it ran as {member.shown}{elsewhere}; look for its report there"
     started = start_of(pid)
     if started is None or member.started is None:
         return f"its process {pid} has ended"

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass
 
 from proxyccl.channels.group import Group
-from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.processes import is_stopped, start_of
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import Member
@@ -19,7 +18,7 @@ from proxyccl.proxy.reports.document import Member
 _SECONDS = 3.0
 """How long after a failure a program's end waits: reports are written within a second, on a busy machine later."""
 _ELSEWHERE_SECONDS = 1.0
-"""The same for reports of other hosts, which this one can't see."""
+"""The same for reports of processes that this one can't see: those of other hosts and PID namespaces."""
 _POLL_SECONDS = 0.02
 
 
@@ -34,7 +33,7 @@ class _Awaited:
         """Whether its report may still come, and has not."""
         if time.monotonic() > self.deadline:
             return False
-        if self.process.host != host_name():
+        if not self.process.is_visible:
             return True
         pid = self.process.pid
         if start_of(pid) != self.process.started or is_stopped(pid):
@@ -52,9 +51,9 @@ def expect(group: Group) -> None:
     with _lock:
         _awaited[:] = [awaited for awaited in _awaited if awaited.deadline > now]
         for peer, info in enumerate(group.topology.ranks):  # also those that have left: they wait for the others
-            if (info.host, info.pid) != (own.host, own.pid):
-                seconds = _SECONDS if info.host == own.host else _ELSEWHERE_SECONDS
-                process = Member(info.host, info.pid, info.started)
+            if info.token != own.token:
+                process = Member(info.host, info.pid, info.started, info.view)
+                seconds = _SECONDS if process.is_visible else _ELSEWHERE_SECONDS
                 _awaited.append(_Awaited(group.job, peer, process, now + seconds))
 
 

@@ -119,7 +119,7 @@ def render(report: Report) -> str:
     """The whole report."""
     lines = [
         f"rank {report.rank} of {len(report.members)} of communicator {report.communicator}, {report.written}",
-        f"  process {report.process.pid} on {report.process.host.partition('/')[0]}: {report.command}",
+        f"  {report.process.shown}: {report.command}",
         f"  {report.runtime}; waits are bounded by {report.timeout:g} s",
         f"  cause: {report.cause}",
     ]

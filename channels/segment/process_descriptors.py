@@ -1,31 +1,85 @@
-"""Descriptors of other processes (pidfd_open(2)), one for each process, shared by all that watch it."""
+"""Descriptors of other processes (pidfd_open(2)), one for each process, shared by all that watch it.
+
+A process of another PID namespace has no number here. It opens its own descriptor and hands it over.
+"""
 
 from __future__ import annotations
 
 import os
 import select
 import threading
+from collections.abc import Iterator
+
+from msgspec import Struct
 
 from proxyccl.device import forks
+from proxyccl.device.errors import ResourceError
+from proxyccl.device.memory.descriptor_server import fetch_descriptor, supply
+from proxyccl.device.memory.sockets import UnreachableError
+from proxyccl.device.namespaces import proc_view
 
+_KIND = b"p"
 _lock = threading.Lock()
 forks.hold_while_forking(_lock)
-_of_process: dict[int, int] = {}
+_of_process: dict[PeerProcess, int] = {}
 _users: dict[int, int] = {}
 
 
-def acquire(pid: int) -> int:
+class PeerProcess(Struct, frozen=True):
+    """A process of this machine, as others name it.
+
+    Attributes:
+        pid: its number in its PID namespace.
+        view: its `proc_view`.
+        token: 16 bytes that no other process has.
+    """
+
+    pid: int
+    view: int
+    token: bytes
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this process."""
+        return self.token == forks.here().token
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether `pid` is its number here too."""
+        return self.view != 0 and self.view == proc_view()
+
+
+def acquire(process: PeerProcess) -> int:
     """A descriptor that becomes readable when the process ends. Each call is paired with a `release`.
 
     Raises:
         ProcessLookupError: there is no such process.
+        ResourceError: a process of another PID namespace does not hand over its descriptor.
     """
     with _lock:
-        descriptor = _of_process.get(pid)
+        descriptor = _of_process.get(process)
         if descriptor is None or has_ended(descriptor):  # then the number may be another process's
-            descriptor = _of_process[pid] = os.pidfd_open(pid)
+            descriptor = _of_process[process] = _open(process)
         _users[descriptor] = _users.get(descriptor, 0) + 1
         return descriptor
+
+
+def _open(process: PeerProcess) -> int:
+    if process.is_visible:
+        return os.pidfd_open(process.pid)
+    try:
+        return fetch_descriptor(process.token, _KIND)
+    except UnreachableError as error:  # it was reached before
+        raise ProcessLookupError(str(error)) from None
+    except OSError as error:
+        raise ResourceError(f"process {process.pid} of another PID namespace can't be watched: {error}") from None
+
+
+def _supply(_: bytes) -> Iterator[tuple[int, int]]:
+    yield 0, os.pidfd_open(os.getpid())
+
+
+supply(_KIND, _supply, ())
 
 
 def has_ended(descriptor: int) -> bool:
@@ -42,6 +96,6 @@ def release(descriptor: int) -> None:
         if _users[descriptor]:
             return
         del _users[descriptor]
-        for pid in [pid for pid, known in _of_process.items() if known == descriptor]:
-            del _of_process[pid]
+        for process in [process for process, known in _of_process.items() if known == descriptor]:
+            del _of_process[process]
         os.close(descriptor)

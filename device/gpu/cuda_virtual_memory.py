@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import struct
-import threading
 from collections.abc import Callable, Iterator
 
 from proxyccl.device.errors import DriverError
 from proxyccl.device.gpu.cuda_bindings import cu, freed, ok
-from proxyccl.device.memory.descriptor_server import NAME_BYTES, DescriptorServer, fetch_descriptors
+from proxyccl.device import forks
+from proxyccl.device.memory.descriptor_server import fetch_descriptors, serve, supply
 from proxyccl.device.memory.handle_kinds import MAPPED_BLOCKS
+from proxyccl.device.memory.sockets import TOKEN_BYTES
 
-_HANDLE = struct.Struct(f"<8s{NAME_BYTES}s32s")
+_HANDLE = struct.Struct(f"<8s{TOKEN_BYTES}s32s")
+_KIND = b"b"
 _REQUEST = struct.Struct("<QQQQ")  # context, base, size, the first block's allocation id
 _FILE_DESCRIPTOR = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
@@ -30,8 +32,7 @@ class VirtualMemory:
 
     def __init__(self, allocation_id: Callable[[int], int]) -> None:
         self._allocation_id = allocation_id
-        self._lock = threading.Lock()
-        self._server: DescriptorServer | None = None
+        supply(_KIND, self._supply, (DriverError, struct.error))
         self._imported: dict[int, int] = {}
 
     def is_mapped(self, ptr: int) -> bool:
@@ -66,11 +67,9 @@ class VirtualMemory:
         context = int(ok("cuCtxGetCurrent", cu.cuCtxGetCurrent()))
         _, descriptor = next(self._blocks(base, size))  # so that a failure shows before a peer asks
         os.close(descriptor)
-        with self._lock:
-            if self._server is None:
-                self._server = DescriptorServer(self._supply, (DriverError,))
+        serve()
         request = _REQUEST.pack(context, base, size, self._allocation_id(base))
-        return _HANDLE.pack(MAPPED_BLOCKS, self._server.name, request)
+        return _HANDLE.pack(MAPPED_BLOCKS, forks.here().token, request)
 
     def _supply(self, request: bytes) -> Iterator[tuple[int, int]]:
         context, base, size, allocation = _REQUEST.unpack(request)
@@ -91,8 +90,8 @@ class VirtualMemory:
             DriverError: a block can't be mapped.
             OSError: the process that exported it does not hand it over.
         """
-        _, server, request = _HANDLE.unpack_from(handle)
-        blocks = fetch_descriptors(server, request)
+        _, process, request = _HANDLE.unpack_from(handle)
+        blocks = fetch_descriptors(process, _KIND, request)
         try:
             return self._map(blocks)
         finally:

@@ -1,25 +1,28 @@
-"""Hands file descriptors to other processes of this machine: some drivers share memory by descriptor.
+"""Hands file descriptors to other processes of this machine: memory is shared by descriptor.
 
 A descriptor can't travel in bytes, so the handle that ranks exchange names a server: a thread of the process that owns
-the memory, at a Unix socket with a random name that only the handle contains. It makes descriptors on request and
-does not keep them.
+the memory, which makes descriptors on request and does not keep them. Its name is the process's token, which only
+handles contain. It is reached by that name through a socket that both processes see (`sockets.py`).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
+import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 from proxyccl.device import forks
+from proxyccl.device.memory import sockets
 from proxyccl.device.memory.descriptor_passing import receive_with_descriptors, send_with_descriptors
 from proxyccl.device.memory.descriptors import EXHAUSTED, naming_exhaustion
 from proxyccl.device.threads import Thread
 
-NAME_BYTES = 16
 _TIMEOUT = 10.0
 _PAUSE_SECONDS = 0.01
 _REQUEST_SECONDS = 2.0  # a client asks at once; a stopped one holds up the others no longer than this
@@ -30,82 +33,155 @@ Supply = Callable[[bytes], Iterator[tuple[int, int]]]
 """Makes (number, descriptor) pairs for a request; the server closes the descriptors. It raises for a request that it
 can't serve."""
 
+_supplies: dict[bytes, tuple[Supply, tuple[type[Exception], ...]]] = {}
+_lock = threading.Lock()
+forks.hold_while_forking(_lock)
 
-def _address(name: bytes) -> bytes:
-    return b"\0proxyccl-" + name.hex().encode()
+
+def supply(kind: bytes, make: Supply, failures: tuple[type[Exception], ...]) -> None:
+    """Has this process's server supply descriptors of a kind.
+
+    Args:
+        kind: one byte, with which the requests begin; the rest is passed on.
+        make: called in a thread of the server's.
+        failures: the exceptions that it raises for a request that can't be served, such as one for memory that is gone.
+    """
+    _supplies[kind] = make, failures
 
 
 class DescriptorServer:
-    """Serves descriptors for the life of the process, to processes of the same user.
+    """This process's server, for processes of the same user. `serve` returns it."""
 
-    Args:
-        supply: called in the server's thread.
-        failures: the exceptions that it raises for a request that can't be served, such as one for memory that is gone.
-    """
-
-    def __init__(self, supply: Supply, failures: tuple[type[Exception], ...]) -> None:
-        self.name = os.urandom(NAME_BYTES)
-        self._supply = supply
-        self._failures = failures
+    def __init__(self) -> None:
+        self.process = forks.here()
+        self._directory: str | None = None
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         with naming_exhaustion("the server of descriptors of memory"):
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        forks.keep_from_children(self._socket)
-        self._socket.bind(_address(self.name))
-        self._socket.listen(64)
+            self._listeners = [sockets.listen_in_network(self.process.token)]
+        self._listeners[0].setblocking(False)
         Thread(self._run, "proxyccl-descriptors").start()
+
+    def listen_in_directory(self) -> None:
+        """Accepts processes of other network namespaces too, where they see the directory of sockets.
+
+        Raises:
+            OSError: the directory does not take a socket.
+        """
+        with _lock:
+            directory = sockets.directory()
+            if self._directory == os.fspath(directory):
+                return
+            with naming_exhaustion("the socket of descriptors of memory"):
+                listener, path = sockets.listen_in_directory(directory, self.process.token)
+            listener.setblocking(False)
+            self._directory = os.fspath(directory)
+            _left_files.append((self.process, path))
+            self._listeners.append(listener)
+        os.write(self._wake_write, b"x")
 
     def _run(self) -> None:
         while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError as error:
-                if error.errno not in EXHAUSTED:
-                    raise
-                time.sleep(_PAUSE_SECONDS)  # the client waits, and may succeed when something is closed
-                continue
-            # A client that leaves, or does not read, loses only its own answer.
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(_REQUEST_SECONDS)
-                self._serve(connection)
+            with _lock:
+                listeners = {listener.fileno(): listener for listener in self._listeners}
+            poll = select.poll()
+            for descriptor in (self._wake_read, *listeners):
+                poll.register(descriptor, select.POLLIN)
+            for descriptor, _ in poll.poll():
+                if descriptor == self._wake_read:
+                    os.read(self._wake_read, 64)
+                else:
+                    self._accept(listeners[descriptor])
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:  # the client has left meanwhile
+            return
+        except OSError as error:
+            if error.errno not in EXHAUSTED:
+                raise
+            time.sleep(_PAUSE_SECONDS)  # the client waits, and may succeed when something is closed
+            return
+        self.answer(connection)
+
+    def answer(self, connection: socket.socket) -> None:
+        """Serves one client, which has connected in any way, and closes the connection. From any thread."""
+        # A client that leaves, or does not read, loses only its own answer.
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_REQUEST_SECONDS)
+            self._serve(connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        _, user, _ = struct.unpack("3i", credentials)
-        if user not in (0, os.geteuid()):
-            return
+        user = sockets.user_of(connection)
         request = connection.recv(_LONGEST_REQUEST)
+        if user not in (0, os.geteuid()):
+            _refuse(connection, f"it belongs to user {os.geteuid()}, not to {user}")
+            return
+        make, failures = _supplies.get(request[:1], (None, ()))
+        if make is None:
+            _refuse(connection, f"it has no descriptors of kind {request[:1]!r}")
+            return
         try:
-            for number, descriptor in self._supply(request):
+            for number, descriptor in make(request[1:]):
                 try:
                     send_with_descriptors(connection, _PART.pack(number), [descriptor])
                 finally:
                     os.close(descriptor)
-        except self._failures as error:
-            _refuse(connection, error)
+        except failures as error:
+            _refuse(connection, str(error) or repr(error))
         except OSError as error:
             if error.errno not in EXHAUSTED:  # the client's end
                 raise
-            _refuse(connection, error)
+            _refuse(connection, str(error))
 
 
-def _refuse(connection: socket.socket, error: Exception) -> None:
-    connection.send(_PART.pack(0) + (str(error) or repr(error)).encode()[:_LONGEST_REQUEST])
+def _refuse(connection: socket.socket, reason: str) -> None:
+    connection.send(_PART.pack(0) + reason.encode()[:_LONGEST_REQUEST])
 
 
-def fetch_descriptors(name: bytes, request: bytes) -> list[tuple[int, int]]:
-    """The descriptors that the server of that name supplies for a request. The caller closes them.
+_server: DescriptorServer | None = None
+_left_files: list[tuple[forks.Process, str]] = []
+
+
+def serve() -> DescriptorServer:
+    """This process's server, started with the first call: processes of its network namespace reach it.
 
     Raises:
-        OSError: its process is gone, belongs to another user, has not answered within 10 s, or can't serve the request.
+        ResourceError: there are too few descriptors or threads.
+    """
+    global _server  # noqa: PLW0603  there is one for the process
+    with _lock:
+        if _server is None or not _server.process.is_here:
+            _server = DescriptorServer()
+        return _server
+
+
+@atexit.register  # at the import, so that communicators, which registered later, are closed before
+def _remove_files() -> None:
+    for process, path in _left_files:
+        if process.is_here:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def fetch_descriptors(token: bytes, kind: bytes, request: bytes) -> list[tuple[int, int]]:
+    """The descriptors that the server of a process supplies for a request. The caller closes them.
+
+    Args:
+        token: the process's.
+        kind: as of `supply`.
+        request: for it.
+
+    Raises:
+        UnreachableError: the process is gone, or no socket that both processes see leads to it.
+        OSError: it belongs to another user, has not answered within 10 s, or can't serve the request.
     """
     deadline = time.monotonic() + _TIMEOUT
     parts: list[tuple[int, int]] = []
     refusal = b""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(_TIMEOUT)
-            connection.connect(_address(name))
-            connection.send(request)
+        with sockets.connect(token, _TIMEOUT) as connection:
+            connection.send(kind + request)
             while not refusal:
                 connection.settimeout(max(1e-3, deadline - time.monotonic()))
                 data, descriptors, _ = receive_with_descriptors(connection, _PART.size + _LONGEST_REQUEST, 1)
@@ -118,6 +194,15 @@ def fetch_descriptors(name: bytes, request: bytes) -> list[tuple[int, int]]:
         raise
     _close(parts)
     raise OSError(refusal.decode(errors="replace"))
+
+
+def fetch_descriptor(token: bytes, kind: bytes, request: bytes = b"") -> int:
+    """The one descriptor that a server supplies for a request. Raises OSError as `fetch_descriptors`."""
+    parts = fetch_descriptors(token, kind, request)
+    if len(parts) != 1:
+        _close(parts)
+        raise OSError("its process has ended while it was asked" if not parts else f"it sent {len(parts)} descriptors")
+    return parts[0][1]
 
 
 def _close(parts: list[tuple[int, int]]) -> None:

@@ -1,7 +1,8 @@
 """Shared memory without a name, as the host runtime's device memory and as every runtime's pinned memory.
 
 It is a memfd. Another process of the same user opens it as /proc/<pid>/fd/<fd>, so a killed process leaves no files,
-and the size limit of /dev/shm does not apply.
+and the size limit of /dev/shm does not apply. A process of another PID or user namespace asks the owner for a descriptor
+(`descriptor_server.py`).
 """
 
 from __future__ import annotations
@@ -11,20 +12,42 @@ import os
 import struct
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import ClassVar
+
+from msgspec import Struct
 
 from proxyccl.device import forks
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
+from proxyccl.device.memory.descriptor_server import fetch_descriptor, supply
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
 from proxyccl.device.memory.machine_memory import memory_limit
+from proxyccl.device.namespaces import proc_view
 
 _LARGE = 64 << 20
 """Bytes from which an allocation is compared with the machine's memory. Linux itself would refuse none: it takes pages
 when they are first touched, and ends the process if there are none."""
 
-_Origin = tuple[int, int]
-"""The process that offers a file, and its descriptor there."""
+
+class _Origin(Struct, frozen=True):
+    """The process that offers a file, and its descriptor there.
+
+    Attributes:
+        view: the process's `proc_view`, in which `pid` is its number.
+        token: of the process (`forks.Process`).
+    """
+
+    view: int
+    pid: int
+    token: bytes
+    descriptor: int
+
+    @classmethod
+    def here(cls, descriptor: int) -> _Origin:
+        """A descriptor of this process."""
+        process = forks.here()
+        return cls(proc_view(), process.pid, process.token, descriptor)
 
 
 def _page_round(nbytes: int) -> int:
@@ -162,7 +185,7 @@ class SharedMemory:
         if self._mapping is None:
             raise ClosedError("the memory is closed")
         mapping = self._mapping
-        origin = mapping.origin or (os.getpid(), mapping.descriptor)
+        origin = mapping.origin or _Origin.here(mapping.descriptor)
         return _Handle.pack(origin, mapping.identity, ptr - mapping.address, nbytes)
 
     def contains(self, ptr: int, nbytes: int) -> bool:
@@ -185,27 +208,28 @@ def open_descriptor(handle: bytes) -> tuple[int, int, int]:
 def export_descriptor(descriptor: int, offset: int, nbytes: int) -> bytes:
     """A handle of a range of a descriptor's file in this process, valid while the descriptor is open."""
     info = os.fstat(descriptor)
-    return _Handle.pack((os.getpid(), descriptor), (info.st_dev, info.st_ino), offset, nbytes)
+    return _Handle.pack(_Origin.here(descriptor), (info.st_dev, info.st_ino), offset, nbytes)
 
 
 class _Handle:
-    """The handle by which another process opens a `SharedMemory`: /proc/<pid>/fd/<fd>, and enough to check that it is
-    still the same.
+    """The handle by which another process opens a `SharedMemory`: the owner and its descriptor, and enough to check that
+    it is still the same.
     """
 
-    _LAYOUT = struct.Struct("<8sqqQQQQ")
+    _LAYOUT = struct.Struct("<8sQq16sqQQQQ")
     _MAGIC = b"PXCCLhst"
     SIZE = _LAYOUT.size
 
     @classmethod
     def pack(cls, origin: _Origin, identity: tuple[int, int], offset: int, nbytes: int) -> bytes:
-        return cls._LAYOUT.pack(cls._MAGIC, *origin, *identity, offset, nbytes)
+        owner = origin.view, origin.pid, origin.token, origin.descriptor
+        return cls._LAYOUT.pack(cls._MAGIC, *owner, *identity, offset, nbytes)
 
     @classmethod
     def origin(cls, handle: bytes) -> _Origin:
         """The process and the descriptor that a handle names."""
-        _, pid, descriptor, *_ = cls._LAYOUT.unpack(handle)
-        return pid, descriptor
+        _, *owner = cls._LAYOUT.unpack(handle)[:5]
+        return _Origin(*owner)
 
     @classmethod
     def open(cls, handle: bytes) -> tuple[int, int, int]:
@@ -214,21 +238,61 @@ class _Handle:
             raise ArgumentError(
                 "handle", f"expected a handle of shared memory, {cls.SIZE} bytes, not {len(handle)} bytes"
             )
-        magic, pid, descriptor, device, inode, offset, nbytes = cls._LAYOUT.unpack(handle)
+        magic, *_, device, inode, offset, nbytes = cls._LAYOUT.unpack(handle)
         if magic != cls._MAGIC:
             raise ArgumentError("handle", "expected a handle of shared memory: these bytes begin differently")
+        origin = cls.origin(handle)
         try:
-            own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            own = _descriptor_of(origin, (device, inode))
         except OSError as error:
             if error.errno in EXHAUSTED:
-                raise out_of_descriptors(f"the memory of process {pid}", error.errno) from None
-            raise ArgumentError("handle", f"the memory of process {pid} can't be opened: {error.strerror}") from None
+                raise out_of_descriptors(f"the memory of process {origin.pid}", error.errno) from None
+            raise ArgumentError(
+                "handle", f"the memory of process {origin.pid} can't be opened: {error.strerror or error}"
+            ) from None
         try:
             _require_memory(own, offset + nbytes, (device, inode))
         except ArgumentError:
             os.close(own)
             raise
         return own, offset, nbytes
+
+
+def _descriptor_of(origin: _Origin, identity: tuple[int, int]) -> int:
+    """A descriptor of the file that a process offers, for the caller to close. Raises OSError."""
+    if origin.view and origin.view == proc_view():
+        return os.open(f"/proc/{origin.pid}/fd/{origin.descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    if origin.token == forks.here().token:  # without a /proc
+        return os.dup(origin.descriptor)
+    return fetch_descriptor(origin.token, _KIND, _REQUEST.pack(origin.descriptor, *identity))
+
+
+_KIND = b"m"
+_REQUEST = struct.Struct("<qQQ")  # descriptor, device, inode
+
+
+def _supply(request: bytes) -> Iterator[tuple[int, int]]:
+    """A descriptor of memory of this process, for one of another PID namespace."""
+    if len(request) != _REQUEST.size:
+        raise ArgumentError("request", f"expected {_REQUEST.size} bytes, not {len(request)}")
+    named, device, inode = _REQUEST.unpack(request)
+    if not 0 <= named < 1 << 31:
+        raise ArgumentError("request", f"{named} is not a descriptor")
+    try:
+        copy = os.dup(named)
+    except OSError as error:
+        if error.errno in EXHAUSTED:
+            raise
+        raise ArgumentError("handle", "its process has closed the memory that it names") from None
+    try:
+        _require_memory(copy, 0, (device, inode))
+    except ArgumentError:
+        os.close(copy)
+        raise
+    yield 0, copy
+
+
+supply(_KIND, _supply, (ArgumentError,))
 
 
 def _require_memory(descriptor: int, nbytes: int, identity: tuple[int, int] | None = None) -> None:
@@ -238,7 +302,7 @@ def _require_memory(descriptor: int, nbytes: int, identity: tuple[int, int] | No
     """
     info = os.fstat(descriptor)
     if identity is not None and (info.st_dev, info.st_ino) != identity:
-        raise ArgumentError("handle", "its process has closed the memory that it names, or is in another PID namespace")
+        raise ArgumentError("handle", "its process has closed the memory that it names")
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:

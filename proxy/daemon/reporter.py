@@ -25,7 +25,6 @@ from proxyccl.device.errors import UntrustedPathError
 from proxyccl.device.threads import Thread
 from proxyccl.proxy.daemon.report import Client, DaemonReport, EngineThread, Request, Worker
 from proxyccl.proxy.daemon.session import Session
-from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.observe.reader import Observer, ServiceView
 from proxyccl.proxy.processes import start_of, stat_of
@@ -116,7 +115,7 @@ class DaemonReporter:
                 threads.append(_thread(thread))
         return DaemonReport(
             version=4,
-            process=Member(host_name(), os.getpid(), start_of(os.getpid())),
+            process=Member.own(),
             socket=self._place,
             command=" ".join(sys.orig_argv),
             written=datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -21,9 +21,11 @@ from typing import Annotated, Any, TypeVar
 from msgspec import Meta
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.namespaces import pid_namespace
+from proxyccl.device.user_directories import runtime_directory
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.codec import Codec, Message, ProtocolError, Uint64
-from proxyccl.proxy.processes import pid_namespace, start_of
+from proxyccl.proxy.processes import start_of
 
 FORMAT: int = lib.PROXYCCL_OBSERVE_FORMAT
 _MOST_WORKERS: int = lib.PROXYCCL_MAX_RINGS
@@ -122,10 +124,7 @@ _PUBLICATIONS = Codec(Publication, 1 << 20)
 
 def publications_directory() -> Path:
     """The directory of this user's publications."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    if runtime and Path(runtime).is_dir():
-        return Path(runtime) / "proxyccl"
-    return Path("/tmp") / f"proxyccl-{os.geteuid()}"
+    return runtime_directory()
 
 
 def check_directory(directory: Path) -> None:

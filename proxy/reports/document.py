@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from proxyccl.device.errors import ProxyCCLError
-from proxyccl.proxy.codec import Message
+from proxyccl.device.namespaces import proc_view
+from proxyccl.proxy.codec import Message, Uint64
+from proxyccl.proxy.hosts import host_name, same_host
+from proxyccl.proxy.processes import start_of
 
 MOST_BYTES = 64 << 20
 """The largest report file: many times the size of the largest report."""
@@ -23,17 +27,40 @@ class Member(Message, frozen=True, eq=False):
         pid: the process's number there.
         started: when it began (`proxyccl.proxy.processes.start_of`), which distinguishes it from later processes of
             that number; None if it had already ended.
+        view: its `proc_view`, in which that is its number; 0 if it is not known.
     """
 
     host: str
     pid: int
     started: int | None
+    view: Uint64 = 0
+
+    @classmethod
+    def own(cls) -> Member:
+        """This process."""
+        pid = os.getpid()
+        return cls(host_name(), pid, start_of(pid), proc_view())
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether `pid` is its number here too."""
+        return same_host(self.host, host_name()) and self.view == proc_view() != 0
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Member) and (self.host, self.pid) == (other.host, other.pid)
+        return isinstance(other, Member) and self.place == other.place
 
     def __hash__(self) -> int:
-        return hash((self.host, self.pid))
+        return hash(self.place)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """A text for the host and the PID namespace, and the number there: a process has these alone."""
+        return f"{self.host.partition('/')[2]}/{self.view}", self.pid
+
+    @property
+    def shown(self) -> str:
+        """The process and its host, as people name them."""
+        return f"process {self.pid} on {self.host.partition('/')[0]}"
 
 
 def read(path: Path) -> bytes:

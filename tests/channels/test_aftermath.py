@@ -16,9 +16,12 @@ from proxyccl import AbortedError, Communicator
 from proxyccl.channels.liveness.aftermath import Aftermath
 from proxyccl.channels.segment.control import ControlSegment, Presence, create_segment
 from proxyccl.channels.segment.error_record import ErrorRecord
+from proxyccl.channels.segment.process_descriptors import PeerProcess
+from proxyccl.device import forks
 from proxyccl.device._native import lib as native
 from proxyccl.device.gpu import unused_memory
 from proxyccl.device.gpu.unused_memory import UnusedMemory, add_hold, is_held, remove_hold
+from proxyccl.device.namespaces import proc_view
 from proxyccl.device.runtimes import open_runtime
 from support.devices import ON_HOST
 from support.ranks import collect_garbage
@@ -97,7 +100,11 @@ class Ranks:
         for rank, segment in enumerate(self.segments):
             segment.introduce(self.peers_of(rank))
         pids = pids or dict.fromkeys((1, 2), os.getpid())
-        self.aftermath = Aftermath(0, self.segments[0], self.peers_of(0), pids, lambda: patience)
+        here = PeerProcess(os.getpid(), proc_view(), forks.here().token)
+        processes = {
+            peer: here if pid == here.pid else PeerProcess(pid, here.view, bytes(16)) for peer, pid in pids.items()
+        }
+        self.aftermath = Aftermath(0, self.segments[0], self.peers_of(0), processes, lambda: patience)
         self.aftermath.begin()
 
     def peers_of(self, rank: int) -> dict[int, ControlSegment]:

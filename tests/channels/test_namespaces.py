@@ -1,76 +1,92 @@
-"""Ranks of one host in different PID namespaces, as in containers: they are refused with advice."""
+"""Ranks of one host in different PID namespaces, as containers have them: they pass each other descriptors."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from proxyccl import RuntimeUnavailableError
-from proxyccl.channels.joining.whereabouts import Whereabouts, require_shared_namespaces
-from proxyccl.proxy.daemon import connection
-from proxyccl.proxy.daemon.connection import daemon_process, missing_in_daemon
-from support.daemons import running_daemon
+from proxyccl.channels.joining.whereabouts import Whereabouts, find_hosts
+from support.containers import Containers
+from support.packages.debian import UnavailableError
+from support.paths import ROOT
 
-RANK = """
-import sys
-from proxyccl import Communicator, FileBootstrap, RuntimeUnavailableError
-try:
-    with Communicator(FileBootstrap(sys.argv[1], int(sys.argv[2]), 2), "host", timeout=60):
-        print("met")
-except RuntimeUnavailableError as error:
-    print(error)
-"""
-ELSEWHERE = ["unshare", "--pid", "--fork"]
+PROGRAM = str(ROOT / "tests/support/programs/contained.py")
+SECONDS = 250
+
+
+@pytest.fixture(scope="module")
+def containers() -> Iterator[Containers]:
+    try:
+        with Containers(2) as made:
+            yield made
+    except UnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """A directory that both containers see."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        yield Path(made)
+
+
+def run(containers: Containers, directory: Path, *arguments: str, env: dict[str, str]) -> list[str]:
+    ranks = [containers.start(rank, PROGRAM, str(directory), str(rank), *arguments, env=env) for rank in range(2)]
+    return [rank.communicate(SECONDS)[0] for rank in ranks]
 
 
 @pytest.mark.host_only("any runtime will do")
-@pytest.mark.parametrize(
-    ("mount", "refusal"),
-    [
-        (["--mount-proc"], "rank 0 and rank 1 of host .* are in different PID namespaces.*--pid=host.*hostPID"),
-        ([], "rank 1: /proc does not show this PID namespace.*unshare --mount-proc"),
-    ],
-    ids=["own /proc", "the host's /proc"],
-)
-def test_all_ranks_hear_that_one_is_in_another_namespace(mount: list[str], refusal: str, tmp_path: Path) -> None:
-    able = subprocess.run([*ELSEWHERE, *mount, "true"], capture_output=True, text=True, check=False, timeout=120)
-    if able.returncode:
-        pytest.skip(f"no PID namespace can be made here: {able.stderr.strip()}")
-    starts: list[list[str]] = [[], [*ELSEWHERE, *mount]]
-    ranks = [
-        subprocess.Popen(
-            [*start, sys.executable, "-c", RANK, str(tmp_path), str(rank)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank, start in enumerate(starts)
-    ]  # fmt: skip
-    for rank in ranks:
-        out, err = rank.communicate(timeout=120)
-        assert re.search(refusal, out), err
+def test_containers_of_one_network_work_together_without_a_file(
+    containers: Containers, tmp_path: Path, sockets: Path
+) -> None:
+    outputs = run(containers, tmp_path, "work", env={"PROXYCCL_SOCKETS": str(sockets)})
+    assert all(re.fullmatch(r"ways: network\n(.*\n)*done\n", each) for each in outputs), outputs
+    assert not list(sockets.iterdir())
 
 
-def test_namespaces_count_for_each_host() -> None:
-    a, b, unknown = Whereabouts("a/1", "pid:[1]"), Whereabouts("b/2", "pid:[2]"), Whereabouts("c/3", "")
-    require_shared_namespaces([a, b, a, b, unknown])
-    with pytest.raises(RuntimeUnavailableError, match="ranks 0, 2 and rank 1 of host a are in different PID names"):
-        require_shared_namespaces([a, Whereabouts("a/1", "pid:[2]"), a, b])
-    with pytest.raises(RuntimeUnavailableError, match="ranks 1, 2: /proc does not show"):
-        require_shared_namespaces([a, unknown, unknown])
+@pytest.mark.host_only("any runtime will do")
+def test_containers_that_share_a_directory_alone_notice_a_lost_rank(
+    containers: Containers, tmp_path: Path, sockets: Path
+) -> None:
+    outputs = run(containers, tmp_path, "lose", "apart", env={"PROXYCCL_SOCKETS": str(sockets)})
+    assert re.fullmatch(r"ways: directory\n(.*\n)*lost: the process of rank 1 ended .*\ndone\n", outputs[0]), outputs
+    assert len(list(sockets.iterdir())) == 1  # the killed one's, which the next to listen there removes
+    outputs = run(containers, tmp_path / "again", "work", "apart", env={"PROXYCCL_SOCKETS": str(sockets)})
+    assert all(re.fullmatch(r"ways: directory\n(.*\n)*done\n", each) for each in outputs), outputs
+    assert not list(sockets.iterdir())
 
 
-def test_a_node_daemon_in_another_namespace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "socket"
-    monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(path))
-    with running_daemon(path) as daemon:
-        number = daemon.process.pid
-        assert daemon_process(path) == number
-        monkeypatch.setattr(connection, "peer_credentials", lambda _: (0, os.geteuid()))  # as seen from outside
-        refusal = f"another PID namespace, where it is process {number}, .*--pid=host"
-        with pytest.raises(RuntimeUnavailableError, match=refusal):
-            daemon_process(path)
-        assert "another PID namespace" in missing_in_daemon(10)[0]
+HERE = Whereabouts("a/1", 7, "aa", ("network 1", "directory 1:2"))
+
+
+def test_containers_of_one_machine_are_one_host() -> None:
+    own_name = Whereabouts("b/1", 8, "bb", ("network 2", "directory 1:2"))
+    elsewhere = Whereabouts("a/2", 7, "cc", ())
+    assert find_hosts([HERE, own_name, elsewhere]) == ["a/1", "a/1", "a/2"]
+    assert [HERE.way(HERE), HERE.way(own_name), HERE.way(elsewhere)] == ["", "directory", ""]
+    assert find_hosts([Whereabouts("a/1/a", 7), Whereabouts("b/1/b", 8)]) == ["a/1/a", "b/1/b"]  # PROXYCCL_HOSTS=name
+
+
+def test_ranks_that_share_nothing_hear_what_is_missing() -> None:
+    alone = Whereabouts("b/1", 8, "bb", ("network 2",), ("/s: No such file or directory", "no node daemon at /d"))
+    with pytest.raises(RuntimeUnavailableError) as raised:
+        find_hosts([HERE, alone, HERE, alone])
+    for words in (
+        r"ranks 0, 2 and ranks 1, 3 are on one machine \(a, b\), but can't pass each other descriptors of memory",
+        r"their PID or user namespaces differ.*network namespaces and their directories of sockets",
+        r"\(ranks 1, 3: /s: No such file or directory, no node daemon at /d\)",
+        r"PROXYCCL_SOCKETS.*PROXYCCL_DAEMON_SOCKET.*--network=host.*--pid=host.*PROXYCCL_HOSTS=name",
+    ):
+        assert re.search(words, str(raised.value))
+
+
+def test_a_process_without_proc_is_its_own_neighbour_alone() -> None:
+    blind = Whereabouts("a/1", 0, "aa")
+    assert find_hosts([blind, blind]) == ["a/1", "a/1"]
+    with pytest.raises(RuntimeUnavailableError, match="/proc does not show their processes"):
+        find_hosts([blind, Whereabouts("a/1", 0, "bb")])

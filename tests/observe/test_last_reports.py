@@ -13,6 +13,7 @@ import pytest
 from proxyccl.channels.reports import peers
 from proxyccl.channels.reports.diagnosis import diagnose
 from proxyccl.channels.reports.find import find
+from proxyccl.device.namespaces import proc_view
 from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.processes import is_stopped, start_of
 from proxyccl.proxy.reports import files
@@ -40,7 +41,7 @@ def test_a_report_is_awaited_while_its_process_may_write_it(tmp_path: Path, monk
     monkeypatch.setenv("PROXYCCL_REPORT_DIR", str(tmp_path))
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        member = Member(host_name(), process.pid, start_of(process.pid))
+        member = Member(host_name(), process.pid, start_of(process.pid), proc_view())
         assert peers._Awaited("0123abcd", 1, member, time.monotonic() + 60).is_due()
         assert not peers._Awaited("0123abcd", 1, member, time.monotonic() - 1).is_due(), "the time is over"
         process.send_signal(signal.SIGSTOP)

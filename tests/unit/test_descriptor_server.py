@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from proxyccl.device.memory.descriptor_server import NAME_BYTES, DescriptorServer, fetch_descriptors
+from proxyccl.device import forks
+from proxyccl.device.memory import sockets
+from proxyccl.device.memory.descriptor_server import fetch_descriptor, fetch_descriptors, serve, supply
+from proxyccl.device.memory.sockets import TOKEN_BYTES, UnreachableError
+
+KIND = b"?"
 
 OTHER_PROCESS = """
 import os, sys
 from proxyccl.device.memory.descriptor_server import fetch_descriptors
-for number, descriptor in fetch_descriptors(bytes.fromhex(sys.argv[1]), sys.argv[2].encode()):
+for number, descriptor in fetch_descriptors(bytes.fromhex(sys.argv[1]), b"?", sys.argv[2].encode()):
     print(number, os.pread(descriptor, 100, 0).decode())
 """
 
@@ -28,14 +35,16 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def name(directory: Path) -> bytes:
 
-    def supply(request: bytes) -> Iterator[tuple[int, int]]:
+    def make(request: bytes) -> Iterator[tuple[int, int]]:
         for number in range(int(request)):
             if number == 5:
                 raise ValueError("there is no sixth")
             (directory / str(number)).write_text(f"file {number}")
             yield number, os.open(directory / str(number), os.O_RDONLY)
 
-    return DescriptorServer(supply, (ValueError,)).name
+    supply(KIND, make, (ValueError,))
+    serve()
+    return forks.here().token
 
 
 def test_another_process_gets_files_that_this_one_opened(name: bytes) -> None:
@@ -55,11 +64,58 @@ def open_files(directory: Path) -> list[Path]:
 @pytest.mark.parametrize("request_", [b"6", b"nonsense"])
 def test_a_request_that_cant_be_served_leaves_nothing_open(name: bytes, directory: Path, request_: bytes) -> None:
     with pytest.raises(OSError, match=r"there is no sixth|invalid literal"):
-        fetch_descriptors(name, request_)
+        fetch_descriptors(name, KIND, request_)
     assert open_files(directory) == []
-    assert fetch_descriptors(name, b"0") == []
+    assert fetch_descriptors(name, KIND, b"0") == []
 
 
 def test_a_name_that_nobody_has_is_refused() -> None:
-    with pytest.raises(ConnectionRefusedError):
-        fetch_descriptors(bytes(NAME_BYTES), b"1")
+    with pytest.raises(UnreachableError, match=r"its process has ended, or can't be reached .*: not in this network"):
+        fetch_descriptors(bytes(TOKEN_BYTES), KIND, b"1")
+
+
+def test_a_kind_that_nobody_supplies_is_refused(name: bytes) -> None:
+    with pytest.raises(OSError, match="it has no descriptors of kind b'!'"):
+        fetch_descriptors(name, b"!", b"1")
+
+
+@pytest.fixture
+def socket_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of sockets, of a short name."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as made:
+        monkeypatch.setenv("PROXYCCL_SOCKETS", made)
+        yield Path(made)
+
+
+def test_another_network_namespace_is_served_in_the_directory(
+    name: bytes, socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (socket_directory / f"{bytes(TOKEN_BYTES).hex()}.descriptors").touch()  # whatever else lies there is left alone
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as killed:
+        killed.bind(str(socket_directory / "killed.descriptors"))
+    monkeypatch.setattr(sockets, "_abstract", lambda _: bytes(16))  # no such name in this network namespace
+    with pytest.raises(UnreachableError, match=f"not in {socket_directory}"):
+        fetch_descriptor(name, KIND, b"1")
+    serve().listen_in_directory()
+    serve().listen_in_directory()
+    os.close(fetch_descriptor(name, KIND, b"1"))
+    found = {path.name for path in socket_directory.iterdir()}
+    assert found == {f"{token.hex()}.descriptors" for token in (name, bytes(TOKEN_BYTES))}
+
+
+def test_a_directory_that_takes_no_socket_is_not_offered(
+    socket_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = socket_directory.stat()
+    assert sockets.usable_directory() == (f"directory {info.st_dev}:{info.st_ino}", "")
+    (socket_directory / ("x" * 80)).mkdir()
+    for place, reason in (
+        (f"{socket_directory}/missing/dir", f"{socket_directory}/missing/dir: No such file or directory"),
+        (__file__, f"{__file__} is not a directory"),
+        (str(socket_directory / ("x" * 80)), f"{socket_directory}/{'x' * 80} is too long for the path of a socket in it"),
+    ):
+        monkeypatch.setenv("PROXYCCL_SOCKETS", place)
+        assert sockets.usable_directory() == ("", reason)
+    monkeypatch.setenv("PROXYCCL_SOCKETS", str(socket_directory))
+    monkeypatch.setattr(os, "access", lambda *_: False)  # a file system that is mounted for reading
+    assert sockets.usable_directory() == ("", f"{socket_directory} can't be written")

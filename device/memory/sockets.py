@@ -1,0 +1,179 @@
+"""The sockets by which a process's server of descriptors is reached (descriptor_server.py), from containers too.
+
+Processes with one network namespace meet at an abstract name, which needs no file. Others meet at a file in a directory
+that both see: ``PROXYCCL_SOCKETS``, else the user's runtime directory. Where they share nothing but the node daemon's
+socket, the daemon introduces them (proxy/daemon/broker.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from proxyccl.device import forks
+from proxyccl.device.namespaces import network_namespace
+from proxyccl.device.user_directories import runtime_directory
+
+TOKEN_BYTES = 16
+_SUFFIX = ".descriptors"
+_LONGEST_PATH = 107
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+Connect = Callable[[bytes, float], socket.socket]
+"""Connects to the server of a process by its token, within seconds. Raises OSError."""
+
+_brokers: dict[str, Connect] = {}
+
+
+class UnreachableError(ConnectionRefusedError):
+    """No socket leads to a process: it has ended, or is in a container that shares none with this process's."""
+
+
+def directory() -> Path:
+    """The directory of sockets. It need not exist."""
+    named = os.environ.get("PROXYCCL_SOCKETS")
+    return Path(named).absolute() if named else runtime_directory()
+
+
+def usable_directory() -> tuple[str, str]:
+    """What processes share that see the same directory of sockets, and why this process can't use it; one is "".
+
+    The user's runtime directory is made if it is missing.
+    """
+    place = directory()
+    try:
+        if not os.environ.get("PROXYCCL_SOCKETS"):
+            with contextlib.suppress(FileExistsError):
+                place.mkdir(mode=0o700)
+        info = place.stat()
+    except OSError as error:
+        return "", f"{place}: {error.strerror}"
+    if not stat.S_ISDIR(info.st_mode):
+        return "", f"{place} is not a directory"
+    if not os.access(place, os.W_OK | os.X_OK):
+        return "", f"{place} can't be written"
+    if len(os.fsencode(_path(place, bytes(TOKEN_BYTES)))) > _LONGEST_PATH:
+        return "", f"{place} is too long for the path of a socket in it"
+    return f"directory {info.st_dev}:{info.st_ino}", ""
+
+
+def shared_network() -> str:
+    """What processes share that have one network namespace; "" if /proc does not show it."""
+    number = network_namespace()
+    return f"network {number}" if number else ""
+
+
+def listen_in_network(token: bytes) -> socket.socket:
+    """A socket that listens at a process's abstract name. Raises OSError."""
+    listener = _socket()
+    listener.bind(_abstract(token))
+    listener.listen(64)
+    return listener
+
+
+def listen_in_directory(place: Path, token: bytes) -> tuple[socket.socket, str]:
+    """A socket that listens at a process's file in a directory, and the file's path. Raises OSError."""
+    _remove_left(place)
+    listener, path = _socket(), _path(place, token)
+    draft = os.path.join(place, f".{os.path.basename(path)[:8]}")
+    listener.bind(draft)
+    try:
+        os.chmod(draft, 0o600)
+        listener.listen(64)
+        os.rename(draft, path)  # it listens before it has its name: `_remove_left` removes those that don't
+    except OSError:
+        os.unlink(draft)
+        raise
+    return listener, path
+
+
+def _remove_left(place: Path) -> None:
+    """Removes the files of processes that were killed."""
+    for path in place.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(OSError), _socket() as probe:
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                continue
+            probe.setblocking(False)  # BlockingIOError: it lives, and is busy
+            try:
+                probe.connect(os.fspath(path))
+            except ConnectionRefusedError:
+                path.unlink()
+
+
+def _socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    forks.keep_from_children(made)
+    return made
+
+
+def _abstract(token: bytes) -> bytes:
+    return b"\0proxyccl-" + token.hex().encode()
+
+
+def _path(place: Path, token: bytes) -> str:
+    return os.path.join(place, token.hex() + _SUFFIX)
+
+
+def add_broker(name: str, connect: Connect) -> None:
+    """Connects by way of a process that introduces others, where no other socket leads to one.
+
+    Args:
+        name: names it in errors. Another one of this name is replaced.
+        connect: raises OSError if it does not know the process either.
+    """
+    _brokers[name] = connect
+
+
+def connect(token: bytes, timeout: float) -> socket.socket:
+    """A connection to the server of a process.
+
+    Args:
+        token: the process's.
+        timeout: seconds for each step.
+
+    Raises:
+        UnreachableError: there is none.
+        PermissionError: it belongs to another user.
+        OSError: it does not answer.
+    """
+    tried = []
+    for name, way in _ways(token):
+        try:
+            return way(timeout)
+        except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError) as error:
+            tried.append(f"not {name}" + (f" ({error})" if isinstance(error, UnreachableError) else ""))
+    raise UnreachableError(f"its process has ended, or can't be reached from this container: {', '.join(tried)}")
+
+
+def _ways(token: bytes) -> Iterator[tuple[str, Callable[[float], socket.socket]]]:
+    """The ways to a process's server, and how errors name them."""
+    yield "in this network namespace", lambda timeout: _connect(_abstract(token), timeout)
+    place = directory()
+    yield f"in {place}", lambda timeout: _connect(_path(place, token), timeout)
+    for name, broker in tuple(_brokers.items()):
+        yield f"at {name}", lambda timeout, broker=broker: broker(token, timeout)  # type: ignore[misc]
+
+
+def _connect(address: str | bytes, timeout: float) -> socket.socket:
+    connection = _socket()
+    try:
+        connection.settimeout(timeout)
+        connection.connect(address)
+        user = user_of(connection)
+        if user not in (0, os.geteuid()):
+            raise PermissionError(f"its process belongs to user {user}, not to {os.geteuid()}")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def user_of(connection: socket.socket) -> int:
+    """The user at the other end, as the kernel knows it."""
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return user

@@ -1,0 +1,56 @@
+"""A rank in a container of its own: contained.py DIRECTORY RANK TASK [apart]
+
+With `apart` it also leaves the network namespace, so no abstract socket leads to it. Tasks: `work` prints the results of
+calls over every kind of channel; `lose` ends rank 1 in the middle, and rank 0 prints its error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+import numpy as np
+
+from proxyccl import Communicator, FileBootstrap, PeerLostError, ProxyCCLError
+
+_NEWNET = 0x40000000
+RANKS = 2
+
+
+def work(comm: Communicator) -> None:
+    """Direct and proxied collectives, symmetric memory, registered memory, and a split."""
+    ones = np.ones(3000, np.float32)
+    for algorithm in ("one_shot", "proxy"):
+        assert np.all(comm.all_reduce(ones * (comm.rank + 1), algorithm=algorithm) == 3)
+    array = comm.empty(3000, np.float32).upload(ones * comm.rank)
+    output = comm.empty(RANKS * 3000, np.float32)
+    comm.all_gather(array, out=output)
+    assert np.all(output.numpy().reshape(RANKS, -1) == [[0], [1]])
+    with comm.split(range(RANKS)) as part:
+        assert np.all(part.all_reduce(ones) == RANKS)
+
+
+def lose(comm: Communicator) -> None:
+    """Rank 1 is killed, and rank 0 learns of it long before its time-out."""
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.all_reduce(np.ones(3000, np.float32))
+    except PeerLostError as error:
+        print("lost:", error)
+
+
+if __name__ == "__main__":
+    directory, rank, task, *apart = sys.argv[1:]
+    if apart and ctypes.CDLL(None, use_errno=True).unshare(_NEWNET):
+        sys.exit(f"no network namespace: {os.strerror(ctypes.get_errno())}")
+    try:
+        with Communicator(FileBootstrap(directory, int(rank), RANKS), "host", timeout=200) as comm:
+            print("ways:", *comm.group.ways.values())
+            {"work": work, "lose": lose}[task](comm)
+            print("done", flush=True)
+    except ProxyCCLError as error:
+        print(f"{type(error).__name__}: {error}")
