@@ -42,6 +42,11 @@ def cpu_time_of(pid: int, thread: int) -> int | None:
     return (int(user) + int(system)) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
+def process_name(pid: int | None) -> str:
+    """How messages name a process that a socket leads to: some have no number in this PID namespace."""
+    return f"process {pid}" if pid else "a process of another PID namespace"
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a process exists and is stopped by a signal."""
     return _status(pid, "State").startswith("T")

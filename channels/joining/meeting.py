@@ -115,7 +115,7 @@ def meet(
         rank, world_size = bootstrap.rank, bootstrap.world_size
         places = exchange.all_gather(Whereabouts.own(), WHEREABOUTS, "hosts")
         hosts = find_hosts(places)
-        ways = open_ways(places, hosts, rank)
+        ways = open_ways(places, hosts, rank, timeout)
         if runtime is None or isinstance(runtime, str):
             runtime = open_runtime(runtime, device, local_rank=hosts[:rank].count(hosts[rank]))
         runtime.activate()

@@ -18,6 +18,7 @@ from proxyccl.device.memory import sockets
 from proxyccl.device.memory.descriptor_server import serve
 from proxyccl.device.namespaces import proc_view
 from proxyccl.proxy.codec import Codec, Message, Uint64
+from proxyccl.proxy.daemon.introduced import offer
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.hosts import host_name, same_host
 
@@ -94,20 +95,21 @@ def find_hosts(ranks: Sequence[Whereabouts]) -> list[str]:
     return hosts
 
 
-def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int) -> dict[int, str]:
+def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int, timeout: float) -> dict[int, str]:
     """Lets ranks of this rank's host fetch descriptors that they don't see in /proc.
 
     Args:
         ranks: all of them.
         hosts: their hosts (`find_hosts`).
         rank: this one.
+        timeout: for each answer of the node daemon, in seconds.
 
     Returns:
         By rank, the kind of socket over which the two pass each other descriptors.
 
     Raises:
         ResourceError: there are too few descriptors or threads.
-        RuntimeUnavailableError: the directory of sockets takes none.
+        RuntimeUnavailableError: the directory of sockets takes none, or the node daemon does not answer.
     """
     of_host = [peer for peer, host in enumerate(hosts) if host == hosts[rank]]
     ways = {peer: way for peer in of_host if (way := ranks[rank].way(ranks[peer]))}
@@ -118,6 +120,8 @@ def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int) -> 
                 server.listen_in_directory()
             except OSError as error:
                 raise RuntimeUnavailableError(f"no socket can be made in {sockets.directory()}: {error}") from None
+        if "daemon" in ways.values():
+            offer(socket_path(), timeout)
     return ways
 
 
@@ -140,14 +144,13 @@ def _apart(members: Sequence[int], one: Whereabouts, others: Sequence[int], othe
         for ranks, place in ((members, one), (others, other))
         if place.lacking
     )
-    proc = "their PID or user namespaces differ" if one.view or other.view else "/proc does not show their processes"
+    proc = "PID (or user) namespace" if one.view or other.view else "/proc that shows them"
     return (
-        f"{_named(members)} and {_named(others)} are on {where}, but can't pass each other descriptors of memory: {proc}, "
-        "and so do their network namespaces and their directories of sockets"
-        + (f" ({lacking})" if lacking else "")
-        + ". Mount one directory into all containers and set PROXYCCL_SOCKETS to its path there, or the directory of the "
-        "node daemon's socket with PROXYCCL_DAEMON_SOCKET; or start the containers with --network=host or --pid=host "
-        "(hostNetwork, hostPID). With PROXYCCL_HOSTS=name each container counts as a host, and they use RDMA or libfabric"
+        f"{_named(members)} and {_named(others)} are on {where}, but can't pass each other descriptors of memory: they "
+        f"share no {proc}, network namespace or directory of sockets{f' ({lacking})' if lacking else ''}. "
+        "Mount one directory into all containers and name it by PROXYCCL_SOCKETS (or mount the node daemon's socket, "
+        "PROXYCCL_DAEMON_SOCKET), or start them with --network=host or --pid=host (hostNetwork, hostPID). "
+        "PROXYCCL_HOSTS=name makes each container a host of its own, for RDMA or libfabric"
     )
 
 

@@ -8,6 +8,7 @@ from datetime import datetime
 from proxyccl.channels.reports.render import counted, ring_lines
 from proxyccl.proxy.daemon.report import Client, DaemonReport, EngineThread, Request
 from proxyccl.proxy.observe.reader import ChannelView
+from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.reports.document import Member
 
 _STATES = {"R": "runs", "S": "sleeps", "D": "is held in the kernel", "T": "is stopped"}
@@ -93,7 +94,7 @@ def _channel(client: Client, channel: ChannelView) -> str:
 
 def _client(report: DaemonReport, client: Client) -> Iterator[str]:
     rank = client.description
-    where = f"process {client.pid} on {client.device_id or 'no device'}, for {client.seconds:.1f} s"
+    where = f"{process_name(client.pid)} on {client.device_id or 'no device'}, for {client.seconds:.1f} s"
     if rank is None:
         yield f"a client without a description: {where}"
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from proxyccl.channels.reports.report import Call, Exchange, ProxiedChannel, Report, Thread, Wait
+from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.reports.rings import Ring, RingTrigger
 
 
@@ -124,7 +125,7 @@ def render(report: Report) -> str:
         f"  cause: {report.cause}",
     ]
     if report.daemon is not None:
-        lines.append(f"  its proxy is in the node daemon, process {report.daemon.pid}")
+        lines.append(f"  its proxy is in the node daemon, {process_name(report.daemon.pid)}")
     if report.failure is not None:
         lines.append(f"  {report.failure.kind}: {report.failure.message}")
     if report.exchange is not None:

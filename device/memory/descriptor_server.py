@@ -112,7 +112,7 @@ class DescriptorServer:
             self._serve(connection)
 
     def _serve(self, connection: socket.socket) -> None:
-        user = sockets.user_of(connection)
+        _, user = sockets.peer_credentials(connection)
         request = connection.recv(_LONGEST_REQUEST)
         if user not in (0, os.geteuid()):
             _refuse(connection, f"it belongs to user {os.geteuid()}, not to {user}")

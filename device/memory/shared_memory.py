@@ -1,8 +1,8 @@
 """Shared memory without a name, as the host runtime's device memory and as every runtime's pinned memory.
 
 It is a memfd. Another process of the same user opens it as /proc/<pid>/fd/<fd>, so a killed process leaves no files,
-and the size limit of /dev/shm does not apply. A process of another PID or user namespace asks the owner for a descriptor
-(`descriptor_server.py`).
+and the size limit of /dev/shm does not apply. A process of another PID or user namespace asks the owner for a
+descriptor (`descriptor_server.py`).
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ def export_descriptor(descriptor: int, offset: int, nbytes: int) -> bytes:
 
 
 class _Handle:
-    """The handle by which another process opens a `SharedMemory`: the owner and its descriptor, and enough to check that
-    it is still the same.
+    """The handle by which another process opens a `SharedMemory`: the owner and its descriptor, and enough to check
+    that it is still the same.
     """
 
     _LAYOUT = struct.Struct("<8sQq16sqQQQQ")

@@ -57,7 +57,7 @@ def usable_directory() -> tuple[str, str]:
         return "", f"{place} is not a directory"
     if not os.access(place, os.W_OK | os.X_OK):
         return "", f"{place} can't be written"
-    if len(os.fsencode(_path(place, bytes(TOKEN_BYTES)))) > _LONGEST_PATH:
+    if not _fits(place):
         return "", f"{place} is too long for the path of a socket in it"
     return f"directory {info.st_dev}:{info.st_ino}", ""
 
@@ -115,6 +115,11 @@ def _abstract(token: bytes) -> bytes:
     return b"\0proxyccl-" + token.hex().encode()
 
 
+def _fits(place: Path) -> bool:
+    """Whether a socket may have the path of one in a directory."""
+    return len(os.fsencode(_path(place, bytes(TOKEN_BYTES)))) <= _LONGEST_PATH
+
+
 def _path(place: Path, token: bytes) -> str:
     return os.path.join(place, token.hex() + _SUFFIX)
 
@@ -127,6 +132,11 @@ def add_broker(name: str, connect: Connect) -> None:
         connect: raises OSError if it does not know the process either.
     """
     _brokers[name] = connect
+
+
+def remove_broker(name: str) -> None:
+    """Ends `add_broker`."""
+    _brokers.pop(name, None)
 
 
 def connect(token: bytes, timeout: float) -> socket.socket:
@@ -154,7 +164,8 @@ def _ways(token: bytes) -> Iterator[tuple[str, Callable[[float], socket.socket]]
     """The ways to a process's server, and how errors name them."""
     yield "in this network namespace", lambda timeout: _connect(_abstract(token), timeout)
     place = directory()
-    yield f"in {place}", lambda timeout: _connect(_path(place, token), timeout)
+    if _fits(place):
+        yield f"in {place}", lambda timeout: _connect(_path(place, token), timeout)
     for name, broker in tuple(_brokers.items()):
         yield f"at {name}", lambda timeout, broker=broker: broker(token, timeout)  # type: ignore[misc]
 
@@ -164,7 +175,7 @@ def _connect(address: str | bytes, timeout: float) -> socket.socket:
     try:
         connection.settimeout(timeout)
         connection.connect(address)
-        user = user_of(connection)
+        _, user = peer_credentials(connection)
         if user not in (0, os.geteuid()):
             raise PermissionError(f"its process belongs to user {user}, not to {os.geteuid()}")
     except OSError:
@@ -173,7 +184,9 @@ def _connect(address: str | bytes, timeout: float) -> socket.socket:
     return connection
 
 
-def user_of(connection: socket.socket) -> int:
-    """The user at the other end, as the kernel knows it."""
-    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return user
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end, as the kernel knows them; 0 for a process of another PID namespace that has no
+    number here."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(raw)
+    return pid, user

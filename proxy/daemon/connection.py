@@ -25,17 +25,14 @@ from proxyccl.device.errors import (
     ResourceError,
     RuntimeUnavailableError,
 )
-from proxyccl.device.memory.descriptors import naming_exhaustion
+from proxyccl.device.memory.sockets import peer_credentials
 from proxyccl.device.threads import Thread
-from proxyccl.proxy.daemon.frames import limit_waits, peer_credentials, receive, send
-from proxyccl.proxy.daemon.listeners import shown
+from proxyccl.proxy.daemon.frames import limit_waits, receive, send
+from proxyccl.proxy.daemon.hello import introduce
+from proxyccl.proxy.daemon.introduced import offer
 from proxyccl.proxy.daemon.protocol import (
-    HELLO_ANSWERS,
-    HELLOS,
-    LAYOUT,
     REPLIES,
     REQUESTS,
-    VERSION,
     AnyReply,
     AnyRequest,
     Close,
@@ -43,8 +40,6 @@ from proxyccl.proxy.daemon.protocol import (
     Done,
     Ending,
     Failed,
-    Hello,
-    HelloAnswer,
     Missing,
     Prepare,
     Refused,
@@ -54,7 +49,7 @@ from proxyccl.proxy.daemon.protocol import (
     socket_path,
 )
 from proxyccl.proxy.interface import ProxyFailure
-from proxyccl.proxy.processes import is_stopped, start_of
+from proxyccl.proxy.processes import is_stopped, process_name, start_of
 from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.turns import TurnWatch
 
@@ -71,7 +66,7 @@ class DaemonAddress(Protocol):
     """The address of a daemon. `str` names it for people."""
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
-        """A connection to a daemon that accepts this process, and the daemon's process.
+        """A connection to a daemon that accepts this process, and the daemon's process; 0 if it has no number here.
 
         Args:
             timeout: seconds for each step.
@@ -113,13 +108,12 @@ class NodeDaemon:
                 f"no node daemon answers at {self} ({error}); start one with: proxyccl daemon --socket {self}"
             ) from None
         process, _ = peer_credentials(connection)
-        if process != answer.pid:  # the system tells the number that it has here
-            connection.close()
-            raise _refused(
-                os.fspath(self._path),
-                f"it is in another PID namespace, where it is process {answer.pid}, and opens memory through "
-                "/proc/PID/fd; start both in one, for containers with --pid=host or hostPID",
-            )
+        if process != answer.pid:  # the system tells the number that it has here, and 0 for none
+            try:
+                offer(self._path, timeout)
+            except ProxyCCLError:
+                connection.close()
+                raise
         return connection, process
 
     def last_words(self) -> str:
@@ -128,49 +122,6 @@ class NodeDaemon:
 
     def close(self) -> None:
         """Does nothing."""
-
-
-def introduce(address: str, timeout: float) -> tuple[socket.socket, HelloAnswer]:
-    """Connects to a daemon and says hello. Returns the connection, and the answer.
-
-    Raises:
-        RuntimeUnavailableError: the daemon does not accept this process.
-        ResourceError: there are too few descriptors.
-        OSError, ProtocolError: there is no daemon, or it does not answer.
-    """
-    with naming_exhaustion("a connection to the node daemon"):
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    forks.keep_from_children(connection)
-    try:
-        limit_waits(connection, timeout, timeout)
-        connection.connect(address)
-        _, user = peer_credentials(connection)
-        if user not in (0, os.geteuid()):
-            raise _refused(address, f"it belongs to user {user}")
-        answer = _say_hello(connection)
-        if answer.error:
-            raise _refused(address, answer.message)
-        if answer.version != VERSION:
-            raise _refused(address, f"it speaks version {answer.version} of the protocol, this process {VERSION}")
-        limit_waits(connection, timeout, 0)
-    except (OSError, ProxyCCLError):
-        connection.close()
-        raise
-    return connection, answer
-
-
-def _refused(address: str, reason: str) -> RuntimeUnavailableError:
-    return RuntimeUnavailableError(f"the node daemon at {shown(address)} does not accept this process: {reason}")
-
-
-def _say_hello(connection: socket.socket) -> HelloAnswer:
-    """The daemon's answer. Raises ConnectionResetError if it hung up."""
-    with contextlib.suppress(BrokenPipeError):  # it may have refused this user already, and said so
-        send(connection, HELLOS, Hello(VERSION, LAYOUT))
-    message = receive(connection, HELLO_ANSWERS, _DAEMON)
-    if message is None:
-        raise ConnectionResetError("it hung up")
-    return message[0]
 
 
 def daemon_process(path: Path) -> int:
@@ -329,7 +280,7 @@ class DaemonConnection:
             raise answer.exception()
         if not isinstance(answer, answer_type):
             if answer is not None:
-                self._lose(f"process {self.daemon} answered {request.name} with {answer!r:.100}")
+                self._lose(f"{process_name(self.daemon)} answered {request.name} with {answer!r:.100}")
             raise ProxyLostError(f"the node daemon is lost: {self._lost}", operation=request.name)
         return answer
 
@@ -374,10 +325,10 @@ class DaemonConnection:
                     case Failed():
                         self._on_failure(reply.failure())
                     case Ending():
-                        self._lose(f"process {self.daemon} is ending")
+                        self._lose(f"{process_name(self.daemon)} is ending")
                     case _:
                         self._answers.put(reply)
-            reason = f"process {self.daemon} ended"
+            reason = f"{process_name(self.daemon)} ended"
             words = self.address.last_words()
             reason += f": {words}" if words else ""
         except (OSError, ProtocolError) as error:
@@ -394,11 +345,11 @@ class DaemonConnection:
     def give_up(self, what: str) -> None:
         """Loses a daemon that lives, or may live. `what` describes the symptom, after the name of its process."""
         stopped = f"; it {_STOPPED}" if is_stopped(self.daemon) else ""
-        self._lose(f"process {self.daemon} {what}{stopped}")
+        self._lose(f"{process_name(self.daemon)} {what}{stopped}")
 
     def stopped(self) -> str:
         """See `Proxy.stopped`; empty too if the daemon is lost."""
-        return f"process {self.daemon} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
+        return f"{process_name(self.daemon)} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
 
     def close_service(self, timeout: float, turns: TurnWatch) -> bool:
         """Has the daemon drain the rings and free everything of this client, and hangs up.

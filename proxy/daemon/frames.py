@@ -13,8 +13,6 @@ from proxyccl.device.memory.descriptor_passing import receive_with_descriptors, 
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.protocol import LONGEST_FRAME, MOST_DESCRIPTORS
 
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-
 T = TypeVar("T")
 
 
@@ -70,10 +68,3 @@ def limit_waits(connection: socket.socket, send_seconds: float, receive_seconds:
     for option, seconds in ((socket.SO_SNDTIMEO, send_seconds), (socket.SO_RCVTIMEO, receive_seconds)):
         parts = divmod(int(seconds * 1e6), 1_000_000)
         connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *parts))
-
-
-def peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel knows them."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, _ = _CREDENTIALS.unpack(raw)
-    return pid, user

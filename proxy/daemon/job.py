@@ -15,8 +15,8 @@ from proxyccl.device import forks
 from proxyccl.device.errors import ProtocolError, RuntimeUnavailableError
 from proxyccl.device.memory.descriptors import EXHAUSTED, naming_exhaustion, out_of_descriptors
 from proxyccl.proxy.codec import Codec, Message
-from proxyccl.proxy.daemon.connection import introduce
 from proxyccl.proxy.daemon.frames import limit_waits
+from proxyccl.proxy.daemon.hello import introduce
 from proxyccl.proxy.daemon.listeners import BACKLOG, abstract
 from proxyccl.proxy.processes import start_of
 

@@ -38,7 +38,7 @@ from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Trigger
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.workers import MAX_RINGS
 
-VERSION = 13
+VERSION = 14
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = MAX_RINGS + 1
 """Descriptors in a frame: the control segment's and the rings'."""
@@ -100,6 +100,26 @@ class WriteReport(Request, frozen=True):
     """Has the daemon write a report; `cause` says why. The only request without an answer."""
 
     cause: str
+
+
+class Offer(Request, frozen=True):
+    """Has the daemon introduce others to the client, by an `Introduced` for each. Answered by `Done`.
+
+    Attributes:
+        process: the token of the client's process, in hexadecimal.
+    """
+
+    process: str
+
+
+class Reach(Request, frozen=True):
+    """A connection to another process that has made an `Offer`, or to the daemon. Answered by `Reached`.
+
+    Attributes:
+        process: the token of that process, in hexadecimal.
+    """
+
+    process: str
 
 
 class Prepare(Request, frozen=True):
@@ -329,6 +349,14 @@ class Done(Reply, frozen=True):
     """The request was carried out."""
 
 
+class Reached(Reply, frozen=True):
+    """A connection to the process; its frame carries the socket."""
+
+
+class Introduced(Reply, frozen=True):
+    """An event: another process has connected to the client's server of descriptors; its frame carries the socket."""
+
+
 class Missing(Reply, frozen=True):
     """By transport, the reason why RDMA cannot be used; empty if it can."""
 
@@ -537,10 +565,12 @@ ServiceRequest: TypeAlias = (
 )
 """The requests that need an open service."""
 
-AnyRequest: TypeAlias = RemoteMissing | WriteReport | Prepare | Open | Close | ServiceRequest
+AnyRequest: TypeAlias = RemoteMissing | WriteReport | Prepare | Open | Close | Offer | Reach | ServiceRequest
 
 AnyReply: TypeAlias = (
     Done
+    | Reached
+    | Introduced
     | Missing
     | Opened
     | MemoryAdded

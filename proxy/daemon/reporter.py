@@ -27,7 +27,7 @@ from proxyccl.proxy.daemon.report import Client, DaemonReport, EngineThread, Req
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.observe.reader import Observer, ServiceView
-from proxyccl.proxy.processes import start_of, stat_of
+from proxyccl.proxy.processes import process_name, stat_of
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import Member
 from proxyccl.proxy.reports.rings import TRIGGERS, Ring
@@ -188,7 +188,7 @@ class _Snapshots:
         with self._opened:
             for client, snapshot in self._clients:
                 workers: list[Worker] = []
-                with _collecting_errors(self.unread, f"process {client.pid}"):
+                with _collecting_errors(self.unread, process_name(client.pid)):
                     workers = snapshot.workers() if snapshot is not None else []
                 clients.append(structs.replace(client, workers=workers))
         return clients

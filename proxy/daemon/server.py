@@ -20,11 +20,12 @@ from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.integers import as_integer
+from proxyccl.device.memory.sockets import peer_credentials
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import open_driver
 from proxyccl.device.threads import Thread
 from proxyccl.proxy.daemon.attendance import Attendance
-from proxyccl.proxy.daemon.frames import peer_credentials
+from proxyccl.proxy.daemon.introductions import Introductions
 from proxyccl.proxy.daemon.listeners import Listener, SocketFile
 from proxyccl.proxy.daemon.reporter import DaemonReporter
 from proxyccl.proxy.daemon.session import Session, refuse_user
@@ -97,6 +98,8 @@ class Daemon:
             undo.callback(self._listener.release)
             undo.callback(self._listener.close)
             self.path = Path(self._listener.name)
+            self._introductions = Introductions(self._listener.name)
+            undo.callback(self._introductions.close)
             self._threads = [
                 ProxyThread(f"proxyccl-proxy-{i}", chosen.idle or IdlePolicy(), chosen.cores)
                 for i in range(chosen.threads)
@@ -197,7 +200,12 @@ class Daemon:
 
     def _admit(self, connection: socket.socket) -> None:
         session = Session(
-            connection, self._open_runtime, self._assign_threads, self._choose_idle, self.reporter.request
+            connection,
+            self._open_runtime,
+            self._assign_threads,
+            self._choose_idle,
+            self.reporter.request,
+            self._introductions,
         )
         thread = Thread(self._run, "proxyccl-client", session, failed=lambda _: session.abandon())
         with self._lock:
@@ -241,7 +249,7 @@ class Daemon:
         if self._options.idle is not None:
             return self._options.idle
         with self._lock:
-            processes = {session.pid for session in self._sessions if session.threads}
+            processes = {session.pid or session for session in self._sessions if session.threads}
         cores = os.sched_getaffinity(0).union(self._options.cores or ())
         return choose_idle(len(cores), max(self._options.programs, len(processes)), len(self._threads))
 
@@ -260,6 +268,7 @@ class Daemon:
             if not proxy_thread.close(_DRAIN_SECONDS):
                 log.error("a thread does not end: it is inside a call of the driver")
         self._listener.release()
+        self._introductions.close()
         if self._attendance is not None:
             self._attendance.close()
         for descriptor in (self._wake_read, self._wake_write):

@@ -17,8 +17,10 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from proxyccl.device.errors import DriverError, ProtocolError, ProxyCCLError, ResourceError
+from proxyccl.device.memory.sockets import TOKEN_BYTES, peer_credentials
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.daemon.frames import close_all, limit_waits, peer_credentials, receive, send
+from proxyccl.proxy.daemon.frames import close_all, limit_waits, receive, send
+from proxyccl.proxy.daemon.introductions import Introductions
 from proxyccl.proxy.daemon.protocol import (
     HELLO_ANSWERS,
     HELLOS,
@@ -34,10 +36,14 @@ from proxyccl.proxy.daemon.protocol import (
     Ending,
     Failed,
     HelloAnswer,
+    Introduced,
     Missing,
+    Offer,
     Open,
     Opened,
     Prepare,
+    Reach,
+    Reached,
     Refused,
     RemoteMissing,
     ServiceRequest,
@@ -46,6 +52,7 @@ from proxyccl.proxy.daemon.protocol import (
 from proxyccl.proxy.daemon.session_service import SessionService, require_descriptors
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.proxy.transports.table import missing_transports
@@ -77,6 +84,7 @@ class Session:
         assign_threads: returns the threads that run this number of workers.
         choose_idle: returns the idle policy for a client that needs none.
         request_report: called with a job and a cause when the client asks for a report; it must not wait.
+        introductions: the daemon's.
 
     Attributes:
         name: the client, for logs and errors.
@@ -97,6 +105,7 @@ class Session:
         assign_threads: Callable[[int], Sequence[ProxyThread]],
         choose_idle: Callable[[], IdlePolicy],
         request_report: Callable[[str, str], None],
+        introductions: Introductions,
     ) -> None:
         self._connection = connection
         self._hung_up = select.poll()
@@ -105,6 +114,9 @@ class Session:
         self._assign_threads = assign_threads
         self._choose_idle = choose_idle
         self._request_report = request_report
+        self._introductions = introductions
+        self._offered: bytes | None = None
+        self._handed: list[int] = []
         self._service: SessionService | None = None
         self._greeted = False
         self._end_within: float | None = None
@@ -159,7 +171,7 @@ class Session:
         """Exchanges hellos. False if the client hung up instead."""
         limit_waits(self._connection, _ANSWER_SECONDS, HELLO_SECONDS)
         self.pid, _ = peer_credentials(self._connection)
-        self.name = f"process {self.pid}"
+        self.name = process_name(self.pid)
         message = receive(self._connection, HELLOS, self.name)
         if message is None:
             return False
@@ -177,8 +189,11 @@ class Session:
     def _answer_requests(self) -> None:
         while (message := receive(self._connection, REQUESTS, self.name)) is not None:
             answer = self._answer(*message)
-            if answer is not None:
-                send(self._connection, REPLIES, answer)
+            try:
+                if answer is not None:
+                    send(self._connection, REPLIES, answer, self._handed)
+            finally:
+                close_all(self._handed)
 
     def _answer(self, request: AnyRequest, descriptors: list[int]) -> AnyReply | None:
         """Carries out a request, or answers with the reason. None if the client does not expect an answer."""
@@ -201,8 +216,19 @@ class Session:
             close_all(descriptors)
         return structs.replace(answer, request=request.request)
 
-    def _do(self, request: RemoteMissing | Prepare | Open | Close | ServiceRequest, descriptors: list[int]) -> AnyReply:
+    def _do(
+        self,
+        request: RemoteMissing | Offer | Reach | Prepare | Open | Close | ServiceRequest,
+        descriptors: list[int],
+    ) -> AnyReply:
         match request:
+            case Offer(process=process):
+                self._offered = _token(process)
+                self._introductions.offer(self._offered, self._hand)
+                return Done()
+            case Reach(process=process):
+                self._handed.append(self._introductions.reach(_token(process)).detach())
+                return Reached()
             case RemoteMissing():
                 return Missing(missing_transports())
             case Prepare(runtime=runtime, device_id=device_id, peers=peers):
@@ -216,6 +242,10 @@ class Session:
             self._service.drain(request.timeout)
             return Closed(self._free(request.timeout))
         return self._service.handle(request)
+
+    def _hand(self, theirs: socket.socket) -> None:
+        """Hands the client one end of a connection. From any thread."""
+        send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
     def _send_event(self, event: Failed | Ending) -> None:
         """Sends without waiting for the client to read: other clients' workers may share the caller's thread."""
@@ -282,6 +312,8 @@ class Session:
 
     def _close(self) -> None:
         self.request = "leave", time.monotonic()
+        if self._offered is not None:
+            self._introductions.withdraw(self._offered, self._hand)
         try:
             if not self._free(_END_SECONDS):
                 log.error("%s: its worker does not end; its memory is kept", self.name)
@@ -290,3 +322,14 @@ class Session:
         finally:
             self._connection.close()
         log.log(logging.INFO if self.threads else logging.DEBUG, "%s has left", self.name)
+
+
+def _token(process: str) -> bytes:
+    """The token of a process in a request. Raises ProtocolError for another text."""
+    try:
+        token = bytes.fromhex(process)
+    except ValueError:
+        token = b""
+    if len(token) != TOKEN_BYTES:
+        raise ProtocolError(f"process: expected {2 * TOKEN_BYTES} hexadecimal digits, not {process!r:.100}")
+    return token

@@ -12,6 +12,7 @@ import pytest
 from proxyccl import RuntimeUnavailableError
 from proxyccl.channels.joining.whereabouts import Whereabouts, find_hosts
 from support.containers import Containers
+from support.daemons import running_daemon
 from support.packages.debian import UnavailableError
 from support.paths import ROOT
 
@@ -61,6 +62,20 @@ def test_containers_that_share_a_directory_alone_notice_a_lost_rank(
     assert not list(sockets.iterdir())
 
 
+@pytest.mark.host_only("any runtime will do")
+@pytest.mark.parametrize("place", ["thread", "daemon"])
+def test_containers_that_share_the_daemons_socket_alone_are_introduced_by_it(
+    containers: Containers, tmp_path: Path, sockets: Path, place: str
+) -> None:
+    with running_daemon(sockets / "daemon") as daemon:
+        env = {"PROXYCCL_DAEMON_SOCKET": str(sockets / "daemon"), "PROXYCCL_PROXY": place}
+        env["PROXYCCL_SOCKETS"] = str(tmp_path / "none")
+        outputs = run(containers, tmp_path / "work", "work", "apart", env=env)
+        assert all(re.fullmatch(r"ways: daemon\n(.*\n)*done\n", each) for each in outputs), (outputs, daemon.log)
+        outputs = run(containers, tmp_path / "lose", "lose", "apart", env=env)
+        assert re.fullmatch(r"ways: daemon\n(.*\n)*lost: the process of rank 1 ended .*\ndone\n", outputs[0]), outputs
+
+
 HERE = Whereabouts("a/1", 7, "aa", ("network 1", "directory 1:2"))
 
 
@@ -78,7 +93,7 @@ def test_ranks_that_share_nothing_hear_what_is_missing() -> None:
         find_hosts([HERE, alone, HERE, alone])
     for words in (
         r"ranks 0, 2 and ranks 1, 3 are on one machine \(a, b\), but can't pass each other descriptors of memory",
-        r"their PID or user namespaces differ.*network namespaces and their directories of sockets",
+        r"they share no PID \(or user\) namespace, network namespace or directory of sockets",
         r"\(ranks 1, 3: /s: No such file or directory, no node daemon at /d\)",
         r"PROXYCCL_SOCKETS.*PROXYCCL_DAEMON_SOCKET.*--network=host.*--pid=host.*PROXYCCL_HOSTS=name",
     ):
@@ -88,5 +103,5 @@ def test_ranks_that_share_nothing_hear_what_is_missing() -> None:
 def test_a_process_without_proc_is_its_own_neighbour_alone() -> None:
     blind = Whereabouts("a/1", 0, "aa")
     assert find_hosts([blind, blind]) == ["a/1", "a/1"]
-    with pytest.raises(RuntimeUnavailableError, match="/proc does not show their processes"):
+    with pytest.raises(RuntimeUnavailableError, match="they share no /proc that shows them, network"):
         find_hosts([blind, Whereabouts("a/1", 0, "bb")])

@@ -694,3 +694,23 @@ def test_a_daemon_that_is_missing_on_one_rank_is_an_error_on_all(
     with pytest.raises(RuntimeUnavailableError, match="rank 0: no node daemon answers"):
         run_ranks(2, bodies.append, proxy="daemon")
     assert not bodies
+
+
+def test_a_process_that_nobody_offered_is_not_reached(daemon: RunningDaemon) -> None:
+    with RawClient(daemon) as client, RawClient(daemon) as owner:
+        assert client.say(HELLO) is not None
+        assert owner.say(HELLO) is not None
+        reach = {"do": "reach", "process": "ab" * 16}
+        unknown = {"kind": "refused", "error": "argument", "argument": "process"}
+        answer = client.say(reach)
+        assert answer is not None
+        assert answer.items() >= unknown.items()
+        assert owner.say({"do": "offer", "process": "ab" * 16}) == DONE
+        assert client.say(reach) == {"kind": "reached"}
+        assert json.loads(owner.connection.recv(LONGEST_FRAME)) == {"kind": "introduced"}
+        owner.connection.close()
+        wait_for(lambda: (client.say(reach) or {}).items() >= unknown.items(), "the offer ends with its client")
+        answer = client.say({"do": "reach", "process": "ab"})
+        assert answer is not None
+        assert answer["message"] == "process: expected 32 hexadecimal digits, not 'ab'"
+        assert client.ended()

@@ -108,11 +108,12 @@ def test_a_directory_that_takes_no_socket_is_not_offered(
 ) -> None:
     info = socket_directory.stat()
     assert sockets.usable_directory() == (f"directory {info.st_dev}:{info.st_ino}", "")
-    (socket_directory / ("x" * 80)).mkdir()
+    long = socket_directory / ("x" * 80)
+    long.mkdir()
     for place, reason in (
         (f"{socket_directory}/missing/dir", f"{socket_directory}/missing/dir: No such file or directory"),
         (__file__, f"{__file__} is not a directory"),
-        (str(socket_directory / ("x" * 80)), f"{socket_directory}/{'x' * 80} is too long for the path of a socket in it"),
+        (str(long), f"{long} is too long for the path of a socket in it"),
     ):
         monkeypatch.setenv("PROXYCCL_SOCKETS", place)
         assert sockets.usable_directory() == ("", reason)

@@ -1,7 +1,7 @@
 """A rank in a container of its own: contained.py DIRECTORY RANK TASK [apart]
 
-With `apart` it also leaves the network namespace, so no abstract socket leads to it. Tasks: `work` prints the results of
-calls over every kind of channel; `lose` ends rank 1 in the middle, and rank 0 prints its error.
+With `apart` it also leaves the network namespace, so no abstract socket leads to it. Tasks: `work` checks the results
+of calls over every kind of channel; `lose` ends rank 1 in the middle, and rank 0 prints its error.
 """
 
 from __future__ import annotations

@@ -1,0 +1,82 @@
+"""The daemon introduces processes that share no other socket: each end of a new pair of sockets goes to one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+
+from proxyccl.device import forks
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.memory import sockets
+from proxyccl.device.memory.descriptor_server import serve
+from proxyccl.device.threads import Thread
+
+Hand = Callable[[socket.socket], None]
+"""Hands a process one end of a connection, without waiting for it. Raises OSError. The caller closes the socket."""
+
+
+class Introductions:
+    """The processes that a daemon introduces to others, the daemon among them. Any thread may use it.
+
+    Args:
+        name: the daemon's, in errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = f"the node daemon at {name}"
+        self._lock = threading.Lock()
+        self._hands: dict[bytes, Hand] = {forks.here().token: _answer_here}
+        sockets.add_broker(self._name, self._connect)
+
+    def offer(self, process: bytes, hand: Hand) -> None:
+        """From now on a process, by its token, may be reached."""
+        with self._lock:
+            self._hands[process] = hand
+
+    def withdraw(self, process: bytes, hand: Hand) -> None:
+        """Ends `offer`, unless the process has made another one since."""
+        with self._lock:
+            if self._hands.get(process) == hand:
+                del self._hands[process]
+
+    def reach(self, process: bytes) -> socket.socket:
+        """A connection to a process's server of descriptors.
+
+        Raises:
+            ArgumentError: the process is not offered, or does not take the other end.
+            OSError: there are too few descriptors.
+        """
+        with self._lock:
+            hand = self._hands.get(process)
+        if hand is None:
+            raise ArgumentError("process", "the node daemon does not know the process, which may have ended")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                hand(theirs)
+        except OSError as error:
+            ours.close()
+            raise ArgumentError("process", f"the node daemon can't hand over a connection to it: {error}") from None
+        return ours
+
+    def _connect(self, process: bytes, timeout: float) -> socket.socket:
+        try:
+            connection = self.reach(process)
+        except ArgumentError as error:
+            raise sockets.UnreachableError(str(error)) from None
+        connection.settimeout(timeout)
+        return connection
+
+    def close(self) -> None:
+        """This process reaches none through the daemon any more."""
+        sockets.remove_broker(self._name)
+
+
+def _answer_here(theirs: socket.socket) -> None:
+    copy = theirs.dup()
+    with contextlib.ExitStack() as undo:
+        undo.callback(copy.close)
+        Thread(serve().answer, "proxyccl-introduced", copy).start()
+        undo.pop_all()
