@@ -142,7 +142,7 @@ class Group:
         self._released = False
         self._watcher: Watcher
         self.runtime.in_flight.follow(self.launches)
-        self._description = Description.of_this_program(self.rank, self.world_size, self.job)
+        self._description = Description.of_this_program(self.rank, self.world_size, self.job, meeting.ways)
         self.links = PeerLinks(
             self.runtime,
             self.control,
@@ -312,6 +312,11 @@ class Group:
     def topology(self) -> Topology:
         """Who is where."""
         return self.links.topology
+
+    @property
+    def crosses_namespaces(self) -> bool:
+        """Whether ranks of this host, or the daemon of this rank's proxy, are in other PID namespaces."""
+        return self._meeting.crosses_namespaces
 
     @property
     def ways(self) -> dict[int, str]:

@@ -18,6 +18,7 @@ from proxyccl.device.arrays.array import Array, ArrayView, as_view, current_stre
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.integers import as_integer, find_extents, find_integer
+from proxyccl.device.memory.handle_kinds import NOT_PASSED, passes_namespaces
 from proxyccl.device.runtime import Memory
 from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
 from proxyccl.proxy.interface import ExposedMemory
@@ -141,7 +142,6 @@ class RegisteredMemory:
     @classmethod
     def exchange(cls, group: Group, view: ArrayView, symmetric: bool) -> RegisteredMemory:
         """Registers the view and tells all ranks. Memory that can't be shared can still be the source of a put."""
-        announced = group.symmetric.announce(view.ptr, view.nbytes) if symmetric else None
         handle, unshared_reason = b"", ""
         exposed: dict[str, ExposedMemory] = {}
         unsupported_reasons: dict[str, str] = {}
@@ -150,11 +150,16 @@ class RegisteredMemory:
                 handle = group.runtime.export(view.ptr, view.nbytes)
             except ArgumentError as error:
                 unshared_reason = str(error)
+            if group.crosses_namespaces and handle and not passes_namespaces(handle):
+                raise ArgumentError(
+                    "array", f"peers, or the node daemon, are in other PID namespaces, and {NOT_PASSED}"
+                )
             for transport in group.links.remote.transports:
                 try:
                     exposed[transport] = group.links.remote.expose(view.ptr, view.nbytes, transport, handle)
                 except ProxyCCLError as error:
                     unsupported_reasons[transport] = str(error)
+        announced = group.symmetric.announce(view.ptr, view.nbytes) if symmetric else None
         named = {transport: (memory.address, memory.key) for transport, memory in exposed.items()}
         offer = _Offer(view.nbytes, handle, unshared_reason, named, unsupported_reasons)
         memory = cls(group, view, group.exchange.all_gather(offer, _OFFER, "register"), exposed, announced)

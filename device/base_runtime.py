@@ -324,6 +324,13 @@ class BaseRuntime(Protocol):
         """Zeroed device memory that can be exported. Raises ResourceError when there is none left."""
         ...
 
+    def share_across_namespaces(self) -> None:
+        """From now on `allocate` gives memory that processes of other PID namespaces can map too.
+
+        Raises RuntimeUnavailableError if the driver has none.
+        """
+        ...
+
     def expect_reuse(self, ptr: int, nbytes: int) -> None:
         """Says that a range of any memory was used, and is likely to be used repeatedly. Does not change contents."""
         ...

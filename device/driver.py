@@ -149,8 +149,15 @@ class Driver(Protocol):
         """Device memory; its contents are undefined."""
         ...
 
+    def allocate_block(self, nbytes: int) -> int:
+        """Device memory like that of `allocate`, whose handles processes of other PID namespaces can open.
+
+        Raises RuntimeUnavailableError if the driver has none.
+        """
+        ...
+
     def free(self, ptr: int) -> None:
-        """Frees memory of `allocate`. Waits for the work that may use it."""
+        """Frees memory of `allocate` or `allocate_block`. Waits for the work that may use it."""
         ...
 
     def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from proxyccl.device.errors import (
 )
 from proxyccl.device.host.compiler import compiler_version, find_compiler
 from proxyccl.device.host.shipped_libraries import ships_kernels
+from proxyccl.device.memory.sockets import directory, usable_directory
 from proxyccl.device.private_directories import require_private
 from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_runtime
 from proxyccl.proxy._engine import lib
@@ -333,10 +334,20 @@ def _idle_policies(watch: Watch) -> list[Finding]:
         for service in watch.rates():
             policy = f"{service.workers[0].idle}, {share_of_a_core(service)} of a core"
             name = f"rank {service.rank}"
-            found.append(Finding("Proxies", name, True, f"{policy}; process {service.pid}, job {service.job}"))
+            detail = f"{policy}; process {service.pid}, job {service.job}"
+            for by, peers in service.paths().items():
+                detail += f"; reaches rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))} by {by}"
+            found.append(Finding("Proxies", name, True, detail))
     except ArgumentError as error:
         found.append(Finding("Proxies", "running", False, str(error)))
     return found
+
+
+def _containers() -> list[Finding]:
+    """Where ranks in other PID namespaces of this machine meet."""
+    _, problem = usable_directory()
+    advice = "mount one directory into all containers of the machine, and name it by PROXYCCL_SOCKETS"
+    return [Finding("Containers", "sockets", not problem, problem or str(directory()), advice if problem else "")]
 
 
 def _agents() -> list[Finding]:
@@ -370,7 +381,7 @@ def findings() -> list[Finding]:
         kernels = (*_shipped(), *_compiler(), *_cache())
         before = [*_runtimes(), *_devices(), *_rdma(), *_fabric()]
         after = [*mpi, *kernels, *_tuning(), *_environment()]
-        return [*before, *_proxies(watch), *_agents(), *after]
+        return [*before, *_proxies(watch), *_agents(), *_containers(), *after]
     finally:
         watch.close()
 

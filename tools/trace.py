@@ -148,6 +148,8 @@ class _Process:
 
     def _write_channel(self, channel: int, runs: Iterator[_Run], threads: list[int]) -> None:
         peer, transport = self._trace.routes.get(channel, (None, "unknown"))
+        way = self._trace.publication.description.way_text(peer)
+        transport += f", {way}" if way else ""
         name = f"channel {channel} " + (f"({transport})" if peer is None else f"→ rank {peer} ({transport})")
         lanes = _Lanes(lambda count: self._track(name + f" ·{count + 1}" * bool(count)))
         for run in runs:

@@ -49,6 +49,8 @@ from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import open_runtime
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.client import missing_in_daemon
+from proxyccl.proxy.daemon.introduced import is_offered
+from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import missing_transports
 
@@ -76,6 +78,7 @@ class Meeting(Struct, frozen=True):
         linger: how long the process waits for peers at its end, in seconds; None for the time-out.
         ways: by rank of the host, the kind of socket over which it and this rank pass each other descriptors of memory;
             only those that don't see each other's in /proc.
+        crosses_namespaces: whether there are such ranks, or this rank's daemon is in another PID namespace.
         members: for a group made from another one, its ranks' numbers there.
     """
 
@@ -94,6 +97,7 @@ class Meeting(Struct, frozen=True):
     linger: float | None
     members: tuple[int, ...] = ()
     ways: dict[int, str] = {}
+    crosses_namespaces: bool = False
 
 
 def meet(
@@ -123,6 +127,9 @@ def meet(
         place = choose_place(proxy_options.where, runtime.name, hosts[rank], exchange)
         in_daemon = place.where == "daemon"
         daemon_missing, missing = missing_in_daemon(timeout) if in_daemon else ("", missing_transports())
+        crosses_namespaces = bool(ways) or (in_daemon and is_offered(socket_path()))
+        if crosses_namespaces:
+            runtime.share_across_namespaces()
         choice = encode_choice(transport, world_size)
         own = RankInfo.own(runtime, missing, transport=choice, daemon_missing=daemon_missing, host=hosts[rank])
         infos = exchange.all_gather(own, RANK_INFO, "topology")
@@ -154,6 +161,7 @@ def meet(
             owns_bootstrap,
             linger,
             ways=ways,
+            crosses_namespaces=crosses_namespaces,
         )
 
 

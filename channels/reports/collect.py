@@ -45,6 +45,7 @@ from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.interface import Proxy
+from proxyccl.proxy.observe.publications import way_text
 from proxyccl.proxy.reports.document import Member
 from proxyccl.proxy.reports.rings import TRIGGERS, Ring
 from proxyccl.proxy.trigger import Operation
@@ -225,8 +226,10 @@ def _proxy_waits(proxy: Proxy | None) -> list[ProxyWait]:
 
 
 def _transports(group: Group) -> list[str]:
-    ranks = range(group.world_size)
-    return ["" if peer == group.rank else group.links.transport(peer) for peer in ranks]
+    found = ["" if peer == group.rank else group.links.transport(peer) for peer in range(group.world_size)]
+    for peer, way in group.ways.items():
+        found[peer] += f", {way_text(way)}"
+    return found
 
 
 def _calls(group: Group) -> list[Call]:

@@ -124,6 +124,7 @@ def render(report: Report) -> str:
         f"  {report.runtime}; waits are bounded by {report.timeout:g} s",
         f"  cause: {report.cause}",
     ]
+    lines += [f"  reaches rank {peer} by {path}" for peer, path in enumerate(report.transports) if ", " in path]
     if report.daemon is not None:
         lines.append(f"  its proxy is in the node daemon, {process_name(report.daemon.pid)}")
     if report.failure is not None:

@@ -173,7 +173,8 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
         beside: names of the other communicators that the process had open.
         rank: this rank.
         members: where each rank runs, by rank.
-        transports: the transport of ProxyChannels, by the peer's rank; empty for this rank.
+        transports: the transport of ProxyChannels, by the peer's rank, and how its memory is reached in another PID
+            namespace; empty for this rank.
         process: this rank's process.
         thread: number of the thread that made the communicator.
         daemon: the node daemon that runs its proxy; None if the proxy is in this process or not started.

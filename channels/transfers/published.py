@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from proxyccl.channels.transfers.paths import Path as DataPath
 
 _SUFFIX = ".agent"
-_numbers = itertools.count()
+_numbers = itertools.count(
+    int.from_bytes(os.urandom(4), "little")
+)  # processes of containers may have one number, and one directory
 _LOG = logging.getLogger("proxyccl.transfer")
 
 

@@ -156,9 +156,14 @@ class CudaDriver:
         """Device memory."""
         return int(ok("cuMemAlloc", cu.cuMemAlloc(nbytes)))
 
+    def allocate_block(self, nbytes: int) -> int:
+        """Device memory, mapped by itself as a block."""
+        return self._virtual_memory.allocate(nbytes)
+
     def free(self, ptr: int) -> None:
         """Frees device memory."""
-        freed("cuMemFree", cu.cuMemFree(ptr))
+        if not self._virtual_memory.free(ptr):
+            freed("cuMemFree", cu.cuMemFree(ptr))
 
     def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
         """Base and size of an allocation, or of mapped blocks side by side."""

@@ -34,6 +34,51 @@ class VirtualMemory:
         self._allocation_id = allocation_id
         supply(_KIND, self._supply, (DriverError, struct.error))
         self._imported: dict[int, int] = {}
+        self._allocated: dict[int, int] = {}
+
+    def allocate(self, nbytes: int) -> int:
+        """A block of its own on the current context's device, which the device reaches. Its base.
+
+        Raises:
+            DriverError: there is no room, or the driver does not share blocks by file descriptors.
+        """
+        device = ok("cuCtxGetDevice", cu.cuCtxGetDevice())
+        properties = cu.CUmemAllocationProp()
+        properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.requestedHandleTypes = _FILE_DESCRIPTOR
+        properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = int(device)
+        supported = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
+        properties.allocFlags.gpuDirectRDMACapable = int(
+            ok("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(supported, device))
+        )
+        recommended = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+        step = int(ok("cuMemGetAllocationGranularity", cu.cuMemGetAllocationGranularity(properties, recommended)))
+        size = -(-nbytes // step) * step
+        block = ok("cuMemCreate", cu.cuMemCreate(size, properties, 0))
+        try:
+            base = int(ok("cuMemAddressReserve", cu.cuMemAddressReserve(size, 0, 0, 0)))
+            mapped = 0
+            try:
+                ok("cuMemMap", cu.cuMemMap(base, size, 0, block, 0))
+                mapped = size
+                self.grant(base, size, int(device))
+            except DriverError:
+                self._unmap(base, mapped, size)
+                raise
+        finally:
+            freed("cuMemRelease", cu.cuMemRelease(block))  # the mapping holds it
+        self._allocated[base] = size
+        return base
+
+    def free(self, base: int) -> bool:
+        """Frees memory of `allocate`. Waits for the current context's work. False if it is none."""
+        size = self._allocated.pop(base, None)
+        if size is None:
+            return False
+        freed("cuCtxSynchronize", cu.cuCtxSynchronize())  # cuMemFree waits, and cuMemUnmap does not promise to
+        self._unmap(base, size, size)
+        return True
 
     def is_mapped(self, ptr: int) -> bool:
         """Whether an address lies in such a block."""

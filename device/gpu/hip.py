@@ -148,6 +148,13 @@ class HipDriver:
         """Uncached device memory: a running kernel sees peers' writes and copies in it."""
         return int(call("hipExtMallocWithFlags", nbytes, _MALLOC_UNCACHED))
 
+    def allocate_block(self, nbytes: int) -> int:
+        """Refused: it has not been tried."""
+        raise RuntimeUnavailableError(
+            "hip: memory of AMD GPUs is not passed between PID namespaces; start the ranks in one: --pid=host or "
+            "hostPID for containers"
+        )
+
     def free(self, ptr: int) -> None:
         """Frees device memory."""
         freed("hipFree", ptr)

@@ -21,9 +21,10 @@ from proxyccl.device.errors import (
 from proxyccl.device.gpu.context import DeviceContext
 from proxyccl.device.gpu.unused_memory import UnusedMemory, is_held
 from proxyccl.device.in_flight import InFlight
-from proxyccl.device.memory.handle_kinds import DEVICE_MEMORY
+from proxyccl.device.memory.handle_kinds import DEVICE_MEMORY, NOT_PASSED, passes_namespaces
 from proxyccl.device.memory.lease_cache import LeaseCache
 from proxyccl.device.memory.shared_memory import SharedMemory
+from proxyccl.device.namespaces import proc_view
 
 
 class GpuMemory:
@@ -109,14 +110,16 @@ class GpuPinnedMemory(GpuMemory):
 class MemoryHandle:
     """The handle by which another process, or another device's runtime in this one, reaches device memory."""
 
-    _LAYOUT = struct.Struct("<8s16sqQQQQ64s")
+    _LAYOUT = struct.Struct("<8s16sQqQQQQ64s")
     _MAGIC = DEVICE_MEMORY
     SIZE = _LAYOUT.size
 
     @classmethod
     def pack(cls, device: int, base: int, allocation: int, offset: int, nbytes: int, raw: bytes) -> bytes:
         """A handle. `base` and `allocation` name the allocation, `offset` and `nbytes` the range in it."""
-        return cls._LAYOUT.pack(cls._MAGIC, forks.here().token, device, base, allocation, offset, nbytes, raw)
+        return cls._LAYOUT.pack(
+            cls._MAGIC, forks.here().token, proc_view(), device, base, allocation, offset, nbytes, raw
+        )
 
     @classmethod
     def unpack(cls, handle: bytes) -> tuple[bool, int, int, int, int, int, bytes]:
@@ -125,10 +128,14 @@ class MemoryHandle:
             raise ArgumentError(
                 "handle", f"expected a handle of device memory, {cls.SIZE} bytes, not {len(handle)} bytes"
             )
-        magic, process, device, base, allocation, offset, nbytes, raw = cls._LAYOUT.unpack(handle)
+        magic, process, view, device, base, allocation, offset, nbytes, raw = cls._LAYOUT.unpack(handle)
         if magic != cls._MAGIC:
             raise ArgumentError("handle", "expected a handle of device memory: these bytes begin differently")
-        return process == forks.here().token, device, base, allocation, offset, nbytes, raw
+        own = process == forks.here().token
+        here = proc_view()
+        if not own and view and here and view != here and not passes_namespaces(handle):
+            raise ArgumentError("handle", f"{NOT_PASSED}: its process is in another one")
+        return own, device, base, allocation, offset, nbytes, raw
 
     @classmethod
     def process_of(cls, handle: bytes) -> bytes:
@@ -168,6 +175,11 @@ class GpuMemoryManager:
         self._info = info
         self._in_flight = in_flight
         self.unused = UnusedMemory.on(self._driver.runtime, device)
+        self._new = self._driver.allocate
+
+    def share_across_namespaces(self) -> None:
+        """From now on `allocate` gives memory that processes of other PID namespaces can map too."""
+        self._new = self._driver.allocate_block
 
     def allocate(self, nbytes: int) -> GpuMemory:
         """Device memory; its contents are undefined.
@@ -194,13 +206,13 @@ class GpuMemoryManager:
 
     def _allocate(self, nbytes: int) -> int:
         try:
-            return self._driver.allocate(nbytes)
+            return self._new(nbytes)
         except DriverError as error:
             if error.status != self._driver.out_of_memory or not self.unused:
                 raise
             self._in_flight.wait()
             self.free_unused()
-            return self._driver.allocate(nbytes)
+            return self._new(nbytes)
 
     def free_unused(self) -> None:
         """Frees memory without remaining references, unless it is held. Waits for the work that may use it."""

@@ -173,6 +173,10 @@ class GpuRuntime:
         self.fill(memory.ptr, 0, nbytes)
         return memory
 
+    def share_across_namespaces(self) -> None:
+        """Memory is mapped in blocks of the driver's virtual memory, which descriptors pass."""
+        self._memory.share_across_namespaces()
+
     def expect_reuse(self, ptr: int, nbytes: int) -> None:
         """Nothing to do: the driver has given device memory its pages."""
 

@@ -125,6 +125,9 @@ class HostRuntime:
             self._allocations[memory.ptr] = memory
         return memory
 
+    def share_across_namespaces(self) -> None:
+        """Nothing to do: all of it is passed by descriptor."""
+
     def expect_reuse(self, ptr: int, nbytes: int) -> None:
         """Moves shared memory to huge pages, which Linux does not by itself. Other memory is left as it is."""
         lib.proxyccl_host_memory_use_huge_pages(ptr, nbytes)

@@ -14,3 +14,15 @@ def sharing_of(handle: bytes) -> str:
     if not handle.startswith(DEVICE_MEMORY):
         return "shared memory"
     return "VMM" if MAPPED_BLOCKS in handle else "IPC"
+
+
+NOT_PASSED = (
+    "memory of cudaMalloc does not pass PID namespaces; allocate it with Communicator.empty(), or torch's with "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+)
+"""Why a GPU's memory that `passes_namespaces` refuses can't be mapped, and what to do."""
+
+
+def passes_namespaces(handle: bytes) -> bool:
+    """Whether processes of other PID namespaces can open a handle: drivers pass plain memory of a GPU in one only."""
+    return sharing_of(handle) != "IPC"

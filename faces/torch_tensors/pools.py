@@ -73,6 +73,11 @@ class PoolUse:
     _outlived: ClassVar[list[Any]] = []  # pools that graphs still use; torch must not destroy them
 
     def __init__(self, torch: Any, group: Group) -> None:
+        if group.crosses_namespaces:
+            raise RuntimeUnavailableError(
+                "memory_pool: its memory does not pass PID namespaces, and peers are in others; register tensors of "
+                "torch with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True instead"
+            )
         self._device = group.runtime.device
         segments = memory_pool.MemoryPool(group.runtime)
         with self._lock:

@@ -61,6 +61,13 @@ def offer(path: Path, timeout: float) -> None:
         sockets.add_broker(f"{_DAEMON} at {path}", lambda token, seconds: _reach(path, token, seconds))
 
 
+def is_offered(path: Path) -> bool:
+    """Whether the daemon at a path introduces others to this process."""
+    with _lock:
+        process = _offered.get(path)
+    return process is not None and process.is_here
+
+
 def _connect(path: Path, timeout: float) -> socket.socket:
     try:
         return introduce(os.fspath(path), timeout)[0]

@@ -14,10 +14,11 @@ import os
 import stat
 import sys
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 from msgspec import Meta
 
 from proxyccl.device.errors import ArgumentError
@@ -29,9 +30,18 @@ from proxyccl.proxy.processes import start_of
 
 FORMAT: int = lib.PROXYCCL_OBSERVE_FORMAT
 _MOST_WORKERS: int = lib.PROXYCCL_MAX_RINGS
-_numbers = itertools.count()
+_numbers = itertools.count(
+    int.from_bytes(os.urandom(4), "little")
+)  # processes of containers may have one number, and one directory
 _warning = threading.Lock()
 P = TypeVar("P", bound="OfProcess")
+
+
+_WAYS = {
+    "network": "an abstract socket",
+    "directory": "a socket file",
+    "daemon": "the node daemon",
+}
 
 
 class Description(Message, frozen=True):
@@ -42,17 +52,32 @@ class Description(Message, frozen=True):
         world_size: the number of ranks.
         job: the communicator's name, which only its ranks share.
         program: the rank's program.
+        ways: by rank of its host in another PID namespace, the kind of socket that passes descriptors.
     """
 
     rank: Annotated[int, Meta(ge=0, le=2**31)]
     world_size: Annotated[int, Meta(ge=0, le=2**31)]
     job: str
     program: str
+    ways: dict[int, str] = msgspec.field(default_factory=dict)
 
     @classmethod
-    def of_this_program(cls, rank: int, world_size: int, job: str) -> Description:
+    def of_this_program(
+        cls, rank: int, world_size: int, job: str, ways: Mapping[int, str] | None = None
+    ) -> Description:
         """The description of a rank in this process."""
-        return cls(rank, world_size, job, Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python")
+        program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+        return cls(rank, world_size, job, program, dict(ways or {}))
+
+    def way_text(self, peer: int | None) -> str:
+        """How the memory of a peer in another PID namespace is reached, in words; "" for all others."""
+        return way_text(self.ways.get(peer, "")) if peer is not None else ""
+
+
+def way_text(way: str) -> str:
+    """How memory of another PID namespace is reached, by the kind of socket that passes descriptors, in words; "" for
+    none."""
+    return f"memory by descriptors over {_WAYS.get(way, way)}" if way else ""
 
 
 class RingPlace(Message, frozen=True):

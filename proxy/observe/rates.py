@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from proxyccl.proxy.codec import Message
 from proxyccl.proxy.observe.reader import ChannelView, ServiceView
 from proxyccl.proxy.thread import IdlePolicy
@@ -99,6 +101,7 @@ class ServiceRates(Message, frozen=True):
         errors: triggers that failed, and failures of connections, ever.
         workers: by number.
         channels: those in use, by id.
+        ways: by rank of its host in another PID namespace, how this one reaches its memory, in words.
     """
 
     job: str
@@ -111,6 +114,17 @@ class ServiceRates(Message, frozen=True):
     errors: int
     workers: tuple[WorkerRates, ...]
     channels: tuple[ChannelRates, ...]
+    ways: dict[int, str] = msgspec.field(default_factory=dict)
+
+    def paths(self) -> dict[str, list[int]]:
+        """By transport, and how the memory is reached where that is said, the ranks that it has proxied channels to or
+        `ways`."""
+        transports = dict.fromkeys(self.ways, "") | {each.peer: each.transport for each in self.channels}
+        found: dict[str, list[int]] = {}
+        for peer, transport in transports.items():
+            if peer is not None:
+                found.setdefault(", ".join(filter(None, (transport, self.ways.get(peer)))), []).append(peer)
+        return {text: sorted(peers) for text, peers in sorted(found.items())}
 
 
 def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
@@ -143,6 +157,7 @@ def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
         sum(channel.errors for channel in after.channels) + sum(connection.errors for connection in after.connections),
         tuple(workers),
         tuple(_channel_rates(after, channel, earlier.get(channel.id), seconds) for channel in after.channels),
+        {peer: who.description.way_text(peer) for peer in who.description.ways},
     )
 
 

@@ -334,13 +334,28 @@ def events_of(
     triggers: list[TracedTrigger],
     ways: dict[int, tuple[int | None, str]],
     waits: Sequence[TracedWait] = (),
+    of: dict[int, str] | None = None,
 ) -> list[Any]:
     """The events that are written for triggers and waits of a proxy with one thread."""
-    whose = Description(0, 1, "job", "program")
+    whose = Description(0, 1, "job", "program", of or {})
     who = Publication.of_this_process(whose, "host", workers=1, observed="", counters="", rings=())
     write_trace(tmp_path / "trace", [ServiceTrace(who, triggers, ways, 0, 0, list(waits))])
     events: list[Any] = json.loads((tmp_path / "trace").read_text())["traceEvents"]
     return events
+
+
+def test_a_channel_to_another_pid_namespace_names_its_path(tmp_path: Path) -> None:
+    ways = {1: "network", 2: "directory", 3: "daemon"}
+    events = events_of(
+        tmp_path, [a_trigger(c, 0, 1, 2) for c in range(4)], {c: (c + 1, "copy") for c in range(4)}, of=ways
+    )
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert names[1:] == [
+        "channel 0 → rank 1 (copy, memory by descriptors over an abstract socket)",
+        "channel 1 → rank 2 (copy, memory by descriptors over a socket file)",
+        "channel 2 → rank 3 (copy, memory by descriptors over the node daemon)",
+        "channel 3 → rank 4 (copy)",
+    ]
 
 
 def test_channels_with_many_tracks_share_none(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import sys
 import numpy as np
 
 from proxyccl import Communicator, FileBootstrap, PeerLostError, ProxyCCLError
+from proxyccl.tools.top import Watch
 
 _NEWNET = 0x40000000
 RANKS = 2
@@ -30,6 +31,13 @@ def work(comm: Communicator) -> None:
     assert np.all(output.numpy().reshape(RANKS, -1) == [[0], [1]])
     with comm.split(range(RANKS)) as part:
         assert np.all(part.all_reduce(ones) == RANKS)
+        assert part.group.ways == comm.group.ways
+    watch = Watch(comm.job)
+    watch.rates()
+    try:
+        print("paths:", *(each.paths() for each in watch.rates() if each.rank == comm.rank))
+    finally:
+        watch.close()
 
 
 def lose(comm: Communicator) -> None:
