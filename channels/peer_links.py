@@ -23,7 +23,7 @@ from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.connection import DaemonAddress, NodeDaemon
 from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
 from proxyccl.proxy.daemon.protocol import Prepare, socket_path
-from proxyccl.proxy.idle_choice import choose_idle
+from proxyccl.proxy.idle_choice import choose_idle, usable_cores
 from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService
@@ -157,13 +157,18 @@ class PeerLinks:
         """The ranks of this host."""
         return [info for rank, info in enumerate(self.topology.ranks) if self.topology.same_host(rank)]
 
+    def _of_container(self) -> list[RankInfo]:
+        """The ranks of this host that see each other's processes: they share a quota and a job's own daemon."""
+        own = self.topology.ranks[self.topology.rank].view
+        return [info for info in self._of_host() if info.view == own]
+
     def _job_options(self) -> JobOptions:
-        of_host = self._of_host()
+        beside = self._of_container()
         return JobOptions(
-            threads=min(MAX_RINGS, self._options.threads * len(of_host)),
+            threads=min(MAX_RINGS, usable_cores(self._options.threads * len(beside))),
             cores=self._cores(),
-            affinity=sorted(self._host_cores(of_host)),
-            programs=len(of_host),
+            affinity=sorted(self._host_cores(beside)),
+            programs=len(beside),
         )
 
     def _host_cores(self, of_host: Sequence[RankInfo]) -> set[int]:
@@ -179,7 +184,13 @@ class PeerLinks:
         of_host, threads = self._of_host(), self._options.threads
         cores = self._host_cores(of_host).union(self._cores() or ())
         confined = len(cores_of(os.getpid())) > threads  # otherwise threads run on all cores (workers.py)
-        return choose_idle(len(cores) if confined else os.cpu_count() or 1, len(of_host), len(of_host) * threads)
+        beside = len(self._of_container())
+        return choose_idle(
+            len(cores) if confined else os.cpu_count() or 1,
+            len(of_host),
+            len(of_host) * threads,
+            (beside, beside * threads),
+        )
 
     def _daemon_client(self) -> DaemonClient:
         options = self._options

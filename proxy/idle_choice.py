@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 from pathlib import Path, PurePosixPath
 
 from proxyccl.proxy.thread import IdlePolicy
@@ -11,7 +13,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
-def choose_idle(cores: int, programs: int, threads: int) -> IdlePolicy:
+def choose_idle(cores: int, programs: int, threads: int, within: tuple[int, int] | None = None) -> IdlePolicy:
     """The policy of threads that have to share cores with programs.
 
     A program may spin while it waits for its GPU, and a thread while it has work, so each of them needs a core.
@@ -20,10 +22,22 @@ def choose_idle(cores: int, programs: int, threads: int) -> IdlePolicy:
         cores: that all of them may run on.
         programs: ranks of this machine that use the threads.
         threads: of all their proxies.
+        within: of these, the programs and threads of this process's container, which share its quota; None for all.
     """
     allowed = cores_allowed()
-    suffice = (cores if allowed is None else min(cores, allowed)) >= programs + threads
+    suffice = cores >= programs + threads and (allowed is None or allowed >= sum(within or (programs, threads)))
     return IdlePolicy.where_cores_suffice() if suffice else IdlePolicy()
+
+
+def usable_cores(cores: int | None = None) -> int:
+    """The number of threads that cores are there for: no more than control groups allow this process.
+
+    Args:
+        cores: those that there are; None for all of the machine's.
+    """
+    allowed = cores_allowed()
+    found = cores if cores is not None else os.cpu_count() or 1
+    return found if allowed is None else max(1, min(found, math.floor(allowed)))
 
 
 def cores_allowed(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> float | None:

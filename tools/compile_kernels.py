@@ -26,6 +26,7 @@ from proxyccl.device.build.compile_cache import (
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.runtimes import find_runtime, open_compiler, open_driver, open_runtime
+from proxyccl.proxy.idle_choice import usable_cores
 
 Shipped = tuple[str, str, str | None, str | None]
 """File, kernel, element type and operation, as `Runtime.shipped` takes them."""
@@ -83,7 +84,7 @@ def compile_kernels(architecture: str, kernels: Sequence[Shipped]) -> tuple[int,
     options = shipped_options(compiler, architecture)
     sources = list(dict.fromkeys(shipped_source(*kernel) for kernel in kernels))  # a file's kernels share an image
     missing = [source for source in sources if not image_is_there(compiler, source, options)]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(usable_cores(len(os.sched_getaffinity(0)))) as pool:
         list(pool.map(lambda source: compiled_image(compiler, source, options), missing))
     return len(missing), len(sources) - len(missing)
 
@@ -113,7 +114,7 @@ def _compile_for_the_host() -> None:
     kernels = (*EXPERT_KERNELS, *COLLECTIVE_KERNELS)
     host = open_runtime("host")
     began = time.perf_counter()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(usable_cores(len(os.sched_getaffinity(0)))) as pool:
         list(pool.map(lambda kernel: host.shipped(*kernel), kernels))
     if ships_kernels():
         print("host: its kernels were compiled when the package was built; name a GPU's architecture with --arch")

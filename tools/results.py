@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from proxyccl.device.cpu import cpu_name
+from proxyccl.proxy.idle_choice import usable_cores
 
 Fields = dict[str, Any]
 
@@ -51,7 +52,7 @@ def machine() -> Fields:
         "system": f"{platform.system()} {platform.release()}",
         "architecture": platform.machine(),
         "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(len(os.sched_getaffinity(0))),
         "load": round(os.getloadavg()[0], 2),
     }
 

@@ -20,6 +20,7 @@ from proxyccl.device.cpu import cpu_name
 from proxyccl.device.errors import ArgumentError, ProtocolError, UntrustedPathError
 from proxyccl.device.private_directories import open_private, read_private, write_private
 from proxyccl.proxy.codec import Codec, Message, Uint64
+from proxyccl.proxy.idle_choice import usable_cores
 
 if TYPE_CHECKING:
     from proxyccl.channels.group import Group
@@ -56,7 +57,7 @@ class Machine(Message, frozen=True):
         links = Counter("mapped" if topology.accessible[peer] else name for peer, name in transports.items())
         return cls(
             cpu=cpu_name(),
-            cores=os.cpu_count() or 1,
+            cores=usable_cores(),
             runtime=runtime.name,
             device=runtime.device_name,
             nodes=tuple(len(members) for members in topology.node_members()),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from proxyccl.proxy import idle_choice
-from proxyccl.proxy.idle_choice import choose_idle, cores_allowed
+from proxyccl.proxy.idle_choice import choose_idle, cores_allowed, usable_cores
 from proxyccl.proxy.thread import IdlePolicy
 
 FEW, ENOUGH = IdlePolicy(), IdlePolicy.where_cores_suffice()
@@ -30,6 +30,18 @@ def test_a_thread_stays_awake_where_each_program_and_each_thread_has_a_core(
 ) -> None:
     monkeypatch.setattr(idle_choice, "cores_allowed", lambda: allowed)
     assert choose_idle(cores, programs, threads) == chosen
+
+
+def test_the_quota_is_for_the_own_container_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle_choice, "cores_allowed", lambda: 2.5)
+    assert choose_idle(64, 8, 8) == FEW
+    assert choose_idle(64, 8, 8, (1, 1)) == ENOUGH
+    assert choose_idle(15, 8, 8, (1, 1)) == choose_idle(64, 8, 8, (2, 1)) == FEW
+    assert [usable_cores(cores) for cores in (1, 2, 64)] == [1, 2, 2]
+    monkeypatch.setattr(idle_choice, "cores_allowed", lambda: 0.5)
+    assert usable_cores(64) == 1
+    monkeypatch.setattr(idle_choice, "cores_allowed", lambda: None)
+    assert usable_cores(64) == 64
 
 
 def test_policies_are_ordered_by_how_soon_they_wake() -> None:
