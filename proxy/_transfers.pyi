@@ -24,6 +24,13 @@ class ProxycclLinkPointer(Pointer): ...
 class ProxycclTransfer(CData): ...
 class ProxycclTransferPointer(Pointer): ...
 
+class _ProxycclFault:
+    kind: int
+    address: int
+
+class ProxycclFault(_ProxycclFault, CData): ...
+class ProxycclFaultPointer(_ProxycclFault, ItemPointer[ProxycclFault]): ...
+
 class _ProxycclTransferTimes:
     posted: int
     returned: int
@@ -79,6 +86,11 @@ class Lib:
     PROXYCCL_TRANSFER_LOST: Final[int]
     PROXYCCL_TRANSFER_REFUSED: Final[int]
     PROXYCCL_TRANSFER_FAILED: Final[int]
+    PROXYCCL_FAULT_NONE: Final[int]
+    PROXYCCL_FAULT_DEREGISTERED: Final[int]
+    PROXYCCL_FAULT_FREED: Final[int]
+    PROXYCCL_FAULT_FREED_HERE: Final[int]
+    PROXYCCL_FAULT_PROTECTED: Final[int]
     PROXYCCL_STAGES: Final[int]
     PROXYCCL_STAGE_BYTES: Final[int]
     def proxyccl_agent_create(
@@ -119,6 +131,7 @@ class Lib:
     def proxyccl_link_end(self, link: Passed[ProxycclLinkPointer], /) -> None: ...
     def proxyccl_link_release(self, link: Passed[ProxycclLinkPointer], /) -> None: ...
     def proxyccl_link_lost(self, link: Passed[ProxycclLinkPointer], /) -> CharPointer: ...
+    def proxyccl_link_look(self, link: Passed[ProxycclLinkPointer], /) -> CharPointer: ...
     def proxyccl_link_tell(
         self, link: Passed[ProxycclLinkPointer], message: Passed[CharPointer] | bytes, bytes: int, /
     ) -> int: ...
@@ -164,11 +177,20 @@ class Lib:
     def proxyccl_transfer_help(self, transfer: Passed[ProxycclTransferPointer], /) -> int: ...
     def proxyccl_transfer_wait(self, transfer: Passed[ProxycclTransferPointer], timeout_ns: int, /) -> int: ...
     def proxyccl_transfer_error(self, transfer: Passed[ProxycclTransferPointer], /) -> int: ...
+    def proxyccl_transfer_fault(
+        self, transfer: Passed[ProxycclTransferPointer], fault: Passed[ProxycclFaultPointer], /
+    ) -> None: ...
     def proxyccl_transfer_times(
         self, transfer: Passed[ProxycclTransferPointer], times: Passed[ProxycclTransferTimesPointer], /
     ) -> None: ...
 
 class FFI(BaseFFI):
+    @overload
+    def new(self, cdecl: Literal["ProxycclFault *"], init: Initial[ProxycclFault] = ..., /) -> ProxycclFaultPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFault[]"], init: int | Sequence[Initial[ProxycclFault]], /
+    ) -> Array[ProxycclFault, ProxycclFaultPointer]: ...
     @overload
     def new(
         self, cdecl: Literal["ProxycclTransferTimes *"], init: Initial[ProxycclTransferTimes] = ..., /
@@ -220,6 +242,8 @@ class FFI(BaseFFI):
     @overload
     def cast(self, cdecl: Literal["ProxycclTransfer *"], value: CData | int, /) -> ProxycclTransferPointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclFault *"], value: CData | int, /) -> ProxycclFaultPointer: ...
+    @overload
     def cast(
         self, cdecl: Literal["ProxycclTransferTimes *"], value: CData | int, /
     ) -> ProxycclTransferTimesPointer: ...
@@ -241,6 +265,7 @@ class FFI(BaseFFI):
         self,
         cdecl: CData
         | Literal[
+            "ProxycclFault",
             "ProxycclTransferTimes",
             "ProxycclCopier",
             "ProxycclDeviceCopies",

@@ -21,6 +21,7 @@ from proxyccl.channels.transfers.blocks import Rows, as_rows, sides
 from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
 from proxyccl.channels.transfers.errors import (
+    DisconnectedError,
     NameTakenError,
     NoPathError,
     NotRegisteredError,
@@ -509,7 +510,12 @@ class Agent:
             (1, kinds[1], theirs, regions),
         ):
             if kind == VRAM:
-                mapped[:, column], memories, way = reached.map(copier, rows[:, column])
+                try:
+                    mapped[:, column], memories, way = reached.map(copier, rows[:, column])
+                except NoPathError as error:
+                    if link is not None and link.look():
+                        raise DisconnectedError(f"agent {peer}: {link.lost}", peer) from None
+                    raise NoPathError(f"agent {peer}: {error}", peer) from None
                 ways.append(way if column == 1 and not in_process else "")
             else:
                 memories, unpinned = self._pinned.pin(copier, pinned.holders(rows[:, column]))

@@ -184,7 +184,8 @@ class Reached:
                 try:
                     found = copier.runtime.open(share.handle)
                 except ProxyCCLError as error:
-                    raise NoPathError(f"memory of {share.place} can't be mapped: {error}") from None
+                    where = f"at {share.region.address:#x} of {share.place}"
+                    raise NoPathError(f"memory {where} can't be mapped: {error}") from None
                 self._mapped[share, copier] = found
             return found
 

@@ -29,6 +29,10 @@ class NotRegisteredError(TransferError, LookupError):
     """A block does not lie within memory that its agent has registered."""
 
 
+class FreedMemoryError(TransferError):
+    """A block's memory is registered, but is not mapped any more: its owner freed it before it deregistered it."""
+
+
 class NameTakenError(TransferError):
     """Another agent of this name was added, and has not been removed."""
 

@@ -43,6 +43,11 @@ class Link:
         reason = lib.proxyccl_link_lost(self.handle)
         return ffi.string(reason).decode() if reason else ""
 
+    def look(self) -> str:
+        """As `lost`, after a look whether the peer has gone, of which nobody may have heard yet."""
+        reason = lib.proxyccl_link_look(self.handle)
+        return ffi.string(reason).decode() if reason else ""
+
     def tell(self, message: bytes) -> None:
         """Sends a message.
 

@@ -13,6 +13,7 @@ from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slice
 from proxyccl.channels.transfers.errors import (
     CanceledError,
     DisconnectedError,
+    FreedMemoryError,
     NotRegisteredError,
     NotStartedError,
     TransferError,
@@ -170,7 +171,7 @@ class Transfer:
 
         Raises:
             NotStartedError: it was never started.
-            DisconnectedError, NotRegisteredError, CanceledError, TransferError: it ended otherwise.
+            DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: it ended otherwise.
         """
         state = lib.proxyccl_transfer_help(self._open())
         return state == _DONE or self._outcome(_STATES[state])
@@ -184,7 +185,7 @@ class Transfer:
         Raises:
             TransferTimeoutError: it is still active.
             NotStartedError: it was never started.
-            DisconnectedError, NotRegisteredError, CanceledError, TransferError: it ended otherwise.
+            DisconnectedError, NotRegisteredError, FreedMemoryError, CanceledError, TransferError: it ended otherwise.
         """
         if self._outcome(self.state):
             return
@@ -230,11 +231,10 @@ class Transfer:
                 raise NotStartedError(f"the transfer with agent {self.peer} was never started", self.peer)
             case State.CANCELED:
                 raise CanceledError(f"the transfer with agent {self.peer} was canceled", self.peer)
-            case State.REFUSED:
-                raise NotRegisteredError(f"agent {self.peer} no longer has the memory of a block", self.peer)
             case State.LOST:
                 assert self._link is not None
                 raise DisconnectedError(f"agent {self.peer}: {self._link.lost}", self.peer)
+        self._raise_fault()
         status = lib.proxyccl_transfer_error(self._open())
         reason = os.strerror(status)
         if status < 0 and self._copier is not None:
@@ -243,6 +243,30 @@ class Transfer:
             except KernelError as error:
                 reason = str(error)
         raise TransferError(f"the transfer with agent {self.peer} by {self.path.name} failed: {reason}", self.peer)
+
+    def _raise_fault(self) -> None:
+        """Raises the error for memory that could not be reached, if that is how it ended."""
+        fault = ffi.new("ProxycclFault *")
+        lib.proxyccl_transfer_fault(self._open(), fault)
+        peer = self.peer
+        match fault.kind:
+            case lib.PROXYCCL_FAULT_DEREGISTERED:
+                raise NotRegisteredError(f"agent {peer} has deregistered its memory at {fault.address:#x}", peer)
+            case lib.PROXYCCL_FAULT_FREED:
+                raise FreedMemoryError(
+                    f"agent {peer} has freed its memory at {fault.address:#x} without deregistering it", peer
+                )
+            case lib.PROXYCCL_FAULT_FREED_HERE:
+                raise FreedMemoryError(
+                    f"this agent's memory at {fault.address:#x} was freed without being deregistered", peer
+                )
+            case lib.PROXYCCL_FAULT_PROTECTED:
+                access = "written" if self.writes else "read"
+                raise TransferError(
+                    f"memory of agent {peer} at {fault.address:#x} can't be {access}, or this agent's, although it is "
+                    "mapped: it is protected",
+                    peer,
+                )
 
 
 def _release(handle: ProxycclTransferPointer, _lists: object) -> None:

@@ -104,8 +104,7 @@ int proxyccl_agent_set_memory(ProxycclAgent *agent, const uint64_t *ranges, uint
   return 0;
 }
 
-/* Whether each block lies in a range. */
-int agent_has(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count) {
+uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count) {
   const uint64_t *starts = agent->ranges, *ends = starts + agent->range_count;
   for (uint64_t i = 0; i < count; ++i) {
     const uint64_t address = (uintptr_t)blocks[i].iov_base;
@@ -118,9 +117,9 @@ int agent_has(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t c
         high = middle;
       }
     }
-    if (low == 0 || address > ends[low - 1] || ends[low - 1] - address < blocks[i].iov_len) return 0;
+    if (low == 0 || address > ends[low - 1] || ends[low - 1] - address < blocks[i].iov_len) return i;
   }
-  return 1;
+  return count;
 }
 
 /* Accepts one link. Strangers that send no greeting hold few descriptors: the oldest of them gives way. */

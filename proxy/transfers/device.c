@@ -97,8 +97,10 @@ static int issue(const ProxycclTransfer *transfer, void *stream, int *queued) {
 
 static void end(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
+  ProxycclLink *link = transfer->link;
   if (transfer->queued) transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
-  if (transfer->link != NULL && transfer->link->lost != NULL) {
+  if (link != NULL && transfer->error != 0) link_look(link);
+  if (link != NULL && link->lost != NULL) {
     transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
   } else {
     transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
@@ -221,17 +223,18 @@ static int between(const ProxycclStaging *staging, uint32_t stage, int to_device
 }
 
 int device_stage(const ProxycclTransfer *transfer, uint32_t stage, const struct iovec *local,
-                 const struct iovec *remote, uint32_t blocks, uint64_t bytes) {
+                 const struct iovec *remote, uint32_t blocks, uint64_t bytes, uint64_t *copied) {
   const ProxycclStaging *staging = transfer->staging;
   const struct iovec here = {(void *)(uintptr_t)staging->memory[stage], bytes};
   const pid_t pid = transfer->link->pid;
   int status = 0;
   if (transfer->writes) status = between(staging, stage, 0, local, blocks);
   if (status != 0) return -status;
-  const ssize_t copied = transfer->writes ? process_vm_writev(pid, &here, 1, remote, blocks, 0)
-                                          : process_vm_readv(pid, &here, 1, remote, blocks, 0);
-  if (copied < 0) return errno;
-  if ((uint64_t)copied < bytes) return EFAULT;
+  const ssize_t done = transfer->writes ? process_vm_writev(pid, &here, 1, remote, blocks, 0)
+                                        : process_vm_readv(pid, &here, 1, remote, blocks, 0);
+  if (done < 0) return errno;
+  *copied = (uint64_t)done;
+  if (*copied < bytes) return EFAULT;
   return transfer->writes ? 0 : -between(staging, stage, 1, local, blocks);
 }
 

@@ -160,15 +160,36 @@ static int begin_answer(ProxycclLink *link) {
   link->answer = answer->next;
   if (link->answer == NULL) link->last_answer = &link->answer;
   --link->answers;
-  if (answer->error == 0 && !agent_has(link->agent, answer->blocks, answer->count)) answer->error = EACCES;
-  const Frame frame = {FRAME_ANSWER, answer->error, answer->error == 0 ? answer->bytes : 0};
+  const uint64_t lacking = answer->error == 0 ? agent_lacks(link->agent, answer->blocks, answer->count) : 0;
+  if (lacking < answer->count) {
+    answer->error = EACCES;
+    answer->bytes = lacking;
+  }
+  const Frame frame = {FRAME_ANSWER, answer->error, answer->bytes};
   out->own = answer;
   out->blocks = answer->blocks;
   out->count = answer->count;
   out->at = (Position){0, 0};
-  out->left = frame.bytes;
+  out->left = answer->error == 0 ? frame.bytes : 0;
   out->memory = link->agent->memory;
   return buffer_append(&out->head, &frame, sizeof frame);
+}
+
+/* The number of the first block whose first or last byte is not mapped; `count`: there is none. */
+static uint64_t find_unmapped(const struct iovec *blocks, uint64_t count) {
+  uint64_t i = 0;
+  while (i < count && is_mapped(blocks[i].iov_base) && is_mapped((char *)blocks[i].iov_base + blocks[i].iov_len - 1)) {
+    ++i;
+  }
+  return i;
+}
+
+/* Replaces an answer, of which nothing was sent, by an error: one of its blocks is not mapped. */
+static void refuse_instead(Sending *out) {
+  const uint64_t block = find_unmapped(out->blocks, out->count);
+  const Frame frame = {FRAME_ANSWER, EFAULT, block < out->count ? block : 0};
+  memcpy(out->head.bytes, &frame, sizeof frame);
+  out->left = 0;
 }
 
 /* Begins the next request of the next transfer. */
@@ -180,6 +201,13 @@ static int begin_request(ProxycclLink *link) {
   link->first = transfer->next;
   if (link->first == NULL) link->last = &link->first;
   transfer->queued = 0;
+  if (transfer->asks) {
+    const struct iovec block = {(void *)(uintptr_t)transfer->fault.address, 1};
+    const Frame check = {FRAME_CHECK, 1, 1};
+    link->awaited[(link->oldest + link->unanswered++) % WINDOW] = (Awaited){transfer, {0, 0}, 0};
+    ++transfer->unanswered;
+    return buffer_append(&out->head, &check, sizeof check) && buffer_append(&out->head, &block, sizeof block);
+  }
   const uint64_t bytes =
       blocks_parts(transfer->remote, transfer->count, transfer->at, FRAME_BYTES, FRAME_BLOCKS, blocks, &count);
   const Frame frame = {transfer->writes ? FRAME_WRITE : FRAME_READ, count, bytes};
@@ -230,7 +258,7 @@ void link_send(ProxycclLink *link) {
   while (link->lost == NULL && turn < TURN_BYTES && !full) {
     if (out->sent == out->head.used && out->left == 0 && !begin_frame(link)) break;
     if (out->left > 0 && out->transfer == NULL && out->memory != link->agent->memory) {
-      if (!agent_has(link->agent, out->blocks, out->count)) {
+      if (agent_lacks(link->agent, out->blocks, out->count) < out->count) {
         link_lose(link, "memory was deregistered while it was being read");
         return;
       }
@@ -243,6 +271,10 @@ void link_send(ProxycclLink *link) {
     const ssize_t sent = sendmsg(link->socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) {
       if (errno == EINTR) continue;
+      if (errno == EFAULT && link->serves && out->sent == 0) {
+        refuse_instead(out);
+        continue;
+      }
       full = errno == EAGAIN;
       if (!full) link_lose(link, errno == EFAULT ? "memory to be sent is not mapped" : "the peer has closed the link");
       continue;
@@ -327,7 +359,8 @@ static size_t take(ProxycclLink *link, void *to, size_t bytes) {
 static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
   if (!link->serves) {
     if (frame->kind != FRAME_ANSWER || link->unanswered == 0) return -1;
-    return frame->bytes == (frame->count == 0 ? link->awaited[link->oldest % WINDOW].bytes : 0) ? 0 : -1;
+    if (frame->count != 0) return frame->bytes < FRAME_BLOCKS ? 0 : -1;
+    return frame->bytes == link->awaited[link->oldest % WINDOW].bytes ? 0 : -1;
   }
   if (!link->greeted) {
     const uint64_t name = frame->bytes - PROXYCCL_SECRET_BYTES;
@@ -338,7 +371,7 @@ static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
                : -1;
   }
   if (frame->kind == FRAME_MESSAGE) return frame->bytes <= PROXYCCL_LONGEST_MESSAGE ? (int64_t)frame->bytes : -1;
-  if (frame->kind != FRAME_WRITE && frame->kind != FRAME_READ) return -1;
+  if (frame->kind != FRAME_WRITE && frame->kind != FRAME_READ && frame->kind != FRAME_CHECK) return -1;
   if (frame->count < 1 || frame->count > FRAME_BLOCKS || frame->bytes > FRAME_BYTES || link->answers > WINDOW)
     return -1;
   return (int64_t)(frame->count * sizeof(struct iovec));
@@ -402,14 +435,23 @@ static const char *take_body(ProxycclLink *link) {
     if (agent_receive(agent, link->name, link->name_bytes, in->body.bytes, in->body.used) != 0)
       return "there is no memory";
   } else if (frame->kind == FRAME_ANSWER) {
-    in->left = frame->bytes;
+    in->left = frame->count == 0 ? frame->bytes : 0;
     in->in_data = 1;
   } else {
     const struct iovec *blocks = (const struct iovec *)in->body.bytes; /* malloc's alignment */
     if (!blocks_have(blocks, frame->count, frame->bytes)) return "the peer sent an invalid request";
     if (frame->kind == FRAME_READ)
       return answer(link, 0, frame->bytes, blocks, frame->count) ? NULL : "there is no memory";
-    in->error = agent_has(agent, blocks, frame->count) ? 0 : EACCES;
+    in->block = agent_lacks(agent, blocks, frame->count);
+    if (frame->kind == FRAME_CHECK) {
+      uint32_t error = in->block < frame->count ? EACCES : 0;
+      if (error == 0) {
+        in->block = find_unmapped(blocks, frame->count);
+        if (in->block < frame->count) error = EFAULT;
+      }
+      return answer(link, error, error != 0 ? in->block : 0, NULL, 0) ? NULL : "there is no memory";
+    }
+    in->error = in->block == frame->count ? 0 : EACCES;
     in->blocks = in->error == 0 ? blocks : NULL;
     in->count = frame->count;
     in->at = (Position){0, 0};
@@ -423,13 +465,22 @@ static const char *take_body(ProxycclLink *link) {
 /* All data of a frame is there. */
 static const char *end_data(ProxycclLink *link) {
   Receiving *in = &link->in;
-  if (link->serves) return answer(link, in->error, 0, NULL, 0) ? NULL : "there is no memory";
+  if (link->serves)
+    return answer(link, in->error, in->error != 0 ? in->block : 0, NULL, 0) ? NULL : "there is no memory";
+  const Position at = link->awaited[link->oldest % WINDOW].at;
   ProxycclTransfer *transfer = link->awaited[link->oldest % WINDOW].transfer;
   ++link->oldest;
   --link->unanswered;
   if (transfer == NULL) return NULL;
   --transfer->unanswered;
-  if (in->frame.count != 0 && transfer->refusal == 0) transfer->refusal = in->frame.count;
+  if (in->frame.count != 0 && transfer->refusal == 0) {
+    transfer->refusal = in->frame.count;
+    const uint64_t block = at.index + in->frame.bytes; /* the frame began in the middle of its first block, maybe */
+    if (!transfer->asks && block < transfer->count) {
+      char *address = transfer->remote[block].iov_base;
+      transfer->fault.address = (uintptr_t)(in->frame.bytes == 0 ? address + at.offset : address);
+    }
+  }
   if (transfer->refusal != 0 && transfer->queued) { /* it sends no more */
     ProxycclTransfer **at = &link->first;
     while (*at != transfer) at = &(*at)->next;
@@ -438,7 +489,7 @@ static const char *end_data(ProxycclLink *link) {
     transfer->queued = 0;
   }
   if (transfer->unanswered > 0 || transfer->queued) return NULL;
-  transfer_end(transfer, transfer->refusal != 0 ? PROXYCCL_TRANSFER_REFUSED : PROXYCCL_TRANSFER_DONE);
+  transfer_end_answered(transfer);
   return NULL;
 }
 
@@ -454,7 +505,8 @@ static size_t take_data(ProxycclLink *link) {
     count = awaited->transfer == NULL ? 0 : awaited->transfer->count;
     at = &awaited->at;
   } else if (blocks != NULL && in->memory != link->agent->memory) {
-    if (!agent_has(link->agent, blocks, count)) in->error = EACCES;
+    in->block = agent_lacks(link->agent, blocks, count);
+    if (in->block < count) in->error = EACCES;
     if (in->error != 0) blocks = in->blocks = NULL;
     in->memory = link->agent->memory;
   }
@@ -532,6 +584,14 @@ void link_ready(ProxycclLink *link, uint32_t events) {
   if (link->lost == NULL) link_send(link);
 }
 
+void link_look(ProxycclLink *link) {
+  struct pollfd ended = {.fd = link->process, .events = POLLIN};
+  link_ready(link, EPOLLIN);
+  if (link->lost == NULL && link->process >= 0 && poll(&ended, 1, 0) > 0) {
+    link_lose(link, "the peer's process has ended");
+  }
+}
+
 void link_help(ProxycclLink *link) {
   link_ready(link, EPOLLIN);
   link->helped = 1;
@@ -575,6 +635,13 @@ ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char 
   }
   pthread_mutex_unlock(&agent->lock);
   return link;
+}
+
+const char *proxyccl_link_look(ProxycclLink *link) {
+  pthread_mutex_lock(&link->agent->lock);
+  link_look(link);
+  pthread_mutex_unlock(&link->agent->lock);
+  return proxyccl_link_lost(link);
 }
 
 void proxyccl_link_end(ProxycclLink *link) {

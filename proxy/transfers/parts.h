@@ -35,7 +35,8 @@ typedef enum FrameKind {
   FRAME_WRITE,
   FRAME_READ,
   FRAME_ANSWER,
-  FRAME_PERMIT
+  FRAME_PERMIT,
+  FRAME_CHECK
 } FrameKind;
 
 /* What starts each frame on a socket. Both sides have the same byte order, as the greeting finds out.
@@ -44,8 +45,10 @@ typedef enum FrameKind {
  * process copy from and to the receiver's, and is answered.
  * MESSAGE: `bytes` bytes follow.
  * WRITE, READ: `count` blocks (address, bytes) of the receiver's memory follow; after those of WRITE their data.
- * ANSWER: one for each WRITE, READ and PERMIT, in their order. `count` is an errno; `bytes` bytes of data follow, the
- * READ's.
+ * CHECK: `count` blocks follow. It asks what became of them, and is answered.
+ * ANSWER: one for each WRITE, READ, PERMIT and CHECK, in their order. `count` is an errno: EACCES if a block is not
+ * registered, EFAULT if it is not mapped; `bytes` is then the block's number. Without an error `bytes` bytes of data
+ * follow, the READ's.
  */
 typedef struct Frame {
   uint32_t kind, count;
@@ -55,15 +58,15 @@ typedef struct Frame {
 /* A frame that the peer has not answered. */
 typedef struct Awaited {
   ProxycclTransfer *transfer; /* NULL: canceled */
-  Position at;                /* where a READ's data belongs */
-  uint64_t bytes;             /* of a READ's data; 0: a WRITE */
+  Position at;                /* the first block; where a READ's data belongs */
+  uint64_t bytes;             /* of a READ's data; 0: another frame */
 } Awaited;
 
 /* An answer that has not begun to be sent. */
 typedef struct Answer {
   struct Answer *next;
   uint32_t error;
-  uint64_t bytes;
+  uint64_t bytes; /* of a READ's data; after an error the number of the block */
   uint64_t count;
   struct iovec blocks[]; /* of a READ */
 } Answer;
@@ -92,7 +95,8 @@ typedef struct Receiving {
   uint64_t count;
   Position at;
   uint64_t left;   /* bytes of data */
-  uint32_t error;  /* of a WRITE, for its answer */
+  uint32_t error;  /* of a WRITE, for its answer, … */
+  uint64_t block;  /* … and the number of the block */
   uint64_t memory; /* as in Sending */
 } Receiving;
 
@@ -135,10 +139,12 @@ struct ProxycclTransfer {
   int queued;
   int copying; /* threads that copy a piece, or look at the device */
   int cancel;
-  Position at;                    /* of what is neither copied nor being copied, or not sent */
-  uint64_t left;                  /* bytes from there on */
-  uint32_t unanswered;            /* its frames */
-  uint32_t refusal;               /* the first errno of an answer */
+  Position at;         /* of what is neither copied nor being copied, or not sent */
+  uint64_t left;       /* bytes from there on */
+  uint32_t unanswered; /* its frames */
+  uint32_t refusal;    /* the first errno of an answer */
+  int asks;            /* the kernel could not copy: the peer is asked what became of the block */
+  ProxycclFault fault;
   const ProxycclStaging *staging; /* NULL: pieces are copied without stages */
   int staged[PROXYCCL_STAGES];    /* the stages that a thread has */
   const ProxycclCopier *copier;   /* NULL: no device copies it */
@@ -184,7 +190,8 @@ void agent_wake(ProxycclAgent *agent);
 struct timespec agent_deadline(uint64_t timeout_ns);
 void agent_unreference(ProxycclAgent *agent); /* unlocks */
 int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, const char *message, uint64_t bytes);
-int agent_has(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count);
+/* The number of the first block that no range holds; `count`: ranges hold all. */
+uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count);
 
 /* link.c. All with the agent locked. */
 ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves);
@@ -195,6 +202,7 @@ void link_ready(ProxycclLink *link, uint32_t events);
 void link_watched(ProxycclLink *link, uint32_t events); /* by the thread */
 void link_send(ProxycclLink *link);
 void link_help(ProxycclLink *link); /* by a caller that will come again soon */
+void link_look(ProxycclLink *link); /* loses it if the peer has gone, of which the thread may not have heard yet */
 void link_wake(ProxycclLink *link); /* its socket is the thread's again */
 int link_append(ProxycclLink *link, FrameKind kind, uint32_t count, const void *first, uint64_t first_bytes,
                 const void *second, uint64_t second_bytes);
@@ -205,11 +213,13 @@ void link_forget_transfer(ProxycclLink *link, ProxycclTransfer *transfer); /* on
 uint64_t blocks_parts(const struct iovec *blocks, uint64_t count, Position at, uint64_t most_bytes, uint32_t most_parts,
                       struct iovec *parts, uint32_t *part_count);
 void blocks_advance(const struct iovec *blocks, Position *at, uint64_t bytes);
+int is_mapped(const void *address);                                       /* in this process */
 ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link); /* not locked */
 void transfer_queue(ProxycclTransfer *transfer, ProxycclTransfer ***last);
 void transfer_unqueue(ProxycclTransfer *transfer, ProxycclTransfer **first, ProxycclTransfer ***last);
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
-void transfer_copy(ProxycclTransfer *transfer); /* the next piece; unlocks meanwhile */
+void transfer_end_answered(ProxycclTransfer *transfer); /* its last answer has come */
+void transfer_copy(ProxycclTransfer *transfer);         /* the next piece; unlocks meanwhile */
 void transfer_begin(ProxycclTransfer *transfer, const uint64_t *stream);
 int transfer_look(ProxycclTransfer *transfer); /* begins it if its stream has come to it; 1: that it did */
 int transfer_is_looked_at(const ProxycclTransfer *transfer); /* it has a device or a stream that wakes nobody */
@@ -221,9 +231,10 @@ void device_start(ProxycclTransfer *transfer, const uint64_t *stream);
 int device_look(ProxycclTransfer *transfer); /* ends it if the device is done: 1 */
 void device_look_at_all(ProxycclAgent *agent);
 uint64_t device_pause(const ProxycclAgent *agent); /* ns until the next look */
-/* Copies a piece by way of a stage. 0, an errno, or the driver's status times -1. Not locked. */
+/* Copies a piece by way of a stage; `copied`: the bytes from or to the peer. 0, an errno, or the driver's status times
+ * -1. Not locked. */
 int device_stage(const ProxycclTransfer *transfer, uint32_t stage, const struct iovec *local,
-                 const struct iovec *remote, uint32_t blocks, uint64_t bytes);
+                 const struct iovec *remote, uint32_t blocks, uint64_t bytes, uint64_t *copied);
 void device_rest(ProxycclTransfer *transfer);   /* between two looks of a caller */
 void device_finish(ProxycclTransfer *transfer); /* waits until nothing touches its memory */
 

@@ -1,7 +1,9 @@
 /* Transfers, and the copies of those that need no socket. See transfers.h. */
 #include <errno.h>
 #include <limits.h>
+#include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "clock.h"
 #include "parts.h"
@@ -37,6 +39,12 @@ int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t byte
   const struct iovec local = {to, bytes}, remote = {(void *)(uintptr_t)address, bytes};
   const ssize_t read = process_vm_readv(pid, &local, 1, &remote, 1, 0);
   return read == (ssize_t)bytes ? 0 : read < 0 ? errno : EFAULT;
+}
+
+int is_mapped(const void *address) {
+  unsigned char resident;
+  const uintptr_t page = (uintptr_t)address & ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1);
+  return mincore((void *)page, 1, &resident) == 0 || errno != ENOMEM;
 }
 
 static void set_state(ProxycclTransfer *transfer, ProxycclTransferState state) {
@@ -90,7 +98,7 @@ typedef struct Piece {
   struct iovec parts[2];
   const struct iovec *local, *remote;
   uint32_t blocks;
-  uint64_t bytes;
+  uint64_t bytes, copied;
 } Piece;
 
 /* The number of a stage that no thread has; PROXYCCL_STAGES: all are taken. */
@@ -110,7 +118,7 @@ static void next_piece(const ProxycclTransfer *transfer, Piece *piece) {
   piece->local = transfer->local + at.index;
   piece->remote = transfer->remote + at.index;
   piece->blocks = 0;
-  piece->bytes = 0;
+  piece->bytes = piece->copied = 0;
   while (at.offset == 0 && piece->blocks < IOV_MAX && at.index + piece->blocks < transfer->count) {
     const uint64_t bytes = piece->local[piece->blocks].iov_len;
     if (piece->bytes + bytes > PIECE_BYTES) break;
@@ -125,11 +133,13 @@ static void next_piece(const ProxycclTransfer *transfer, Piece *piece) {
 }
 
 /* 0 or an errno. */
-static int copy_piece(const Piece *piece, int writes, pid_t pid) {
+static int copy_piece(Piece *piece, int writes, pid_t pid) {
   if (pid != 0) {
     const ssize_t copied = writes ? process_vm_writev(pid, piece->local, piece->blocks, piece->remote, piece->blocks, 0)
                                   : process_vm_readv(pid, piece->local, piece->blocks, piece->remote, piece->blocks, 0);
-    return copied < 0 ? errno : (uint64_t)copied < piece->bytes ? EFAULT : 0;
+    if (copied < 0) return errno;
+    piece->copied = (uint64_t)copied;
+    return piece->copied < piece->bytes ? EFAULT : 0;
   }
   for (uint32_t i = 0; i < piece->blocks; ++i) {
     const struct iovec *from = writes ? &piece->local[i] : &piece->remote[i];
@@ -145,11 +155,30 @@ static void drop_rest(ProxycclTransfer *transfer) {
   if (transfer->queued) transfer_unqueue(transfer, &transfer->agent->first, &transfer->agent->last);
 }
 
+/* Remembers where the kernel stopped: on the peer's side, or, if that is not mapped here, on this one. A stage always
+ * is. */
+static void note_fault(ProxycclTransfer *transfer, const Piece *piece) {
+  Position at = {0, 0};
+  blocks_advance(piece->remote, &at, piece->copied);
+  char *remote = (char *)piece->remote[at.index].iov_base + at.offset;
+  transfer->fault = (ProxycclFault){PROXYCCL_FAULT_PROTECTED, (uintptr_t)remote};
+  if (transfer->staging != NULL) return;
+  at = (Position){0, 0};
+  blocks_advance(piece->local, &at, piece->copied);
+  char *local = (char *)piece->local[at.index].iov_base + at.offset;
+  if (!is_mapped(local)) transfer->fault = (ProxycclFault){PROXYCCL_FAULT_FREED_HERE, (uintptr_t)local};
+}
+
 static void end_copies(ProxycclTransfer *transfer) {
   ProxycclLink *link = transfer->link;
   if (transfer->error == ESRCH) link_lose(link, "the peer's process has ended");
   if (link != NULL && link->lost != NULL) {
     transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* the number of its process may be another's by now */
+  } else if (transfer->error == EFAULT && transfer->fault.kind == PROXYCCL_FAULT_PROTECTED) {
+    /* The peer knows what became of it. If it has gone, so does the link, which then ends the transfer. */
+    transfer->asks = 1;
+    transfer_queue(transfer, &link->last);
+    link_send(link);
   } else {
     transfer_end(transfer, transfer->error != 0 ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_DONE);
   }
@@ -168,13 +197,14 @@ void transfer_copy(ProxycclTransfer *transfer) {
   const uint32_t stage = transfer->staging != NULL ? free_stage(transfer) : 0;
   transfer->staged[stage] = 1;
   pthread_mutex_unlock(&agent->lock);
-  const int error = transfer->staging != NULL
-                        ? device_stage(transfer, stage, piece.local, piece.remote, piece.blocks, piece.bytes)
-                        : copy_piece(&piece, transfer->writes, pid);
+  const int error = transfer->staging != NULL ? device_stage(transfer, stage, piece.local, piece.remote, piece.blocks,
+                                                             piece.bytes, &piece.copied)
+                                              : copy_piece(&piece, transfer->writes, pid);
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
   transfer->staged[stage] = 0;
   if (transfer->staging != NULL) pthread_cond_broadcast(&agent->changed); /* a thread may wait for the stage */
+  if (error == EFAULT && transfer->error == 0) note_fault(transfer, &piece);
   if (transfer->error == 0) transfer->error = error;
   if (error != 0 || (transfer->link != NULL && transfer->link->lost != NULL)) drop_rest(transfer);
   if (transfer->cancel) {
@@ -184,16 +214,33 @@ void transfer_copy(ProxycclTransfer *transfer) {
   }
 }
 
+void transfer_end_answered(ProxycclTransfer *transfer) {
+  if (transfer->refusal == EACCES) {
+    transfer->fault.kind = PROXYCCL_FAULT_DEREGISTERED;
+    transfer_end(transfer, PROXYCCL_TRANSFER_REFUSED);
+  } else if (transfer->refusal != 0 || transfer->asks) {
+    if (transfer->refusal != 0) transfer->fault.kind = PROXYCCL_FAULT_FREED;
+    transfer->error = EFAULT;
+    transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
+  } else {
+    transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
+  }
+}
+
 void transfer_lose(ProxycclTransfer *transfer) {
   drop_rest(transfer);
   if (transfer->copying == 0) transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* else the last copy does */
 }
 
+/* Whether its link's frames carry it, or ask about it. */
+static int is_by_socket(const ProxycclTransfer *transfer) {
+  return transfer->link != NULL && transfer->copier == NULL && (transfer->link->pid == 0 || transfer->asks);
+}
+
 /* Whether it has a piece that nobody copies yet. */
 static int has_piece(const ProxycclTransfer *transfer) {
-  const int by_socket = transfer->link != NULL && transfer->link->pid == 0;
-  return transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->copier == NULL && !by_socket && !transfer->cancel &&
-         transfer->left > 0 && may_copy(transfer);
+  return transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->copier == NULL && !is_by_socket(transfer) &&
+         !transfer->cancel && transfer->left > 0 && may_copy(transfer);
 }
 
 ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link) {
@@ -256,6 +303,8 @@ static int activate(ProxycclTransfer *transfer, const char *message, uint64_t by
   transfer->left = 0;
   transfer->error = 0;
   transfer->refusal = 0;
+  transfer->asks = 0;
+  transfer->fault = (ProxycclFault){PROXYCCL_FAULT_NONE, 0};
   transfer->cancel = 0;
   transfer->rung = 1;
   set_state(transfer, PROXYCCL_TRANSFER_ACTIVE);
@@ -318,7 +367,7 @@ void transfer_cancel(ProxycclTransfer *transfer) {
   while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* for one piece of each thread */
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return;
   ProxycclLink *link = transfer->link;
-  const int by_socket = link != NULL && link->pid == 0 && transfer->copier == NULL;
+  const int by_socket = is_by_socket(transfer);
   if (transfer->copier != NULL) device_finish(transfer);
   if (!transfer->rung) transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
   if (transfer->queued && by_socket) transfer_unqueue(transfer, &link->first, &link->last);
@@ -370,7 +419,7 @@ ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer) {
     pthread_mutex_lock(&transfer->agent->lock);
     if (has_piece(transfer)) {
       transfer_copy(transfer);
-    } else if (transfer->link != NULL && transfer->link->pid == 0) {
+    } else if (is_by_socket(transfer)) {
       link_help(transfer->link);
     }
     if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer_is_looked_at(transfer)) transfer_look(transfer);
@@ -380,6 +429,12 @@ ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer) {
 }
 
 int proxyccl_transfer_error(const ProxycclTransfer *transfer) { return transfer->error; }
+
+void proxyccl_transfer_fault(const ProxycclTransfer *transfer, ProxycclFault *fault) {
+  pthread_mutex_lock(&transfer->agent->lock);
+  *fault = transfer->fault;
+  pthread_mutex_unlock(&transfer->agent->lock);
+}
 
 void proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times) {
   pthread_mutex_lock(&transfer->agent->lock);

@@ -28,9 +28,23 @@ typedef enum ProxycclTransferState {
   PROXYCCL_TRANSFER_DONE,     /* the data is where it belongs */
   PROXYCCL_TRANSFER_CANCELED, /* by this side */
   PROXYCCL_TRANSFER_LOST,     /* the link ended */
-  PROXYCCL_TRANSFER_REFUSED,  /* the peer has not registered a block */
-  PROXYCCL_TRANSFER_FAILED    /* a copy failed: proxyccl_transfer_error */
+  PROXYCCL_TRANSFER_REFUSED,  /* the peer has not registered a block: proxyccl_transfer_fault */
+  PROXYCCL_TRANSFER_FAILED    /* a copy failed: proxyccl_transfer_error, proxyccl_transfer_fault */
 } ProxycclTransferState;
+
+/* Why memory of a transfer could not be reached. */
+typedef enum ProxycclFaultKind {
+  PROXYCCL_FAULT_NONE,         /* it could, or the reason is not known */
+  PROXYCCL_FAULT_DEREGISTERED, /* the peer deregistered it */
+  PROXYCCL_FAULT_FREED,        /* it is not mapped in the peer's process, which has not deregistered it */
+  PROXYCCL_FAULT_FREED_HERE,   /* it is not mapped in this process */
+  PROXYCCL_FAULT_PROTECTED     /* it is mapped in both */
+} ProxycclFaultKind;
+
+typedef struct ProxycclFault {
+  ProxycclFaultKind kind;
+  uint64_t address; /* of the first byte, in the process of that side */
+} ProxycclFault;
 
 /* CLOCK_MONOTONIC, in ns. */
 typedef struct ProxycclTransferTimes {
@@ -112,6 +126,8 @@ void proxyccl_link_end(ProxycclLink *link);
 void proxyccl_link_release(ProxycclLink *link);
 /* Why nothing moves over it any more (static text), or NULL. */
 const char *proxyccl_link_lost(const ProxycclLink *link);
+/* The same, after a look whether the peer has gone, of which nobody may have heard yet. */
+const char *proxyccl_link_look(ProxycclLink *link);
 /* Sends a message. It arrives after those before it. 0, ENOTCONN, EMSGSIZE, ENOBUFS if the peer takes none for long,
  * or ENOMEM. */
 int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
@@ -147,6 +163,8 @@ ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer);
 ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_t timeout_ns);
 /* The errno of a failed copy; of a device's, the driver's status times -1. */
 int proxyccl_transfer_error(const ProxycclTransfer *transfer);
+/* Of one that was refused or failed. */
+void proxyccl_transfer_fault(const ProxycclTransfer *transfer, ProxycclFault *fault);
 void proxyccl_transfer_times(const ProxycclTransfer *transfer, ProxycclTransferTimes *times);
 
 #endif

@@ -15,7 +15,7 @@ from proxyccl.channels.transfers.paths import unix_address
 from proxyccl.transfer import Agent
 
 FRAME = struct.Struct("<IIQ")
-HELLO, MESSAGE, WRITE, READ, ANSWER, PERMIT = range(1, 7)
+HELLO, MESSAGE, WRITE, READ, ANSWER, PERMIT, CHECK = range(1, 8)
 VERSION = 1
 EACCES = 13
 
@@ -92,6 +92,8 @@ def test_a_link_without_the_secret_is_closed(target: Target, greeting: bytes) ->
         FRAME.pack(MESSAGE, 0, 1 << 60),
         FRAME.pack(READ, 0, 0),
         FRAME.pack(READ, 513, 513),
+        FRAME.pack(CHECK, 513, 513),
+        FRAME.pack(CHECK, 1, 8) + struct.pack("<QQ", 0, 9),
         FRAME.pack(WRITE, 1, 1 << 40),
         FRAME.pack(READ, 1, 8) + struct.pack("<QQ", 0, 9),  # the block is longer than the frame says
         FRAME.pack(READ, 2, 8) + struct.pack("<QQQQ", 0, 8, 0, 0),  # an empty block
@@ -116,7 +118,10 @@ def test_memory_that_is_not_registered_is_not_touched(target: Target, offset: in
         assert connection.recv(100) == FRAME.pack(ANSWER, EACCES, 0)
         connection.sendall(FRAME.pack(WRITE, 1, 10) + block + bytes(10))
         assert connection.recv(100) == FRAME.pack(ANSWER, EACCES, 0)
-        connection.sendall(FRAME.pack(READ, 1, 10) + struct.pack("<QQ", target.region.address + 90, 10))
+        registered = struct.pack("<QQ", target.region.address + 90, 10)
+        connection.sendall(FRAME.pack(CHECK, 2, 20) + registered + block)
+        assert connection.recv(100) == FRAME.pack(ANSWER, EACCES, 1)  # the number of the block
+        connection.sendall(FRAME.pack(READ, 1, 10) + registered)
         assert connection.recv(FRAME.size + 10, socket.MSG_WAITALL)[: FRAME.size] == FRAME.pack(ANSWER, 0, 10)
     np.testing.assert_array_equal(target.memory, before)
 
