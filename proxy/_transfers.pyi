@@ -109,6 +109,14 @@ class Lib:
     def proxyccl_agent_set_memory(
         self, agent: Passed[ProxycclAgentPointer], ranges: Passed[Uint64Pointer], count: int, /
     ) -> int: ...
+    def proxyccl_agent_set_device_memory(
+        self,
+        agent: Passed[ProxycclAgentPointer],
+        staging: Passed[ProxycclStagingPointer],
+        ranges: Passed[Uint64Pointer],
+        count: int,
+        /,
+    ) -> int: ...
     def proxyccl_agent_unread(self, agent: Passed[ProxycclAgentPointer], /) -> int: ...
     def proxyccl_agent_take(
         self, agent: Passed[ProxycclAgentPointer], to: Passed[CharPointer] | bytes, room: int, /
@@ -144,6 +152,7 @@ class Lib:
         remote: Passed[Uint64Pointer],
         count: int,
         staging: Passed[ProxycclStagingPointer],
+        by_socket: int,
         /,
     ) -> ProxycclTransferPointer: ...
     def proxyccl_transfer_create_on_device(

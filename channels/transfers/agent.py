@@ -30,19 +30,20 @@ from proxyccl.channels.transfers.errors import (
 )
 from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.metadata import Place
-from proxyccl.channels.transfers.paths import Path, allowed_paths, connect, device_path, listen
+from proxyccl.channels.transfers.paths import Path, allowed_paths, connect, device_path, listen, staged_path
 from proxyccl.channels.transfers.published import Published
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions
 from proxyccl.channels.transfers.transfer import State, Transfer
 from proxyccl.device import forks
 from proxyccl.device.arrays.array import Array, as_view
-from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
+from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError, RuntimeUnavailableError
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
 from proxyccl.proxy._transfers import ffi, lib
 from proxyccl.proxy.hosts import boot_id
 
 if TYPE_CHECKING:
-    from proxyccl.proxy._transfers import ProxycclAgentPointer
+    from proxyccl.channels.transfers.copier import Copier
+    from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclStagingPointer
 
 _CONNECT_SECONDS = 10.0
 _LENGTHS = struct.Struct("=QQ")
@@ -116,6 +117,9 @@ class Agent:
         self._kept: list[tuple[Region, object]] = []
         self._devices = Devices()
         self._reached, self._pinned = Reached(), Pinned()
+        self._serving: dict[Copier, ProxycclStagingPointer] = {}
+        served: list[object] = []
+        self._keep_serving = served.append
         self._warned: set[str] = set()
         self._closed = False
         self._process = forks.here()
@@ -130,7 +134,7 @@ class Agent:
                 raise out_of_descriptors("an agent", ffi.errno)
             raise ResourceError(f"an agent can't be started: {os.strerror(ffi.errno)}")
         self._handle: ProxycclAgentPointer = handle
-        forks.finalizer(self, lib.proxyccl_agent_release, handle)
+        forks.finalizer(self, _release, handle, served)
         _agents.add(self)
         self._published = Published(name)
         forks.finalizer(self, self._published.withdraw)
@@ -248,10 +252,21 @@ class Agent:
             return list(self._own.all)
 
     def _publish(self) -> None:
-        starts, ends = self._own.bounds()
-        both = np.concatenate((starts, ends))
-        if lib.proxyccl_agent_set_memory(self._handle, ffi.cast("uint64_t *", both.ctypes.data), len(starts)):
-            raise MemoryError("there is no memory for the regions")
+        """Tells the engine which memory peers may reach through sockets."""
+        for copier in {self._devices.of(share) for share in self._reached.of(self._own.all)} - self._serving.keys():
+            self._serving[copier], kept = copier.staging()
+            self._keep_serving(kept)
+        for serving in (None, *self._serving):
+            starts, ends = self._own.bounds() if serving is None else self._own.bounds(VRAM, serving.runtime.device)
+            both = np.concatenate((starts, ends))
+            bounds = ffi.cast("uint64_t *", both.ctypes.data)
+            if serving is None:
+                status = lib.proxyccl_agent_set_memory(self._handle, bounds, len(starts))
+            else:
+                staging = self._serving[serving]
+                status = lib.proxyccl_agent_set_device_memory(self._handle, staging, bounds, len(starts))
+            if status:
+                raise MemoryError("there is no memory for the regions")
 
     # Other agents
 
@@ -440,7 +455,7 @@ class Agent:
             UnknownAgentError: no such agent was added.
             NotRegisteredError: a block lies outside registered memory.
             DisconnectedError: the peer can't be reached.
-            NoPathError: nothing moves data between these kinds of memory, or so far.
+            NoPathError: no device of this process reaches both sides, and no socket leads to the peer.
         """
         if operation not in ("read", "write"):
             raise ArgumentError("operation", f'must be "read" or "write", not {operation!r}')
@@ -490,7 +505,7 @@ class Agent:
         self, link: Link | None, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str]
     ) -> Transfer:
         if link is not None and link.path.name == "tcp":
-            raise NoPathError(f"agent {peer} is on another host: memory of devices moves within a host only", peer)
+            return self._prepare_by_socket(link, writes, peer, rows, kinds)
         in_process = link is None or link.pid == os.getpid()
         if kinds[1] == DRAM and not in_process and link is not None:
             return self._prepare_staged(link, writes, peer, rows)
@@ -501,7 +516,12 @@ class Agent:
         if kinds[0] == VRAM:
             copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
         else:
-            copier = self._devices.nearest(theirs.share_at(int(rows[0, 1])))
+            try:
+                copier = self._devices.nearest(theirs.share_at(int(rows[0, 1])))
+            except (NoPathError, RuntimeUnavailableError) as error:
+                if link is None:
+                    raise
+                return self._prepare_by_socket(link, writes, peer, rows, kinds, str(error))
         mapped = rows.copy()
         kept: list[object] = []
         ways, unpinned = [], ""
@@ -513,9 +533,11 @@ class Agent:
                 try:
                     mapped[:, column], memories, way = reached.map(copier, rows[:, column])
                 except NoPathError as error:
-                    if link is not None and link.look():
+                    if link is None or reached is self._reached:
+                        raise
+                    if link.look():
                         raise DisconnectedError(f"agent {peer}: {link.lost}", peer) from None
-                    raise NoPathError(f"agent {peer}: {error}", peer) from None
+                    return self._prepare_by_socket(link, writes, peer, rows, kinds, f"agent {peer}: {error}")
                 ways.append(way if column == 1 and not in_process else "")
             else:
                 memories, unpinned = self._pinned.pin(copier, pinned.holders(rows[:, column]))
@@ -535,16 +557,27 @@ class Agent:
     def _prepare_staged(self, link: Link, writes: bool, peer: str, rows: Rows) -> Transfer:
         """Between this process's device memory and another process's memory of the host."""
         if not link.pid:
-            raise NoPathError(
-                f"memory of a device can't be copied from and to the host's memory of agent {peer}: {link.path.reason}",
-                peer,
-            )
+            return self._prepare_by_socket(link, writes, peer, rows, (VRAM, DRAM))
         copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
         mapped = rows.copy()
         mapped[:, 0], _, _ = self._reached.map(copier, rows[:, 0])
         reason = "a device does not reach another process's memory of the host"
         path = Path("copy engine and process_vm, staged", reason)
         return Transfer(self._handle, link, peer, writes, sides(mapped), path, self._devices, (copier, None))
+
+    def _prepare_by_socket(
+        self, link: Link, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str], reason: str = ""
+    ) -> Transfer:
+        """Between memory of devices, on one side or both, and a socket."""
+        path = staged_path(Path(link.carrier, link.path.reason), kinds, reason)
+        on_device = None
+        if kinds[0] == VRAM:
+            copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
+            rows = rows.copy()
+            rows[:, 0], _, _ = self._reached.map(copier, rows[:, 0])
+            on_device = copier, None
+        self._warn_once("stages memory of devices through a socket", reason, 4)
+        return Transfer(self._handle, link, peer, writes, sides(rows), path, self._devices, on_device, by_socket=True)
 
     def read(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
         """Starts to read blocks of another agent's memory. Arguments and errors as of `prepare` and
@@ -630,6 +663,10 @@ class Agent:
         self._process.require("the agent")
         if self._closed:
             raise ClosedError(f"agent {self.name} was closed")
+
+
+def _release(handle: ProxycclAgentPointer, _served: object) -> None:
+    lib.proxyccl_agent_release(handle)
 
 
 def _unknown(name: str) -> UnknownAgentError:

@@ -172,22 +172,20 @@ class Copier:
 
     def staging(self) -> tuple[ProxycclStagingPointer, object]:
         """Pinned memory by way of which another process's memory is copied, and what to keep with it."""
-        stages = range(lib.PROXYCCL_STAGES)
-        tables = [Table(self, lib.PROXYCCL_STAGE_BYTES) for _ in stages]
-        streams, events = (
-            [self._next_stream() for _ in stages],
-            [self.runtime.create_event(times=False) for _ in stages],
-        )
+        count, nbytes = lib.PROXYCCL_STAGES, lib.PROXYCCL_STAGE_BYTES
+        table = Table(self, count * nbytes)
+        streams = [self._next_stream() for _ in range(count + 1)]
+        events = [self.runtime.create_event(times=False) for _ in range(count + 1)]
         made = ffi.new(
             "ProxycclStaging *",
             {
                 "copier": self.calls,
-                "memory": [table.memory.ptr for table in tables],
+                "memory": [table.memory.ptr + number * nbytes for number in range(count)],
                 "streams": [stream.handle for stream in streams],
                 "events": [event.handle for event in events],
             },
         )
-        return made, (made, tables, events, self)
+        return made, (made, table, events, self)
 
     def _next_stream(self) -> Stream:
         with self._lock:

@@ -23,12 +23,14 @@ class Link:
         handle: the engine's.
         path: how the data moves.
         pid: the process that the kernel copies from and to; 0: it does not.
+        carrier: the kind of socket, "unix" or "tcp".
     """
 
     def __init__(self, agent: ProxycclAgentPointer, peer: str, secret: bytes, connected: Connected) -> None:
         self.peer = peer
         self.path = connected.path
         self.pid = connected.pid
+        self.carrier = connected.carrier
         handle = lib.proxyccl_link_create(agent, connected.socket, secret, connected.process, connected.pid)
         if not handle:
             if ffi.errno == errno.ECANCELED:

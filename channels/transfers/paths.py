@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from proxyccl.channels.transfers.errors import DisconnectedError
 from proxyccl.channels.transfers.metadata import Place
+from proxyccl.channels.transfers.regions import VRAM
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.proxy._transfers import ffi, lib
@@ -68,6 +69,21 @@ def device_path(by: str, ways: Iterable[str], unpinned: str = "") -> Path:
     return Path(f"{by} ({', '.join(named)})" if named else by, unpinned)
 
 
+def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
+    """The path of memory of devices, on one side or both, through a socket: "copy engine and tcp, staged".
+
+    Each device copies to and from pinned memory of its own side.
+
+    Args:
+        link: the path of the link, whose name is that of the socket.
+        kinds: of memory, here and there.
+        reason: why no device reaches both sides; "" between hosts.
+    """
+    steps = ["copy engine"] * (kinds[0] == VRAM) + [link.name] + ["copy engine"] * (kinds[1] == VRAM)
+    by = " and ".join((", ".join(steps[:-1]), steps[-1]))
+    return Path(f"{by}, staged", "; ".join(filter(None, (reason, link.reason))))
+
+
 class Connected(Struct, frozen=True):
     """A socket to a peer, for the engine.
 
@@ -76,12 +92,14 @@ class Connected(Struct, frozen=True):
         process: a pidfd, likewise, or -1.
         pid: the process to copy from and to, or 0.
         path: the path that this makes.
+        carrier: "unix" or "tcp".
     """
 
     socket: int
     process: int
     pid: int
     path: Path
+    carrier: str
 
 
 def unix_address(token: bytes) -> bytes:
@@ -234,7 +252,7 @@ def _choose(
         connection.setblocking(False)
         undo.pop_all()
     path = Path("process_vm") if copied else Path(carrier, "; ".join(dict.fromkeys(failures)) if here else "")
-    return Connected(connection.detach(), process, pid if copied else 0, path)
+    return Connected(connection.detach(), process, pid if copied else 0, path, carrier)
 
 
 def _why_not_copied(pid: int, place: Place, connection: socket.socket | None) -> str:

@@ -87,6 +87,7 @@ class Transfer:
         path: Path,
         devices: Devices,
         on_device: tuple[Copier, Plan | None] | None = None,
+        by_socket: bool = False,
     ) -> None:
         local, remote = lists
         self.peer = peer
@@ -112,6 +113,7 @@ class Transfer:
                 ffi.cast("uint64_t *", remote.ctypes.data),
                 len(local),
                 staging,
+                by_socket,
             )
         if not handle:
             raise MemoryError("there is no memory for a transfer")

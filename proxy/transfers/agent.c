@@ -12,6 +12,7 @@
 #include "parts.h"
 
 enum { EVENTS = 32, REST_MS = 1 };
+#define LONGEST_COPY_NS 30000000000u
 
 /* The tag of an event: 0 for the eventfd, else a pointer, with its kind in the bits that alignment leaves free. */
 enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_BITS = 3 };
@@ -90,34 +91,67 @@ int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64
 
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent) { return (uintptr_t)agent->secret; }
 
-int proxyccl_agent_set_memory(ProxycclAgent *agent, const uint64_t *ranges, uint64_t count) {
+/* Replaces ranges by a copy of others. 0 or ENOMEM. */
+static int set_ranges(ProxycclAgent *agent, Ranges *ranges, const uint64_t *bounds, uint64_t count) {
   uint64_t *copy = malloc((2 * count + 1) * sizeof *copy);
   if (copy == NULL) return ENOMEM;
-  memcpy(copy, ranges, 2 * count * sizeof *copy);
-  pthread_mutex_lock(&agent->lock);
-  uint64_t *previous = agent->ranges;
-  agent->ranges = copy;
-  agent->range_count = count;
+  memcpy(copy, bounds, 2 * count * sizeof *copy);
+  free(ranges->bounds);
+  *ranges = (Ranges){copy, count};
   ++agent->memory;
-  pthread_mutex_unlock(&agent->lock);
-  free(previous);
   return 0;
 }
 
-uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count) {
-  const uint64_t *starts = agent->ranges, *ends = starts + agent->range_count;
-  for (uint64_t i = 0; i < count; ++i) {
-    const uint64_t address = (uintptr_t)blocks[i].iov_base;
-    uint64_t low = 0, high = agent->range_count; /* how many ranges start at or before the block */
-    while (low < high) {
-      const uint64_t middle = (low + high) / 2;
-      if (starts[middle] <= address) {
-        low = middle + 1;
-      } else {
-        high = middle;
-      }
+int proxyccl_agent_set_memory(ProxycclAgent *agent, const uint64_t *ranges, uint64_t count) {
+  pthread_mutex_lock(&agent->lock);
+  const int error = set_ranges(agent, &agent->host, ranges, count);
+  pthread_mutex_unlock(&agent->lock);
+  return error;
+}
+
+int proxyccl_agent_set_device_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
+                                     uint64_t count) {
+  pthread_mutex_lock(&agent->lock);
+  Device *device = agent->devices;
+  while (device != NULL && device->staging != staging) device = device->next;
+  if (device == NULL && (device = calloc(1, sizeof *device)) != NULL) {
+    device->staging = staging;
+    device->next = agent->devices;
+    agent->devices = device;
+  }
+  const int error = device == NULL ? ENOMEM : set_ranges(agent, &device->ranges, ranges, count);
+  const uint64_t last = agent->turns;
+  const struct timespec deadline = agent_deadline(LONGEST_COPY_NS);
+  while (agent->stages != NULL && agent->stages->turn <= last && !agent->stopped &&
+         pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) == 0) {}
+  pthread_mutex_unlock(&agent->lock);
+  return error;
+}
+
+static int hold(const Ranges *ranges, const struct iovec *block) {
+  const uint64_t *starts = ranges->bounds, *ends = starts + ranges->count;
+  const uint64_t address = (uintptr_t)block->iov_base;
+  uint64_t low = 0, high = ranges->count; /* how many ranges start at or before the block */
+  while (low < high) {
+    const uint64_t middle = (low + high) / 2;
+    if (starts[middle] <= address) {
+      low = middle + 1;
+    } else {
+      high = middle;
     }
-    if (low == 0 || address > ends[low - 1] || ends[low - 1] - address < blocks[i].iov_len) return i;
+  }
+  return low > 0 && address <= ends[low - 1] && ends[low - 1] - address >= block->iov_len;
+}
+
+uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count, Device **device) {
+  *device = NULL;
+  for (uint64_t i = 0; i < count; ++i) {
+    if (*device == NULL && hold(&agent->host, &blocks[i])) continue;
+    if (i > 0 && *device == NULL) return i; /* the first is the host's */
+    Device *holds = agent->devices;
+    while (holds != NULL && !hold(&holds->ranges, &blocks[i])) holds = holds->next;
+    if (holds == NULL) return i;
+    if (i == 0) *device = holds;
   }
   return count;
 }
@@ -209,10 +243,12 @@ static void *run(void *argument) {
   while (!agent->stopped) {
     copy_next(agent);
     device_look_at_all(agent);
-    const int busy = agent->first != NULL || agent->looked_at != NULL;
+    stages_look(agent);
+    const int looks = agent->looked_at != NULL || agent->stages != NULL;
+    const int busy = agent->first != NULL || looks;
     /* Idle until a descriptor has something, or a caller may have stopped polling. */
     const int timeout = busy ? 0 : agent->resting > 0 ? REST_MS : -1;
-    const long pause = agent->first == NULL && agent->looked_at != NULL ? (long)device_pause(agent) : 0;
+    const long pause = agent->first == NULL && looks ? (long)device_pause(agent) : 0;
     pthread_mutex_unlock(&agent->lock);
     if (pause > 0) { /* epoll_wait counts in milliseconds */
       struct pollfd any = {.fd = agent->epoll, .events = POLLIN};
@@ -241,7 +277,12 @@ static void free_agent(ProxycclAgent *agent) {
   pthread_cond_destroy(&agent->changed);
   pthread_mutex_destroy(&agent->lock);
   buffer_free(&agent->inbox);
-  free(agent->ranges);
+  for (Device *device = agent->devices, *next; device != NULL; device = next) {
+    next = device->next;
+    free(device->ranges.bounds);
+    free(device);
+  }
+  free(agent->host.bounds);
   free(agent->listeners);
   free(agent->name);
   free(agent);
@@ -286,6 +327,7 @@ ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int c
   agent->references = 1;
   agent->last = &agent->first;
   agent->last_looked_at = &agent->looked_at;
+  agent->last_stage = &agent->stages;
   pthread_mutex_init(&agent->lock, NULL);
   pthread_condattr_t monotonic;
   pthread_condattr_init(&monotonic);
@@ -326,6 +368,7 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) link_lose(link, "the agent was closed");
   while (agent->first != NULL) transfer_cancel(agent->first); /* within the agent */
   while (agent->looked_at != NULL) transfer_cancel(agent->looked_at);
+  stages_finish(agent);
   reap(agent);
   pthread_mutex_unlock(&agent->lock);
 }

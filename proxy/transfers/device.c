@@ -156,10 +156,11 @@ int device_look(ProxycclTransfer *transfer) {
 }
 
 uint64_t device_pause(const ProxycclAgent *agent) {
-  uint64_t shortest = LONGEST_PAUSE_NS;
+  uint64_t shortest = agent->stages != NULL ? SHORTEST_PAUSE_NS : LONGEST_PAUSE_NS;
   const uint64_t now = now_ns();
   for (const ProxycclTransfer *transfer = agent->looked_at; transfer != NULL; transfer = transfer->next) {
-    const uint64_t pause = (now - transfer->times.posted) / 8; /* seldom for what takes long */
+    /* Seldom for what takes long; soon for a stage. */
+    const uint64_t pause = transfer->parts != NULL && transfer->rung ? 0 : (now - transfer->times.posted) / 8;
     if (pause < shortest) shortest = pause;
   }
   return shortest < SHORTEST_PAUSE_NS ? SHORTEST_PAUSE_NS : shortest;
@@ -199,26 +200,47 @@ void device_finish(ProxycclTransfer *transfer) {
   if (transfer->queued) transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
 }
 
-/* Copies between a stage and the device's blocks, one after another, and waits for it. The driver's status. */
-static int between(const ProxycclStaging *staging, uint32_t stage, int to_device, const struct iovec *blocks,
-                   uint32_t count) {
+int device_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
+                 const struct iovec *blocks, uint64_t count) {
   const ProxycclCopier *copier = staging->copier;
   void *stream = (void *)(uintptr_t)staging->streams[stage], *event = (void *)(uintptr_t)staging->events[stage];
-  uint64_t at = staging->memory[stage];
+  uint64_t at = (uintptr_t)memory;
   int status = 0;
   const Entered before = enter(copier);
-  for (uint32_t i = 0; i < count && status == 0; ++i) {
+  for (uint64_t i = 0; i < count && status == 0; ++i) {
     const uint64_t block = (uintptr_t)blocks[i].iov_base;
     status = copy(copier, to_device ? block : at, to_device ? at : block, blocks[i].iov_len, stream);
     at += blocks[i].iov_len;
   }
-  int ended = record(copier, event, stream);
-  if (ended == 0) {
-    do { /* at most a megabyte, which takes tens of microseconds */
-      ended = reached(copier, event);
-    } while (ended == PROXYCCL_RUNTIME_NOT_READY);
-  }
+  const int recorded = record(copier, event, stream); /* also after a failure, as earlier copies run */
   leave(copier, before);
+  return status != 0 ? status : recorded;
+}
+
+int device_reached(const ProxycclStaging *staging, uint32_t stage) {
+  const Entered before = enter(staging->copier);
+  const int status = reached(staging->copier, (void *)(uintptr_t)staging->events[stage]);
+  leave(staging->copier, before);
+  return status;
+}
+
+int device_await(const ProxycclStaging *staging, uint32_t stage) {
+  const uint64_t deadline = now_ns() + LONGEST_CANCEL_S * 1000000000ull;
+  const Entered before = enter(staging->copier);
+  int status;
+  do { /* at most half a megabyte, which takes tens of microseconds */
+    status = reached(staging->copier, (void *)(uintptr_t)staging->events[stage]);
+  } while (status == PROXYCCL_RUNTIME_NOT_READY && now_ns() < deadline);
+  leave(staging->copier, before);
+  return status;
+}
+
+/* Copies between a stage and the device's blocks, and waits for it. The driver's status. */
+static int between(const ProxycclStaging *staging, uint32_t stage, int to_device, const struct iovec *blocks,
+                   uint32_t count) {
+  void *memory = (void *)(uintptr_t)staging->memory[stage];
+  const int status = device_queue(staging, stage, memory, to_device, blocks, count);
+  const int ended = device_await(staging, stage);
   return status != 0 ? status : ended;
 }
 

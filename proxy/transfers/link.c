@@ -78,7 +78,9 @@ static void end_lost(ProxycclTransfer *transfer) {
 }
 
 static void end_sending(ProxycclLink *link) {
+  if (link->out.stage != NULL) stage_give(link->out.stage);
   free(link->out.own);
+  link->out.stage = NULL;
   link->out.own = NULL;
   link->out.transfer = NULL;
   link->out.head.used = link->out.sent = 0;
@@ -106,8 +108,11 @@ void link_lose(ProxycclLink *link, const char *reason) {
     next = transfer->next;
     if (transfer->link == link) transfer_lose(transfer);
   }
+  if (link->in.stage != NULL) stage_give(link->in.stage);
+  link->in.stage = NULL;
   while (link->answer != NULL) {
     Answer *next = link->answer->next;
+    if (link->answer->stage != NULL) stage_give(link->answer->stage);
     free(link->answer);
     link->answer = next;
   }
@@ -153,6 +158,39 @@ int link_append(ProxycclLink *link, FrameKind kind, uint32_t count, const void *
   return ENOMEM;
 }
 
+/* Makes an error of an answer to a READ whose blocks are not registered any more. */
+static void check_answer(const ProxycclLink *link, Answer *answer) {
+  Device *device;
+  const uint64_t lacking = agent_lacks(link->agent, answer->blocks, answer->count, &device);
+  if (lacking == answer->count && device == answer->device) return;
+  answer->error = EACCES;
+  answer->bytes = lacking < answer->count ? lacking : 0;
+}
+
+/* Lets devices copy the data of the next answers into stages. */
+static void feed_answers(ProxycclLink *link) {
+  uint32_t fed = 0;
+  for (Answer *answer = link->answer; answer != NULL && fed < FED; answer = answer->next) {
+    if (answer->device == NULL || answer->error != 0) continue;
+    ++fed;
+    if (answer->stage != NULL) continue;
+    check_answer(link, answer);
+    if (answer->error != 0) continue;
+    answer->stage = stage_take(link, answer->device);
+    if (answer->stage == NULL) {
+      answer->error = ENOMEM;
+      answer->bytes = 0;
+      continue;
+    }
+    answer->staged = (struct iovec){answer->stage->memory, answer->bytes};
+    stage_copy(answer->stage, 0, answer->blocks, answer->count);
+  }
+}
+
+static int is_ready(const Answer *answer) {
+  return answer->stage == NULL ? answer->device == NULL || answer->error != 0 : !answer->stage->copying;
+}
+
 /* Begins the answer to the oldest request. */
 static int begin_answer(ProxycclLink *link) {
   Sending *out = &link->out;
@@ -160,15 +198,16 @@ static int begin_answer(ProxycclLink *link) {
   link->answer = answer->next;
   if (link->answer == NULL) link->last_answer = &link->answer;
   --link->answers;
-  const uint64_t lacking = answer->error == 0 ? agent_lacks(link->agent, answer->blocks, answer->count) : 0;
-  if (lacking < answer->count) {
-    answer->error = EACCES;
-    answer->bytes = lacking;
+  if (answer->error == 0 && answer->stage == NULL) check_answer(link, answer);
+  if (answer->stage != NULL && answer->stage->status != 0) {
+    answer->error = EIO;
+    answer->bytes = 0;
   }
   const Frame frame = {FRAME_ANSWER, answer->error, answer->bytes};
   out->own = answer;
-  out->blocks = answer->blocks;
-  out->count = answer->count;
+  out->stage = answer->stage;
+  out->blocks = answer->stage != NULL ? &answer->staged : answer->blocks;
+  out->count = answer->stage != NULL ? 1 : answer->count;
   out->at = (Position){0, 0};
   out->left = answer->error == 0 ? frame.bytes : 0;
   out->memory = link->agent->memory;
@@ -236,13 +275,15 @@ static int begin_request(ProxycclLink *link) {
 static int begin_frame(ProxycclLink *link) {
   Sending *out = &link->out;
   end_sending(link);
+  feed_answers(link);
+  if (link->lost != NULL) return 0;
   if (link->messages.used > 0) {
     const Buffer emptied = out->head;
     out->head = link->messages;
     link->messages = emptied;
     return 1;
   }
-  const int begun = link->answer != NULL                               ? begin_answer(link)
+  const int begun = link->answer != NULL && is_ready(link->answer)     ? begin_answer(link)
                     : link->first != NULL && link->unanswered < WINDOW ? begin_request(link)
                                                                        : -1;
   if (begun == 0) link_lose(link, "there is no memory");
@@ -257,8 +298,9 @@ void link_send(ProxycclLink *link) {
   int full = 0;
   while (link->lost == NULL && turn < TURN_BYTES && !full) {
     if (out->sent == out->head.used && out->left == 0 && !begin_frame(link)) break;
-    if (out->left > 0 && out->transfer == NULL && out->memory != link->agent->memory) {
-      if (agent_lacks(link->agent, out->blocks, out->count) < out->count) {
+    if (out->left > 0 && out->transfer == NULL && out->stage == NULL && out->memory != link->agent->memory) {
+      Device *device;
+      if (agent_lacks(link->agent, out->blocks, out->count, &device) < out->count) {
         link_lose(link, "memory was deregistered while it was being read");
         return;
       }
@@ -377,16 +419,16 @@ static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
   return (int64_t)(frame->count * sizeof(struct iovec));
 }
 
-/* Queues an answer. 0: there is no memory. */
-static int answer(ProxycclLink *link, uint32_t error, uint64_t bytes, const struct iovec *blocks, uint64_t count) {
+/* Queues an answer. NULL: there is no memory. */
+static Answer *answer(ProxycclLink *link, uint32_t error, uint64_t bytes, const struct iovec *blocks, uint64_t count) {
   Answer *made = malloc(sizeof *made + count * sizeof *blocks);
-  if (made == NULL) return 0;
+  if (made == NULL) return NULL;
   *made = (Answer){.error = error, .bytes = bytes, .count = count};
   if (count > 0) memcpy(made->blocks, blocks, count * sizeof *blocks);
   *link->last_answer = made;
   link->last_answer = &made->next;
   ++link->answers;
-  return 1;
+  return made;
 }
 
 /* Whether blocks of a peer's request have the bytes that it says. */
@@ -424,7 +466,7 @@ static const char *take_body(ProxycclLink *link) {
     if (different != 0) return "the peer does not know the secret";
     if (frame->kind == FRAME_PERMIT) {
       link->asked = 1;
-      return answer(link, (uint32_t)permit(link), 0, NULL, 0) ? NULL : "there is no memory";
+      return answer(link, (uint32_t)permit(link), 0, NULL, 0) != NULL ? NULL : "there is no memory";
     }
     link->name_bytes = (uint32_t)(in->body.used - PROXYCCL_SECRET_BYTES);
     link->name = malloc(link->name_bytes);
@@ -440,20 +482,30 @@ static const char *take_body(ProxycclLink *link) {
   } else {
     const struct iovec *blocks = (const struct iovec *)in->body.bytes; /* malloc's alignment */
     if (!blocks_have(blocks, frame->count, frame->bytes)) return "the peer sent an invalid request";
-    if (frame->kind == FRAME_READ)
-      return answer(link, 0, frame->bytes, blocks, frame->count) ? NULL : "there is no memory";
-    in->block = agent_lacks(agent, blocks, frame->count);
+    Device *device;
+    in->block = agent_lacks(agent, blocks, frame->count, &device);
+    if (frame->kind == FRAME_READ) {
+      Answer *made = answer(link, 0, frame->bytes, blocks, frame->count);
+      if (made == NULL) return "there is no memory";
+      made->device = device;
+      return NULL;
+    }
     if (frame->kind == FRAME_CHECK) {
       uint32_t error = in->block < frame->count ? EACCES : 0;
       if (error == 0) {
         in->block = find_unmapped(blocks, frame->count);
         if (in->block < frame->count) error = EFAULT;
       }
-      return answer(link, error, error != 0 ? in->block : 0, NULL, 0) ? NULL : "there is no memory";
+      return answer(link, error, error != 0 ? in->block : 0, NULL, 0) != NULL ? NULL : "there is no memory";
     }
     in->error = in->block == frame->count ? 0 : EACCES;
     in->blocks = in->error == 0 ? blocks : NULL;
     in->count = frame->count;
+    if (in->error == 0 && device != NULL) {
+      in->stage = stage_take(link, device);
+      if (in->stage == NULL) return "there is no memory";
+      in->staged = (struct iovec){in->stage->memory, frame->bytes};
+    }
     in->at = (Position){0, 0};
     in->memory = agent->memory;
     in->left = frame->bytes;
@@ -462,11 +514,36 @@ static const char *take_body(ProxycclLink *link) {
   return NULL;
 }
 
+/* A WRITE whose blocks are not registered any more goes nowhere. */
+static void check_write(ProxycclLink *link) {
+  Receiving *in = &link->in;
+  Device *device;
+  in->block = agent_lacks(link->agent, in->blocks, in->count, &device);
+  if (in->block < in->count || (device != NULL) != (in->stage != NULL)) {
+    in->error = EACCES;
+    in->blocks = NULL;
+    if (in->block == in->count) in->block = 0;
+  }
+  in->memory = link->agent->memory;
+}
+
 /* All data of a frame is there. */
 static const char *end_data(ProxycclLink *link) {
   Receiving *in = &link->in;
-  if (link->serves)
-    return answer(link, in->error, in->error != 0 ? in->block : 0, NULL, 0) ? NULL : "there is no memory";
+  if (link->serves) {
+    Stage *stage = in->stage;
+    if (stage != NULL && in->blocks != NULL) check_write(link);
+    Answer *made = answer(link, in->error, in->error != 0 ? in->block : 0, NULL, 0);
+    if (made == NULL) return "there is no memory";
+    in->stage = NULL;
+    if (stage != NULL && in->error == 0) {
+      made->stage = stage; /* it is not sent before the copies are done */
+      stage_copy(stage, 1, in->blocks, in->count);
+    } else if (stage != NULL) {
+      stage_give(stage);
+    }
+    return NULL;
+  }
   const Position at = link->awaited[link->oldest % WINDOW].at;
   ProxycclTransfer *transfer = link->awaited[link->oldest % WINDOW].transfer;
   ++link->oldest;
@@ -504,11 +581,13 @@ static size_t take_data(ProxycclLink *link) {
     blocks = awaited->transfer == NULL ? NULL : awaited->transfer->local;
     count = awaited->transfer == NULL ? 0 : awaited->transfer->count;
     at = &awaited->at;
-  } else if (blocks != NULL && in->memory != link->agent->memory) {
-    in->block = agent_lacks(link->agent, blocks, count);
-    if (in->block < count) in->error = EACCES;
-    if (in->error != 0) blocks = in->blocks = NULL;
-    in->memory = link->agent->memory;
+  } else {
+    if (blocks != NULL && in->memory != link->agent->memory) check_write(link);
+    blocks = in->blocks;
+    if (blocks != NULL && in->stage != NULL) {
+      blocks = &in->staged;
+      count = 1;
+    }
   }
   if (blocks == NULL) return take(link, NULL, in->left);
   struct iovec part;

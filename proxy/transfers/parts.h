@@ -20,9 +20,36 @@ enum {
   FRAME_BYTES = 512 << 10, /* most data of one frame */
   WINDOW = 16,             /* most frames of one link that are not answered */
   PIECE_BYTES = 1 << 20,   /* most that a thread copies at once */
+  FED = 2,                 /* most answers of one link that have a stage */
   AHEAD_BYTES = 64 << 10,  /* read from a socket at once */
   UNGREETED = 64           /* most accepted links that have not sent their greeting */
 };
+
+/* Registered memory: first addresses in order, then for each the highest end of the ranges up to it. */
+typedef struct Ranges {
+  uint64_t *bounds, count;
+} Ranges;
+
+/* Memory by way of which a link serves a device's memory: one of the device's stages, or, if all are in use, memory
+ * that is not pinned. */
+typedef struct Stage {
+  struct Stage *next; /* of those that are being copied */
+  struct Device *device;
+  uint32_t number; /* PROXYCCL_STAGES: not pinned */
+  char *memory;
+  int copying;
+  int status;         /* the driver's, of copies that failed */
+  uint64_t turn;      /* of its copy */
+  ProxycclLink *link; /* NULL: lost */
+} Stage;
+
+/* A device whose memory peers reach through sockets. */
+typedef struct Device {
+  struct Device *next;
+  const ProxycclStaging *staging;
+  Ranges ranges;
+  int taken[PROXYCCL_STAGES];
+} Device;
 
 /* A place in a list of blocks. */
 typedef struct Position {
@@ -67,6 +94,9 @@ typedef struct Answer {
   struct Answer *next;
   uint32_t error;
   uint64_t bytes; /* of a READ's data; after an error the number of the block */
+  Device *device; /* whose memory a READ is of; NULL: the host's */
+  Stage *stage;   /* with a READ's data, or a WRITE's that is copied from there; NULL: none, or not yet */
+  struct iovec staged;
   uint64_t count;
   struct iovec blocks[]; /* of a READ */
 } Answer;
@@ -81,6 +111,7 @@ typedef struct Sending {
   uint64_t left;              /* bytes of data */
   ProxycclTransfer *transfer; /* whose blocks they are; NULL: `own` */
   void *own;                  /* freed after the frame */
+  Stage *stage;               /* of an answer's data; NULL: none */
   uint64_t memory;            /* the version of the agent's memory for which the blocks of an answer were checked */
 } Sending;
 
@@ -89,6 +120,8 @@ typedef struct Receiving {
   Frame frame;
   size_t have; /* bytes of the head, then of the body */
   int in_body, in_data;
+  Stage *stage; /* where a WRITE's data goes; NULL: to its blocks */
+  struct iovec staged;
   Buffer body;
   uint64_t body_bytes;        /* of the whole body */
   const struct iovec *blocks; /* of a WRITE, in `body`; NULL: nowhere */
@@ -127,6 +160,21 @@ struct ProxycclLink {
   size_t ahead_at, ahead_end;
 };
 
+typedef enum PartState {
+  PART_IDLE,
+  PART_COPYING, /* between the device and its stage */
+  PART_MOVING,  /* between its stage and the socket */
+  PART_MOVED
+} PartState;
+
+/* What a stage is used for in a transfer between a device and a socket. */
+typedef struct Part {
+  PartState state;
+  ProxycclTransfer *mover; /* one frame */
+  struct iovec stage, local[FRAME_BLOCKS], remote[FRAME_BLOCKS];
+  uint32_t blocks;
+} Part;
+
 struct ProxycclTransfer {
   ProxycclTransfer *next; /* of its queue */
   ProxycclAgent *agent;
@@ -147,6 +195,9 @@ struct ProxycclTransfer {
   ProxycclFault fault;
   const ProxycclStaging *staging; /* NULL: pieces are copied without stages */
   int staged[PROXYCCL_STAGES];    /* the stages that a thread has */
+  int by_socket;                  /* its link's frames carry it */
+  Part *parts;                    /* PROXYCCL_STAGES of them, by socket with stages; else NULL */
+  ProxycclTransfer *whole;        /* of a part's mover; else NULL */
   const ProxycclCopier *copier;   /* NULL: no device copies it */
   const uint64_t *copies;         /* (to, from, bytes) */
   uint64_t copy_count;
@@ -179,9 +230,13 @@ struct ProxycclAgent {
   ProxycclTransfer *first, **last;               /* transfers to copy, in turn */
   ProxycclTransfer *looked_at, **last_looked_at; /* those of devices and streams, to be looked at in turn */
   Buffer inbox;
-  size_t read;                           /* of the inbox */
-  uint64_t unread;                       /* atomic: bytes of the inbox that are not read */
-  uint64_t *ranges, range_count, memory; /* the memory's version */
+  size_t read;     /* of the inbox */
+  uint64_t unread; /* atomic: bytes of the inbox that are not read */
+  Ranges host;
+  Device *devices;
+  uint64_t memory;             /* the registered memory's version */
+  Stage *stages, **last_stage; /* in turn */
+  uint64_t turns;
 };
 
 /* agent.c */
@@ -190,8 +245,9 @@ void agent_wake(ProxycclAgent *agent);
 struct timespec agent_deadline(uint64_t timeout_ns);
 void agent_unreference(ProxycclAgent *agent); /* unlocks */
 int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, const char *message, uint64_t bytes);
-/* The number of the first block that no range holds; `count`: ranges hold all. */
-uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count);
+/* The number of the first block that is not registered, or not of the same kind of memory as the first; `count`: there
+ * is none. `device`: that of the first block, or NULL. */
+uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count, Device **device);
 
 /* link.c. All with the agent locked. */
 ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves);
@@ -221,10 +277,25 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
 void transfer_end_answered(ProxycclTransfer *transfer); /* its last answer has come */
 void transfer_copy(ProxycclTransfer *transfer);         /* the next piece; unlocks meanwhile */
 void transfer_begin(ProxycclTransfer *transfer, const uint64_t *stream);
-int transfer_look(ProxycclTransfer *transfer); /* begins it if its stream has come to it; 1: that it did */
+void transfer_restart(ProxycclTransfer *transfer); /* one without a message, which is not active */
+int transfer_look(ProxycclTransfer *transfer);     /* begins it if its stream has come to it; 1: that it did */
 int transfer_is_looked_at(const ProxycclTransfer *transfer); /* it has a device or a stream that wakes nobody */
 void transfer_cancel(ProxycclTransfer *transfer);
 void transfer_lose(ProxycclTransfer *transfer); /* a copy, whose link is lost */
+
+/* staged.c. All with the agent locked; they unlock meanwhile, except staged_moved. */
+int staged_create(ProxycclTransfer *transfer); /* 0: there is no memory */
+int staged_look(ProxycclTransfer *transfer);   /* goes on with it: 1 if it ended, or something of it did */
+void staged_moved(ProxycclTransfer *mover);
+void staged_finish(ProxycclTransfer *transfer); /* cancels its parts, and waits until nothing touches its memory */
+void staged_free(ProxycclTransfer *transfer);
+
+/* stages.c. All with the agent locked, by its thread. */
+Stage *stage_take(ProxycclLink *link, Device *device); /* NULL: there is no memory */
+void stage_give(Stage *stage);                         /* its link needs it no more */
+void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count); /* unlocks meanwhile */
+void stages_look(ProxycclAgent *agent);                                                   /* likewise */
+void stages_finish(ProxycclAgent *agent); /* waits for all copies; there is no thread any more */
 
 /* device.c. All with the agent locked; they unlock meanwhile. */
 void device_start(ProxycclTransfer *transfer, const uint64_t *stream);
@@ -235,7 +306,13 @@ uint64_t device_pause(const ProxycclAgent *agent); /* ns until the next look */
  * -1. Not locked. */
 int device_stage(const ProxycclTransfer *transfer, uint32_t stage, const struct iovec *local,
                  const struct iovec *remote, uint32_t blocks, uint64_t bytes, uint64_t *copied);
-void device_rest(ProxycclTransfer *transfer);   /* between two looks of a caller */
-void device_finish(ProxycclTransfer *transfer); /* waits until nothing touches its memory */
+/* Queues copies between a stage's memory and a device's blocks, one after another, and records its event. The driver's
+ * status. Not locked. */
+int device_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
+                 const struct iovec *blocks, uint64_t count);
+int device_reached(const ProxycclStaging *staging, uint32_t stage); /* its event: the driver's status. Not locked. */
+int device_await(const ProxycclStaging *staging, uint32_t stage);   /* likewise, at most 30 s */
+void device_rest(ProxycclTransfer *transfer);                       /* between two looks of a caller */
+void device_finish(ProxycclTransfer *transfer);                     /* waits until nothing touches its memory */
 
 #endif

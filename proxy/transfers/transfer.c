@@ -75,7 +75,11 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
     transfer->words = NULL;
   }
   set_state(transfer, state);
-  pthread_cond_broadcast(&transfer->agent->changed);
+  if (transfer->whole != NULL) {
+    staged_moved(transfer);
+  } else {
+    pthread_cond_broadcast(&transfer->agent->changed);
+  }
 }
 
 void transfer_queue(ProxycclTransfer *transfer, ProxycclTransfer ***last) {
@@ -115,19 +119,20 @@ static int may_copy(const ProxycclTransfer *transfer) {
 
 static void next_piece(const ProxycclTransfer *transfer, Piece *piece) {
   const Position at = transfer->at;
+  const uint64_t most = transfer->staging != NULL ? PROXYCCL_STAGE_BYTES : PIECE_BYTES;
   piece->local = transfer->local + at.index;
   piece->remote = transfer->remote + at.index;
   piece->blocks = 0;
   piece->bytes = piece->copied = 0;
   while (at.offset == 0 && piece->blocks < IOV_MAX && at.index + piece->blocks < transfer->count) {
     const uint64_t bytes = piece->local[piece->blocks].iov_len;
-    if (piece->bytes + bytes > PIECE_BYTES) break;
+    if (piece->bytes + bytes > most) break;
     piece->bytes += bytes;
     ++piece->blocks;
   }
   if (piece->blocks > 0) return;
-  piece->bytes = blocks_parts(transfer->local, transfer->count, at, PIECE_BYTES, 1, &piece->parts[0], &piece->blocks);
-  blocks_parts(transfer->remote, transfer->count, at, PIECE_BYTES, 1, &piece->parts[1], &piece->blocks);
+  piece->bytes = blocks_parts(transfer->local, transfer->count, at, most, 1, &piece->parts[0], &piece->blocks);
+  blocks_parts(transfer->remote, transfer->count, at, most, 1, &piece->parts[1], &piece->blocks);
   piece->local = &piece->parts[0];
   piece->remote = &piece->parts[1];
 }
@@ -219,8 +224,8 @@ void transfer_end_answered(ProxycclTransfer *transfer) {
     transfer->fault.kind = PROXYCCL_FAULT_DEREGISTERED;
     transfer_end(transfer, PROXYCCL_TRANSFER_REFUSED);
   } else if (transfer->refusal != 0 || transfer->asks) {
-    if (transfer->refusal != 0) transfer->fault.kind = PROXYCCL_FAULT_FREED;
-    transfer->error = EFAULT;
+    if (transfer->refusal == EFAULT) transfer->fault.kind = PROXYCCL_FAULT_FREED;
+    transfer->error = transfer->asks ? EFAULT : (int)transfer->refusal;
     transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
   } else {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
@@ -233,9 +238,7 @@ void transfer_lose(ProxycclTransfer *transfer) {
 }
 
 /* Whether its link's frames carry it, or ask about it. */
-static int is_by_socket(const ProxycclTransfer *transfer) {
-  return transfer->link != NULL && transfer->copier == NULL && (transfer->link->pid == 0 || transfer->asks);
-}
+static int is_by_socket(const ProxycclTransfer *transfer) { return transfer->by_socket || transfer->asks; }
 
 /* Whether it has a piece that nobody copies yet. */
 static int has_piece(const ProxycclTransfer *transfer) {
@@ -256,16 +259,22 @@ ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link) {
 }
 
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
-                                           const uint64_t *remote, uint64_t count, const ProxycclStaging *staging) {
+                                           const uint64_t *remote, uint64_t count, const ProxycclStaging *staging,
+                                           int by_socket) {
   ProxycclTransfer *transfer = transfer_new(agent, link);
   if (transfer == NULL) return NULL;
   transfer->staging = staging;
+  transfer->by_socket = link != NULL && (by_socket || link->pid == 0);
   /* An iovec is an address and a length, of a word each. */
   transfer->local = (const struct iovec *)local;
   transfer->remote = (const struct iovec *)remote;
   transfer->writes = writes;
   transfer->count = count;
   for (uint64_t i = 0; i < count; ++i) transfer->bytes += transfer->local[i].iov_len;
+  if (transfer->by_socket && staging != NULL && !staged_create(transfer)) {
+    proxyccl_transfer_release(transfer);
+    return NULL;
+  }
   return transfer;
 }
 
@@ -281,7 +290,9 @@ void transfer_begin(ProxycclTransfer *transfer, const uint64_t *stream) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
   } else if (transfer->copier != NULL) {
     device_start(transfer, stream);
-  } else if (link != NULL && link->pid == 0) {
+  } else if (transfer->parts != NULL) {
+    staged_look(transfer);
+  } else if (transfer->by_socket) {
     transfer_queue(transfer, &link->last);
     link_send(link);
   } else if (transfer->bytes <= PIECE_BYTES) {
@@ -309,6 +320,11 @@ static int activate(ProxycclTransfer *transfer, const char *message, uint64_t by
   transfer->rung = 1;
   set_state(transfer, PROXYCCL_TRANSFER_ACTIVE);
   return 0;
+}
+
+void transfer_restart(ProxycclTransfer *transfer) {
+  activate(transfer, NULL, 0, now_ns());
+  transfer_begin(transfer, NULL);
 }
 
 int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint64_t bytes, const uint64_t *stream) {
@@ -353,6 +369,7 @@ int transfer_is_looked_at(const ProxycclTransfer *transfer) { return transfer->c
 int transfer_look(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   if (transfer->copier != NULL) return device_look(transfer);
+  if (transfer->rung && transfer->parts != NULL) return staged_look(transfer);
   if (transfer->rung || __atomic_load_n(&transfer->words[0], __ATOMIC_ACQUIRE) < transfer->value) return 0;
   transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
   transfer->rung = 1;
@@ -367,9 +384,10 @@ void transfer_cancel(ProxycclTransfer *transfer) {
   while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* for one piece of each thread */
   if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return;
   ProxycclLink *link = transfer->link;
-  const int by_socket = is_by_socket(transfer);
+  const int by_socket = is_by_socket(transfer) && transfer->parts == NULL;
   if (transfer->copier != NULL) device_finish(transfer);
   if (!transfer->rung) transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
+  if (transfer->rung && transfer->parts != NULL) staged_finish(transfer);
   if (transfer->queued && by_socket) transfer_unqueue(transfer, &link->first, &link->last);
   if (transfer->queued) transfer_unqueue(transfer, &agent->first, &agent->last);
   if (by_socket) link_forget_transfer(link, transfer);
@@ -386,6 +404,7 @@ void proxyccl_transfer_release(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   pthread_mutex_lock(&agent->lock);
   transfer_cancel(transfer);
+  staged_free(transfer);
   if (transfer->link != NULL) link_unreference(transfer->link);
   buffer_free(&transfer->message);
   free(transfer);
@@ -422,7 +441,8 @@ ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer) {
     } else if (is_by_socket(transfer)) {
       link_help(transfer->link);
     }
-    if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer_is_looked_at(transfer)) transfer_look(transfer);
+    const int looks = transfer_is_looked_at(transfer) || transfer->parts != NULL;
+    if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && looks) transfer_look(transfer);
     pthread_mutex_unlock(&transfer->agent->lock);
   }
   return proxyccl_transfer_state(transfer);

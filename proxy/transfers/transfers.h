@@ -72,13 +72,14 @@ typedef struct ProxycclDeviceCopies {
   uint64_t word, word_on_device; /* a pinned word of the transfer's own, by its two addresses */
 } ProxycclDeviceCopies;
 
-enum { PROXYCCL_STAGES = 2, PROXYCCL_STAGE_BYTES = 1 << 20 };
+enum { PROXYCCL_STAGES = 4, PROXYCCL_STAGE_BYTES = 1 << 19 };
 
 /* Pinned memory by way of which a device's memory is copied from and to another process: each stage is
- * PROXYCCL_STAGE_BYTES, at an address that the device and the CPU share, with a stream and an event of its own. */
+ * PROXYCCL_STAGE_BYTES, at an address that the device and the CPU share, with a stream and an event of its own. The
+ * last stream and event are for memory that is not pinned. */
 typedef struct ProxycclStaging {
   const ProxycclCopier *copier;
-  uint64_t memory[PROXYCCL_STAGES], streams[PROXYCCL_STAGES], events[PROXYCCL_STAGES];
+  uint64_t memory[PROXYCCL_STAGES], streams[PROXYCCL_STAGES + 1], events[PROXYCCL_STAGES + 1];
 } ProxycclStaging;
 
 /* Makes an agent and its thread. It takes the listening sockets over, also when it fails. `secret`: the bytes that a
@@ -98,6 +99,10 @@ uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: `count` first addresses, in order, then for each
  * the highest end of the ranges up to it. When it returns, no socket touches other memory. 0 or ENOMEM. */
 int proxyccl_agent_set_memory(ProxycclAgent *agent, const uint64_t *ranges, uint64_t count);
+/* The same for the memory of a device. `staging`: names the device from its first call on, and outlives the agent's
+ * thread. It waits for the device's copies from and to such memory, at most 30 s. */
+int proxyccl_agent_set_device_memory(ProxycclAgent *agent, const ProxycclStaging *staging, const uint64_t *ranges,
+                                     uint64_t count);
 /* Bytes in the inbox: for each message the lengths of the sender's name and of the message (8 bytes each), then both.
  */
 uint64_t proxyccl_agent_unread(const ProxycclAgent *agent);
@@ -134,9 +139,11 @@ int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
 
 /* Makes a transfer of `count` blocks, none of them empty. `local` and `remote` are arrays of (address, bytes), of equal
  * bytes at each index, and outlive it. `link`: NULL for a transfer within the agent. `staging`: if the local blocks are
- * a device's, and the link is one with a process; its own, and outlives it. Otherwise NULL. NULL with errno. */
+ * a device's, and the link is one with another process; its own, and outlives it. Otherwise NULL. `by_socket`: the
+ * kernel can't copy it, as the remote blocks are a device's. NULL with errno. */
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
-                                           const uint64_t *remote, uint64_t count, const ProxycclStaging *staging);
+                                           const uint64_t *remote, uint64_t count, const ProxycclStaging *staging,
+                                           int by_socket);
 /* Makes one that a device copies. `link`: NULL within the agent. `copier` outlives it. NULL with errno. */
 ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);

@@ -21,7 +21,6 @@ from proxyccl.transfer import (
     ActiveError,
     Agent,
     DisconnectedError,
-    NoPathError,
     NotRegisteredError,
     State,
     TransferTimeoutError,
@@ -252,16 +251,6 @@ def test_wrong_memory(pair: OnDevices) -> None:
     with pytest.raises(ArgumentError):
         pair.a.register((pair.hosts[0].ctypes.data, 100), kind="vram")
     assert pair.a.regions == before
-
-
-def test_another_host(pair: OnDevices) -> None:
-    far = Agent("far", listen=["127.0.0.1"])
-    region = far.register(pair.arrays[1])
-    force_path(pair.a, "tcp")
-    pair.a.add(far.metadata())
-    with pytest.raises(NoPathError, match="within a host"):
-        pair.a.prepare("read", "far", [(pair.regions[0].address, region.address, 8)])
-    far.close()
 
 
 def test_a_peer_that_was_removed(pair: OnDevices) -> None:

@@ -19,6 +19,8 @@ import proxyccl.device
 from proxyccl import Communicator, DispatchCombine, EPAll2AllLayer, WaitTimeoutError
 from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.channels.transfers.paths import PATHS
+from proxyccl.device.arrays.array import Array
+from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.host import HostRuntime
 from proxyccl.transfer import Agent, State, strided
 from support.cases.span_calls import COLLECTIVES, SpanCalls
@@ -29,6 +31,7 @@ from support.running import impatient, run_ranks
 Values = NDArray[np.uint8]
 SIDES = np.array([1, 1, 0], np.uint64)
 """Which numbers of a block are addresses."""
+NBYTES = 3 << 20
 KERNELS = Path(proxyccl.device.__file__).parent / "kernels"
 
 
@@ -448,16 +451,23 @@ def channels() -> None:
 
 
 def agents() -> None:
-    """Threads share two agents over each path: they post, wait, poll, cancel, send, and take memory away."""
+    """Threads share two agents over each path: they post, wait, poll, cancel, send, and take memory away. Over the last
+    path also with memory of devices, which both sides stage."""
     random = np.random.default_rng(1)
-    for path in PATHS:
+    runtime = HostRuntime()
+    for path, staged in (*((path, False) for path in PATHS), ("tcp", True)):
         with Agent("a", listen=["127.0.0.1"], paths=[path]) as a, Agent("b", listen=["127.0.0.1"]) as b:
-            ours, theirs, spare = (np.zeros(3 << 20, np.uint8) for _ in range(3))
+            ours, theirs, spare = (
+                Array(runtime, runtime.allocate(NBYTES), (NBYTES,), as_dtype("uint8"))
+                if staged
+                else np.zeros(NBYTES, np.uint8)
+                for _ in range(3)
+            )
             near, far = a.register(ours), b.register(theirs)
             a.add(b.metadata())
             small = strided(near.address, far.address, 100, 500, 300)
 
-            def work(number: int, a: Agent = a, b: Agent = b, small: Rows = small, spare: Values = spare) -> None:
+            def work(number: int, a: Agent = a, b: Agent = b, small: Rows = small, spare: Any = spare) -> None:
                 transfer = a.prepare("write" if number % 2 else "read", "b", small + np.uint64(number << 18) * SIDES)
                 for step in range(4):
                     transfer.start(b"%d" % step)
@@ -479,10 +489,14 @@ def agents() -> None:
             for thread in threads:
                 thread.join()
             a.write("b", [(near.address, far.address, 100)]).wait(60)  # after all that canceled transfers have sent
-            theirs[:] = random.integers(0, 256, len(theirs), dtype=np.uint8)
-            a.read("b", [(near.address, far.address, len(ours))]).wait(60)
-            assert np.array_equal(ours, theirs)
-            left = a.read("b", [(near.address, far.address, len(ours))])  # while the peer ends
+            values = random.integers(0, 256, NBYTES, dtype=np.uint8)
+            if isinstance(theirs, Array):
+                theirs.upload(values)
+            else:
+                theirs[:] = values
+            a.read("b", [(near.address, far.address, NBYTES)]).wait(60)
+            assert np.array_equal(ours.numpy() if isinstance(ours, Array) else ours, values)
+            left = a.read("b", [(near.address, far.address, NBYTES)])  # while the peer ends
         assert left.state is not State.ACTIVE
 
 
