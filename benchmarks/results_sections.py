@@ -958,6 +958,39 @@ def regroup_section(result: Result) -> Section:
     return Section(f"Communicators of fewer ranks, {place(result)}", summary, lines)
 
 
+_TRANSFERRED = {"host": "the host's memory", "devices": "GPUs' memory", "mixed": "the host's and a GPU's memory"}
+
+
+def transfers_section(result: Result) -> Section:
+    """A table of transfers, by size and number of blocks."""
+    medians = result["medians"]
+    ours, peer = medians["proxyccl"], medians.get("nixl", {})
+    way = " by TCP" if result["tcp"] else ""
+    lines = [
+        *origin(result),
+        f"Between two processes of one host{way}; {result['rounds']} runs of each library, in turn; medians. *post*: "
+        "the time until the call that starts a transfer returns.",
+        "",
+    ]
+    titles = ["operation, blocks x bytes", "ours, µs", "NIXL, µs", "NIXL over ours", "ours, GB/s", "NIXL, GB/s"]
+    rows, ratios = [], []
+    for case, values in ours.items():
+        if case == "idle":
+            continue
+        other = peer.get(case, {})
+        ratio = other["us"] / values["us"] if other else None
+        ratios += [] if ratio is None else [ratio]
+        rate, others_rate = (number(each.get("GB/s"), 1) for each in (values, other))
+        posts = [number(each.get("post"), 1) for each in (values, other)]
+        times = [number(each.get("us"), 1) for each in (values, other)]
+        rows.append([case.lower(), *times, number(ratio), rate, others_rate, *posts])
+    lines += table([*titles, "post, µs", "NIXL's post, µs"], rows)
+    idle = [f"{name} {number(each['idle']['cores'])}" for name, each in medians.items()]
+    lines += [f"Share of a core that a process with an idle agent takes: {', '.join(idle)}.", ""]
+    summary = f"NIXL's time over ours {number(min(ratios))} to {number(max(ratios))}" if ratios else "without NIXL"
+    return Section(f"Transfers of {_TRANSFERRED[result['memory']]}{way}", summary, lines)
+
+
 SECTIONS: dict[str, Callable[[Result], Section]] = {
     "programs": programs_section,
     "all_reduce": all_reduce_section,
@@ -966,6 +999,7 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "overlap": overlap_section,
     "expert_parallel": expert_parallel_section,
     "deep_ep_buffer": deep_ep_buffer_section,
+    "transfers": transfers_section,
     "launch_cost": launch_cost_section,
     "triton_kernels": triton_kernels_section,
     "execution_plans": execution_plans_section,

@@ -25,6 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from proxyccl import open_runtime
+from proxyccl.tools.results import write_json
+
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = [(1, 8), (1, 4096), (1, 64 << 10), (1, 1 << 20), (1, 64 << 20), (1024, 4096), (10000, 45 << 10)]
 """(blocks, bytes of each)."""
@@ -74,8 +77,6 @@ class Side:
         self.kinds = {"DRAM": (int(self._memory[0].ctypes.data), 0)}
         self.agent.register_memory([(self.kinds["DRAM"][0], MOST_BYTES, 0, "")], "DRAM")
         if devices:
-            from proxyccl import open_runtime
-
             runtime = open_runtime(local_rank=number)
             runtime.activate()  # NIXL registers memory of the thread's current device
             self._memory += [runtime, runtime.allocate(MOST_DEVICE_BYTES)]
@@ -167,6 +168,12 @@ def run(path: str, flags: list[str], *, tcp: bool) -> dict[str, dict[str, float]
     return parsed
 
 
+def version_in(directory: Path) -> str:
+    """The version of NIXL that is installed in a directory."""
+    found = next(directory.glob("nixl-*.dist-info"), None)
+    return "unknown" if found is None else found.stem.removeprefix("nixl-")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each library (default: 5)")
@@ -199,7 +206,13 @@ def main() -> None:
         for key in values:
             print(f"{case:28} {key:6}", *(f"{name} {medians[name][case][key]:12.2f}" for name in medians))
     if options.json:
-        options.json.write_text(json.dumps(medians, indent=1) + "\n")
+        facts: dict[str, Any] = {"benchmark": "transfers", "tcp": options.tcp, "rounds": options.rounds}
+        facts["memory"] = "mixed" if options.mixed else "devices" if options.devices else "host"
+        if options.nixl:
+            facts["peers"] = {"NIXL": version_in(Path(options.nixl))}
+        runtime = open_runtime(None if options.devices else "host")
+        facts |= {"runtime": runtime.name, "device": runtime.describe()}
+        write_json(options.json, {**facts, "medians": medians})
 
 
 if __name__ == "__main__":
