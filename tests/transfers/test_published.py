@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 
 import numpy as np
@@ -18,8 +19,9 @@ from support.agents import Pair, child, force_path
 pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
 
 
-def seen(name: str) -> list[str]:
-    return [each.reaches for each in find_agents() if each.name == name]
+def seen(name: str, pid: int | None = None) -> list[str]:
+    """A process's agents of a name, by default this one's: other tests run beside it."""
+    return [each.reaches for each in find_agents() if (each.name, each.pid) == (name, pid or os.getpid())]
 
 
 def test_each_links_path_is_named(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
@@ -46,7 +48,7 @@ def test_a_killed_agents_file_is_removed() -> None:
 
     with child(body) as process:
         process.receive()
-        assert seen("to be killed")
+        assert seen("to be killed", process.pid)
         process.kill()
-        assert seen("to be killed") == []
+        assert seen("to be killed", process.pid) == []
         assert not list(publications_directory().glob(f"{process.pid}-*.agent"))
