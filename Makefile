@@ -43,7 +43,7 @@ demo:
 # so two things are done at a time, on the host and elsewhere. All but the machine is nice to it, where everything takes 15
 # times as long.
 test:
-	$(MAKE) --no-print-directory --jobs 2 $(VENV)/.installed rocm-on-host
+	$(MAKE) --no-print-directory --jobs 3 $(VENV)/.installed rocm-on-host fetched
 	$(MAKE) --no-print-directory --jobs 3 test-on-host test-elsewhere
 
 # And what that leaves out: the further cases of matrices (marked full), the whole suite through the daemon, with kernels as
@@ -55,7 +55,12 @@ test-all: test
 	$(ON_HIP) $(WORKERS_PYTEST) tests/collectives --full -k "ranks_as_processes or same_bits"
 	$(MAKE) test-rdma RDMA_CORES=2 FULL=--full
 
-.PHONY: test-on-host test-elsewhere prepare-tests
+.PHONY: fetched test-on-host test-elsewhere prepare-tests
+# The largest things that tests fetch, while pip waits for the network too. If one can't be had, its tests say so.
+fetched:
+	@mkdir -p build
+	@$(PYTHON) $(SOFT_ROCE)/fetch_machine.py build/soft-roce > build/fetched.log || test $$? = 2
+	@$(PYTHON) tests/support/hip/fetch_hiprtc.py build/hiprtc >> build/fetched.log || test $$? = 2
 test-on-host:
 	nice -n 5 $(MAKE) --no-print-directory lint prepare-tests
 	nice -n 5 $(MAKE) --no-print-directory test-host
