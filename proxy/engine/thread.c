@@ -14,7 +14,8 @@
 enum {
   POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock: one costs as much as several */
   SLEEP_PART = 32,      /* an idle thread sleeps for a 32nd of the time that it has been idle */
-  OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding: somebody may wait for its completion */
+  OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding: somebody may wait for its completion. And
+                                   the shortest, because the system's timer slack ends a sleep that much later */
   TURN_SLEEP_NS = 50000,        /* between two tries for the turn, which a helper has for a round */
   SPIN_NS = 50000 /* longest spin: whoever else the system puts on the core waits for a time slice meanwhile */
 };
@@ -120,7 +121,8 @@ static uint64_t back_off(ProxycclThread *thread, uint64_t idle_ns, Idleness idle
   thread->woken = 0;
   if (idle_ns < policy.spin_ns && idle_ns < SPIN_NS) {
     return 0;
-  } else if (idle_ns < policy.spin_ns + policy.yield_ns) {
+  } else if (idle_ns < policy.spin_ns + policy.yield_ns ||
+             (idleness == OUTSTANDING && idle_ns / SLEEP_PART < OUTSTANDING_SLEEP_NS)) {
     sched_yield();
     return 0;
   } else {
