@@ -322,6 +322,7 @@ class Job(ABC):
         that are wrong after it.
         """
         contender.refill()
+        self.time_now(contender.call, 1)  # ranks come from the checks one after another
         slowest = self.slowest(self.time_now(contender.call, 3))
         calls = max(1, min(self._most_calls, int(_BURST_US / slowest)))
         contender.refill()
