@@ -8,7 +8,7 @@ from abc import abstractmethod
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.move_schedules import Exchange, prepare_move
-from proxyccl.channels.collectives.table import COLLECTIVES
+from proxyccl.channels.collectives.table import COLLECTIVES, PACKET_MOVES
 from proxyccl.channels.group import Group
 from proxyccl.channels.launches import Launchable
 
@@ -44,7 +44,12 @@ class Move(Collective):
             part = functools.partial(self.part, group, call.root, share)
             return prepare_move(collectives.by_proxy(), source, target, share, part)
         team = collectives.team()
-        (kernel,) = COLLECTIVES[self.name]
+        packets = PACKET_MOVES.get(self.name)
+        if packets is not None and team.packets is not None and share <= group.runtime.launch_defaults.packet_move_bytes:
+            blocks, threads, parameter = team.packets.move(share)
+            shipped = group.runtime.shipped(packets.file, packets.name)
+            return shipped.prepare(blocks, threads, parameter, source.ptr, target.ptr, share)
+        kernel = COLLECTIVES[self.name][0]
         root = () if call.root is None else (call.root,)
         staged = self.rereads_output and source.ptr == target.ptr
         reached_at = None if staged else group.symmetric.reached(target)

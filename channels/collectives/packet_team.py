@@ -53,7 +53,13 @@ class PacketTeam:
 
     def launch(self, algorithm: str, dtype: DType, count: int) -> tuple[int, int, bytes]:
         """Blocks, threads and the kernels' first parameter for an all-reduce of `count` elements."""
-        packets = self._packets(algorithm, dtype, count)
+        return self._shape(self._packets(algorithm, dtype, count))
+
+    def move(self, share: int) -> tuple[int, int, bytes]:
+        """The same for shares of this many bytes that are only moved."""
+        return self._shape(-(-share // _PAYLOAD_BYTES))
+
+    def _shape(self, packets: int) -> tuple[int, int, bytes]:
         blocks = max(1, min(self.blocks, -(-packets // self._threads)))
         share = -(-packets // blocks)
         epochs = -(-share // self._slot_packets)

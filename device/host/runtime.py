@@ -87,6 +87,7 @@ class HostRuntime:
             proxied_kernel_bytes=128 * 1024,
             packet_threads=64,
             packet_blocks=blocks,
+            packet_move_bytes=0,
             pinned_bytes=0,
             own_pinned_bytes=0,
             one_crossing_bytes=64 * 1024,

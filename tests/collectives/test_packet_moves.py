@@ -1,0 +1,44 @@
+"""all_gather and all_to_all of short shares in packets, which GPUs do by default."""
+
+from __future__ import annotations
+
+
+
+import pytest
+from msgspec.structs import replace
+
+from proxyccl import Communicator, Runtime
+from proxyccl.channels.collectives.packet_team import PacketTeam
+from support.cases.reference import Call
+from support.devices import runtime_with_blocks
+from support.running import run_ranks
+
+SHAPES = (("uint8", 1), ("int32", 17), ("uint8", 603), ("float64", 50_000))  # the last takes several epochs
+
+
+def runtime_with_packets(rank: int) -> Runtime:
+    runtime = runtime_with_blocks(rank)
+    runtime.launch_defaults = replace(runtime.launch_defaults, packet_move_bytes=1 << 20)  # type: ignore[misc]
+    return runtime
+
+
+@pytest.mark.host_only(reason="GPUs move short shares so without being told")
+@pytest.mark.parametrize("collective", ["all_gather", "all_to_all"])
+def test_short_shares_arrive_in_packets(collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place and apart, also where the shares are not aligned to a packet's data, and next to calls of no bytes."""
+    moved: list[int] = []
+    move = PacketTeam.move
+
+    def record(self: PacketTeam, share: int) -> tuple[int, int, bytes]:
+        moved.append(share)
+        return move(self, share)
+
+    monkeypatch.setattr(PacketTeam, "move", record)
+
+    def body(comm: Communicator) -> None:
+        for i, (dtype, count) in enumerate((("float32", 0), *SHAPES)):
+            for in_place in (False, True):
+                Call(collective, dtype, "sum", None, count, i % 4, in_place).start(comm).finish()
+
+    run_ranks(3, body, make_runtime=runtime_with_packets)
+    assert len(moved) >= 3 * 2 * len(SHAPES)
