@@ -158,6 +158,7 @@ class _ProxycclTeam:
     pieces: int
     slot_bytes: int
     meet: int
+    offers: int
     remote: ArrayField[CharPointer, PointerTo[CharPointer]]
     reached_at: ArrayField[CharPointer, PointerTo[CharPointer]]
 

@@ -256,6 +256,7 @@ class LaunchDefaults(Struct, frozen=True):
         exchange_bytes: the bytes that a rank receives from all others at a time, in each buffer for rounds (team.h).
         pipeline_bytes: the same in each buffer for pipelines.
         meeting_bytes: bytes of a share from which on it pays to learn where peers' outputs lie before sending.
+        offered_bytes: most bytes of an all_reduce in place whose inputs the ranks offer each other to load.
         proxied_kernel_bytes: longest share that a kernel moves to peers of other nodes, through the proxy, by default.
             A schedule moves a longer one: its ranks meet first, and nothing is staged. 0: no kernel moves any.
         packet_threads: a packet kernel takes one more block for each of these numbers of packets; beyond
@@ -278,6 +279,7 @@ class LaunchDefaults(Struct, frozen=True):
     exchange_bytes: int
     pipeline_bytes: int
     meeting_bytes: int
+    offered_bytes: int
     proxied_kernel_bytes: int
     packet_threads: int
     packet_blocks: int

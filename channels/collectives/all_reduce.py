@@ -66,7 +66,8 @@ def _prepare_two_shot(
     reached_at: Sequence[int] | None = None,
 ) -> Launch:
     kernel = ALL_REDUCE_KERNELS["two_shot" if team.all_mapped else "proxy"]
-    blocks, parameter = team.pipeline(count, dtype.itemsize, policy, reached_at)
+    loadable = source == target and source % 16 == 0
+    blocks, parameter = team.pipeline(count, dtype.itemsize, policy, reached_at, loadable=loadable)
     shipped = group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
     return shipped.prepare(blocks, team.threads, parameter, source, target, count)
 

@@ -62,6 +62,7 @@ class Team:
         self.blocks = defaults.blocks if self.all_mapped else defaults.copy_blocks
         self._efficient_blocks = min(self.blocks, defaults.efficient_blocks)
         self._bytes_per_block, self._meeting_bytes = defaults.bytes_per_block, defaults.meeting_bytes
+        self._offered_bytes = defaults.offered_bytes
         self.threads = max(defaults.threads, ranks)
         lanes = self.blocks if self.all_mapped else 1
 
@@ -113,10 +114,22 @@ class Team:
         return self._struct(self._call(nbytes, reached_at))
 
     def pipeline(
-        self, count: int, itemsize: int, policy: CtaPolicy, reached_at: Sequence[int] | None = None
+        self,
+        count: int,
+        itemsize: int,
+        policy: CtaPolicy,
+        reached_at: Sequence[int] | None = None,
+        *,
+        loadable: bool = False,
     ) -> tuple[int, bytes]:
-        """Blocks of a two-shot kernel for `count` elements a rank, and its ProxycclTeam."""
+        """Blocks of a two-shot kernel for `count` elements a rank, and its ProxycclTeam.
+
+        Args:
+            loadable: whether the input lies where the output does, at a multiple of 16 bytes.
+        """
         team = self._call(0, reached_at)
+        reached = self._writes_outputs and reached_at is not None
+        team.offers = reached and loadable and count * itemsize <= self._offered_bytes
         aligned = 16 // itemsize  # shares and pieces start on 16 bytes where the array does
         most = share = _round_up(-(-count // team.world_size), aligned)
         if not self.all_mapped:  # even a message that fits at once is cut, so that its transfers overlap

@@ -121,6 +121,7 @@ class GpuRuntime:
             exchange_bytes=8 * 1024 * 1024,
             pipeline_bytes=8 * 1024 * 1024,
             meeting_bytes=1024 * 1024,
+            offered_bytes=4 * 1024 * 1024,
             proxied_kernel_bytes=0,
             packet_threads=128,
             packet_blocks=min(64, processors),

@@ -84,6 +84,7 @@ class HostRuntime:
             exchange_bytes=1024 * 1024,
             pipeline_bytes=1024 * 1024,
             meeting_bytes=16 * 1024,
+            offered_bytes=16 * 1024,
             proxied_kernel_bytes=128 * 1024,
             packet_threads=64,
             packet_blocks=blocks,

@@ -2,7 +2,11 @@
 // (scattered_reduction.h), and distributes the result. 2 (n-1)/n times the bytes in two crossings. Results go straight
 // to the peers' outputs if all are reached (outputs.h), otherwise to their scratch memory.
 //
-// Data that does not fit into scratch memory goes in pieces. In step k a block
+// Few bytes in place are loaded from the peers' arrays, if all ranks offer theirs. Nothing is stored before that, so the
+// ranks need no fence to meet, which takes longer than the loads. Only its owner reads a share, and then overwrites it.
+// A rank that has offered its input in vain scatters after all, and its peers await one post more.
+//
+// Otherwise a rank scatters. Data that does not fit into scratch memory goes in pieces. In step k a block
 //   1. waits for the peers' scattered parts of piece k, and scatters piece k + 1;
 //   2. reduces piece k, and distributes the result;
 //   3. waits for the peers' results of piece k - 1 in its scratch memory, and stores them to its output.
@@ -34,11 +38,22 @@ class TwoShot : ScatteredReduction<T, Op> {
       : ScatteredReduction<T, Op>(team, in, count), out_(out), outputs_(team) {}
 
   PROXYCCL_DEVICE void run() {
-    outputs_.tell();
-    scatter(0);
-    links_.post();
+    const bool offers = team_.offers != 0;
+    outputs_.tell(offers);
+    if (offers) {
+      links_.postLoads();
+    } else {
+      scatter(0);
+      links_.post();
+    }
     // While the data is in flight.
     const bool reached = outputs_.learn();
+    if (offers && outputs_.peersOffer()) return loadAndReduce();
+    if (offers) {
+      scatter(0);
+      links_.post();
+    }
+    if (outputs_.handlesOffer()) links_.awaitOne();
     // Both ends of a link count the same sequence: data 0; then in each step data k + 1 and, if they are posted,
     // results k.
     for (uint64_t k = 0; k < team_.pieces; ++k) {
@@ -61,8 +76,34 @@ class TwoShot : ScatteredReduction<T, Op> {
 
  private:
   using Base = ScatteredReduction<T, Op>;
-  using Base::after, Base::beginOf, Base::copy, Base::links_, Base::scatter, Base::sizeOf, Base::slot, Base::team_;
+  using Base::after, Base::beginOf, Base::copy, Base::count_, Base::links_, Base::scatter, Base::sizeOf, Base::slot,
+      Base::team_, Base::thread, Base::threads;
   static constexpr uint32_t kResult = PROXYCCL_PIPELINE_DEPTH;
+
+  PROXYCCL_DEVICE void loadAndReduce() const {
+    links_.await();
+    const uint64_t begin = minimum(team_.rank * team_.share, count_), count = minimum(team_.share, count_ - begin);
+    auto array = [&](uint32_t rank) { return reinterpret_cast<T*>(outputs_.of(rank)) + begin; };
+    auto store = [&](uint64_t i, const auto& sum) {
+#pragma unroll 1
+      for (uint32_t n = 1; n <= team_.world_size; ++n) sum.store(array(n == team_.world_size ? team_.rank : after(n)) + i);
+    };
+#if PROXYCCL_ON_HOST
+    reduceRuns<T, Op>(team_.world_size, team_.divisor, count * thread() / threads(), count * (thread() + 1) / threads(),
+                      array, store);
+#else
+    // One unit of a thread at a time, of several ranks at once: there are few, and each load crosses a link.
+    constexpr uint32_t kWide = Units<T>::kWide;
+    const uint64_t whole = count / kWide * kWide;
+#pragma unroll 1
+    for (uint64_t i = thread() * kWide; i < whole; i += threads() * kWide)
+      store(i, reducePack<T, Op, kWide>(team_.world_size, team_.divisor, i, array));
+    for (uint64_t i = whole + thread(); i < count; i += threads())
+      store(i, reducePack<T, Op, 1>(team_.world_size, team_.divisor, i, array));
+#endif
+    links_.post();
+    links_.await();
+  }
 
   PROXYCCL_DEVICE void gather(uint64_t k) const {
     for (uint32_t i = 1; i < team_.world_size; ++i) {

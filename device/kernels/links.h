@@ -26,9 +26,17 @@ class Links {
     syncThreadsSystem();
     if (handles_) semaphore_.signal();
   }
+  // By all threads, before they have stored anything: a peer that has awaited it may load what earlier kernels wrote.
+  PROXYCCL_DEVICE void postLoads() const {
+    if (handles_) semaphore_.signalLoads();
+  }
+  // By the thread that handles a peer: waits for that peer's next post.
+  PROXYCCL_DEVICE void awaitOne() const {
+    semaphore_.wait(control_, PROXYCCL_WAIT_SM_SIGNAL, peer_, PROXYCCL_NO_CHANNEL);
+  }
   // By all threads: waits for every peer's next post.
   PROXYCCL_DEVICE void await() const {
-    if (handles_) semaphore_.wait(control_, PROXYCCL_WAIT_SM_SIGNAL, peer_, PROXYCCL_NO_CHANNEL);
+    if (handles_) awaitOne();
     __syncthreads();
   }
 

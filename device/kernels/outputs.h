@@ -1,6 +1,6 @@
 // The addresses of the peers' output arrays, for a team whose members are all mapped. Each rank tells every peer the
-// address at which that peer reaches its output, or tells all of them null. So all ranks see whether every output is
-// reached, and act alike.
+// address at which that peer reaches its output, or tells all of them null. With an address it may offer its input,
+// which lies in the same place. So all ranks see whether every output is reached and every input offered, and act alike.
 //
 // Blocks with the same number tell each other in packets, which need no post. There are two packets per peer, chosen by
 // the parity of a block's epoch: a rank uses a packet again in the kernel after the next, which it starts when all
@@ -22,32 +22,44 @@ class Outputs {
   PROXYCCL_DEVICE bool ownIsReached() const { return team_.reached_at[team_.rank] != nullptr; }
 
   // By all threads.
-  PROXYCCL_DEVICE void tell() const {
-    if (peer_ >= team_.world_size || peer_ == team_.rank) return;
-    const uint64_t address = reinterpret_cast<uint64_t>(team_.reached_at[peer_]);
+  PROXYCCL_DEVICE void tell(bool offers = false) const {
+    if (!handlesPeer()) return;
+    const uint64_t address = reinterpret_cast<uint64_t>(team_.reached_at[peer_]) | (offers ? kOffered : 0);
     packet(team_.remote[peer_], team_.rank)
         ->write({static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32)}, flag_);
   }
 
   // By all threads: whether every output is reached. It waits for every peer's message.
   PROXYCCL_DEVICE bool learn() const {
-    if (peer_ < team_.world_size) outputs()[peer_] = peer_ == team_.rank ? team_.reached_at[peer_] : told();
+    if (peer_ < team_.world_size) outputs()[peer_] = handlesPeer() ? told() : own();
     endEpoch();
     for (uint32_t rank = 0; rank < team_.world_size; ++rank)
-      if (outputs()[rank] == nullptr) return false;
+      if (outputs()[rank] == 0) return false;
     return true;
   }
   // Instead of learn(), where this rank's output is not reached, so the answer is known.
   PROXYCCL_DEVICE void ignore() const { endEpoch(); }
 
   // After learn(): a rank's output.
-  PROXYCCL_DEVICE char* of(uint32_t rank) const { return outputs()[rank]; }
+  PROXYCCL_DEVICE char* of(uint32_t rank) const { return reinterpret_cast<char*>(outputs()[rank] & ~kOffered); }
+  // After learn(): whether every rank but this one offers its input.
+  PROXYCCL_DEVICE bool peersOffer() const {
+    for (uint32_t rank = 0; rank < team_.world_size; ++rank)
+      if (rank != team_.rank && (outputs()[rank] & kOffered) == 0) return false;
+    return true;
+  }
+  // After learn(): whether this thread handles a peer that offers its input.
+  PROXYCCL_DEVICE bool handlesOffer() const { return handlesPeer() && (outputs()[peer_] & kOffered) != 0; }
 
  private:
-  static PROXYCCL_DEVICE char** outputs() {
-    __shared__ char* outputs[PROXYCCL_MAX_MAPPED_RANKS];
+  static constexpr uint64_t kOffered = 1ull << 63;  // no address has this bit
+
+  static PROXYCCL_DEVICE uint64_t* outputs() {
+    __shared__ uint64_t outputs[PROXYCCL_MAX_MAPPED_RANKS];
     return outputs;
   }
+  PROXYCCL_DEVICE bool handlesPeer() const { return peer_ < team_.world_size && peer_ != team_.rank; }
+  PROXYCCL_DEVICE uint64_t own() const { return reinterpret_cast<uint64_t>(team_.reached_at[team_.rank]); }
 
   // By all threads, which have read the block's epoch.
   PROXYCCL_DEVICE void endEpoch() const {
@@ -60,10 +72,10 @@ class Outputs {
     const uint64_t row = static_cast<uint64_t>(flag_ % 2) * team_.lanes + blockIdx.x;
     return reinterpret_cast<LLPacket*>(scratch + team_.outputs_offset) + row * team_.world_size + from;
   }
-  PROXYCCL_DEVICE char* told() const {
+  PROXYCCL_DEVICE uint64_t told() const {
     const LLPacket::Payload told =
         readPacket(packet(team_.scratch, peer_), flag_, team_.control, peer_, PROXYCCL_NO_CHANNEL);
-    return reinterpret_cast<char*>(static_cast<uint64_t>(told.y) << 32 | told.x);
+    return static_cast<uint64_t>(told.y) << 32 | told.x;
   }
 
   const ProxycclTeam& team_;

@@ -116,6 +116,45 @@ def test_results_take_no_way_through_scratch_memory(ranks: Ranks, call: Call) ->
     ranks.run(body)
 
 
+FEW = open_runtime().launch_defaults.offered_bytes // 4  # elements that ranks load from each other's arrays in place
+
+
+@pytest.mark.parametrize("count", [1, 1003, FEW])
+def test_few_elements_in_place_are_loaded_from_peers_arrays(ranks: Ranks, count: int) -> None:
+    call = Call("all_reduce", "float32", "avg", "two_shot", count)
+
+    def body(comm: Communicator) -> bytes:
+        array, defaults = symmetric(comm, room_for(call, comm.world_size)), comm.runtime.launch_defaults
+        make_call(comm, call, array, array)
+        pipelines = 6 * defaults.pipeline_bytes
+        scratch = view_of(comm._collectives.team()._scratch, 2 * defaults.exchange_bytes, pipelines, "uint8")
+        untouched = poison(scratch.nbytes, np.dtype(np.uint8))
+        upload(comm, scratch, untouched)
+        result = make_call(comm, replace(call, seed=1), array, array)
+        assert download(comm, scratch).tobytes() == untouched.tobytes()
+        barrier(comm)
+        return result
+
+    assert len(set(ranks.run(body))) == 1
+
+
+@pytest.mark.parametrize("who", ["the first rank", "the last rank", "all but the first"])
+def test_ranks_in_place_beside_others_that_are_not(ranks: Ranks, who: str) -> None:
+    """Those offer their inputs in vain."""
+    call = Call("all_reduce", count=1003, algorithm="two_shot")
+
+    def body(comm: Communicator) -> None:
+        room = room_for(call, comm.world_size)
+        source, target = symmetric(comm, room), symmetric(comm, room)
+        last = comm.world_size - 1
+        offers = {"the first rank": comm.rank == 0, "the last rank": comm.rank == last}.get(who, comm.rank != 0)
+        for seed in range(3):
+            make_call(comm, replace(call, seed=seed, in_place=offers), source, source if offers else target)
+            make_call(comm, replace(call, seed=10 + seed), source, source)
+
+    ranks.run(body)
+
+
 def staging_memory(comm: Communicator, *, reduces: bool) -> ArrayView:
     """The scratch memory for results of an all-reduce, or for rounds."""
     scratch, defaults = comm._collectives.team()._scratch, comm.runtime.launch_defaults

@@ -18,6 +18,9 @@ struct Semaphore : ProxycclSemaphore {
   /// store of the count is enough, without an atomic across the link.
   PROXYCCL_DEVICE void signal() const { storeReleaseSystem<uint64_t>(remote_inbound, ++*outbound); }
 
+  /// The same as a release of loads: what earlier kernels wrote is there, and what the block has loaded (platform.h).
+  PROXYCCL_DEVICE void signalLoads() const { storeReleaseLoadsSystem<uint64_t>(remote_inbound, ++*outbound); }
+
   /// The same without ordering: for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { storeRelaxedSystem<uint64_t>(remote_inbound, ++*outbound); }
 

@@ -128,6 +128,10 @@ def symmetric_memory() -> None:
         whole[:] = 1
         comm.all_reduce(source, algorithm="two_shot")
         assert np.all(whole == ranks)
+        for _ in range(3):  # peers load from each other's arrays
+            whole[:1001] = 1 + comm.rank
+            comm.all_reduce(whole[:1001], algorithm="two_shot")
+            assert np.all(whole[:1001] == sum(range(1, ranks + 1)))
 
     run(3, body)
 
