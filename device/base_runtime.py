@@ -265,7 +265,7 @@ class LaunchDefaults(Struct, frozen=True):
         packet_move_bytes: longest share that an all_gather or an all_to_all moves in packets. 0: none.
         pinned_bytes: most bytes that a schedule moves through pinned memory: what takes a copy engine longer to begin
             with. 0: none, as where one call issues the copies to all peers.
-        own_pinned_bytes: most bytes that a schedule's stream copies within its device through pinned memory: by copy
+        own_box_bytes: most bytes that a schedule's stream copies within its device by way of a peer's memory: by copy
             engines, where the driver's copy would be a kernel that waits for a multiprocessor. 0: none.
         one_crossing_bytes: bytes that a rank receives from all others up to which a reduction by proxy sends
             everything to every rank, in one crossing. That is faster than two crossings of shares.
@@ -285,7 +285,7 @@ class LaunchDefaults(Struct, frozen=True):
     packet_blocks: int
     packet_move_bytes: int
     pinned_bytes: int
-    own_pinned_bytes: int
+    own_box_bytes: int
     one_crossing_bytes: int
 
 

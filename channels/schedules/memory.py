@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from proxyccl.channels.group import Group
-from proxyccl.channels.memory import RegisteredMemory, register
+from proxyccl.channels.memory import RegisteredMemory, allocate, register
 from proxyccl.channels.schedules.pinned_boxes import PinnedBoxes
 from proxyccl.channels.segment.announcements import NO_MEMORY
 from proxyccl.channels.symmetric import Announced
@@ -74,7 +74,7 @@ class ScheduleMemories:
     Attributes:
         staged_together: whether all ranks make stages together, also those that need none.
         pinned_bytes: most bytes of one side that go through pinned memory, where the CPU moves them.
-        own_pinned_bytes: most bytes that a stream copies within the device through pinned memory.
+        own_box_bytes: most bytes that a stream copies within the device by way of the next rank's memory.
         reduction_words: device memory in which the blocks of a reduction meet, two words for each stage; zero between
             kernels.
     """
@@ -83,9 +83,11 @@ class ScheduleMemories:
         self._group = group
         self.staged_together = group.schedules_need_registration
         self.pinned_bytes = group.runtime.launch_defaults.pinned_bytes
-        self.own_pinned_bytes = group.runtime.launch_defaults.own_pinned_bytes
-        # Here and not when it is first used, which may be in a capture.
-        self._own_box = group.runtime.allocate_pinned(self.own_pinned_bytes) if self.own_pinned_bytes else None
+        own_box = group.world_size > 1 and not self.staged_together  # one host: all ranks have the same driver
+        self.own_box_bytes = group.runtime.launch_defaults.own_box_bytes if own_box else 0
+        # Here and not when it is first used, which may be in a capture. This rank's is the one before's.
+        self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
+        self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}
         self._boxes: PinnedBoxes | None = None
         self.reduction_words = group.runtime.allocate(2 * STAGES * _WORD_BYTES)
@@ -124,12 +126,11 @@ class ScheduleMemories:
         return ScheduleSpan(self._boxes, self._boxes.offset(side), self._boxes.ptr + self._boxes.offset(side))
 
     def own_copy(self, dst: int, src: int, nbytes: int) -> list[CopyBytes]:
-        """A stream's copies within the device: few bytes through pinned memory, where a direct copy would be a kernel
-        that waits for a multiprocessor. One stream at a time has them."""
-        if self._own_box is None or dst == src or not 0 < nbytes <= self.own_pinned_bytes:
+        """A stream's copies within the device: few bytes to the next rank's device and back, by copy engines, where a
+        direct copy would be a kernel that waits for a multiprocessor. One stream at a time has them."""
+        if self._own_box is None or dst == src or not 0 < nbytes <= self.own_box_bytes:
             return [CopyBytes(dst, src, nbytes)]
-        box = self._own_box.ptr
-        return [CopyBytes(box, src, nbytes), CopyBytes(dst, box, nbytes)]
+        return [CopyBytes(self._own_box, src, nbytes), CopyBytes(dst, self._own_box, nbytes)]
 
     def found_or_staged(self, found: ScheduleSpan | None, side: Side, nbytes: int) -> ScheduleSpan:
         """What `source` or `target` found, else memory to stage this many bytes in.
@@ -172,7 +173,9 @@ class ScheduleMemories:
         for stages in self._stages.values():
             for stage in stages:
                 stage.free()
-        for memory in (self._boxes, self._own_box, self.reduction_words):
+        if self._box is not None:
+            self._box.free()
+        for memory in (self._boxes, self.reduction_words):
             if memory is not None:
                 memory.close()
 
@@ -217,3 +220,11 @@ class ScheduleMemories:
             symmetric.update()  # peers may wait for this rank alike
             time.sleep(_POLL_SECONDS)
         return found
+
+
+def _at_next(group: Group, box: Array | None) -> int | None:
+    """The address of the next rank's box, which this rank alone uses; None if there is none that it reaches."""
+    if box is None:
+        return None
+    memory, following = register(group, box), (group.rank + 1) % group.world_size
+    return memory.peer_ptr(following) if group.topology.accessible[following] else None

@@ -127,7 +127,7 @@ class GpuRuntime:
             packet_blocks=min(64, processors),
             packet_move_bytes=64 * 1024,
             pinned_bytes=0 if bundles else 32 * 1024,
-            own_pinned_bytes=256 * 1024 if bundles else 0,
+            own_box_bytes=2 * 1024 * 1024 if bundles else 0,
             one_crossing_bytes=8 * 1024 * 1024,
         )
         self.context = DeviceContext(driver, driver.context(device))

@@ -90,7 +90,7 @@ class HostRuntime:
             packet_blocks=blocks,
             packet_move_bytes=0,
             pinned_bytes=0,
-            own_pinned_bytes=0,
+            own_box_bytes=0,
             one_crossing_bytes=64 * 1024,
         )
         self._async_copies = async_copies

@@ -59,17 +59,17 @@ class CopyMany:
 
 @pytest.fixture
 def copy_many(monkeypatch: pytest.MonkeyPatch) -> CopyMany:
-    """Also lets a rank's own part go through pinned memory."""
+    """Also lets a rank's own part go by way of the next rank's memory."""
     made = CopyMany()
     defaults = HostRuntime().launch_defaults
     monkeypatch.setattr(HostRuntime, "engine_functions", lambda _: made.functions)
     make = HostRuntime.__init__
 
-    def with_own_pinned_bytes(self: HostRuntime, *args: object, **options: object) -> None:
+    def with_own_box(self: HostRuntime, *args: object, **options: object) -> None:
         make(self, *args, **options)  # type: ignore[arg-type]
-        self.launch_defaults = replace(defaults, own_pinned_bytes=4096)
+        self.launch_defaults = replace(defaults, own_box_bytes=4096)
 
-    monkeypatch.setattr(HostRuntime, "__init__", with_own_pinned_bytes)
+    monkeypatch.setattr(HostRuntime, "__init__", with_own_box)
     return made
 
 
