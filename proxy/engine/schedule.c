@@ -8,11 +8,9 @@
 #include "worker.h"
 
 enum {
-  POLLS_PER_CLOCK = 16,          /* polls of a schedule without progress between two readings of the clock */
-  OFFSET_BITS = 32,              /* of a post */
-  MOST_RECEIVES = 1 << 30,       /* no stage has more */
-  HELD_TURNS = 4,                /* most turns that a bundle waits for the posts of other peers: a call costs more … */
-  BYTES_PER_HELD_TURN = 1 << 18, /* … and one more for each of these numbers of bytes that it copies */
+  POLLS_PER_CLOCK = 16,    /* polls of a schedule without progress between two readings of the clock */
+  OFFSET_BITS = 32,        /* of a post */
+  MOST_RECEIVES = 1 << 30, /* no stage has more */
   SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
   SHOWN_AFTER_NS = 1000000 /* without progress: then observers see the wait; short schedules end before this */
 };
@@ -256,12 +254,13 @@ static int is_met(const Step *step) { return step->meeting == NULL || step->meet
 
 /* Whether a send may be issued once its peer has joined. A send never overtakes another on its channel, because the
  * receiver counts them. */
-static int is_next(const ProxycclService *service, const Step *step) {
-  return (step->before == NULL || step->before->state != WAITING) &&
-         (step->send.gate == 0 || word_load(&service->words->gate) >= step->send.gate);
+static int is_next(const Step *step, uint64_t gate) {
+  return (step->before == NULL || step->before->state != WAITING) && gate >= step->send.gate;
 }
 
-static int may_send(const ProxycclService *service, const Step *step) { return is_met(step) && is_next(service, step); }
+static int may_send(const ProxycclService *service, const Step *step) {
+  return is_met(step) && is_next(step, word_load(&service->words->gate));
+}
 
 /* -- bundles: sends to several peers, whose copies one call issues --- */
 
@@ -272,7 +271,8 @@ typedef struct {
   ProxycclPut puts[PROXYCCL_MOST_PUTS];
   Step *steps[PROXYCCL_MOST_PUTS];
   uint32_t count;
-  int awaited; /* other sends could join it, whose peers have not posted */
+  int awaited;   /* other sends could join it, whose peers have not posted */
+  uint64_t gate; /* the word when the turn began: sends that it lets go at once are in one bundle */
 } Bundle;
 
 static ProxycclConnection *carrier_of(const ProxycclWorker *worker) {
@@ -376,7 +376,7 @@ static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step 
       step->state = COMPLETE;
       break;
     case SEND:
-      if (step->state == WAITING && is_next(service, step)) {
+      if (step->state == WAITING && is_next(step, bundle->gate)) {
         if (is_met(step))
           result = start_send(service, bundle, step, channel, info);
         else
@@ -583,22 +583,13 @@ static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
   return idle_ns > worker->service->control->timeout_ns ? time_out(worker, info) : CONTINUE;
 }
 
-/* The turns for which a bundle may wait for more sends. A long one does so longer: all ranks copy to the next rank
- * first, then to the one after it, and so on. If all began with the rank that joined first, they would share its link,
- * and take twice as long. */
-static uint32_t most_held(const Bundle *bundle) {
-  uint64_t bytes = 0;
-  for (uint32_t i = 0; i < bundle->count; ++i) bytes += bundle->puts[i].bytes;
-  const uint64_t turns = HELD_TURNS + bytes / BYTES_PER_HELD_TURN;
-  return turns < UINT32_MAX ? (uint32_t)turns : UINT32_MAX;
-}
-
-/* Issues the bundle that a turn has gathered, or leaves it for a few turns: ranks join at almost the same time. */
+/* Issues the bundle that a turn has gathered, or leaves it until all its peers have joined: all ranks copy to the next
+ * rank first, then to the one after it, and so on. If all began with the rank that joined first, they would share its
+ * link, and take twice as long. A rank that is late holds up the schedule anyway. */
 static ProxycclOutcome end_bundle(ProxycclWorker *worker, Bundle *bundle, uint64_t traced_ns, uint32_t *progress,
                                   ProxycclExitInfo *info) {
   const uint32_t count = bundle->count;
-  if (count == 0 || (bundle->awaited && worker->run.held++ < most_held(bundle))) return CONTINUE;
-  worker->run.held = 0;
+  if (count == 0 || bundle->awaited) return CONTINUE;
   const ProxycclOutcome result = issue_bundle(worker->service, bundle, info);
   if (result != CONTINUE) return result;
   for (uint32_t i = 0; i < count && traced_ns != 0; ++i) trace_send(worker, bundle->steps[i], traced_ns);
@@ -636,6 +627,7 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
   Bundle bundle;
   bundle.carrier = run->carrier;
   bundle.count = bundle.awaited = 0;
+  bundle.gate = word_load(&worker->service->words->gate);
   result = CONTINUE;
   for (uint32_t i = 0; i < run->schedule->count && result == CONTINUE; ++i) {
     Step *step = &run->schedule->steps[i];

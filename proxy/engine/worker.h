@@ -61,7 +61,6 @@ typedef struct {
   uint32_t left;               /* steps that are not complete */
   uint32_t idle_polls;         /* since the last progress */
   uint64_t idle_since;         /* time; 0 before the clock was read */
-  uint32_t held;               /* turns for which a bundle has waited for more sends */
   int shown;                   /* observers are shown what it waits for */
 } ScheduleRun;
 

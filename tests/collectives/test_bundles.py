@@ -110,6 +110,7 @@ def test_calls_queued_on_one_stream_are_bundled_in_order(copy_many: CopyMany) ->
         calls.check("all_gather", share, x, out, 7)
 
     run_ranks(RANKS, body)
+    assert copy_many.counts == [RANKS - 1] * 40 * (RANKS + 1), "a bundle went before all its peers had joined"
 
 
 def test_a_refused_bundle_ends_the_group_by_name(copy_many: CopyMany) -> None:
