@@ -217,6 +217,7 @@ class _ProxycclArrived:
     piece: int
     stages: PointerField[Uint64Pointer]
     transfers: int
+    first: int
     gate: PointerField[Uint64Pointer]
     blocks_done: PointerField[Uint32Pointer]
     here: PointerField[Uint32Pointer]

@@ -178,9 +178,9 @@ def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: s
         receives=tuple(ScheduleReceive(links.sends[peer], stage=0) for peer in peers),
     )
     copy_in = CopyBytes(sent.ptr, source.ptr, nbytes)  # none in place
-    arrival = by_proxy.rings.first_stage(len(peers) * (2 if replaced else 1))
-    reduction = slots.reduce(source.ptr, target.ptr, source.size, [(0, source.size)])
-    return [copy_in, schedule, arrival, reduction, *by_proxy.rings.end(1)]
+    first = len(peers) * (2 if replaced else 1)
+    reduction = slots.reduce(source.ptr, target.ptr, source.size, [(0, source.size)], first=first)
+    return [copy_in, schedule, *reduction, *by_proxy.rings.end(1)]
 
 
 class _Slots:
@@ -198,7 +198,7 @@ class _Slots:
     """
 
     def __init__(self, by_proxy: ByProxy, dtype: DType, op: str, nbytes: int, *, may_be_pinned: bool = False) -> None:
-        self._group, self._dtype, self._words = by_proxy.group, dtype, by_proxy.rings.words
+        self._group, self._dtype, self._rings = by_proxy.group, dtype, by_proxy.rings
         self._meeting = ffi.cast("uint32_t *", by_proxy.memories.reduction_words.ptr)
         self._peers = others(by_proxy.group)
         self._slot_bytes = _round_up(nbytes, _SLOT_ALIGNMENT)
@@ -226,20 +226,22 @@ class _Slots:
         count: int,
         pieces: Sequence[tuple[int, int]],
         *,
+        first: int,
         transfers: int = 0,
         gated: bool = False,
-    ) -> Launch:
-        """The kernel that reduces each piece. The first one must be there; it waits for the others.
+    ) -> list[Step]:
+        """The kernel that reduces each piece. It waits for all of them if it has few blocks; otherwise the stream waits
+        for the first one.
 
         Args:
             own: this rank's elements.
             result: where the reduced ones go.
             count: of elements.
             pieces: the offset and the most elements of each; number n is stage n of the schedule.
-            transfers: of each stage but the first.
+            first, transfers: of the first stage, and of each other.
             gated: whether it opens the gate after each piece.
         """
-        group, words, defaults = self._group, self._words, self._group.runtime.launch_defaults
+        group, words, defaults = self._group, self._rings.words, self._group.runtime.launch_defaults
         arrived = ffi.new("ProxycclArrived *")
         arrived.slots, arrived.slot_bytes = ffi.cast("char *", self._memory.ptr), self._slot_bytes
         arrived.rank, arrived.world_size, arrived.divisor = group.rank, group.world_size, group.world_size
@@ -250,7 +252,10 @@ class _Slots:
         arrived.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         nbytes = pieces[0][1] * self._dtype.itemsize
         blocks = max(1, min(defaults.copy_blocks, -(-nbytes // defaults.bytes_per_block)))
-        return self._kernel.prepare(blocks, defaults.threads, bytes(ffi.buffer(arrived)), own, result, count)
+        waits = blocks <= defaults.waiting_blocks
+        arrived.first = first if waits else 0
+        launch = self._kernel.prepare(blocks, defaults.threads, bytes(ffi.buffer(arrived)), own, result, count)
+        return [launch] if waits else [self._rings.first_stage(first), launch]
 
 
 class _Reduction:
@@ -314,7 +319,7 @@ class _Reduction:
         )
 
     def reduce(self, result: int, *, gated: bool) -> list[Step]:
-        """The wait for the first piece, and the kernel that reduces this rank's share.
+        """The kernel that reduces this rank's share, and the wait for its first piece.
 
         Args:
             result: where the reduced share goes.
@@ -323,9 +328,8 @@ class _Reduction:
         rank = self._by_proxy.group.rank
         own, count = self._source.ptr + self._shares.start(rank) * self._itemsize, self._shares.lengths[rank]
         first, transfers = (sum(number in self.pieces.values_from(peer) for peer in self._peers) for number in (0, 1))
-        arrival = self._by_proxy.rings.first_stage(first)
-        reduction = self._slots.reduce(own, result, count, self.pieces.bounds, transfers=transfers, gated=gated)
-        return [arrival, reduction]
+        bounds = self.pieces.bounds
+        return self._slots.reduce(own, result, count, bounds, first=first, transfers=transfers, gated=gated)
 
 
 def _round_up(n: int, multiple: int) -> int:

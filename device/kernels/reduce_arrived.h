@@ -1,8 +1,8 @@
 // reduce_arrived: the reduction of a schedule's transfers (channels/schedules/DESIGN.md), by few blocks.
 //
-// The stream launches it when the first piece is there, so no multiprocessor waits for ranks that are late. It waits
-// for the other pieces, which are in flight: a launch for each would wait for a free multiprocessor every time. Blocks
-// wait for the proxy, and for the first block, which hears from it.
+// The stream launches it when the first piece is there, so no multiprocessor waits for ranks that are late; or at once,
+// if it has a few blocks only. It waits for the other pieces, which are in flight: a launch for each would wait for a
+// free multiprocessor every time. Blocks wait for the proxy, and for the first block, which hears from it.
 #ifndef PROXYCCL_REDUCE_ARRIVED_H
 #define PROXYCCL_REDUCE_ARRIVED_H
 
@@ -13,18 +13,18 @@
 
 namespace proxyccl {
 
-// Waits until all transfers of a piece are complete. By all threads of a block; false if the communicator has ended.
+// Waits until so many transfers of a piece are complete. By all threads of a block; false if the communicator has ended.
 //
 // One thread of the grid reads the proxy's word: the more read a word of host memory at once, the later each sees it
 // change.
-PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece) {
+PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece, uint64_t transfers) {
   __shared__ uint32_t complete;
   if (threadIdx.x == 0) {
-    const WaitFor what = {PROXYCCL_WAIT_STAGE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, arrived.transfers};
+    const WaitFor what = {PROXYCCL_WAIT_STAGE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, transfers};
     uint32_t* const here = &arrived.here[piece];
     if (blockIdx.x == 0) {
       complete = waitUntil(arrived.control, what, [&](uint64_t* seen) {
-        return (*seen = loadAcquireSystem(&arrived.stages[piece])) >= arrived.transfers;
+        return (*seen = loadAcquireSystem(&arrived.stages[piece])) >= transfers;
       });
       if (complete != 0) storeReleaseDevice<uint32_t>(here, 1);
     } else {
@@ -96,7 +96,8 @@ template <class T, class Op>
 PROXYCCL_DEVICE void reduce_arrived(const ProxycclArrived& arrived, const T* in, T* out, uint64_t count) {
 #pragma unroll 1
   for (uint32_t piece = 0; piece < arrived.pieces; ++piece) {
-    if (piece != 0 && !awaitPiece(arrived, piece)) return;
+    const uint64_t transfers = piece == 0 ? arrived.first : arrived.transfers;
+    if (transfers != 0 && !awaitPiece(arrived, piece, transfers)) return;
     const uint64_t begin = minimum(piece * arrived.piece, count);
     auto source = [&](uint32_t rank) {
       if (rank == arrived.rank) return in + begin;
