@@ -263,6 +263,7 @@ class LaunchDefaults(Struct, frozen=True):
         packet_threads: a packet kernel takes one more block for each of these numbers of packets; beyond
             packet_blocks its blocks grow, up to `threads`.
         packet_blocks: most blocks of a packet kernel.
+        pair_packet_blocks: the same for two ranks, each of which sends to one peer only.
         packet_move_bytes: longest share that an all_gather or an all_to_all moves in packets. 0: none.
         pinned_bytes: most bytes that a schedule moves through pinned memory: what takes a copy engine longer to begin
             with. 0: none, as where one call issues the copies to all peers.
@@ -285,6 +286,7 @@ class LaunchDefaults(Struct, frozen=True):
     proxied_kernel_bytes: int
     packet_threads: int
     packet_blocks: int
+    pair_packet_blocks: int
     packet_move_bytes: int
     pinned_bytes: int
     own_box_bytes: int

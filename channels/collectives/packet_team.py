@@ -33,7 +33,8 @@ class PacketTeam:
     def __init__(self, group: Group) -> None:
         runtime, ranks = group.runtime, group.world_size
         defaults = runtime.launch_defaults
-        self.blocks, self._threads = defaults.packet_blocks, defaults.packet_threads
+        self.blocks = defaults.pair_packet_blocks if ranks == 2 else defaults.packet_blocks
+        self._threads = defaults.packet_threads
         self._max_threads = max(defaults.threads, defaults.packet_threads)
         self._ranks = ranks
         slots = 2 * self.blocks * lib.PROXYCCL_PACKET_SLOTS_PER_RANK * ranks

@@ -126,6 +126,7 @@ class GpuRuntime:
             proxied_kernel_bytes=0,
             packet_threads=128,
             packet_blocks=min(64, processors),
+            pair_packet_blocks=min(128, processors),
             packet_move_bytes=64 * 1024,
             pinned_bytes=0 if bundles else 32 * 1024,
             own_box_bytes=2 * 1024 * 1024 if bundles else 0,

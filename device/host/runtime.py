@@ -89,6 +89,7 @@ class HostRuntime:
             proxied_kernel_bytes=128 * 1024,
             packet_threads=64,
             packet_blocks=blocks,
+            pair_packet_blocks=blocks,
             packet_move_bytes=0,
             pinned_bytes=0,
             own_box_bytes=0,
