@@ -44,10 +44,11 @@ class Move(Collective):
             part = functools.partial(self.part, group, call.root, share)
             return prepare_move(collectives.by_proxy(), source, target, share, part)
         team = collectives.team()
-        packets = PACKET_MOVES.get(self.name)
-        if packets is not None and team.packets is not None and share <= group.runtime.launch_defaults.packet_move_bytes:
-            blocks, threads, parameter = team.packets.move(share)
-            shipped = group.runtime.shipped(packets.file, packets.name)
+        packets = team.packets
+        if self.name in PACKET_MOVES and packets is not None and share <= packets.move_bytes:
+            kernel = PACKET_MOVES[self.name]
+            blocks, threads, parameter = packets.move(share)
+            shipped = group.runtime.shipped(kernel.file, kernel.name)
             return shipped.prepare(blocks, threads, parameter, source.ptr, target.ptr, share)
         kernel = COLLECTIVES[self.name][0]
         root = () if call.root is None else (call.root,)

@@ -17,7 +17,6 @@ from proxyccl.channels.schedules.rings import Step
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
-from proxyccl.device.kernel import Launch
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 from proxyccl.proxy.schedule import STAGES, Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 

@@ -36,9 +36,7 @@ ALL_REDUCE_KERNELS: dict[str, CollectiveKernel] = {
 REDUCTION_OF_SCHEDULES = CollectiveKernel("reduce_arrived.h", "reduce_arrived", reduces=True)
 """The kernel that reduces data that the proxies have moved."""
 
-PACKET_MOVES = {
-    name: CollectiveKernel("packet_moves.h", f"{name}_packets") for name in ("all_gather", "all_to_all")
-}
+PACKET_MOVES = {name: CollectiveKernel("packet_moves.h", f"{name}_packets") for name in ("all_gather", "all_to_all")}
 """The kernels that move short shares, by collective."""
 
 _TRANSFERS = (CollectiveKernel("send_receive.h", "send_receive"),)

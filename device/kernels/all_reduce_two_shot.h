@@ -2,9 +2,9 @@
 // (scattered_reduction.h), and distributes the result. 2 (n-1)/n times the bytes in two crossings. Results go straight
 // to the peers' outputs if all are reached (outputs.h), otherwise to their scratch memory.
 //
-// Few bytes in place are loaded from the peers' arrays, if all ranks offer theirs. Nothing is stored before that, so the
-// ranks need no fence to meet, which takes longer than the loads. Only its owner reads a share, and then overwrites it.
-// A rank that has offered its input in vain scatters after all, and its peers await one post more.
+// Few bytes in place are loaded from the peers' arrays, if all ranks offer theirs. Nothing is stored before that, so
+// the ranks need no fence to meet, which takes longer than the loads. Only its owner reads a share, and then overwrites
+// it. A rank that has offered its input in vain scatters after all, and its peers await one post more.
 //
 // Otherwise a rank scatters. Data that does not fit into scratch memory goes in pieces. In step k a block
 //   1. waits for the peers' scattered parts of piece k, and scatters piece k + 1;
@@ -86,7 +86,8 @@ class TwoShot : ScatteredReduction<T, Op> {
     auto array = [&](uint32_t rank) { return reinterpret_cast<T*>(outputs_.of(rank)) + begin; };
     auto store = [&](uint64_t i, const auto& sum) {
 #pragma unroll 1
-      for (uint32_t n = 1; n <= team_.world_size; ++n) sum.store(array(n == team_.world_size ? team_.rank : after(n)) + i);
+      for (uint32_t n = 1; n <= team_.world_size; ++n)
+        sum.store(array(n == team_.world_size ? team_.rank : after(n)) + i);
     };
 #if PROXYCCL_ON_HOST
     reduceRuns<T, Op>(team_.world_size, team_.divisor, count * thread() / threads(), count * (thread() + 1) / threads(),

@@ -1,6 +1,7 @@
 // The addresses of the peers' output arrays, for a team whose members are all mapped. Each rank tells every peer the
 // address at which that peer reaches its output, or tells all of them null. With an address it may offer its input,
-// which lies in the same place. So all ranks see whether every output is reached and every input offered, and act alike.
+// which lies in the same place. So all ranks see whether every output is reached and every input offered, and act
+// alike.
 //
 // Blocks with the same number tell each other in packets, which need no post. There are two packets per peer, chosen by
 // the parity of a block's epoch: a rank uses a packet again in the kernel after the next, which it starts when all

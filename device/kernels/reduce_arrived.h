@@ -13,7 +13,7 @@
 
 namespace proxyccl {
 
-// Waits until so many transfers of a piece are complete. By all threads of a block; false if the communicator has ended.
+// Waits for this many transfers of a piece. By all threads of a block; false if the communicator has ended.
 //
 // One thread of the grid reads the proxy's word: the more read a word of host memory at once, the later each sees it
 // change.

@@ -61,7 +61,7 @@ typedef struct ProxycclTeam {
    * reduces a share, in pieces. */
   uint64_t share, piece, pieces;
   uint64_t slot_bytes; /* of a slot for a peer's piece */
-  uint32_t meet; /* whether ranks learn of each other's outputs before they send anything; the same on all ranks */
+  uint32_t meet;   /* whether ranks learn of each other's outputs before they send anything; the same on all ranks */
   uint32_t offers; /* whether peers may load this rank's input where its output lies (all_reduce_two_shot.h) */
   char* remote[PROXYCCL_MAX_MAPPED_RANKS]; /* by rank, the peers' scratch memory; null if it is not mapped */
   /* By rank, where its kernels reach this rank's output, and where it lies here; all null if one does not reach it. */
