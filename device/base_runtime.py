@@ -252,7 +252,8 @@ class LaunchDefaults(Struct, frozen=True):
         blocks: most blocks that a shipped collective uses.
         efficient_blocks: the same under the policy that spares multiprocessors: so few that it takes little longer.
         copy_blocks: most blocks that a proxied collective uses.
-        waiting_blocks: most blocks of a reduction by proxy that is launched before any data has arrived.
+        awaits_data: whether the kernel of a short reduction by proxy is launched when all ranks have joined, and waits
+            for their data itself.
         bytes_per_block: a collective takes one more block for each of these numbers of bytes that a rank contributes.
         exchange_bytes: the bytes that a rank receives from all others at a time, in each buffer for rounds (team.h).
         pipeline_bytes: the same in each buffer for pipelines.
@@ -277,7 +278,7 @@ class LaunchDefaults(Struct, frozen=True):
     blocks: int
     efficient_blocks: int
     copy_blocks: int
-    waiting_blocks: int
+    awaits_data: bool
     bytes_per_block: int
     exchange_bytes: int
     pipeline_bytes: int

@@ -185,6 +185,7 @@ class _ProxycclScheduleSteps:
     post_count: int
     send_count: int
     receive_count: int
+    joined: int
 
 class ProxycclScheduleSteps(_ProxycclScheduleSteps, CData): ...
 class ProxycclScheduleStepsPointer(_ProxycclScheduleSteps, ItemPointer[ProxycclScheduleSteps]): ...

@@ -98,7 +98,7 @@ typedef struct {
 } ProxycclScheduleWords;
 typedef struct {
   const ProxycclSchedulePost *posts; const ProxycclScheduleSend *sends; const ProxycclScheduleReceive *receives;
-  uint32_t post_count; uint32_t send_count; uint32_t receive_count; ...;
+  uint32_t post_count; uint32_t send_count; uint32_t receive_count; uint32_t joined; ...;
 } ProxycclScheduleSteps;
 void proxyccl_service_set_schedule_words(ProxycclService *service, ProxycclScheduleWords *words,
                                          const uint64_t *semaphores);

@@ -69,11 +69,17 @@ class ScheduleReceive(Message, frozen=True):
 
 
 class Schedule(Message, frozen=True):
-    """The steps of one rank. They are taken as soon as they can be, in any order, except sends on one channel."""
+    """The steps of one rank. They are taken as soon as they can be, in any order, except sends on one channel.
+
+    Attributes:
+        posts, sends, receives: the steps.
+        joined: which of the words that streams wait for counts the peers whose posts the sends wait for; None for none.
+    """
 
     posts: tuple[SchedulePost, ...] = ()
     sends: tuple[ScheduleSend, ...] = ()
     receives: tuple[ScheduleReceive, ...] = ()
+    joined: Uint32 | None = None
 
 
 class SchedulePointers(Struct, frozen=True):
@@ -87,7 +93,7 @@ class SchedulePointers(Struct, frozen=True):
         bell: a schedule's number.
         done: 1 when the schedule is complete, and after a failure.
         gate: what gated sends wait for.
-        stages: the receives of each stage that are complete.
+        stages: the receives of each stage that are complete, or the peers that have joined.
     """
 
     bell: int

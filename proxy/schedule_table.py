@@ -96,4 +96,5 @@ def _native_steps(schedule: Schedule) -> tuple[Any, list[Any]]:
     steps.posts, steps.post_count = posts, len(posts)
     steps.sends, steps.send_count = sends, len(sends)
     steps.receives, steps.receive_count = receives, len(receives)
+    steps.joined = _id(schedule.joined)
     return steps, [posts, sends, receives]

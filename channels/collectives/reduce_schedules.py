@@ -17,12 +17,14 @@ from proxyccl.channels.schedules.rings import Step
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
+from proxyccl.device.kernel import Launch
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 from proxyccl.proxy.schedule import STAGES, Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 
 _SLOT_ALIGNMENT = 128
 _PIECE_ALIGNMENT = 128  # elements
 _SHORTEST_PIECE = 2 << 20
+_JOINED = 1  # the stage that counts ranks that have joined, where there is one crossing
 _MOST_PIECES = 3
 """The link is busy without a pause from two pieces on; each more is another pause between copies."""
 
@@ -175,11 +177,14 @@ def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: s
             for peer in peers
         ),
         receives=tuple(ScheduleReceive(links.sends[peer], stage=0) for peer in peers),
+        joined=_JOINED,
     )
     copy_in = CopyBytes(sent.ptr, source.ptr, nbytes)  # none in place
-    first = len(peers) * (2 if replaced else 1)
-    reduction = slots.reduce(source.ptr, target.ptr, source.size, [(0, source.size)], first=first)
-    return [copy_in, schedule, *reduction, *by_proxy.rings.end(1)]
+    transfers = len(peers) * (2 if replaced else 1)
+    own_wait = transfers if by_proxy.awaits_data else 0
+    reduction = slots.reduce(source.ptr, target.ptr, source.size, [(0, source.size)], first=own_wait)
+    wait = by_proxy.rings.stage(_JOINED, len(peers)) if own_wait else by_proxy.rings.stage(0, transfers)
+    return [copy_in, schedule, wait, reduction, *by_proxy.rings.end(_JOINED + 1)]
 
 
 class _Slots:
@@ -197,7 +202,7 @@ class _Slots:
     """
 
     def __init__(self, by_proxy: ByProxy, dtype: DType, op: str, nbytes: int, *, may_be_pinned: bool = False) -> None:
-        self._group, self._dtype, self._rings = by_proxy.group, dtype, by_proxy.rings
+        self._group, self._dtype, self._words = by_proxy.group, dtype, by_proxy.rings.words
         self._meeting = ffi.cast("uint32_t *", by_proxy.memories.reduction_words.ptr)
         self._peers = others(by_proxy.group)
         self._slot_bytes = _round_up(nbytes, _SLOT_ALIGNMENT)
@@ -225,36 +230,34 @@ class _Slots:
         count: int,
         pieces: Sequence[tuple[int, int]],
         *,
-        first: int,
+        first: int = 0,
         transfers: int = 0,
         gated: bool = False,
-    ) -> list[Step]:
-        """The kernel that reduces each piece. It waits for all of them if it has few blocks; otherwise the stream waits
-        for the first one.
+    ) -> Launch:
+        """The kernel that reduces each piece. It waits for all but the first, and for that one too if it is told to.
 
         Args:
             own: this rank's elements.
             result: where the reduced ones go.
             count: of elements.
             pieces: the offset and the most elements of each; number n is stage n of the schedule.
-            first, transfers: of the first stage, and of each other.
+            first: transfers of the first stage; 0: they are complete when the kernel is launched.
+            transfers: of each other stage.
             gated: whether it opens the gate after each piece.
         """
-        group, words, defaults = self._group, self._rings.words, self._group.runtime.launch_defaults
+        group, words, defaults = self._group, self._words, self._group.runtime.launch_defaults
         arrived = ffi.new("ProxycclArrived *")
         arrived.slots, arrived.slot_bytes = ffi.cast("char *", self._memory.ptr), self._slot_bytes
         arrived.rank, arrived.world_size, arrived.divisor = group.rank, group.world_size, group.world_size
         arrived.pieces, arrived.piece, arrived.transfers = len(pieces), pieces[0][1], transfers
+        arrived.first = first
         arrived.stages = ffi.cast("uint64_t *", words.stages[0])
         arrived.gate = ffi.cast("uint64_t *", words.gate if gated else 0)
         arrived.blocks_done, arrived.here = self._meeting, self._meeting + STAGES
         arrived.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         nbytes = pieces[0][1] * self._dtype.itemsize
         blocks = max(1, min(defaults.copy_blocks, -(-nbytes // defaults.bytes_per_block)))
-        waits = blocks <= defaults.waiting_blocks
-        arrived.first = first if waits else 0
-        launch = self._kernel.prepare(blocks, defaults.threads, bytes(ffi.buffer(arrived)), own, result, count)
-        return [launch] if waits else [self._rings.first_stage(first), launch]
+        return self._kernel.prepare(blocks, defaults.threads, bytes(ffi.buffer(arrived)), own, result, count)
 
 
 class _Reduction:
@@ -318,7 +321,7 @@ class _Reduction:
         )
 
     def reduce(self, result: int, *, gated: bool) -> list[Step]:
-        """The kernel that reduces this rank's share, and the wait for its first piece.
+        """The wait for the first piece, and the kernel that reduces this rank's share.
 
         Args:
             result: where the reduced share goes.
@@ -327,8 +330,8 @@ class _Reduction:
         rank = self._by_proxy.group.rank
         own, count = self._source.ptr + self._shares.start(rank) * self._itemsize, self._shares.lengths[rank]
         first, transfers = (sum(number in self.pieces.values_from(peer) for peer in self._peers) for number in (0, 1))
-        bounds = self.pieces.bounds
-        return self._slots.reduce(own, result, count, bounds, first=first, transfers=transfers, gated=gated)
+        reduction = self._slots.reduce(own, result, count, self.pieces.bounds, transfers=transfers, gated=gated)
+        return [self._by_proxy.rings.stage(0, first), reduction]
 
 
 def _round_up(n: int, multiple: int) -> int:

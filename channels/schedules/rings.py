@@ -34,9 +34,9 @@ class ScheduleRings:
         self.words = group.links.proxy.schedule_pointers
         self._dropped: list[tuple[Any, list[int]]] = []  # what was issued in C, and its schedules
 
-    def first_stage(self, transfers: int) -> Operation:
-        """Waits, within a schedule, until this many transfers of its first stage are complete."""
-        return WaitValue(self.words.stages[0], transfers)
+    def stage(self, number: int, least: int) -> Operation:
+        """Waits, within a schedule, until the word of a stage is at least this."""
+        return WaitValue(self.words.stages[number], least)
 
     def end(self, stages: int = 0) -> list[Operation]:
         """Waits for the end of the schedule, and resets the words that it and the stream have written.

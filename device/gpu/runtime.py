@@ -117,7 +117,7 @@ class GpuRuntime:
             blocks=min(132, processors),
             efficient_blocks=min(64, processors),
             copy_blocks=min(32, processors),
-            waiting_blocks=4,
+            awaits_data=True,
             bytes_per_block=16 * 1024,
             exchange_bytes=8 * 1024 * 1024,
             pipeline_bytes=8 * 1024 * 1024,

@@ -80,7 +80,7 @@ class HostRuntime:
             blocks=blocks,
             efficient_blocks=1,
             copy_blocks=blocks,
-            waiting_blocks=0,
+            awaits_data=False,
             bytes_per_block=32 * 1024,
             exchange_bytes=1024 * 1024,
             pipeline_bytes=1024 * 1024,

@@ -1,7 +1,7 @@
 // reduce_arrived: the reduction of a schedule's transfers (channels/schedules/DESIGN.md), by few blocks.
 //
-// The stream launches it when the first piece is there, so no multiprocessor waits for ranks that are late; or at once,
-// if it has a few blocks only. It waits for the other pieces, which are in flight: a launch for each would wait for a
+// The stream launches it when the first piece is there, or when all ranks have joined, so no multiprocessor waits for
+// ranks that are late. It waits for the other pieces, which are in flight: a launch for each would wait for a
 // free multiprocessor every time. Blocks wait for the proxy, and for the first block, which hears from it.
 #ifndef PROXYCCL_REDUCE_ARRIVED_H
 #define PROXYCCL_REDUCE_ARRIVED_H

@@ -38,6 +38,7 @@ typedef struct Step {
 
 struct Schedule {
   uint32_t number;
+  uint32_t joined; /* the stage of meetings; PROXYCCL_NO_ID: none */
   uint32_t count;
   Step steps[]; /* posts, then meetings, sends, and receives: in the order in which they are visited */
 };
@@ -51,7 +52,7 @@ static int is_memory(uint32_t first, uint64_t offset) {
 static int is_stage(uint32_t stage) { return stage == PROXYCCL_NO_ID || stage < PROXYCCL_SCHEDULE_STAGES; }
 
 static int is_accepted(const ProxycclScheduleSteps *given) {
-  int accepted = 1;
+  int accepted = is_stage(given->joined);
   for (uint32_t i = 0; i < given->post_count; ++i) {
     const ProxycclSchedulePost *post = &given->posts[i];
     accepted &= post->channel < PROXYCCL_MAX_CHANNELS && is_memory(post->memory, post->offset);
@@ -123,6 +124,7 @@ int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, con
   Schedule *schedule = calloc(1, sizeof *schedule + most * sizeof(Step));
   if (schedule == NULL) return ENOMEM;
   schedule->number = number;
+  schedule->joined = given->joined;
   add_steps(schedule, given);
   schedule_publish(&service->schedules[number], schedule);
   return 0;
@@ -357,8 +359,8 @@ static ProxycclOutcome start_send(ProxycclService *service, Bundle *bundle, Step
 }
 
 /* Takes a step as far as it can go now, and adds its progress to *progress. */
-static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step *step, uint32_t *progress,
-                                 ProxycclExitInfo *info) {
+static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step *step, uint32_t joined,
+                                 uint32_t *progress, ProxycclExitInfo *info) {
   Channel *channel = &service->channels[step->channel];
   const uint64_t *inbound = &service->semaphores[step->channel];
   const StepState before = step->state;
@@ -373,7 +375,7 @@ static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step 
       step->value = word_load(inbound);
       if (!is_behind(step->value, channel->taken)) break;
       channel->taken = step->value;
-      step->state = COMPLETE;
+      complete_in_stage(service, step, joined);
       break;
     case SEND:
       if (step->state == WAITING && is_next(step, bundle->gate)) {
@@ -633,7 +635,7 @@ ProxycclOutcome proxyccl_worker_run_schedule(ProxycclWorker *worker, ProxycclExi
     Step *step = &run->schedule->steps[i];
     if (!is_own(worker, step) || step->state == COMPLETE) continue;
     const StepState before = step->state;
-    result = take_step(worker->service, &bundle, step, &steps, info);
+    result = take_step(worker->service, &bundle, step, run->schedule->joined, &steps, info);
     if (traced_ns != 0) traced_ns = trace_turn(worker, step, before, traced_ns);
     worker->run.left -= step->state == COMPLETE;
   }

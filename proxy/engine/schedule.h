@@ -35,7 +35,7 @@ typedef struct ProxycclScheduleWords {
   _Alignas(128) uint64_t running; /* the number of the running schedule; 0: none */
   _Alignas(128) uint64_t done;    /* 1: the schedule is complete */
   _Alignas(128) uint64_t gate;    /* a stream counts up how far gated sends may go */
-  _Alignas(128) uint64_t stages[PROXYCCL_SCHEDULE_STAGES]; /* receives and sends of each that are complete */
+  _Alignas(128) uint64_t stages[PROXYCCL_SCHEDULE_STAGES]; /* receives and sends, or posts, of each that are complete */
   ProxycclTurns turns[PROXYCCL_MAX_WORKERS];               /* by worker, for whoever waits for any of it */
 } ProxycclScheduleWords;
 
@@ -71,6 +71,7 @@ typedef struct ProxycclScheduleSteps {
   const ProxycclScheduleSend *sends;
   const ProxycclScheduleReceive *receives;
   uint32_t post_count, send_count, receive_count;
+  uint32_t joined; /* which of the words `stages` counts the peers that have posted; PROXYCCL_NO_ID: none */
 } ProxycclScheduleSteps;
 
 #endif

@@ -79,13 +79,13 @@ def test_moves_and_reductions_in_bundles(
     copy_many: CopyMany, in_place: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In pieces, in one crossing, and through pinned memory, which has no bundles; kernels that are launched after the
-    first piece, and before it.
+    data of one crossing, and before them.
     """
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
 
     def body(comm: Communicator) -> None:
-        comm.runtime.launch_defaults = replace(comm.runtime.launch_defaults, waiting_blocks=int(waits))  # type: ignore[misc]
         by_proxy = comm.collectives.by_proxy()
+        by_proxy.awaits_data = waits
         by_proxy.one_crossing_bytes, by_proxy.memories.pinned_bytes = 2048, 1024
         calls = SpanCalls(comm, 20_000 * comm.world_size)
         for seed in range(18):
