@@ -34,7 +34,7 @@ class IdlePolicy:
     """The policy of a thread when the rings of all its workers are empty.
 
     It spins, then yields, then sleeps for a 32nd of its idle time, so waking late adds at most a 32nd to a pause. While
-    transfers are under way, it yields for 1.6 ms, because even a short sleep would end 50 µs late. A
+    transfers are under way, it yields for 1.6 ms, because waking from a short sleep takes as long as the sleep. A
     call that this library launches wakes a sleeping thread before the launch. A graph that another library replays does
     not: the thread then finds the work when its sleep ends.
 
@@ -70,7 +70,7 @@ class IdlePolicy:
 
     @classmethod
     def where_cores_suffice(cls) -> IdlePolicy:
-        """A thread that sleeps for at most 50 µs at once, and the system's timer slack: about a tenth of a core."""
+        """A thread that sleeps for at most 50 µs at once: about a tenth of a core."""
         return cls(max_sleep_us=50.0)
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <time.h>
 
 #include "clock.h"
@@ -14,8 +15,9 @@
 enum {
   POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock: one costs as much as several */
   SLEEP_PART = 32,      /* an idle thread sleeps for a 32nd of the time that it has been idle */
-  OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding: somebody may wait for its completion. And
-                                   the shortest, because the system's timer slack ends a sleep that much later */
+  OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding, as somebody may wait for its completion;
+                                   and the shortest, as waking takes a good part of that */
+  TIMER_SLACK_NS = 1000,        /* by which the system may end a sleep later; 50 µs by default */
   TURN_SLEEP_NS = 50000,        /* between two tries for the turn, which a helper has for a round */
   SPIN_NS = 50000 /* longest spin: whoever else the system puts on the core waits for a time slice meanwhile */
 };
@@ -304,6 +306,7 @@ ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *in
   int is_helped = 0;
   uint64_t idle_since = 0, counted = 0; /* idle time is counted up to the last reading of the clock */
   uint32_t polls = 0;
+  prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* if it is refused, sleeps end later */
   clear_info(info);
   for (;;) {
     Round round = {0};
