@@ -265,7 +265,8 @@ class LaunchDefaults(Struct, frozen=True):
             packet_blocks its blocks grow, up to `threads`.
         packet_blocks: most blocks of a packet kernel.
         pair_packet_blocks: the same for two ranks, each of which sends to one peer only.
-        packet_move_bytes: longest share that an all_gather or an all_to_all moves in packets. 0: none.
+        packet_move_bytes: most bytes that a rank sends to all others in packets, in an all_gather or an all_to_all. 0:
+            none, whatever the share.
         pinned_bytes: most bytes that a schedule moves through pinned memory: what takes a copy engine longer to begin
             with. 0: none, as where one call issues the copies to all peers.
         own_box_bytes: most bytes that a schedule's stream copies within its device by way of a peer's memory: by copy

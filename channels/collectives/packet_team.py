@@ -35,7 +35,7 @@ class PacketTeam:
         runtime, ranks = group.runtime, group.world_size
         defaults = runtime.launch_defaults
         self.blocks = defaults.pair_packet_blocks if ranks == 2 else defaults.packet_blocks
-        self._threads, self.move_bytes = defaults.packet_threads, defaults.packet_move_bytes
+        self._threads, self.move_bytes = defaults.packet_threads, defaults.packet_move_bytes // max(1, ranks - 1)
         self._max_threads = max(defaults.threads, defaults.packet_threads)
         self._ranks = ranks
         slots = 2 * self.blocks * lib.PROXYCCL_PACKET_SLOTS_PER_RANK * ranks

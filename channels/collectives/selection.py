@@ -25,6 +25,7 @@ ALGORITHMS_BY_COLLECTIVE: dict[str, tuple[str, ...]] = {
     "all_reduce": ALGORITHMS,
     **dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all", "broadcast"), ("kernels", "proxy")),
 }
+_KIB = 1024
 _KNOWN = frozenset(name for names in ALGORITHMS_BY_COLLECTIVE.values() for name in names)
 
 Algorithm = str | ExecutionPlan
@@ -179,7 +180,7 @@ class Selector:
     @classmethod
     @functools.cache
     def for_ranks(cls, ranks: int, runtime: str, *, levels: bool = False, proxied_kernel_bytes: int = 0) -> Selector:
-        """Defaults, the same for symmetric and other arrays: kernels for all collectives.
+        """Defaults: kernels for all collectives.
 
         Args:
             ranks: the world size.
@@ -189,9 +190,7 @@ class Selector:
                 go by proxy, as does an all_reduce without levels. 0: kernels serve all.
         """
         longest = proxied_kernel_bytes * ranks
-        limits, beyond = ((), "hierarchical") if levels else (_by_packets(ranks, runtime), "two_shot")
-        if longest and not levels:
-            limits, beyond = (), "proxy"
+        beyond = "hierarchical" if levels else "proxy" if longest else "two_shot"
         tables = {case: SizeTable((), "kernels") for case in CASES}
         for case in CASES:
             if longest:
@@ -199,7 +198,8 @@ class Selector:
                 tables[case] = SizeTable(((limit, "kernels"),), "proxy")
             if case.collective == "all_reduce":
                 short = case.elements == "16-bit floats"
-                tables[case] = _sending_no_sums(limits, beyond, ranks) if short else SizeTable(limits, beyond)
+                packets = _by_packets(ranks, runtime, symmetric=case.symmetric, short=short)
+                tables[case] = SizeTable(packets if beyond == "two_shot" else (), beyond)
         return cls(tables)
 
     @functools.cached_property
@@ -252,20 +252,29 @@ def _require_plan(plan: ExecutionPlan, case: Case, least: int, most: int | None)
         )
 
 
-def _by_packets(ranks: int, runtime: str) -> tuple[tuple[int, str], ...]:
+def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tuple[tuple[int, str], ...]:
     """The limits for all_reduce within a node, up to which packets are better than stores.
 
-    For GPUs it comes from measurements on 2 and 4 H200 (benchmarks/results). The data that a one-shot sends grows with
-    the number of ranks, so its limit shrinks. Recursive doubling needs no extra steps if that is a power of two.
+    For GPUs they come from measurements on 2 and 4 H200 (benchmarks/results). The data that a one-shot sends grows with
+    the number of ranks, so its limit shrinks. Recursive doubling needs no extra steps if that is a power of two. On
+    symmetric memory a two-shot in place loads, which is soon better than packets.
+
+    Args:
+        ranks: the world size.
+        runtime: "host", "cuda" or "hip".
+        symmetric: whether the callers promise symmetric arrays.
+        short: whether partial sums are longer than the values, so that none are sent.
     """
-    if runtime == "host":  # there a packet costs more than the crossing that it saves
+    if runtime == "host" or ranks == 1:  # on the host a packet costs more than the crossing that it saves
         return ()
+    doubling = ranks & (ranks - 1) == 0 and not short
     if ranks == 2:
-        return ((768 * 1024, "recursive_doubling"),)
-    one_shot = (512 * 1024 // ranks, "one_shot")
-    if ranks & (ranks - 1) == 0:
-        return (one_shot, (512 * 1024, "recursive_doubling"), (1152 * 1024, "two_shot_packets"))
-    return (one_shot, (1152 * 1024, "two_shot_packets"))
+        return ((_KIB * (704 if symmetric else 1152), "recursive_doubling" if doubling else "one_shot"),)
+    if symmetric:
+        one_shot = _KIB * (512 if doubling else 768) // ranks, "one_shot"
+        return (one_shot, (384 * _KIB, "recursive_doubling")) if doubling else (one_shot,)
+    one_shot, two_shot = (512 * _KIB // ranks, "one_shot"), (896 * _KIB, "two_shot_packets")
+    return (one_shot, (512 * _KIB, "recursive_doubling"), two_shot) if doubling else (one_shot, two_shot)
 
 
 def sending_no_sums(algorithm: str, ranks: int) -> str:
@@ -276,12 +285,6 @@ def sending_no_sums(algorithm: str, ranks: int) -> str:
     if algorithm == "recursive_doubling":
         return "one_shot" if ranks == 2 else "two_shot_packets"
     return "two_shot" if algorithm == "ring" else algorithm
-
-
-def _sending_no_sums(limits: tuple[tuple[int, str], ...], beyond: str, ranks: int) -> SizeTable:
-    return SizeTable(
-        tuple((limit, sending_no_sums(name, ranks)) for limit, name in limits), sending_no_sums(beyond, ranks)
-    )
 
 
 register_names(*_KNOWN)

@@ -127,9 +127,9 @@ class GpuRuntime:
             packet_threads=128,
             packet_blocks=min(64, processors),
             pair_packet_blocks=min(128, processors),
-            packet_move_bytes=64 * 1024,
+            packet_move_bytes=768 * 1024,
             pinned_bytes=0 if bundles else 32 * 1024,
-            own_box_bytes=2 * 1024 * 1024 if bundles else 0,
+            own_box_bytes=512 * 1024 if bundles else 0,
             one_crossing_bytes=8 * 1024 * 1024,
         )
         self.context = DeviceContext(driver, driver.context(device))

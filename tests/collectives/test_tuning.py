@@ -135,6 +135,20 @@ def test_by_default_short_types_send_no_sums_and_bytes_are_moved_by_kernels(
     assert set(selector.tables) == set(CASES)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_on_gpus_packets_give_way_to_loads_earlier_than_to_stores(ranks: int, dtype: str) -> None:
+    selector, sizes = Selector.for_ranks(ranks, "cuda"), [1 << n for n in range(8, 24)]
+
+    def first_two_shot(*, symmetric: bool) -> int:
+        chosen = [selector.choose("all_reduce", DTYPES[dtype], n, symmetric=symmetric) for n in sizes]
+        first = chosen.index("two_shot")
+        assert set(chosen[first:]) == {"two_shot"}
+        return sizes[first]
+
+    assert first_two_shot(symmetric=True) < first_two_shot(symmetric=False)
+
+
 def chosen_by(comm: Communicator, algorithm: str) -> None:
     """Makes every collective use the same algorithm."""
     selector = comm.collectives.selector
