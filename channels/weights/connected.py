@@ -14,7 +14,7 @@ from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.transfer import Transfer
 from proxyccl.channels.weights.card import Card
 from proxyccl.channels.weights.parts import Part
-from proxyccl.channels.weights.plan import Read, plan
+from proxyccl.channels.weights.plan import Read, plan_one
 from proxyccl.device.base_runtime import StreamLike
 from proxyccl.device.errors import ArgumentError
 
@@ -62,12 +62,11 @@ class Connected:
         readers: set[str] = set()
         for number, parts in enumerate(groups):
             has_own = {**{name: each[number] for name, each in theirs.items()}, agent.name: parts}
-            planned = plan(has, {name: has_own[name] for name in sorted(has_own)}, nodes)
-            own = planned.pop(agent.name)
+            own, from_here = plan_one(agent.name, has, {name: has_own[name] for name in sorted(has_own)}, nodes)
             direct, relayed = ([self._prepare(read) for read in own if read.relayed is late] for late in (False, True))
             self.groups.append(Group(direct, relayed))
             reads += own
-            readers |= {name for name, each in planned.items() if any(read.peer == agent.name for read in each)}
+            readers |= from_here
         self.readers = sorted(readers)
         self.sources = list(sources)
         self.peers = list(dict.fromkeys(read.peer for read in reads if read.relayed))

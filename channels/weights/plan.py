@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -10,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.blocks import Rows, joined
 from proxyccl.channels.weights.parts import Part
@@ -61,9 +59,17 @@ def plan(sources: Held, targets: Held, nodes: Mapping[str, Hashable] | None = No
     Raises:
         ArgumentError: no source has a part, or shapes or element types differ.
     """
-    if both := set(sources) & set(targets):
-        raise ArgumentError("targets", f"{min(both)} is a source too")
-    return _Planner(sources, targets, nodes or {}).reads()
+    return _Planner(sources, targets, nodes or {}, set(targets)).reads
+
+
+def plan_one(target: str, sources: Held, targets: Held, nodes: Mapping[str, Hashable]) -> tuple[list[Read], set[str]]:
+    """One target's reads, as `plan` has them, and the names of the targets that read from this one.
+
+    Raises:
+        ArgumentError: as `plan`.
+    """
+    planner = _Planner(sources, targets, nodes, {target})
+    return planner.reads[target], {reader for reader, peer, _ in planner.links if peer == target}
 
 
 class _Candidate(NamedTuple):
@@ -72,29 +78,46 @@ class _Candidate(NamedTuple):
 
 
 class _Planner:
-    def __init__(self, sources: Held, targets: Held, nodes: Mapping[str, Hashable]) -> None:
-        self._sources, self._targets = _by_tensor(sources), _by_tensor(targets)
-        self._nodes = nodes
-        self._targets_in_order = list(targets)
+    """Makes a plan.
+
+    Args:
+        sources, targets, nodes: as for `plan`.
+        chosen: the targets whose blocks are listed.
+
+    Attributes:
+        links: (target, peer, whether it is relayed) of all reads, in their order.
+        reads: by chosen target.
+    """
+
+    def __init__(self, sources: Held, targets: Held, nodes: Mapping[str, Hashable], chosen: set[str]) -> None:
+        if both := set(sources) & set(targets):
+            raise ArgumentError("targets", f"{min(both)} is a source too")
+        self._nodes, self._chosen = nodes, chosen
         self._sent: Counter[str] = Counter()
         self._received: Counter[str] = Counter()
-        # By (target, peer, whether it is relayed): the blocks between two parts, by these. A block stays within a part
-        # on either side, as memory is registered by parts.
-        self._rows: dict[tuple[str, str, bool], dict[tuple[int, int], list[Rows]]] = {}
+        self._cells: dict[tuple[object, ...], list[_Cell]] = {}  # layers of a model have the same shapes
+        # The blocks between two parts, by these. A block stays within a part on either side, as memory is registered by
+        # parts.
+        self.links: dict[tuple[str, str, bool], dict[tuple[int, int], list[Rows]]] = {}
+        held = _by_tensor(sources)
+        for tensor, wanted in _by_tensor(targets).items():
+            self._plan_tensor(tensor, held.get(tensor, []), wanted)
+        self.reads: dict[str, list[Read]] = {target: [] for target in targets if target in chosen}
+        for (target, peer, relayed), pairs in self.links.items():
+            if target in chosen:
+                blocks = np.concatenate([joined(np.concatenate(rows)) for rows in pairs.values()])
+                self.reads[target].append(Read(peer, relayed, blocks))
 
-    def reads(self) -> dict[str, list[Read]]:
-        for tensor, wanted in self._targets.items():
-            held = self._sources.get(tensor, [])
-            _require_same(tensor, held, wanted)
-            for box, having, wanting in _cells(held, wanted):
-                if not having:
-                    raise ArgumentError("sources", f"none has {tensor} from {box.start} on, of shape {box.shape}")
-                self._share(box, [held[index] for index in having], [wanted[index] for index in wanting])
-        reads: dict[str, list[Read]] = {target: [] for target in self._targets_in_order}
-        for (target, peer, relayed), pairs in self._rows.items():
-            blocks = np.concatenate([joined(np.concatenate(rows)) for rows in pairs.values()])
-            reads[target].append(Read(peer, relayed, blocks))
-        return reads
+    def _plan_tensor(self, tensor: str, held: list[_Candidate], wanted: list[_Candidate]) -> None:
+        _require_same(tensor, held, wanted)
+        parts = [each.part for each in (*held, *wanted)]
+        layout = (len(held), *((part.start, part.shape) for part in parts))
+        if layout not in self._cells:
+            self._cells[layout] = list(_cells(parts, len(held)))
+        for box, having, wanting in self._cells[layout]:
+            if not having:
+                raise ArgumentError("sources", f"none has {tensor} from {box.start} on, of shape {box.shape}")
+            self._share(box, [held[index] for index in having], [wanted[index] for index in wanting])
 
     def _share(self, box: Box, having: list[_Candidate], wanting: list[_Candidate]) -> None:
         """Divides a box, all of which the same holders have and want, among those."""
@@ -122,8 +145,9 @@ class _Planner:
                         self._add(holder, importer, True, piece, part, holders[importer][0])
 
     def _add(self, target: str, peer: str, relayed: bool, box: Box, here: Part, there: Part) -> None:
-        pairs = self._rows.setdefault((target, peer, relayed), {})
-        pairs.setdefault((id(here), id(there)), []).append(_blocks(box, here, there))
+        pairs = self.links.setdefault((target, peer, relayed), {})
+        if target in self._chosen:
+            pairs.setdefault((id(here), id(there)), []).append(_blocks(box, here, there))
 
 
 def _by_tensor(held: Held) -> dict[str, list[_Candidate]]:
@@ -145,27 +169,33 @@ def _require_same(tensor: str, held: list[_Candidate], wanted: list[_Candidate])
                 )
 
 
-def _cells(held: list[_Candidate], wanted: list[_Candidate]) -> Iterator[tuple[Box, list[int], list[int]]]:
-    """Boxes that no part cuts, as far as a target wants them: with the indices of the parts that contain them."""
-    parts = [each.part for each in (*held, *wanted)]
-    starts, edges, inside = [], [], []
+class _Cell(NamedTuple):
+    box: Box
+    having: list[int]
+    wanting: list[int]
+
+
+def _cells(parts: Sequence[Part], held: int) -> Iterator[_Cell]:
+    """Boxes that no part cuts, as far as a target wants them, with the indices of the parts that contain them.
+
+    Args:
+        parts: those of sources, and then those of targets.
+        held: the number of parts of sources.
+    """
+    edges, inside = [], np.ones((1, len(parts)), np.bool_)  # of each cell so far, each part
     for dim in range(len(parts[0].size)):
         begin, end = (np.array([getattr(part, side)[dim] for part in parts]) for side in ("start", "end"))
         cuts = np.unique(np.concatenate((begin, end)))
-        starts.append(cuts[:-1].tolist())
-        edges.append(cuts[1:].tolist())
-        inside.append((begin <= cuts[:-1, None]) & (end >= cuts[1:, None]))
-    count = len(held)
-    for index in itertools.product(*(np.flatnonzero(each[:, count:].any(axis=1)).tolist() for each in inside)):
-        contains: NDArray[np.bool_] = np.ones(len(parts), np.bool_)
-        for dim, segment in enumerate(index):
-            contains &= inside[dim][segment]
-        if contains[count:].any():
-            first = tuple(starts[dim][segment] for dim, segment in enumerate(index))
-            after = tuple(edges[dim][segment] for dim, segment in enumerate(index))
-            shape = tuple(end - begin for begin, end in zip(first, after, strict=True))
-            having, wanting = np.flatnonzero(contains[:count]), np.flatnonzero(contains[count:])
-            yield Box(first, shape), having.tolist(), wanting.tolist()
+        segments = np.column_stack((cuts[:-1], cuts[1:]))
+        contain = (begin <= segments[:, :1]) & (end >= segments[:, 1:])
+        wanted = contain[:, held:].any(axis=1)
+        edges.append(segments[wanted])
+        inside = (inside[:, None] & contain[wanted]).reshape(-1, len(parts))
+    for index in np.flatnonzero(inside[:, held:].any(axis=1)):
+        place = np.unravel_index(index, [len(each) for each in edges])
+        bounds = [tuple(each[at].tolist()) for each, at in zip(edges, place, strict=True)]
+        box = Box(tuple(first for first, _ in bounds), tuple(after - first for first, after in bounds))
+        yield _Cell(box, np.flatnonzero(inside[index, :held]).tolist(), np.flatnonzero(inside[index, held:]).tolist())
 
 
 def _cut(box: Box, itemsize: int, pieces: int) -> Iterator[Box]:
