@@ -105,7 +105,9 @@ class _Planner:
         self.reads: dict[str, list[Read]] = {target: [] for target in targets if target in chosen}
         for (target, peer, relayed), pairs in self.links.items():
             if target in chosen:
-                blocks = np.concatenate([joined(np.concatenate(rows)) for rows in pairs.values()])
+                blocks = np.concatenate(
+                    [joined(np.concatenate(rows)) if len(rows) > 1 else rows[0] for rows in pairs.values()]
+                )
                 self.reads[target].append(Read(peer, relayed, blocks))
 
     def _plan_tensor(self, tensor: str, held: list[_Candidate], wanted: list[_Candidate]) -> None:
