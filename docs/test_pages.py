@@ -83,6 +83,8 @@ def test_a_program_runs(block: Block, tmp_path: Path) -> None:
         pytest.skip("needs a GPU")
     if "import proxyccl.numba" in block.text:
         pytest.skip("needs a GPU and Numba-CUDA")
+    if "import proxyccl.ray" in block.text and importlib.util.find_spec("ray") is None:
+        pytest.skip("needs Ray")
     if "import torch" in block.text and not HAS_TORCH:
         pytest.skip("needs torch")
     match command[::-1]:

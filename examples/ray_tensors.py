@@ -24,23 +24,30 @@ def weights_of(step: int) -> list[torch.Tensor]:
 
 @ray.remote(enable_tensor_transport=True)
 class Trainer:
+    """Makes weights."""
+
     @ray.method(tensor_transport=proxyccl.ray.NAME)
     def weights(self, step: int) -> list[torch.Tensor]:
+        """Those of a step, which stay in this actor's memory."""
         return weights_of(step)
 
 
 @ray.remote(enable_tensor_transport=True)
 class Sampler:
+    """Takes weights. Both methods return the number of bytes."""
+
     def __init__(self) -> None:
         self.buffers = [torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)]
 
     def check(self, step: int, weights: list[torch.Tensor]) -> int:
+        """Checks weights, which Ray has fetched."""
         expected = weights_of(step)
         assert len(weights) == LAYERS
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, expected, strict=True))
         return sum(each.nbytes for each in weights)
 
     def check_in_place(self, step: int, reference: list[ray.ObjectRef]) -> int:
+        """Reads weights into this actor's tensors, and checks them."""
         set_target_for_ref(reference[0], self.buffers)
         weights = ray.get(reference[0])
         assert all(ours is buffer for ours, buffer in zip(weights, self.buffers, strict=True))

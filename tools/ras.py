@@ -1,4 +1,4 @@
-"""The node daemon's `--ras`: answers clients of NCCL's RAS subsystem, such as `ncclras`, Ray Train's callback and SGLang.
+"""The node daemon's `--ras`: answers clients of NCCL's RAS subsystem, such as `ncclras`, Ray Train and SGLang.
 
 The protocol is text, a command a line, over TCP at localhost:28028, or the address in NCCL_RAS_ADDR. Its source is NCCL
 2.30: src/ras/client_support.cc (rasClientEventLoop) and src/ras/client.cc; NCCL's user guide documents it under "RAS".
@@ -9,8 +9,8 @@ The protocol is text, a command a line, over TCP at localhost:28028, or the addr
     STATUS              -> the status, and the end of the connection
     VERBOSE STATUS      -> the same, with more ranks named
 
-Any other line is answered with a line that begins with "ERROR: ". Commands are not case-sensitive, and a carriage return
-before the newline is ignored. TIMEOUT bounds NCCL's wait for other processes; here nothing is waited for.
+Any other line is answered with a line that begins with "ERROR: ". Commands are not case-sensitive, and a carriage
+return before the newline is ignored. TIMEOUT bounds NCCL's wait for other processes; here nothing is waited for.
 """
 
 from __future__ import annotations

@@ -10,7 +10,11 @@ from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.proxy._engine import ffi, lib
 
 if TYPE_CHECKING:
-    from proxyccl.proxy._engine import Pointer, ProxycclCallEntryPointer, ProxycclCallPointer  # the stub's; cffi has no such name
+    from proxyccl.proxy._engine import (  # the stub's; cffi has no such names
+        Pointer,
+        ProxycclCallEntryPointer,
+        ProxycclCallPointer,
+    )
 
 CALL_ABORTED: int = lib.PROXYCCL_CALL_ABORTED
 CALL_DIFFERS: int = lib.PROXYCCL_CALL_DIFFERS

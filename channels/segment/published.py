@@ -1,7 +1,7 @@
 """How observers find ranks: each rank of each communicator publishes a small file that names its segment.
 
-The files lie beside those of proxies, which a rank may not have. Observers open a segment through `/proc` and read in it
-the calls that the rank has made, and whether it has failed.
+The files lie beside those of proxies, which a rank may not have. Observers open a segment through `/proc` and read in
+it the calls that the rank has made, and whether it has failed.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 The interface is that of Ray 2.60, python/ray/experimental/rdt/tensor_transport_manager.py. Ray makes one transport for
 each process and calls it in several threads: its main thread and the "_ray_system" thread of an actor.
 
-The source registers a tensor's memory and hands out the agent's metadata and the tensor's address. The destination reads
-it; the source's program takes no part. Ray keeps a tensor alive until it calls `garbage_collect`.
+The source registers a tensor's memory and hands out the agent's metadata and the tensor's address. The destination
+reads it; the source's program takes no part. Ray keeps a tensor alive until it calls `garbage_collect`.
 """
 
 from __future__ import annotations

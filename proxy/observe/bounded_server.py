@@ -1,4 +1,4 @@
-"""A server of short connections for anybody on the machine: metrics, RAS clients and the page of `proxyccl top --web`."""
+"""A server of short connections for anybody on the machine: metrics, RAS clients and the page of `top --web`."""
 
 from __future__ import annotations
 

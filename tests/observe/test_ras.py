@@ -134,7 +134,8 @@ def test_a_rank_that_is_ahead_is_a_mismatch(port: int) -> None:
             text = ncclras(port, verbose=True)
             assert "MISMATCH" in text
             assert "  Communicator ranks have different barrier operation counts\n" in text
-            assert re.search(r"^  Rank 1 has launched up to operation 2 -- GPU \d+ managed by process \d+ on", text, re.M)
+            line = r"^  Rank 1 has launched up to operation 2 -- GPU \d+ managed by process \d+ on"
+            assert re.search(line, text, re.MULTILINE)
         comm.barrier()
 
     with Ranks(2) as ranks:
@@ -227,17 +228,17 @@ def test_one_client_too_many_ends_the_oldest(port: int) -> None:
 
 
 def test_a_port_that_is_taken_is_refused(port: int) -> None:
-    with pytest.raises(ResourceError, match=f"cannot listen at port {port} of 127.0.0.1: Address already in use"):
-        with ras.serve(f"127.0.0.1:{port}"):
-            pass
+    taken = f"cannot listen at port {port} of 127.0.0.1: Address already in use"
+    with pytest.raises(ResourceError, match=re.escape(taken)), ras.serve(f"127.0.0.1:{port}"):
+        pass
 
 
 @pytest.mark.parametrize("address", ["localhost:70000", "localhost:ras"])
 def test_a_wrong_address_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArgumentError, match="^--ras: expected HOST:PORT"), ras.serve(address):
+    with pytest.raises(ArgumentError, match=r"^--ras: expected HOST:PORT"), ras.serve(address):
         pass
     monkeypatch.setenv("NCCL_RAS_ADDR", address)
-    with pytest.raises(ArgumentError, match="^NCCL_RAS_ADDR: "), ras.serve(""):
+    with pytest.raises(ArgumentError, match=r"^NCCL_RAS_ADDR: "), ras.serve(""):
         pass
 
 

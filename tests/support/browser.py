@@ -56,16 +56,19 @@ def _command(url: str, arguments: dict[str, object]) -> Any:
 @contextlib.contextmanager
 def opened(folder: Path) -> Iterator[Browser]:
     """A browser whose downloads and profile are in a folder. Skips the test where none is installed."""
-    driver, chromium = shutil.which("chromedriver"), shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if driver is None or chromium is None:
         pytest.skip("needs chromium and chromedriver")
     with subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            port = next(found[1] for line in process.stdout if (found := re.search(r"successfully on port (\d+)", line)))
+            port = next(
+                found[1] for line in process.stdout if (found := re.search(r"successfully on port (\d+)", line))
+            )
             options = {
                 "binary": chromium,
-                "args": ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"],
+                "args": ["--headless=new", "--no-sandbox", f"--user-data-dir={folder / 'profile'}"],
                 "prefs": {"download.default_directory": str(folder)},
             }
             wanted = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {}}}}

@@ -126,9 +126,7 @@ def _is_here(header: str, host: str) -> bool:
     return True
 
 
-def _handler(
-    token: str, host: str, events: _Events, record: Callable[[float], bytes]
-) -> type[BaseHTTPRequestHandler]:
+def _handler(token: str, host: str, events: _Events, record: Callable[[float], bytes]) -> type[BaseHTTPRequestHandler]:
     recording = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
