@@ -176,7 +176,9 @@ class ProxyCCLTransport(TensorTransportManager):
             if obj_id in self._aborted:
                 self._aborted.remove(obj_id)
                 raise CanceledError(f"the transfer of object {obj_id} was aborted", meta.agent)
-        tensors = list(target_buffers) if target_buffers else [_empty(*each, meta) for each in meta.tensor_meta]
+        tensors = list(target_buffers or ())
+        if not tensors:
+            tensors = [_empty(shape, dtype, meta.tensor_device) for shape, dtype in meta.tensor_meta]
         if not tensors:
             return ProxyCCLFetch(obj_id, tensors)
         regions = [_region(tensor) for tensor in tensors]
@@ -318,9 +320,9 @@ def _region(tensor: Any) -> Region:
     return Region(tensor.data_ptr(), nbytes, tensor.device.index or 0, VRAM)
 
 
-def _empty(shape: Any, dtype: Any, meta: ProxyCCLMetadata) -> Any:
+def _empty(shape: Any, dtype: Any, device: Any) -> Any:
     if isinstance(dtype, np.dtype):
         return np.empty(shape, dtype)
     import torch
 
-    return torch.empty(shape, dtype=dtype, device=meta.tensor_device)
+    return torch.empty(shape, dtype=dtype, device=device)
