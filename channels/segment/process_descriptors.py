@@ -15,6 +15,7 @@ from msgspec import Struct
 from proxyccl.device import forks
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory.descriptor_server import fetch_descriptor, supply
+from proxyccl.device.memory.descriptors import EXHAUSTED
 from proxyccl.device.memory.sockets import UnreachableError
 from proxyccl.device.namespaces import proc_view
 
@@ -54,7 +55,7 @@ def acquire(process: PeerProcess) -> int:
 
     Raises:
         ProcessLookupError: there is no such process.
-        ResourceError: a process of another PID namespace does not hand over its descriptor.
+        ResourceError: the system forbids it, or a process of another PID namespace does not hand over its descriptor.
     """
     with _lock:
         descriptor = _of_process.get(process)
@@ -66,7 +67,14 @@ def acquire(process: PeerProcess) -> int:
 
 def _open(process: PeerProcess) -> int:
     if process.is_visible:
-        return os.pidfd_open(process.pid)
+        try:
+            return os.pidfd_open(process.pid)
+        except OSError as error:
+            if isinstance(error, ProcessLookupError) or error.errno in EXHAUSTED:
+                raise
+            raise ResourceError(
+                f"process {process.pid} can't be watched: pidfd_open: {error.strerror} (seccomp, or an old kernel)"
+            ) from None
     try:
         return fetch_descriptor(process.token, _KIND)
     except UnreachableError as error:  # it was reached before

@@ -16,6 +16,7 @@ from proxyccl.channels.transfers.errors import NoPathError
 from proxyccl.channels.transfers.regions import Region, outermost
 from proxyccl.device.base_runtime import Memory, StreamLike
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, ResourceError
+from proxyccl.device.memory.descriptor_server import serve
 from proxyccl.device.memory.handle_kinds import sharing_of
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import find_runtime, open_driver, open_runtime
@@ -114,6 +115,7 @@ class Devices:
         if owner != region.device:
             raise ArgumentError("memory", f"{region.address:#x} is not memory of {runtime.name} device {region.device}")
         self.copier(region.device, runtime=runtime)
+        serve()  # for agents in other PID namespaces
         return Share(region, runtime.device_id, runtime.export(region.address, region.nbytes))
 
 

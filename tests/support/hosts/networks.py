@@ -25,6 +25,7 @@ from support.paths import ROOT
 
 INTERFACE = "eth0"
 _STEP_SECONDS = 30
+_BY_NAME = {"PROXYCCL_HOSTS": "name"}  # they are one machine, and have one PID namespace
 _TESTS = str(ROOT / "tests")
 
 
@@ -42,7 +43,7 @@ class Hosts:
 
     def __init__(self, count: int, *, ipv4: bool = True, secure_shell: Path | None = None) -> None:
         self._holders: list[subprocess.Popen[bytes]] = []
-        self._environment = environment()
+        self._environment = {**environment(), **_BY_NAME}
         self._secure_shell: SecureShell | None = None
         self._forks: list[Forks] = []
         for tool in ("unshare", "nsenter"):
@@ -155,7 +156,7 @@ class Hosts:
         mpiexec = str(Path(sys.executable).with_name("mpiexec"))
         launcher = ("-launcher", "ssh", "-launcher-exec", str(self._secure_shell.client))
         whole = [mpiexec, "-f", str(hosts), *launcher, "-n", str(sum(ranks)), *command]
-        return self._run(0, whole, {**os.environ, **(env or {})})
+        return self._run(0, whole, {**os.environ, **_BY_NAME, **(env or {})})
 
     def choose_congestion_control(self, name: str) -> None:
         """Makes TCP on all hosts use a congestion control, such as ``cubic``, instead of the machine's."""

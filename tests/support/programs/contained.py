@@ -1,12 +1,14 @@
 """A rank in a container of its own: contained.py DIRECTORY RANK TASK [apart]
 
 With `apart` it also leaves the network namespace, so no abstract socket leads to it. Tasks: `work` checks the results
-of calls over every kind of channel; `lose` ends rank 1 in the middle, and rank 0 prints its error.
+of calls over every kind of channel; `agents` moves memory between agents; `lose` ends rank 1 in the middle, and rank 0
+prints its error.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -15,6 +17,7 @@ import numpy as np
 
 from proxyccl import Communicator, FileBootstrap, PeerLostError, ProxyCCLError
 from proxyccl.tools.top import Watch
+from proxyccl.transfer import Agent
 
 _NEWNET = 0x40000000
 RANKS = 2
@@ -40,6 +43,25 @@ def work(comm: Communicator) -> None:
         watch.close()
 
 
+def agents(comm: Communicator) -> None:
+    """Agents read each other's memory, of the host and of a device."""
+    nbytes = 1 << 20
+    host, memory = np.full(nbytes, 10 + comm.rank, np.uint8), comm.runtime.allocate(nbytes)
+    comm.runtime.fill(memory.ptr, 20 + comm.rank, nbytes)
+    with Agent(f"agent {comm.rank}", listen=()) as agent:
+        own = [agent.register(host).address, agent.register((memory.ptr, nbytes), kind="vram").address]
+        known = json.loads(comm.all_gather_bytes(json.dumps([agent.metadata().hex(), *own]).encode())[1 - comm.rank])
+        peer = agent.add(bytes.fromhex(known[0]))
+        for here, there in zip(own, known[1:], strict=True):
+            transfer = agent.prepare("read", peer, [(here, there, nbytes)]).start()
+            agent.wait([transfer])
+            print("by", transfer.path)
+        comm.all_gather_bytes(b"read")
+    got = np.empty(1, np.uint8)
+    comm.runtime.copy(got.ctypes.data, memory.ptr, 1)
+    assert (host[0], got[0]) == (11 - comm.rank, 21 - comm.rank)
+
+
 def lose(comm: Communicator) -> None:
     """Rank 1 is killed, and rank 0 learns of it long before its time-out."""
     comm.barrier()
@@ -58,7 +80,7 @@ if __name__ == "__main__":
     try:
         with Communicator(FileBootstrap(directory, int(rank), RANKS), "host", timeout=200) as comm:
             print("ways:", *comm.group.ways.values())
-            {"work": work, "lose": lose}[task](comm)
+            {"work": work, "lose": lose, "agents": agents}[task](comm)
             print("done", flush=True)
     except ProxyCCLError as error:
         print(f"{type(error).__name__}: {error}")
