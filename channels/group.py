@@ -300,12 +300,12 @@ class Group:
 
     def _publish(self) -> Published:
         ranks = self.topology.ranks
+        own = ranks[self.rank]
         neighbours = tuple(
             Neighbour(rank, ranks[rank].pid, ranks[rank].started or 0)
             for rank in range(self.world_size)
-            if self.topology.same_host(rank)
+            if self.topology.same_host(rank) and ranks[rank].view == own.view
         )
-        own = ranks[self.rank]
         return Published(self.control, self._description, own.host, own.runtime, self.runtime.device, neighbours)
 
     @property

@@ -32,7 +32,7 @@ from proxyccl.proxy.observe.publications import (
 )
 
 _SUFFIX = ".rank"
-_numbers = itertools.count()
+_numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))  # as of publications
 _OTHERS = "other collectives"
 """Those beyond the kinds that are counted one by one (PROXYCCL_CALL_KINDS)."""
 
@@ -53,7 +53,7 @@ class RankPublication(OfProcess, frozen=True):
         host: its host (`host_name`).
         runtime: its runtime's name.
         device: the ordinal of its device.
-        neighbours: all ranks of the communicator on its host, itself among them.
+        neighbours: all ranks of the communicator on its host, in its PID namespace, itself among them.
         segment: handle of its segment, in hexadecimal.
     """
 

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from proxyccl.channels.transfers.paths import Path as DataPath
 
 _SUFFIX = ".agent"
-_numbers = itertools.count(
-    int.from_bytes(os.urandom(4), "little")
-)  # processes of containers may have one number, and one directory
+_numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))  # as of publications
 _LOG = logging.getLogger("proxyccl.transfer")
 
 

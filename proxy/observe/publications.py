@@ -30,9 +30,7 @@ from proxyccl.proxy.processes import start_of
 
 FORMAT: int = lib.PROXYCCL_OBSERVE_FORMAT
 _MOST_WORKERS: int = lib.PROXYCCL_MAX_RINGS
-_numbers = itertools.count(
-    int.from_bytes(os.urandom(4), "little")
-)  # processes of containers may have one number, and one directory
+_numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))  # containers may share ids and the directory
 _warning = threading.Lock()
 P = TypeVar("P", bound="OfProcess")
 

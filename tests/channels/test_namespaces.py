@@ -13,6 +13,7 @@ from proxyccl import RuntimeUnavailableError
 from proxyccl.channels.joining.whereabouts import Whereabouts, find_hosts
 from support.containers import Containers
 from support.daemons import running_daemon
+from support.devices import require_devices
 from support.packages.debian import UnavailableError
 from support.paths import ROOT
 
@@ -22,6 +23,7 @@ SECONDS = 250
 
 @pytest.fixture(scope="module")
 def containers() -> Iterator[Containers]:
+    require_devices(2)
     try:
         with Containers(2) as made:
             yield made
@@ -41,7 +43,6 @@ def run(containers: Containers, directory: Path, *arguments: str, env: dict[str,
     return [rank.communicate(SECONDS)[0] for rank in ranks]
 
 
-@pytest.mark.host_only("any runtime will do")
 def test_containers_of_one_network_work_together_without_a_file(
     containers: Containers, tmp_path: Path, sockets: Path
 ) -> None:
@@ -52,13 +53,12 @@ def test_containers_of_one_network_work_together_without_a_file(
     assert not list(sockets.iterdir())
 
 
-@pytest.mark.host_only("any runtime will do")
+@pytest.mark.host_only("the path has another name on GPUs")
 def test_agents_in_containers_name_their_path(containers: Containers, tmp_path: Path, sockets: Path) -> None:
     for output in run(containers, tmp_path, "agents", env={"PROXYCCL_SOCKETS": str(sockets)}):
         assert "by unix (its process is not visible in this PID namespace)\nby copy engine (shared memory)\n" in output
 
 
-@pytest.mark.host_only("any runtime will do")
 def test_containers_that_share_a_directory_alone_notice_a_lost_rank(
     containers: Containers, tmp_path: Path, sockets: Path
 ) -> None:
@@ -70,7 +70,6 @@ def test_containers_that_share_a_directory_alone_notice_a_lost_rank(
     assert not list(sockets.iterdir())
 
 
-@pytest.mark.host_only("any runtime will do")
 @pytest.mark.parametrize("place", ["thread", "daemon"])
 def test_containers_that_share_the_daemons_socket_alone_are_introduced_by_it(
     containers: Containers, tmp_path: Path, sockets: Path, place: str

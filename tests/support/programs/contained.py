@@ -18,6 +18,7 @@ import numpy as np
 from proxyccl import Communicator, FileBootstrap, PeerLostError, ProxyCCLError
 from proxyccl.tools.top import Watch
 from proxyccl.transfer import Agent
+from support.devices import rank_runtime
 
 _NEWNET = 0x40000000
 RANKS = 2
@@ -26,14 +27,16 @@ RANKS = 2
 def work(comm: Communicator) -> None:
     """Direct and proxied collectives, symmetric memory, registered memory, and a split."""
     ones = np.ones(3000, np.float32)
+    array = comm.empty(3000, np.float32)
     for algorithm in ("one_shot", "proxy"):
-        assert np.all(comm.all_reduce(ones * (comm.rank + 1), algorithm=algorithm) == 3)
-    array = comm.empty(3000, np.float32).upload(ones * comm.rank)
+        summed = comm.all_reduce(array.upload(ones * (comm.rank + 1)), algorithm=algorithm)
+        assert np.all(summed.numpy() == 3)
+    array.upload(ones * comm.rank)
     output = comm.empty(RANKS * 3000, np.float32)
     comm.all_gather(array, out=output)
     assert np.all(output.numpy().reshape(RANKS, -1) == [[0], [1]])
     with comm.split(range(RANKS)) as part:
-        assert np.all(part.all_reduce(ones) == RANKS)
+        assert np.all(part.all_reduce(array.upload(ones)).numpy() == RANKS)
         assert part.group.ways == comm.group.ways
     watch = Watch(comm.job)
     watch.rates()
@@ -68,7 +71,7 @@ def lose(comm: Communicator) -> None:
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        comm.all_reduce(np.ones(3000, np.float32))
+        comm.all_reduce(comm.empty(3000, np.float32).fill(1)).numpy()
     except PeerLostError as error:
         print("lost:", error)
 
@@ -78,7 +81,7 @@ if __name__ == "__main__":
     if apart and ctypes.CDLL(None, use_errno=True).unshare(_NEWNET):
         sys.exit(f"no network namespace: {os.strerror(ctypes.get_errno())}")
     try:
-        with Communicator(FileBootstrap(directory, int(rank), RANKS), "host", timeout=200) as comm:
+        with Communicator(FileBootstrap(directory, int(rank), RANKS), rank_runtime(int(rank)), timeout=200) as comm:
             print("ways:", *comm.group.ways.values())
             {"work": work, "lose": lose, "agents": agents}[task](comm)
             print("done", flush=True)
