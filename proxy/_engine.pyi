@@ -237,6 +237,8 @@ class ProxycclFabricEndpointPointer(Pointer): ...
 class _ProxycclFabricParts:
     endpoint: int
     queue: int
+    fabric: int
+    descriptor: int
 
 class ProxycclFabricParts(_ProxycclFabricParts, CData): ...
 class ProxycclFabricPartsPointer(_ProxycclFabricParts, ItemPointer[ProxycclFabricParts]): ...
@@ -632,6 +634,7 @@ class Lib:
         offers: Passed[ProxycclFabricOffersPointer],
         number: int,
         completions: int,
+        waits: int,
         endpoint: Passed[PointerTo[ProxycclFabricEndpointPointer]] | Sequence[Passed[ProxycclFabricEndpointPointer]],
         call: Passed[PointerTo[CharPointer]] | Sequence[Passed[CharPointer] | bytes],
         /,
@@ -650,6 +653,7 @@ class Lib:
         peer: Passed[Uint64Pointer],
         /,
     ) -> int: ...
+    def proxyccl_fabric_remove(self, endpoint: Passed[ProxycclFabricEndpointPointer], peer: int, /) -> int: ...
     def proxyccl_fabric_register(
         self,
         endpoint: Passed[ProxycclFabricEndpointPointer],

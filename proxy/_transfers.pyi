@@ -75,6 +75,17 @@ class _ProxycclStaging:
 class ProxycclStaging(_ProxycclStaging, CData): ...
 class ProxycclStagingPointer(_ProxycclStaging, ItemPointer[ProxycclStaging]): ...
 
+class _ProxycclFabricPort:
+    endpoint: int
+    queue: int
+    fabric: int
+    descriptor: int
+    depth: int
+    max_message: int
+
+class ProxycclFabricPort(_ProxycclFabricPort, CData): ...
+class ProxycclFabricPortPointer(_ProxycclFabricPort, ItemPointer[ProxycclFabricPort]): ...
+
 class Lib:
     PROXYCCL_SECRET_BYTES: Final[int]
     PROXYCCL_LONGEST_MESSAGE: Final[int]
@@ -153,6 +164,19 @@ class Lib:
         count: int,
         staging: Passed[ProxycclStagingPointer],
         by_socket: int,
+        /,
+    ) -> ProxycclTransferPointer: ...
+    def proxyccl_agent_set_fabric(
+        self, agent: Passed[ProxycclAgentPointer], port: Passed[ProxycclFabricPortPointer], /
+    ) -> int: ...
+    def proxyccl_transfer_create_by_fabric(
+        self,
+        agent: Passed[ProxycclAgentPointer],
+        link: Passed[ProxycclLinkPointer],
+        writes: int,
+        rows: Passed[Uint64Pointer],
+        count: int,
+        peer: int,
         /,
     ) -> ProxycclTransferPointer: ...
     def proxyccl_transfer_create_on_device(
@@ -237,6 +261,14 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclStaging[]"], init: int | Sequence[Initial[ProxycclStaging]], /
     ) -> Array[ProxycclStaging, ProxycclStagingPointer]: ...
     @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricPort *"], init: Initial[ProxycclFabricPort] = ..., /
+    ) -> ProxycclFabricPortPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricPort[]"], init: int | Sequence[Initial[ProxycclFabricPort]], /
+    ) -> Array[ProxycclFabricPort, ProxycclFabricPortPointer]: ...
+    @overload
     def new(self, cdecl: Literal["char *"], init: bytes = ..., /) -> CharPointer: ...
     @overload
     def new(self, cdecl: Literal["char[]"], init: int | Sequence[bytes], /) -> Array[bytes, CharPointer]: ...
@@ -265,6 +297,8 @@ class FFI(BaseFFI):
     @overload
     def cast(self, cdecl: Literal["ProxycclStaging *"], value: CData | int, /) -> ProxycclStagingPointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclFabricPort *"], value: CData | int, /) -> ProxycclFabricPortPointer: ...
+    @overload
     def cast(self, cdecl: Literal["char *"], value: CData | int, /) -> CharPointer: ...
     @overload
     def cast(self, cdecl: Literal["int *"], value: CData | int, /) -> IntPointer: ...
@@ -280,6 +314,7 @@ class FFI(BaseFFI):
             "ProxycclDeviceCopies",
             "uint64_t",
             "ProxycclStaging",
+            "ProxycclFabricPort",
             "char",
             "int",
         ],

@@ -154,18 +154,21 @@ typedef struct {
 } ProxycclFabricOffer;
 typedef struct ProxycclFabricOffers ProxycclFabricOffers;
 typedef struct ProxycclFabricEndpoint ProxycclFabricEndpoint;
-typedef struct { uintptr_t endpoint; uintptr_t queue; ...; } ProxycclFabricParts;
+typedef struct {
+  uintptr_t endpoint; uintptr_t queue; uintptr_t fabric; int32_t descriptor; ...;
+} ProxycclFabricParts;
 typedef struct { uintptr_t region; uint64_t key; uintptr_t descriptor; ...; } ProxycclFabricRegion;
 int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t reads,
                            uint32_t device_memory, ProxycclFabricOffers **offers);
 int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer);
 void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers);
 int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
-                         uint32_t completions, ProxycclFabricEndpoint **endpoint, const char **call);
+                         uint32_t completions, uint32_t waits, ProxycclFabricEndpoint **endpoint, const char **call);
 void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts);
 int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint);
 int proxyccl_fabric_address(const ProxycclFabricEndpoint *endpoint, void *address, uint64_t *bytes);
 int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address, uint64_t *peer);
+int proxyccl_fabric_remove(ProxycclFabricEndpoint *endpoint, uint64_t peer);
 typedef enum { PROXYCCL_FABRIC_HOST, PROXYCCL_FABRIC_CUDA, PROXYCCL_FABRIC_ROCR, ... } ProxycclFabricOwner;
 int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
                              ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region);

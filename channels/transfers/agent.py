@@ -28,9 +28,10 @@ from proxyccl.channels.transfers.errors import (
     TransferTimeoutError,
     UnknownAgentError,
 )
+from proxyccl.channels.transfers.fabric import AgentFabric, Keys, open_fabric
 from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.metadata import Place
-from proxyccl.channels.transfers.paths import Path, allowed_paths, connect, device_path, listen, staged_path
+from proxyccl.channels.transfers.paths import FABRIC, Path, allowed_paths, connect, device_path, listen, staged_path
 from proxyccl.channels.transfers.published import Published
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions
 from proxyccl.channels.transfers.transfer import State, Transfer
@@ -61,13 +62,15 @@ class _Peer:
         self.connecting = threading.Lock()  # one thread connects, and the others wait for it
         self.removed = False
         self.reached = Reached()
-        self.on_devices: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self.keys = Keys()
+        self.number: int | None = None  # of the endpoint, if the link's path is by libfabric
+        self.to_close: weakref.WeakSet[Transfer] = weakref.WeakSet()
 
     def leave(self) -> None:
         """Ends the link, and then unmaps the peer's memory."""
         if self.link is not None:
             self.link.end()
-        for transfer in list(self.on_devices):
+        for transfer in list(self.to_close):
             transfer.close()
         self.reached.close()
 
@@ -85,8 +88,9 @@ class Agent:
         name: others see it in messages, and know this agent by it. At most 1024 characters.
         listen: this host's addresses at which other hosts may reach it; None: all of them; (): none, so only agents of
             this host reach it.
-        paths: those that this agent's transfers may take, of "process_vm", "unix" and "tcp"; None:
-            ``PROXYCCL_TRANSFER_PATHS``, separated by commas, else all. A peer that can't be reached by them is refused.
+        paths: those that this agent's transfers may take, of "process_vm", "unix", "fabric" and "tcp"; None:
+            ``PROXYCCL_TRANSFER_PATHS``, separated by commas, else all, "fabric" only with an adapter for RDMA. A peer
+            that can't be reached by them is refused.
         timeout: bound of a connection's start and of `wait`, in seconds; None: ``PROXYCCL_TIMEOUT``, else 30.
 
     Attributes:
@@ -96,6 +100,7 @@ class Agent:
     Raises:
         ArgumentError: a wrong name, address, path or time.
         ResourceError: there are too few descriptors or threads.
+        RuntimeUnavailableError: "fabric" was named, and libfabric can't be used.
     """
 
     def __init__(
@@ -110,7 +115,7 @@ class Agent:
             raise ArgumentError("name", f"must be a text of 1 to 1024 characters, not {name!r}")
         self.name = name
         self.timeout = timeout_from(timeout)
-        self._paths = allowed_paths(paths)
+        self._paths, named = allowed_paths(paths)
         self._lock = threading.RLock()
         self._own = Regions()
         self._peers: dict[str, _Peer] = {}
@@ -139,7 +144,15 @@ class Agent:
         self._published = Published(name)
         forks.finalizer(self, self._published.withdraw)
         self._published.write(())
-        self._place = Place(boot_id(), self._process.pid, token, addresses, secret, lib.proxyccl_agent_secret(handle))
+        wants = FABRIC in self._paths and (named or len(listeners) > 1)
+        self._fabric = open_fabric(named) if wants else None
+        if self._fabric is not None:
+            served.append(self._fabric)
+            if lib.proxyccl_agent_set_fabric(handle, self._fabric.port):
+                raise ResourceError("an agent can't use libfabric: there is no memory for its requests")
+        fabric = b"" if self._fabric is None else self._fabric.address
+        secret_address = lib.proxyccl_agent_secret(handle)
+        self._place = Place(boot_id(), self._process.pid, token, addresses, secret, secret_address, fabric)
 
     def __repr__(self) -> str:
         return f"Agent({self.name!r}, {len(self._own.all)} regions, {len(self._peers)} peers)"
@@ -163,6 +176,8 @@ class Agent:
         for peer in peers:
             peer.leave()
         self._pinned.keep(())
+        if self._fabric is not None:
+            self._fabric.close()
         self._published.withdraw()
 
     # Memory
@@ -220,6 +235,8 @@ class Agent:
             if region.address + region.nbytes >= 2**63:
                 raise ArgumentError("regions", f"{region} is not a range of memory")
         shares = [self._devices.share(region, runtime) for region in regions if region.kind == VRAM]
+        if self._fabric is not None:
+            self._fabric.register(regions)
         with self._lock:
             self._require_open()
             self._own.add(regions)
@@ -238,6 +255,8 @@ class Agent:
             if not self._own.remove(regions):
                 raise NotRegisteredError("a region is not registered")
             self._publish()
+            if self._fabric is not None:
+                self._fabric.keep(self._own.all)
             self._reached.keep(self._own.all)
             self._pinned.keep(self._own.all)
             for region in regions:
@@ -285,9 +304,10 @@ class Agent:
             chosen = self._own.all if regions is None else list(regions)
             if regions is not None and not set(chosen) <= set(self._own.all):
                 raise NotRegisteredError("a region is not registered")
-            return metadata_of.encode(
-                self.name, self._place if place else None, chosen, self._reached.of(dict.fromkeys(chosen))
-            )
+            once = list(dict.fromkeys(chosen))
+            keys = [] if self._fabric is None else self._fabric.keys(once)
+            told = self._place if place else None
+            return metadata_of.encode(self.name, told, chosen, self._reached.of(once), keys)
 
     def add(self, metadata: bytes) -> str:
         """Adds another agent, or extends what is known of its memory. Nothing is sent.
@@ -315,6 +335,7 @@ class Agent:
                 raise NameTakenError(f"another agent of the name {message.name!r} was added", message.name)
             peer.regions.extend(message.regions)
             peer.reached.add(message.shares)
+            peer.keys.add((each.region, each.address, each.key) for each in message.keys)
         return message.name
 
     def remove(self, name: str) -> None:
@@ -329,6 +350,8 @@ class Agent:
             del self._peers[name]
             peer.removed = True
         peer.leave()
+        if self._fabric is not None and peer.number is not None:
+            self._fabric.remove(peer.number)
         self._publish_links()
 
     @property
@@ -412,8 +435,12 @@ class Agent:
                 return peer.link
         with peer.connecting:  # not under the agent's lock: it may take its time
             if peer.link is None:
-                connected = connect(name, peer.place, self._paths, min(self.timeout, _CONNECT_SECONDS))
+                fabric = self._fabric if self._fabric and self._fabric.reaches(peer.place.fabric) else None
+                provider = "" if fabric is None else fabric.provider
+                connected = connect(name, peer.place, self._paths, min(self.timeout, _CONNECT_SECONDS), provider)
                 link = Link(self._handle, name, peer.place.secret, connected)
+                if fabric is not None and link.path.name.startswith("fabric"):
+                    peer.number = fabric.insert(peer.place.fabric)
                 self._warn_of_slow(link)
                 with self._lock:
                     peer.link = link
@@ -499,12 +526,24 @@ class Agent:
         if VRAM in kinds and (rows[:, 2] > 0).any():
             return self._prepare_on_device(link, writes, peer, rows[rows[:, 2] > 0], kinds)
         path = Path("self") if link is None else link.path
-        return Transfer(self._handle, link, peer, writes, sides(rows), path, self._devices)
+        known = self._peers.get(peer)
+        requests = None
+        if self._fabric is not None and known is not None and known.number is not None:
+            try:
+                requests = self._fabric.requests(rows, known.keys, known.number)
+            except NoPathError as error:
+                assert link is not None
+                path = Path(link.carrier, str(error))
+                self._warn_once(f"moves data to and from agent {peer} through a socket", path.reason, 4)
+        transfer = Transfer(self._handle, link, peer, writes, sides(rows), path, self._devices, requests=requests)
+        if requests is not None and known is not None:
+            known.to_close.add(transfer)
+        return transfer
 
     def _prepare_on_device(
         self, link: Link | None, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str]
     ) -> Transfer:
-        if link is not None and link.path.name == "tcp":
+        if link is not None and link.carrier == "tcp" and not link.pid:  # another host, or as if it were one
             return self._prepare_by_socket(link, writes, peer, rows, kinds)
         in_process = link is None or link.pid == os.getpid()
         if kinds[1] == DRAM and not in_process and link is not None:
@@ -549,7 +588,7 @@ class Agent:
         path = device_path(plan.by, ways, unpinned)
         transfer = Transfer(self._handle, link, peer, writes, lists, path, self._devices, (copier, plan))
         if known is not None:
-            known.on_devices.add(transfer)
+            known.to_close.add(transfer)
         what = "copies between the host's memory and a device by way of the driver's buffers"
         self._warn_once(what, path.reason, 4)
         return transfer
@@ -665,8 +704,11 @@ class Agent:
             raise ClosedError(f"agent {self.name} was closed")
 
 
-def _release(handle: ProxycclAgentPointer, _served: object) -> None:
+def _release(handle: ProxycclAgentPointer, served: list[object]) -> None:
     lib.proxyccl_agent_release(handle)
+    for each in served:
+        if isinstance(each, AgentFabric):
+            each.close()
 
 
 def _unknown(name: str) -> UnknownAgentError:

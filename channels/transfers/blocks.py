@@ -66,11 +66,14 @@ def as_rows(blocks: Any, argument: str = "blocks") -> Rows:
 
 
 def joined(rows: Rows) -> Rows:
-    """Rows without empty blocks. Blocks that follow each other on both sides are one."""
+    """Rows of (local, remote, bytes, …) without empty blocks. Blocks that follow each other on both sides, and whose
+    further numbers are the same, are one.
+    """
     rows = rows[rows[:, 2] > 0]
     if len(rows) > 1:
-        ends = rows[:-1, :2] + rows[:-1, 2:]
-        first = np.concatenate(([0], np.flatnonzero((rows[1:, :2] != ends).any(axis=1)) + 1))
+        ends = rows[:-1, :2] + rows[:-1, 2:3]
+        differ = (rows[1:, :2] != ends).any(axis=1) | (rows[1:, 3:] != rows[:-1, 3:]).any(axis=1)
+        first = np.concatenate(([0], np.flatnonzero(differ) + 1))
         if len(first) < len(rows):
             nbytes = np.add.reduceat(rows[:, 2], first)
             rows = rows[first]

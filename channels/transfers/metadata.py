@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from proxyccl.channels.transfers.device_memory import Share
 from proxyccl.channels.transfers.errors import MetadataError
+from proxyccl.channels.transfers.fabric import Key
 from proxyccl.channels.transfers.regions import Region
 from proxyccl.proxy._transfers import lib
 from proxyccl.proxy.codec import Codec, Message, ProtocolError, Uint64
@@ -26,6 +27,7 @@ class Place(Message, frozen=True):
         addresses: (address, port) pairs for other hosts.
         secret: the bytes that it expects of a link.
         secret_address: where they lie in its process.
+        fabric: the address of its endpoint of libfabric; b"" if it has none.
     """
 
     host: Annotated[str, Meta(max_length=64)]
@@ -34,24 +36,28 @@ class Place(Message, frozen=True):
     addresses: Annotated[list[tuple[str, Annotated[int, Meta(ge=1, le=65535)]]], Meta(max_length=256)]
     secret: Annotated[bytes, _TOKEN]
     secret_address: Uint64
+    fabric: Annotated[bytes, Meta(max_length=2048)]
 
 
 class Metadata(Message, frozen=True):
-    """What an agent tells others: where it is, some of its regions, or both. `shares` are those of devices."""
+    """What an agent tells others: where it is, some of its regions, or both. `shares` are those of devices, `keys` are
+    for libfabric.
+    """
 
     format: Literal["proxyccl-agent-1"]
     name: Annotated[str, Meta(min_length=1, max_length=1024)]
     place: Place | None
     regions: list[Region]
     shares: list[Share]
+    keys: list[Key]
 
 
 _CODEC = Codec(Metadata, _LIMIT, name="metadata of an agent")
 
 
-def encode(name: str, place: Place | None, regions: list[Region], shares: list[Share]) -> bytes:
+def encode(name: str, place: Place | None, regions: list[Region], shares: list[Share], keys: list[Key]) -> bytes:
     """Metadata as bytes."""
-    return _CODEC.encode(Metadata("proxyccl-agent-1", name, place, regions, shares))
+    return _CODEC.encode(Metadata("proxyccl-agent-1", name, place, regions, shares, keys))
 
 
 def decode(data: bytes) -> Metadata:

@@ -38,7 +38,12 @@ _ANSWER_MS = 2000
 
 
 PATHS = ("process_vm", "unix", "tcp")
-"""The paths between agents, the best first."""
+"""The paths between agents that need Linux alone, the best first."""
+
+FABRIC = "fabric"
+"""The path by libfabric."""
+
+_ALL = ("process_vm", "unix", FABRIC, "tcp")
 
 
 class Path(Struct, frozen=True):
@@ -46,7 +51,7 @@ class Path(Struct, frozen=True):
 
     Attributes:
         name: "self", within the agent; "process_vm", copied once by the kernel; "unix" or "tcp", through the socket;
-            `device_path` names those of devices.
+            "fabric (…)", by libfabric's provider of that name; `device_path` names those of devices.
         reason: why a faster path between agents of one host does not serve; "" if none is faster, or allowed.
     """
 
@@ -147,25 +152,25 @@ def _set_options(connection: socket.socket) -> None:
         connection.setsockopt(*option, value)
 
 
-def allowed_paths(names: Sequence[str] | None) -> frozenset[str]:
+def allowed_paths(names: Sequence[str] | None) -> tuple[frozenset[str], bool]:
     """The paths that data may take between agents: those named, or for None those of ``PROXYCCL_TRANSFER_PATHS``, else
-    all.
+    all; and whether they were named.
 
     Raises:
-        ArgumentError: a name is not one of `PATHS`, or there is none.
+        ArgumentError: a name is not that of a path, or there is none.
     """
     argument = "paths"
     if names is None:
         text = os.environ.get("PROXYCCL_TRANSFER_PATHS")
         if not text:
-            return frozenset(PATHS)
+            return frozenset(_ALL), False
         names, argument = [name.strip() for name in text.split(",")], "PROXYCCL_TRANSFER_PATHS"
-    if isinstance(names, str) or not names or not set(names) <= set(PATHS):
-        raise ArgumentError(argument, f"must be one or more of {', '.join(PATHS)}, not {names!r}")
-    return frozenset(names)
+    if isinstance(names, str) or not names or not set(names) <= set(_ALL):
+        raise ArgumentError(argument, f"must be one or more of {', '.join(_ALL)}, not {names!r}")
+    return frozenset(names), True
 
 
-def connect(peer: str, place: Place, allowed: frozenset[str], timeout: float) -> Connected:
+def connect(peer: str, place: Place, allowed: frozenset[str], timeout: float, provider: str = "") -> Connected:
     """Connects to an agent: by its Unix socket if it is on this host, else by TCP.
 
     Args:
@@ -173,6 +178,7 @@ def connect(peer: str, place: Place, allowed: frozenset[str], timeout: float) ->
         place: where it listens.
         allowed: the paths that data may take.
         timeout: seconds.
+        provider: of libfabric, that both have; "": none.
 
     Raises:
         DisconnectedError: it does not answer within the time, or no allowed path leads to it.
@@ -181,16 +187,19 @@ def connect(peer: str, place: Place, allowed: frozenset[str], timeout: float) ->
     deadline = time.monotonic() + timeout
     here = place.host == boot_id()
     failures: list[str] = [] if here else ["it is on another host"]
+    usable = {"process_vm"} if here else set()
+    if provider:
+        usable.add(FABRIC)
     with naming_exhaustion(f"the link to agent {peer}"):
         for carrier in ("unix", "tcp") if here else ("tcp",):
-            if allowed.isdisjoint({carrier, "process_vm"} if here else {carrier}):
+            if allowed.isdisjoint(usable | {carrier}):
                 continue
             connection = (_by_unix if carrier == "unix" else _by_tcp)(place, deadline, failures)
             if connection is not None:
-                connected = _choose(connection, carrier, place, allowed, failures)
+                connected = _choose(connection, carrier, place, allowed, failures, provider)
                 if connected is not None:
                     return connected
-    paths = "" if len(allowed) == len(PATHS) else f" by {' or '.join(sorted(allowed))}"
+    paths = "" if len(allowed) == len(_ALL) else f" by {' or '.join(sorted(allowed))}"
     raise DisconnectedError(f"agent {peer} can't be reached{paths}: {'; '.join(failures)}", peer)
 
 
@@ -223,7 +232,12 @@ def _by_tcp(place: Place, deadline: float, failures: list[str]) -> socket.socket
 
 
 def _choose(
-    connection: socket.socket, carrier: str, place: Place, allowed: frozenset[str], failures: list[str]
+    connection: socket.socket,
+    carrier: str,
+    place: Place,
+    allowed: frozenset[str],
+    failures: list[str],
+    provider: str,
 ) -> Connected | None:
     """The best path over a connection, which is closed if none is allowed. TCP carries the messages of agents on one
     host without a common network namespace; the kernel may copy their data all the same."""
@@ -244,14 +258,19 @@ def _choose(
             reason = _why_not_copied(pid, place, connection if carrier == "unix" else None)
             copied = not reason
             failures += [reason] if reason else []
-        if not copied and carrier not in allowed:
+        by_fabric = provider and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
+        if not copied and not by_fabric and carrier not in allowed:
             return None
         if not copied and carrier == "tcp" and process >= 0:  # it may be a stranger's here
             os.close(process)
             process = -1
         connection.setblocking(False)
         undo.pop_all()
-    path = Path("process_vm") if copied else Path(carrier, "; ".join(dict.fromkeys(failures)) if here else "")
+    if copied:
+        path = Path("process_vm")
+    else:
+        name = f"{FABRIC} ({provider})" if by_fabric else carrier
+        path = Path(name, "; ".join(dict.fromkeys(failures)) if here else "")
     return Connected(connection.detach(), process, pid if copied else 0, path, carrier)
 
 

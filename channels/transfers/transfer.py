@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from proxyccl.channels.transfers.blocks import Rows
     from proxyccl.channels.transfers.copier import Copier, Plan
     from proxyccl.channels.transfers.device_memory import Devices
+    from proxyccl.channels.transfers.fabric import Requests
     from proxyccl.channels.transfers.link import Link
     from proxyccl.channels.transfers.paths import Path
     from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclTransferPointer
@@ -48,6 +49,8 @@ class State(Enum):
 
 _STATES = {state.value: state for state in State}
 _DONE = lib.PROXYCCL_TRANSFER_DONE
+_FABRIC_ERRORS = 256
+"""From here on the numbers are libfabric's own."""
 
 
 class Times(Struct, frozen=True):
@@ -88,6 +91,7 @@ class Transfer:
         devices: Devices,
         on_device: tuple[Copier, Plan | None] | None = None,
         by_socket: bool = False,
+        requests: Requests | None = None,
     ) -> None:
         local, remote = lists
         self.peer = peer
@@ -104,6 +108,9 @@ class Transfer:
         staging, staged = (ffi.NULL, None) if copier is None or plan is not None else copier.staging()
         if copier is not None and plan is not None:
             handle = lib.proxyccl_transfer_create_on_device(agent, over, copier.calls, plan.copies)
+        elif requests is not None:
+            count, rows = len(requests.rows), ffi.cast("uint64_t *", requests.rows.ctypes.data)
+            handle = lib.proxyccl_transfer_create_by_fabric(agent, over, writes, rows, count, requests.peer)
         else:
             handle = lib.proxyccl_transfer_create(
                 agent,
@@ -121,7 +128,7 @@ class Transfer:
         self._link = link
         self._closed = False
         self._process = forks.here()
-        self._kept: list[object] = [lists, on_device, staged]
+        self._kept: list[object] = [lists, on_device, staged, requests]
         # It keeps the lists, which the engine reads. Only now may no thread be in a call with the handle.
         forks.finalizer(self, _release, handle, self._kept)
 
@@ -238,7 +245,7 @@ class Transfer:
                 raise DisconnectedError(f"agent {self.peer}: {self._link.lost}", self.peer)
         self._raise_fault()
         status = lib.proxyccl_transfer_error(self._open())
-        reason = os.strerror(status)
+        reason = os.strerror(status) if status < _FABRIC_ERRORS else f"libfabric's error {status}"
         if status < 0 and self._copier is not None:
             try:
                 self._copier.runtime.check(-status, "a copy")

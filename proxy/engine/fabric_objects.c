@@ -34,6 +34,7 @@ struct ProxycclFabricEndpoint {
   struct fid_fabric *fabric;
   struct fid_domain *domain;
   struct fid_cq *queue;
+  int descriptor; /* of the queue; -1: none */
   struct fid_av *peers;
   struct fid_ep *endpoint;
 };
@@ -110,9 +111,21 @@ void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers) {
   free(offers);
 }
 
+/* Opens the completion queue: with a descriptor if one is wanted and the provider has any. */
+static int open_queue(ProxycclFabricEndpoint *self, uint32_t completions, uint32_t waits) {
+  struct fi_cq_attr queue = {.size = completions, .format = FI_CQ_FORMAT_CONTEXT, .wait_obj = FI_WAIT_FD};
+  self->descriptor = -1;
+  if (waits && fi_cq_open(self->domain, &queue, &self->queue, NULL) == 0) {
+    if (fi_control(&self->queue->fid, FI_GETWAIT, &self->descriptor) == 0) return 0;
+    self->descriptor = -1;
+    return 0;
+  }
+  queue.wait_obj = FI_WAIT_NONE;
+  return fi_cq_open(self->domain, &queue, &self->queue, NULL);
+}
+
 static int open_parts(ProxycclFabricEndpoint *self, OpenFabric *open_fabric, struct fi_info *info, uint32_t completions,
-                      const char **call) {
-  struct fi_cq_attr queue = {.size = completions, .format = FI_CQ_FORMAT_CONTEXT, .wait_obj = FI_WAIT_NONE};
+                      uint32_t waits, const char **call) {
   struct fi_av_attr peers = {.type = info->domain_attr->av_type == FI_AV_MAP ? FI_AV_MAP : FI_AV_TABLE};
   int status;
   *call = "fi_fabric";
@@ -120,7 +133,7 @@ static int open_parts(ProxycclFabricEndpoint *self, OpenFabric *open_fabric, str
   *call = "fi_domain";
   if ((status = fi_domain(self->fabric, info, &self->domain, NULL)) != 0) return status;
   *call = "fi_cq_open";
-  if ((status = fi_cq_open(self->domain, &queue, &self->queue, NULL)) != 0) return status;
+  if ((status = open_queue(self, completions, waits)) != 0) return status;
   *call = "fi_av_open";
   if ((status = fi_av_open(self->domain, &peers, &self->peers, NULL)) != 0) return status;
   *call = "fi_endpoint";
@@ -134,7 +147,7 @@ static int open_parts(ProxycclFabricEndpoint *self, OpenFabric *open_fabric, str
 }
 
 int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
-                         uint32_t completions, ProxycclFabricEndpoint **endpoint, const char **call) {
+                         uint32_t completions, uint32_t waits, ProxycclFabricEndpoint **endpoint, const char **call) {
   const struct fi_info *info = info_of(offers, number);
   ProxycclFabricEndpoint *self = calloc(1, sizeof *self);
   *call = "calloc";
@@ -145,7 +158,8 @@ int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFab
   self->binds_regions = (info->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
   self->reads = (info->caps & READS) == READS;
   struct fi_info *own = ((Dupinfo *)library->fi_dupinfo)(info);
-  const int status = own == NULL ? -ENOMEM : open_parts(self, (OpenFabric *)library->fi_fabric, own, completions, call);
+  const int status =
+      own == NULL ? -ENOMEM : open_parts(self, (OpenFabric *)library->fi_fabric, own, completions, waits, call);
   if (own != NULL) ((Freeinfo *)library->fi_freeinfo)(own);
   if (status != 0) {
     proxyccl_fabric_close(self);
@@ -156,7 +170,8 @@ int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFab
 }
 
 void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts) {
-  *parts = (ProxycclFabricParts){(uintptr_t)endpoint->endpoint, (uintptr_t)endpoint->queue};
+  *parts = (ProxycclFabricParts){(uintptr_t)endpoint->endpoint, (uintptr_t)endpoint->queue, (uintptr_t)endpoint->fabric,
+                                 endpoint->descriptor};
 }
 
 int proxyccl_fabric_close(ProxycclFabricEndpoint *self) {
@@ -186,6 +201,11 @@ int proxyccl_fabric_insert(ProxycclFabricEndpoint *self, const char *address, ui
   const int status = fi_av_insert(self->peers, address, 1, &inserted, 0, NULL);
   *peer = inserted;
   return status == 1 ? 0 : status < 0 ? -status : FI_EINVAL;
+}
+
+int proxyccl_fabric_remove(ProxycclFabricEndpoint *self, uint64_t peer) {
+  fi_addr_t removed = peer;
+  return status_of(fi_av_remove(self->peers, &removed, 1, 0));
 }
 
 static enum fi_hmem_iface interface_of(ProxycclFabricOwner owner) {
@@ -246,8 +266,8 @@ int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, P
 void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers) { (void)offers; }
 
 int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
-                         uint32_t completions, ProxycclFabricEndpoint **endpoint, const char **call) {
-  (void)library, (void)offers, (void)number, (void)completions, (void)endpoint;
+                         uint32_t completions, uint32_t waits, ProxycclFabricEndpoint **endpoint, const char **call) {
+  (void)library, (void)offers, (void)number, (void)completions, (void)waits, (void)endpoint;
   *call = "fi_fabric";
   return ENOSYS;
 }
@@ -268,6 +288,11 @@ int proxyccl_fabric_address(const ProxycclFabricEndpoint *endpoint, void *addres
 
 int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address, uint64_t *peer) {
   (void)endpoint, (void)address, (void)peer;
+  return ENOSYS;
+}
+
+int proxyccl_fabric_remove(ProxycclFabricEndpoint *endpoint, uint64_t peer) {
+  (void)endpoint, (void)peer;
   return ENOSYS;
 }
 

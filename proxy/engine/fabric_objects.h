@@ -42,12 +42,13 @@ void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers);
 /* An endpoint with its domain, completion queue and address vector, enabled. */
 typedef struct ProxycclFabricEndpoint ProxycclFabricEndpoint;
 typedef struct ProxycclFabricParts {
-  uintptr_t endpoint, queue; /* fid_ep *, fid_cq * */
+  uintptr_t endpoint, queue, fabric; /* fid_ep *, fid_cq *, fid_fabric * */
+  int32_t descriptor;                /* readable when the queue has something; -1: none */
 } ProxycclFabricParts;
 
-/* `call` is set to the name of the call that failed. */
+/* `waits`: its queue has a descriptor, if the provider can. `call` is set to the name of the call that failed. */
 int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
-                         uint32_t completions, ProxycclFabricEndpoint **endpoint, const char **call);
+                         uint32_t completions, uint32_t waits, ProxycclFabricEndpoint **endpoint, const char **call);
 void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts);
 /* Nothing that matters may be outstanding, and all memory must be deregistered. Returns the first error. */
 int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint);
@@ -56,6 +57,8 @@ int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint);
 int proxyccl_fabric_address(const ProxycclFabricEndpoint *endpoint, void *address, uint64_t *bytes);
 /* Makes a peer known. `peer` is set to its fi_addr_t. */
 int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address, uint64_t *peer);
+/* Forgets a peer, to which nothing may be outstanding. */
+int proxyccl_fabric_remove(ProxycclFabricEndpoint *endpoint, uint64_t peer);
 
 typedef struct ProxycclFabricRegion {
   uintptr_t region; /* fid_mr * */

@@ -124,6 +124,12 @@ class FabricEndpoint:
     """An endpoint for all peers of a rank, and memory that is registered with it: a `RegistrationCache` that knows
     GPUs. Threads may share it.
 
+    Args:
+        offer: the provider and its interface.
+        options: its settings.
+        keep, keep_bytes: as for `RegistrationCache`.
+        waits: whether the completion queue has a descriptor that becomes readable, where the provider can do that.
+
     Attributes:
         offer: the provider and its interface.
         ordered: whether signals follow their data at once.
@@ -136,7 +142,13 @@ class FabricEndpoint:
     """
 
     def __init__(
-        self, offer: FabricOffer, options: FabricOptions, *, keep: int = 64, keep_bytes: int = 1 << 30
+        self,
+        offer: FabricOffer,
+        options: FabricOptions,
+        *,
+        keep: int = 64,
+        keep_bytes: int = 1 << 30,
+        waits: bool = False,
     ) -> None:
         self.offer = offer
         self.ordered = offer.ordered and options.signal != "delivered"
@@ -145,7 +157,7 @@ class FabricEndpoint:
         self._library: Library = load()
         offers, number = offer.source
         made, call = ffi.new("ProxycclFabricEndpoint **"), ffi.new("char **")
-        error = lib.proxyccl_fabric_open(self._library.functions, offers, number, _COMPLETIONS, made, call)
+        error = lib.proxyccl_fabric_open(self._library.functions, offers, number, _COMPLETIONS, waits, made, call)
         if error:
             self._library.check(ffi.string(call[0]).decode(), str(offer), error)
         self._endpoint: Any = made[0]
@@ -171,17 +183,19 @@ class FabricEndpoint:
         offer = self.offer
         return ADDRESS.encode(FabricAddress(offer.provider, offer.address_format, raw, offer.reads, offer.in_order))
 
-    def connect(self, peer: bytes, signal_key: int) -> FabricConnectionOptions:
-        """The options of a connection to a peer's endpoint.
+    @property
+    def parts(self) -> Any:
+        """The ProxycclFabricParts."""
+        return self._parts
 
-        Args:
-            peer: the peer's `address`.
-            signal_key: key of the memory with the peer's semaphore words.
+    def insert(self, peer: bytes) -> tuple[int, FabricAddress]:
+        """Makes a peer known.
+
+        Returns:
+            Its number, an fi_addr_t, and its address.
 
         Raises:
-            ArgumentError: the bytes are not an address, or that of another provider.
-            ResourceError: the system or the provider has no room.
-            RuntimeUnavailableError: the provider refuses the address.
+            ArgumentError, ResourceError, RuntimeUnavailableError: as for `connect`.
         """
         self._require_open()
         try:
@@ -197,6 +211,26 @@ class FabricEndpoint:
         known = ffi.new("uint64_t *")
         whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read as much as the form has
         self._check("fi_av_insert", lib.proxyccl_fabric_insert(self._endpoint, whole, known))
+        return known[0], theirs
+
+    def remove(self, peer: int) -> None:
+        """Forgets a peer that `insert` made known, to which nothing is outstanding."""
+        self._require_open()
+        self._check("fi_av_remove", lib.proxyccl_fabric_remove(self._endpoint, peer))
+
+    def connect(self, peer: bytes, signal_key: int) -> FabricConnectionOptions:
+        """The options of a connection to a peer's endpoint.
+
+        Args:
+            peer: the peer's `address`.
+            signal_key: key of the memory with the peer's semaphore words.
+
+        Raises:
+            ArgumentError: the bytes are not an address, or that of another provider.
+            ResourceError: the system or the provider has no room.
+            RuntimeUnavailableError: the provider refuses the address.
+        """
+        number, theirs = self.insert(peer)
         requests = ffi.new("char[]", self.depth * lib.PROXYCCL_FABRIC_REQUEST_BYTES)
         ptr = int(ffi.cast("uintptr_t", requests))
         registration = self.register(ptr, len(requests))
@@ -205,7 +239,7 @@ class FabricEndpoint:
         return FabricConnectionOptions(
             endpoint=self._parts.endpoint,
             queue=self._parts.queue,
-            peer=known[0],
+            peer=number,
             depth=self.depth,
             ordered=self.ordered,
             joined=self.joined and theirs.in_order,
@@ -237,6 +271,10 @@ class FabricEndpoint:
         """
         self._require_open()
         return self._made.acquire(ptr, nbytes, allocation, lambda: self._register(ptr, nbytes, device, allocation))
+
+    def descriptor(self, registration: FabricRegistration) -> int:
+        """What this rank's requests name local memory by; 0 if the provider needs nothing."""
+        return int(self._descriptors[registration.local_key])
 
     def release(self, registration: FabricRegistration) -> None:
         """Ends one use. When the last one ends, writes must no longer name it.

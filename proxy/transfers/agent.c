@@ -15,11 +15,15 @@ enum { EVENTS = 32, REST_MS = 1 };
 #define LONGEST_COPY_NS 30000000000u
 
 /* The tag of an event: 0 for the eventfd, else a pointer, with its kind in the bits that alignment leaves free. */
-enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_BITS = 3 };
+enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_FABRIC = 3, TAG_BITS = 3 };
 
 void agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events) {
   struct epoll_event event = {.events = events, .data.u64 = tag};
   epoll_ctl(agent->epoll, operation, descriptor, &event);
+}
+
+void agent_watch_fabric(ProxycclAgent *agent, int descriptor) {
+  if (descriptor >= 0) agent_watch(agent, descriptor, (uintptr_t)agent | TAG_FABRIC, EPOLL_CTL_ADD, EPOLLIN);
 }
 
 void agent_wake(ProxycclAgent *agent) {
@@ -213,6 +217,8 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
     case TAG_LISTENER:
       accept_link(agent, *(const int *)object);
       break;
+    case TAG_FABRIC: /* the thread polls it anyway */
+      break;
     case TAG_PROCESS:
       link_ready(object, EPOLLIN); /* its last messages */
       link_lose(object, "the peer's process has ended");
@@ -244,15 +250,18 @@ static void *run(void *argument) {
     copy_next(agent);
     device_look_at_all(agent);
     stages_look(agent);
+    if (agent->fabric != NULL) fabric_poll(agent);
+    const uint64_t rest = fabric_rest(agent);
     const int looks = agent->looked_at != NULL || agent->stages != NULL;
-    const int busy = agent->first != NULL || looks;
+    const int busy = agent->first != NULL || looks || rest != UINT64_MAX;
     /* Idle until a descriptor has something, or a caller may have stopped polling. */
     const int timeout = busy ? 0 : agent->resting > 0 ? REST_MS : -1;
-    const long pause = agent->first == NULL && looks ? (long)device_pause(agent) : 0;
+    uint64_t pause = agent->first == NULL && looks ? device_pause(agent) : 0;
+    if (agent->first == NULL && rest != UINT64_MAX && (!looks || rest < pause)) pause = rest;
     pthread_mutex_unlock(&agent->lock);
     if (pause > 0) { /* epoll_wait counts in milliseconds */
       struct pollfd any = {.fd = agent->epoll, .events = POLLIN};
-      ppoll(&any, 1, &(struct timespec){0, pause}, NULL);
+      ppoll(&any, 1, &(struct timespec){0, (long)pause}, NULL);
     }
     const int count = epoll_wait(agent->epoll, events, EVENTS, timeout);
     pthread_mutex_lock(&agent->lock);
@@ -282,6 +291,7 @@ static void free_agent(ProxycclAgent *agent) {
     free(device->ranges.bounds);
     free(device);
   }
+  fabric_free(agent);
   free(agent->host.bounds);
   free(agent->listeners);
   free(agent->name);
@@ -369,6 +379,7 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
   while (agent->first != NULL) transfer_cancel(agent->first); /* within the agent */
   while (agent->looked_at != NULL) transfer_cancel(agent->looked_at);
   stages_finish(agent);
+  fabric_stop(agent);
   reap(agent);
   pthread_mutex_unlock(&agent->lock);
 }

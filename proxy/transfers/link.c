@@ -108,6 +108,7 @@ void link_lose(ProxycclLink *link, const char *reason) {
     next = transfer->next;
     if (transfer->link == link) transfer_lose(transfer);
   }
+  fabric_lose(link);
   if (link->in.stage != NULL) stage_give(link->in.stage);
   link->in.stage = NULL;
   while (link->answer != NULL) {

@@ -198,6 +198,8 @@ struct ProxycclTransfer {
   int by_socket;                  /* its link's frames carry it */
   Part *parts;                    /* PROXYCCL_STAGES of them, by socket with stages; else NULL */
   ProxycclTransfer *whole;        /* of a part's mover; else NULL */
+  const uint64_t *rows;           /* of requests to libfabric; else NULL */
+  uint64_t peer;                  /* their fi_addr_t */
   const ProxycclCopier *copier;   /* NULL: no device copies it */
   const uint64_t *copies;         /* (to, from, bytes) */
   uint64_t copy_count;
@@ -230,8 +232,9 @@ struct ProxycclAgent {
   ProxycclTransfer *first, **last;               /* transfers to copy, in turn */
   ProxycclTransfer *looked_at, **last_looked_at; /* those of devices and streams, to be looked at in turn */
   Buffer inbox;
-  size_t read;     /* of the inbox */
-  uint64_t unread; /* atomic: bytes of the inbox that are not read */
+  size_t read;           /* of the inbox */
+  uint64_t unread;       /* atomic: bytes of the inbox that are not read */
+  struct Fabric *fabric; /* NULL: it has no endpoint of libfabric */
   Ranges host;
   Device *devices;
   uint64_t memory;             /* the registered memory's version */
@@ -242,6 +245,7 @@ struct ProxycclAgent {
 /* agent.c */
 void agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events);
 void agent_wake(ProxycclAgent *agent);
+void agent_watch_fabric(ProxycclAgent *agent, int descriptor); /* -1: there is none to watch */
 struct timespec agent_deadline(uint64_t timeout_ns);
 void agent_unreference(ProxycclAgent *agent); /* unlocks */
 int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, const char *message, uint64_t bytes);
@@ -289,6 +293,16 @@ int staged_look(ProxycclTransfer *transfer);   /* goes on with it: 1 if it ended
 void staged_moved(ProxycclTransfer *mover);
 void staged_finish(ProxycclTransfer *transfer); /* cancels its parts, and waits until nothing touches its memory */
 void staged_free(ProxycclTransfer *transfer);
+
+/* fabric.c. All with the agent locked. */
+void fabric_start(ProxycclTransfer *transfer);
+void fabric_poll(ProxycclAgent *agent);
+uint64_t fabric_rest(ProxycclAgent *agent); /* ns until its thread must poll again; UINT64_MAX: when it is woken */
+void fabric_lose(ProxycclLink *link);       /* the link is lost */
+void fabric_finish(
+    ProxycclTransfer *transfer);        /* begins no more, and waits until nothing touches its memory; unlocks */
+void fabric_stop(ProxycclAgent *agent); /* likewise for all; there is no thread any more */
+void fabric_free(ProxycclAgent *agent);
 
 /* stages.c. All with the agent locked, by its thread. */
 Stage *stage_take(ProxycclLink *link, Device *device); /* NULL: there is no memory */

@@ -225,7 +225,7 @@ void transfer_end_answered(ProxycclTransfer *transfer) {
     transfer_end(transfer, PROXYCCL_TRANSFER_REFUSED);
   } else if (transfer->refusal != 0 || transfer->asks) {
     if (transfer->refusal == EFAULT) transfer->fault.kind = PROXYCCL_FAULT_FREED;
-    transfer->error = transfer->asks ? EFAULT : (int)transfer->refusal;
+    if (!transfer->asks) transfer->error = (int)transfer->refusal;
     transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
   } else {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
@@ -242,8 +242,8 @@ static int is_by_socket(const ProxycclTransfer *transfer) { return transfer->by_
 
 /* Whether it has a piece that nobody copies yet. */
 static int has_piece(const ProxycclTransfer *transfer) {
-  return transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->copier == NULL && !is_by_socket(transfer) &&
-         !transfer->cancel && transfer->left > 0 && may_copy(transfer);
+  return transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->copier == NULL && transfer->rows == NULL &&
+         !is_by_socket(transfer) && !transfer->cancel && transfer->left > 0 && may_copy(transfer);
 }
 
 ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link) {
@@ -292,6 +292,8 @@ void transfer_begin(ProxycclTransfer *transfer, const uint64_t *stream) {
     device_start(transfer, stream);
   } else if (transfer->parts != NULL) {
     staged_look(transfer);
+  } else if (transfer->rows != NULL) {
+    fabric_start(transfer);
   } else if (transfer->by_socket) {
     transfer_queue(transfer, &link->last);
     link_send(link);
@@ -388,6 +390,7 @@ void transfer_cancel(ProxycclTransfer *transfer) {
   if (transfer->copier != NULL) device_finish(transfer);
   if (!transfer->rung) transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
   if (transfer->rung && transfer->parts != NULL) staged_finish(transfer);
+  if (transfer->rung && transfer->rows != NULL && !transfer->asks) fabric_finish(transfer);
   if (transfer->queued && by_socket) transfer_unqueue(transfer, &link->first, &link->last);
   if (transfer->queued) transfer_unqueue(transfer, &agent->first, &agent->last);
   if (by_socket) link_forget_transfer(link, transfer);
@@ -440,6 +443,8 @@ ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer) {
       transfer_copy(transfer);
     } else if (is_by_socket(transfer)) {
       link_help(transfer->link);
+    } else if (transfer->rows != NULL) {
+      fabric_poll(transfer->agent);
     }
     const int looks = transfer_is_looked_at(transfer) || transfer->parts != NULL;
     if (transfer->state == PROXYCCL_TRANSFER_ACTIVE && looks) transfer_look(transfer);

@@ -144,6 +144,19 @@ int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
                                            const uint64_t *remote, uint64_t count, const ProxycclStaging *staging,
                                            int by_socket);
+/* An endpoint of libfabric, by which transfers read and write registered memory of peers. */
+typedef struct ProxycclFabricPort {
+  uint64_t endpoint, queue, fabric; /* fid_ep *, fid_cq *, fid_fabric * */
+  int32_t descriptor;               /* readable when the queue has something; -1: none */
+  uint32_t depth;                   /* most requests outstanding */
+  uint64_t max_message;             /* bytes that one request may carry */
+} ProxycclFabricPort;
+/* Gives an agent an endpoint, which outlives its thread. 0, ENOMEM, or ENOSYS in a build without libfabric. */
+int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port);
+/* Makes a transfer by the agent's endpoint. `rows`: `count` of (local address, the peer's for requests, bytes, local
+ * descriptor, the peer's key, the peer's address), which outlive it. `peer`: an fi_addr_t. NULL with errno. */
+ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, ProxycclLink *link, int writes,
+                                                     const uint64_t *rows, uint64_t count, uint64_t peer);
 /* Makes one that a device copies. `link`: NULL within the agent. `copier` outlives it. NULL with errno. */
 ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);

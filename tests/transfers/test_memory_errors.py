@@ -15,7 +15,14 @@ from support.paths import PROGRAMS, ROOT
 pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
 
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-O1")
-TESTS = ("test_agents.py", "test_freed_memory.py", "test_staged.py", "test_strangers.py", "test_lost_peers.py")
+TESTS = (
+    "test_agents.py",
+    "test_fabric.py",
+    "test_freed_memory.py",
+    "test_staged.py",
+    "test_strangers.py",
+    "test_lost_peers.py",
+)
 
 
 def test_agents_without_errors_of_memory(tmp_path: Path) -> None:

@@ -1,0 +1,214 @@
+"""An agent's endpoint of libfabric: registered memory that peers on other hosts read and write by their adapters."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from msgspec import Struct
+
+from proxyccl.channels.transfers.blocks import Rows, joined
+from proxyccl.channels.transfers.errors import NoPathError
+from proxyccl.channels.transfers.regions import DRAM, Region, outermost
+from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
+from proxyccl.proxy._transfers import ffi
+from proxyccl.proxy.codec import Message, ProtocolError, Uint64
+from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint, FabricRegistration
+from proxyccl.proxy.fabric.library import fabric_offers
+from proxyccl.proxy.fabric.options import FabricOptions
+from proxyccl.proxy.fabric.providers import choose_offer
+
+_ADAPTERS = Path("/sys/class/infiniband")
+"""Adapters with RDMA, EFA among them."""
+
+_SOCKETS = frozenset({"tcp", "net", "sockets", "udp"})
+"""Providers that are not faster than the agents' own TCP."""
+
+
+class Key(Message, frozen=True):
+    """How peers name a region of the host's memory.
+
+    Attributes:
+        region: the region.
+        address: that of its first byte, for requests.
+        key: of libfabric.
+    """
+
+    region: Region
+    address: Uint64
+    key: Uint64
+
+
+class Keys:
+    """The keys of one agent's regions, or what local requests name them by."""
+
+    def __init__(self) -> None:
+        self._keys: dict[Region, tuple[int, int]] = {}
+        self._sorted: tuple[Rows, Rows] | None = None
+
+    def add(self, keys: Iterable[tuple[Region, int, int]]) -> None:
+        """Adds (region, address of its first byte for requests, key)."""
+        self._keys.update((region, (address, key)) for region, address, key in keys)
+        self._sorted = None
+
+    def remove(self, region: Region) -> None:
+        """Removes a region, if it is there."""
+        self._keys.pop(region, None)
+        self._sorted = None
+
+    def find(self, addresses: Rows, nbytes: Rows) -> tuple[Rows, Rows] | None:
+        """The addresses for requests, and the keys, of blocks; None if a block lies in no region with a key."""
+        if self._sorted is None:
+            chosen = outermost(self._keys)
+            found = [(each.address, each.address + each.nbytes, *self._keys[each]) for each in chosen]
+            table = np.array(found, np.uint64).reshape(-1, 4)
+            self._sorted = np.ascontiguousarray(table[:, 0]), table
+        starts, table = self._sorted
+        at = np.searchsorted(starts, addresses, "right") - 1
+        if not len(starts) or (at < 0).any() or (table[at, 1] < addresses + nbytes).any():
+            return None
+        return addresses - table[at, 0] + table[at, 2], table[at, 3]
+
+
+class Requests(Struct, frozen=True):
+    """A transfer's requests.
+
+    Attributes:
+        rows: shape (N, 6): local address, the peer's for requests, bytes, local descriptor, the peer's key, the peer's
+            address.
+        peer: its fi_addr_t.
+    """
+
+    rows: Rows
+    peer: int
+
+
+class AgentFabric:
+    """The endpoint of one agent. Any thread may use it.
+
+    Attributes:
+        address: for peers.
+
+    Args:
+        options: the provider and its settings.
+
+    Raises:
+        ArgumentError, ResourceError, RuntimeUnavailableError: it can't be opened.
+    """
+
+    def __init__(self, options: FabricOptions) -> None:
+        self._endpoint = FabricEndpoint(choose_offer(fabric_offers(), options), options, waits=True)
+        if not self._endpoint.offer.reads:
+            self._endpoint.close()
+            raise RuntimeUnavailableError(f"{self._endpoint.offer} does not read peers' memory")
+        self.address = self._endpoint.address
+        self._lock = threading.Lock()
+        self._registered: dict[Region, FabricRegistration] = {}
+        self._own = Keys()
+        parts, offer = self._endpoint.parts, self._endpoint.offer
+        self.port = ffi.new(
+            "ProxycclFabricPort *",
+            {
+                "endpoint": parts.endpoint,
+                "queue": parts.queue,
+                "fabric": parts.fabric,
+                "descriptor": parts.descriptor,
+                "depth": self._endpoint.depth,
+                "max_message": offer.max_message,
+            },
+        )
+
+    @property
+    def provider(self) -> str:
+        """Libfabric's name of the provider."""
+        return self._endpoint.offer.provider
+
+    def reaches(self, address: bytes) -> bool:
+        """Whether a peer has an endpoint of the same provider."""
+        try:
+            theirs = ADDRESS.decode(address, "the peer") if address else None
+        except ProtocolError:
+            return False
+        mine = self._endpoint.offer
+        return theirs is not None and (theirs.provider, theirs.format) == (mine.provider, mine.address_format)
+
+    def insert(self, address: bytes) -> int:
+        """Makes a peer known. Errors as of `FabricEndpoint.insert`."""
+        return self._endpoint.insert(address)[0]
+
+    def remove(self, peer: int) -> None:
+        """Forgets a peer, to which nothing is outstanding."""
+        self._endpoint.remove(peer)
+
+    def register(self, regions: Iterable[Region]) -> None:
+        """Registers regions of the host's memory; a region may be registered already.
+
+        Raises:
+            ArgumentError, ResourceError, RuntimeUnavailableError: as `FabricEndpoint.register`.
+        """
+        with self._lock:
+            for region in regions:
+                if region.kind != DRAM or not region.nbytes or region in self._registered:
+                    continue
+                made = self._registered[region] = self._endpoint.register(region.address, region.nbytes)
+                self._own.add([(region, region.address, self._endpoint.descriptor(made))])
+
+    def keep(self, regions: Iterable[Region]) -> None:
+        """Deregisters all other regions."""
+        with self._lock:
+            for region in self._registered.keys() - set(regions):
+                self._own.remove(region)
+                self._endpoint.release(self._registered.pop(region))
+
+    def keys(self, regions: Iterable[Region]) -> list[Key]:
+        """The keys of those regions that are registered."""
+        with self._lock:
+            found = [(region, self._registered[region]) for region in regions if region in self._registered]
+        return [Key(region, made.address, made.key) for region, made in found]
+
+    def requests(self, rows: Rows, theirs: Keys, peer: int) -> Requests:
+        """The requests for rows of (local address, remote address, bytes), which are registered memory.
+
+        Raises:
+            NoPathError: some of it is not registered with libfabric, on either side.
+        """
+        with self._lock:
+            here = self._own.find(rows[:, 0], rows[:, 2])
+        there = theirs.find(rows[:, 1], rows[:, 2])
+        if here is None or there is None:
+            raise NoPathError("some memory is not registered with libfabric")
+        shift = there[0] - rows[:, 1]  # the same for the blocks of a region
+        joined = joined(np.column_stack((rows, here[1], there[1], shift)))
+        columns = (joined[:, 0], joined[:, 1] + joined[:, 5], *joined[:, 2:5].T, joined[:, 1])
+        return Requests(np.column_stack(columns), peer)
+
+    def close(self) -> None:
+        """Closes the endpoint. Nothing of it is in use any more."""
+        self.keep(())
+        self._endpoint.close()
+
+
+def open_fabric(asked: bool) -> AgentFabric | None:
+    """An endpoint, with the options of ``PROXYCCL_FABRIC_…``; None if there is no adapter that it would be of use for.
+
+    Args:
+        asked: whether the caller named the path, so that any provider serves.
+
+    Raises:
+        ArgumentError, ResourceError, RuntimeUnavailableError: it was asked for and can't be opened.
+    """
+    if not asked and not (_ADAPTERS.is_dir() and os.listdir(_ADAPTERS)):
+        return None
+    try:
+        made = AgentFabric(FabricOptions.from_environment())
+    except ProxyCCLError:
+        if asked:
+            raise
+        return None
+    if not asked and not _SOCKETS.isdisjoint(made.provider.split(";")):
+        made.close()
+        return None
+    return made

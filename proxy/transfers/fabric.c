@@ -1,0 +1,273 @@
+/* Transfers by libfabric: reads and writes of the peer's memory, in which its program takes no part. See transfers.h.
+ *
+ * Nothing is linked: the calls are in the tables of the endpoint and its queue. Some providers carry out a peer's
+ * requests only when this side reads its queue, so the agent's thread also does so when it has none of its own.
+ */
+#include <errno.h>
+#include <time.h>
+
+#include "clock.h"
+#include "parts.h"
+
+enum { ROW = 6 }; /* words of a row */
+
+#if __has_include(<rdma/fi_rma.h>)
+
+#include <rdma/fabric.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+
+enum {
+  COMPLETIONS = 16,
+  ACTIVE_NS = 20000, /* between two looks into a queue without a descriptor */
+  IDLE_NS = 1000000, /* likewise, without own requests */
+  LONGEST_CANCEL_S = 30
+};
+
+/* `context` is the provider's while the request is outstanding. */
+typedef struct Request {
+  struct fi_context2 context;
+  struct Request *next; /* of those that are free */
+  ProxycclTransfer *transfer;
+  uint64_t remote;
+} Request;
+
+typedef struct Fabric {
+  ProxycclFabricPort port;
+  struct fid_ep *endpoint;
+  struct fid_cq *queue;
+  Request *requests, *unused;
+  uint32_t outstanding;
+  ProxycclTransfer *first, **last; /* with requests to be posted, in turn */
+} Fabric;
+
+int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port) {
+  Fabric *fabric = calloc(1, sizeof *fabric);
+  Request *requests = calloc(port->depth, sizeof *requests);
+  if (fabric == NULL || requests == NULL) {
+    free(fabric);
+    free(requests);
+    return ENOMEM;
+  }
+  fabric->port = *port;
+  fabric->endpoint = (struct fid_ep *)(uintptr_t)port->endpoint;
+  fabric->queue = (struct fid_cq *)(uintptr_t)port->queue;
+  fabric->requests = requests;
+  fabric->last = &fabric->first;
+  for (uint32_t i = 0; i < port->depth; ++i) {
+    requests[i].next = fabric->unused;
+    fabric->unused = &requests[i];
+  }
+  pthread_mutex_lock(&agent->lock);
+  agent->fabric = fabric;
+  agent_watch_fabric(agent, port->descriptor);
+  pthread_mutex_unlock(&agent->lock);
+  agent_wake(agent);
+  return 0;
+}
+
+static void drop_rest(ProxycclTransfer *transfer) {
+  Fabric *fabric = transfer->agent->fabric;
+  transfer->left = 0;
+  if (transfer->queued) transfer_unqueue(transfer, &fabric->first, &fabric->last);
+}
+
+static void end(ProxycclTransfer *transfer) {
+  ProxycclLink *link = transfer->link;
+  if (link->lost != NULL) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
+  } else if (transfer->error == 0) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
+  } else { /* the peer knows what became of its memory, and if it has gone, the link ends */
+    transfer->asks = 1;
+    transfer_queue(transfer, &link->last);
+    link_send(link);
+  }
+}
+
+static void end_if_over(ProxycclTransfer *transfer) {
+  if (transfer->left > 0 || transfer->unanswered > 0 || transfer->asks) return;
+  if (transfer->cancel) {
+    pthread_cond_broadcast(&transfer->agent->changed); /* whoever cancels it ends it */
+  } else {
+    end(transfer);
+  }
+}
+
+/* Posts the next request of a transfer. 0: the provider takes none now. */
+static int post(Fabric *fabric, ProxycclTransfer *transfer) {
+  const uint64_t *row = transfer->rows + ROW * transfer->at.index, offset = transfer->at.offset;
+  const uint64_t rest = row[2] - offset, most = fabric->port.max_message;
+  const struct iovec own = {(char *)(uintptr_t)row[0] + offset, rest < most ? rest : most};
+  const struct fi_rma_iov theirs = {row[1] + offset, own.iov_len, row[4]};
+  void *descriptor = (void *)(uintptr_t)row[3];
+  Request *request = fabric->unused;
+  const struct fi_msg_rma message = {
+      .msg_iov = &own,
+      .desc = &descriptor,
+      .iov_count = 1,
+      .addr = transfer->peer,
+      .rma_iov = &theirs,
+      .rma_iov_count = 1,
+      .context = request,
+  };
+  const ssize_t status = transfer->writes
+                             ? fi_writemsg(fabric->endpoint, &message, FI_COMPLETION | FI_DELIVERY_COMPLETE)
+                             : fi_readmsg(fabric->endpoint, &message, FI_COMPLETION);
+  if (status == -FI_EAGAIN) return 0;
+  if (status != 0) {
+    transfer->error = (int)-status;
+    transfer->fault.address = row[5] + offset;
+    drop_rest(transfer);
+    end_if_over(transfer);
+    return 1;
+  }
+  fabric->unused = request->next;
+  request->transfer = transfer;
+  request->remote = row[5] + offset;
+  ++fabric->outstanding;
+  ++transfer->unanswered;
+  transfer->left -= own.iov_len;
+  transfer->at =
+      own.iov_len < rest ? (Position){transfer->at.index, offset + own.iov_len} : (Position){transfer->at.index + 1, 0};
+  transfer_unqueue(transfer, &fabric->first, &fabric->last);
+  if (transfer->left > 0) transfer_queue(transfer, &fabric->last);
+  return 1;
+}
+
+static void complete(Fabric *fabric, Request *request, int error) {
+  ProxycclTransfer *transfer = request->transfer;
+  request->transfer = NULL;
+  request->next = fabric->unused;
+  fabric->unused = request;
+  --fabric->outstanding;
+  if (transfer == NULL) return; /* given up */
+  --transfer->unanswered;
+  if (error != 0) {
+    if (transfer->error == 0) {
+      transfer->error = error;
+      transfer->fault.address = request->remote;
+    }
+    drop_rest(transfer);
+  }
+  end_if_over(transfer);
+}
+
+static void take_error(Fabric *fabric) {
+  struct fi_cq_err_entry entry = {0};
+  if (fi_cq_readerr(fabric->queue, &entry, 0) < 0 || entry.op_context == NULL) return;
+  complete(fabric, entry.op_context, entry.err > 0 ? entry.err : EIO);
+}
+
+void fabric_poll(ProxycclAgent *agent) {
+  Fabric *fabric = agent->fabric;
+  struct fi_cq_entry entries[COMPLETIONS];
+  ssize_t taken;
+  do {
+    taken = fi_cq_read(fabric->queue, entries, COMPLETIONS);
+    if (taken == -FI_EAVAIL) take_error(fabric);
+    for (ssize_t i = 0; i < taken; ++i) complete(fabric, entries[i].op_context, 0);
+  } while (taken == COMPLETIONS || taken == -FI_EAVAIL);
+  while (fabric->first != NULL && fabric->unused != NULL && post(fabric, fabric->first)) {}
+}
+
+void fabric_start(ProxycclTransfer *transfer) {
+  Fabric *fabric = transfer->agent->fabric;
+  transfer_queue(transfer, &fabric->last);
+  fabric_poll(transfer->agent);
+  if (fabric->outstanding > 0) agent_wake(transfer->agent); /* it may sleep without a descriptor */
+}
+
+uint64_t fabric_rest(ProxycclAgent *agent) {
+  const Fabric *fabric = agent->fabric;
+  if (fabric == NULL) return UINT64_MAX;
+  if (fabric->port.descriptor >= 0) {
+    struct fid *queue = &fabric->queue->fid;
+    /* Not zero: something has come since the last look, which the descriptor does not tell. */
+    return fi_trywait((struct fid_fabric *)(uintptr_t)fabric->port.fabric, &queue, 1) == 0 ? UINT64_MAX : 0;
+  }
+  return fabric->outstanding > 0 ? ACTIVE_NS : IDLE_NS;
+}
+
+void fabric_lose(ProxycclLink *link) {
+  Fabric *fabric = link->agent->fabric;
+  if (fabric == NULL) return;
+  for (ProxycclTransfer *transfer = fabric->first, *next; transfer != NULL; transfer = next) {
+    next = transfer->next;
+    if (transfer->link != link) continue;
+    drop_rest(transfer);
+    end_if_over(transfer); /* else its last request does */
+  }
+}
+
+void fabric_finish(ProxycclTransfer *transfer) {
+  ProxycclAgent *agent = transfer->agent;
+  const uint64_t deadline = now_ns() + LONGEST_CANCEL_S * 1000000000ull;
+  const struct timespec pause = {0, ACTIVE_NS};
+  drop_rest(transfer);
+  while (transfer->unanswered > 0 && now_ns() < deadline) {
+    fabric_poll(agent);
+    if (transfer->unanswered == 0) break;
+    ++transfer->copying; /* it stays */
+    pthread_mutex_unlock(&agent->lock);
+    nanosleep(&pause, NULL);
+    pthread_mutex_lock(&agent->lock);
+    --transfer->copying;
+  }
+  for (uint32_t i = 0; i < agent->fabric->port.depth; ++i) {
+    Request *request = &agent->fabric->requests[i];
+    if (request->transfer == transfer) request->transfer = NULL;
+  }
+  transfer->unanswered = 0;
+}
+
+void fabric_stop(ProxycclAgent *agent) {
+  Fabric *fabric = agent->fabric;
+  if (fabric == NULL) return;
+  while (fabric->first != NULL) transfer_cancel(fabric->first);
+  for (uint32_t i = 0; i < fabric->port.depth; ++i) { /* those that are posted */
+    ProxycclTransfer *transfer = fabric->requests[i].transfer;
+    if (transfer != NULL) transfer_cancel(transfer);
+  }
+}
+
+void fabric_free(ProxycclAgent *agent) {
+  if (agent->fabric != NULL) free(agent->fabric->requests);
+  free(agent->fabric);
+}
+
+#else
+
+int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port) {
+  (void)agent, (void)port;
+  return ENOSYS;
+}
+
+/* Without an endpoint, the others do nothing. */
+void fabric_start(ProxycclTransfer *transfer) { (void)transfer; }
+void fabric_poll(ProxycclAgent *agent) { (void)agent; }
+uint64_t fabric_rest(ProxycclAgent *agent) {
+  (void)agent;
+  return UINT64_MAX;
+}
+void fabric_lose(ProxycclLink *link) { (void)link; }
+void fabric_finish(ProxycclTransfer *transfer) { (void)transfer; }
+void fabric_stop(ProxycclAgent *agent) { (void)agent; }
+void fabric_free(ProxycclAgent *agent) { (void)agent; }
+
+#endif
+
+ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, ProxycclLink *link, int writes,
+                                                     const uint64_t *rows, uint64_t count, uint64_t peer) {
+  ProxycclTransfer *transfer = transfer_new(agent, link);
+  if (transfer == NULL) return NULL;
+  transfer->rows = rows;
+  transfer->writes = writes;
+  transfer->count = count;
+  transfer->peer = peer;
+  for (uint64_t i = 0; i < count; ++i) transfer->bytes += rows[ROW * i + 2];
+  return transfer;
+}

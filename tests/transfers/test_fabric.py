@@ -1,0 +1,180 @@
+"""Agents that reach each other by libfabric's TCP provider, on this host's loopback."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from proxyccl.proxy import _engine
+from proxyccl.transfer import Agent, DisconnectedError, NotRegisteredError, State, TransferTimeoutError, strided
+from support.agents import child, serve_memory
+from support.packages.fabric import load_if_here, unavailable_reason
+
+NBYTES = 4 << 20
+
+pytestmark = [
+    pytest.mark.host_only("agents move the host's memory, whatever the runtime"),
+    pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport"),
+    pytest.mark.filterwarnings("ignore:agent .* through a socket:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    if reason := unavailable_reason():
+        pytest.skip(reason)
+    found = load_if_here()
+    assert found is not None
+    return found
+
+
+@pytest.fixture(autouse=True)
+def by_tcp(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever adapters this machine has."""
+    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
+    monkeypatch.setenv("PROXYCCL_FABRIC_PROVIDER", "tcp")
+    monkeypatch.setenv("PROXYCCL_FABRIC_INTERFACE", "=lo")
+
+
+class OnFabric:
+    """Agents a and b; a reaches b by libfabric alone."""
+
+    def __init__(self) -> None:
+        self.a, self.b = (Agent(name, listen=["127.0.0.1"], paths=["fabric"]) for name in "ab")
+        self.ours = np.zeros(NBYTES, np.uint8)
+        self.theirs = np.random.default_rng(7).integers(0, 256, NBYTES, dtype=np.uint8)
+        self.near, self.far = self.a.register(self.ours), self.b.register(self.theirs)
+        self.a.add(self.b.metadata())
+
+    def close(self) -> None:
+        self.a.close()
+        self.b.close()
+
+
+@pytest.fixture
+def agents() -> Iterator[OnFabric]:
+    made = OnFabric()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_blocks_arrive_where_they_belong(agents: OnFabric, operation: str) -> None:
+    """More blocks than may be outstanding, of all alignments, and a long one."""
+    rows = strided(agents.near.address, agents.far.address, 1003, 1000, 1501, 2003)
+    long = [[agents.near.address + (3 << 20), agents.far.address + (3 << 20), 1 << 20]]
+    rows = np.concatenate((rows, np.array(long, np.uint64)))
+    source, to = (agents.theirs, agents.ours) if operation == "read" else (agents.ours, agents.theirs)
+    agents.ours[:] = np.arange(NBYTES, dtype=np.uint64).astype(np.uint8)
+    wanted = to.copy()
+    base = np.array([agents.near.address, agents.far.address, 0], np.uint64)
+    for near, far, nbytes in (rows - base).astype(int):
+        start, end = (near, far)[:: 1 if operation == "read" else -1]
+        wanted[start : start + nbytes] = source[end : end + nbytes]
+    transfer = agents.a.prepare(operation, "b", rows)
+    assert transfer.path.name == agents.a.connect("b").name
+    assert transfer.path.name.startswith("fabric (tcp")
+    for _ in range(2):
+        transfer.start(b"arrived").wait()
+        agents.b.wait_for_message(60)
+        assert agents.b.messages() == [("a", b"arrived")]
+        np.testing.assert_array_equal(to, wanted)
+    transfer.start()
+    while not transfer.done():
+        pass
+
+
+def test_regions_that_follow_each_other_keep_their_keys(agents: OnFabric) -> None:
+    both = np.arange(2 * 4096, dtype=np.uint64).astype(np.uint8)
+    address = both.ctypes.data
+    for start in (0, 4096):
+        agents.b.register((address + start, 4096))
+    agents.a.add(agents.b.metadata())
+    rows = [(agents.near.address + start, address + start, 4096) for start in (0, 4096)]
+    agents.a.read("b", rows).wait()
+    np.testing.assert_array_equal(agents.ours[: 2 * 4096], both)
+
+
+def test_a_peer_without_libfabric_is_reached_by_tcp() -> None:
+    with Agent("a", listen=["127.0.0.1"], paths=["fabric", "tcp"]) as a, Agent("b", listen=["127.0.0.1"]) as b:
+        a.add(b.metadata())
+        assert a.connect("b").name == "tcp"
+
+
+def test_memory_that_is_not_registered_there_goes_by_the_socket(agents: OnFabric) -> None:
+    """The peer's metadata have no key for it."""
+    agents.a._peers["b"].keys.remove(agents.far)
+    with pytest.warns(RuntimeWarning, match="through a socket: some memory is not registered with libfabric"):
+        transfer = agents.a.prepare("read", "b", [(agents.near.address, agents.far.address, NBYTES)])
+    assert transfer.path.name == "unix"
+    transfer.start().wait()
+    np.testing.assert_array_equal(agents.ours, agents.theirs)
+
+
+def test_memory_that_was_deregistered(agents: OnFabric) -> None:
+    transfer = agents.a.prepare("read", "b", [(agents.near.address, agents.far.address, NBYTES)])
+    transfer.start().wait()
+    agents.b.deregister(agents.far)
+    with pytest.raises(NotRegisteredError, match=rf"agent b has deregistered its memory at {agents.far.address:#x}"):
+        transfer.start().wait()
+
+
+def test_a_peer_that_is_removed_and_comes_again(agents: OnFabric) -> None:
+    for _ in range(3):
+        agents.a.add(agents.b.metadata())
+        agents.ours[:] = 0
+        transfer = agents.a.prepare("read", "b", [(agents.near.address, agents.far.address, NBYTES)])
+        transfer.start()
+        agents.a.remove("b")
+        agents.a.add(agents.b.metadata())
+        agents.a.read("b", [(agents.near.address, agents.far.address, NBYTES)]).wait()
+        np.testing.assert_array_equal(agents.ours, agents.theirs)
+        agents.a.remove("b")
+    agents.a.add(agents.b.metadata())
+
+
+def test_a_canceled_transfer_touches_nothing_more(agents: OnFabric) -> None:
+    transfer = agents.a.prepare("read", "b", [(agents.near.address, agents.far.address, NBYTES)])
+    for _ in range(5):
+        transfer.start(b"canceled")
+        transfer.cancel()
+        assert transfer.state in (State.CANCELED, State.DONE)
+        agents.ours[:] = 0
+        assert not agents.ours.any()
+
+
+def test_an_idle_agent_takes_no_time(agents: OnFabric) -> None:
+    agents.a.read("b", [(agents.near.address, agents.far.address, 8)]).wait()
+    gc.collect()
+    before = sum(os.times()[:2])
+    with pytest.raises(TransferTimeoutError):
+        agents.a.wait_for_message(1.0)
+    assert sum(os.times()[:2]) - before < 0.5
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_peer_that_is_killed(operation: str) -> None:
+    def body(connection: socket.socket) -> None:
+        os.environ["PROXYCCL_TRANSFER_PATHS"] = "fabric"
+        serve_memory(connection)
+
+    with child(body) as process, Agent("a", listen=["127.0.0.1"], paths=["fabric"]) as agent:
+        agent.add(process.receive())
+        ours, theirs = agent.register(np.zeros(NBYTES, np.uint8)), agent.regions_of("b")[0]
+        transfer = agent.prepare(operation, "b", [(ours.address, theirs.address, NBYTES)])
+        transfer.start().wait()
+        process.stop()
+        transfer.start()
+        with pytest.raises(TransferTimeoutError):
+            transfer.wait(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(DisconnectedError):
+            transfer.wait(60)
+        assert transfer.state is State.LOST
