@@ -104,6 +104,9 @@ class Lib:
     PROXYCCL_FAULT_PROTECTED: Final[int]
     PROXYCCL_STAGES: Final[int]
     PROXYCCL_STAGE_BYTES: Final[int]
+    PROXYCCL_BY_LINK: Final[int]
+    PROXYCCL_BY_SOCKET: Final[int]
+    PROXYCCL_BY_MAPPING: Final[int]
     def proxyccl_agent_create(
         self,
         name: Passed[CharPointer] | bytes,
@@ -163,7 +166,7 @@ class Lib:
         remote: Passed[Uint64Pointer],
         count: int,
         staging: Passed[ProxycclStagingPointer],
-        by_socket: int,
+        way: int,
         /,
     ) -> ProxycclTransferPointer: ...
     def proxyccl_agent_set_fabric(

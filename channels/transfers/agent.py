@@ -18,7 +18,7 @@ import numpy as np
 from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.blocks import Rows, as_rows, sides
-from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached
+from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached, Share
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
 from proxyccl.channels.transfers.errors import (
     DisconnectedError,
@@ -29,9 +29,19 @@ from proxyccl.channels.transfers.errors import (
     UnknownAgentError,
 )
 from proxyccl.channels.transfers.fabric import AgentFabric, Keys, open_fabric
+from proxyccl.channels.transfers.host_memory import Mapped, shares_of
 from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.metadata import Place
-from proxyccl.channels.transfers.paths import FABRIC, Path, allowed_paths, connect, device_path, listen, staged_path
+from proxyccl.channels.transfers.paths import (
+    FABRIC,
+    SHARED,
+    Path,
+    allowed_paths,
+    connect,
+    device_path,
+    listen,
+    staged_path,
+)
 from proxyccl.channels.transfers.published import Published
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions
 from proxyccl.channels.transfers.transfer import State, Transfer
@@ -62,9 +72,15 @@ class _Peer:
         self.connecting = threading.Lock()  # one thread connects, and the others wait for it
         self.removed = False
         self.reached = Reached()
+        self.mapped = Mapped()
         self.keys = Keys()
         self.number: int | None = None  # of the endpoint, if the link's path is by libfabric
         self.to_close: weakref.WeakSet[Transfer] = weakref.WeakSet()
+
+    def keep(self, transfer: Transfer) -> Transfer:
+        """Closes a transfer before the peer's memory is unmapped, or its address forgotten."""
+        self.to_close.add(transfer)
+        return transfer
 
     def leave(self) -> None:
         """Ends the link, and then unmaps the peer's memory."""
@@ -73,6 +89,7 @@ class _Peer:
         for transfer in list(self.to_close):
             transfer.close()
         self.reached.close()
+        self.mapped.close()
 
 
 class Agent:
@@ -88,9 +105,9 @@ class Agent:
         name: others see it in messages, and know this agent by it. At most 1024 characters.
         listen: this host's addresses at which other hosts may reach it; None: all of them; (): none, so only agents of
             this host reach it.
-        paths: those that this agent's transfers may take, of "process_vm", "unix", "fabric" and "tcp"; None:
-            ``PROXYCCL_TRANSFER_PATHS``, separated by commas, else all, "fabric" only with an adapter for RDMA. A peer
-            that can't be reached by them is refused.
+        paths: those that this agent's transfers may take, of "shared_memory", "process_vm", "unix", "fabric" and "tcp";
+            None: ``PROXYCCL_TRANSFER_PATHS``, separated by commas, else all, "fabric" only with an adapter for RDMA. A
+            peer that can't be reached by them is refused.
         timeout: bound of a connection's start and of `wait`, in seconds; None: ``PROXYCCL_TIMEOUT``, else 30.
 
     Attributes:
@@ -122,6 +139,7 @@ class Agent:
         self._kept: list[tuple[Region, object]] = []
         self._devices = Devices()
         self._reached, self._pinned = Reached(), Pinned()
+        self._shares: dict[Region, Share] = {}  # of the host's memory
         self._serving: dict[Copier, ProxycclStagingPointer] = {}
         served: list[object] = []
         self._keep_serving = served.append
@@ -241,6 +259,7 @@ class Agent:
             self._require_open()
             self._own.add(regions)
             self._reached.add(shares)
+            self._shares.update((share.region, share) for share in shares_of(regions))
             self._publish()
 
     def deregister(self, *regions: Region) -> None:
@@ -259,6 +278,8 @@ class Agent:
                 self._fabric.keep(self._own.all)
             self._reached.keep(self._own.all)
             self._pinned.keep(self._own.all)
+            for region in set(regions) - set(self._own.all):
+                self._shares.pop(region, None)
             for region in regions:
                 kept = next((index for index, (each, _) in enumerate(self._kept) if each == region), None)
                 if kept is not None:
@@ -307,7 +328,8 @@ class Agent:
             once = list(dict.fromkeys(chosen))
             keys = [] if self._fabric is None else self._fabric.keys(once)
             told = self._place if place else None
-            return metadata_of.encode(self.name, told, chosen, self._reached.of(once), keys)
+            shares = self._reached.of(once) + [self._shares[region] for region in once if region in self._shares]
+            return metadata_of.encode(self.name, told, chosen, shares, keys)
 
     def add(self, metadata: bytes) -> str:
         """Adds another agent, or extends what is known of its memory. Nothing is sent.
@@ -334,7 +356,8 @@ class Agent:
             elif message.place not in (None, peer.place):
                 raise NameTakenError(f"another agent of the name {message.name!r} was added", message.name)
             peer.regions.extend(message.regions)
-            peer.reached.add(message.shares)
+            peer.reached.add(share for share in message.shares if share.region.kind == VRAM)
+            peer.mapped.add(message.shares)
             peer.keys.add((each.region, each.address, each.key) for each in message.keys)
         return message.name
 
@@ -528,6 +551,13 @@ class Agent:
         path = Path("self") if link is None else link.path
         known = self._peers.get(peer)
         requests = None
+        if link is not None and known is not None and SHARED in self._paths and known.place.host == boot_id():
+            mapped, reason = known.mapped.find(rows[:, 1], rows[:, 2])
+            self._warn_once(f"can't map memory of agent {peer}", reason, 4)
+            if mapped is not None:
+                lists, way = sides(np.column_stack((rows[:, 0], mapped, rows[:, 2]))), lib.PROXYCCL_BY_MAPPING
+                made = Transfer(self._handle, link, peer, writes, lists, Path(SHARED), self._devices, way=way)
+                return known.keep(made)
         if self._fabric is not None and known is not None and known.number is not None:
             try:
                 requests = self._fabric.requests(rows, known.keys, known.number)
@@ -536,9 +566,7 @@ class Agent:
                 path = Path(link.carrier, str(error))
                 self._warn_once(f"moves data to and from agent {peer} through a socket", path.reason, 4)
         transfer = Transfer(self._handle, link, peer, writes, sides(rows), path, self._devices, requests=requests)
-        if requests is not None and known is not None:
-            known.to_close.add(transfer)
-        return transfer
+        return transfer if requests is None or known is None else known.keep(transfer)
 
     def _prepare_on_device(
         self, link: Link | None, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str]
@@ -588,7 +616,7 @@ class Agent:
         path = device_path(plan.by, ways, unpinned)
         transfer = Transfer(self._handle, link, peer, writes, lists, path, self._devices, (copier, plan))
         if known is not None:
-            known.to_close.add(transfer)
+            known.keep(transfer)
         what = "copies between the host's memory and a device by way of the driver's buffers"
         self._warn_once(what, path.reason, 4)
         return transfer
@@ -616,7 +644,9 @@ class Agent:
             rows[:, 0], _, _ = self._reached.map(copier, rows[:, 0])
             on_device = copier, None
         self._warn_once("stages memory of devices through a socket", reason, 4)
-        return Transfer(self._handle, link, peer, writes, sides(rows), path, self._devices, on_device, by_socket=True)
+        return Transfer(
+            self._handle, link, peer, writes, sides(rows), path, self._devices, on_device, lib.PROXYCCL_BY_SOCKET
+        )
 
     def read(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
         """Starts to read blocks of another agent's memory. Arguments and errors as of `prepare` and

@@ -181,8 +181,8 @@ class AgentFabric:
         if here is None or there is None:
             raise NoPathError("some memory is not registered with libfabric")
         shift = there[0] - rows[:, 1]  # the same for the blocks of a region
-        joined = joined(np.column_stack((rows, here[1], there[1], shift)))
-        columns = (joined[:, 0], joined[:, 1] + joined[:, 5], *joined[:, 2:5].T, joined[:, 1])
+        merged = joined(np.column_stack((rows, here[1], there[1], shift)))
+        columns = (merged[:, 0], merged[:, 1] + merged[:, 5], *merged[:, 2:5].T, merged[:, 1])
         return Requests(np.column_stack(columns), peer)
 
     def close(self) -> None:

@@ -43,15 +43,19 @@ PATHS = ("process_vm", "unix", "tcp")
 FABRIC = "fabric"
 """The path by libfabric."""
 
-_ALL = ("process_vm", "unix", FABRIC, "tcp")
+SHARED = "shared_memory"
+"""The path of memory that this process maps. It is not a link's: another path carries what can't be mapped."""
+
+_ALL = (SHARED, "process_vm", "unix", FABRIC, "tcp")
 
 
 class Path(Struct, frozen=True):
     """How data moves to and from a peer.
 
     Attributes:
-        name: "self", within the agent; "process_vm", copied once by the kernel; "unix" or "tcp", through the socket;
-            "fabric (…)", by libfabric's provider of that name; `device_path` names those of devices.
+        name: "self", within the agent; "shared_memory", copied by the CPU; "process_vm", copied once by the kernel;
+            "unix" or "tcp", through the socket; "fabric (…)", by libfabric's provider of that name; `device_path` and
+            `staged_path` name those of devices.
         reason: why a faster path between agents of one host does not serve; "" if none is faster, or allowed.
     """
 

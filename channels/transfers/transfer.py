@@ -90,7 +90,7 @@ class Transfer:
         path: Path,
         devices: Devices,
         on_device: tuple[Copier, Plan | None] | None = None,
-        by_socket: bool = False,
+        way: int = lib.PROXYCCL_BY_LINK,
         requests: Requests | None = None,
     ) -> None:
         local, remote = lists
@@ -120,7 +120,7 @@ class Transfer:
                 ffi.cast("uint64_t *", remote.ctypes.data),
                 len(local),
                 staging,
-                by_socket,
+                way,
             )
         if not handle:
             raise MemoryError("there is no memory for a transfer")

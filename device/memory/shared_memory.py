@@ -197,6 +197,16 @@ class SharedMemory:
         self._mapping = None
 
 
+def export_range(ptr: int, nbytes: int) -> bytes | None:
+    """A handle of a range of memory that this process has mapped as `SharedMemory`; None if it lies in none."""
+    with _Mapping._lock:
+        mappings = list(_Mapping._by_file.values())
+    for mapping in mappings:
+        if mapping.address <= ptr and ptr + nbytes <= mapping.address + mapping.nbytes:
+            return SharedMemory(mapping, ptr - mapping.address, nbytes).handle
+    return None
+
+
 def open_descriptor(handle: bytes) -> tuple[int, int, int]:
     """A descriptor of the file that a handle names, for the caller to close; and the range's offset and size in it.
 

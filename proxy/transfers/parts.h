@@ -196,6 +196,7 @@ struct ProxycclTransfer {
   const ProxycclStaging *staging; /* NULL: pieces are copied without stages */
   int staged[PROXYCCL_STAGES];    /* the stages that a thread has */
   int by_socket;                  /* its link's frames carry it */
+  pid_t pid;                      /* the process that the kernel copies from and to; 0: none */
   Part *parts;                    /* PROXYCCL_STAGES of them, by socket with stages; else NULL */
   ProxycclTransfer *whole;        /* of a part's mover; else NULL */
   const uint64_t *rows;           /* of requests to libfabric; else NULL */

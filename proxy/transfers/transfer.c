@@ -194,7 +194,6 @@ void transfer_copy(ProxycclTransfer *transfer) {
   Piece piece;
   if (!may_copy(transfer)) return;
   next_piece(transfer, &piece);
-  const pid_t pid = transfer->link == NULL ? 0 : transfer->link->pid;
   blocks_advance(transfer->local, &transfer->at, piece.bytes);
   transfer->left -= piece.bytes;
   if (transfer->left == 0) drop_rest(transfer);
@@ -204,7 +203,7 @@ void transfer_copy(ProxycclTransfer *transfer) {
   pthread_mutex_unlock(&agent->lock);
   const int error = transfer->staging != NULL ? device_stage(transfer, stage, piece.local, piece.remote, piece.blocks,
                                                              piece.bytes, &piece.copied)
-                                              : copy_piece(&piece, transfer->writes, pid);
+                                              : copy_piece(&piece, transfer->writes, transfer->pid);
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
   transfer->staged[stage] = 0;
@@ -260,11 +259,12 @@ ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link) {
 
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
                                            const uint64_t *remote, uint64_t count, const ProxycclStaging *staging,
-                                           int by_socket) {
+                                           ProxycclWay way) {
   ProxycclTransfer *transfer = transfer_new(agent, link);
   if (transfer == NULL) return NULL;
   transfer->staging = staging;
-  transfer->by_socket = link != NULL && (by_socket || link->pid == 0);
+  transfer->pid = link == NULL || way != PROXYCCL_BY_LINK ? 0 : link->pid;
+  transfer->by_socket = link != NULL && way != PROXYCCL_BY_MAPPING && transfer->pid == 0;
   /* An iovec is an address and a length, of a word each. */
   transfer->local = (const struct iovec *)local;
   transfer->remote = (const struct iovec *)remote;

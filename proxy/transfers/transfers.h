@@ -137,13 +137,20 @@ const char *proxyccl_link_look(ProxycclLink *link);
  * or ENOMEM. */
 int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
 
+/* What carries a transfer. */
+typedef enum ProxycclWay {
+  PROXYCCL_BY_LINK,   /* the kernel, if the link has a process, else the socket */
+  PROXYCCL_BY_SOCKET, /* although the link has a process: the remote blocks are a device's */
+  PROXYCCL_BY_MAPPING /* the CPU: the remote blocks' addresses are those where this process has them mapped */
+} ProxycclWay;
+
 /* Makes a transfer of `count` blocks, none of them empty. `local` and `remote` are arrays of (address, bytes), of equal
  * bytes at each index, and outlive it. `link`: NULL for a transfer within the agent. `staging`: if the local blocks are
- * a device's, and the link is one with another process; its own, and outlives it. Otherwise NULL. `by_socket`: the
- * kernel can't copy it, as the remote blocks are a device's. NULL with errno. */
+ * a device's, and the link is one with another process; its own, and outlives it. Otherwise NULL. NULL
+ * with errno. */
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
                                            const uint64_t *remote, uint64_t count, const ProxycclStaging *staging,
-                                           int by_socket);
+                                           ProxycclWay way);
 /* An endpoint of libfabric, by which transfers read and write registered memory of peers. */
 typedef struct ProxycclFabricPort {
   uint64_t endpoint, queue, fabric; /* fid_ep *, fid_cq *, fid_fabric * */

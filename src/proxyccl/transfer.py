@@ -19,6 +19,7 @@ from proxyccl.channels.transfers.errors import (
     TransferTimeoutError,
     UnknownAgentError,
 )
+from proxyccl.channels.transfers.host_memory import shared_empty
 from proxyccl.channels.transfers.paths import Path
 from proxyccl.channels.transfers.regions import Region
 from proxyccl.channels.transfers.transfer import State, Times, Transfer
@@ -42,5 +43,6 @@ __all__ = [
     "TransferError",
     "TransferTimeoutError",
     "UnknownAgentError",
+    "shared_empty",
     "strided",
 ]

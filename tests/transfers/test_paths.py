@@ -144,7 +144,7 @@ def test_the_environment_chooses_paths(pair: Pair, monkeypatch: pytest.MonkeyPat
         agent.add(pair.b.metadata())
         assert agent.connect("b") == paths.Path("unix")
     monkeypatch.setenv("PROXYCCL_TRANSFER_PATHS", "pigeon")
-    with pytest.raises(ArgumentError, match="TRANSFER_PATHS: must be one or more of process_vm, unix, fabric, tcp"):
+    with pytest.raises(ArgumentError, match="must be one or more of shared_memory, process_vm, unix, fabric, tcp"):
         Agent("c", listen=())
     for wrong in ("tcp", [], ["self"]):
         with pytest.raises(ArgumentError, match="paths"):

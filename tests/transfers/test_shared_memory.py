@@ -1,0 +1,126 @@
+"""The host's memory that ProxyCCL allocated: a peer maps it, and its CPU copies."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from proxyccl.channels.transfers import host_memory
+from proxyccl.device.errors import ArgumentError
+from proxyccl.transfer import Agent, DisconnectedError, NotRegisteredError, shared_empty, strided
+from support.agents import Child, child, force_path
+
+NBYTES = 4 << 20
+
+pytestmark = [
+    pytest.mark.host_only("agents move the host's memory, whatever the runtime"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+def serve_shared(connection: socket.socket) -> None:
+    """An agent with private memory and shared memory, of the value 7. For each message it sends that one's sum."""
+    agent = Agent("b", listen=())
+    memory = shared_empty(NBYTES)
+    memory[:] = 7
+    private = np.full(NBYTES, 7, np.uint8)
+    agent.register(private)
+    agent.register(memory[: NBYTES // 2])
+    agent.register(memory[NBYTES // 2 :])
+    connection.send(agent.metadata())
+    while True:
+        agent.wait_for_message(60)
+        agent.messages()
+        connection.send(b"%d" % int(memory.sum()))
+
+
+class Shared:
+    """An agent "a", and a child's with shared memory.
+
+    Attributes:
+        near: of a.
+        private, far: of the child.
+    """
+
+    def __init__(self, process: Child) -> None:
+        self.agent = Agent("a", listen=())
+        self.memory = np.zeros(NBYTES, np.uint8)
+        self.near = self.agent.register(self.memory)
+        self.agent.add(process.receive())
+        self.private, self.far, _ = self.agent.regions_of("b")
+
+
+@pytest.fixture
+def process() -> Iterator[Child]:
+    with child(serve_shared) as made:
+        yield made
+
+
+@pytest.fixture
+def shared(process: Child) -> Iterator[Shared]:
+    made = Shared(process)
+    yield made
+    made.agent.close()
+
+
+def test_blocks_arrive_where_they_belong(process: Child, shared: Shared) -> None:
+    read = shared.agent.prepare("read", "b", strided(shared.near.address, shared.far.address, 1001, 1000, 2000, 1500))
+    assert read.path.name == "shared_memory"
+    read.start().wait()
+    assert int((shared.memory == 7).sum()) == 1000 * 1001
+    shared.memory[:] = 1
+    half = NBYTES // 2
+    both = [(shared.near.address + start, shared.far.address + start, half) for start in (0, half)]
+    writing = shared.agent.write("b", both, message=b"look")
+    writing.wait()
+    assert process.receive() == b"%d" % NBYTES
+    force_path(shared.agent, "process_vm")
+    assert shared.agent.prepare("read", "b", both).path.name == "process_vm"
+
+
+def test_other_memory_takes_the_links_path(shared: Shared) -> None:
+    row = (shared.near.address, shared.private.address, 100)
+    transfer = shared.agent.prepare("read", "b", [row])
+    assert transfer.path.name == "process_vm"
+    mixed = shared.agent.prepare("read", "b", [row, (shared.near.address, shared.far.address, 100)])
+    assert mixed.path.name == "process_vm"
+    mixed.start().wait()
+
+
+def test_memory_that_cannot_be_mapped_takes_the_links_path(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: bytes) -> None:
+        raise ArgumentError("handle", "the test refuses")
+
+    monkeypatch.setattr(host_memory.SharedMemory, "open", refuse)
+    with pytest.warns(RuntimeWarning, match="can't map memory of agent b: handle: the test refuses"):
+        transfer = shared.agent.prepare("read", "b", [(shared.near.address, shared.far.address, 100)])
+    assert transfer.path.name == "process_vm"
+
+
+def test_a_peer_that_is_killed_or_removed(process: Child, shared: Shared) -> None:
+    transfer = shared.agent.prepare("read", "b", [(shared.near.address, shared.far.address, NBYTES // 2)])
+    transfer.start().wait()
+    process.kill()
+    with pytest.raises(DisconnectedError):  # noqa: PT012  as soon as its end is noticed
+        while True:
+            transfer.start().wait()
+    shared.agent.remove("b")
+    assert (shared.memory[: NBYTES // 2] == 7).all()
+
+
+def test_an_array() -> None:
+    array = shared_empty((3, 5), np.float32)
+    assert array.shape == (3, 5)
+    assert array.dtype == np.float32
+    assert not array.any()
+    array[1] = 2
+    with Agent("a", listen=()) as agent:
+        region = agent.register(array)
+        agent.deregister(region)
+        with pytest.raises(NotRegisteredError):
+            agent.deregister(region)
+    with pytest.raises(ArgumentError):
+        shared_empty(0)
