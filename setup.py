@@ -10,6 +10,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 INCLUDE_DIRS = ["device/include", "device/kernels"]
+EXPERT_CALLS = ("given_arrays", "descriptor", "issuer", "repeated_dispatch", "repeated_combine")
 JOBS = len(os.sched_getaffinity(0))
 GENERATED = Path("build/host_kernels")
 
@@ -91,12 +92,20 @@ of_objects = [
         name,
         sources=sources,
         depends=["device/launch.h", "device/stream_order.h", *headers],
-        include_dirs=["device"],
+        include_dirs=["device", *INCLUDE_DIRS],
         extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
         py_limited_api=True,
     )
     for name, sources, headers in (
-        ("proxyccl.channels._prepared_calls", ["channels/prepared_calls.c"], []),
+        (
+            "proxyccl.channels._prepared_calls",
+            ["channels/prepared_calls.c", *(f"channels/expert_parallel/{name}.c" for name in EXPERT_CALLS)],
+            [
+                *(f"device/{name}.h" for name in ("expert_calls", "stream_operations", "kernels/experts/experts")),
+                "channels/prepared_calls.h",
+                *(f"channels/expert_parallel/{name}.h" for name in ("given_arrays", "descriptor", "issuer", "repeated")),
+            ],
+        ),
         (
             "proxyccl.torch._repeated_calls",
             [f"faces/torch/{name}.c" for name in ("repeated_calls", "queued_call", "on_gpu")],

@@ -1,4 +1,4 @@
-"""The extension that prepared_calls.c makes."""
+"""The extension that prepared_calls.c makes, with the repeated calls of experts (expert_parallel/*.c)."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -80,3 +80,171 @@ class PreparedCalls:
         """
     def clear(self) -> None:
         """Forgets all calls."""
+
+class Descriptor:
+    """The part of `EPAllToAllLayoutDesc` that C reads and writes.
+
+    Attributes:
+        like: an array of the library and device of the tables.
+        missing: why there are no rows; None if they were received.
+        blocks: the arrays in which tables lie, their addresses, and the `Tables`.
+        table_owners: these arrays, which must be kept alive while kernels use them.
+    """
+
+    owner: Any
+    like: Any
+    stream: Any
+    missing: str | None
+    number: int
+    num_dispatch_token_cur_rank: int
+    rows: int
+    output_buffer: int
+    counts_rows: bool
+    @property
+    def blocks(self) -> tuple[tuple[Any, int, Any], ...]: ...
+    @property
+    def table_owners(self) -> tuple[Any, ...]: ...
+    def add_block(self, array: Any, address: int, tables: Any, offsets: int) -> None:
+        """Adds tables that lie in an array, with the address of their offsets. There can be two blocks."""
+
+class DispatchForm:
+    """A dispatch that was made before, whose arguments stay packed.
+
+    A call fits if its arrays are of the same types and places as before, contiguous, and of shapes that the layer
+    takes. Other calls do nothing and return None. A call without a stream is on the one where torch works now. Where
+    that is not the stream of C's calls, `queue` issues it.
+
+    Args:
+        issuer: `RepeatedCall.issuer`.
+        first, second: `RepeatedCall.prepared`, of the whole call or its first half, and of what follows.
+        kinds: `describe_kind` of the rows, their scales, the ids and the weights; None for those that there are not.
+        sizes: elements of a row, scales of a row, slots of a token, the most tokens; bytes of a given row, of a token's
+            ids, and of its weights.
+        call: address of the ProxycclDispatch.
+        before: `GivenTokens.filled`.
+        phases: of a whole call and of its halves.
+        descriptor: its type; `missing` of a new one; its owner; what numbers dispatches; its `Tables`, what makes their
+            array, and the address of their offsets; what tells the address of an array that is not torch's.
+        rows: how many the output has, or -1 if that is not known; whether kernels count them; where among the tables.
+        scales: bytes of a row's scales; see scale_column of ProxycclDispatch.
+        makers: of the output's rows, scales and weights; None for those that there are not.
+        begun: called as begun(like, stream, given) in `begin`; it returns the output buffer, or None for no call.
+        receive: called as receive(sent, stream) for second halves where the number of rows was not known.
+    """
+
+    def __new__(
+        cls,
+        issuer: tuple[Any, ...],
+        first: tuple[Any, ...],
+        second: tuple[Any, ...],
+        kinds: tuple[Any, ...],
+        sizes: tuple[int, ...],
+        call: int,
+        before: tuple[int, ...],
+        phases: tuple[int, int, int],
+        descriptor: tuple[Any, ...],
+        rows: tuple[int, bool, int],
+        scales: tuple[int, int],
+        makers: tuple[Callable[[], Any] | None, ...],
+        begun: Callable[[Any, Any, Any], Any] | None,
+        receive: Callable[[Any, Any], Any] | None,
+        /,
+    ) -> DispatchForm: ...
+    def repeat(self, x: Any, ids: Any, weight: Any, stream: Any, /) -> Any:
+        """Makes a call whose number of rows is known. Returns its rows, their weights and the descriptor."""
+    def send(self, x: Any, ids: Any, weight: Any, stream: Any, /) -> SentDispatch | None:
+        """Makes the first half of a call."""
+    def begin(self, x: Any, ids: Any, weight: Any, stream: Any, /) -> Any:
+        """Fills in a call and makes its descriptor. Returns it and the output buffer; `issue` follows."""
+    def issue(
+        self,
+        desc: Any,
+        stream: Any,
+        owners: tuple[object, ...],
+        first: bool,
+        phases: int,
+        rows: int,
+        addresses: tuple[int, int, int],
+        /,
+    ) -> None:
+        """Issues phases of a call that was filled in, with room for rows and the addresses of rows, scales, weights."""
+    def fill(self, x: Any, /) -> int:
+        """Fills in tokens for `issue`. Returns their number; 0 if they do not fit."""
+    def stream(self, x: Any, given: Any, /) -> Any:
+        """The stream of a call."""
+
+class SentDispatch:
+    """A repeated dispatch whose first half is made.
+
+    Attributes:
+        desc, stream, recorded: as of a `DispatchCall`.
+        output: itself; None if the number of rows is not known yet.
+        rows, weights: of the output.
+        owners: the arrays that kernels use.
+    """
+
+    desc: Any
+    stream: Any
+    output: Any
+    rows: Any
+    weights: Any
+    owners: tuple[Any, ...]
+    recorded: tuple[Any, ...]
+    def receive(self, stream: Any, /) -> Any:
+        """Makes the second half. Returns the rows, their weights and the descriptor."""
+
+class CombineForm:
+    """A combine that was made before, whose arguments stay packed; see `DispatchForm`.
+
+    Args:
+        issuer: `RepeatedCall.issuer`.
+        first, second: `RepeatedCall.prepared`, of the whole call or its first half, and of the second half.
+        after_copy: the same for a whole call after a copy of its rows; None if there is none.
+        kinds: `describe_kind` of the rows, their weights, and the weights of slots.
+        sizes: elements of a row, slots of a token, bytes of a row; with padded rows experts of a rank and rows of each,
+            else 0 and 0.
+        halves: whether the call is made in two halves.
+        call: address of the ProxycclCombine.
+        buffers: numbers of output buffers by address, or None; the one that other rows pass, or 0; its address; and the
+            address of the copy's ProxycclStreamStep.
+        context: the owner of descriptors.
+        output: what makes an output of a shape; what tells the address of an array that is not torch's.
+        checks: place_sums(tokens, sums) fills in how sums begin, or returns False; check_output(x, desc, out) returns
+            `out` and its address or raises.
+    """
+
+    def __new__(
+        cls,
+        issuer: tuple[Any, ...],
+        first: tuple[Any, ...],
+        second: tuple[Any, ...],
+        after_copy: tuple[Any, ...] | None,
+        kinds: tuple[Any, ...],
+        sizes: tuple[int, ...],
+        halves: bool,
+        call: int,
+        buffers: tuple[Any, ...],
+        context: Any,
+        output: tuple[Any, ...],
+        checks: tuple[Any, Any],
+        /,
+    ) -> CombineForm: ...
+    def start(self, x: Any, desc: Any, weights: Any, topk_weights: Any, out: Any, stream: Any, sums: Any, /) -> Any:
+        """Makes a call or its first half. Returns the result, or a `SentCombine`."""
+
+class SentCombine:
+    """A repeated combine whose first half is made.
+
+    Attributes:
+        desc, stream, recorded: as of a `CombineCall`.
+        x: the rows.
+    """
+
+    desc: Any
+    stream: Any
+    x: Any
+    recorded: tuple[Any, ...]
+    def output(self, out: Any, /) -> tuple[Any, int]:
+        """`out`, or a new array, and its address. Raises ArgumentError if it does not fit."""
+    def receive(self, output: Any, target: int, stream: Any, /) -> Any:
+        """Makes the second half on a stream. Returns the output."""

@@ -156,10 +156,14 @@ class Launches:
 
         On the host runtime that repeats it without a stream, on a GPU on the stream that it is given.
         """
-        issue, callers = self._call_log.addresses(operations=not isinstance(launch, Launch))
+        issue, callers = self.issuer(launch)
         prepared, fields = (int(ffi.cast("uintptr_t", each)) for each in (launch.prepared, call))
         holds = (0, 0) if guard is None else guard.addresses
         self.prepared_calls.keep(x, out, options, issue, callers, fields, prepared, (call, launch, guard), *holds)
+
+    def issuer(self, launch: Launchable) -> tuple[int, int]:
+        """Addresses for C: of the function that issues a launchable as `issue` does, and of its first argument."""
+        return self._call_log.addresses(operations=not isinstance(launch, Launch))
 
     @property
     def last_stream(self) -> int | None:

@@ -6,12 +6,11 @@
  *
  * This is an extension that uses CPython's limited API, not cffi, because it looks into Python objects.
  */
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
-#include <stdint.h>
+#include "prepared_calls.h"
+
 #include <string.h>
 
+#include "expert_parallel/repeated.h"
 #include "launch.h"
 #include "stream_order.h"
 
@@ -28,7 +27,6 @@ typedef struct {
   char format[LONGEST_FORMAT]; /* padded with zeros */
 } Described;
 
-typedef int (*Issue)(void* callers, void* call, void* launch, uintptr_t stream);
 typedef int (*Hold)(const void* guard);
 
 /* The arrays of a call: input and output, or a tuple of arrays for either. */
@@ -48,11 +46,9 @@ typedef struct {
   Arrays arrays;
   Py_ssize_t count;
   PyObject* options[MOST_OPTIONS];
-  Issue issue;
-  void *callers, *call, *launch;
   Hold holds; /* whether the arrays are still those that they were; NULL if nothing need tell */
   const void* guard;
-  PyObject* kept; /* NULL: nothing is kept here */
+  PreparedCall prepared; /* `kept` is NULL: nothing is kept here */
 } Entry;
 
 /* What tensors are asked, as names. */
@@ -209,7 +205,7 @@ static int has_options(const Entry* entry, PyObject* options) {
 }
 
 static void empty(Entry* entry) {
-  if (entry->kept == NULL) return;
+  if (entry->prepared.kept == NULL) return;
   Entry old = *entry;
   memset(entry, 0, sizeof *entry); /* first: releasing an object may run Python */
   for (Py_ssize_t i = 0; i < old.count; ++i) Py_DECREF(old.options[i]);
@@ -218,11 +214,12 @@ static void empty(Entry* entry) {
     Py_XDECREF(old.arrays.each[i].identity);
   }
   PyMem_Free(old.arrays.each);
-  Py_DECREF(old.kept);
+  Py_DECREF(old.prepared.kept);
 }
 
 static int is_of(const Entry* entry, const Arrays* arrays, PyObject* options) {
-  return entry->kept != NULL && entry->arrays.count == arrays->count && entry->arrays.inputs == arrays->inputs &&
+  return entry->prepared.kept != NULL && entry->arrays.count == arrays->count &&
+         entry->arrays.inputs == arrays->inputs &&
          memcmp(entry->arrays.each, arrays->each, (size_t)arrays->count * sizeof(Described)) == 0 &&
          has_options(entry, options);
 }
@@ -247,6 +244,20 @@ static int turn_to(PreparedCalls* self, PyObject* stream) {
   return self->repeats && self->stream == handle;
 }
 
+/* With the lock held: issues a call on the stream that calls are on. Returns 1 if it was issued, 0 if nothing was done,
+ * -1 with an exception. */
+static int issue_here(PreparedCalls* self, const PreparedCall* prepared) {
+  const uintptr_t stream = self->stream;
+  int status;
+  Py_BEGIN_ALLOW_THREADS;
+  status = prepared->issue(prepared->callers, prepared->call, prepared->launch, stream);
+  Py_END_ALLOW_THREADS;
+  if (status == PROXYCCL_OTHER_CONTEXT) return 0;
+  PyObject* refused = status == 0 ? NULL : PyObject_CallFunction(self->refuse, "iO", status, prepared->kept);
+  Py_XDECREF(refused);
+  return PyErr_Occurred() == NULL ? 1 : -1;
+}
+
 /* With the lock held. Returns 1 if the call was issued, 0 if it is not kept, -1 with an exception. */
 static int issue_kept(PreparedCalls* self, const Arrays* arrays, PyObject* options, PyObject* on) {
   const Entry* entry = place_of(self, arrays, options);
@@ -257,23 +268,62 @@ static int issue_kept(PreparedCalls* self, const Arrays* arrays, PyObject* optio
     if (!is_of(entry, arrays, options)) return 0; /* that may have run Python */
   }
   if (!self->repeats || (entry->holds != NULL && !entry->holds(entry->guard))) return 0;
-  const Issue issue = entry->issue;
-  void *const callers = entry->callers, *const call = entry->call, *const launch = entry->launch;
-  const uintptr_t stream = self->stream;
-  PyObject* const kept = entry->kept;
-  int status;
-  Py_INCREF(kept); /* the entry may be dropped during the call */
-  Py_BEGIN_ALLOW_THREADS;
-  status = issue(callers, call, launch, stream);
-  Py_END_ALLOW_THREADS;
-  if (status == PROXYCCL_OTHER_CONTEXT) { /* nothing was done */
-    Py_DECREF(kept);
-    return 0;
+  const PreparedCall prepared = entry->prepared;
+  Py_INCREF(prepared.kept); /* the entry may be dropped during the call */
+  const int issued = issue_here(self, &prepared);
+  Py_DECREF(prepared.kept);
+  return issued;
+}
+
+/* Calls `issue` with the lock held. Returns its result, or -1 with an exception. */
+static int locked(PreparedCalls* self, int (*issue)(PreparedCalls* self, const void* argument), const void* argument) {
+  PyObject* locked = PyObject_CallNoArgs(self->acquire);
+  if (locked == NULL) return -1;
+  Py_DECREF(locked);
+  int issued = issue(self, argument);
+  PyObject *error_type, *error, *traceback; /* of a call that was refused */
+  PyErr_Fetch(&error_type, &error, &traceback);
+  PyObject* released = PyObject_CallNoArgs(self->release);
+  if (released != NULL) {
+    PyErr_Restore(error_type, error, traceback);
+    Py_DECREF(released);
+    return issued;
   }
-  PyObject* refused = status == 0 ? NULL : PyObject_CallFunction(self->refuse, "iO", status, kept);
-  Py_DECREF(kept);
-  Py_XDECREF(refused);
-  return PyErr_Occurred() == NULL ? 1 : -1;
+  Py_XDECREF(error_type);
+  Py_XDECREF(error);
+  Py_XDECREF(traceback);
+  return -1;
+}
+
+typedef struct {
+  const Arrays* arrays;
+  PyObject *options, *on;
+} Sought;
+
+static int issue_sought(PreparedCalls* self, const void* argument) {
+  const Sought* sought = argument;
+  return issue_kept(self, sought->arrays, sought->options, sought->on);
+}
+
+typedef struct {
+  const PreparedCall* call;
+  PyObject* on;
+} Prepared;
+
+static int issue_given(PreparedCalls* self, const void* argument) {
+  const Prepared* given = argument;
+  if (given->on != NULL) {
+    const int turned = turn_to(self, given->on);
+    if (turned <= 0) return turned;
+  }
+  return self->repeats ? issue_here(self, given->call) : 0;
+}
+
+int proxyccl_issue_prepared(PyObject* calls, const PreparedCall* call, PyObject* stream) {
+  PreparedCalls* self = (PreparedCalls*)calls;
+  if (!self->repeats && stream == NULL) return 0;
+  const Prepared prepared = {call, stream};
+  return locked(self, issue_given, &prepared);
 }
 
 static PyObject* repeat(PreparedCalls* self, PyObject* const* arguments, Py_ssize_t count) {
@@ -285,24 +335,8 @@ static PyObject* repeat(PreparedCalls* self, PyObject* const* arguments, Py_ssiz
   if (!self->repeats && on == NULL) Py_RETURN_FALSE;
   Given given;
   if (!describe_call(self, arguments[0], arguments[1], &given)) Py_RETURN_FALSE;
-  int issued = -1;
-  PyObject* locked = PyObject_CallNoArgs(self->acquire);
-  if (locked != NULL) {
-    issued = issue_kept(self, &given.arrays, arguments[2], on);
-    PyObject *error_type, *error, *traceback; /* of a call that was refused */
-    PyErr_Fetch(&error_type, &error, &traceback);
-    PyObject* released = PyObject_CallNoArgs(self->release);
-    if (released != NULL) {
-      PyErr_Restore(error_type, error, traceback);
-      Py_DECREF(released);
-    } else {
-      issued = -1;
-      Py_XDECREF(error_type);
-      Py_XDECREF(error);
-      Py_XDECREF(traceback);
-    }
-    Py_DECREF(locked);
-  }
+  const Sought sought = {&given.arrays, arguments[2], on};
+  const int issued = locked(self, issue_sought, &sought);
   release(&given);
   return issued < 0 ? NULL : PyBool_FromLong(issued);
 }
@@ -319,13 +353,13 @@ static PyObject* keep(PreparedCalls* self, PyObject* arguments) {
     return NULL;
   }
   Entry made = {.count = count,
-                .issue = (Issue)(uintptr_t)issue,
-                .callers = (void*)(uintptr_t)callers,
-                .call = (void*)(uintptr_t)call,
-                .launch = (void*)(uintptr_t)launch,
                 .holds = (Hold)(uintptr_t)holds,
                 .guard = (const void*)(uintptr_t)guard,
-                .kept = kept};
+                .prepared = {.issue = (Issue)(uintptr_t)issue,
+                             .callers = (void*)(uintptr_t)callers,
+                             .call = (void*)(uintptr_t)call,
+                             .launch = (void*)(uintptr_t)launch,
+                             .kept = kept}};
   Given given;
   if (!describe_call(self, x, out, &given)) Py_RETURN_NONE;
   made.arrays = given.arrays;
@@ -395,7 +429,7 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
       Py_VISIT((PyObject*)entry->arrays.each[k].type);
       Py_VISIT(entry->arrays.each[k].identity);
     }
-    Py_VISIT(entry->kept);
+    Py_VISIT(entry->prepared.kept);
   }
   return 0;
 }
@@ -487,15 +521,22 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-static int add_type(PyObject* module) {
-  PyObject* type = PyType_FromSpec(&spec);
-  if (type == NULL) return -1;
-  const int status = PyModule_AddObjectRef(module, "PreparedCalls", type);
-  Py_DECREF(type);
-  return status;
+static PyTypeObject* calls_type; /* of the process's one module */
+
+int proxyccl_require_prepared_calls(PyObject* object) {
+  if (PyObject_TypeCheck(object, calls_type)) return 1;
+  PyErr_SetString(PyExc_TypeError, "expected PreparedCalls");
+  return 0;
 }
 
-static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_type}, {0, NULL}};
+static int add_types(PyObject* module) {
+  if (calls_type == NULL) calls_type = (PyTypeObject*)PyType_FromSpec(&spec);
+  if (calls_type == NULL || PyModule_AddObjectRef(module, "PreparedCalls", (PyObject*)calls_type) != 0) return -1;
+  if (proxyccl_add_dispatch_form(module) != 0) return -1;
+  return proxyccl_add_combine_form(module);
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_types}, {0, NULL}};
 static PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "_prepared_calls",

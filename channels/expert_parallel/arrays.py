@@ -65,14 +65,16 @@ def part_maker(like: Any, tail: tuple[int, ...], dtype: DType | str) -> Callable
     return lambda array, offset, rows: array.view(native).as_strided((rows, *tail), strides, offset // itemsize)
 
 
-def words_of(array: Any, first: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    """An array of the same library in the memory of an int32 array, from element `first` on."""
+def words_of(array: Any, first: int, shape: tuple[int, ...], strides: tuple[int, ...], *, wide: bool = False) -> Any:
+    """An array of the same library in the memory of an int32 array, from element `first` on; of int64 if `wide`."""
+    if not isinstance(array, Array | np.ndarray):
+        if wide:
+            array, first = array.view(sys.modules["torch"].int64), first // 2
+        return array.as_strided(shape, strides, first)  # one call where slices and shapes are several
+    element, words = as_dtype("int64" if wide else "int32"), math.prod(shape) * (2 if wide else 1)
     if isinstance(array, Array):
-        part = MemoryPart(array.memory, 4 * first, 4 * math.prod(shape))
-        return Array(array.runtime, part, shape, array.dtype)
-    if isinstance(array, np.ndarray):
-        return array[first : first + math.prod(shape)].reshape(shape)
-    return array.as_strided(shape, strides, first)  # one call where slices and shapes are several
+        return Array(array.runtime, MemoryPart(array.memory, 4 * first, 4 * words), shape, element)
+    return array[first : first + words].view(element.numpy()).reshape(shape)
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -113,6 +115,22 @@ class ExpertArrays:
         if key not in self._of_words:
             self._of_words[key] = self.maker(like, "int32")
         return self._of_words[key]((words,))
+
+    def maker_of(self, like: Any, shape: tuple[int, ...], dtype: DType | str) -> Callable[[], Any]:
+        """`new` for many arrays like one, of one shape."""
+        if library_of(like, self._group.runtime.name) != "torch":
+            return functools.partial(self.maker(like, dtype), shape)
+        torch = sys.modules["torch"]
+        return functools.partial(torch.empty, shape, dtype=getattr(torch, as_dtype(dtype).name), device=like.device)
+
+    def columns_maker(self, like: Any, shape: tuple[int, ...], column: int) -> Callable[[], Any]:
+        """Makes float32 tensors of this shape, [..., rows, n], whose last dimension but one lies together: columns of
+        this many elements.
+        """
+        *leading, _, columns = shape
+        strides = (*(extent * columns * column for extent in strides_of((*leading,))), 1, column)
+        torch = sys.modules["torch"]
+        return functools.partial(torch.empty_strided, shape, strides, dtype=torch.float32, device=like.device)
 
     def maker(self, like: Any, dtype: DType | str) -> Callable[[tuple[int, ...]], Any]:
         """`new` for many arrays like one, by their shapes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ TELL: int = lib.PROXYCCL_EXPERT_TELL
 
 _SPINS = 2000  # polls of the count between two looks at the group; on a GPU a count takes about 20 us
 _HOST_THREADS = 16
+_WIDE_ID_BYTES = 8
 NO_TABLES = bytes(ffi.sizeof("ProxycclExpertLayout"))
 
 
@@ -103,6 +105,8 @@ class DispatchCombineContext:
         dispatch_plain, dispatch_scaled, quantize_launch: launches to `copy`: the dispatch; the one that makes float8
             rows where it stores them, and the kernel that makes them before; None if the layer needs none.
         scale_bytes: bytes of a row's scales in float8.
+        scale_column: see ProxycclDispatch.
+        numbers: numbers the dispatches.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class DispatchCombineContext:
         proxied: bool = False,
         use_aot: bool = False,
         scale_elements: int = 0,
+        scale_column: int = 0,
         layout: OutputLayout = BY_EXPERT,
         dropping_ids: int = NUMBER_DROPS,
     ) -> None:
@@ -145,6 +150,7 @@ class DispatchCombineContext:
         quantize = shipped("experts/quantize.h", "expert_quantize", config.token.name) if quantizes else None
         self._pack = shipped("experts/quantize.h", "expert_pack") if scale_elements else None
         self.scale_bytes = 4 * config.hidden // scale_elements if scale_elements else 0
+        self.scale_column = scale_column
         self.nodes = Nodes.of_group(group, config, proxied=proxied)
         shape = WorkspaceShape(config, self.blocks, threads, layout, local_combine, self.scale_bytes)
         with group.exchange.telling():
@@ -174,7 +180,7 @@ class DispatchCombineContext:
         nothing = bytes(ffi.buffer(self._weighing))
         self._weigh = weigh.prepare(runtime.launch_defaults.blocks, threads, experts, nothing)
         self.quantize_launch = quantize.prepare(*self.grid, experts, filled) if quantize is not None else None
-        self._number = 0
+        self.numbers = itertools.count(1)
         self.closed = False
 
     @classmethod
@@ -287,12 +293,12 @@ class DispatchCombineContext:
             scatter=inputs.scatter,
             lost_slots=inputs.lost_slots,
             output_buffer=taken.number,
+            wide_ids=inputs.expert_ids.dtype.itemsize == _WIDE_ID_BYTES,
         )
 
     def next_number(self) -> int:
         """The number of a new dispatch."""
-        self._number += 1
-        return self._number
+        return next(self.numbers)
 
     def begin(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs, stream: StreamLike) -> None:
         """Queues the start of a dispatch: its counts, and its rows if `phases` has SEND."""
@@ -450,6 +456,11 @@ class DispatchCombineContext:
         arguments = (rows, scales, packed, tokens, self.ep_config.hidden, self.scale_bytes)
         return self._pack.prepare(*self.grid, *arguments)
 
+    @functools.cached_property
+    def packed_rows(self) -> Array:
+        """Memory for the float8 rows of repeated dispatches, of which one is under way at a time."""
+        return allocate(self.group, (self.ep_config.max_tokens, self.ep_config.hidden + self.scale_bytes), "uint8")
+
     def _packed(self, rows: ArrayView) -> ArrayView:
         shape = (rows.shape[0], self.ep_config.hidden + self.scale_bytes)
         return input_view(self.group, self.arrays.new(rows.owner, shape, "uint8"), "input")
@@ -471,7 +482,7 @@ class DispatchCombineContext:
             if view is not None:
                 setattr(call, name, ffi.cast("char *", view.ptr))
         if call.output_scales:
-            call.scale_bytes = self.scale_bytes
+            call.scale_bytes, call.scale_column = self.scale_bytes, self.scale_column
 
     def _fill_dispatch(self, phases: int, tokens: ArrayView, desc: EPAllToAllLayoutDesc) -> Any:
         call = self._dispatch_call

@@ -223,16 +223,17 @@ class DispatchCall:
         parts, taken = self._parts, self._taken
         outputs, group = parts.ctx.workspace.outputs, parts.ctx.group
         output = parts.new_rows(self._like, rows, float8=parts.options.quantized, taken=taken)
-        made = output if parts.options.quantized else (output, None)
-        arrays = (made[0], weights, made[1])
-        views = [None if array is None else input_view(group, array, "out") for array in arrays]
+        values, scales = output if parts.options.quantized else (output, None)
+        view = input_view(group, values, "out")
+        of_weights = None if weights is None else input_view(group, weights, "out")
+        views = [view, of_weights, None if scales is None else parts.scales_view(scales, view)]
         copies = []
         if taken.passed and outputs is not None:
             for place, address in ((0, outputs.address(taken.number)), (2, outputs.scales_address(taken.number))):
-                view = views[place]
-                if view is not None:
-                    copies.append((view.ptr, address, view.nbytes))
-                    views[place] = replace(view, ptr=address)
+                passed = views[place]
+                if passed is not None:
+                    copies.append((passed.ptr, address, passed.nbytes))
+                    views[place] = replace(passed, ptr=address)
         return Output(output, weights, tuple(views), tuple(copies))
 
     def _views_of_buffer(self, weights: Any) -> tuple[ArrayView | None, ...]:

@@ -64,6 +64,9 @@ class EPAll2AllLayer:
         scale_elements: how many elements share a scale. With a number other than 128 the layer does not make float8
             rows; callers pass pairs. Scales are any 4 bytes: four packed exponents (UE8M0) for 512 elements, for
             example.
+        scales_by_columns: with dispatch_dtype and layout="padded", for tensors of torch: the scales of an expert's
+            consecutive rows lie side by side, in columns that begin at multiples of 16 bytes, as bulk copies (TMA) need
+            them. Their shape stays.
         grows: in the exact mode, a rank with more than max_tokens tokens makes `dispatch` raise CapacityError on all
             ranks, with the most tokens of any rank in `needed`; the layer stays usable. Otherwise only that rank
             raises ArgumentError.
@@ -126,6 +129,7 @@ class EPAll2AllLayer:
         max_recv_tokens: int | None = None,
         dispatch_dtype: Any = None,
         scale_elements: int = SCALED_ELEMENTS,
+        scales_by_columns: bool = False,
         layout: str = "expert",
         grows: bool = False,
         lost_ranks: Sequence[int] = (),
@@ -149,6 +153,7 @@ class EPAll2AllLayer:
                 num_sm=options.num_sm,
                 local_combine=options.enable_local_combine,
                 scale_elements=options.scale_elements if options.quantized else 0,
+                scale_column=options.scale_column,
                 use_aot=options.use_aot,
                 dropping_ids=options.dropping_ids,
                 layout=options.output_layout,
@@ -408,8 +413,8 @@ class EPAll2AllLayer:
             ctx.repeat(desc, rows, input_view(group, output, "out"), stream)
         else:
             packed = ctx.pack(rows, scales, stream)
-            views = [input_view(group, array, "out") for array in output]
-            ctx.repeat(desc, packed, views[0], stream, views[1])
+            view = input_view(group, output[0], "out")
+            ctx.repeat(desc, packed, view, stream, self._parts.scales_view(output[1], view))
         self._repeated.keep_redispatch(input)
         return output
 
@@ -472,7 +477,7 @@ class EPAll2AllLayer:
         self._refuse_returning()
         repeated = self._repeated.combine(input, desc, weights, topk_weights, out, stream, sums)
         if repeated is not None:
-            return repeated.out
+            return repeated
         output = self._combine_call(input, desc, weights, topk_weights, stream, sums).run(out)
         self._repeated.keep_combine(input, weights, topk_weights, out, sums)
         return output
@@ -497,8 +502,7 @@ class EPAll2AllLayer:
         sent = self._repeated.combine(input, ep_a2a_layout_desc, weights, topk_weights, out, None, halves=halves)
         if halves:
             self._returned = sent
-            return sent
-        return None if sent is None else sent.out
+        return sent
 
     @property
     def sums_ranks_in_turn(self) -> bool:
@@ -544,7 +548,9 @@ class EPAll2AllLayer:
     def _send_back(
         self, input: Any, desc: EPAllToAllLayoutDesc, weights: Any, topk_weights: Any, stream: StreamLike
     ) -> PendingCombine:
-        sent = self._repeated.combine(input, desc, weights, topk_weights, None, stream, halves=True)
+        sent: PendingCombine | None = self._repeated.combine(
+            input, desc, weights, topk_weights, None, stream, halves=True
+        )
         if sent is not None:
             return sent
         call = self._combine_call(input, desc, weights, topk_weights, stream)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from proxyccl.channels._prepared_calls import Descriptor
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays, words_of
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.nodes import Nodes
@@ -17,7 +18,7 @@ from proxyccl.device._native import lib
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
 
-_NOT_RECEIVED = "its dispatch was not received; call dispatch_recv first"
+NOT_RECEIVED = "its dispatch was not received; call dispatch_recv first"
 _REFUSED = "its dispatch was refused and brought no rows; dispatch again"
 
 
@@ -30,7 +31,7 @@ class DescriptorOwner(Protocol):
     tables: TableLayouts
 
 
-class EPAllToAllLayoutDesc:
+class EPAllToAllLayoutDesc(Descriptor):
     """Describes the rows of a dispatch. `combine` and `redispatch` need it.
 
     The tables lie on the device, in arrays of the tokens' library. Those only for inspection (`token_dst_scatter_idx`,
@@ -50,11 +51,10 @@ class EPAllToAllLayoutDesc:
         stream: that of the dispatch.
     """
 
+    owner: DescriptorOwner
     chosen_rows: list[int] | None = None
     lost_slots: Any = None
-    stream: Any = None
     _scatter: ArrayView | None = None
-    _missing: str | None = _NOT_RECEIVED  # why there are no rows
 
     def __init__(
         self,
@@ -68,26 +68,31 @@ class EPAllToAllLayoutDesc:
         scatter: ArrayView | None = None,
         lost_slots: ArrayView | None = None,
         output_buffer: int = 0,
+        wide_ids: bool = False,
     ) -> None:
         self.owner, self.number, self.num_dispatch_token_cur_rank = owner, number, tokens
         self.counts_rows, self.rows, self.output_buffer = counts_rows, most_rows or 0, output_buffer
-        self._like = like
-        self._blocks: list[tuple[Any, int, Tables]] = []  # arrays, their addresses, and the tables that lie in them
-        self._allocate(owner.tables.of_call(most_rows, buffered=output_buffer != 0))
+        self.like, self.missing = like, NOT_RECEIVED
+        self._allocate(owner.tables.of_call(most_rows, buffered=output_buffer != 0, wide_ids=wide_ids))
         if scatter is not None:
             self._scatter = scatter
         if lost_slots is not None:
             self.lost_slots = lost_slots.owner
 
+    @property
+    def wide_ids(self) -> bool:
+        """Whether the expert ids are int64."""
+        return bool(self.blocks[0][2].wide)
+
     def require_sent(self, owner: object, argument: str) -> None:
         """Raises ArgumentError unless `owner` made the dispatch and has not received it."""
         self._require_owner(owner, argument)
-        if self._missing is not _NOT_RECEIVED:
-            raise ArgumentError(argument, _REFUSED if self._missing else "its dispatch was received already")
+        if self.missing is not NOT_RECEIVED:
+            raise ArgumentError(argument, _REFUSED if self.missing else "its dispatch was received already")
 
     def is_received(self, owner: object) -> bool:
         """Whether `require_received` raises nothing."""
-        return self.owner is owner and self._missing is None
+        return self.owner is owner and self.missing is None
 
     def require_received(self, owner: object, argument: str) -> None:
         """Raises ArgumentError unless `owner` made the dispatch and has received it, so that the tables are filled."""
@@ -99,47 +104,43 @@ class EPAllToAllLayoutDesc:
             raise ArgumentError(argument, "is of a dispatch of another layer, or of another rank")
 
     def _require_rows(self, argument: str) -> None:
-        if self._missing is not None:
-            raise ArgumentError(argument, self._missing)
+        if self.missing is not None:
+            raise ArgumentError(argument, self.missing)
 
     def mark_received(self, *, refused: bool = False) -> None:
         """Records that the kernels that fill the tables are queued; or that the dispatch was refused, so none will."""
-        self._missing = _REFUSED if refused else None
+        self.missing = _REFUSED if refused else None
 
     def _allocate(self, tables: Tables) -> None:
         arrays = self.owner.arrays
-        array = arrays.new_words(self._like, tables.words)
-        self._blocks.append((array, arrays.address(array), tables))
+        array = arrays.new_words(self.like, tables.words)
+        self.add_block(array, arrays.address(array), tables, tables.address)
 
     def _table(self, name: str) -> Any:
-        """A table as an int32 array; None if this descriptor has none of that name."""
-        for array, _, tables in self._blocks:
+        """A table as an array; None if this descriptor has none of that name."""
+        for array, _, tables in self.blocks:
             if name in tables.places:
                 first, shape, strides = tables.places[name]
-                return words_of(array, first, (self.rows, *shape[1:]) if name in OF_ROWS else shape, strides)
+                shape = (self.rows, *shape[1:]) if name in OF_ROWS else shape
+                return words_of(array, first, shape, strides, wide=name in tables.wide)
         return None
 
     def size_rows(self, rows: int) -> None:
         """Sets the number of rows, and allocates their tables if that was not known before."""
-        if "first_rows" not in self._blocks[-1][2].places:
-            self._allocate(self.owner.tables.of_rows(rows))
+        if "first_rows" not in self.blocks[-1][2].places:
+            self._allocate(self.owner.tables.of_rows(rows, wide_ids=self.wide_ids))
         self.rows = rows
-
-    @property
-    def table_owners(self) -> tuple[Any, ...]:
-        """The arrays in which the tables lie, which must be kept alive while kernels use them."""
-        return tuple([array for array, _, _ in self._blocks])
 
     def pointer(self, name: str) -> int:
         """Address of a table."""
-        for _, at, tables in self._blocks:
+        for _, at, tables in self.blocks:
             if name in tables.places:
-                return at + 4 * tables.places[name][0]
+                return int(at + 4 * tables.places[name][0])
         raise KeyError(name)
 
     def fill(self, layout: Any) -> None:
         """Fills a ProxycclExpertLayout, but not the fields of tables that this descriptor lacks."""
-        for _, address, tables in self._blocks:
+        for _, address, tables in self.blocks:
             lib.proxyccl_expert_place(layout, address, tables.offsets)
 
     # -- for inspection ---
@@ -175,8 +176,8 @@ class EPAllToAllLayoutDesc:
 
     @property
     def local_expert_ids(self) -> Any:
-        """With layout="rank": int32 [R, topk]: for each slot of a row's token its expert's number on this rank, or -1
-        if the expert is another rank's, the slot is dropped or no row came. Else None.
+        """With layout="rank": [R, topk] of the type of the expert ids: for each slot of a row's token its expert's
+        number on this rank, or -1 if the expert is another rank's, the slot is dropped or no row came. Else None.
         """
         return self._table("row_experts")
 
@@ -313,7 +314,7 @@ class EPAllToAllLayoutDesc:
         return self.owner.arrays.download(self._table(name))
 
     def _upload(self, values: NDArray[Any]) -> Any:
-        return self.owner.arrays.upload(self._like, np.ascontiguousarray(values, np.int32))
+        return self.owner.arrays.upload(self.like, np.ascontiguousarray(values, np.int32))
 
     def __repr__(self) -> str:
         return (

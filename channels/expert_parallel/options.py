@@ -27,6 +27,7 @@ MOST_BUFFERS = 64
 _SCALES_ALIGNMENT = 16  # where a row's scales begin
 _LAYOUTS = ("expert", "rank", "padded")
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
+_COLUMN_ALIGNMENT = 4  # scales
 _MAY_DIFFER = {"rank", "use_aot", "capacity", "config"}  # between ranks
 
 
@@ -56,6 +57,7 @@ class LayerOptions:
     max_recv_tokens: int | None
     dispatch_dtype: Any
     scale_elements: int
+    scales_by_columns: bool
     layout: str
     grows: bool
     lost_ranks: Sequence[int]  # a tuple, in order, when checked
@@ -69,7 +71,14 @@ class LayerOptions:
     def __post_init__(self) -> None:
         self._set("world_size", whole_number("world_size", self.world_size, 1))
         self._set("lost_ranks", lost_ranks_of(self.lost_ranks, self.world_size))
-        for name in ("enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops"):
+        for name in (
+            "enable_local_combine",
+            "use_aot",
+            "grows",
+            "keeps_outputs",
+            "minus_one_drops",
+            "scales_by_columns",
+        ):
             self._set(name, as_flag(getattr(self, name), name))
         self._set("config", self._make_config())
         self._check_sizes()
@@ -112,6 +121,8 @@ class LayerOptions:
             self.config.require_room(self.max_recv_tokens, "max_recv_tokens")
 
     def _check_float8(self) -> None:
+        if self.scales_by_columns and (self.layout != "padded" or self.dispatch_dtype is None):
+            raise ArgumentError("scales_by_columns", 'needs layout="padded" and dispatch_dtype')
         self._set("scale_elements", whole_number("scale_elements", self.scale_elements, 1))
         if self.dispatch_dtype is None:
             return
@@ -201,6 +212,11 @@ class LayerOptions:
     def padded_rows(self) -> int:
         """Rows that each expert has room for, if they are padded; else 0."""
         return self.all_ranks * self.config.max_tokens if self.layout == "padded" else 0
+
+    @cached_property
+    def scale_column(self) -> int:
+        """With scales_by_columns: elements of a column, whose beginnings are aligned to 16 bytes; else 0."""
+        return -(-self.padded_rows // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT if self.scales_by_columns else 0
 
     @cached_property
     def fixed_rows(self) -> int | None:

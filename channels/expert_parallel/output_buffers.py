@@ -46,6 +46,7 @@ class OutputBuffers:
 
     Attributes:
         scales_offset: where scales begin in a buffer.
+        numbers: the buffers' numbers, by their addresses.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, experts: Any) -> None:
@@ -53,7 +54,7 @@ class OutputBuffers:
         self._count, self._nbytes = int(experts.output_buffers), int(experts.output_bytes)
         self.scales_offset = int(experts.output_scales)
         self._parts = [MemoryPart(memory, experts.outputs + n * self._nbytes, self._nbytes) for n in range(self._count)]
-        self._numbers = {part.ptr: number for number, part in enumerate(self._parts, 1)}
+        self.numbers = {part.ptr: number for number, part in enumerate(self._parts, 1)}
         self._next = 0
         self._whole: dict[tuple[int, str], Any] = {}
 
@@ -95,11 +96,7 @@ class OutputBuffers:
 
     def holding(self, view: ArrayView) -> int:
         """The number of the buffer at whose beginning an array lies; 0 if there is none."""
-        return self._numbers.get(view.ptr, 0) if view.nbytes else 0
-
-    def number_at(self, address: int) -> int:
-        """The number of the buffer that begins at an address; 0 if none does."""
-        return self._numbers.get(address, 0)
+        return self.numbers.get(view.ptr, 0) if view.nbytes else 0
 
     def close(self) -> None:
         """Ends the use of the memory. Remaining arrays keep it."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.arguments import input_array
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.options import FLOAT8, LayerOptions
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
 from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
 
@@ -53,12 +56,26 @@ class LayerParts:
         config, leading, outputs = self.options.config, self.leading(rows), self.ctx.workspace.outputs
         new: Callable[..., Any] = functools.partial(self.ctx.arrays.new, like)
         new_scales = functools.partial(new, dtype="float32")
+        if self.options.scale_column:
+            new_scales = functools.partial(self._new_columns, like)
         if taken.whole is not None and outputs is not None:
             new, new_scales = functools.partial(outputs.rows, taken), functools.partial(outputs.scales, taken)
         if not float8:
             return new((*leading, config.hidden), config.token)
         scales = new_scales((*leading, config.hidden // self.options.scale_elements))
         return new((*leading, config.hidden), FLOAT8), scales
+
+    def _new_columns(self, like: Any, shape: tuple[int, ...]) -> Any:
+        if not libraries[type(like)].is_torch:
+            raise ArgumentError("input", f"must be torch's with scales_by_columns, not {type(like).__name__}")
+        return self.ctx.arrays.columns_maker(like, shape, self.options.scale_column)()
+
+    def scales_view(self, scales: Any, rows: ArrayView) -> ArrayView:
+        """A view of new scales beside that of their rows. They are not contiguous if they lie in columns."""
+        if not self.options.scale_column:
+            return input_view(self.ctx.group, scales, "out")
+        at = self.ctx.arrays.address(scales)
+        return replace(rows, ptr=at, shape=tuple(scales.shape), dtype=as_dtype("float32"), owner=scales)
 
     def is_capturing(self, stream: StreamLike) -> bool:
         """Whether a stream is being captured in a graph."""

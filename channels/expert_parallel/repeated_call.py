@@ -6,22 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 from proxyccl.channels.expert_parallel.calls import call_name
-from proxyccl.channels.expert_parallel.context import logged_number
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.launches import CurrentStream
 from proxyccl.channels.segment.call_log import encode_fields
 from proxyccl.channels.segment.calls import ROOT_FIELD
-from proxyccl.device._native import ffi, lib
+from proxyccl.device._native import ffi
 from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import Runtime, StreamLike
-from proxyccl.device.stream_operations import CopyBytes, StreamOperations
+from proxyccl.device.stream_operations import StreamOperations
 
 Kinds = tuple[Any, ...]
 Launchable = Launch | StreamOperations
-COPY_LATER = CopyBytes(1, 2, 1)
-"""A copy whose numbers are set before each call."""
 
 
 def kind_of(x: Any) -> Any:
@@ -35,6 +32,18 @@ def kind_of(x: Any) -> Any:
     return type(x), libraries[type(x)].kind(x)
 
 
+def describe_kind(x: Any) -> tuple[Any, ...] | None:
+    """The same of an array for C (given_arrays.h)."""
+    if x is None:
+        return None
+    library = libraries[type(x)]
+    kind = library.kind(x)
+    if not library.is_torch:
+        return type(x), False, None, -1, 1, kind, library.kind, library.memory
+    assert kind is not None
+    return type(x), True, *kind, x.element_size(), None, None, None
+
+
 def of_one_library(kinds: Kinds) -> bool:
     """Whether arrays of these kinds all belong to one library, and that library gives them kinds."""
     known: list[Any] = []
@@ -42,6 +51,11 @@ def of_one_library(kinds: Kinds) -> bool:
         if kind is not None:
             known += [kind] if isinstance(kind[0], type) else kind
     return all(kind[0] is known[0][0] and kind[1] is not None for kind in known)
+
+
+def address_of(pointer: Any) -> int:
+    """The address that a pointer of cffi has."""
+    return int(ffi.cast("uintptr_t", pointer))
 
 
 class RepeatedCall:
@@ -55,10 +69,24 @@ class RepeatedCall:
 
     def __init__(self, parts: LayerParts, like: Any, name: str, dtype: str) -> None:
         self._parts, self._ctx, self._group = parts, parts.ctx, parts.ctx.group
-        library = libraries[type(like)]
-        self._memory, self._current, self._is_torch = library.memory, library.stream, library.is_torch
+        self._library, self._like_kind = libraries[type(like)], describe_kind(like)
         self._on_host = parts.ctx.runtime_name == "host"
         self._fields = encode_fields(parts.ctx.logged(name, dtype, 0).encode())
+
+    def issuer(self) -> tuple[Any, ...]:
+        """How the call reaches its stream, for C (issuer.h)."""
+        assert self._like_kind is not None
+        follows_torch = self._library.is_torch and not self._on_host
+        current, device = (self._library.current_of_device(), self._like_kind[3]) if follows_torch else (None, None)
+        number = address_of(self._fields.fields) + ffi.sizeof("uint64_t") * ROOT_FIELD
+        calls = self._group.launches.prepared_calls
+        return calls, self._on_host, current, CurrentStream, self._stream, self._queue, device, number
+
+    def prepared(self, launchable: Launchable, *, compared: bool = True) -> tuple[Any, ...]:
+        """A launch of the call, for C (prepared_calls.h). The first of a call is compared with the other ranks'."""
+        issue, callers = self._group.launches.issuer(launchable)
+        fields = self._fields if compared else ffi.NULL
+        return issue, callers, address_of(fields), address_of(launchable.prepared), (fields, launchable)
 
     def _stream(self, x: Any, given: StreamLike) -> StreamLike:
         """The stream of a call: the caller's, or on a GPU the one where the library of `x` works now. An invalid stream
@@ -67,36 +95,23 @@ class RepeatedCall:
         if given is not None:
             self._group.runtime.stream_handle(given)
             return given
-        if self._on_host:
-            return None
-        found = self._current(x)
-        return CurrentStream(found) if self._is_torch else found
+        return None if self._on_host else self._library.stream(x)
 
-    def _at(self, x: Any, shape: tuple[int, ...], nbytes: int) -> int:
-        """The address of an array of a known kind; 0 if its shape is another, or only another check can tell."""
-        return self._memory(x, nbytes) if x.shape == shape else 0
-
-    def _issue(
+    def _queue(
         self,
         desc: EPAllToAllLayoutDesc,
-        launchable: Launchable,
+        prepared: tuple[Any, Launchable],
         stream: StreamLike,
         owners: tuple[object, ...],
-        *,
-        compared: bool = True,
     ) -> None:
-        """Queues a prepared launch, unless its ranks' calls differ. `owners` and the descriptor's tables are kept until
-        the stream has passed it, where their memory is not used again in the stream's order.
+        """Queues a launch, unless its ranks' calls differ. `owners` and the descriptor's tables are kept until the
+        stream has passed it, where their memory is not used again in the stream's order.
         """
         if not isinstance(stream, CurrentStream):
             owners = (*owners, *desc.table_owners)
         else:
             owners = () if desc.stream == stream else desc.table_owners
-        fields: Any = ffi.NULL
-        if compared:
-            fields = self._fields
-            fields.fields[ROOT_FIELD] = logged_number(desc.number)
-        self._group.launches.issue(fields, launchable, stream, owners)
+        self._group.launches.issue(*prepared, stream, owners)
 
 
 class GivenTokens:
@@ -110,72 +125,32 @@ class GivenTokens:
     Attributes:
         before: the launch of that kernel; None if there is none.
         row_bytes: of the rows that are sent.
+        given_bytes: of the rows that are given.
+        kinds: of the rows and of their scales, for C.
+        filled: the arguments of `before` that C fills in (repeated_dispatch.c).
     """
 
     def __init__(self, parts: LayerParts, like: Any, *, quantizes: bool) -> None:
         ctx, options = parts.ctx, parts.options
-        config = options.config
-        self._is_pair = isinstance(like, tuple)
-        self._memory = libraries[type(like[0] if self._is_pair else like)].memory
-        self._hidden, self._scales = config.hidden, config.hidden // options.scale_elements
-        self._given_bytes = config.hidden * (1 if self._is_pair else config.token.itemsize)
-        self.row_bytes = self._given_bytes
+        config, is_pair = options.config, isinstance(like, tuple)
+        rows, scales = like if is_pair else (like, None)
+        self.kinds = describe_kind(rows), describe_kind(scales)
+        self.scales = config.hidden // options.scale_elements
+        self.given_bytes = self.row_bytes = config.hidden * (1 if is_pair else config.token.itemsize)
         self.before: Launch | None = None
-        self._fill: Callable[[int, int, int, int], None] | None = None
-        if self._is_pair:
-            self.before = ctx.pack_launch()
-            self._fill = _packing(self.before)
+        self.filled = (0, 0, 0, 0, 0, 0)
+        if is_pair:
+            self.before = ctx.pack_launch(packed=ctx.packed_rows.ptr)
+            rows_at, scales_at, _, tokens_at = (address_of(self.before.packed(index)) for index in range(4))
+            self.filled = (2, 0, rows_at, scales_at, tokens_at, ctx.packed_rows.ptr)
         elif quantizes:
             assert ctx.quantize_launch is not None
             self.before = ctx.quantize_launch.copy()
-            self._fill = _quantizing(self.before, config.hidden)
+            call = ffi.cast("ProxycclCombine *", self.before.packed(1))
+            call.hidden, call.output = config.hidden, ffi.cast("char *", ctx.packed_rows.ptr)
+            self.filled = (1, address_of(call), 0, 0, 0, ctx.packed_rows.ptr)
         if self.before is not None:
             self.row_bytes = config.hidden + ctx.scale_bytes
-            self._new_packed = ctx.arrays.maker(like[0] if self._is_pair else like, "uint8")
-            self._address = ctx.arrays.address
-
-    def count(self, x: Any) -> int:
-        """The number of tokens; 0 if there are none, or if they do not fit."""
-        if not self._is_pair:
-            shape = x.shape
-            return shape[0] if len(shape) == 2 and shape[1] == self._hidden else 0
-        shape = x[0].shape
-        fits = len(shape) == 2 and shape[1] == self._hidden and x[1].shape == (shape[0], self._scales)
-        return shape[0] if fits else 0
-
-    def take(self, x: Any, tokens: int) -> tuple[int, Any]:
-        """The address of the rows that are sent, and the array that holds them if it is not the caller's. The address
-        is 0 if only another check can tell.
-        """
-        scales_at = 0
-        if self._is_pair:
-            scales_at = self._memory(x[1], tokens * self._scales * 4)
-            at = self._memory(x[0], tokens * self._given_bytes) if scales_at else 0
-        else:
-            at = self._memory(x, tokens * self._given_bytes)
-        if self._fill is None or not at:
-            return at, None
-        packed = self._new_packed((tokens, self.row_bytes))
-        packed_at = self._address(packed)
-        self._fill(tokens, at, scales_at, packed_at)
-        return packed_at, packed
-
-
-def _quantizing(launch: Launch, hidden: int) -> Callable[[int, int, int, int], None]:
-    call = ffi.cast("ProxycclCombine *", launch.packed(1))
-    call.hidden = hidden
-    fill = lib.proxyccl_expert_combine_fill
-    return lambda tokens, rows, _, packed: fill(call, 0, tokens, rows, 0, 0, 0, packed)
-
-
-def _packing(launch: Launch) -> Callable[[int, int, int, int], None]:
-    places = [ffi.cast("uint64_t *", launch.packed(index)) for index in range(3)]
-    count = ffi.cast("uint32_t *", launch.packed(3))
-
-    def fill(tokens: int, rows: int, scales: int, packed: int) -> None:
-        places[0][0], places[1][0], places[2][0], count[0] = rows, scales, packed, tokens
-
-    return fill
 
 
 def launchable_after(runtime: Runtime, before: Launch | None, launch: Launch) -> Launchable:
@@ -186,3 +161,7 @@ def launchable_after(runtime: Runtime, before: Launch | None, launch: Launch) ->
 def name_of(call: str, weights: Any, *, halves: bool) -> str:
     """The name under which ranks compare a call."""
     return call_name(f"{call}_send" if halves else call, weights=weights is not None)
+
+
+Maker = Callable[[], Any]
+"""Makes an array."""

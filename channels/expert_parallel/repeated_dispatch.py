@@ -1,4 +1,8 @@
-"""A dispatch like one that was made before, whole or in two halves; and one by the routing of an earlier dispatch."""
+"""A dispatch like one that was made before, whole or in two halves; and one by the routing of an earlier dispatch.
+
+C makes whole calls and halves whose number of rows is known (repeated_dispatch.c), and begins the others, which wait
+on the CPU for that number, or whose rows go to output buffers.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +10,33 @@ from typing import Any
 
 from msgspec import Struct
 
+from proxyccl.channels._prepared_calls import DispatchForm, SentDispatch
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.arrays import first_rows, part_maker
 from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, TELL
 from proxyccl.channels.expert_parallel.dispatch_call import check_ended, learn_counts, refuse_bad
-from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.layout import NOT_RECEIVED, EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.channels.expert_parallel.repeated_call import (
-    COPY_LATER,
     GivenTokens,
-    Launchable,
+    Maker,
     RepeatedCall,
+    address_of,
+    describe_kind,
     launchable_after,
     name_of,
 )
-from proxyccl.channels.expert_parallel.tables import RECEIVED
-from proxyccl.device._native import ffi, lib
+from proxyccl.channels.expert_parallel.tables import RECEIVED, Tables
+from proxyccl.device._native import ffi
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
+
+_NOWHERE = (0, 0, 0)
+_COPY_LATER = CopyBytes(1, 2, 1)
+"""A copy whose numbers are set before each call."""
 
 
 class NewOutput(Struct):
@@ -43,7 +53,7 @@ class NewOutput(Struct):
     addresses: tuple[int, int, int]
 
 
-_NO_OUTPUT = NewOutput(None, None, (0, 0, 0))
+_NO_OUTPUT = NewOutput(None, None, _NOWHERE)
 
 
 class _Outputs:
@@ -58,14 +68,31 @@ class _Outputs:
     def __init__(self, parts: LayerParts, like: Any, *, float8: bool, weighted: bool) -> None:
         options, arrays = parts.options, parts.ctx.arrays
         config = options.config
-        self._leading, self._address = parts.leading, arrays.address
-        self._elements = (config.hidden,)
+        self._leading, self._arrays, self._address = parts.leading, arrays, arrays.address
+        self._elements, self._type = (config.hidden,), FLOAT8 if float8 else config.token
         self._scales = (config.hidden // options.scale_elements,) if float8 else None
+        self._scale_column = options.scale_column
         self._weights = None if not weighted else (config.topk,) if options.by_rank else ()
-        self._rows_in = part_maker(like, self._elements, FLOAT8 if float8 else config.token)
+        self._weight_type = config.weight
+        self._rows_in = part_maker(like, self._elements, self._type)
         self._scales_in = part_maker(like, self._scales or (), "float32")
-        self._new_rows = arrays.maker(like, FLOAT8 if float8 else config.token)
+        self._new_rows = arrays.maker(like, self._type)
         self._new_scales, self._new_weights = arrays.maker(like, "float32"), arrays.maker(like, config.weight)
+        if self._scale_column and float8:
+            shape = self._leading(options.fixed_rows or 0) + (self._scales or ())
+            columns = arrays.columns_maker(like, shape, self._scale_column)
+            self._new_scales = lambda _: columns()
+
+    def makers(self, like: Any, rows: int) -> tuple[Maker | None, ...]:
+        """What makes the rows, their scales and the weights, for this many rows each time; None if there are none."""
+        leading, new = self._leading(rows), self._arrays.maker_of
+        scales: Maker | None = None
+        if self._scales is not None:
+            shape = leading + self._scales
+            column = self._scale_column
+            scales = self._arrays.columns_maker(like, shape, column) if column else new(like, shape, "float32")
+        weights = None if self._weights is None else new(like, leading + self._weights, self._weight_type)
+        return new(like, leading + self._elements, self._type), scales, weights
 
     def make(self, rows: int) -> NewOutput:
         """Arrays for this many rows."""
@@ -110,36 +137,83 @@ class RepeatedDispatch(RepeatedCall):
         like = x[0] if isinstance(x, tuple) else x
         super().__init__(parts, like, name_of("dispatch", weight, halves=halves), parts.options.config.token.name)
         ctx, options = parts.ctx, parts.options
-        config = self._config = options.config
         self._buffers = ctx.workspace.outputs if buffered and not halves else None
-        self._exact, self._halves, self._weighted = options.fixed_rows is None, halves, weight is not None
+        self._exact, self._halves = options.fixed_rows is None, halves
         self._at_once = not halves and (not self._exact or self._buffers is not None)
         self._rows = options.most_tokens if self._exact and self._at_once else options.fixed_rows
+        self._scale_bytes = ctx.scale_bytes if options.quantized else 0
+        self._outputs = _Outputs(parts, like, float8=options.quantized, weighted=weight is not None)
+        self._copies: StreamOperations | None = None
+        self._form = self._make_form(x, ids, weight, like)
+        known = self._rows is not None and not (self._exact or self._buffers is not None)
+        self._in_one = self._form.repeat if known else None
+        self.send = self._form.send
+
+    def _make_form(self, x: Any, ids: Any, weight: Any, like: Any) -> DispatchForm:
+        ctx, options = self._ctx, self._parts.options
+        config = options.config
         # The kernel itself makes float8 rows where it stores them in output buffers.
         scaled = ctx.dispatch_scaled if self._buffers is not None and like is x else None
         launch = (ctx.dispatch_plain if scaled is None else scaled).copy()
-        self._tokens = GivenTokens(parts, x, quantizes=options.quantized and scaled is None)
-        self._launch = launch
-        self._first = launchable_after(self._group.runtime, self._tokens.before, launch)
-        self._scale_bytes = ctx.scale_bytes if options.quantized else 0
-        call = self._call = ffi.cast("ProxycclDispatch *", launch.packed(1))
-        self._layout = ffi.addressof(call, "layout")
+        tokens = GivenTokens(self._parts, x, quantizes=options.quantized and scaled is None)
+        first = launchable_after(self._group.runtime, tokens.before, launch)
+        call = ffi.cast("ProxycclDispatch *", launch.packed(1))
         call.id_bytes = input_view(self._group, ids, "exp_indices").dtype.itemsize
-        call.row_bytes = self._tokens.row_bytes if scaled is None else config.hidden + self._scale_bytes
-        self._id_bytes, self._weight_bytes = config.topk * call.id_bytes, config.topk * config.weight.itemsize
-        self._outputs = _Outputs(parts, like, float8=options.quantized, weighted=self._weighted)
-        self._copies: StreamOperations | None = None
+        call.row_bytes = tokens.row_bytes if scaled is None else config.hidden + self._scale_bytes
+        weight_bytes = config.topk * config.weight.itemsize
+        tables = ctx.tables.of_call(
+            self._rows, buffered=self._buffers is not None, wide_ids=call.id_bytes == ffi.sizeof("uint64_t")
+        )
+        known = self._rows is not None and self._buffers is None
+        makers = self._outputs.makers(like, self._rows or 0) if known else (None, None, None)
+        return DispatchForm(
+            self.issuer(),
+            self.prepared(first),
+            self.prepared(launch, compared=False),
+            (*tokens.kinds, describe_kind(ids), describe_kind(weight)),
+            (
+                config.hidden,
+                tokens.scales,
+                config.topk,
+                config.max_tokens,
+                tokens.given_bytes,
+                config.topk * call.id_bytes,
+                weight_bytes,
+            ),
+            address_of(call),
+            tokens.filled,
+            (ROUTE | SEND | GATHER | RECEIVE, ROUTE | SEND, GATHER | RECEIVE),
+            (
+                EPAllToAllLayoutDesc,
+                NOT_RECEIVED,
+                ctx,
+                ctx.numbers,
+                tables,
+                ctx.arrays.maker_of(like, (tables.words,), "int32"),
+                tables.address,
+                ctx.arrays.address,
+            ),
+            (-1 if self._rows is None else self._rows, not self._exact, received_offset(tables)),
+            (self._scale_bytes, ctx.scale_column),
+            makers,
+            self._take,
+            self._receive_sent,
+        )
 
     def repeat(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> Dispatched | None:
         """Makes the whole call. None, and nothing done, if it does not fit."""
-        begun = self._begin(x, ids, weight, given)
+        if self._in_one is not None:
+            made: Dispatched | None = self._in_one(x, ids, weight, given)
+            if self._on_host and made is not None and given is None:
+                check_ended(self._parts)
+            return made
+        begun = self._form.begin(x, ids, weight, given)
         if begun is None:
             return None
-        desc, taken, owners = begun
-        stream = desc.stream
+        desc, taken = begun
+        stream, owners = desc.stream, (x, ids, weight)
         if not self._at_once:
-            self._call.phases = ROUTE | GATHER | TELL
-            self._issue(desc, self._first, stream, owners)
+            self._form.issue(desc, stream, owners, True, ROUTE | GATHER | TELL, 0, _NOWHERE)
             output = self._receive_counted(desc, owners, stream, SEND | RECEIVE, LAYOUT)
         else:
             output = self._receive_at_once(desc, taken, owners)
@@ -147,94 +221,46 @@ class RepeatedDispatch(RepeatedCall):
             check_ended(self._parts)
         return output.rows, output.weights, desc
 
-    def send(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> SentDispatch | None:
-        """Makes the first half. None, and nothing done, if it does not fit."""
-        begun = self._begin(x, ids, weight, given)
-        if begun is None:
-            return None
-        desc, _, owners = begun
-        output = None if self._rows is None else self._outputs.make(self._rows)
-        self._issue(desc, self._first, desc.stream, owners)
-        return SentDispatch(self, desc, output, owners)
-
-    def receive(self, sent: SentDispatch, stream: StreamLike) -> Dispatched:
-        """Makes the second half."""
-        desc, output, owners = sent.desc, sent.output, sent.owners
-        if output is not None:
-            self._fill_output(desc, GATHER | RECEIVE, desc.rows, output.addresses)
-            self._issue(desc, self._launch, stream, (*owners, output), compared=False)
-            desc.mark_received()
-        else:
-            self._call.phases = GATHER | TELL
-            self._issue(desc, self._launch, stream, owners, compared=False)
-            output = self._receive_counted(desc, owners, stream, RECEIVE, RECEIVE)
-        if stream is None and self._on_host:
-            check_ended(self._parts)
-        return output.rows, output.weights, desc
-
-    def _begin(
-        self, x: Any, ids: Any, weight: Any, given: StreamLike
-    ) -> tuple[EPAllToAllLayoutDesc, TakenBuffer, tuple[object, ...]] | None:
-        """Fills in a call that sends. Returns its descriptor, the output buffer that it takes, and the arrays that it
-        reads; None, and nothing done, if it does not fit.
-        """
-        config, ctx = self._config, self._ctx
-        tokens = self._tokens.count(x)
-        if not 0 < tokens <= config.max_tokens:
-            return None
-        slots, weights_at = (tokens, config.topk), 0
-        ids_at = self._at(ids, slots, tokens * self._id_bytes)
-        if self._weighted:
-            weights_at = self._at(weight, slots, tokens * self._weight_bytes)
-        if not ids_at or (self._weighted and not weights_at):
-            return None
-        like = x[0] if type(x) is tuple else x
-        stream = self._stream(like, given)
+    def _take(self, like: Any, stream: StreamLike, given: StreamLike) -> TakenBuffer | None:
+        """The output buffer of a call; None if it can't be made on a stream that is being captured."""
         if self._exact and not self._halves and self._parts.is_capturing(stream):
             return None
-        at, packed = self._tokens.take(x, tokens)
-        if not at:
-            return None
-        taken, buffers = NO_BUFFER, self._buffers
-        if buffers is not None:
-            on_current = given is None and (self._exact or self._parts.outlives_no_graph(stream))
-            taken = buffers.take(like, on_current_stream=on_current)
-        number = ctx.next_number()
-        desc = EPAllToAllLayoutDesc(
-            ctx, number, tokens, like, most_rows=self._rows, counts_rows=not self._exact, output_buffer=taken.number
-        )
-        desc.stream = stream
-        lib.proxyccl_expert_dispatch_send(
-            self._call, ROUTE | SEND, number, tokens, at, ids_at, weights_at, taken.number
-        )
-        desc.fill(self._layout)
-        return desc, taken, (x, ids, weight, packed)
+        if self._buffers is None:
+            return NO_BUFFER
+        on_current = given is None and (self._exact or self._parts.outlives_no_graph(stream))
+        return self._buffers.take(like, on_current_stream=on_current)
 
     def _receive_at_once(self, desc: EPAllToAllLayoutDesc, taken: TakenBuffer, owners: tuple[object, ...]) -> NewOutput:
         rows, buffers = self._rows, self._buffers
         assert rows is not None
-        if buffers is None:
-            output = self._outputs.make(rows)
-        else:  # the arrays of the rows are made when their number is known
-            weights, weights_at = self._outputs.make_weights(rows)
-            rows_at = buffers.address(taken.number)
-            scales_at = rows_at + buffers.scales_offset if self._scale_bytes else 0
-            output = NewOutput(None, weights, (rows_at, scales_at, weights_at))
+        assert buffers is not None
+        # The arrays of the rows are made when their number is known.
+        weights, weights_at = self._outputs.make_weights(rows)
+        rows_at = buffers.address(taken.number)
+        scales_at = rows_at + buffers.scales_offset if self._scale_bytes else 0
+        output = NewOutput(None, weights, (rows_at, scales_at, weights_at))
         phases = ROUTE | SEND | GATHER | RECEIVE | (TELL if self._exact else 0)
-        self._fill_output(desc, phases, rows, output.addresses)
-        self._issue(desc, self._first, desc.stream, (*owners, output, taken))
+        self._form.issue(desc, desc.stream, (*owners, output, taken), True, phases, rows, output.addresses)
         desc.mark_received()
-        if buffers is not None:
-            if self._exact:
-                desc.rows = self._ctx.await_rows(desc)
-                refuse_bad(self._parts, desc)
-            if taken.whole is not None:
-                output.rows = self._outputs.rows_in(taken.whole, buffers.scales_offset, desc.rows)
-            else:
-                self._copy_passed(desc, output)
-            if output.weights is not None and desc.rows != rows:
-                output.weights = first_rows(output.weights, desc.rows)
+        if self._exact:
+            desc.rows = self._ctx.await_rows(desc)
+            refuse_bad(self._parts, desc)
+        if taken.whole is not None:
+            output.rows = self._outputs.rows_in(taken.whole, buffers.scales_offset, desc.rows)
+        else:
+            self._copy_passed(desc, output)
+        if output.weights is not None and desc.rows != rows:
+            output.weights = first_rows(output.weights, desc.rows)
         return output
+
+    def _receive_sent(self, sent: SentDispatch, stream: StreamLike) -> Dispatched:
+        """The second half of a call whose number of rows was not known at its first."""
+        desc = sent.desc
+        self._form.issue(desc, stream, sent.owners, False, GATHER | TELL, 0, _NOWHERE)
+        output = self._receive_counted(desc, sent.owners, stream, RECEIVE, RECEIVE)
+        if stream is None and self._on_host:
+            check_ended(self._parts)
+        return output.rows, output.weights, desc
 
     def _receive_counted(
         self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...], stream: StreamLike, phases: int, refused: int
@@ -245,19 +271,12 @@ class RepeatedDispatch(RepeatedCall):
         if bad is not None:
             desc.rows, phases = 0, refused
         desc.size_rows(desc.rows)
-        desc.fill(self._layout)
         output = _NO_OUTPUT if bad is not None else self._outputs.make(desc.rows)
-        self._fill_output(desc, phases, desc.rows, output.addresses)
-        self._issue(desc, self._launch, stream, (*owners, output), compared=False)
+        self._form.issue(desc, stream, (*owners, output), False, phases, desc.rows, output.addresses)
         desc.mark_received(refused=bad is not None)
         if bad is not None:
             raise bad
         return output
-
-    def _fill_output(self, desc: EPAllToAllLayoutDesc, phases: int, rows: int, addresses: tuple[int, int, int]) -> None:
-        received = desc.pointer(RECEIVED) if desc.counts_rows else 0
-        scale_bytes = self._scale_bytes if addresses[1] else 0
-        lib.proxyccl_expert_dispatch_receive(self._call, phases, rows, scale_bytes, *addresses, received)
 
     def _copy_passed(self, desc: EPAllToAllLayoutDesc, output: NewOutput) -> None:
         """Copies rows from the buffer that they pass to new arrays."""
@@ -266,36 +285,10 @@ class RepeatedDispatch(RepeatedCall):
             return
         arrays = made if isinstance(made, tuple) else (made,)
         if self._copies is None:
-            self._copies = StreamOperations(self._group.runtime, [COPY_LATER] * len(arrays))
+            self._copies = StreamOperations(self._group.runtime, [_COPY_LATER] * len(arrays))
         for step, (array, source) in enumerate(zip(arrays, output.addresses, strict=False)):
             self._copies.set_copy(step, CopyBytes(self._ctx.arrays.address(array), source, array.nbytes))
-        self._issue(desc, self._copies, desc.stream, arrays, compared=False)
-
-
-class SentDispatch:
-    """A repeated dispatch whose first half is made.
-
-    Attributes:
-        desc, stream, output, recorded: as of a `DispatchCall`.
-        owners: the arrays that kernels read.
-    """
-
-    __slots__ = ("_call", "desc", "output", "owners", "recorded", "stream")
-
-    def __init__(
-        self,
-        call: RepeatedDispatch,
-        desc: EPAllToAllLayoutDesc,
-        output: NewOutput | None,
-        owners: tuple[object, ...],
-    ) -> None:
-        self._call, self.desc, self.output, self.owners = call, desc, output, owners
-        self.stream: StreamLike = desc.stream
-        self.recorded: tuple[Any, ...] = ()
-
-    def receive(self, stream: StreamLike) -> Dispatched:
-        """Makes the second half on a stream."""
-        return self._call.receive(self, stream)
+        self._queue(desc, (ffi.NULL, self._copies), desc.stream, arrays)
 
 
 class RepeatedRouting(RepeatedCall):
@@ -308,32 +301,45 @@ class RepeatedRouting(RepeatedCall):
 
     def __init__(self, parts: LayerParts, x: Any) -> None:
         like, is_pair = (x[0], True) if isinstance(x, tuple) else (x, False)
-        config = parts.options.config
+        ctx, config = parts.ctx, parts.options.config
         super().__init__(parts, like, "redispatch", "uint8" if is_pair else config.token.name)
-        self._tokens = GivenTokens(parts, x, quantizes=False)
-        launch = parts.ctx.dispatch_plain.copy()
-        self._launchable: Launchable = launchable_after(self._group.runtime, self._tokens.before, launch)
-        self._scale_bytes = parts.ctx.scale_bytes if is_pair else 0
+        tokens = GivenTokens(parts, x, quantizes=False)
+        launch = ctx.dispatch_plain.copy()
         call = self._call = ffi.cast("ProxycclDispatch *", launch.packed(1))
-        self._layout = ffi.addressof(call, "layout")
-        call.redispatch, call.id_bytes, call.row_bytes = 1, 4, self._tokens.row_bytes
-        self._own_ids = 4 * parts.ctx.nodes.own * config.max_tokens * config.topk
+        call.redispatch, call.id_bytes, call.row_bytes = 1, 4, tokens.row_bytes
+        self._own_ids = 4 * ctx.nodes.own * config.max_tokens * config.topk
         self._outputs = _Outputs(parts, like, float8=is_pair, weighted=False)
+        first = self.prepared(launchable_after(self._group.runtime, tokens.before, launch))
+        tables = ctx.tables.of_call(None, buffered=False, wide_ids=False)
+        self._form = DispatchForm(
+            self.issuer(),
+            first,
+            first,
+            (*tokens.kinds, None, None),
+            (config.hidden, tokens.scales, config.topk, config.max_tokens, tokens.given_bytes, 0, 0),
+            address_of(call),
+            tokens.filled,
+            (SEND | RECEIVE, 0, 0),
+            (EPAllToAllLayoutDesc, NOT_RECEIVED, ctx, ctx.numbers, tables, None, 0, ctx.arrays.address),
+            (-1, False, 0),
+            (ctx.scale_bytes if is_pair else 0, ctx.scale_column),
+            (None, None, None),
+            None,
+            None,
+        )
 
     def repeat(self, x: Any, desc: EPAllToAllLayoutDesc, given: StreamLike) -> Any:
         """The rows; None, and nothing done, if the call does not fit."""
-        tokens = self._tokens.count(x)
-        if not tokens or tokens != desc.num_dispatch_token_cur_rank or not desc.rows:
-            return None
-        at, packed = self._tokens.take(x, tokens)
-        if not at:
+        if not desc.rows or self._form.fill(x) != desc.num_dispatch_token_cur_rank:
             return None
         output = self._outputs.make(desc.rows)
-        ids_at = desc.pointer("expert_ids") + self._own_ids
-        call = self._call
-        lib.proxyccl_expert_dispatch_send(call, SEND | RECEIVE, desc.number, tokens, at, ids_at, 0, 0)
-        lib.proxyccl_expert_dispatch_receive(call, SEND | RECEIVE, desc.rows, self._scale_bytes, *output.addresses, 0)
-        desc.fill(self._layout)
-        stream = self._stream(x[0] if type(x) is tuple else x, given)
-        self._issue(desc, self._launchable, stream, (x, packed, output))
+        self._call.expert_ids = ffi.cast("char *", desc.pointer("expert_ids") + self._own_ids)
+        self._call.ticket = desc.number
+        stream = self._form.stream(x[0] if type(x) is tuple else x, given)
+        self._form.issue(desc, stream, (x, output), True, SEND | RECEIVE, desc.rows, output.addresses)
         return output.rows
+
+
+def received_offset(tables: Tables) -> int:
+    """Where the number of received rows lies among tables, in bytes; 0 if it does not."""
+    return 4 * tables.places[RECEIVED][0] if RECEIVED in tables.places else 0

@@ -20,6 +20,8 @@ RECEIVED = "received"
 """The number of received rows, int32 [1]: a table that no ProxycclExpertLayout has."""
 OF_ROWS = frozenset({"first_rows", "token_rows", "row_slots", "row_experts", "row_tokens"})
 """Tables with an entry for each row of the output."""
+_OF_IDS = frozenset({"row_experts"})
+"""Tables of the type of the caller's expert ids."""
 
 
 class Tables(Struct, frozen=True):
@@ -27,25 +29,29 @@ class Tables(Struct, frozen=True):
 
     Attributes:
         words: elements of the array.
-        places: each table's first element, its shape and its strides.
+        places: each table's first word, its shape and its strides.
         offsets: for `proxyccl_expert_place`.
+        address: of the offsets, for callers in C.
+        wide: the tables of int64.
     """
 
     words: int
     places: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]
     offsets: Any
+    address: int
+    wide: frozenset[str]
 
     @staticmethod
-    def of(shapes: dict[str, tuple[int, ...]]) -> Tables:
+    def of(shapes: dict[str, tuple[int, ...]], wide: frozenset[str] = frozenset()) -> Tables:
         """Tables of these shapes, one after the other."""
         places, end = {}, 0
         for name, shape in shapes.items():
             places[name] = end, shape, strides_of(shape)
-            end += -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+            end += -(-math.prod(shape) * (2 if name in wide else 1) // _ALIGNMENT) * _ALIGNMENT
         offsets = ffi.new("uint64_t[]", [_NO_TABLE] * lib.PROXYCCL_LAYOUT_TABLES)
         for name in places.keys() - {RECEIVED}:
             offsets[ffi.offsetof("ProxycclExpertLayout", name) // 8] = 4 * places[name][0]
-        return Tables(end, places, offsets)
+        return Tables(end, places, offsets, int(ffi.cast("uintptr_t", offsets)), wide)
 
 
 def _rounded(rows: int) -> int:
@@ -69,32 +75,33 @@ class TableLayouts:
     def __init__(self, config: EPConfig, nodes: Nodes, layout: OutputLayout) -> None:
         self._config, self._nodes, self._layout = config, nodes, layout
         self.alignment = layout.expert_alignment or 1
-        self._kept: dict[tuple[bool, int | None], Tables] = {}
-        self._kept_of_rows: dict[int, Tables] = {}
+        self._kept: dict[tuple[bool, int | None, bool], Tables] = {}
+        self._kept_of_rows: dict[tuple[int, bool], Tables] = {}
 
-    def of_call(self, rows: int | None, *, buffered: bool) -> Tables:
+    def of_call(self, rows: int | None, *, buffered: bool, wide_ids: bool) -> Tables:
         """Those of a dispatch. Those with an entry for each row are among them if the number of rows is given.
 
         Args:
             rows: the most rows of the output; None if it is not known yet.
             buffered: whether rows go to an output buffer.
+            wide_ids: whether the caller's expert ids are int64.
         """
-        key = buffered, rows
+        key = buffered, rows, wide_ids
         if key not in self._kept:
             shapes = self._shapes(buffered)
             if rows is not None:
                 shapes |= {**self._shapes_of_rows(rows), RECEIVED: (1,)}
-            self._kept[key] = Tables.of(shapes)
+            self._kept[key] = Tables.of(shapes, _OF_IDS if wide_ids else frozenset())
         return self._kept[key]
 
-    def of_rows(self, rows: int) -> Tables:
+    def of_rows(self, rows: int, *, wide_ids: bool) -> Tables:
         """Those with an entry for each row, where their number became known later. They may have room for a few more
         rows, so that few of them serve all numbers.
         """
-        rows = _rounded(rows)
-        if rows not in self._kept_of_rows:
-            self._kept_of_rows[rows] = Tables.of(self._shapes_of_rows(rows))
-        return self._kept_of_rows[rows]
+        key = _rounded(rows), wide_ids
+        if key not in self._kept_of_rows:
+            self._kept_of_rows[key] = Tables.of(self._shapes_of_rows(key[0]), _OF_IDS if wide_ids else frozenset())
+        return self._kept_of_rows[key]
 
     def _shapes(self, buffered: bool) -> dict[str, tuple[int, ...]]:
         config, nodes, ranks = self._config, self._nodes, self._config.world_size

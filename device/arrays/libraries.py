@@ -162,6 +162,12 @@ class _Library(Struct, frozen=True):
     is_torch: bool = False
     instead: str | None = None
 
+    @staticmethod
+    def current_of_device() -> Callable[[int], int]:
+        """What tells the handle of torch's current stream on a GPU."""
+        found: Callable[[int], int] = sys.modules["torch"]._C._cuda_getCurrentRawStream
+        return found
+
 
 def _find_library(kind: type) -> _Library:
     if kind.__module__ == "torch" and kind.__name__ == "Tensor":

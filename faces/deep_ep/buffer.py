@@ -21,6 +21,8 @@ from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
 from proxyccl.device.flags import as_flag
 
+_DIMENSIONS = 2  # of tokens and of their experts' ids
+
 
 class Buffer(Connected):
     """Dispatch and combine for the ranks of a group. All ranks make it together and make the same calls.
@@ -352,10 +354,11 @@ class Buffer(Connected):
         """
         plain = not others and dispatch_wait_recv_cost_stats is None and _are_plain(async_finish, return_recv_hook)
         plain = plain and type(num_max_dispatch_tokens_per_rank) is type(num_experts) is int
-        plain = plain and type(use_fp8) is type(round_scale) is type(use_ue8m0) is bool
-        if plain and (layers := self._unchanged_layers()) is not None and isinstance(x, torch.Tensor):
-            options = num_max_dispatch_tokens_per_rank, num_experts, Buffer.num_sms, use_fp8, round_scale, use_ue8m0
-            known = layers.low_latency.get(low_latency.repeated_key(x, topk_idx, *options, return_recv_hook))
+        plain = plain and type(use_fp8) is bool and round_scale is False and use_ue8m0 is False
+        plain = plain and type(x) is type(topk_idx) is torch.Tensor and x.dim() == topk_idx.dim() == _DIMENSIONS
+        if plain and (layers := self._unchanged_layers()) is not None:
+            options = num_max_dispatch_tokens_per_rank, num_experts, Buffer.num_sms, use_fp8, return_recv_hook
+            known = layers.low_latency.get(low_latency.repeated_key(x, topk_idx, *options))
             if known is not None:
                 arguments = x, topk_idx, cumulative_local_expert_recv_stats
                 repeated, event = self._repeat(known.repeat, arguments, apart=async_finish)

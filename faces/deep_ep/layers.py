@@ -171,6 +171,7 @@ class Layers:
             max_recv_tokens=shape.most_rows,
             dispatch_dtype="float8_e4m3fn" if shape.scale_elements else None,
             scale_elements=shape.scale_elements or 128,
+            scales_by_columns=shape.layout == "padded" and shape.scale_elements > 0,
             grows=shape.layout != "padded",
             output_buffers=outputs,
             keeps_outputs=outputs > 0,

@@ -64,19 +64,19 @@ def dispatch(
         assert pending.output is not None
         received, desc = pending.output.rows, pending.desc
     handle = LowLatencyHandle(Routing(layer, desc), max_tokens, hidden, num_experts)
-    scales = column_major(received[1], packed=use_ue8m0) if use_fp8 else None
+    scales = column_major(received[1], packed=True) if use_ue8m0 else None
 
     def finish() -> None:
         if pending is not None:
             layer.dispatch_recv(pending)
         if scales is not None:
-            scales.copy_(packed_exponents(received[1]) if use_ue8m0 else received[1])
+            scales.copy_(packed_exponents(received[1]))
         if stats is not None:
             stats.add_(desc.expert_rows)
 
     if not hooked:
         finish()
-    key = repeated_key(x, topk_idx, max_tokens, num_experts, num_sms, use_fp8, round_scale, use_ue8m0, hooked)
+    key = repeated_key(x, topk_idx, max_tokens, num_experts, num_sms, use_fp8, hooked)
     if not round_scale and key not in layers.low_latency:
         experts = layer.ep_config.num_experts_per_rank
         layers.low_latency[key] = Repeated(layers, shape, max_tokens, experts, hooked=hooked)
@@ -84,9 +84,17 @@ def dispatch(
     return rows, desc.expert_rows, handle, (finish, layer) if hooked else None
 
 
-def repeated_key(x: torch.Tensor, topk_idx: torch.Tensor, *others: Any) -> tuple[Any, ...]:
-    """The arguments that two dispatches must share for `Repeated`; the others are numbers and flags."""
-    return x.shape[-1:], getattr(topk_idx, "shape", ())[-1:], others
+def repeated_key(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    max_tokens: int,
+    num_experts: int,
+    num_sms: int,
+    use_fp8: bool,
+    hooked: bool,
+) -> tuple[Any, ...]:
+    """What two dispatches must share for `Repeated`."""
+    return x.size(-1), topk_idx.size(-1), max_tokens, num_experts, num_sms, use_fp8, hooked
 
 
 class Repeated:
@@ -101,50 +109,48 @@ class Repeated:
     """
 
     def __init__(self, layers: Layers, shape: Shape, max_tokens: int, experts: int, *, hooked: bool) -> None:
-        self._layers, self._shape, self._max_tokens, self._hooked = layers, shape, max_tokens, hooked
+        self._layers, self._shape, self._max_tokens = layers, shape, max_tokens
         self._layer = None if hooked else layers.of_size(shape, max_tokens, hooked=False)
         self._experts = experts
-        self._scales: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # shape and strides
 
     def repeat(
         self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
     ) -> tuple[Rows, torch.Tensor, Handle, Half | None] | None:
         """The results of `dispatch`; None, and nothing done, if it must be made as the first."""
-        require_stats(stats, self._experts)
-        layer = self._layer or self._layers.of_size(self._shape, self._max_tokens, hooked=True)
-        sent = layer.repeat_dispatch(x, topk_idx, halves=self._hooked)
+        if stats is not None:
+            require_stats(stats, self._experts)
+        layer, shape = self._layer, self._shape
+        if layer is None:
+            return self._send(x, topk_idx, stats)
+        made = layer.repeat_dispatch(x, topk_idx)
+        if made is None:
+            return None
+        rows, _, desc = made
+        expert_rows = desc.expert_rows
+        if stats is not None:
+            stats.add_(expert_rows)
+        handle = LowLatencyHandle(Routing(layer, desc), self._max_tokens, shape.hidden, shape.num_experts)
+        return rows, expert_rows, handle, None
+
+    def _send(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
+    ) -> tuple[Rows, torch.Tensor, Handle, Half | None] | None:
+        layers, shape = self._layers, self._shape
+        layer = layers.of_size(shape, self._max_tokens, hooked=True)
+        sent = layer.repeat_dispatch(x, topk_idx, halves=True)
         if sent is None:
             return None
-        rows, desc = (sent.output.rows, sent.desc) if self._hooked else (sent[0], sent[2])
-        expert_rows, shape = desc.expert_rows, self._shape
-        handle = LowLatencyHandle(Routing(layer, desc), self._max_tokens, shape.hidden, shape.num_experts)
-        scales = given = None
-        if shape.scale_elements:
-            rows, given = rows
-            scales = self._by_columns(given)
-            rows = rows, scales
-        if not self._hooked:
-            if scales is not None:
-                scales.copy_(given)
-            if stats is not None:
-                stats.add_(expert_rows)
-            return rows, expert_rows, handle, None
-        self._layers.take_turns(shape, self._max_tokens)
+        layers.take_turns(shape, self._max_tokens)
+        desc = sent.desc
+        expert_rows = desc.expert_rows
 
         def finish() -> None:
             layer.dispatch_recv(sent)
-            if scales is not None:
-                scales.copy_(given)
             if stats is not None:
                 stats.add_(expert_rows)
 
-        return rows, expert_rows, handle, (finish, layer)
-
-    def _by_columns(self, scales: torch.Tensor) -> torch.Tensor:
-        if self._scales is None:
-            like = column_major(scales)
-            self._scales = tuple(like.shape), like.stride()
-        return torch.empty_strided(*self._scales, dtype=scales.dtype, device=scales.device)
+        handle = LowLatencyHandle(Routing(layer, desc), self._max_tokens, shape.hidden, shape.num_experts)
+        return sent.output.rows, expert_rows, handle, (finish, layer)
 
 
 def combine_again(

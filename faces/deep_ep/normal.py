@@ -44,7 +44,9 @@ def dispatch(
             layers.keep(key, shape)
     values, weights, desc, layer = made
     counts = [] if most_rows is not None else desc.num_tokens_per_expert(expert_alignment)
-    ids = desc.local_expert_ids.to(topk_idx.dtype)
+    ids = desc.local_expert_ids
+    if ids.dtype is not topk_idx.dtype:  # of a layer that has lost ranks
+        ids = ids.to(topk_idx.dtype)
     handle = normal_handle(Routing(layer, desc), is_token_in_rank, num_sms=num_sms, nodes=nodes, has_ids=True)
     return values if tokens is None else tokens.as_given(values), ids, weights, counts, handle
 

@@ -31,11 +31,16 @@ class EventOverlap:
         extra_tensors: tensors that are kept alive as long as this object.
     """
 
+    event: EventHandle | None = None
+    extra_tensors: tuple[torch.Tensor, ...] | None = None
+    _hook: Callable[[], Any] | None = None
+    _releases = False
+
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
-        self.event = event
-        self.extra_tensors = extra_tensors
-        self._hook: Callable[[], Any] | None = None
-        self._releases = False
+        if event is not None:
+            self.event = event
+        if extra_tensors is not None:
+            self.extra_tensors = extra_tensors
 
     def current_stream_wait(self, release_handle: bool = False) -> Any:
         """Makes the current stream wait for the event. Returns what the registered hook returns, or None.

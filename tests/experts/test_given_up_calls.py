@@ -43,7 +43,7 @@ def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
 
     def allocate_and_fill(desc: Any, tables: Any) -> None:
         allocate(desc, tables)
-        desc._blocks[-1][0][:] = 0x3F3F3F3F  # rows and ranks far out of range
+        desc.blocks[-1][0][:] = 0x3F3F3F3F  # rows and ranks far out of range
 
     monkeypatch.setattr(EPAllToAllLayoutDesc, "_allocate", allocate_and_fill)
 

@@ -115,7 +115,7 @@ def rows_by_rank(case: Case, rank: int) -> Rows:
         return np.concatenate([array[token] for array, token in zip(arrays, came, strict=True)])
 
     mask, ids = of_all(here), of_all(case.ids)
-    local = np.where(mask, ids - first, -1).astype(np.int32)
+    local = np.where(mask, ids - first, -1).astype(case.ids_dtype)
     return Rows(
         rows=of_all(case.inputs),
         experts=local,

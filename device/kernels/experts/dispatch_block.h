@@ -357,10 +357,14 @@ class Dispatch {
   // Called by a group: copies bytes [begin, end) of a row, which are scales, to the scales of each row that the group
   // has listed.
   PROXYCCL_DEVICE void copyScales(const Group& group, const char* from, uint64_t begin, uint64_t end) const;
+  // Where a row's scale is stored, with padded rows whose scales are columns.
+  PROXYCCL_DEVICE uint64_t placeInColumn(uint32_t row, uint64_t columns, uint64_t column) const;
   // Called by a group: writes the descriptor's entries of token i of a source's segment, if there is one.
   PROXYCCL_DEVICE void describeToken(const Group& group, uint32_t source, uint32_t i) const;
   // Called by a group: writes the descriptor's entries of a token's rows.
   PROXYCCL_DEVICE void describeRows(const Group& group, uint32_t source, uint32_t i) const;
+  // Stores an entry of row_experts.
+  PROXYCCL_DEVICE void storeOwnExpert(uint64_t entry, int32_t expert) const;
   // Called by a group, with a row for each rank: writes the token's choices on this rank.
   PROXYCCL_DEVICE void describeChoices(const Group& group, uint32_t source, uint32_t i, int32_t row) const;
 

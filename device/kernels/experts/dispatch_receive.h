@@ -166,18 +166,26 @@ PROXYCCL_DEVICE int32_t Dispatch<Mode>::rowOf(const ProxycclExpertSlot& slot, ui
 }
 
 template <class Mode>
+PROXYCCL_DEVICE uint64_t Dispatch<Mode>::placeInColumn(uint32_t row, uint64_t columns, uint64_t column) const {
+  const uint32_t expert = row / team_->padded_rows;
+  return (expert * columns + column) * call_.scale_column + (row - expert * team_->padded_rows);
+}
+
+template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::copyScales(const Group& group, const char* from, uint64_t begin,
                                                 uint64_t end) const {
   const GroupSpace& space = group.space();
   const float* scales = reinterpret_cast<const float*>(from + begin);
-  const uint64_t before = begin - (call_.row_bytes - call_.scale_bytes);
+  const uint64_t first = (begin - (call_.row_bytes - call_.scale_bytes)) / sizeof(float);
+  const uint64_t columns = call_.scale_bytes / sizeof(float);
 #pragma unroll 1
   for (uint64_t i = group.lane; i < (end - begin) / sizeof(float); i += kGroupLanes) {
     const float scale = scales[i];
 #pragma unroll 1
     for (uint32_t slot = 0; slot < space.count; ++slot) {
-      char* row = call_.output_scales + static_cast<uint64_t>(space.number[slot]) * call_.scale_bytes;
-      reinterpret_cast<float*>(row + before)[i] = scale;
+      const uint32_t row = static_cast<uint32_t>(space.number[slot]);
+      const uint64_t at = call_.scale_column == 0 ? row * columns + first + i : placeInColumn(row, columns, first + i);
+      reinterpret_cast<float*>(call_.output_scales)[at] = scale;
     }
   }
 }
@@ -234,7 +242,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeSlot(uint32_t source, uint64_t toke
   const uint32_t expert = own.expert - team_->rank * team_->chosen_per_rank;
   const bool here = expert < team_->chosen_per_rank;
   call_.layout.token_rows[entry] = own_row;
-  call_.layout.row_experts[entry] = here ? static_cast<int32_t>(expert) : PROXYCCL_NO_ROW;
+  storeOwnExpert(entry, here ? static_cast<int32_t>(expert) : PROXYCCL_NO_ROW);
   if (call_.output_weights != nullptr) reinterpret_cast<float*>(call_.output_weights)[entry] = here ? own.weight : 0;
   if (!own.is_first) return;
   call_.layout.first_rows[row] = row;
@@ -243,11 +251,19 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeSlot(uint32_t source, uint64_t toke
 }
 
 template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::storeOwnExpert(uint64_t entry, int32_t expert) const {
+  if (call_.id_bytes == sizeof(int64_t))
+    reinterpret_cast<int64_t*>(call_.layout.row_experts)[entry] = expert;
+  else
+    call_.layout.row_experts[entry] = expert;
+}
+
+template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::clearPastEnd(uint32_t rows, uint32_t thread, uint32_t threads) const {
   if (team_->chosen_per_rank == 0) return;
   const uint64_t first = static_cast<uint64_t>(rows) * topk_, end = static_cast<uint64_t>(call_.capacity) * topk_;
 #pragma unroll 1
-  for (uint64_t i = first + thread; i < end; i += threads) call_.layout.row_experts[i] = PROXYCCL_NO_ROW;
+  for (uint64_t i = first + thread; i < end; i += threads) storeOwnExpert(i, PROXYCCL_NO_ROW);
 }
 
 template <class Mode>
@@ -288,13 +304,13 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::describeChoices(const Group& group, uint32_t source, uint32_t i,
                                                      int32_t row) const {
   const uint32_t per_rank = team_->chosen_per_rank, own = team_->rank * per_rank;
-  int32_t* experts = call_.layout.row_experts + static_cast<uint64_t>(row) * topk_;
-  float* weights = reinterpret_cast<float*>(call_.output_weights) + static_cast<uint64_t>(row) * topk_;
+  const uint64_t first = static_cast<uint64_t>(row) * topk_;
+  float* weights = reinterpret_cast<float*>(call_.output_weights) + first;
 #pragma unroll 1
   for (uint32_t k = group.lane; k < topk_; k += kGroupLanes) {
     const auto choice = __builtin_bit_cast(ProxycclExpertChoice, weightOf(source, i, k));
     const uint32_t expert = static_cast<uint32_t>(choice.expert) - own;
-    experts[k] = expert < per_rank ? static_cast<int32_t>(expert) : PROXYCCL_NO_ROW;
+    storeOwnExpert(first + k, expert < per_rank ? static_cast<int32_t>(expert) : PROXYCCL_NO_ROW);
     if (call_.output_weights != nullptr) weights[k] = expert < per_rank ? choice.weight : 0;
   }
 }

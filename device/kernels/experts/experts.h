@@ -170,8 +170,8 @@ typedef struct ProxycclExpertLayout {
   int32_t* token_rows;  /* [rows][topk]: if this is its token's first row, the row of each slot of the token */
   int32_t* row_slots;   /* [rows]: which of its token's slots a row is for */
   int32_t* row_tokens;  /* [rows]: the token's number on its rank; or null */
-  int32_t* row_experts; /* with a row for each rank, [rows][topk]: this rank's experts that the token chose, by their
-                           number here; -1 for others */
+  int32_t* row_experts; /* with a row for each rank, [rows][topk] of id_bytes each: this rank's experts that the token
+                           chose, by their number here; -1 for others */
   int32_t* expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert, at most padded_rows */
   int32_t* sent_rows;   /* with output buffers, [max_tokens][topk]: the row of each slot of this rank's tokens, on the
                            slot's rank */
@@ -185,7 +185,9 @@ typedef struct ProxycclDispatch {
   uint64_t ticket;        /* see ProxycclReceivedRows */
   uint32_t wanted_tokens; /* tokens for which this rank would have needed a larger layer, or 0; all ranks learn it */
   uint32_t scale_bytes;   /* scales at the end of each row, which go to output_scales */
-  uint32_t id_bytes;      /* 4 or 8 */
+  uint32_t scale_column;  /* with padded rows: each expert's scales are columns of so many words, one for each scale of
+                             a row; 0: each row's scales lie together */
+  uint32_t id_bytes;      /* 4 or 8; of row_experts, too, unless it is a repeated dispatch */
   uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's; else 0 */
   uint64_t row_bytes;
   const char* input;       /* [tokens][row_bytes] */

@@ -1,0 +1,116 @@
+#include "descriptor.h"
+
+static PyTypeObject* descriptor_type; /* of the process's one module */
+
+Descriptor* proxyccl_received(PyObject* object, PyObject* owner) {
+  if (!PyObject_TypeCheck(object, descriptor_type)) return NULL;
+  Descriptor* self = (Descriptor*)object;
+  return self->owner == owner && self->missing == Py_None ? self : NULL;
+}
+
+int proxyccl_add_block(Descriptor* self, PyObject* array, uintptr_t at, PyObject* tables, const uint64_t* offsets) {
+  if (self->count == PROXYCCL_DESCRIPTOR_BLOCKS) {
+    PyErr_SetString(PyExc_ValueError, "a descriptor has too many blocks of tables");
+    return -1;
+  }
+  self->blocks[self->count++] = (TableBlock){Py_NewRef(array), Py_NewRef(tables), at, offsets};
+  return 0;
+}
+
+static PyObject* add_block(PyObject* object, PyObject* arguments) {
+  PyObject *array, *tables;
+  unsigned long long at, offsets;
+  if (!PyArg_ParseTuple(arguments, "OKOK", &array, &at, &tables, &offsets)) return NULL;
+  if (proxyccl_add_block((Descriptor*)object, array, (uintptr_t)at, tables, (const uint64_t*)(uintptr_t)offsets) != 0)
+    return NULL;
+  Py_RETURN_NONE;
+}
+
+/* A tuple of the arrays, or of triples of array, address and tables. */
+static PyObject* blocks_of(const Descriptor* self, int whole) {
+  PyObject* blocks = PyTuple_New(self->count);
+  for (int i = 0; blocks != NULL && i < self->count; ++i) {
+    const TableBlock* block = &self->blocks[i];
+    PyObject* each = whole ? Py_BuildValue("OKO", block->array, (unsigned long long)block->at, block->tables)
+                           : Py_NewRef(block->array);
+    if (each == NULL || PyTuple_SetItem(blocks, i, each) != 0) Py_CLEAR(blocks);
+  }
+  return blocks;
+}
+
+static PyObject* blocks(PyObject* object, void* Py_UNUSED(closure)) { return blocks_of((const Descriptor*)object, 1); }
+
+static PyObject* owners(PyObject* object, void* Py_UNUSED(closure)) { return blocks_of((const Descriptor*)object, 0); }
+
+static int traverse(PyObject* object, visitproc visit, void* arg) {
+  Descriptor* self = (Descriptor*)object;
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->owner);
+  Py_VISIT(self->like);
+  Py_VISIT(self->stream);
+  for (int i = 0; i < self->count; ++i) {
+    Py_VISIT(self->blocks[i].array);
+    Py_VISIT(self->blocks[i].tables);
+  }
+  return 0;
+}
+
+static int let_go(PyObject* object) {
+  Descriptor* self = (Descriptor*)object;
+  const int count = self->count;
+  self->count = 0;
+  for (int i = 0; i < count; ++i) {
+    Py_CLEAR(self->blocks[i].array);
+    Py_CLEAR(self->blocks[i].tables);
+  }
+  Py_CLEAR(self->owner);
+  Py_CLEAR(self->like);
+  Py_CLEAR(self->stream);
+  Py_CLEAR(self->missing);
+  return 0;
+}
+
+static void end(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  let_go(object);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+  Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"add_block", add_block, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef members[] = {
+    {"owner", T_OBJECT, offsetof(Descriptor, owner), 0, NULL},
+    {"like", T_OBJECT, offsetof(Descriptor, like), 0, NULL},
+    {"stream", T_OBJECT, offsetof(Descriptor, stream), 0, NULL},
+    {"missing", T_OBJECT, offsetof(Descriptor, missing), 0, NULL},
+    {"number", T_PYSSIZET, offsetof(Descriptor, number), 0, NULL},
+    {"num_dispatch_token_cur_rank", T_PYSSIZET, offsetof(Descriptor, tokens), 0, NULL},
+    {"rows", T_PYSSIZET, offsetof(Descriptor, rows), 0, NULL},
+    {"output_buffer", T_PYSSIZET, offsetof(Descriptor, output_buffer), 0, NULL},
+    {"counts_rows", T_BOOL, offsetof(Descriptor, counts_rows), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyGetSetDef attributes[] = {
+    {"blocks", blocks, NULL, NULL, NULL},
+    {"table_owners", owners, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, end},     {Py_tp_traverse, traverse}, {Py_tp_clear, let_go},
+    {Py_tp_methods, methods},       {Py_tp_members, members}, {Py_tp_getset, attributes}, {0, NULL},
+};
+static PyType_Spec spec = {
+    .name = "proxyccl.channels._prepared_calls.Descriptor",
+    .basicsize = sizeof(Descriptor),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    .slots = slots,
+};
+
+int proxyccl_add_descriptor(PyObject* module) {
+  if (descriptor_type == NULL) descriptor_type = (PyTypeObject*)PyType_FromSpec(&spec);
+  return descriptor_type == NULL ? -1 : PyModule_AddObjectRef(module, "Descriptor", (PyObject*)descriptor_type);
+}

@@ -1,0 +1,123 @@
+#include "given_arrays.h"
+
+#include <string.h>
+
+enum { SHAPE, DTYPE, DEVICE, CONTIGUOUS, NEGATIVE, CONJUGATE, OFFSET, STORAGE, BYTES, ADDRESS, NAMES };
+static const char* const kNames[NAMES] = {"shape",   "dtype",          "get_device",      "is_contiguous", "is_neg",
+                                          "is_conj", "storage_offset", "untyped_storage", "nbytes",        "data_ptr"};
+static PyObject* names[NAMES]; /* of the process's one module */
+
+int proxyccl_name_attributes(void) {
+  for (int i = 0; i < NAMES; ++i)
+    if (names[i] == NULL && (names[i] = PyUnicode_InternFromString(kNames[i])) == NULL) return -1;
+  return 0;
+}
+
+int proxyccl_read_kind(PyObject* described, Kind* kind) {
+  memset(kind, 0, sizeof *kind);
+  if (described == Py_None) return 0;
+  PyObject *type, *dtype, *known, *kind_of, *memory;
+  if (!PyArg_ParseTuple(described, "O!pOlnOOO", &PyType_Type, &type, &kind->is_torch, &dtype, &kind->device,
+                        &kind->itemsize, &known, &kind_of, &memory))
+    return -1;
+  kind->type = (PyTypeObject*)Py_NewRef(type), kind->dtype = Py_NewRef(dtype), kind->kind = Py_NewRef(known);
+  kind->kind_of = Py_NewRef(kind_of), kind->memory = Py_NewRef(memory);
+  return 0;
+}
+
+int proxyccl_visit_kind(const Kind* kind, visitproc visit, void* arg) {
+  Py_VISIT((PyObject*)kind->type);
+  Py_VISIT(kind->dtype);
+  Py_VISIT(kind->kind);
+  Py_VISIT(kind->kind_of);
+  Py_VISIT(kind->memory);
+  return 0;
+}
+
+void proxyccl_clear_kind(Kind* kind) {
+  Py_CLEAR(kind->type);
+  Py_CLEAR(kind->dtype);
+  Py_CLEAR(kind->kind);
+  Py_CLEAR(kind->kind_of);
+  Py_CLEAR(kind->memory);
+}
+
+/* A number that a method of an array returns; -1 with an exception. */
+static Py_ssize_t number_of(PyObject* x, int name) {
+  PyObject* found = PyObject_CallMethodObjArgs(x, names[name], NULL);
+  if (found == NULL) return -1;
+  const Py_ssize_t number = PyLong_AsSsize_t(found);
+  Py_DECREF(found);
+  return number;
+}
+
+static int answers(PyObject* x, int name, PyObject* expected) {
+  PyObject* found = PyObject_CallMethodObjArgs(x, names[name], NULL);
+  Py_XDECREF(found); /* True and False are never freed */
+  return found == expected;
+}
+
+static int has_shape(PyObject* x, const Py_ssize_t* shape, int dimensions, Py_ssize_t* first) {
+  PyObject* given = PyObject_GetAttr(x, names[SHAPE]);
+  int fits = given != NULL && PyTuple_Check(given) && PyTuple_Size(given) == dimensions;
+  for (int i = 0; fits && i < dimensions; ++i) {
+    const Py_ssize_t extent = PyLong_AsSsize_t(PyTuple_GetItem(given, i)); /* an error for a symbol */
+    if (i == 0) *first = extent;
+    fits = i == 0 && shape[0] == PROXYCCL_ANY_EXTENT ? extent > 0 : extent == shape[i];
+  }
+  Py_XDECREF(given);
+  return fits;
+}
+
+static int is_of_kind(const Kind* kind, PyObject* x) {
+  if (Py_TYPE(x) != kind->type) return 0;
+  if (!kind->is_torch) {
+    PyObject* found = PyObject_CallFunctionObjArgs(kind->kind_of, x, NULL);
+    const int same = found != NULL && PyObject_RichCompareBool(found, kind->kind, Py_EQ) == 1;
+    Py_XDECREF(found);
+    return same;
+  }
+  PyObject* dtype = PyObject_GetAttr(x, names[DTYPE]);
+  Py_XDECREF(dtype); /* torch's types are never freed */
+  return dtype == kind->dtype && number_of(x, DEVICE) == kind->device;
+}
+
+/* `libraries[type].memory`, here for torch. */
+static uintptr_t memory_of(const Kind* kind, PyObject* x, Py_ssize_t nbytes) {
+  if (!kind->is_torch) {
+    PyObject* found = PyObject_CallFunction(kind->memory, "On", x, nbytes);
+    const uintptr_t at = found == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(found);
+    Py_XDECREF(found);
+    return PyErr_Occurred() == NULL ? at : 0;
+  }
+  if (!answers(x, CONTIGUOUS, Py_True) || !answers(x, NEGATIVE, Py_False) || !answers(x, CONJUGATE, Py_False)) return 0;
+  /* Not by its address alone: a view of a storage that was freed has its offset as address. */
+  const Py_ssize_t offset = number_of(x, OFFSET);
+  PyObject* storage = offset < 0 ? NULL : PyObject_CallMethodObjArgs(x, names[STORAGE], NULL);
+  const Py_ssize_t held = storage == NULL ? -1 : number_of(storage, BYTES);
+  Py_XDECREF(storage);
+  if (held < offset * kind->itemsize + nbytes) return 0;
+  PyObject* address = PyObject_CallMethodObjArgs(x, names[ADDRESS], NULL);
+  const uintptr_t at = address == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(address);
+  Py_XDECREF(address);
+  return PyErr_Occurred() != NULL || at % (uintptr_t)kind->itemsize != 0 ? 0 : at;
+}
+
+uintptr_t proxyccl_place(const Kind* kind, PyObject* x, const Py_ssize_t* shape, int dimensions, Py_ssize_t row_bytes,
+                         Py_ssize_t* first) {
+  Py_ssize_t extent = 0;
+  uintptr_t at = 0;
+  if (is_of_kind(kind, x) && has_shape(x, shape, dimensions, &extent)) at = memory_of(kind, x, extent * row_bytes);
+  if (PyErr_Occurred() != NULL) PyErr_Clear();
+  if (first != NULL) *first = extent;
+  return at;
+}
+
+uintptr_t proxyccl_address(const Kind* kind, PyObject* made, PyObject* address) {
+  PyObject* found = kind->is_torch ? PyObject_CallMethodObjArgs(made, names[ADDRESS], NULL)
+                                   : PyObject_CallFunctionObjArgs(address, made, NULL);
+  const uintptr_t at = found == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(found);
+  Py_XDECREF(found);
+  if (at == 0 && PyErr_Occurred() == NULL) PyErr_SetString(PyExc_MemoryError, "a new array has no memory");
+  return PyErr_Occurred() == NULL ? at : 0;
+}

@@ -1,0 +1,77 @@
+#include "issuer.h"
+
+int proxyccl_read_issuer(PyObject* given, Issuer* issuer) {
+  PyObject *calls, *current, *stream_type, *stream_of, *queue, *device;
+  unsigned long long number;
+  if (!PyArg_ParseTuple(given, "OpOOOOOK", &calls, &issuer->on_host, &current, &stream_type, &stream_of, &queue,
+                        &device, &number) ||
+      !proxyccl_require_prepared_calls(calls))
+    return -1;
+  issuer->calls = Py_NewRef(calls), issuer->current = Py_NewRef(current), issuer->device = Py_NewRef(device);
+  issuer->stream_type = Py_NewRef(stream_type), issuer->stream_of = Py_NewRef(stream_of);
+  issuer->queue = Py_NewRef(queue), issuer->number = (uint64_t*)(uintptr_t)number;
+  return 0;
+}
+
+int proxyccl_read_prepared(PyObject* given, PreparedCall* call) {
+  PyObject* kept;
+  unsigned long long issue, callers, fields, launch;
+  if (!PyArg_ParseTuple(given, "KKKKO", &issue, &callers, &fields, &launch, &kept)) return -1;
+  *call = (PreparedCall){(Issue)(uintptr_t)issue, (void*)(uintptr_t)callers, (void*)(uintptr_t)fields,
+                         (void*)(uintptr_t)launch, Py_NewRef(kept)};
+  return 0;
+}
+
+int proxyccl_visit_issuer(const Issuer* issuer, visitproc visit, void* arg) {
+  Py_VISIT(issuer->calls);
+  Py_VISIT(issuer->current);
+  Py_VISIT(issuer->stream_of);
+  Py_VISIT(issuer->queue);
+  return 0;
+}
+
+void proxyccl_clear_issuer(Issuer* issuer) {
+  Py_CLEAR(issuer->calls);
+  Py_CLEAR(issuer->current);
+  Py_CLEAR(issuer->stream_type);
+  Py_CLEAR(issuer->latest);
+  Py_CLEAR(issuer->stream_of);
+  Py_CLEAR(issuer->queue);
+  Py_CLEAR(issuer->device);
+}
+
+PyObject* proxyccl_stream(Issuer* issuer, PyObject* x, PyObject* given) {
+  if (given == Py_None && issuer->on_host) return Py_NewRef(Py_None);
+  if (given != Py_None || issuer->current == Py_None)
+    return PyObject_CallFunctionObjArgs(issuer->stream_of, x, given, NULL);
+  PyObject* handle = PyObject_CallFunctionObjArgs(issuer->current, issuer->device, NULL);
+  if (handle == NULL) return NULL;
+  if (issuer->latest == NULL || PyObject_RichCompareBool(issuer->latest, handle, Py_EQ) != 1) {
+    PyObject* made = PyObject_CallFunctionObjArgs(issuer->stream_type, handle, NULL);
+    PyObject* old = issuer->latest;
+    if (made != NULL) {
+      issuer->latest = made;
+      Py_XDECREF(old);
+    }
+  }
+  Py_DECREF(handle);
+  return PyErr_Occurred() != NULL ? NULL : Py_NewRef(issuer->latest);
+}
+
+int proxyccl_issue(const Issuer* issuer, const PreparedCall* call, const Descriptor* desc, PyObject* stream,
+                   PyObject* (*owners)(const void* of), const void* of) {
+  *issuer->number = (uint64_t)desc->number % (1u << 31);
+  /* On torch's current stream memory is used again in order; elsewhere arrays must be kept alive until it has run. */
+  const int in_order = (PyObject*)Py_TYPE(stream) == issuer->stream_type && desc->stream == stream;
+  if (in_order || (stream == Py_None && issuer->on_host)) {
+    const int issued = proxyccl_issue_prepared(issuer->calls, call, in_order ? stream : NULL);
+    if (issued != 0) return issued < 0 ? -1 : 0;
+  }
+  PyObject* kept = owners(of);
+  PyObject* queued = kept == NULL
+                         ? NULL
+                         : PyObject_CallFunctionObjArgs(issuer->queue, (PyObject*)desc, call->kept, stream, kept, NULL);
+  Py_XDECREF(kept);
+  Py_XDECREF(queued);
+  return queued == NULL ? -1 : 0;
+}

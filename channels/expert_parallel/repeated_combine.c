@@ -1,0 +1,370 @@
+/* Combines like one that was made before, whole or in two halves. One kernel makes a combine, after a copy of rows that
+ * peers are to load but can't reach where they lie. */
+#include <string.h>
+
+#include "given_arrays.h"
+#include "issuer.h"
+#include "repeated.h"
+#include "stream_operations.h"
+
+enum { ROWS, WEIGHTS, SLOT_WEIGHTS, KINDS };
+
+/* See CombineForm in _prepared_calls.pyi. */
+typedef struct {
+  PyObject ob_base;
+  Issuer issuer;
+  PreparedCall first, second, after_copy; /* of the whole call or its first half; of the second; after a copy */
+  Kind kinds[KINDS];
+  Py_ssize_t hidden, topk, row_bytes, experts, padded_rows; /* the last two are 0 but with padded rows */
+  int halves;
+  ProxycclCombine* call;
+  ProxycclStreamStep* copy;
+  PyObject* buffers;    /* a dict: the number of the output buffer at an address; None if peers load no rows */
+  Py_ssize_t passing;   /* the number of the buffer that other rows pass; 0 if there is none … */
+  uintptr_t passing_at; /* … and where it begins */
+  PyObject *context, *new_output, *address, *place_sums, *check_output;
+  PyObject* shape; /* of the latest output */
+  Py_ssize_t shape_tokens;
+} Form;
+
+/* A combine whose first launch is queued. */
+typedef struct {
+  PyObject ob_base;
+  Form* form;
+  PyObject *desc, *stream, *x, *owners, *recorded;
+  uintptr_t at, slots_at; /* of the rows, and of the weights of slots */
+} Sent;
+
+static PyTypeObject *form_type, *sent_type; /* of the process's one module */
+
+typedef struct {
+  PyObject *x, *weights, *slot_weights, *sums, *out;
+} Inputs;
+
+static PyObject* inputs_of(const void* of) {
+  const Inputs* inputs = of;
+  return PyTuple_Pack(5, inputs->x, inputs->weights, inputs->slot_weights, inputs->sums, inputs->out);
+}
+
+/* The address of an array that may be None. 0 if it does not fit. */
+static int place_optional(const Kind* kind, PyObject* x, const Py_ssize_t* shape, int dimensions, Py_ssize_t row_bytes,
+                          uintptr_t* at) {
+  *at = 0;
+  if (kind->type == NULL || x == Py_None) return kind->type == NULL && x == Py_None;
+  *at = proxyccl_place(kind, x, shape, dimensions, row_bytes, NULL);
+  return *at != 0;
+}
+
+static Py_ssize_t bytes_of(const Form* self, Py_ssize_t rows) { return rows * self->row_bytes; }
+
+/* A new array for the result, and its address. NULL with an exception. */
+static PyObject* new_output(Form* self, Py_ssize_t tokens, uintptr_t* at) {
+  if (self->shape == NULL || self->shape_tokens != tokens) {
+    PyObject* old = self->shape;
+    self->shape = Py_BuildValue("(nn)", tokens, self->hidden), self->shape_tokens = tokens;
+    Py_XDECREF(old);
+    if (self->shape == NULL) return NULL;
+  }
+  PyObject* made = PyObject_CallFunctionObjArgs(self->new_output, self->shape, NULL);
+  if (made != NULL && (*at = proxyccl_address(&self->kinds[ROWS], made, self->address)) == 0) Py_CLEAR(made);
+  return made;
+}
+
+/* The address of the caller's array for the result; 0 if it does not fit, or overlaps the rows. Arrays of other
+ * libraries than torch may be read-only. */
+static uintptr_t place_output(const Form* self, const Descriptor* desc, uintptr_t rows_at, PyObject* out) {
+  const Py_ssize_t shape[] = {desc->tokens, self->hidden};
+  if (!self->kinds[ROWS].is_torch) return 0;
+  const uintptr_t at = proxyccl_place(&self->kinds[ROWS], out, shape, 2, self->row_bytes, NULL);
+  const int overlaps =
+      at < rows_at + (uintptr_t)bytes_of(self, desc->rows) && rows_at < at + (uintptr_t)bytes_of(self, desc->tokens);
+  return overlaps ? 0 : at;
+}
+
+static int number_at(const Form* self, uintptr_t at, Py_ssize_t* number) {
+  PyObject* key = PyLong_FromUnsignedLongLong(at);
+  if (key == NULL) return -1;
+  PyObject* found = PyDict_GetItemWithError(self->buffers, key);
+  Py_DECREF(key);
+  *number = found == NULL ? 0 : PyLong_AsSsize_t(found);
+  return PyErr_Occurred() == NULL ? 0 : -1;
+}
+
+/* What a call that fits is issued with. */
+typedef struct {
+  uintptr_t at, slots_at, target_at;
+  PyObject *stream, *target; /* references; `target` is NULL for halves */
+  const PreparedCall* prepared;
+} Begun;
+
+/* Fills in a call, but not the sums. 1; 0 if it does not fit, or -1 with an exception. */
+static int fill(Form* self, const Inputs* inputs, const Descriptor* desc, PyObject* given, Begun* begun) {
+  if (desc->tokens == 0 || desc->rows == 0) return 0;
+  const int padded = self->padded_rows != 0;
+  const Py_ssize_t rows[] = {padded ? self->experts : desc->rows, padded ? self->padded_rows : self->hidden,
+                             self->hidden};
+  const Py_ssize_t slots[] = {desc->tokens, self->topk};
+  const Py_ssize_t each = padded ? self->padded_rows : 1; /* rows of an entry */
+  uintptr_t weights_at;
+  begun->at = proxyccl_place(&self->kinds[ROWS], inputs->x, rows, 2 + padded, each * self->row_bytes, NULL);
+  if (begun->at == 0 ||
+      !place_optional(&self->kinds[WEIGHTS], inputs->weights, rows, 1 + padded, 4 * each, &weights_at))
+    return 0;
+  if (!place_optional(&self->kinds[SLOT_WEIGHTS], inputs->slot_weights, slots, 2, 4 * self->topk, &begun->slots_at))
+    return 0;
+  begun->target = NULL, begun->target_at = 0;
+  if (!self->halves && inputs->out != Py_None) {
+    begun->target_at = place_output(self, desc, begun->at, inputs->out);
+    if (begun->target_at == 0) return 0;
+    begun->target = Py_NewRef(inputs->out);
+  }
+  begun->stream = proxyccl_stream(&self->issuer, inputs->x, given);
+  if (begun->stream == NULL) goto failed;
+  if (!self->halves && begun->target == NULL) {
+    begun->target = new_output(self, desc->tokens, &begun->target_at);
+    if (begun->target == NULL) goto failed;
+  }
+  uintptr_t rows_at = begun->at;
+  Py_ssize_t buffer = 0;
+  begun->prepared = &self->first;
+  if (desc->output_buffer != 0 && self->buffers != Py_None) {
+    if (number_at(self, begun->at, &buffer) != 0) goto failed;
+    if (buffer == 0 && self->passing != 0) {
+      buffer = self->passing, rows_at = self->passing_at, begun->prepared = &self->after_copy;
+      self->copy->dst = rows_at, self->copy->src = begun->at, self->copy->bytes = (uint64_t)bytes_of(self, desc->rows);
+    }
+  }
+  proxyccl_expert_combine_fill(self->call,
+                               self->halves ? PROXYCCL_EXPERT_SEND : PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE,
+                               (uint32_t)desc->tokens, rows_at, (uint32_t)buffer, weights_at,
+                               self->halves ? 0 : begun->slots_at, begun->target_at);
+  proxyccl_place_tables(desc, &self->call->layout);
+  return 1;
+failed:
+  Py_XDECREF(begun->target);
+  Py_XDECREF(begun->stream);
+  return -1;
+}
+
+static PyObject* sent_of(Form* self, const Inputs* inputs, PyObject* desc, const Begun* begun) {
+  PyObject* object = PyType_GenericAlloc(sent_type, 0);
+  if (object == NULL) return NULL;
+  Sent* sent = (Sent*)object;
+  sent->form = (Form*)Py_NewRef((PyObject*)self), sent->desc = Py_NewRef(desc), sent->x = Py_NewRef(inputs->x);
+  sent->stream = Py_NewRef(begun->stream), sent->at = begun->at, sent->slots_at = begun->slots_at;
+  if ((sent->owners = inputs_of(inputs)) == NULL || (sent->recorded = PyTuple_New(0)) == NULL) Py_CLEAR(object);
+  return object;
+}
+
+/* Makes the call or, of a call in halves, the first half. */
+static PyObject* start(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  Form* self = (Form*)object;
+  if (count != 7) {
+    PyErr_SetString(PyExc_TypeError, "expected rows, descriptor, weights, topk_weights, out, stream and sums");
+    return NULL;
+  }
+  Inputs inputs = {arguments[0], arguments[2], arguments[3], arguments[6], arguments[4]};
+  Descriptor* desc = proxyccl_received(arguments[1], self->context);
+  if (desc == NULL) Py_RETURN_NONE;
+  if (inputs.sums != Py_None) {
+    PyObject* placed = PyObject_CallFunction(self->place_sums, "nO", desc->tokens, inputs.sums);
+    Py_XDECREF(placed); /* True and False are never freed */
+    if (placed != Py_True) return placed == NULL ? NULL : Py_NewRef(Py_None);
+  }
+  Begun begun;
+  const int fits = fill(self, &inputs, desc, arguments[5], &begun);
+  if (fits == 0) Py_RETURN_NONE;
+  if (fits < 0) return NULL;
+  if (begun.target != NULL) inputs.out = begun.target;
+  PyObject* result = NULL;
+  if (proxyccl_issue(&self->issuer, begun.prepared, desc, begun.stream, inputs_of, &inputs) == 0)
+    result = self->halves ? sent_of(self, &inputs, arguments[1], &begun) : Py_NewRef(begun.target);
+  Py_XDECREF(begun.target);
+  Py_DECREF(begun.stream);
+  return result;
+}
+
+/* `out`, or a new array, and its address. */
+static PyObject* output(PyObject* object, PyObject* out) {
+  const Sent* self = (const Sent*)object;
+  Form* form = self->form;
+  const Descriptor* desc = (const Descriptor*)self->desc;
+  uintptr_t at = out == Py_None ? 0 : place_output(form, desc, self->at, out);
+  if (out != Py_None && at == 0)
+    return PyObject_CallFunctionObjArgs(form->check_output, self->x, self->desc, out, NULL);
+  PyObject* made = out == Py_None ? new_output(form, desc->tokens, &at) : Py_NewRef(out);
+  PyObject* result = made == NULL ? NULL : Py_BuildValue("OK", made, (unsigned long long)at);
+  Py_XDECREF(made);
+  return result;
+}
+
+typedef struct {
+  const Sent* sent;
+  PyObject* output;
+} Received;
+
+static PyObject* owners_of(const void* of) {
+  const Received* received = of;
+  return PyTuple_Pack(2, received->sent->owners, received->output);
+}
+
+/* Makes the second half on a stream. Returns the output. */
+static PyObject* receive(PyObject* object, PyObject* arguments) {
+  const Sent* self = (const Sent*)object;
+  PyObject *made, *stream;
+  unsigned long long at;
+  if (!PyArg_ParseTuple(arguments, "OKO", &made, &at, &stream)) return NULL;
+  const Form* form = self->form;
+  const Received received = {self, made};
+  form->call->phases = PROXYCCL_EXPERT_RECEIVE;
+  form->call->slot_weights = (const float*)self->slots_at, form->call->output = (char*)(uintptr_t)at;
+  if (proxyccl_issue(&form->issuer, &form->second, (const Descriptor*)self->desc, stream, owners_of, &received) != 0)
+    return NULL;
+  return Py_NewRef(made);
+}
+
+static int traverse(PyObject* object, visitproc visit, void* arg) {
+  Form* self = (Form*)object;
+  Py_VISIT(Py_TYPE(object));
+  for (int i = 0; i < KINDS; ++i) {
+    const int visited = proxyccl_visit_kind(&self->kinds[i], visit, arg);
+    if (visited != 0) return visited;
+  }
+  Py_VISIT(self->first.kept);
+  Py_VISIT(self->second.kept);
+  Py_VISIT(self->after_copy.kept);
+  Py_VISIT(self->buffers);
+  Py_VISIT(self->context);
+  Py_VISIT(self->new_output);
+  Py_VISIT(self->place_sums);
+  Py_VISIT(self->check_output);
+  return proxyccl_visit_issuer(&self->issuer, visit, arg);
+}
+
+static int let_go(PyObject* object) {
+  Form* self = (Form*)object;
+  for (int i = 0; i < KINDS; ++i) proxyccl_clear_kind(&self->kinds[i]);
+  proxyccl_clear_issuer(&self->issuer);
+  Py_CLEAR(self->first.kept);
+  Py_CLEAR(self->second.kept);
+  Py_CLEAR(self->after_copy.kept);
+  Py_CLEAR(self->buffers);
+  Py_CLEAR(self->context);
+  Py_CLEAR(self->new_output);
+  Py_CLEAR(self->address);
+  Py_CLEAR(self->place_sums);
+  Py_CLEAR(self->check_output);
+  Py_CLEAR(self->shape);
+  return 0;
+}
+
+static void end(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  let_go(object);
+  PyObject_GC_Del(object);
+  Py_DECREF(type);
+}
+
+static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
+  PyObject* object = PyType_GenericNew(type, NULL, NULL);
+  if (object == NULL) return NULL;
+  Form* self = (Form*)object;
+  PyObject *issuer, *first, *second, *after_copy, *kinds[KINDS], *buffers, *context, *maker, *address, *place_sums;
+  PyObject* check_output;
+  unsigned long long call, copy, passing_at;
+  if (!PyArg_ParseTuple(arguments, "OOOO(OOO)(nnnnn)pK(OnKK)O(OO)(OO)", &issuer, &first, &second, &after_copy,
+                        &kinds[ROWS], &kinds[WEIGHTS], &kinds[SLOT_WEIGHTS], &self->hidden, &self->topk,
+                        &self->row_bytes, &self->experts, &self->padded_rows, &self->halves, &call, &buffers,
+                        &self->passing, &passing_at, &copy, &context, &maker, &address, &place_sums, &check_output)) {
+    Py_DECREF(object);
+    return NULL;
+  }
+  self->call = (ProxycclCombine*)(uintptr_t)call, self->copy = (ProxycclStreamStep*)(uintptr_t)copy;
+  self->buffers = Py_NewRef(buffers), self->passing_at = (uintptr_t)passing_at, self->context = Py_NewRef(context);
+  self->new_output = Py_NewRef(maker), self->address = Py_NewRef(address), self->place_sums = Py_NewRef(place_sums);
+  self->check_output = Py_NewRef(check_output);
+  int made = proxyccl_read_issuer(issuer, &self->issuer) == 0 && proxyccl_read_prepared(first, &self->first) == 0 &&
+             proxyccl_read_prepared(second, &self->second) == 0;
+  if (made && after_copy != Py_None) made = proxyccl_read_prepared(after_copy, &self->after_copy) == 0;
+  for (int i = 0; made && i < KINDS; ++i) made = proxyccl_read_kind(kinds[i], &self->kinds[i]) == 0;
+  if (made) return object;
+  Py_DECREF(object);
+  return NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"start", (PyCFunction)(void (*)(void))start, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_new, make},     {Py_tp_dealloc, end},     {Py_tp_traverse, traverse},
+    {Py_tp_clear, let_go}, {Py_tp_methods, methods}, {0, NULL},
+};
+static PyType_Spec spec = {
+    .name = "proxyccl.channels._prepared_calls.CombineForm",
+    .basicsize = sizeof(Form),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
+
+static int traverse_sent(PyObject* object, visitproc visit, void* arg) {
+  Sent* self = (Sent*)object;
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT((PyObject*)self->form);
+  Py_VISIT(self->desc);
+  Py_VISIT(self->x);
+  Py_VISIT(self->owners);
+  Py_VISIT(self->recorded);
+  return 0;
+}
+
+static int let_sent_go(PyObject* object) {
+  Sent* self = (Sent*)object;
+  Py_CLEAR(self->form);
+  Py_CLEAR(self->desc);
+  Py_CLEAR(self->stream);
+  Py_CLEAR(self->x);
+  Py_CLEAR(self->owners);
+  Py_CLEAR(self->recorded);
+  return 0;
+}
+
+static void end_sent(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  let_sent_go(object);
+  PyObject_GC_Del(object);
+  Py_DECREF(type);
+}
+
+static PyMethodDef sent_methods[] = {
+    {"output", output, METH_O, NULL},
+    {"receive", receive, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef sent_members[] = {
+    {"desc", T_OBJECT, offsetof(Sent, desc), READONLY, NULL},
+    {"stream", T_OBJECT, offsetof(Sent, stream), READONLY, NULL},
+    {"x", T_OBJECT, offsetof(Sent, x), READONLY, NULL},
+    {"recorded", T_OBJECT, offsetof(Sent, recorded), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyType_Slot sent_slots[] = {
+    {Py_tp_dealloc, end_sent},     {Py_tp_traverse, traverse_sent}, {Py_tp_clear, let_sent_go},
+    {Py_tp_methods, sent_methods}, {Py_tp_members, sent_members},   {0, NULL},
+};
+static PyType_Spec sent_spec = {
+    .name = "proxyccl.channels._prepared_calls.SentCombine",
+    .basicsize = sizeof(Sent),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = sent_slots,
+};
+
+int proxyccl_add_combine_form(PyObject* module) {
+  if (form_type == NULL) form_type = (PyTypeObject*)PyType_FromSpec(&spec);
+  if (sent_type == NULL) sent_type = (PyTypeObject*)PyType_FromSpec(&sent_spec);
+  if (form_type == NULL || sent_type == NULL) return -1;
+  if (PyModule_AddObjectRef(module, "CombineForm", (PyObject*)form_type) != 0) return -1;
+  return PyModule_AddObjectRef(module, "SentCombine", (PyObject*)sent_type);
+}

@@ -1,0 +1,515 @@
+/* Dispatches like one that was made before. What differs from call to call is filled in and issued here; everything
+ * else was checked, and the kernel chosen, when the first call of the kind was made. */
+#include <string.h>
+
+#include "given_arrays.h"
+#include "issuer.h"
+#include "repeated.h"
+
+enum { ROWS, SCALES, IDS, WEIGHTS, KINDS };
+enum { NONE_BEFORE, QUANTIZES_BEFORE, PACKS_BEFORE };
+
+/* See DispatchForm in _prepared_calls.pyi. */
+typedef struct {
+  PyObject ob_base;
+  Issuer issuer;
+  PreparedCall first, second; /* of the whole call or its first half; of what follows */
+  Kind kinds[KINDS];
+  Py_ssize_t hidden, scales, topk, max_tokens, row_bytes, slot_bytes, weight_bytes;
+  ProxycclDispatch* call;
+  int before;                  /* whether a kernel before makes the rows that are sent … */
+  ProxycclCombine* quantizing; /* … its arguments … */
+  uint64_t* packing[2];        /* … which are these for rows that are in float8 already … */
+  uint32_t* packed_tokens;
+  uintptr_t packed; /* … and where it puts them */
+  uint32_t phases, send_phases, receive_phases;
+  PyObject *descriptor_type, *not_received, *context, *numbers;
+  PyObject *tables, *new_tables, *address;
+  const uint64_t* offsets;
+  Py_ssize_t most_rows; /* rows of the output; -1 if they are not known when the call begins */
+  int counts_rows;
+  Py_ssize_t received;                           /* offset of the number of received rows in the tables */
+  uint32_t scale_bytes, scale_column;            /* see ProxycclDispatch */
+  PyObject *new_rows, *new_scales, *new_weights; /* None: there are none */
+  PyObject *begun, *receive_counted;
+} Form;
+
+/* A dispatch whose first half is queued. */
+typedef struct {
+  PyObject ob_base;
+  Form* form;
+  PyObject *desc, *rows, *weights, *owners, *recorded;
+  uintptr_t at[3]; /* of rows, scales and weights */
+} Sent;
+
+static PyTypeObject *form_type, *sent_type; /* of the process's one module */
+
+/* The caller's arrays of a call, and those of its result. */
+typedef struct {
+  PyObject *x, *ids, *weight, *rows, *weights;
+} Arrays;
+
+static PyObject* arrays_of(const void* of) {
+  const Arrays* arrays = of;
+  return PyTuple_Pack(5, arrays->x, arrays->ids, arrays->weight, arrays->rows, arrays->weights);
+}
+
+/* Fills in the tokens, and the launch of a kernel that makes the rows that are sent. Their number; 0 if they do not
+ * fit. */
+static Py_ssize_t fill_tokens(const Form* self, PyObject* x) {
+  const int is_pair = self->kinds[SCALES].type != NULL;
+  if (is_pair != PyTuple_Check(x) || (is_pair && PyTuple_Size(x) != 2)) return 0;
+  const Py_ssize_t shape[] = {PROXYCCL_ANY_EXTENT, self->hidden};
+  Py_ssize_t tokens = 0;
+  const uintptr_t at =
+      proxyccl_place(&self->kinds[ROWS], is_pair ? PyTuple_GetItem(x, 0) : x, shape, 2, self->row_bytes, &tokens);
+  if (at == 0 || tokens > self->max_tokens) return 0;
+  uintptr_t scales_at = 0;
+  if (is_pair) {
+    const Py_ssize_t of_scales[] = {tokens, self->scales};
+    scales_at = proxyccl_place(&self->kinds[SCALES], PyTuple_GetItem(x, 1), of_scales, 2, 4 * self->scales, NULL);
+    if (scales_at == 0) return 0;
+  }
+  self->call->tokens = (uint32_t)tokens;
+  self->call->input = (const char*)(self->before == NONE_BEFORE ? at : self->packed);
+  if (self->before == QUANTIZES_BEFORE) {
+    self->quantizing->tokens = (uint32_t)tokens, self->quantizing->rows = (const char*)at;
+  } else if (self->before == PACKS_BEFORE) {
+    *self->packing[0] = at, *self->packing[1] = scales_at, *self->packed_tokens = (uint32_t)tokens;
+  }
+  return tokens;
+}
+
+/* Fills in the arrays of a call. The number of tokens; 0 if they do not fit. */
+static Py_ssize_t fill_inputs(const Form* self, const Arrays* inputs) {
+  const int weighted = self->kinds[WEIGHTS].type != NULL;
+  if (weighted != (inputs->weight != Py_None)) return 0;
+  const Py_ssize_t tokens = fill_tokens(self, inputs->x);
+  if (tokens == 0) return 0;
+  const Py_ssize_t slots[] = {tokens, self->topk};
+  const uintptr_t ids = proxyccl_place(&self->kinds[IDS], inputs->ids, slots, 2, self->slot_bytes, NULL);
+  uintptr_t weights = 0;
+  if (weighted) weights = proxyccl_place(&self->kinds[WEIGHTS], inputs->weight, slots, 2, self->weight_bytes, NULL);
+  if (ids == 0 || (weighted && weights == 0)) return 0;
+  self->call->expert_ids = (const char*)ids, self->call->weights = (const char*)weights;
+  return tokens;
+}
+
+static PyObject* like_of(PyObject* x) { return PyTuple_Check(x) ? PyTuple_GetItem(x, 0) : x; }
+
+/* A descriptor with its tables, without a number yet. NULL with an exception. */
+static Descriptor* new_descriptor(const Form* self, PyObject* like, PyObject* stream, Py_ssize_t tokens) {
+  PyObject* tables = PyObject_CallNoArgs(self->new_tables);
+  const uintptr_t at = tables == NULL ? 0 : proxyccl_address(&self->kinds[ROWS], tables, self->address);
+  Descriptor* desc = at == 0 ? NULL : (Descriptor*)PyType_GenericAlloc((PyTypeObject*)self->descriptor_type, 0);
+  if (desc != NULL) {
+    desc->owner = Py_NewRef(self->context), desc->like = Py_NewRef(like), desc->stream = Py_NewRef(stream);
+    desc->missing = Py_NewRef(self->not_received);
+    desc->tokens = tokens, desc->rows = self->most_rows < 0 ? 0 : self->most_rows;
+    desc->counts_rows = (char)self->counts_rows;
+    if (proxyccl_add_block(desc, tables, at, self->tables, self->offsets) != 0) {
+      Py_DECREF((PyObject*)desc);
+      desc = NULL;
+    }
+  }
+  Py_XDECREF(tables);
+  return desc;
+}
+
+/* Gives a dispatch its number, the last step before it is issued. 0, or -1 with an exception. */
+static int number_call(const Form* self, Descriptor* desc) {
+  PyObject* number = PyIter_Next(self->numbers);
+  if (number == NULL) return -1;
+  desc->number = PyLong_AsSsize_t(number);
+  Py_DECREF(number);
+  ProxycclDispatch* call = self->call;
+  call->ticket = (uint64_t)desc->number, call->output_buffer = (uint32_t)desc->output_buffer;
+  memset(&call->layout, 0, sizeof call->layout);
+  proxyccl_place_tables(desc, &call->layout);
+  return 0;
+}
+
+static void fill_output(const Form* self, const Descriptor* desc, uint32_t phases, Py_ssize_t rows,
+                        const uintptr_t* at) {
+  const uintptr_t received = self->counts_rows ? desc->blocks[0].at + (uintptr_t)self->received : 0;
+  proxyccl_expert_dispatch_receive(self->call, phases, (uint32_t)rows, at[1] != 0 ? self->scale_bytes : 0, at[0], at[1],
+                                   at[2], received);
+  self->call->scale_column = at[1] != 0 ? self->scale_column : 0;
+}
+
+/* A new array and its address; None and 0 if there is none. NULL with an exception. */
+static PyObject* new_array(const Form* self, PyObject* maker, uintptr_t* at) {
+  *at = 0;
+  if (maker == Py_None) return Py_NewRef(Py_None);
+  PyObject* made = PyObject_CallNoArgs(maker);
+  if (made != NULL && (*at = proxyccl_address(&self->kinds[ROWS], made, self->address)) == 0) Py_CLEAR(made);
+  return made;
+}
+
+/* Makes the arrays of the output: rows, or a pair of them and their scales, and weights. 0, or -1 with an exception. */
+static int new_output(const Form* self, uintptr_t* at, Arrays* arrays) {
+  PyObject* rows = new_array(self, self->new_rows, &at[0]);
+  PyObject* weights = rows == NULL ? NULL : new_array(self, self->new_weights, &at[2]);
+  PyObject* scales = weights == NULL ? NULL : new_array(self, self->new_scales, &at[1]);
+  if (scales != NULL && scales != Py_None) {
+    PyObject* pair = PyTuple_Pack(2, rows, scales);
+    Py_DECREF(rows);
+    rows = pair;
+  }
+  const int made = scales != NULL && rows != NULL;
+  Py_XDECREF(scales);
+  if (made) {
+    arrays->rows = rows, arrays->weights = weights;
+    return 0;
+  }
+  Py_XDECREF(rows);
+  Py_XDECREF(weights);
+  return -1;
+}
+
+static int take_arrays(PyObject* const* arguments, Py_ssize_t count, Arrays* arrays) {
+  if (count != 4) {
+    PyErr_SetString(PyExc_TypeError, "expected tokens, ids, weights and a stream");
+    return -1;
+  }
+  *arrays = (Arrays){arguments[0], arguments[1], arguments[2], NULL, NULL};
+  return 0;
+}
+
+/* Begins a call whose number of rows, if it is to be known then, is known: its arrays are filled in, and those of the
+ * result made. 1; 0 if it does not fit, or -1 with an exception. */
+static int begin_known(Form* self, Arrays* arrays, PyObject* given, Descriptor** desc, uintptr_t* at) {
+  const Py_ssize_t tokens = fill_inputs(self, arrays);
+  if (tokens == 0) return 0;
+  PyObject* const like = like_of(arrays->x);
+  PyObject* stream = proxyccl_stream(&self->issuer, like, given);
+  if (stream == NULL) return -1;
+  *desc = new_descriptor(self, like, stream, tokens);
+  Py_DECREF(stream);
+  if (*desc == NULL) return -1;
+  if (new_output(self, at, arrays) == 0) {
+    if (number_call(self, *desc) == 0) return 1;
+    Py_DECREF(arrays->rows);
+    Py_DECREF(arrays->weights);
+  }
+  Py_DECREF((PyObject*)*desc);
+  return -1;
+}
+
+/* Marks a descriptor's rows as received. */
+static void mark_received(Descriptor* desc) {
+  PyObject* old = desc->missing;
+  desc->missing = Py_NewRef(Py_None);
+  Py_XDECREF(old);
+}
+
+static PyObject* repeat(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  Form* self = (Form*)object;
+  Arrays arrays;
+  Descriptor* desc;
+  uintptr_t at[3];
+  if (take_arrays(arguments, count, &arrays) != 0) return NULL;
+  const int begun = begin_known(self, &arrays, arguments[3], &desc, at);
+  if (begun == 0) Py_RETURN_NONE;
+  if (begun < 0) return NULL;
+  fill_output(self, desc, self->phases, self->most_rows, at);
+  PyObject* result = NULL;
+  if (proxyccl_issue(&self->issuer, &self->first, desc, desc->stream, arrays_of, &arrays) == 0) {
+    mark_received(desc);
+    result = PyTuple_Pack(3, arrays.rows, arrays.weights, (PyObject*)desc);
+  }
+  Py_DECREF(arrays.rows);
+  Py_DECREF(arrays.weights);
+  Py_DECREF((PyObject*)desc);
+  return result;
+}
+
+static PyObject* sent_of(Form* self, const Arrays* arrays, Descriptor* desc, const uintptr_t* at) {
+  PyObject* object = PyType_GenericAlloc(sent_type, 0);
+  if (object == NULL) return NULL;
+  Sent* sent = (Sent*)object;
+  sent->form = (Form*)Py_NewRef((PyObject*)self), sent->desc = Py_NewRef((PyObject*)desc);
+  sent->rows = Py_NewRef(arrays->rows), sent->weights = Py_NewRef(arrays->weights);
+  memcpy(sent->at, at, sizeof sent->at);
+  if ((sent->owners = arrays_of(arrays)) == NULL || (sent->recorded = PyTuple_New(0)) == NULL) Py_CLEAR(object);
+  return object;
+}
+
+static PyObject* send(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  Form* self = (Form*)object;
+  Arrays arrays;
+  Descriptor* desc;
+  uintptr_t at[3];
+  if (take_arrays(arguments, count, &arrays) != 0) return NULL;
+  const int begun = begin_known(self, &arrays, arguments[3], &desc, at);
+  if (begun == 0) Py_RETURN_NONE;
+  if (begun < 0) return NULL;
+  const uintptr_t nowhere[] = {0, 0, 0};
+  fill_output(self, desc, self->send_phases, 0, nowhere);
+  self->call->received = NULL;
+  PyObject* sent = NULL;
+  if (proxyccl_issue(&self->issuer, &self->first, desc, desc->stream, arrays_of, &arrays) == 0)
+    sent = sent_of(self, &arrays, desc, at);
+  Py_DECREF(arrays.rows);
+  Py_DECREF(arrays.weights);
+  Py_DECREF((PyObject*)desc);
+  return sent;
+}
+
+static PyObject* owners_of_sent(const void* of) { return Py_NewRef(((const Sent*)of)->owners); }
+
+static PyObject* receive(PyObject* object, PyObject* stream) {
+  Sent* self = (Sent*)object;
+  Form* form = self->form;
+  Descriptor* desc = (Descriptor*)self->desc;
+  if (form->most_rows < 0) return PyObject_CallFunctionObjArgs(form->receive_counted, object, stream, NULL);
+  fill_output(form, desc, form->receive_phases, desc->rows, self->at);
+  if (proxyccl_issue(&form->issuer, &form->second, desc, stream, owners_of_sent, self) != 0) return NULL;
+  mark_received(desc);
+  return PyTuple_Pack(3, self->rows, self->weights, self->desc);
+}
+
+/* Begins a call for `repeated_dispatch.py`, which goes on with it. */
+static PyObject* begin(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  Form* self = (Form*)object;
+  Arrays arrays;
+  if (take_arrays(arguments, count, &arrays) != 0) return NULL;
+  const Py_ssize_t tokens = fill_inputs(self, &arrays);
+  if (tokens == 0) Py_RETURN_NONE;
+  PyObject* const like = like_of(arrays.x);
+  PyObject* stream = proxyccl_stream(&self->issuer, like, arguments[3]);
+  PyObject* taken = stream == NULL ? NULL : PyObject_CallFunctionObjArgs(self->begun, like, stream, arguments[3], NULL);
+  PyObject* result = taken == Py_None ? Py_NewRef(Py_None) : NULL;
+  if (taken != NULL && taken != Py_None) {
+    PyObject* number = PyObject_GetAttrString(taken, "number");
+    const Py_ssize_t buffer = number == NULL ? -1 : PyLong_AsSsize_t(number);
+    Py_XDECREF(number);
+    Descriptor* desc = buffer < 0 ? NULL : new_descriptor(self, like, stream, tokens);
+    if (desc != NULL) {
+      desc->output_buffer = buffer;
+      if (number_call(self, desc) == 0) result = PyTuple_Pack(2, (PyObject*)desc, taken);
+      Py_DECREF((PyObject*)desc);
+    }
+  }
+  Py_XDECREF(stream);
+  Py_XDECREF(taken);
+  return result;
+}
+
+static PyObject* owners_given(const void* of) { return Py_NewRef((PyObject*)of); }
+
+/* Issues a part of a call that `begin` began. */
+static PyObject* issue(PyObject* object, PyObject* arguments) {
+  Form* self = (Form*)object;
+  PyObject *desc, *stream, *owners;
+  int first, phases;
+  Py_ssize_t rows;
+  unsigned long long at[3];
+  if (!PyArg_ParseTuple(arguments, "OOOpin(KKK)", &desc, &stream, &owners, &first, &phases, &rows, &at[0], &at[1],
+                        &at[2]))
+    return NULL;
+  const uintptr_t places[] = {(uintptr_t)at[0], (uintptr_t)at[1], (uintptr_t)at[2]};
+  memset(&self->call->layout, 0, sizeof self->call->layout);
+  proxyccl_place_tables((Descriptor*)desc, &self->call->layout);
+  fill_output(self, (Descriptor*)desc, (uint32_t)phases, rows, places);
+  if (proxyccl_issue(&self->issuer, first ? &self->first : &self->second, (Descriptor*)desc, stream, owners_given,
+                     owners) != 0)
+    return NULL;
+  Py_RETURN_NONE;
+}
+
+/* The stream of a call that `issue` issues. */
+static PyObject* find_stream(PyObject* object, PyObject* arguments) {
+  PyObject *x, *given;
+  if (!PyArg_ParseTuple(arguments, "OO", &x, &given)) return NULL;
+  return proxyccl_stream(&((Form*)object)->issuer, x, given);
+}
+
+/* Fills in the tokens of a call by an earlier dispatch's routing. */
+static PyObject* fill(PyObject* object, PyObject* x) { return PyLong_FromSsize_t(fill_tokens((Form*)object, x)); }
+
+static int traverse(PyObject* object, visitproc visit, void* arg) {
+  Form* self = (Form*)object;
+  Py_VISIT(Py_TYPE(object));
+  for (int i = 0; i < KINDS; ++i) {
+    const int visited = proxyccl_visit_kind(&self->kinds[i], visit, arg);
+    if (visited != 0) return visited;
+  }
+  Py_VISIT(self->first.kept);
+  Py_VISIT(self->second.kept);
+  Py_VISIT(self->context);
+  Py_VISIT(self->numbers);
+  Py_VISIT(self->begun);
+  Py_VISIT(self->receive_counted);
+  return proxyccl_visit_issuer(&self->issuer, visit, arg);
+}
+
+static int let_go(PyObject* object) {
+  Form* self = (Form*)object;
+  for (int i = 0; i < KINDS; ++i) proxyccl_clear_kind(&self->kinds[i]);
+  proxyccl_clear_issuer(&self->issuer);
+  Py_CLEAR(self->first.kept);
+  Py_CLEAR(self->second.kept);
+  Py_CLEAR(self->descriptor_type);
+  Py_CLEAR(self->not_received);
+  Py_CLEAR(self->context);
+  Py_CLEAR(self->numbers);
+  Py_CLEAR(self->tables);
+  Py_CLEAR(self->new_tables);
+  Py_CLEAR(self->address);
+  Py_CLEAR(self->new_rows);
+  Py_CLEAR(self->new_scales);
+  Py_CLEAR(self->new_weights);
+  Py_CLEAR(self->begun);
+  Py_CLEAR(self->receive_counted);
+  return 0;
+}
+
+static void end(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  let_go(object);
+  PyObject_GC_Del(object);
+  Py_DECREF(type);
+}
+
+/* Takes a reference to each of these, which were parsed. */
+static void take(PyObject** members[], int count) {
+  for (int i = 0; i < count; ++i) Py_INCREF(*members[i]);
+}
+
+static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
+  PyObject* object = PyType_GenericNew(type, NULL, NULL);
+  if (object == NULL) return NULL;
+  Form* self = (Form*)object;
+  PyObject *issuer, *first, *second, *kinds[KINDS], *parsed[12] = {NULL};
+  unsigned long long call, before, packing[2], packed_tokens, packed, offsets;
+  const int taken = PyArg_ParseTuple(
+      arguments, "OOO(OOOO)(nnnnnnn)K(iKKKKK)(III)(OOOOOOKO)(nin)(II)(OOO)OO", &issuer, &first, &second, &kinds[ROWS],
+      &kinds[SCALES], &kinds[IDS], &kinds[WEIGHTS], &self->hidden, &self->scales, &self->topk, &self->max_tokens,
+      &self->row_bytes, &self->slot_bytes, &self->weight_bytes, &call, &self->before, &before, &packing[0], &packing[1],
+      &packed_tokens, &packed, &self->phases, &self->send_phases, &self->receive_phases, &parsed[0], &parsed[1],
+      &parsed[2], &parsed[3], &parsed[4], &parsed[5], &offsets, &parsed[6], &self->most_rows, &self->counts_rows,
+      &self->received, &self->scale_bytes, &self->scale_column, &parsed[7], &parsed[8], &parsed[9], &parsed[10],
+      &parsed[11]);
+  if (taken) {
+    PyObject** members[] = {&self->descriptor_type, &self->not_received, &self->context, &self->numbers,
+                            &self->tables,          &self->new_tables,   &self->address, &self->new_rows,
+                            &self->new_scales,      &self->new_weights,  &self->begun,   &self->receive_counted};
+    for (int i = 0; i < 12; ++i) *members[i] = parsed[i];
+    take(members, 12);
+    self->call = (ProxycclDispatch*)(uintptr_t)call, self->quantizing = (ProxycclCombine*)(uintptr_t)before;
+    for (int i = 0; i < 2; ++i) self->packing[i] = (uint64_t*)(uintptr_t)packing[i];
+    self->packed_tokens = (uint32_t*)(uintptr_t)packed_tokens, self->packed = (uintptr_t)packed;
+    self->offsets = (const uint64_t*)(uintptr_t)offsets;
+  }
+  int made = taken && proxyccl_read_issuer(issuer, &self->issuer) == 0 &&
+             proxyccl_read_prepared(first, &self->first) == 0 && proxyccl_read_prepared(second, &self->second) == 0;
+  for (int i = 0; made && i < KINDS; ++i) made = proxyccl_read_kind(kinds[i], &self->kinds[i]) == 0;
+  if (made) return object;
+  Py_DECREF(object);
+  return NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"repeat", (PyCFunction)(void (*)(void))repeat, METH_FASTCALL, NULL},
+    {"send", (PyCFunction)(void (*)(void))send, METH_FASTCALL, NULL},
+    {"begin", (PyCFunction)(void (*)(void))begin, METH_FASTCALL, NULL},
+    {"issue", issue, METH_VARARGS, NULL},
+    {"fill", fill, METH_O, NULL},
+    {"stream", find_stream, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_new, make},     {Py_tp_dealloc, end},     {Py_tp_traverse, traverse},
+    {Py_tp_clear, let_go}, {Py_tp_methods, methods}, {0, NULL},
+};
+static PyType_Spec spec = {
+    .name = "proxyccl.channels._prepared_calls.DispatchForm",
+    .basicsize = sizeof(Form),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
+
+static int traverse_sent(PyObject* object, visitproc visit, void* arg) {
+  Sent* self = (Sent*)object;
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT((PyObject*)self->form);
+  Py_VISIT(self->desc);
+  Py_VISIT(self->rows);
+  Py_VISIT(self->weights);
+  Py_VISIT(self->owners);
+  Py_VISIT(self->recorded);
+  return 0;
+}
+
+static int let_sent_go(PyObject* object) {
+  Sent* self = (Sent*)object;
+  Py_CLEAR(self->form);
+  Py_CLEAR(self->desc);
+  Py_CLEAR(self->rows);
+  Py_CLEAR(self->weights);
+  Py_CLEAR(self->owners);
+  Py_CLEAR(self->recorded);
+  return 0;
+}
+
+static void end_sent(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  let_sent_go(object);
+  PyObject_GC_Del(object);
+  Py_DECREF(type);
+}
+
+/* Itself, with its rows and weights, if they are known already. */
+static PyObject* output_of(PyObject* object, void* Py_UNUSED(closure)) {
+  const Sent* self = (const Sent*)object;
+  return Py_NewRef(self->form->most_rows < 0 ? Py_None : object);
+}
+
+static PyObject* stream_of(PyObject* object, void* Py_UNUSED(closure)) {
+  return Py_NewRef(((const Descriptor*)((const Sent*)object)->desc)->stream);
+}
+
+static PyMethodDef sent_methods[] = {
+    {"receive", receive, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef sent_members[] = {
+    {"desc", T_OBJECT, offsetof(Sent, desc), READONLY, NULL},
+    {"rows", T_OBJECT, offsetof(Sent, rows), READONLY, NULL},
+    {"weights", T_OBJECT, offsetof(Sent, weights), READONLY, NULL},
+    {"owners", T_OBJECT, offsetof(Sent, owners), READONLY, NULL},
+    {"recorded", T_OBJECT, offsetof(Sent, recorded), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyGetSetDef sent_attributes[] = {
+    {"output", output_of, NULL, NULL, NULL},
+    {"stream", stream_of, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot sent_slots[] = {
+    {Py_tp_dealloc, end_sent},
+    {Py_tp_traverse, traverse_sent},
+    {Py_tp_clear, let_sent_go},
+    {Py_tp_methods, sent_methods},
+    {Py_tp_members, sent_members},
+    {Py_tp_getset, sent_attributes},
+    {0, NULL},
+};
+static PyType_Spec sent_spec = {
+    .name = "proxyccl.channels._prepared_calls.SentDispatch",
+    .basicsize = sizeof(Sent),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = sent_slots,
+};
+
+int proxyccl_add_dispatch_form(PyObject* module) {
+  if (proxyccl_name_attributes() != 0 || proxyccl_add_descriptor(module) != 0) return -1;
+  if (form_type == NULL) form_type = (PyTypeObject*)PyType_FromSpec(&spec);
+  if (sent_type == NULL) sent_type = (PyTypeObject*)PyType_FromSpec(&sent_spec);
+  if (form_type == NULL || sent_type == NULL) return -1;
+  if (PyModule_AddObjectRef(module, "DispatchForm", (PyObject*)form_type) != 0) return -1;
+  return PyModule_AddObjectRef(module, "SentDispatch", (PyObject*)sent_type);
+}
