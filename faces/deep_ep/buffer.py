@@ -12,7 +12,7 @@ from proxyccl.deep_ep import low_latency, normal
 from proxyccl.deep_ep.arguments import LOW_LATENCY, NORMAL, require_tensor
 from proxyccl.deep_ep.config import MOST_BYTES, Config, low_latency_size_hint
 from proxyccl.deep_ep.connected import Connected
-from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, Rows, routing_of
+from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, NormalHandle, Rows, routing_of
 from proxyccl.deep_ep.layers import Layers
 from proxyccl.deep_ep.layout import dispatch_layout
 from proxyccl.deep_ep.masks import Masks
@@ -161,7 +161,6 @@ class Buffer(Connected):
         layout, event = self._run(call, (previous_event,), topk_idx, NORMAL, apart=async_finish)
         return *layout, event
 
-    @torch.no_grad()
     def dispatch(
         self,
         x: Rows,
@@ -211,7 +210,52 @@ class Buffer(Connected):
             MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
+        if handle is None and not others and (layers := self._unchanged_layers()) is not None:
+            used = (x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
+            num_sms = Buffer.num_sms if config is None else getattr(config, "num_sms", None)
+            call = lambda: normal.dispatch_again(  # noqa: E731
+                layers,
+                *used,
+                ranks=self.group_size,
+                expert_alignment=expert_alignment,
+                num_worst_tokens=num_worst_tokens,
+                num_sms=num_sms,
+                nodes=self._nodes,
+            )
+            again, event = self._run(call, (previous_event,), used, NORMAL, apart=async_finish)
+            if again is not None:
+                return *again, event
         refuse_unknown("dispatch", others)
+        return self._dispatch_in_full(
+            x,
+            handle,
+            is_token_in_rank,
+            num_tokens_per_expert,
+            topk_idx,
+            topk_weights,
+            expert_alignment,
+            num_worst_tokens,
+            config,
+            previous_event,
+            async_finish=async_finish,
+        )
+
+    @torch.no_grad()
+    def _dispatch_in_full(
+        self,
+        x: Rows,
+        handle: Any,
+        is_token_in_rank: torch.Tensor | None,
+        num_tokens_per_expert: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        expert_alignment: int,
+        num_worst_tokens: int,
+        config: Config | None,
+        previous_event: EventOverlap | None,
+        *,
+        async_finish: bool,
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
         layers = self._layers_of_the_left()
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
@@ -264,7 +308,6 @@ class Buffer(Connected):
         dispatched, event = self._run(call, (previous_event,), used, NORMAL, apart=async_finish)
         return *dispatched, event
 
-    @torch.no_grad()
     def combine(
         self,
         x: torch.Tensor,
@@ -291,12 +334,19 @@ class Buffer(Connected):
         Returns:
             [T, hidden]; the sums of topk_weights, float32 [T, topk], or None; and the event. Raises as `dispatch`.
         """
+        used = (x, topk_weights, bias, handle)
+        plain = not others and topk_weights is None and bias is None and isinstance(handle, NormalHandle)
+        if plain and self._usable().made(handle.routing.layer):
+            again = lambda: normal.combine_again(x, handle)  # noqa: E731
+            repeated, event = self._run(again, (previous_event,), used, NORMAL, apart=async_finish)
+            if repeated is not None:
+                return repeated, None, event
         refuse_unknown("combine", others)
         self._require_current(handle)
         routing_of(handle, "rank")
-        call = lambda: normal.combine(x, handle, topk_weights, bias)  # noqa: E731
-        used = (x, topk_weights, bias, handle)
-        (output, weights), event = self._run(call, (previous_event,), used, NORMAL, apart=async_finish)
+        with torch.no_grad():
+            call = lambda: normal.combine(x, handle, topk_weights, bias)  # noqa: E731
+            (output, weights), event = self._run(call, (previous_event,), used, NORMAL, apart=async_finish)
         return output, weights, event
 
     def internode_dispatch(self, *arguments: Any, **options: Any) -> Any:
