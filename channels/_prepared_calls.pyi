@@ -130,6 +130,7 @@ class DispatchForm:
         makers: of the output's rows, scales and weights; None for those that there are not.
         begun: called as begun(like, stream, given) in `begin`; it returns the output buffer, or None for no call.
         receive: called as receive(sent, stream) for second halves where the number of rows was not known.
+        buffers: where the first output buffer begins, the bytes of each, and where scales begin in one; zeros for none.
     """
 
     def __new__(
@@ -148,6 +149,7 @@ class DispatchForm:
         makers: tuple[Callable[[], Any] | None, ...],
         begun: Callable[[Any, Any, Any], Any] | None,
         receive: Callable[[Any, Any], Any] | None,
+        buffers: tuple[int, int, int],
         /,
     ) -> DispatchForm: ...
     def repeat(self, x: Any, ids: Any, weight: Any, stream: Any, /) -> Any:
@@ -155,7 +157,9 @@ class DispatchForm:
     def send(self, x: Any, ids: Any, weight: Any, stream: Any, /) -> SentDispatch | None:
         """Makes the first half of a call."""
     def begin(self, x: Any, ids: Any, weight: Any, stream: Any, /) -> Any:
-        """Fills in a call and makes its descriptor. Returns it and the output buffer; `issue` follows."""
+        """Fills in a call and makes its descriptor, which it returns; `issue` follows."""
+    def store(self, x: Any, ids: Any, weight: Any, stream: Any, /) -> Any:
+        """Makes a call whose rows go to an output buffer. Returns the descriptor, the buffer and the weights."""
     def issue(
         self,
         desc: Any,

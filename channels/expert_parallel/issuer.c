@@ -58,11 +58,17 @@ PyObject* proxyccl_stream(Issuer* issuer, PyObject* x, PyObject* given) {
   return PyErr_Occurred() != NULL ? NULL : Py_NewRef(issuer->latest);
 }
 
+/* Whether a stream is torch's current one, and the dispatch was on the same: then memory is used again in order. */
+static int is_in_order(const Issuer* issuer, const Descriptor* desc, PyObject* stream) {
+  PyObject* const kind = issuer->stream_type;
+  if ((PyObject*)Py_TYPE(stream) != kind || (PyObject*)Py_TYPE(desc->stream) != kind) return 0;
+  return PyObject_RichCompareBool(desc->stream, stream, Py_EQ) == 1;
+}
+
 int proxyccl_issue(const Issuer* issuer, const PreparedCall* call, const Descriptor* desc, PyObject* stream,
                    PyObject* (*owners)(const void* of), const void* of) {
   *issuer->number = (uint64_t)desc->number % (1u << 31);
-  /* On torch's current stream memory is used again in order; elsewhere arrays must be kept alive until it has run. */
-  const int in_order = (PyObject*)Py_TYPE(stream) == issuer->stream_type && desc->stream == stream;
+  const int in_order = is_in_order(issuer, desc, stream);
   if (in_order || (stream == Py_None && issuer->on_host)) {
     const int issued = proxyccl_issue_prepared(issuer->calls, call, in_order ? stream : NULL);
     if (issued != 0) return issued < 0 ? -1 : 0;

@@ -67,7 +67,7 @@ class KeptOutputs(OutputBuffers):
         super().__init__(runtime, memory, experts)
         self._memory, self._at = memory, int(experts.outputs)
         self._free = set(range(1, self._count))  # on the host runtime
-        self._lease = _lease_of(self._nbytes)
+        self._lease = _lease_of(self.nbytes)
         self._places: OutputPlaces | None = None
         self._was_opened = False
 
@@ -91,7 +91,7 @@ class KeptOutputs(OutputBuffers):
             return TakenBuffer(number, sys.modules["torch"].frombuffer(lease, dtype=sys.modules["torch"].uint8))
         if library == "numpy":
             return TakenBuffer(number, np.frombuffer(lease, np.uint8))
-        part = MemoryPart(self._memory, self._at + (number - 1) * self._nbytes, self._nbytes, lease)
+        part = MemoryPart(self._memory, self._at + (number - 1) * self.nbytes, self.nbytes, lease)
         return TakenBuffer(number, self._make_whole(part, like))
 
     def take_for_combine(self, like: Any, *, on_current_stream: bool) -> TakenBuffer:
@@ -112,6 +112,6 @@ class KeptOutputs(OutputBuffers):
         if not self._was_opened:
             self._was_opened = True
             opener: PlaceOpener = array_libraries.load("torch: places of outputs")
-            self._places = opener.open_places(self._runtime, self._memory, self._at, self._nbytes, self._count - 1)
+            self._places = opener.open_places(self._runtime, self._memory, self._at, self.nbytes, self._count - 1)
         taken = None if self._places is None else self._places.take(like)
         return self._passed() if taken is None else TakenBuffer(taken[0] + 1, taken[1])

@@ -45,15 +45,16 @@ class OutputBuffers:
         experts: the ProxycclExperts of the workspace.
 
     Attributes:
+        nbytes: of each buffer.
         scales_offset: where scales begin in a buffer.
         numbers: the buffers' numbers, by their addresses.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, experts: Any) -> None:
         self._runtime = runtime
-        self._count, self._nbytes = int(experts.output_buffers), int(experts.output_bytes)
+        self._count, self.nbytes = int(experts.output_buffers), int(experts.output_bytes)
         self.scales_offset = int(experts.output_scales)
-        self._parts = [MemoryPart(memory, experts.outputs + n * self._nbytes, self._nbytes) for n in range(self._count)]
+        self._parts = [MemoryPart(memory, experts.outputs + n * self.nbytes, self.nbytes) for n in range(self._count)]
         self.numbers = {part.ptr: number for number, part in enumerate(self._parts, 1)}
         self._next = 0
         self._whole: dict[tuple[int, str], Any] = {}

@@ -32,6 +32,8 @@ typedef struct {
   uint32_t scale_bytes, scale_column;            /* see ProxycclDispatch */
   PyObject *new_rows, *new_scales, *new_weights; /* None: there are none */
   PyObject *begun, *receive_counted;
+  uintptr_t buffers_at; /* the output buffers, if rows go there */
+  size_t buffer_bytes, scales_offset;
 } Form;
 
 /* A dispatch whose first half is queued. */
@@ -269,17 +271,20 @@ static PyObject* receive(PyObject* object, PyObject* stream) {
   return PyTuple_Pack(3, self->rows, self->weights, self->desc);
 }
 
-/* Begins a call for `repeated_dispatch.py`, which goes on with it. */
-static PyObject* begin(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
-  Form* self = (Form*)object;
-  Arrays arrays;
-  if (take_arrays(arguments, count, &arrays) != 0) return NULL;
-  const Py_ssize_t tokens = fill_inputs(self, &arrays);
-  if (tokens == 0) Py_RETURN_NONE;
-  PyObject* const like = like_of(arrays.x);
-  PyObject* stream = proxyccl_stream(&self->issuer, like, arguments[3]);
-  PyObject* taken = stream == NULL ? NULL : PyObject_CallFunctionObjArgs(self->begun, like, stream, arguments[3], NULL);
-  PyObject* result = taken == Py_None ? Py_NewRef(Py_None) : NULL;
+/* A call that `repeated_dispatch.py` goes on with, and the output buffer that it takes, both references. */
+typedef struct {
+  Descriptor* desc;
+  PyObject* taken;
+} Started;
+
+/* Fills in a call and makes its descriptor. 1; 0 if it does not fit, or -1 with an exception. */
+static int start(Form* self, const Arrays* arrays, PyObject* given, Started* started) {
+  const Py_ssize_t tokens = fill_inputs(self, arrays);
+  if (tokens == 0) return 0;
+  PyObject* const like = like_of(arrays->x);
+  PyObject* stream = proxyccl_stream(&self->issuer, like, given);
+  PyObject* taken = stream == NULL ? NULL : PyObject_CallFunctionObjArgs(self->begun, like, stream, given, NULL);
+  int status = taken == Py_None ? 0 : -1;
   if (taken != NULL && taken != Py_None) {
     PyObject* number = PyObject_GetAttrString(taken, "number");
     const Py_ssize_t buffer = number == NULL ? -1 : PyLong_AsSsize_t(number);
@@ -287,12 +292,56 @@ static PyObject* begin(PyObject* object, PyObject* const* arguments, Py_ssize_t 
     Descriptor* desc = buffer < 0 ? NULL : new_descriptor(self, like, stream, tokens);
     if (desc != NULL) {
       desc->output_buffer = buffer;
-      if (number_call(self, desc) == 0) result = PyTuple_Pack(2, (PyObject*)desc, taken);
-      Py_DECREF((PyObject*)desc);
+      *started = (Started){desc, Py_NewRef(taken)};
+      status = 1;
     }
   }
   Py_XDECREF(stream);
   Py_XDECREF(taken);
+  return status;
+}
+
+/* Begins a call for `repeated_dispatch.py`, which goes on with it. */
+static PyObject* begin(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  Form* self = (Form*)object;
+  Arrays arrays;
+  Started started;
+  if (take_arrays(arguments, count, &arrays) != 0) return NULL;
+  const int status = start(self, &arrays, arguments[3], &started);
+  if (status == 0) Py_RETURN_NONE;
+  if (status < 0) return NULL;
+  PyObject* result = NULL;
+  if (number_call(self, started.desc) == 0) result = Py_NewRef((PyObject*)started.desc);
+  Py_DECREF((PyObject*)started.desc);
+  Py_DECREF(started.taken);
+  return result;
+}
+
+/* Makes a whole call whose rows go to an output buffer, by one launch. */
+static PyObject* store(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  Form* self = (Form*)object;
+  Arrays arrays;
+  Started started;
+  if (take_arrays(arguments, count, &arrays) != 0) return NULL;
+  const int status = start(self, &arrays, arguments[3], &started);
+  if (status == 0) Py_RETURN_NONE;
+  if (status < 0) return NULL;
+  Descriptor* desc = started.desc;
+  uintptr_t at[3];
+  PyObject *result = NULL, *weights = new_array(self, self->new_weights, &at[2]);
+  at[0] = self->buffers_at + (uintptr_t)(desc->output_buffer - 1) * self->buffer_bytes;
+  at[1] = self->scale_bytes != 0 ? at[0] + self->scales_offset : 0;
+  if (weights != NULL && number_call(self, desc) == 0) {
+    fill_output(self, desc, self->phases, self->most_rows, at);
+    arrays.rows = started.taken, arrays.weights = weights;
+    if (proxyccl_issue(&self->issuer, &self->first, desc, desc->stream, arrays_of, &arrays) == 0) {
+      mark_received(desc);
+      result = PyTuple_Pack(3, (PyObject*)desc, started.taken, weights);
+    }
+  }
+  Py_XDECREF(weights);
+  Py_DECREF((PyObject*)desc);
+  Py_DECREF(started.taken);
   return result;
 }
 
@@ -384,14 +433,15 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   Form* self = (Form*)object;
   PyObject *issuer, *first, *second, *kinds[KINDS], *parsed[12] = {NULL};
   unsigned long long call, before, packing[2], packed_tokens, packed, offsets;
+  unsigned long long buffers_at, buffer_bytes, scales_offset;
   const int taken = PyArg_ParseTuple(
-      arguments, "OOO(OOOO)(nnnnnnn)K(iKKKKK)(III)(OOOOOOKO)(nin)(II)(OOO)OO", &issuer, &first, &second, &kinds[ROWS],
-      &kinds[SCALES], &kinds[IDS], &kinds[WEIGHTS], &self->hidden, &self->scales, &self->topk, &self->max_tokens,
-      &self->row_bytes, &self->slot_bytes, &self->weight_bytes, &call, &self->before, &before, &packing[0], &packing[1],
-      &packed_tokens, &packed, &self->phases, &self->send_phases, &self->receive_phases, &parsed[0], &parsed[1],
-      &parsed[2], &parsed[3], &parsed[4], &parsed[5], &offsets, &parsed[6], &self->most_rows, &self->counts_rows,
-      &self->received, &self->scale_bytes, &self->scale_column, &parsed[7], &parsed[8], &parsed[9], &parsed[10],
-      &parsed[11]);
+      arguments, "OOO(OOOO)(nnnnnnn)K(iKKKKK)(III)(OOOOOOKO)(nin)(II)(OOO)OO(KKK)", &issuer, &first, &second,
+      &kinds[ROWS], &kinds[SCALES], &kinds[IDS], &kinds[WEIGHTS], &self->hidden, &self->scales, &self->topk,
+      &self->max_tokens, &self->row_bytes, &self->slot_bytes, &self->weight_bytes, &call, &self->before, &before,
+      &packing[0], &packing[1], &packed_tokens, &packed, &self->phases, &self->send_phases, &self->receive_phases,
+      &parsed[0], &parsed[1], &parsed[2], &parsed[3], &parsed[4], &parsed[5], &offsets, &parsed[6], &self->most_rows,
+      &self->counts_rows, &self->received, &self->scale_bytes, &self->scale_column, &parsed[7], &parsed[8], &parsed[9],
+      &parsed[10], &parsed[11], &buffers_at, &buffer_bytes, &scales_offset);
   if (taken) {
     PyObject** members[] = {&self->descriptor_type, &self->not_received, &self->context, &self->numbers,
                             &self->tables,          &self->new_tables,   &self->address, &self->new_rows,
@@ -402,6 +452,8 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
     for (int i = 0; i < 2; ++i) self->packing[i] = (uint64_t*)(uintptr_t)packing[i];
     self->packed_tokens = (uint32_t*)(uintptr_t)packed_tokens, self->packed = (uintptr_t)packed;
     self->offsets = (const uint64_t*)(uintptr_t)offsets;
+    self->buffers_at = (uintptr_t)buffers_at, self->buffer_bytes = (size_t)buffer_bytes;
+    self->scales_offset = (size_t)scales_offset;
   }
   int made = taken && proxyccl_read_issuer(issuer, &self->issuer) == 0 &&
              proxyccl_read_prepared(first, &self->first) == 0 && proxyccl_read_prepared(second, &self->second) == 0;
@@ -415,6 +467,7 @@ static PyMethodDef methods[] = {
     {"repeat", (PyCFunction)(void (*)(void))repeat, METH_FASTCALL, NULL},
     {"send", (PyCFunction)(void (*)(void))send, METH_FASTCALL, NULL},
     {"begin", (PyCFunction)(void (*)(void))begin, METH_FASTCALL, NULL},
+    {"store", (PyCFunction)(void (*)(void))store, METH_FASTCALL, NULL},
     {"issue", issue, METH_VARARGS, NULL},
     {"fill", fill, METH_O, NULL},
     {"stream", find_stream, METH_VARARGS, NULL},

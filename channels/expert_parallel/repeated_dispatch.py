@@ -164,8 +164,14 @@ class RepeatedDispatch(RepeatedCall):
         tables = ctx.tables.of_call(
             self._rows, buffered=self._buffers is not None, wide_ids=call.id_bytes == ffi.sizeof("uint64_t")
         )
-        known = self._rows is not None and self._buffers is None
-        makers = self._outputs.makers(like, self._rows or 0) if known else (None, None, None)
+        makers: tuple[Maker | None, ...] = (None, None, None)
+        places, buffers = _NOWHERE, self._buffers
+        if self._rows is not None:
+            makers = self._outputs.makers(like, self._rows)
+        if buffers is not None:  # the arrays of the rows are made when their number is known
+            makers = (None, None, makers[2])
+            places = buffers.address(1), buffers.nbytes, buffers.scales_offset
+        phases = ROUTE | SEND | GATHER | RECEIVE | (TELL if self._exact else 0)
         return DispatchForm(
             self.issuer(),
             self.prepared(first),
@@ -182,7 +188,7 @@ class RepeatedDispatch(RepeatedCall):
             ),
             address_of(call),
             tokens.filled,
-            (ROUTE | SEND | GATHER | RECEIVE, ROUTE | SEND, GATHER | RECEIVE),
+            (phases, ROUTE | SEND, GATHER | RECEIVE),
             (
                 EPAllToAllLayoutDesc,
                 NOT_RECEIVED,
@@ -198,6 +204,7 @@ class RepeatedDispatch(RepeatedCall):
             makers,
             self._take,
             self._receive_sent,
+            places,
         )
 
     def repeat(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> Dispatched | None:
@@ -207,18 +214,19 @@ class RepeatedDispatch(RepeatedCall):
             if self._on_host and made is not None and given is None:
                 check_ended(self._parts)
             return made
-        begun = self._form.begin(x, ids, weight, given)
-        if begun is None:
-            return None
-        desc, taken = begun
-        stream, owners = desc.stream, (x, ids, weight)
-        if not self._at_once:
-            self._form.issue(desc, stream, owners, True, ROUTE | GATHER | TELL, 0, _NOWHERE)
-            output = self._receive_counted(desc, owners, stream, SEND | RECEIVE, LAYOUT)
-        else:
-            output = self._receive_at_once(desc, taken, owners)
-        if stream is None and self._on_host:
+        made = self._store(x, ids, weight, given) if self._at_once else self._count(x, ids, weight, given)
+        if self._on_host and made is not None and given is None:
             check_ended(self._parts)
+        return made
+
+    def _count(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> Dispatched | None:
+        """Counts the rows by one launch, and moves them by another when their number is known."""
+        desc = self._form.begin(x, ids, weight, given)
+        if desc is None:
+            return None
+        stream, owners = desc.stream, (x, ids, weight)
+        self._form.issue(desc, stream, owners, True, ROUTE | GATHER | TELL, 0, _NOWHERE)
+        output = self._receive_counted(desc, owners, stream, SEND | RECEIVE, LAYOUT)
         return output.rows, output.weights, desc
 
     def _take(self, like: Any, stream: StreamLike, given: StreamLike) -> TakenBuffer | None:
@@ -230,28 +238,24 @@ class RepeatedDispatch(RepeatedCall):
         on_current = given is None and (self._exact or self._parts.outlives_no_graph(stream))
         return self._buffers.take(like, on_current_stream=on_current)
 
-    def _receive_at_once(self, desc: EPAllToAllLayoutDesc, taken: TakenBuffer, owners: tuple[object, ...]) -> NewOutput:
-        rows, buffers = self._rows, self._buffers
-        assert rows is not None
+    def _store(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> Dispatched | None:
+        """Moves the rows to an output buffer by one launch. In the exact mode the CPU learns their number meanwhile."""
+        stored = self._form.store(x, ids, weight, given)
+        if stored is None:
+            return None
+        desc, taken, weights = stored
+        buffers, most = self._buffers, self._rows
         assert buffers is not None
-        # The arrays of the rows are made when their number is known.
-        weights, weights_at = self._outputs.make_weights(rows)
-        rows_at = buffers.address(taken.number)
-        scales_at = rows_at + buffers.scales_offset if self._scale_bytes else 0
-        output = NewOutput(None, weights, (rows_at, scales_at, weights_at))
-        phases = ROUTE | SEND | GATHER | RECEIVE | (TELL if self._exact else 0)
-        self._form.issue(desc, desc.stream, (*owners, output, taken), True, phases, rows, output.addresses)
-        desc.mark_received()
         if self._exact:
             desc.rows = self._ctx.await_rows(desc)
             refuse_bad(self._parts, desc)
         if taken.whole is not None:
-            output.rows = self._outputs.rows_in(taken.whole, buffers.scales_offset, desc.rows)
+            rows = self._outputs.rows_in(taken.whole, buffers.scales_offset, desc.rows)
         else:
-            self._copy_passed(desc, output)
-        if output.weights is not None and desc.rows != rows:
-            output.weights = first_rows(output.weights, desc.rows)
-        return output
+            rows = self._copy_passed(desc, taken)
+        if weights is not None and desc.rows != most:
+            weights = first_rows(weights, desc.rows)
+        return rows, weights, desc
 
     def _receive_sent(self, sent: SentDispatch, stream: StreamLike) -> Dispatched:
         """The second half of a call whose number of rows was not known at its first."""
@@ -278,17 +282,20 @@ class RepeatedDispatch(RepeatedCall):
             raise bad
         return output
 
-    def _copy_passed(self, desc: EPAllToAllLayoutDesc, output: NewOutput) -> None:
+    def _copy_passed(self, desc: EPAllToAllLayoutDesc, taken: TakenBuffer) -> Any:
         """Copies rows from the buffer that they pass to new arrays."""
-        made = output.rows = self._outputs.make_rows(desc.rows)
+        made, buffers = self._outputs.make_rows(desc.rows), self._buffers
+        assert buffers is not None
         if not desc.rows:
-            return
+            return made
         arrays = made if isinstance(made, tuple) else (made,)
         if self._copies is None:
             self._copies = StreamOperations(self._group.runtime, [_COPY_LATER] * len(arrays))
-        for step, (array, source) in enumerate(zip(arrays, output.addresses, strict=False)):
+        sources = buffers.address(taken.number), buffers.scales_address(taken.number)
+        for step, (array, source) in enumerate(zip(arrays, sources, strict=False)):
             self._copies.set_copy(step, CopyBytes(self._ctx.arrays.address(array), source, array.nbytes))
         self._queue(desc, (ffi.NULL, self._copies), desc.stream, arrays)
+        return made
 
 
 class RepeatedRouting(RepeatedCall):
@@ -326,6 +333,7 @@ class RepeatedRouting(RepeatedCall):
             (None, None, None),
             None,
             None,
+            _NOWHERE,
         )
 
     def repeat(self, x: Any, desc: EPAllToAllLayoutDesc, given: StreamLike) -> Any:

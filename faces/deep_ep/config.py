@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from proxyccl.channels.expert_parallel.numbers import whole_number
+from proxyccl.channels.expert_parallel.numbers import MAX_NUMBER, whole_number
 
 _RANKS_OF_A_NODE = 8  # above which DeepEP's callers expect a buffer for RDMA
 _ALIGNMENT = 128
@@ -32,8 +32,10 @@ class Config:
     num_max_rdma_chunked_recv_tokens: int = 256
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            object.__setattr__(self, each.name, whole_number(each.name, getattr(self, each.name), 1))
+        for name in _SIZES:
+            value = getattr(self, name)
+            if type(value) is not int or not 0 < value <= MAX_NUMBER:  # whole_number makes plain ints of numpy's, or refuses
+                object.__setattr__(self, name, whole_number(name, value, 1))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes for rows within a node.
@@ -52,6 +54,9 @@ class Config:
             return 0
         nodes = num_ranks // _RANKS_OF_A_NODE
         return _aligned(2 * (self.num_sms // 2) * nodes * self.num_max_rdma_chunked_recv_tokens * hidden_bytes)
+
+
+_SIZES = tuple(each.name for each in fields(Config))
 
 
 def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
