@@ -61,7 +61,7 @@ PyObject* proxyccl_stream(Issuer* issuer, PyObject* x, PyObject* given) {
 /* Whether a stream is torch's current one, and the dispatch was on the same: then memory is used again in order. */
 static int is_in_order(const Issuer* issuer, const Descriptor* desc, PyObject* stream) {
   PyObject* const kind = issuer->stream_type;
-  if ((PyObject*)Py_TYPE(stream) != kind || (PyObject*)Py_TYPE(desc->stream) != kind) return 0;
+  if (desc->stream == NULL || (PyObject*)Py_TYPE(stream) != kind || (PyObject*)Py_TYPE(desc->stream) != kind) return 0;
   return PyObject_RichCompareBool(desc->stream, stream, Py_EQ) == 1;
 }
 

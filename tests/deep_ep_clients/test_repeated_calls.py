@@ -14,7 +14,7 @@ import deep_ep  # noqa: E402
 from proxyccl import Communicator  # noqa: E402
 from proxyccl.channels.expert_parallel.combine_call import CombineCall  # noqa: E402
 from proxyccl.channels.expert_parallel.dispatch_call import DispatchCall  # noqa: E402
-from proxyccl.device.errors import ArgumentError  # noqa: E402
+from proxyccl.device.errors import ArgumentError, ClosedError  # noqa: E402
 from support.devices import runtime_with_blocks, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
@@ -151,10 +151,15 @@ def test_what_a_repeated_call_refuses(ranks: Ranks) -> None:
         wide = torch.cat([batch.x, batch.x])
         strided, freed = torch.cat([batch.x, batch.x], 1)[:, :HIDDEN], batch.x.clone()
         freed.untyped_storage().resize_(0)
+        cut = batch.x.clone()
+        cut.untyped_storage().resize_(cut.nbytes - 1)
         for x, ids, argument in (
             (wide, torch.cat([batch.ids, batch.ids]), "x"),
             (strided, batch.ids, "x"),
             (freed, batch.ids, "x"),
+            (cut, batch.ids, "x"),
+            (torch._neg_view(batch.x), batch.ids, "x"),
+            (batch.x, batch.ids.t().contiguous().t(), "topk_idx"),
             (batch.x.float(), batch.ids, "x"),
             (batch.x, batch.ids[1:], "topk_idx"),
             (batch.x, batch.ids.float(), "topk_idx"),
@@ -183,5 +188,7 @@ def test_what_a_repeated_call_refuses(ranks: Ranks) -> None:
             buffer.low_latency_combine(rows, batch.ids, batch.weights, under_way)
         hook()
         buffer.destroy()
+        with pytest.raises(ClosedError):
+            sent(batch.x, batch.ids)
 
     ranks.run(body)

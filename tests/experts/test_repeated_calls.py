@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,9 @@ from proxyccl import Communicator, EPAll2AllLayer  # noqa: E402
 from proxyccl.channels.expert_parallel.combine_call import CombineCall  # noqa: E402
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext  # noqa: E402
 from proxyccl.channels.expert_parallel.dispatch_call import DispatchCall  # noqa: E402
+from proxyccl.channels.expert_parallel.repeated_call import RepeatedCall  # noqa: E402
 from proxyccl.device.errors import ArgumentError  # noqa: E402
-from support.devices import torch_device  # noqa: E402
+from support.devices import RUNTIME, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 8, 256, 2, 4
@@ -41,6 +43,7 @@ class Form:
 
 FLOAT8: dict[str, Any] = {"dispatch_dtype": "float8_e4m3fn"}
 PADDED: dict[str, Any] = {"layout": "padded"}
+COLUMNS: dict[str, Any] = {"scales_by_columns": True}
 BUFFERS: dict[str, Any] = {"layout": "rank", "output_buffers": 2, "keeps_outputs": True}
 FIXED: dict[str, Any] = {"max_recv_tokens": 2 * TOKENS * TOPK}
 FORMS = {
@@ -57,6 +60,8 @@ FORMS = {
     "float8 halves": Form(FLOAT8 | PADDED, halves=True),
     "pairs": Form(FLOAT8 | PADDED, pair=True),
     "pairs halves": Form(FLOAT8 | PADDED, pair=True, halves=True),
+    "pairs by columns": Form(FLOAT8 | PADDED | COLUMNS, pair=True),
+    "float8 by columns halves": Form(FLOAT8 | PADDED | COLUMNS, halves=True),
     "pairs exact": Form(FLOAT8, pair=True),
     "buffers": Form(BUFFERS),
     "buffers float8": Form(BUFFERS | FLOAT8 | FIXED),
@@ -172,6 +177,61 @@ def test_later_calls_of_a_form_are_repeated(pair: Ranks, made: list[str], name: 
         return list(made)
 
     assert pair.run(body) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["exact", "fixed", "float8", "float8 halves", "padded halves", "buffers"])
+def test_on_the_stream_where_torch_works_c_alone_issues_them(
+    monkeypatch: pytest.MonkeyPatch, pair: Ranks, name: str
+) -> None:
+    form, given, queued = FORMS[name], RepeatedCall.issuer, []
+    if RUNTIME != "host":
+        pytest.skip("pretends that the host runtime's stream is torch's")
+
+    def issuer(call: RepeatedCall) -> tuple[Any, ...]:
+        """The same as on a GPU, whose current stream is the one of calls without a stream."""
+        calls, _, _, kind, stream_of, queue, _, number = given(call)
+        handle = call._group.launches.default_stream.handle
+
+        def note(*arguments: Any) -> None:
+            queued.append(arguments)
+            queue(*arguments)
+
+        return calls, False, lambda _: handle, kind, stream_of, note, 0, number
+
+    monkeypatch.setattr(RepeatedCall, "issuer", issuer)
+
+    def body(comm: Communicator) -> None:
+        sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size)
+        with EPAll2AllLayer(comm, *sizes, **form.options) as layer:
+            for turn in range(3):
+                batch = Batch(comm, form, turn)
+                if form.halves:
+                    rows, _, desc = layer.dispatch_recv(layer.dispatch_send(batch.given, batch.ids))
+                    combined = layer.combine_recv(layer.combine_send(plain(rows), desc))
+                else:
+                    rows, _, desc = layer.dispatch(batch.given, batch.ids)
+                    combined = layer.combine(plain(rows), desc)
+                comm.group.synchronize()
+                expected = (batch.values.float() * batch.times(layer)).to(torch.bfloat16)
+                torch.testing.assert_close(combined, expected, rtol=0.07, atol=0.6)
+
+    pair.run(body)
+    assert not queued
+
+
+def test_a_stream_of_the_callers_is_used_after_torchs(pair: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        sizes, form = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size), Form(FIXED)
+        streams = [None, comm.runtime.create_stream(), comm.runtime.create_stream(), None]
+        with EPAll2AllLayer(comm, *sizes, **form.options) as layer:
+            for turn, (there, back) in enumerate(itertools.product(streams, streams)):
+                batch = Batch(comm, form, turn)
+                rows, _, desc = layer.dispatch(batch.given, batch.ids, stream=there)
+                combined = layer.combine(rows, desc, stream=back)
+                comm.group.synchronize()
+                assert torch.equal(combined, TOPK * batch.values)
+
+    pair.run(body)
 
 
 def test_what_the_halves_of_repeated_calls_refuse(pair: Ranks) -> None:
