@@ -11,6 +11,7 @@ from setuptools import Extension, setup
 
 INCLUDE_DIRS = ["device/include", "device/kernels"]
 EXPERT_CALLS = ("given_arrays", "descriptor", "issuer", "repeated_dispatch", "repeated_combine")
+EXPERT_HEADERS = ("given_arrays", "descriptor", "issuer", "repeated")
 JOBS = len(os.sched_getaffinity(0))
 GENERATED = Path("build/host_kernels")
 
@@ -103,7 +104,7 @@ of_objects = [
             [
                 *(f"device/{name}.h" for name in ("expert_calls", "stream_operations", "kernels/experts/experts")),
                 "channels/prepared_calls.h",
-                *(f"channels/expert_parallel/{name}.h" for name in ("given_arrays", "descriptor", "issuer", "repeated")),
+                *(f"channels/expert_parallel/{name}.h" for name in EXPERT_HEADERS),
             ],
         ),
         (

@@ -222,9 +222,11 @@ class Buffer(Connected):
                 num_sms=num_sms,
                 nodes=self._nodes,
             )
-            again, event = self._run(call, (previous_event,), used, NORMAL, apart=async_finish)
-            if again is not None:
-                return *again, event
+            made: tuple[normal.Dispatched | None, EventOverlap] = self._run(
+                call, (previous_event,), used, NORMAL, apart=async_finish
+            )
+            if made[0] is not None:
+                return *made[0], made[1]
         refuse_unknown("dispatch", others)
         return self._dispatch_in_full(
             x,

@@ -34,7 +34,7 @@ class Config:
     def __post_init__(self) -> None:
         for name in _SIZES:
             value = getattr(self, name)
-            if type(value) is not int or not 0 < value <= MAX_NUMBER:  # whole_number makes plain ints of numpy's, or refuses
+            if type(value) is not int or not 0 < value <= MAX_NUMBER:  # numpy's numbers become plain ints
                 object.__setattr__(self, name, whole_number(name, value, 1))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
