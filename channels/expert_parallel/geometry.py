@@ -68,7 +68,6 @@ class OutputLayout:
         buffers: with a row for each rank, on one node whose ranks reach each other: outputs that the workspace has room
             for.
         buffer_rows: rows of each.
-        exact_rows: an output has as many rows as came, and no more.
         stays: outputs stay as long as somebody has them (`KeptOutputs`).
     """
 
@@ -77,7 +76,6 @@ class OutputLayout:
     expert_alignment: int = 0
     buffers: int = 0
     buffer_rows: int = 0
-    exact_rows: bool = False
     stays: bool = False
 
 
@@ -140,7 +138,7 @@ class Geometry:
         # So that few tokens, which are sent and received in halves, leave without a wait for any peer.
         e.kept_calls = 2 if layout.padded_rows and nodes == 1 and not shape.local_combine else 1
         self._cut(config, blocks)
-        self.announces = self._announce(config, layout.exact_rows)
+        self.announces = self._announce(config)
         # A row may also hold a token's weights: `collect` returns them.
         row_bytes = aligned(max(config.hidden * config.token.itemsize, config.topk * 8), 16)
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
@@ -199,7 +197,7 @@ class Geometry:
         apart, others = (2 * arriving / ranks, sending) if self.experts.output_buffers else (sending, receiving)
         return max(1, round(blocks * apart / (apart + others)))
 
-    def _announce(self, config: EPConfig, exact_rows: bool) -> str:
+    def _announce(self, config: EPConfig) -> str:
         """Decides what is announced, and in how many packets. All ranks decide alike."""
         e, ranks = self.experts, config.world_size
         ids = -(-config.max_tokens * config.topk // lib.PROXYCCL_IDS_PER_PACKET)
@@ -220,7 +218,7 @@ class Geometry:
         elif self._masks_fit(config):
             if few:
                 announces, e.choice_packets = "masks", 1 + masks
-            elif e.output_buffers and not exact_rows:
+            elif e.output_buffers:
                 announces, e.choice_packets = "shared_masks", e.blocks + masks
         if e.choice_packets:
             e.weight_packets = -(-config.max_tokens * config.topk * e.weight_bytes // 8)

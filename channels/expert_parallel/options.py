@@ -260,6 +260,5 @@ class LayerOptions:
             # One more: for combine_input, or to pass rows through.
             buffers=self.output_buffers + 1 if self.output_buffers else 0,
             buffer_rows=self.fixed_rows or self.most_tokens,
-            exact_rows=self.fixed_rows is None,
             stays=self.keeps_outputs,
         )

@@ -304,9 +304,8 @@ def test_blocks_announce_shares_of_many_tokens(max_recv_tokens: int | None) -> N
         check_rank_rows(comm, case, **options)
         with case.layer(comm, **options) as layer:
             experts = layer.ctx.workspace.experts
-            # 11 packets of 64 tokens for each rank, and one for bad ids from each block; outputs of the exact size need
-            # counts of each expert, which masks do not have
-            assert experts.choice_packets == (0 if max_recv_tokens is None else experts.blocks + 3 * 11)
+            # 11 packets of 64 tokens for each rank, and one for bad ids from each block
+            assert experts.choice_packets == experts.blocks + 3 * 11
 
     with Ranks(3, make_runtime=runtime_with_blocks) as ranks:
         ranks.run(body)

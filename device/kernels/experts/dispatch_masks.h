@@ -131,7 +131,12 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeManyRows(const Group& group) const {
     if (group.number == Group::count() - 1) placeLeaving(group);
     __syncthreads();
     const Gathered gathered = arriving();
-    if (blockIdx.x == team_->blocks - 1 && group.number == 0) {
+    const bool tells = blockIdx.x == team_->blocks - 1;  // meanwhile the others store rows
+    if (tells && tellsChosen()) {
+      countChosen();
+      __syncthreads();
+    }
+    if (tells && group.number == 0) {
       writeMaskCounts(group, gathered.rows);
       if (group.lane == 0 && call_.phases & PROXYCCL_EXPERT_GATHER) publishReceivedRows(gathered);
     }
