@@ -416,6 +416,7 @@ class _ProxycclDispatch:
     ticket: int
     wanted_tokens: int
     scale_bytes: int
+    scale_column: int
     id_bytes: int
     output_buffer: int
     row_bytes: int

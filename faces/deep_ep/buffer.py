@@ -228,21 +228,21 @@ class Buffer(Connected):
             if made[0] is not None:
                 return *made[0], made[1]
         refuse_unknown("dispatch", others)
-        return self._dispatch_in_full(
-            x,
-            handle,
-            is_token_in_rank,
-            num_tokens_per_expert,
-            topk_idx,
-            topk_weights,
-            expert_alignment,
-            num_worst_tokens,
-            config,
-            previous_event,
-            async_finish=async_finish,
-        )
+        with torch.no_grad():
+            return self._dispatch_in_full(
+                x,
+                handle,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                topk_idx,
+                topk_weights,
+                expert_alignment,
+                num_worst_tokens,
+                config,
+                previous_event,
+                async_finish=async_finish,
+            )
 
-    @torch.no_grad()
     def _dispatch_in_full(
         self,
         x: Rows,
