@@ -445,19 +445,18 @@ static int let_go(PyObject* object) {
   return 0;
 }
 
-static void end(PyObject* object) {
+static int let_all_go(PyObject* object) {
   PreparedCalls* self = (PreparedCalls*)object;
-  PyTypeObject* type = Py_TYPE(object);
-  PyObject_GC_UnTrack(object);
   let_go(object);
   PyMem_Free(self->entries);
   Py_XDECREF((PyObject*)self->identified);
   Py_XDECREF(self->identity_name);
   Py_XDECREF(self->tensor_types);
   for (int i = 0; i < NAMES; ++i) Py_XDECREF(self->names[i]);
-  PyObject_GC_Del(object);
-  Py_DECREF(type);
+  return 0;
 }
+
+static void end(PyObject* object) { proxyccl_free(object, let_all_go); }
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *identified, *name, *lock, *refuse, *turn, *tensor_types;

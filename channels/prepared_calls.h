@@ -8,6 +8,19 @@
 #include <stdint.h>
 #include <structmember.h>
 
+/* For the references of an object: REFERENCES(apply) is apply(member) for each of them. */
+#define PROXYCCL_VISIT(member) Py_VISIT(self->member);
+#define PROXYCCL_CLEAR(member) Py_CLEAR(self->member);
+
+/* Frees an object of a type that the garbage collector knows, by its tp_clear. */
+static inline void proxyccl_free(PyObject* object, inquiry clear) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  clear(object);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+  Py_DECREF(type);
+}
+
 /* proxyccl_calls_issue, proxyccl_calls_ring (calls.h), or a function like them. */
 typedef int (*Issue)(void* callers, void* call, void* launch, uintptr_t stream);
 

@@ -70,13 +70,7 @@ static int let_go(PyObject* object) {
   return 0;
 }
 
-static void end(PyObject* object) {
-  PyTypeObject* type = Py_TYPE(object);
-  PyObject_GC_UnTrack(object);
-  let_go(object);
-  ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
-  Py_DECREF(type);
-}
+static void end(PyObject* object) { proxyccl_free(object, let_go); }
 
 static PyMethodDef methods[] = {
     {"add_block", add_block, METH_VARARGS, NULL},

@@ -25,22 +25,14 @@ int proxyccl_read_kind(PyObject* described, Kind* kind) {
   return 0;
 }
 
-int proxyccl_visit_kind(const Kind* kind, visitproc visit, void* arg) {
-  Py_VISIT((PyObject*)kind->type);
-  Py_VISIT(kind->dtype);
-  Py_VISIT(kind->kind);
-  Py_VISIT(kind->kind_of);
-  Py_VISIT(kind->memory);
+#define REFERENCES(apply) apply(type) apply(dtype) apply(kind) apply(kind_of) apply(memory)
+
+int proxyccl_visit_kind(const Kind* self, visitproc visit, void* arg) {
+  REFERENCES(PROXYCCL_VISIT)
   return 0;
 }
 
-void proxyccl_clear_kind(Kind* kind) {
-  Py_CLEAR(kind->type);
-  Py_CLEAR(kind->dtype);
-  Py_CLEAR(kind->kind);
-  Py_CLEAR(kind->kind_of);
-  Py_CLEAR(kind->memory);
-}
+void proxyccl_clear_kind(Kind* self) { REFERENCES(PROXYCCL_CLEAR) }
 
 /* A number that a method of an array returns; -1 with an exception. */
 static Py_ssize_t number_of(PyObject* x, int name) {

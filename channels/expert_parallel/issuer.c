@@ -22,23 +22,15 @@ int proxyccl_read_prepared(PyObject* given, PreparedCall* call) {
   return 0;
 }
 
-int proxyccl_visit_issuer(const Issuer* issuer, visitproc visit, void* arg) {
-  Py_VISIT(issuer->calls);
-  Py_VISIT(issuer->current);
-  Py_VISIT(issuer->stream_of);
-  Py_VISIT(issuer->queue);
+#define REFERENCES(apply) \
+  apply(calls) apply(current) apply(stream_type) apply(latest) apply(stream_of) apply(queue) apply(device)
+
+int proxyccl_visit_issuer(const Issuer* self, visitproc visit, void* arg) {
+  REFERENCES(PROXYCCL_VISIT)
   return 0;
 }
 
-void proxyccl_clear_issuer(Issuer* issuer) {
-  Py_CLEAR(issuer->calls);
-  Py_CLEAR(issuer->current);
-  Py_CLEAR(issuer->stream_type);
-  Py_CLEAR(issuer->latest);
-  Py_CLEAR(issuer->stream_of);
-  Py_CLEAR(issuer->queue);
-  Py_CLEAR(issuer->device);
-}
+void proxyccl_clear_issuer(Issuer* self){REFERENCES(PROXYCCL_CLEAR)}
 
 PyObject* proxyccl_stream(Issuer* issuer, PyObject* x, PyObject* given) {
   if (given == Py_None && issuer->on_host) return Py_NewRef(Py_None);

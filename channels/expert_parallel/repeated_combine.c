@@ -223,48 +223,28 @@ static PyObject* receive(PyObject* object, PyObject* arguments) {
   return Py_NewRef(made);
 }
 
+#define FORM_REFERENCES(apply)                                                                                \
+  apply(first.kept) apply(second.kept) apply(after_copy.kept) apply(buffers) apply(context) apply(new_output) \
+      apply(address) apply(place_sums) apply(check_output) apply(shape)
+
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   Form* self = (Form*)object;
   Py_VISIT(Py_TYPE(object));
-  for (int i = 0; i < KINDS; ++i) {
-    const int visited = proxyccl_visit_kind(&self->kinds[i], visit, arg);
-    if (visited != 0) return visited;
-  }
-  Py_VISIT(self->first.kept);
-  Py_VISIT(self->second.kept);
-  Py_VISIT(self->after_copy.kept);
-  Py_VISIT(self->buffers);
-  Py_VISIT(self->context);
-  Py_VISIT(self->new_output);
-  Py_VISIT(self->place_sums);
-  Py_VISIT(self->check_output);
-  return proxyccl_visit_issuer(&self->issuer, visit, arg);
+  FORM_REFERENCES(PROXYCCL_VISIT)
+  int visited = proxyccl_visit_issuer(&self->issuer, visit, arg);
+  for (int i = 0; visited == 0 && i < KINDS; ++i) visited = proxyccl_visit_kind(&self->kinds[i], visit, arg);
+  return visited;
 }
 
 static int let_go(PyObject* object) {
   Form* self = (Form*)object;
+  FORM_REFERENCES(PROXYCCL_CLEAR)
   for (int i = 0; i < KINDS; ++i) proxyccl_clear_kind(&self->kinds[i]);
   proxyccl_clear_issuer(&self->issuer);
-  Py_CLEAR(self->first.kept);
-  Py_CLEAR(self->second.kept);
-  Py_CLEAR(self->after_copy.kept);
-  Py_CLEAR(self->buffers);
-  Py_CLEAR(self->context);
-  Py_CLEAR(self->new_output);
-  Py_CLEAR(self->address);
-  Py_CLEAR(self->place_sums);
-  Py_CLEAR(self->check_output);
-  Py_CLEAR(self->shape);
   return 0;
 }
 
-static void end(PyObject* object) {
-  PyTypeObject* type = Py_TYPE(object);
-  PyObject_GC_UnTrack(object);
-  let_go(object);
-  PyObject_GC_Del(object);
-  Py_DECREF(type);
-}
+static void end(PyObject* object) { proxyccl_free(object, let_go); }
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject* object = PyType_GenericNew(type, NULL, NULL);
@@ -308,35 +288,22 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
+#define SENT_REFERENCES(apply) apply(form) apply(desc) apply(stream) apply(x) apply(owners) apply(recorded)
+
 static int traverse_sent(PyObject* object, visitproc visit, void* arg) {
   Sent* self = (Sent*)object;
   Py_VISIT(Py_TYPE(object));
-  Py_VISIT((PyObject*)self->form);
-  Py_VISIT(self->desc);
-  Py_VISIT(self->x);
-  Py_VISIT(self->owners);
-  Py_VISIT(self->recorded);
+  SENT_REFERENCES(PROXYCCL_VISIT)
   return 0;
 }
 
 static int let_sent_go(PyObject* object) {
   Sent* self = (Sent*)object;
-  Py_CLEAR(self->form);
-  Py_CLEAR(self->desc);
-  Py_CLEAR(self->stream);
-  Py_CLEAR(self->x);
-  Py_CLEAR(self->owners);
-  Py_CLEAR(self->recorded);
+  SENT_REFERENCES(PROXYCCL_CLEAR)
   return 0;
 }
 
-static void end_sent(PyObject* object) {
-  PyTypeObject* type = Py_TYPE(object);
-  PyObject_GC_UnTrack(object);
-  let_sent_go(object);
-  PyObject_GC_Del(object);
-  Py_DECREF(type);
-}
+static void end_sent(PyObject* object) { proxyccl_free(object, let_sent_go); }
 
 static PyMethodDef sent_methods[] = {
     {"output", output, METH_O, NULL},

@@ -377,50 +377,29 @@ static PyObject* find_stream(PyObject* object, PyObject* arguments) {
 /* Fills in the tokens of a call by an earlier dispatch's routing. */
 static PyObject* fill(PyObject* object, PyObject* x) { return PyLong_FromSsize_t(fill_tokens((Form*)object, x)); }
 
+#define FORM_REFERENCES(apply)                                                                                         \
+  apply(first.kept) apply(second.kept) apply(descriptor_type) apply(not_received) apply(context) apply(numbers)        \
+      apply(tables) apply(new_tables) apply(address) apply(new_rows) apply(new_scales) apply(new_weights) apply(begun) \
+          apply(receive_counted)
+
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   Form* self = (Form*)object;
   Py_VISIT(Py_TYPE(object));
-  for (int i = 0; i < KINDS; ++i) {
-    const int visited = proxyccl_visit_kind(&self->kinds[i], visit, arg);
-    if (visited != 0) return visited;
-  }
-  Py_VISIT(self->first.kept);
-  Py_VISIT(self->second.kept);
-  Py_VISIT(self->context);
-  Py_VISIT(self->numbers);
-  Py_VISIT(self->begun);
-  Py_VISIT(self->receive_counted);
-  return proxyccl_visit_issuer(&self->issuer, visit, arg);
+  FORM_REFERENCES(PROXYCCL_VISIT)
+  int visited = proxyccl_visit_issuer(&self->issuer, visit, arg);
+  for (int i = 0; visited == 0 && i < KINDS; ++i) visited = proxyccl_visit_kind(&self->kinds[i], visit, arg);
+  return visited;
 }
 
 static int let_go(PyObject* object) {
   Form* self = (Form*)object;
+  FORM_REFERENCES(PROXYCCL_CLEAR)
   for (int i = 0; i < KINDS; ++i) proxyccl_clear_kind(&self->kinds[i]);
   proxyccl_clear_issuer(&self->issuer);
-  Py_CLEAR(self->first.kept);
-  Py_CLEAR(self->second.kept);
-  Py_CLEAR(self->descriptor_type);
-  Py_CLEAR(self->not_received);
-  Py_CLEAR(self->context);
-  Py_CLEAR(self->numbers);
-  Py_CLEAR(self->tables);
-  Py_CLEAR(self->new_tables);
-  Py_CLEAR(self->address);
-  Py_CLEAR(self->new_rows);
-  Py_CLEAR(self->new_scales);
-  Py_CLEAR(self->new_weights);
-  Py_CLEAR(self->begun);
-  Py_CLEAR(self->receive_counted);
   return 0;
 }
 
-static void end(PyObject* object) {
-  PyTypeObject* type = Py_TYPE(object);
-  PyObject_GC_UnTrack(object);
-  let_go(object);
-  PyObject_GC_Del(object);
-  Py_DECREF(type);
-}
+static void end(PyObject* object) { proxyccl_free(object, let_go); }
 
 /* Takes a reference to each of these, which were parsed. */
 static void take(PyObject** members[], int count) {
@@ -484,36 +463,22 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
+#define SENT_REFERENCES(apply) apply(form) apply(desc) apply(rows) apply(weights) apply(owners) apply(recorded)
+
 static int traverse_sent(PyObject* object, visitproc visit, void* arg) {
   Sent* self = (Sent*)object;
   Py_VISIT(Py_TYPE(object));
-  Py_VISIT((PyObject*)self->form);
-  Py_VISIT(self->desc);
-  Py_VISIT(self->rows);
-  Py_VISIT(self->weights);
-  Py_VISIT(self->owners);
-  Py_VISIT(self->recorded);
+  SENT_REFERENCES(PROXYCCL_VISIT)
   return 0;
 }
 
 static int let_sent_go(PyObject* object) {
   Sent* self = (Sent*)object;
-  Py_CLEAR(self->form);
-  Py_CLEAR(self->desc);
-  Py_CLEAR(self->rows);
-  Py_CLEAR(self->weights);
-  Py_CLEAR(self->owners);
-  Py_CLEAR(self->recorded);
+  SENT_REFERENCES(PROXYCCL_CLEAR)
   return 0;
 }
 
-static void end_sent(PyObject* object) {
-  PyTypeObject* type = Py_TYPE(object);
-  PyObject_GC_UnTrack(object);
-  let_sent_go(object);
-  PyObject_GC_Del(object);
-  Py_DECREF(type);
-}
+static void end_sent(PyObject* object) { proxyccl_free(object, let_sent_go); }
 
 /* Itself, with its rows and weights, if they are known already. */
 static PyObject* output_of(PyObject* object, void* Py_UNUSED(closure)) {
