@@ -106,6 +106,8 @@ class Descriptor:
     def table_owners(self) -> tuple[Any, ...]: ...
     def add_block(self, array: Any, address: int, tables: Any, offsets: int) -> None:
         """Adds tables that lie in an array, with the address of their offsets. There can be two blocks."""
+    def find(self, name: str, /) -> tuple[Any, Any, Any] | None:
+        """A table's array, its place there and its `Tables`; None if there is none of that name."""
 
 class DispatchForm:
     """A dispatch that was made before, whose arguments stay packed.

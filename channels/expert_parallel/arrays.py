@@ -67,7 +67,7 @@ def part_maker(like: Any, tail: tuple[int, ...], dtype: DType | str) -> Callable
 
 def words_of(array: Any, first: int, shape: tuple[int, ...], strides: tuple[int, ...], *, wide: bool = False) -> Any:
     """An array of the same library in the memory of an int32 array, from element `first` on; of int64 if `wide`."""
-    if not isinstance(array, Array | np.ndarray):
+    if hasattr(array, "as_strided"):
         if wide:
             array, first = array.view(sys.modules["torch"].int64), first // 2
         return array.as_strided(shape, strides, first)  # one call where slices and shapes are several

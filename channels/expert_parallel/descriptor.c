@@ -42,6 +42,20 @@ static PyObject* blocks(PyObject* object, void* Py_UNUSED(closure)) { return blo
 
 static PyObject* owners(PyObject* object, void* Py_UNUSED(closure)) { return blocks_of((const Descriptor*)object, 0); }
 
+/* A table's array, its place and its `Tables`, or None. */
+static PyObject* find(PyObject* object, PyObject* name) {
+  const Descriptor* self = (const Descriptor*)object;
+  for (int i = 0; i < self->count; ++i) {
+    const TableBlock* block = &self->blocks[i];
+    PyObject* places = PyObject_GetAttrString(block->tables, "places");
+    PyObject* place = places == NULL ? NULL : PyDict_GetItemWithError(places, name);
+    PyObject* found = place == NULL ? NULL : PyTuple_Pack(3, block->array, place, block->tables);
+    Py_XDECREF(places);
+    if (found != NULL || PyErr_Occurred() != NULL) return found;
+  }
+  Py_RETURN_NONE;
+}
+
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   Descriptor* self = (Descriptor*)object;
   Py_VISIT(Py_TYPE(object));
@@ -74,6 +88,7 @@ static void end(PyObject* object) { proxyccl_free(object, let_go); }
 
 static PyMethodDef methods[] = {
     {"add_block", add_block, METH_VARARGS, NULL},
+    {"find", find, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyMemberDef members[] = {

@@ -118,12 +118,13 @@ class EPAllToAllLayoutDesc(Descriptor):
 
     def _table(self, name: str) -> Any:
         """A table as an array; None if this descriptor has none of that name."""
-        for array, _, tables in self.blocks:
-            if name in tables.places:
-                first, shape, strides = tables.places[name]
-                shape = (self.rows, *shape[1:]) if name in OF_ROWS else shape
-                return words_of(array, first, shape, strides, wide=name in tables.wide)
-        return None
+        found = self.find(name)
+        if found is None:
+            return None
+        array, (first, shape, strides), tables = found
+        if name in OF_ROWS:
+            shape = (self.rows, *shape[1:])
+        return words_of(array, first, shape, strides, wide=name in tables.wide)
 
     def size_rows(self, rows: int) -> None:
         """Sets the number of rows, and allocates their tables if that was not known before."""

@@ -18,10 +18,11 @@ from proxyccl.deep_ep.layout import dispatch_layout
 from proxyccl.deep_ep.masks import Masks
 from proxyccl.deep_ep.refusals import refuse, refuse_unknown
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
-from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
+from proxyccl.device.errors import ArgumentError, ClosedError
 from proxyccl.device.flags import as_flag
 
 _DIMENSIONS = 2  # of tokens and of their experts' ids
+_NO_EVENTS = (None,)
 
 
 class Buffer(Connected):
@@ -212,8 +213,8 @@ class Buffer(Connected):
         """
         if handle is None and not others and (layers := self._unchanged_layers()) is not None:
             used = (x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
-            num_sms = Buffer.num_sms if config is None else getattr(config, "num_sms", None)
-            call = lambda: normal.dispatch_again(  # noqa: E731
+            num_sms = Buffer.num_sms if config is None else config.num_sms if isinstance(config, Config) else None
+            again = lambda: normal.dispatch_again(  # noqa: E731
                 layers,
                 *used,
                 ranks=self.group_size,
@@ -222,11 +223,10 @@ class Buffer(Connected):
                 num_sms=num_sms,
                 nodes=self._nodes,
             )
-            made: tuple[normal.Dispatched | None, EventOverlap] = self._run(
-                call, (previous_event,), used, NORMAL, apart=async_finish
-            )
-            if made[0] is not None:
-                return *made[0], made[1]
+            repeated, event = self._run(again, (previous_event,), used, NORMAL, apart=async_finish)
+            if repeated is not None:
+                rows, ids, weights, counts, made = repeated
+                return rows, ids, weights, counts, made, event
         refuse_unknown("dispatch", others)
         with torch.no_grad():
             return self._dispatch_in_full(
@@ -404,16 +404,18 @@ class Buffer(Connected):
             Raises as `dispatch`, and CapacityError where an expert got more rows than it has room for; on GPUs nothing
             waits on the CPU, so bad ids and such rows are dropped instead.
         """
-        plain = not others and dispatch_wait_recv_cost_stats is None and _are_plain(async_finish, return_recv_hook)
+        plain = not others and dispatch_wait_recv_cost_stats is None and round_scale is False and use_ue8m0 is False
+        plain = plain and type(use_fp8) is bool and _are_plain(async_finish, return_recv_hook)
         plain = plain and type(num_max_dispatch_tokens_per_rank) is type(num_experts) is int
-        plain = plain and type(use_fp8) is bool and round_scale is False and use_ue8m0 is False
         plain = plain and type(x) is type(topk_idx) is torch.Tensor and x.dim() == topk_idx.dim() == _DIMENSIONS
         if plain and (layers := self._unchanged_layers()) is not None:
             options = num_max_dispatch_tokens_per_rank, num_experts, Buffer.num_sms, use_fp8, return_recv_hook
             known = layers.low_latency.get(low_latency.repeated_key(x, topk_idx, *options))
             if known is not None:
-                arguments = x, topk_idx, cumulative_local_expert_recv_stats
-                repeated, event = self._repeat(known.repeat, arguments, apart=async_finish)
+                again, stats = known.repeat, cumulative_local_expert_recv_stats
+                repeated, event = self._run(
+                    lambda: again(x, topk_idx, stats), _NO_EVENTS, (x, topk_idx, stats), LOW_LATENCY, apart=async_finish
+                )
                 if repeated is not None:
                     rows, counts, handle, half = repeated
                     return rows, counts, handle, event, self._hook(half)
@@ -477,8 +479,13 @@ class Buffer(Connected):
         """
         plain = not others and combine_wait_recv_cost_stats is None and _are_plain(async_finish, return_recv_hook)
         if plain and isinstance(handle, LowLatencyHandle) and self._usable().made(handle.routing.layer):
-            arguments = x, topk_weights, handle, out, return_recv_hook
-            repeated, event = self._repeat(low_latency.combine_again, arguments, apart=async_finish)
+            repeated, event = self._run(
+                lambda: low_latency.combine_again(x, topk_weights, handle, out, return_recv_hook),
+                _NO_EVENTS,
+                (x, topk_weights, handle, out),
+                LOW_LATENCY,
+                apart=async_finish,
+            )
             if repeated is not None:
                 output, half = repeated
                 return output, event, self._hook(half)
@@ -553,15 +560,6 @@ class Buffer(Connected):
 
     def _hook(self, half: low_latency.Half | None) -> Callable[[], None] | None:
         return None if half is None else self._once(*half, LOW_LATENCY)
-
-    def _repeat(self, call: Callable[..., Any], arguments: tuple[Any, ...], *, apart: bool) -> tuple[Any, EventOverlap]:
-        if apart:
-            return self._run(lambda: call(*arguments), (None,), arguments, LOW_LATENCY, apart=True)
-        try:
-            return call(*arguments), EventOverlap()
-        except (ArgumentError, CapacityError) as error:
-            LOW_LATENCY.rename(error)
-            raise
 
     def _layers_of_the_left(self) -> Layers:
         """The layers for a dispatch. After a loss all remaining ranks make them together."""

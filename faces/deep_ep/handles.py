@@ -244,7 +244,7 @@ class LowLatencyHandle(Handle):
     _entries = ("src_info", "layout_range", "max_tokens", "hidden", "num_experts")
 
     def __init__(self, routing: Routing, max_tokens: int, hidden: int, num_experts: int) -> None:
-        super().__init__(routing)
+        self.routing = routing
         self.max_tokens, self.hidden, self.num_experts = max_tokens, hidden, num_experts
 
     @property
