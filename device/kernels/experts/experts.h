@@ -185,9 +185,9 @@ typedef struct ProxycclDispatch {
   uint64_t ticket;        /* see ProxycclReceivedRows */
   uint32_t wanted_tokens; /* tokens for which this rank would have needed a larger layer, or 0; all ranks learn it */
   uint32_t scale_bytes;   /* scales at the end of each row, which go to output_scales */
-  uint32_t scale_column; /* with padded rows: each expert's scales are columns of this many words, one for each scale of
-                            a row; 0: each row's scales lie together */
-  uint32_t id_bytes;     /* 4 or 8; of row_experts, too, unless it is a repeated dispatch */
+  uint32_t scale_column;  /* with padded rows: words of a column of an expert's scales, one column for each scale of a
+                             row; 0: each row's scales lie together */
+  uint32_t id_bytes;      /* 4 or 8; of row_experts, too, unless it is a repeated dispatch */
   uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's; else 0 */
   uint64_t row_bytes;
   const char* input;       /* [tokens][row_bytes] */
