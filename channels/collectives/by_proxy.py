@@ -28,8 +28,8 @@ class ByProxy:
         links: the channels of schedules.
         rings: gives schedules to the proxy.
         in_turn: whether the proxy copies to one peer after the other, because one call issues the copies to all.
-        awaits_data: whether the kernel of a reduction in one crossing is launched when all ranks have joined, and waits
-            for their data itself. Only within a host, where data takes no longer than the launch.
+        awaits_data: whether the kernel of a short reduction is launched when all ranks have joined, and waits for their
+            data itself. Only within a host, where data takes little longer than the launch.
         one_crossing_bytes: bytes that a rank receives up to which a reduction takes one crossing.
         longest_round: most bytes that one schedule stages. A longer call takes several, the same number on all ranks.
     """

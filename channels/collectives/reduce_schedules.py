@@ -24,9 +24,11 @@ from proxyccl.proxy.schedule import STAGES, Schedule, SchedulePost, ScheduleRece
 _SLOT_ALIGNMENT = 128
 _PIECE_ALIGNMENT = 128  # elements
 _SHORTEST_PIECE = 2 << 20
-_JOINED = 1  # the stage that counts ranks that have joined, where there is one crossing
 _MOST_PIECES = 3
 """The link is busy without a pause from two pieces on; each more is another pause between copies."""
+_JOINED = _MOST_PIECES  # the stage that counts posts: those before it count pieces
+_MOST_AWAITED = 16 << 20
+"""Most bytes of values from peers that a kernel waits for, instead of its stream: they take some 40 µs."""
 
 
 class _Shares(Struct, frozen=True):
@@ -108,9 +110,8 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
     steps: list[Step] = []
     for begin, count in rounds(target.size, by_proxy.longest_round // (ranks * itemsize)):
         part = _Reduction(by_proxy, source, op, _Shares(begin, target.size, (count,) * ranks))
-        steps += [*part.copies_in, Schedule(part.posts(), part.sends(), part.receives())]
-        result = target.ptr + begin * itemsize
-        steps += [*part.reduce(result, gated=False), *by_proxy.rings.end(len(part.pieces.bounds))]
+        steps += [*part.copies_in, Schedule(part.posts(), part.sends(), part.receives(), joined=_JOINED)]
+        steps += part.reduce(target.ptr + begin * itemsize, posts=ranks - 1, gated=False)
     return by_proxy.rings.prepare(steps)
 
 
@@ -149,10 +150,10 @@ def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, o
     )
     posts = tuple(SchedulePost(links.posts[peer], output.memory.id_at(peer), output.offset) for peer in peers)
     receives = tuple(ScheduleReceive(links.sends[peer], sends=part.pieces.results_from(peer)) for peer in peers)
-    schedule = Schedule((*part.posts(), *posts), (*part.sends(), *sends), (*part.receives(), *receives))
+    schedule = Schedule((*part.posts(), *posts), (*part.sends(), *sends), (*part.receives(), *receives), joined=_JOINED)
     copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # none in place
-    end = by_proxy.rings.end(len(part.pieces.bounds))
-    return [*part.copies_in, schedule, *part.reduce(output.ptr + own, gated=True), *end, *copies_out]
+    reduction = part.reduce(output.ptr + own, posts=2 * len(peers), gated=True)
+    return [*part.copies_in, schedule, *reduction, *copies_out]
 
 
 def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> list[Step]:
@@ -184,7 +185,7 @@ def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: s
     own_wait = transfers if by_proxy.awaits_data else 0
     reduction = slots.reduce(source.ptr, target.ptr, source.size, [(0, source.size)], first=own_wait)
     wait = by_proxy.rings.stage(_JOINED, len(peers)) if own_wait else by_proxy.rings.stage(0, transfers)
-    return [copy_in, schedule, wait, reduction, *by_proxy.rings.end(_JOINED + 1)]
+    return [copy_in, schedule, wait, reduction, *by_proxy.rings.end((0, _JOINED))]
 
 
 class _Slots:
@@ -320,18 +321,26 @@ class _Reduction:
             for number in self.pieces.values_from(peer)
         )
 
-    def reduce(self, result: int, *, gated: bool) -> list[Step]:
-        """The wait for the first piece, and the kernel that reduces this rank's share.
+    def reduce(self, result: int, *, posts: int, gated: bool) -> list[Step]:
+        """The kernel that reduces this rank's share, the wait before it, and the end of the schedule. Few bytes are
+        awaited by the kernel, which is launched when all ranks have joined; otherwise the stream waits for the first
+        piece.
 
         Args:
             result: where the reduced share goes.
+            posts: that the schedule's sends wait for.
             gated: whether its pieces are sent on.
         """
         rank = self._by_proxy.group.rank
         own, count = self._source.ptr + self._shares.start(rank) * self._itemsize, self._shares.lengths[rank]
         first, transfers = (sum(number in self.pieces.values_from(peer) for peer in self._peers) for number in (0, 1))
-        reduction = self._slots.reduce(own, result, count, self.pieces.bounds, transfers=transfers, gated=gated)
-        return [self._by_proxy.rings.stage(0, first), reduction]
+        rings, bounds = self._by_proxy.rings, self.pieces.bounds
+        awaits = self._by_proxy.awaits_data and self._slots.nbytes <= _MOST_AWAITED
+        reduction = self._slots.reduce(
+            own, result, count, bounds, first=first if awaits else 0, transfers=transfers, gated=gated
+        )
+        wait = rings.stage(_JOINED, posts) if awaits else rings.stage(0, first)
+        return [wait, reduction, *rings.end((*range(len(bounds)), _JOINED))]
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from proxyccl.channels.group import Group
@@ -38,14 +38,14 @@ class ScheduleRings:
         """Waits, within a schedule, until the word of a stage is at least this."""
         return WaitValue(self.words.stages[number], least)
 
-    def end(self, stages: int = 0) -> list[Operation]:
+    def end(self, stages: Collection[int] = ()) -> list[Operation]:
         """Waits for the end of the schedule, and resets the words that it and the stream have written.
 
         Args:
-            stages: how many stages the schedule has; if any, the gate may have been used too.
+            stages: numbers of the stages that the schedule has; if any, the gate may have been used too.
         """
         words = self.words
-        used = [words.done, *words.stages[:stages], *([words.gate] if stages else [])]
+        used = [words.done, *(words.stages[stage] for stage in stages), *([words.gate] if stages else [])]
         return [WaitValue(words.done, 1), *(WriteValue(word, 0) for word in used)]
 
     def prepare(self, steps: Sequence[Step]) -> StreamOperations:
