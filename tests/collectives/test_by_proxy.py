@@ -481,6 +481,7 @@ def test_what_a_send_may_not_do_is_refused_before_anything_moves(send: dict[str,
         Schedule(sends=(ScheduleSend(0, 512, 0, 1, dst_memory=0),)),
         Schedule(sends=(ScheduleSend(0, 0, 0, 1, post_channel=1024),)),
         Schedule(receives=(ScheduleReceive(1024),)),
+        Schedule(joined=16),
     ],
     ids=repr,
 )
