@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from gpu_job import GpuJob, poison
 from program import common_arguments
-from side_by_side import COLUMNS, DTYPES, Case, Contender, differing, fresh_seed, random_inputs, show
+from side_by_side import COLUMNS, DTYPES, Case, Contender, Job, differing, fresh_seed, random_inputs, show
 
 from proxyccl import EPAll2AllLayer
 from proxyccl.tools import options
@@ -47,10 +47,10 @@ class Routing:
     arriving: list[int]
 
     @classmethod
-    def random(cls, job: GpuJob, count: int, hidden: int, topk: int, experts: int, dtype: str) -> Routing:
+    def random(cls, job: Job, count: int, hidden: int, topk: int, experts: int, dtype: str) -> Routing:
         """A new random routing, the same on all ranks."""
         seed, per_rank = fresh_seed(job), experts // job.ranks
-        tokens = [x.view(count, hidden) for x in random_inputs(job, count * hidden, dtype, seed)]
+        tokens = [torch.as_tensor(x).view(count, hidden) for x in random_inputs(job, count * hidden, dtype, seed)]
         ids = []
         for rank in range(job.ranks):
             generator = torch.Generator(job.device).manual_seed(seed + job.ranks + rank)
@@ -76,9 +76,9 @@ class Routing:
         return cls(tokens[mine], ids[mine], rows, most, visits, goes[mine], [goes[s][mine] for s in range(job.ranks)])
 
 
-def contenders(job: GpuJob, routing: Routing, layers: dict[str, EPAll2AllLayer]) -> list[Contender]:
-    """Ours: for each layer a dispatch, a combine and both. Then NCCL: the bytes there, and back."""
-    stream, topk = job.stream.cuda_stream, routing.expert_ids.shape[1]
+def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer], peer: str = "NCCL") -> list[Contender]:
+    """Ours: for each layer a dispatch, a combine and both. Then the bytes there, and back, by torch's default group."""
+    stream, topk = job.handle, routing.expert_ids.shape[1]
     hidden, dtype = routing.tokens.shape[1], routing.tokens.dtype
     # Each expert returns its rows unchanged. With a row for each rank a token comes back from each of its ranks.
     sums = {"expert": routing.tokens * topk, "rank": routing.tokens * routing.visits}
@@ -105,6 +105,7 @@ def contenders(job: GpuJob, routing: Routing, layers: dict[str, EPAll2AllLayer])
         def prepare_combine() -> None:
             if "given" not in state:
                 rows, _, kept = layer.dispatch(routing.tokens, routing.expert_ids, stream=stream)
+                job.synchronize()  # a tensor of the CPU is copied at once
                 state.update(given=layer.combine_input(kept).copy_(rows), kept=kept)
             poison(combined)
 
@@ -148,7 +149,7 @@ def contenders(job: GpuJob, routing: Routing, layers: dict[str, EPAll2AllLayer])
     for name, source, target, ins, outs in (("there", sent, came, out, back), ("back", came, sent, back, out)):
         found.append(
             Contender(
-                f"NCCL, {name}",
+                f"{peer}, {name}",
                 False,
                 lambda source=source, target=target, ins=ins, outs=outs: dist.all_to_all_single(
                     target, source, output_split_sizes=outs, input_split_sizes=ins

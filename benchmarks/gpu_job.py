@@ -25,6 +25,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from graph_kernels import multiprocessors_used
 from mpi4py import MPI
 from side_by_side import DTYPES, WAIT_TIMEOUT, Burst, Job, Peer
+from torch_peer import torch_peer
 
 from proxyccl import Communicator
 from proxyccl.tools.results import Fields
@@ -71,6 +72,35 @@ class GraphBurst(Burst):
         self._graph.reset()
 
 
+class IssuedBurst(Burst):
+    """Calls that are issued one after another: NCCL starts its network's part of a captured call by a function of the
+    host, which no program that does not capture waits for.
+
+    Args:
+        call: queues a call on torch's current stream.
+        calls: how many.
+        stream: the stream.
+    """
+
+    def __init__(self, call: Callable[[], object], calls: int, stream: torch.cuda.Stream) -> None:
+        self.calls, self.stream, self._call = calls, stream, call
+
+    def queue(self) -> None:
+        """Makes the calls."""
+        with torch.cuda.stream(self.stream):
+            for _ in range(self.calls):
+                self._call()
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+def nccl_between_nodes(node: int, ranks_of_node: int) -> dict[str, str]:
+    """The environment in which NCCL takes a rank for one of another host's, and reaches it by its sockets."""
+    sockets = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MNNVL_ENABLE": "0", "NCCL_HOSTID": f"node{node}"}
+    return sockets if ranks_of_node > 1 else {**sockets, "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+
+
 class GpuJob(Job):
     """See `Job`. torch.distributed's NCCL joins the ranks too.
 
@@ -83,8 +113,12 @@ class GpuJob(Job):
     dtypes = DTYPES
     timing = "CUDA-graph replays, time of one call"
 
-    def __init__(self, seconds: float, *, growth_limit: float = 36.0) -> None:
-        super().__init__(seconds, growth_limit=growth_limit)
+    def __init__(self, seconds: float, *, growth_limit: float = 36.0, nodes: int | None = None) -> None:
+        super().__init__(seconds, growth_limit=growth_limit, nodes=nodes)
+        if nodes is not None:
+            self.timing = "bursts of calls between events, time of one call"
+            each = self.ranks // nodes
+            os.environ.update(nccl_between_nodes(self.rank // each, each))
         host = self.world.Split_type(MPI.COMM_TYPE_SHARED)
         self.device = torch.device("cuda", host.Get_rank())
         host.Free()
@@ -103,7 +137,7 @@ class GpuJob(Job):
             timeout=timedelta(seconds=60),
         )
         self.group_name: str = dist.group.WORLD.group_name
-        self.comm = Communicator.from_mpi(timeout=WAIT_TIMEOUT)
+        self.comm = Communicator.from_mpi(timeout=WAIT_TIMEOUT, **self.placement())
         self.stream = torch.cuda.Stream()
         self.handle = self.stream.cuda_stream
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
@@ -138,7 +172,9 @@ class GpuJob(Job):
         poison(x)
 
     def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
-        """NCCL as it is, NCCL with registered memory, and torch symmetric memory."""
+        """NCCL as it is, NCCL with registered memory, and torch symmetric memory; between rehearsed nodes the first."""
+        if self.nodes is not None:
+            return [torch_peer("NCCL", collective)]
         if collective == "all_reduce":
             return [
                 Peer("NCCL", lambda out, _: dist.all_reduce(out)),
@@ -220,13 +256,15 @@ class GpuJob(Job):
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3 / calls
 
-    def burst(self, call: Callable[[], object], calls: int) -> GraphBurst:
-        """A graph of the calls."""
+    def burst(self, call: Callable[[], object], calls: int) -> Burst:
+        """A graph of the calls; between rehearsed nodes the calls themselves."""
+        if self.nodes is not None:
+            return IssuedBurst(call, calls, self.stream)
         return GraphBurst(call, calls, self.stream, counted=self.comm.runtime.name == "cuda")
 
     def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
         """By events around the replays, after a barrier of the ranks."""
-        assert isinstance(timed, GraphBurst)
+        assert isinstance(timed, GraphBurst | IssuedBurst)
         start, end, together, beside_end = self._events
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(_SLEEP_CYCLES)

@@ -5,6 +5,7 @@ So the programs can be tried without a GPU. Bursts are issued one call after ano
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 import time
 from collections.abc import Callable
@@ -86,11 +87,12 @@ class HostJob(Job):
     """See `Job`."""
 
     dtypes = ("float32", "float16")
+    device = "cpu"
     timing = "bursts of calls by the CPU's clock, time of one call"
 
-    def __init__(self, seconds: float, *, growth_limit: float = 36.0) -> None:
-        super().__init__(seconds, growth_limit=growth_limit)
-        self.comm = Communicator.from_mpi(runtime="host", timeout=WAIT_TIMEOUT)
+    def __init__(self, seconds: float, *, growth_limit: float = 36.0, nodes: int | None = None) -> None:
+        super().__init__(seconds, growth_limit=growth_limit, nodes=nodes)
+        self.comm = Communicator.from_mpi(runtime="host", timeout=WAIT_TIMEOUT, **self.placement())
         self.handle = self.comm.runtime.create_stream()
 
     def empty(self, count: int, dtype: str) -> Any:
@@ -112,7 +114,12 @@ class HostJob(Job):
         x.view(np.uint8)[:] = 0xA5
 
     def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
-        """None: each is named with the reason."""
+        """None: each is named with the reason. Between rehearsed nodes gloo, where torch is installed."""
+        if self.nodes is not None and importlib.util.find_spec("torch") is not None:
+            from torch_peer import join_gloo, torch_peer
+
+            join_gloo(self.world)
+            return [torch_peer("gloo", collective)]
         return [Peer(name, missing=_NO_PEER) for name in _PEERS[collective]]
 
     def peer_versions(self) -> Fields:

@@ -10,8 +10,8 @@ from side_by_side import Job
 from proxyccl.device.runtimes import find_runtime
 
 
-def open_job(seconds: float) -> Job:
-    """The ranks, on the runtime that `PROXYCCL_RUNTIME` names or that this machine has.
+def open_job(seconds: float, *, nodes: int | None = None) -> Job:
+    """The ranks, on the runtime that `PROXYCCL_RUNTIME` names or that this machine has. `nodes`: see `Job`.
 
     Raises:
         SystemExit: the runtime is a GPU's, and torch is missing.
@@ -20,7 +20,7 @@ def open_job(seconds: float) -> Job:
     if runtime == "host":
         from host_job import HostJob
 
-        return HostJob(seconds)
+        return HostJob(seconds, nodes=nodes)
     if importlib.util.find_spec("torch") is None:
         raise SystemExit(
             f"on the {runtime} runtime this program needs torch, which holds its arrays, captures its graphs and has "
@@ -28,4 +28,4 @@ def open_job(seconds: float) -> Job:
         )
     from gpu_job import GpuJob
 
-    return GpuJob(seconds)
+    return GpuJob(seconds, nodes=nodes)

@@ -907,6 +907,54 @@ def fabric_writes_section(result: Result) -> Section:
     return Section("Writes through libfabric beside a bare loop", f"proxied over bare: {reached}", lines)
 
 
+def between_nodes_section(result: Result) -> Section:
+    """A table of calls between rehearsed nodes beside the peer's, with the limits of the network and the bus."""
+    rows, limits = result["comparison"], result["limits"]
+    streams = ", ".join(
+        f"{row['streams']}: {number(row['one_way_gbs'], 1)} and {number(row['each_of_both_ways_gbs'], 1)}"
+        for row in limits["tcp"]
+    )
+    copies = ", ".join(number(limits[f"bus_{way}_gbs"], 1) for way in ("to_host", "to_device", "both"))
+    lines = [
+        *origin(result),
+        f"{result['nodes']} nodes of {result['world_size'] // result['nodes']} ranks, rehearsed on one machine: data "
+        "is staged in pinned memory and goes over TCP on the loopback; the peer is held to its sockets. The limits "
+        f"in GB/s: TCP by the number of streams, one way and each way at once: {streams}; copies to the host, to the "
+        f"device, and each of both at once: {copies}. 64 bytes take {number(limits['tcp_short_us'], 1)} µs one way.",
+        "",
+    ]
+    lines += table(
+        ["call", "size", "ours, µs", "by", "peer, µs", "peer", "peer / ours"],
+        [
+            [
+                row["collective"],
+                show_size(row["size"]),
+                number(row["ours_us"], 1),
+                row["ours"],
+                number(row["peer_us"], 1),
+                row["peer"],
+                number(row["peer_over_ours"]),
+            ]
+            for row in rows
+        ],
+    )
+    experts = [row for row in result["results"] if row["call"] == "experts"]
+    if experts:
+        lines += table(
+            ["experts", "tokens", "time, µs"],
+            [[row["name"], str(row["count"]), number(row["time_us"], 1)] for row in experts],
+        )
+    lines += [wrong_line(sum(row["wrong"] for row in result["results"])), ""]
+    spans = {
+        what: [row["peer_over_ours"] for row in rows if (row["size"] >= aims.MIB) is long]
+        for what, long in (("below 1 MiB", False), ("from 1 MiB on", True))
+    }
+    reached = [f"{number(min(ratios))} to {number(max(ratios))} {what}" for what, ratios in spans.items() if ratios]
+    return Section(
+        f"Calls between rehearsed nodes {place(result)}", f"peer's time over ours: {', '.join(reached)} (aim 1)", lines
+    )
+
+
 def execution_plans_section(result: Result) -> Section:
     """A table of the best execution plan of each size beside the library's two_shot."""
     rows = result["comparison"]
@@ -1012,6 +1060,7 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "observing": observing_section,
     "host_collectives": host_collectives_section,
     "between_hosts": host_collectives_section,
+    "between_nodes": between_nodes_section,
     "rdma_writes": rdma_writes_section,
     "fabric_writes": fabric_writes_section,
     "regroup": regroup_section,

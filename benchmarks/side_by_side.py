@@ -27,7 +27,7 @@ import numpy as np
 from mpi4py import MPI
 from program import common_arguments, describe, end_if_it_hangs, heading
 
-from proxyccl import ArgumentError, Communicator
+from proxyccl import ArgumentError, Communicator, FabricOptions
 from proxyccl.tools import options
 from proxyccl.tools.results import Fields, write_json
 from proxyccl.tools.tables import Column, Table
@@ -154,19 +154,24 @@ class Job(ABC):
     Args:
         seconds: time to spend. `in_time` tells whether it is up; a job that hangs is ended some time after.
         growth_limit: bounds the calls of a burst, so that world_size ** calls stays below 10 to this power.
+        nodes: rehearsed nodes of as many ranks each, between which data is staged and goes over the loopback's TCP, as
+            the peers' does; None to have none.
 
     Attributes:
+        nodes: as given.
         dtypes: names of the element types that arrays can have.
+        device: where torch's tensors are.
         handle: the stream that calls are queued on, as our calls take it.
         timing: how times are measured, for headings and results.
     """
 
     dtypes: Sequence[str]
     comm: Communicator
+    device: Any
     handle: Any
     timing: str
 
-    def __init__(self, seconds: float, *, growth_limit: float = 36.0) -> None:
+    def __init__(self, seconds: float, *, growth_limit: float = 36.0, nodes: int | None = None) -> None:
         end_if_it_hangs(seconds)
         self._start, self._seconds = time.monotonic(), seconds
         self.world = MPI.COMM_WORLD
@@ -174,6 +179,19 @@ class Job(ABC):
         growth = growth_limit / math.log10(self.ranks) if self.ranks > 1 else _MOST_CALLS
         self._most_calls = min(_MOST_CALLS, int(growth))
         self._said: set[str] = set()
+        self.nodes = nodes
+
+    def placement(self) -> Fields:
+        """The communicator's options for the rehearsed nodes."""
+        if self.nodes is None:
+            return {}
+        each = self.ranks // self.nodes
+        apart = [(a, b) for b in range(self.ranks) for a in range(b) if a // each != b // each]
+        return {
+            "local_world_size": each,
+            "transport": dict.fromkeys(apart, "staged_fabric"),
+            "fabric": FabricOptions.from_environment(provider="tcp", interface="lo"),
+        }
 
     def __enter__(self) -> Self:
         return self
