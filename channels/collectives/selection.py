@@ -186,8 +186,8 @@ class Selector:
             ranks: the world size.
             runtime: "host", "cuda" or "hip".
             levels: whether there are several nodes, each with the same number of ranks, and more than one.
-            proxied_kernel_bytes: the largest share for which all collectives except all_reduce use kernels. Longer ones
-                go by proxy, as does an all_reduce without levels. 0: kernels serve all.
+            proxied_kernel_bytes: the largest share that kernels move to other nodes. Longer ones go by proxy, except
+                those of an all_reduce with levels. 0: kernels serve all.
         """
         longest = proxied_kernel_bytes * ranks
         beyond = "hierarchical" if levels else "proxy" if longest else "two_shot"
@@ -199,7 +199,8 @@ class Selector:
             if case.collective == "all_reduce":
                 short = case.elements == "16-bit floats"
                 packets = _by_packets(ranks, runtime, symmetric=case.symmetric, short=short)
-                tables[case] = SizeTable(packets if beyond == "two_shot" else (), beyond)
+                limits = {"two_shot": packets, "proxy": ((longest, "two_shot"),)}.get(beyond, ())
+                tables[case] = SizeTable(limits, beyond)
         return cls(tables)
 
     @functools.cached_property
