@@ -10,7 +10,7 @@ from proxyccl.channels.joining.exchange import Exchange
 from proxyccl.channels.joining.topology import Topology
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, Proxy, RemoteContext
 from proxyccl.proxy.transport_options import TransportOptions
@@ -182,8 +182,12 @@ class RemoteLinks:
         """Lets peers access memory of this rank's runtime. See `RemoteContext.expose`."""
         return self._opened().expose(ptr, nbytes, transport, handle)
 
+    def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
+        """Lets peers access pinned memory of this rank. See `RemoteContext.expose_pinned`."""
+        return self._opened().expose_pinned(memory, transport)
+
     def withdraw(self, memory: ExposedMemory) -> None:
-        """Ends `expose`."""
+        """Ends either."""
         if self._context is not None:
             self._context.withdraw(memory)
 

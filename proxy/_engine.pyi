@@ -368,17 +368,26 @@ class ProxycclVerbsOptionsPointer(_ProxycclVerbsOptions, ItemPointer[ProxycclVer
 class _ProxycclRemoteWriteTarget:
     base: int
     bytes: int
+    host: int
 
 class ProxycclRemoteWriteTarget(_ProxycclRemoteWriteTarget, CData): ...
 class ProxycclRemoteWriteTargetPointer(_ProxycclRemoteWriteTarget, ItemPointer[ProxycclRemoteWriteTarget]): ...
 
-class _ProxycclStagedOptions:
-    wire: Field[VoidPointer, Pointer]
-    area: int
-    device_area: int
+class _ProxycclStagedWire:
+    options: Field[VoidPointer, Pointer]
     area_key: int
     peer_area: int
     peer_area_key: int
+
+class ProxycclStagedWire(_ProxycclStagedWire, CData): ...
+class ProxycclStagedWirePointer(_ProxycclStagedWire, ItemPointer[ProxycclStagedWire]): ...
+
+class _ProxycclStagedOptions:
+    wires: ArrayField[ProxycclStagedWire, ProxycclStagedWirePointer]
+    wire_count: int
+    credits_tell: int
+    area: int
+    device_area: int
     ring_bytes: int
     chunk_bytes: int
     write_targets: PointerField[ProxycclRemoteWriteTargetPointer]
@@ -489,6 +498,7 @@ class Lib:
     PROXYCCL_STAGED_GETS: Final[int]
     PROXYCCL_STAGED_MESSAGES: Final[int]
     PROXYCCL_STAGED_ALIGN: Final[int]
+    PROXYCCL_STAGED_WIRES: Final[int]
     PROXYCCL_STAGED_WORDS_BYTES: Final[int]
     PROXYCCL_FABRIC_FAILED: Final[int]
     PROXYCCL_FABRIC_NO_READS: Final[int]
@@ -761,8 +771,11 @@ class Lib:
     def proxyccl_wake_signal_remove(self, signal: int, /) -> None: ...
     def proxyccl_verbs_built(self) -> int: ...
     def proxyccl_remote_write_target_set(
-        self, target: Passed[ProxycclRemoteWriteTargetPointer], base: int, bytes: int, /
+        self, target: Passed[ProxycclRemoteWriteTargetPointer], base: int, bytes: int, host: int, /
     ) -> None: ...
+    def proxyccl_staged_wire(
+        self, connection: Passed[ProxycclConnectionPointer], number: int, /
+    ) -> ProxycclConnectionPointer: ...
     def proxyccl_staged_fabric_error_text(self, connection: Passed[ProxycclConnectionPointer], /) -> CharPointer: ...
     def proxyccl_fabric_built(self) -> int: ...
     def proxyccl_fabric_error_text(self, connection: Passed[ProxycclConnectionPointer], /) -> CharPointer: ...
@@ -1106,6 +1119,14 @@ class FFI(BaseFFI):
     ) -> Array[ProxycclRemoteWriteTarget, ProxycclRemoteWriteTargetPointer]: ...
     @overload
     def new(
+        self, cdecl: Literal["ProxycclStagedWire *"], init: Initial[ProxycclStagedWire] = ..., /
+    ) -> ProxycclStagedWirePointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclStagedWire[]"], init: int | Sequence[Initial[ProxycclStagedWire]], /
+    ) -> Array[ProxycclStagedWire, ProxycclStagedWirePointer]: ...
+    @overload
+    def new(
         self, cdecl: Literal["ProxycclStagedOptions *"], init: Initial[ProxycclStagedOptions] = ..., /
     ) -> ProxycclStagedOptionsPointer: ...
     @overload
@@ -1266,6 +1287,8 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclRemoteWriteTarget *"], value: CData | int, /
     ) -> ProxycclRemoteWriteTargetPointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclStagedWire *"], value: CData | int, /) -> ProxycclStagedWirePointer: ...
+    @overload
     def cast(
         self, cdecl: Literal["ProxycclStagedOptions *"], value: CData | int, /
     ) -> ProxycclStagedOptionsPointer: ...
@@ -1333,6 +1356,7 @@ class FFI(BaseFFI):
             "ProxycclCopyOptions",
             "ProxycclVerbsOptions",
             "ProxycclRemoteWriteTarget",
+            "ProxycclStagedWire",
             "ProxycclStagedOptions",
             "ProxycclFabricOptions",
             "ProxycclFabricOffers *",

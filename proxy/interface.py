@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from proxyccl.device.runtime import Event, PinnedMemory, Stream
 from proxyccl.device.sleepers import Sleepers
@@ -95,6 +96,18 @@ class ProxyFailure(Struct, frozen=True):
     offset: int = 0
 
 
+class EndpointWire(Message, frozen=True):
+    """Another link of the same connection, where staged data goes over several.
+
+    Attributes:
+        endpoint, rkey, area: as in `EndpointInfo`.
+    """
+
+    endpoint: bytes
+    rkey: Uint64
+    area: Uint64
+
+
 class EndpointInfo(Message, frozen=True):
     """A rank's message to a peer about its endpoint of a remote connection.
 
@@ -104,6 +117,7 @@ class EndpointInfo(Message, frozen=True):
         rkey: remote key of that segment or, if data is staged, of the staging area.
         area: address of the staging area, as the peer's device names it.
         ring_bytes: bytes of each ring in that area; 0 if data is not staged.
+        more: further links; a connection has as many as both ranks offer.
     """
 
     endpoint: bytes
@@ -111,6 +125,12 @@ class EndpointInfo(Message, frozen=True):
     rkey: Uint64
     area: Uint64 = 0
     ring_bytes: Uint64 = 0
+    more: tuple[EndpointWire, ...] = ()
+
+    def wires(self) -> list[EndpointInfo]:
+        """The same for each link alone."""
+        others = [replace(self, endpoint=each.endpoint, rkey=each.rkey, area=each.area) for each in self.more]
+        return [replace(each, more=()) for each in (self, *others)]
 
 
 class ExposedMemory(Struct, frozen=True):
@@ -197,8 +217,18 @@ class RemoteContext(Protocol):
         """
         ...
 
+    def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
+        """The same for pinned memory with a transport that stages data: CPUs copy short data to it. It stays open until
+        `withdraw`.
+
+        Raises:
+            ArgumentError: the proxy can't reach the memory, or the transport does not stage data.
+            ResourceError: the system has no room.
+        """
+        ...
+
     def withdraw(self, memory: ExposedMemory) -> None:
-        """Ends `expose`. Triggers must no longer name the memory, on this rank or on a peer."""
+        """Ends either. Triggers must no longer name the memory, on this rank or on a peer."""
         ...
 
     def close(self) -> None:

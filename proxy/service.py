@@ -39,6 +39,7 @@ from proxyccl.proxy.transports.engine_connection import EngineConnection, Engine
 from proxyccl.proxy.transports.table import find_copying_transport, find_transport
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Operation, Trigger
 from proxyccl.proxy.turns import TurnWatch
+from proxyccl.proxy.wire_workers import WireWorkers
 from proxyccl.proxy.workers import OwnThreads, Worker, Workers, require_rings
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -140,6 +141,8 @@ class ProxyService:
             self.publication = self._describe(description) if description else None
             self._published = publications.try_publish(self.publication) if self.publication else None
             undo.pop_all()  # no failure is possible from here on: the threads use all of it
+        self._wires: WireWorkers | None = None
+        self._control, self._cores, self._name = control, cores, name
         self.sleepers = sleepers or Sleepers()
         for word in self._workers.asleep:
             self.sleepers.add(word)
@@ -264,10 +267,16 @@ class ProxyService:
         setup = RemoteSetup(self.runtime, self._shared.memory, signals, near, local_rank)
         return ServiceRemote(self.connect, setup, options)
 
+    def _make_wires(self, count: int) -> WireWorkers:
+        table, told, lost = self._shared.table, self._worker_event, self._thread_lost
+        return WireWorkers(self._engine, self._control, table, count, self._cores, self._name, told, lost)
+
     def _add_connection(self, transport: str, made: EngineConnection, peer: int | None) -> Connection:
         try:
             with self._lock:
                 self._require_open()
+                if made.wires and self._wires is None:
+                    self._wires = self._make_wires(len(made.wires))
                 worker = len(self._connections) % len(self._workers)
                 connection = Connection(len(self._connections), worker, peer, transport, made.pointer, made.owned)
                 number = connection.number // len(self._workers)
@@ -276,6 +285,8 @@ class ProxyService:
                 if lib.proxyccl_worker_add_connection(self._workers[worker].pointer, made.pointer):
                     raise ResourceError(f"a proxy thread serves at most {lib.PROXYCCL_MAX_CONNECTIONS} connections")
                 self._connections.append(connection)
+                if self._wires is not None:
+                    self._wires.add(made.wires)
         except ProxyCCLError:
             lib.proxyccl_connection_destroy(made.pointer)
             for resource in made.owned:
@@ -537,7 +548,9 @@ class ProxyService:
             self._workers.stop(drained=drained)
         ended = self._workers.await_ended(timeout)
         with self._lock:
-            if self._freed or not ended:
+            if ended and self._wires is not None and self._wires.close(timeout):
+                self._wires = None
+            if self._freed or not ended or self._wires is not None:
                 return self._freed
             self._freed = True
         for connection in self._connections:

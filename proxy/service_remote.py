@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError, ResourceError
+from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory
 from proxyccl.proxy.remote_setup import RemoteSetup
@@ -106,8 +107,15 @@ class ServiceRemote:
         """Lets peers reach memory of this rank."""
         return remote_functions(transport).expose(self._device(transport), ptr, nbytes, handle)
 
+    def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
+        """Lets peers reach pinned memory of this rank."""
+        expose = remote_functions(transport).expose_pinned
+        if expose is None:
+            raise ArgumentError("transport", f"{transport} does not stage data")
+        return expose(self._device(transport), memory)
+
     def withdraw(self, memory: ExposedMemory) -> None:
-        """Ends `expose`."""
+        """Ends either."""
         functions = remote_functions(memory.transport)
         if functions.open in self._devices:  # otherwise it is closed, which withdrew everything
             functions.withdraw(self._devices[functions.open], memory)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import Struct
@@ -23,16 +25,34 @@ STAGING_CHUNK = range(64, (32 << 20) + 1)
 Registration = TypeVar("Registration")
 
 
-class StagedOptions(Struct, frozen=True):
-    """A wire, and the staging area between it and memory that it can't reach (staged_transport.h).
+MOST_WIRES: int = lib.PROXYCCL_STAGED_WIRES
+"""The most wires of a staged connection."""
+
+
+class StagedWire(Struct, frozen=True):
+    """A wire of a staged connection.
 
     Attributes:
-        wire: options of the wire's own transport; signals go to the peer's area there.
-        area: address of this rank's area: `staged_area_bytes` of zeroed pinned memory, registered.
-        device_area: the GPU's address of the area.
-        area_key: key of the area for the wire's own requests.
+        options: of the wire's own transport; signals go to the peer's area there.
+        area_key: key of this rank's area for the wire's own requests.
         peer_area: address by which the wire names the peer's area.
         peer_area_key: the key that goes with it.
+    """
+
+    options: Any
+    area_key: int
+    peer_area: int
+    peer_area_key: int
+
+
+class StagedOptions(Struct, frozen=True):
+    """Wires, and the staging area between them and memory that they can't reach (staged_transport.h).
+
+    Attributes:
+        wires: at least one, and at most `MOST_WIRES`; the peer has them in the same order.
+        credits_tell: whether a message that the peer has credited is complete on its wire.
+        area: address of this rank's area: `staged_area_bytes` of zeroed pinned memory, registered.
+        device_area: the GPU's address of the area.
         ring_bytes: bytes of each of the two rings in an area; the same on both sides, and a multiple of 64.
         chunk_bytes: bytes of a put that are moved at a time.
         write_targets: address of the table of this rank's memory that peers may write (`RemoteWriteTargets`).
@@ -40,12 +60,10 @@ class StagedOptions(Struct, frozen=True):
         signals_bytes: bytes of those words.
     """
 
-    wire: Any
+    wires: tuple[StagedWire, ...]
+    credits_tell: bool
     area: int
     device_area: int
-    area_key: int
-    peer_area: int
-    peer_area_key: int
     ring_bytes: int
     chunk_bytes: int
     write_targets: int
@@ -70,8 +88,8 @@ class RemoteWriteTargets:
         """The table's address, for the engine; valid as long as this object lives."""
         return int(ffi.cast("uintptr_t", self._table))
 
-    def add(self, ptr: int, nbytes: int) -> int:
-        """Adds a range. Returns its key.
+    def add(self, ptr: int, nbytes: int, host_ptr: int = 0) -> int:
+        """Adds a range, which the CPU reaches at `host_ptr` if that is not 0. Returns its key.
 
         Raises:
             ResourceError: the table is full.
@@ -82,13 +100,13 @@ class RemoteWriteTargets:
                     f"{lib.PROXYCCL_STAGED_WRITE_TARGETS} memories are registered for staged peers already"
                 )
             key = self._free.popleft()
-            lib.proxyccl_remote_write_target_set(self._table + key, ptr, nbytes)
+            lib.proxyccl_remote_write_target_set(self._table + key, ptr, nbytes, host_ptr)
             return key
 
     def remove(self, key: int) -> None:
         """Removes the range of a key. Peers' triggers must no longer name it."""
         with self._lock:
-            lib.proxyccl_remote_write_target_set(self._table + key, 0, 0)
+            lib.proxyccl_remote_write_target_set(self._table + key, 0, 0, 0)
             self._free.append(key)
 
 
@@ -116,37 +134,39 @@ class StagingArea(Generic[Registration]):
 
     Args:
         runtime: allocates it.
-        registrar: registers it.
+        registrars: register it, one for each wire.
         ring_bytes: bytes of each ring, on this side.
         chunk_bytes: bytes of a put that are moved at a time.
 
     Attributes:
         ring_bytes: of each ring.
-        registration: the registration by which the peer reaches it.
+        registrations: the registrations by which the peer reaches it, in that order.
 
     Raises:
         ResourceError: the system or the device has no room.
         RuntimeUnavailableError: the device can't register the runtime's pinned memory.
     """
 
-    def __init__(self, runtime: Runtime, registrar: Registrar[Registration], ring_bytes: int, chunk_bytes: int) -> None:
+    def __init__(
+        self, runtime: Runtime, registrars: Sequence[Registrar[Registration]], ring_bytes: int, chunk_bytes: int
+    ) -> None:
         align = int(lib.PROXYCCL_STAGED_ALIGN)
         self.ring_bytes = ring_bytes // align * align
         self._chunk_bytes = chunk_bytes
         self._memory = runtime.allocate_pinned(staged_area_bytes(self.ring_bytes))
-        self._registrar = registrar
-        try:
-            self.registration = registrar.register(self._memory.host_ptr, self._memory.nbytes)
-        except BaseException:
-            self._memory.close()
-            raise
+        self.registrations: list[Registration] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._memory.close)
+            for registrar in registrars:
+                registration = registrar.register(self._memory.host_ptr, self._memory.nbytes)
+                undo.callback(registrar.release, registration)
+                self.registrations.append(registration)
+            self._close = undo.pop_all().close
 
     def engine_options(
         self,
-        wire: Any,
-        area_key: int,
-        peer_area: int,
-        peer_area_key: int,
+        wires: Sequence[StagedWire],
+        credits_tell: bool,
         peer_ring_bytes: int,
         write_targets: RemoteWriteTargets,
         signals: range,
@@ -154,22 +174,18 @@ class StagingArea(Generic[Registration]):
         """The options of a connection. Both sides use the smaller of their ring sizes.
 
         Args:
-            wire: as in `StagedOptions`.
-            area_key: likewise.
-            peer_area: likewise.
-            peer_area_key: likewise.
+            wires: as in `StagedOptions`.
+            credits_tell: likewise.
             peer_ring_bytes: bytes of each ring, on the peer's side.
             write_targets: this rank's memory that the peer may write.
             signals: addresses of this rank's words that the peer may signal.
         """
         ring_bytes = min(self.ring_bytes, peer_ring_bytes)
         return StagedOptions(
-            wire=wire,
+            wires=tuple(wires),
+            credits_tell=credits_tell,
             area=self._memory.host_ptr,
             device_area=self._memory.ptr,
-            area_key=area_key,
-            peer_area=peer_area,
-            peer_area_key=peer_area_key,
             ring_bytes=ring_bytes,
             chunk_bytes=min(self._chunk_bytes, ring_bytes // 2),
             write_targets=write_targets.address,
@@ -180,5 +196,4 @@ class StagingArea(Generic[Registration]):
     def close(self) -> None:
         """Frees it. No copy or request may be outstanding on it."""
         if not self._memory.closed:
-            self._registrar.release(self.registration)
-            self._memory.close()
+            self._close()

@@ -82,9 +82,10 @@ class ScheduleMemories:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.staged_together = group.schedules_need_registration
-        self.pinned_bytes = group.runtime.launch_defaults.pinned_bytes
+        defaults = group.runtime.launch_defaults
+        self.pinned_bytes = defaults.staged_pinned_bytes if self.staged_together else defaults.pinned_bytes
         own_box = group.world_size > 1 and not self.staged_together  # one host: all ranks have the same driver
-        self.own_box_bytes = group.runtime.launch_defaults.own_box_bytes if own_box else 0
+        self.own_box_bytes = defaults.own_box_bytes if own_box else 0
         # Here and not when it is first used, which may be in a capture. This rank's is the one before's.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
@@ -93,6 +94,7 @@ class ScheduleMemories:
         self.reduction_words = group.runtime.allocate(2 * STAGES * _WORD_BYTES)
         if not self.staged_together:
             group.symmetric.serve(group.links.proxy)
+        if not self.staged_together or (self.pinned_bytes > 0 and PinnedBoxes.reach_remote(group)):
             self._boxes = PinnedBoxes(group)
 
     def source(self, ptr: int, nbytes: int) -> ScheduleSpan | None:

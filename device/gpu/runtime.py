@@ -129,6 +129,7 @@ class GpuRuntime:
             pair_packet_blocks=min(128, processors),
             packet_move_bytes=768 * 1024,
             pinned_bytes=0 if bundles else 32 * 1024,
+            staged_pinned_bytes=32 * 1024,
             own_box_bytes=512 * 1024 if bundles else 0,
             one_crossing_bytes=8 * 1024 * 1024,
         )

@@ -92,6 +92,7 @@ class HostRuntime:
             pair_packet_blocks=blocks,
             packet_move_bytes=0,
             pinned_bytes=0,
+            staged_pinned_bytes=0,
             own_box_bytes=0,
             one_crossing_bytes=64 * 1024,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy.daemon.connection import DaemonConnection
 from proxyccl.proxy.daemon.protocol import (
     Connected,
@@ -14,6 +15,7 @@ from proxyccl.proxy.daemon.protocol import (
     EndpointMade,
     Expose,
     Exposed,
+    ExposePinned,
     MakeEndpoint,
     OpenRemote,
     RemoteSupport,
@@ -57,13 +59,20 @@ class DaemonRemote:
         """Lets peers reach memory of this process, which the daemon maps."""
         if not handle:
             raise ArgumentError("memory", "the node daemon reaches memory only by a handle, and this has none")
-        exposed = self._daemon.ask(Expose(handle, nbytes, transport), Exposed, takes=self._timeout())
+        return self._exposed(transport, Expose(handle, nbytes, transport))
+
+    def expose_pinned(self, memory: PinnedMemory, transport: str) -> ExposedMemory:
+        """Lets peers reach pinned memory of this process, which the daemon maps."""
+        return self._exposed(transport, ExposePinned(memory.handle, transport))
+
+    def _exposed(self, transport: str, request: Expose | ExposePinned) -> ExposedMemory:
+        exposed = self._daemon.ask(request, Exposed, takes=self._timeout())
         return ExposedMemory(
             transport, exposed.address, exposed.key, exposed.local_key, exposed.copied, owner=exposed.number
         )
 
     def withdraw(self, memory: ExposedMemory) -> None:
-        """Ends `expose`."""
+        """Ends either."""
         if self._daemon.is_open:
             self._daemon.ask(Withdraw(memory.owner), Done)
 

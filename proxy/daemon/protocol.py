@@ -333,8 +333,15 @@ class Expose(Request, frozen=True):
     transport: str
 
 
+class ExposePinned(Request, frozen=True):
+    """The same for pinned memory, which the daemon's CPU reaches too. Answered by `Exposed`."""
+
+    handle: bytes
+    transport: str
+
+
 class Withdraw(Request, frozen=True):
-    """Ends `Expose`; `number` is the one of its answer. Answered by `Done`."""
+    """Ends either; `number` is the one of its answer. Answered by `Done`."""
 
     number: Uint64
 
@@ -561,6 +568,7 @@ ServiceRequest: TypeAlias = (
     | MakeEndpoint
     | ConnectEndpoint
     | Expose
+    | ExposePinned
     | Withdraw
 )
 """The requests that need an open service."""

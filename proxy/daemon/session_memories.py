@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from proxyccl.device.errors import ArgumentError, ProtocolError, ProxyCCLError
 from proxyccl.device.memory.handle_cache import HandleCache
-from proxyccl.device.runtime import Memory, Runtime
+from proxyccl.device.runtime import Memory, PinnedMemory, Runtime
 from proxyccl.proxy.daemon.protocol import (
     AddMemory,
     AddPinnedMemory,
@@ -67,7 +67,7 @@ class SessionMemories:
         return self._register(nbytes, unmap, lambda: self._proxy.add_memory(memory.ptr, nbytes, key))
 
     def _add_pinned(self, handle: bytes) -> MemoryAdded:
-        memory = self._runtime.open_pinned(handle)
+        memory = self.open_pinned(handle)
         return self._register(memory.nbytes, memory.close, lambda: self._proxy.add_pinned_memory(memory))
 
     def _register(self, nbytes: int, unmap: _Unmap | None, add: Callable[[], int]) -> MemoryAdded:
@@ -111,6 +111,10 @@ class SessionMemories:
             self.unmap(handle)
             raise ArgumentError("nbytes", f"is {nbytes}, but the memory has {memory.nbytes} bytes")
         return memory
+
+    def open_pinned(self, handle: bytes) -> PinnedMemory:
+        """Maps pinned memory. Raises ArgumentError if that can't be."""
+        return self._runtime.open_pinned(handle)
 
     def unmap(self, handle: bytes) -> None:
         """Ends `map`. The memory must no longer be in use."""

@@ -12,6 +12,7 @@ from proxyccl.proxy.daemon.protocol import (
     EndpointMade,
     Expose,
     Exposed,
+    ExposePinned,
     MakeEndpoint,
     OpenRemote,
     RemoteSupport,
@@ -39,11 +40,18 @@ class SessionRemote:
         self._memories = memories
         self._has_left = has_left
         self._context: ServiceRemote | None = None
-        self._exposed: dict[int, tuple[ExposedMemory, bytes]] = {}  # with the handle, by number
+        self._exposed: dict[int, tuple[ExposedMemory, Callable[[], None]]] = {}  # with the unmapping, by number
         self._next = 0
 
     def handle(
-        self, request: OpenRemote | RemoteUnsupportedReason | MakeEndpoint | ConnectEndpoint | Expose | Withdraw
+        self,
+        request: OpenRemote
+        | RemoteUnsupportedReason
+        | MakeEndpoint
+        | ConnectEndpoint
+        | Expose
+        | ExposePinned
+        | Withdraw,
     ) -> Done | RemoteSupport | EndpointMade | Exposed:
         """Carries out a request."""
         match request:
@@ -58,6 +66,8 @@ class SessionRemote:
                 return Done()
             case Expose():
                 return self._expose(request)
+            case ExposePinned():
+                return self._expose_pinned(request)
             case Withdraw(number=number):
                 return self._withdraw(number)
 
@@ -92,24 +102,37 @@ class SessionRemote:
         except ProxyCCLError:
             self._memories.unmap(handle)
             raise
+        return self._keep(exposed, functools.partial(self._memories.unmap, handle))
+
+    def _expose_pinned(self, request: ExposePinned) -> Exposed:
+        context = self._opened
+        memory = self._memories.open_pinned(request.handle)
+        try:
+            exposed = context.expose_pinned(memory, request.transport)
+        except ProxyCCLError:
+            memory.close()
+            raise
+        return self._keep(exposed, memory.close)
+
+    def _keep(self, exposed: ExposedMemory, unmap: Callable[[], None]) -> Exposed:
         number, self._next = self._next, self._next + 1
-        self._exposed[number] = exposed, handle
+        self._exposed[number] = exposed, unmap
         return Exposed(number, exposed.address, exposed.key, exposed.local_key, exposed.copied)
 
     def _withdraw(self, number: int) -> Done:
         if number not in self._exposed:
             raise ProtocolError(f"number: this client has no exposed memory {number}")
-        exposed, handle = self._exposed.pop(number)
+        exposed, unmap = self._exposed.pop(number)
         if remote_functions(exposed.transport).withdraws_at_once:
             self._opened.withdraw(exposed)  # refuses peers' data from now on, and waits for data in flight
-            self._memories.retire(functools.partial(self._memories.unmap, handle))
+            self._memories.retire(unmap)
         else:
-            self._memories.retire(functools.partial(self._forget, exposed, handle))
+            self._memories.retire(functools.partial(self._forget, exposed, unmap))
         return Done()
 
-    def _forget(self, exposed: ExposedMemory, handle: bytes) -> None:
+    def _forget(self, exposed: ExposedMemory, unmap: Callable[[], None]) -> None:
         self._opened.withdraw(exposed)
-        self._memories.unmap(handle)
+        unmap()
 
     def close(self) -> None:
         """Frees the device. The service must have ended."""

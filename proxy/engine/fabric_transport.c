@@ -311,7 +311,7 @@ static int fabric_signal(ProxycclConnection *base, uint64_t *remote, uint64_t va
 static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
   FabricConnection *self = self_of(base);
   if (flushed != &base->progress.completed) self->hurried = 1; /* nobody waits for that one */
-  operations_push_flush(&self->operations, flushed, value);
+  operations_push_flush(&self->operations, FLUSH, flushed, value);
   return issue(self);
 }
 

@@ -15,12 +15,13 @@ enum {
   FLUSHES = 256     /* most flushes in a queue; a power of two */
 };
 
-typedef enum { PUT, GET, VALUE, SIGNAL, FLUSH } OperationKind;
+typedef enum { PUT, GET, VALUE, SIGNAL, FLUSH, RELEASE } OperationKind; /* RELEASE: of staged transports */
 
 typedef struct {
   OperationKind kind;
   uint64_t source, destination; /* addresses of the part of a put or get that is not issued yet; a signal's word */
   uint64_t bytes;               /* of that part, or of a value; 0 for a signal */
+  uint64_t source_host;         /* the CPU's address of that part of a put's source; 0: it may not touch it */
   uint64_t source_key, destination_key;
   uint64_t *flushed;
   uint64_t value; /* that is put, or of a signal or a flush */
@@ -58,6 +59,7 @@ static inline void operations_push_transfer(OperationQueue *queue, OperationKind
   operation->source = (uintptr_t)src->base + src_offset;
   operation->destination = (uintptr_t)dst->base + dst_offset;
   operation->bytes = bytes;
+  operation->source_host = src->host == NULL ? 0 : (uintptr_t)src->host + src_offset;
   operation->source_key = src->key;
   operation->destination_key = dst->key;
 }
@@ -79,8 +81,8 @@ static inline void operations_push_signal(OperationQueue *queue, uint64_t *remot
   operation->value = value;
 }
 
-static inline void operations_push_flush(OperationQueue *queue, uint64_t *flushed, uint64_t value) {
-  Operation *operation = operations_push(queue, FLUSH);
+static inline void operations_push_flush(OperationQueue *queue, OperationKind kind, uint64_t *flushed, uint64_t value) {
+  Operation *operation = operations_push(queue, kind);
   operation->flushed = flushed;
   operation->value = value;
 }
@@ -88,6 +90,7 @@ static inline void operations_push_flush(OperationQueue *queue, uint64_t *flushe
 /* Advances a put or get past bytes that were issued. */
 static inline void operation_advance(Operation *transfer, uint64_t bytes) {
   transfer->source += bytes;
+  if (transfer->source_host != 0) transfer->source_host += bytes;
   transfer->destination += bytes;
   transfer->bytes -= bytes;
 }
@@ -103,6 +106,8 @@ typedef struct {
   Flush entries[FLUSHES];
 } FlushQueue;
 
+static inline int flushes_have_room(const FlushQueue *queue) { return queue->last - queue->first < FLUSHES; }
+
 /* Stores a flush word, at once if all `issued` requests are complete, otherwise in flushes_complete. 0 if the queue is
  * full. */
 static inline int flushes_push(FlushQueue *queue, const Operation *flush, uint64_t issued, uint64_t completed) {
@@ -110,7 +115,7 @@ static inline int flushes_push(FlushQueue *queue, const Operation *flush, uint64
     word_store(flush->flushed, flush->value);
     return 1;
   }
-  if (queue->last - queue->first == FLUSHES) return 0;
+  if (!flushes_have_room(queue)) return 0;
   queue->entries[queue->last++ % FLUSHES] = (Flush){flush->flushed, flush->value, issued};
   return 1;
 }

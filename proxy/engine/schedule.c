@@ -244,7 +244,9 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
   step->value = ++channel->outbound;
   status = transport->signal(connection, channel->remote_semaphore, step->value, step->value - 1);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "signal", info);
-  if (!is_mapped(connection)) status = transport->flush(connection, channel->flushed, step->value);
+  if (!is_mapped(connection)) /* the schedule may end when its sources are free: receivers see their own data arrive */
+    status =
+        (transport->release != NULL ? transport->release : transport->flush)(connection, channel->flushed, step->value);
   if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "flush", info);
   ++connection->progress.issued;
   step->bundle = NULL;

@@ -1,16 +1,22 @@
-/* A connection is made of three others: one copies into the ring to send from, one is the wire to the peer, and one
- * copies out of the ring to receive in. Messages are numbered from 1 and pass through these states in order:
+/* A connection is made of others: one copies into the ring to send from, one or several are wires to the peer, and one
+ * copies out of the ring to receive in. Messages are numbered from 0 and pass through these states in order:
  *
  *   made     it has a place in the ring, and its copy is issued
  *   copied   its copy is complete
- * posted   the wire has it, and after it the peer's count of arrived messages
+ *   posted   its wire has it, and after it the peer's count of messages that arrived by that wire
  *   sent     its requests are complete
  * taken    the peer has issued its copy, and its signal after that
  *   placed   both are complete
- *   credited the sender knows that
+ *   credited the sender knows that: at once if it waits for that, else with later ones, after a moment, or when a
+ *            quarter of the ring waits for credits
  *
- * A message's place is free once it is sent and credited. The wire never waits for a peer's engine, so two engines that
- * wait for each other's credits both return theirs.
+ * A message's place is free once it is sent and credited. Where the wire is a stream, a credit shows that too. A wire
+ * never waits for a peer's engine, so two engines that wait for each other's credits both return theirs.
+ *
+ * Message n goes by wire n modulo their number, so both sides know which wire's count tells of it, and it is taken
+ * after all before it whatever wire they went by. A wire of sockets costs a core for each few gigabytes a second. So
+ * other threads may give wires their turns: they post messages and credits, and poll. The worker does so too, for each
+ * wire that nobody else serves at the moment. So it waits for no other thread, and short messages need none.
  *
  * A get is a message without data, the request. It is credited like any other. The peer notes it, and sends the data in
  * its own messages, the answer, when everything that arrived before the request is placed. Requests are answered in
@@ -25,6 +31,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "clock.h"
 #include "fabric_transport.h"
 #include "operations.h"
 #include "transports.h"
@@ -41,17 +48,21 @@ typedef struct {
   uint64_t value;
   uint64_t asked;   /* requested bytes; 0: it is not a request */
   uint64_t answers; /* 1: the data belongs to the oldest request that is not answered; 0: to `address` */
-  uint64_t reserved;
+  uint64_t awaited; /* 1: a flush waits for its credit; 0: that may come later, with others */
 } Header;
 
 _Static_assert(sizeof(Header) == PROXYCCL_STAGED_ALIGN, "messages are aligned to their headers");
 
 /* Each word has two cache lines to itself, because some processors fetch lines in pairs. */
 typedef struct {
-  uint64_t arrived __attribute__((aligned(128)));  /* by the peer: messages in the ring here */
-  uint64_t credited __attribute__((aligned(128))); /* by the peer: messages of this side that it has placed */
-  uint64_t copied __attribute__((aligned(128)));   /* by the stream of copies into the area */
-  uint64_t placed __attribute__((aligned(128)));   /* by the stream of copies out of the area */
+  uint64_t count __attribute__((aligned(128)));
+} Count;
+
+typedef struct {
+  Count arrived[PROXYCCL_STAGED_WIRES]; /* by the peer: messages in the ring here, by the wire that brought them */
+  Count credited;                       /* by the peer: messages of this side that it has placed */
+  Count copied;                         /* by the stream of copies into the area */
+  Count placed;                         /* by the stream of copies out of the area */
 } Words;
 
 _Static_assert(sizeof(Words) == PROXYCCL_STAGED_WORDS_BYTES, "the rings begin after the words");
@@ -70,34 +81,57 @@ typedef struct {
 
 enum { GETS = PROXYCCL_STAGED_GETS };
 
+enum { HELD_NS = 50000 /* longest time for which a credit is held back */ };
+
+typedef struct StagedConnection StagedConnection;
+
+/* Whoever has its turn uses it. */
 typedef struct {
+  ProxycclConnection base; /* for another thread's polls */
+  StagedConnection *staged;
+  ProxycclConnection *link;
+  uint32_t number;
+  int turn;        /* pairing wire-turn: 1 while a thread has it */
+  int status;      /* pairing wire-turn: of the failure that ended it */
+  int resting;     /* pairing wire-turn: 1 if nothing is outstanding on the link */
+  uint64_t posted; /* its own messages */
+  uint64_t sent;   /* its own messages whose requests are complete */
+  uint64_t seen;   /* messages that had arrived by it at the other thread's last poll */
+} Wire;
+
+struct StagedConnection {
   ProxycclConnection base;
   ProxycclStagedOptions options;
-  ProxycclConnection *out, *wire, *in;
+  ProxycclConnection *out, *in;
+  Wire wires[PROXYCCL_STAGED_WIRES];
   Words *words;
-  Words *peer_words;                               /* the peer's own addresses: never dereferenced */
-  ProxycclMemory sending, peer_receiving;          /* the rings, for the wire */
-  ProxycclMemory device_sending, device_receiving; /* the rings, for copies */
-  char *receiving;
+  char *sending, *receiving;                       /* the rings */
+  ProxycclMemory device_sending, device_receiving; /* the same for copies */
   /* Sending. Positions count bytes from the first message. */
-  uint64_t head, next, tail; /* positions up to which messages are made, posted, freed */
-  uint64_t made, marked;     /* `marked`: value that the stream will store to `copied` */
-  uint64_t posted, sent, freed;
-  uint64_t credited; /* the highest that was read */
-  Header *last;      /* header of the last message that was made */
+  uint64_t head, tail;   /* positions up to which messages are made, freed */
+  uint64_t made, marked; /* `marked`: value that the stream will store to `copied` */
+  uint64_t freed;
+  uint64_t credited;            /* the highest that was read */
+  uint64_t positions[MESSAGES]; /* of messages that are not freed, by number */
+  Header *last;                 /* header of the last message that was made */
   /* Receiving. */
-  uint64_t received; /* position after the last message that was taken */
-  uint64_t arrived;  /* the highest that was read */
+  uint64_t received;                       /* position after the last message that was taken */
+  uint64_t arrived[PROXYCCL_STAGED_WIRES]; /* the highest that were read */
   uint64_t taken, taken_marked;
-  uint64_t returned; /* credits returned */
+  uint64_t ends[MESSAGES]; /* positions after messages that are taken, by number */
+  uint64_t wanted;         /* messages up to the last whose credit the peer waits for */
+  /* Credits, in the first wire's turns. */
+  uint64_t returned;     /* their number */
+  uint64_t returned_end; /* position after the last message with one */
+  uint64_t held_since;   /* when the first was placed that is held back; 0: none is */
   /* Gets, by number. */
   uint64_t asked, arriving, got; /* requests made; the one whose data arrives next; complete */
   uint64_t noted, answered;      /* requests of the peer, and those whose answers are made */
   Asked gets[GETS];
   Answer answers[GETS];
   OperationQueue operations;
-  FlushQueue flushes; /* by messages */
-} StagedConnection;
+  FlushQueue flushes, releases; /* by messages */
+};
 
 static StagedConnection *self_of(ProxycclConnection *base) { return (StagedConnection *)base; }
 
@@ -108,7 +142,7 @@ static uint64_t message_bytes(uint64_t data) {
 
 /* The header at a position of the ring to send from. */
 static Header *header_at(const StagedConnection *self, uint64_t position) {
-  return (Header *)(self->sending.base + position % self->options.ring_bytes);
+  return (Header *)(self->sending + position % self->options.ring_bytes);
 }
 
 static int copy_status(int status, int direction) { return status == 0 ? 0 : direction + status; }
@@ -121,16 +155,18 @@ static uint64_t count_load(const uint64_t *word, uint64_t *highest) {
 }
 
 /* Pairing write-target, release: a reader finds either no range, or all of one. */
-void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes) {
+void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes, uint64_t host) {
   __atomic_store_n(&target->bytes, 0, __ATOMIC_RELAXED);
+  __atomic_store_n(&target->host, host, __ATOMIC_RELEASE);
   __atomic_store_n(&target->base, base, __ATOMIC_RELEASE);
   __atomic_store_n(&target->bytes, bytes, __ATOMIC_RELEASE);
 }
 
-/* Pairing write-target, acquire: `bytes` before `base`. */
+/* Pairing write-target, acquire: `bytes` before the others. */
 static ProxycclRemoteWriteTarget target_load(const ProxycclRemoteWriteTarget *target) {
   const uint64_t bytes = __atomic_load_n(&target->bytes, __ATOMIC_ACQUIRE);
-  return (ProxycclRemoteWriteTarget){__atomic_load_n(&target->base, __ATOMIC_ACQUIRE), bytes};
+  const uint64_t base = __atomic_load_n(&target->base, __ATOMIC_ACQUIRE);
+  return (ProxycclRemoteWriteTarget){base, bytes, __atomic_load_n(&target->host, __ATOMIC_ACQUIRE)};
 }
 
 /* -- sending --- */
@@ -140,16 +176,18 @@ static Header *open_message(StagedConnection *self, uint64_t bytes) {
   const uint64_t size = message_bytes(bytes);
   if (self->made - self->freed == MESSAGES || self->head + size - self->tail > self->options.ring_bytes) return NULL;
   self->last = header_at(self, self->head);
+  self->positions[self->made % MESSAGES] = self->head;
   *self->last = (Header){.bytes = bytes};
   self->head += size;
   ++self->made;
   return self->last;
 }
 
-/* Makes a message with the first bytes from `source` on, at most `most`, and returns its header; *made is their number.
- * A message does not wrap, so the rest of the ring limits its data. A message without data fills a rest of one header.
- * NULL with a status, or WAITS. */
-static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t most, uint64_t *made, int *status) {
+/* Makes a message with the first bytes from `source` on, at most `most`, which the CPU reaches at `host` if that is not
+ * 0, and returns its header; *made is their number. A message does not wrap, so the rest of the ring limits its data. A
+ * message without data fills a rest of one header. NULL with a status, or WAITS. */
+static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t host, uint64_t most, uint64_t *made,
+                          int *status) {
   const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
   uint64_t bytes = self->options.ring_bytes - place;
   if (bytes > self->options.chunk_bytes) bytes = self->options.chunk_bytes;
@@ -158,7 +196,7 @@ static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t most
   *status = header == NULL ? WAITS : 0;
   *made = header == NULL ? 0 : bytes;
   if (*made == 0) return header;
-  const ProxycclMemory memory = {.base = (char *)(uintptr_t)source, .bytes = bytes};
+  const ProxycclMemory memory = {.base = (char *)(uintptr_t)source, .bytes = bytes, .host = (char *)(uintptr_t)host};
   *status = self->out->transport->put(self->out, &self->device_sending, place, &memory, 0, bytes);
   *status = copy_status(*status, PROXYCCL_STAGED_COPY_OUT);
   return header;
@@ -168,7 +206,7 @@ static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t most
 static int make_put(StagedConnection *self, Operation *operation) {
   uint64_t bytes;
   int status;
-  Header *header = make_piece(self, operation->source, operation->bytes, &bytes, &status);
+  Header *header = make_piece(self, operation->source, operation->source_host, operation->bytes, &bytes, &status);
   if (status != 0 || bytes == 0) return status;
   header->address = operation->destination;
   header->target = operation->destination_key;
@@ -194,8 +232,8 @@ static int make_answer(StagedConnection *self) {
   Answer *answer = &self->answers[self->answered % GETS];
   uint64_t bytes;
   int status;
-  if (self->answered == self->noted || answer->behind > word_load(&self->words->placed)) return WAITS;
-  Header *header = make_piece(self, answer->source, answer->bytes, &bytes, &status);
+  if (self->answered == self->noted || answer->behind > word_load(&self->words->placed.count)) return WAITS;
+  Header *header = make_piece(self, answer->source, 0, answer->bytes, &bytes, &status);
   if (status != 0 || bytes == 0) return status;
   header->answers = 1;
   answer->source += bytes;
@@ -217,18 +255,28 @@ static int make_value(StagedConnection *self, Operation *operation) {
   return 0;
 }
 
-/* Puts the signal into the last message if that is not posted yet. */
+/* Puts the signal into the last message if no wire may have that yet. */
 static int make_signal(StagedConnection *self, const Operation *operation) {
   Header *header = self->last;
-  if (self->made == self->posted || header->word != 0) header = open_message(self, 0);
+  if (self->made == self->marked || header->word != 0) header = open_message(self, 0);
   if (header == NULL) return WAITS;
   header->word = operation->destination;
   header->value = operation->value;
   return 0;
 }
 
+/* Nobody waits for the flush that tells observers how far the connection is. */
 static int make_flush(StagedConnection *self, const Operation *operation) {
-  return flushes_push(&self->flushes, operation, self->made, self->freed) ? 0 : WAITS;
+  const int awaited = self->made != self->freed && operation->flushed != &self->base.progress.completed;
+  if (!flushes_have_room(&self->flushes)) return WAITS;
+  if (awaited && self->made == self->marked) open_message(self, 0); /* without room credits come anyway */
+  if (awaited && self->made != self->marked) self->last->awaited = 1;
+  flushes_push(&self->flushes, operation, self->made, self->freed);
+  return 0;
+}
+
+static int make_release(StagedConnection *self, const Operation *operation) {
+  return flushes_push(&self->releases, operation, self->made, word_load(&self->words->copied.count)) ? 0 : WAITS;
 }
 
 /* Makes a message of the next operation, or of a part of it. */
@@ -244,9 +292,12 @@ static int make_next(StagedConnection *self) {
     status = make_value(self, operation);
   else if (operation->kind == SIGNAL)
     status = make_signal(self, operation);
+  else if (operation->kind == RELEASE)
+    status = make_release(self, operation);
   else
     status = make_flush(self, operation);
-  if (status == 0 && (operation->kind == FLUSH || operation->bytes == 0)) operations_pop(&self->operations);
+  if (status == 0 && (operation->kind == FLUSH || operation->kind == RELEASE || operation->bytes == 0))
+    operations_pop(&self->operations);
   return status;
 }
 
@@ -270,27 +321,115 @@ static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint
   return copies->transport->flush(copies, word, count);
 }
 
-static int post(StagedConnection *self, uint32_t *progress) {
-  const ProxycclTransport *wire = self->wire->transport;
-  const uint64_t copied = word_load(&self->words->copied);
-  while (self->posted < copied && wire->ready(self->wire) > 0) {
-    const Header *header = header_at(self, self->next);
-    const uint64_t place = self->next % self->options.ring_bytes, bytes = sizeof *header + header->bytes;
-    int status = wire->put(self->wire, &self->peer_receiving, place, &self->sending, place, bytes);
-    const uint64_t arrived = self->posted++;
-    if (status == 0) status = wire->signal(self->wire, &self->peer_words->arrived, self->posted, arrived);
-    if (status == 0) status = wire->flush(self->wire, &self->sent, self->posted);
+/* Pairing wire-turn, acquire: the effects of the last thread to have the turn. 0 if another thread has it. */
+static int turn_taken(Wire *wire) { return __atomic_exchange_n(&wire->turn, 1, __ATOMIC_ACQUIRE) == 0; }
+
+/* Pairing wire-turn, release. */
+static void turn_give(Wire *wire) { __atomic_store_n(&wire->turn, 0, __ATOMIC_RELEASE); }
+
+/* Pairing wire-turn, for what the worker learns without the turn. */
+static void shown_store(int *shown, int value) { __atomic_store_n(shown, value, __ATOMIC_RELEASE); }
+static int shown_load(const int *shown) { return __atomic_load_n(shown, __ATOMIC_ACQUIRE); }
+
+/* The peer's area by the addresses that a wire has for it: never dereferenced. */
+typedef struct {
+  Words *words;
+  char *receiving;
+} PeerArea;
+
+static PeerArea peer_area(const StagedConnection *self, const Wire *wire) {
+  const uint64_t address = self->options.wires[wire->number].peer_area;
+  const uint64_t receiving = (uintptr_t)self->receiving - self->options.area;
+  return (PeerArea){(Words *)(uintptr_t)address, (char *)(uintptr_t)address + receiving};
+}
+
+/* Posts the wire's own messages that are copied. */
+static int post(Wire *wire, uint32_t *progress) {
+  const StagedConnection *self = wire->staged;
+  ProxycclConnection *link = wire->link;
+  const ProxycclTransport *transport = link->transport;
+  const uint64_t wires = self->options.wire_count, copied = word_load(&self->words->copied.count);
+  for (uint64_t number; (number = wire->posted * wires + wire->number) < copied && transport->ready(link) > 0;) {
+    const uint64_t position = self->positions[number % MESSAGES], place = position % self->options.ring_bytes;
+    const uint64_t bytes = sizeof(Header) + header_at(self, position)->bytes;
+    const ProxycclStagedWire *keys = &self->options.wires[wire->number];
+    const PeerArea theirs = peer_area(self, wire);
+    const ProxycclMemory sending = {self->sending, self->options.ring_bytes, keys->area_key, 0, NULL};
+    const ProxycclMemory receiving = {theirs.receiving, self->options.ring_bytes, keys->peer_area_key, 1, NULL};
+    int status = transport->put(link, &receiving, place, &sending, place, bytes);
+    const uint64_t arrived = wire->posted++;
+    uint64_t *const count = &theirs.words->arrived[wire->number].count;
+    if (status == 0) status = transport->signal(link, count, wire->posted, arrived);
+    if (status == 0 && !self->options.credits_tell) status = transport->flush(link, &wire->sent, wire->posted);
     if (status != 0) return status;
-    self->next += message_bytes(header->bytes);
     ++*progress;
   }
   return 0;
 }
 
+/* Whether credits up to a message that is placed may wait for more. */
+static int may_be_held(StagedConnection *self, uint64_t placed) {
+  const uint64_t returned = self->returned, wanted = word_load(&self->wanted);
+  if (wanted > returned && placed >= wanted) return 0;
+  const uint64_t bytes = self->ends[(placed - 1) % MESSAGES] - self->returned_end;
+  if (bytes >= self->options.ring_bytes / 4 || placed - returned >= MESSAGES / 4) return 0;
+  const uint64_t now = now_ns();
+  if (self->held_since == 0) self->held_since = now;
+  return now - self->held_since < HELD_NS;
+}
+
+static int return_credits(Wire *wire, uint32_t *progress) {
+  StagedConnection *self = wire->staged;
+  ProxycclConnection *link = wire->link;
+  const uint64_t placed = word_load(&self->words->placed.count), returned = self->returned;
+  if (returned == placed || link->transport->ready(link) == 0 || may_be_held(self, placed)) return 0;
+  self->returned_end = self->ends[(placed - 1) % MESSAGES];
+  self->held_since = 0;
+  shown_store(&wire->resting, 0);
+  word_store(&self->returned, placed);
+  ++*progress;
+  return link->transport->signal(link, &peer_area(self, wire).words->credited.count, placed, returned);
+}
+
+/* A wire's turn, unless another thread is at it. A failure shows in its status. */
+static void take_turn(Wire *wire, uint32_t *progress) {
+  if (!turn_taken(wire)) return;
+  if (wire->status == 0) {
+    int status = post(wire, progress);
+    if (status == 0 && wire->number == 0) status = return_credits(wire, progress);
+    if (status == 0) status = wire->link->transport->poll(wire->link, progress);
+    shown_store(&wire->resting, wire->link->transport->idle(wire->link));
+    shown_store(&wire->status, status);
+  }
+  turn_give(wire);
+}
+
+static int wires_turns(StagedConnection *self, uint32_t *progress) {
+  for (uint32_t i = 0; i < self->options.wire_count; ++i) {
+    take_turn(&self->wires[i], progress);
+    const int status = shown_load(&self->wires[i].status);
+    if (status != 0) return status;
+  }
+  return 0;
+}
+
+/* Messages up to the first that is missing, from the number that each wire has taken on. */
+static uint64_t without_a_gap(const StagedConnection *self, const uint64_t *of_wires) {
+  const uint64_t wires = self->options.wire_count;
+  uint64_t messages = UINT64_MAX;
+  for (uint64_t i = 0; i < wires; ++i)
+    if (of_wires[i] * wires + i < messages) messages = of_wires[i] * wires + i;
+  return messages;
+}
+
 static int reclaim(StagedConnection *self, uint32_t *progress) {
-  const uint64_t credited = count_load(&self->words->credited, &self->credited);
-  const uint64_t done = credited < self->sent ? credited : self->sent;
-  if (credited - self->freed > self->posted - self->freed) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_COUNT;
+  const uint64_t credited = count_load(&self->words->credited.count, &self->credited);
+  uint64_t sent[PROXYCCL_STAGED_WIRES];
+  if (credited - self->freed > self->made - self->freed) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_COUNT;
+  if (credited == self->freed) return 0;
+  for (uint32_t i = 0; i < self->options.wire_count; ++i) sent[i] = word_load(&self->wires[i].sent);
+  const uint64_t complete = self->options.credits_tell ? credited : without_a_gap(self, sent),
+                 done = credited < complete ? credited : complete;
   for (; self->freed < done; ++self->freed, ++*progress)
     self->tail += message_bytes(header_at(self, self->tail)->bytes);
   flushes_complete(&self->flushes, self->freed);
@@ -299,12 +438,16 @@ static int reclaim(StagedConnection *self, uint32_t *progress) {
 
 /* -- receiving --- */
 
-/* 1 if bytes at the message's address lie in the range that it names. */
-static int may_reach(const StagedConnection *self, const Header *header, uint64_t bytes) {
+/* 1 if bytes at the message's address lie in the range that it names; *memory is then that memory. */
+static int find_range(const StagedConnection *self, const Header *header, uint64_t bytes, ProxycclMemory *memory) {
   if (header->target >= PROXYCCL_STAGED_WRITE_TARGETS) return 0;
   const ProxycclRemoteWriteTarget target = target_load(&self->options.write_targets[header->target]);
-  return header->address >= target.base && header->address - target.base <= target.bytes &&
-         bytes <= target.bytes - (header->address - target.base);
+  const uint64_t offset = header->address - target.base;
+  if (header->address < target.base || offset > target.bytes || bytes > target.bytes - offset) return 0;
+  const uint64_t host = target.host == 0 ? 0 : target.host + offset;
+  *memory =
+      (ProxycclMemory){.base = (char *)(uintptr_t)header->address, .bytes = bytes, .host = (char *)(uintptr_t)host};
+  return 1;
 }
 
 static int may_signal(const StagedConnection *self, uint64_t word) {
@@ -316,7 +459,8 @@ static int may_signal(const StagedConnection *self, uint64_t word) {
 static int note_request(StagedConnection *self, const Header *header) {
   if (header->bytes > 0 || self->noted - self->answered == GETS)
     return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_REQUEST;
-  if (!may_reach(self, header, header->asked)) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_RANGE;
+  ProxycclMemory asked;
+  if (!find_range(self, header, header->asked, &asked)) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_RANGE;
   self->answers[self->noted++ % GETS] = (Answer){header->address, header->asked, self->taken + 1};
   return 0;
 }
@@ -335,26 +479,30 @@ static uint64_t take_answer(StagedConnection *self, uint64_t bytes) {
 
 /* Checks a message, then issues its copy and its signal. */
 static int place(StagedConnection *self, const Header *header, uint64_t data) {
-  uint64_t address = header->address;
+  ProxycclMemory destination = {.bytes = header->bytes};
   int status = 0;
   if (header->asked > 0 && (status = note_request(self, header)) != 0) return status;
-  if (header->bytes > 0 && header->answers && (address = take_answer(self, header->bytes)) == 0)
-    return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_ANSWER;
-  if (header->bytes > 0 && !header->answers && !may_reach(self, header, header->bytes))
+  if (header->bytes > 0 && header->answers) {
+    destination.base = (char *)(uintptr_t)take_answer(self, header->bytes);
+    if (destination.base == NULL) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_ANSWER;
+  }
+  if (header->bytes > 0 && !header->answers && !find_range(self, header, header->bytes, &destination))
     return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_RANGE;
   if (header->word != 0 && !may_signal(self, header->word)) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_WORD;
-  if (header->bytes > 0) {
-    const ProxycclMemory destination = {.base = (char *)(uintptr_t)address, .bytes = header->bytes};
+  if (header->bytes > 0)
     status = self->in->transport->put(self->in, &destination, 0, &self->device_receiving, data, header->bytes);
-  }
   if (status == 0 && header->word != 0)
     status = self->in->transport->flush(self->in, (uint64_t *)(uintptr_t)header->word, header->value);
   return copy_status(status, PROXYCCL_STAGED_COPY_IN);
 }
 
 static int take(StagedConnection *self, uint32_t *progress) {
-  const uint64_t arrived = count_load(&self->words->arrived, &self->arrived);
-  if (arrived - self->returned > MESSAGES) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_COUNT;
+  for (uint32_t i = 0; i < self->options.wire_count; ++i) {
+    const uint64_t count = count_load(&self->words->arrived[i].count, &self->arrived[i]);
+    const uint64_t credited = word_load(&self->returned) / self->options.wire_count;
+    if (count - credited > MESSAGES) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_COUNT;
+  }
+  const uint64_t arrived = without_a_gap(self, self->arrived);
   while (self->taken < arrived) {
     const uint64_t start = self->received % self->options.ring_bytes, data = start + sizeof(Header);
     const Header header = *(const volatile Header *)(self->receiving + start); /* one copy, which is checked and used */
@@ -363,7 +511,8 @@ static int take(StagedConnection *self, uint32_t *progress) {
     status = place(self, &header, data);
     if (status != 0) return status;
     self->received += message_bytes(header.bytes);
-    ++self->taken;
+    self->ends[self->taken++ % MESSAGES] = self->received;
+    if (header.awaited) word_store(&self->wanted, self->taken);
     ++*progress;
   }
   return 0;
@@ -371,18 +520,8 @@ static int take(StagedConnection *self, uint32_t *progress) {
 
 /* Completes the gets whose data is placed. */
 static void complete_gets(StagedConnection *self, uint32_t *progress) {
-  const uint64_t placed = word_load(&self->words->placed);
+  const uint64_t placed = word_load(&self->words->placed.count);
   for (; self->got != self->arriving && self->gets[self->got % GETS].last <= placed; ++self->got) ++*progress;
-}
-
-static int return_credits(StagedConnection *self, uint32_t *progress) {
-  const ProxycclTransport *wire = self->wire->transport;
-  const uint64_t placed = word_load(&self->words->placed);
-  if (self->returned == placed || wire->ready(self->wire) == 0) return 0;
-  const uint64_t returned = self->returned;
-  self->returned = placed;
-  ++*progress;
-  return wire->signal(self->wire, &self->peer_words->credited, placed, returned);
 }
 
 /* -- the transport --- */
@@ -421,7 +560,13 @@ static int staged_signal(ProxycclConnection *base, uint64_t *remote, uint64_t va
 
 static int staged_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
   StagedConnection *self = self_of(base);
-  operations_push_flush(&self->operations, flushed, value);
+  operations_push_flush(&self->operations, FLUSH, flushed, value);
+  return issue(self);
+}
+
+static int staged_release(ProxycclConnection *base, uint64_t *released, uint64_t value) {
+  StagedConnection *self = self_of(base);
+  operations_push_flush(&self->operations, RELEASE, released, value);
   return issue(self);
 }
 
@@ -432,48 +577,94 @@ static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   complete_gets(self, progress);
   if (status == 0) status = issue(self);
   if (status != 0) return status;
-  status = mark(self->out, &self->words->copied, self->made, &self->marked);
+  status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
   if (status == 0) status = self->out->transport->poll(self->out, progress);
   if (status != 0) return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
-  status = post(self, progress);
-  if (status == 0) status = take(self, progress);
+  flushes_complete(&self->releases, word_load(&self->words->copied.count));
+  status = take(self, progress);
   if (status != 0) return status;
-  status = mark(self->in, &self->words->placed, self->taken, &self->taken_marked);
+  status = mark(self->in, &self->words->placed.count, self->taken, &self->taken_marked);
   if (status == 0) status = self->in->transport->poll(self->in, progress);
   if (status != 0) return copy_status(status, PROXYCCL_STAGED_COPY_IN);
-  status = return_credits(self, progress);
-  if (status == 0) status = self->wire->transport->poll(self->wire, progress);
+  status = wires_turns(self, progress);
   return status == 0 ? proxyccl_mark_progress(base) : status;
+}
+
+static int are_resting(const StagedConnection *self) {
+  for (uint32_t i = 0; i < self->options.wire_count; ++i)
+    if (!shown_load(&self->wires[i].resting)) return 0;
+  return 1;
 }
 
 /* An operation waits only for a message without a credit, or for a get. */
 static int staged_idle(const ProxycclConnection *base) {
   const StagedConnection *self = (const StagedConnection *)base;
   return self->asked == self->got && self->answered == self->noted && self->made == self->freed &&
-         self->returned == self->taken && self->wire->transport->idle(self->wire) &&
-         self->out->transport->idle(self->out) && self->in->transport->idle(self->in);
+         word_load(&self->returned) == self->taken && are_resting(self) && self->out->transport->idle(self->out) &&
+         self->in->transport->idle(self->in);
+}
+
+static void destroy_part(ProxycclConnection *part) {
+  if (part != NULL) part->transport->destroy(part);
 }
 
 static void staged_destroy(ProxycclConnection *base) {
   StagedConnection *self = self_of(base);
-  ProxycclConnection *const parts[] = {self->wire, self->out, self->in};
-  for (int i = 0; i < 3; ++i)
-    if (parts[i] != NULL) parts[i]->transport->destroy(parts[i]);
+  for (uint32_t i = 0; i < self->options.wire_count; ++i) destroy_part(self->wires[i].link);
+  destroy_part(self->out);
+  destroy_part(self->in);
   free(self);
 }
 
+/* -- a wire for other threads --- */
+
+/* Its own arrivals are progress too: without requests of its own a wire has no completions. */
+static int wire_poll(ProxycclConnection *base, uint32_t *progress) {
+  Wire *wire = (Wire *)base;
+  take_turn(wire, progress);
+  const uint64_t arrived = word_peek(&wire->staged->words->arrived[wire->number].count);
+  *progress += arrived != wire->seen;
+  wire->seen = arrived;
+  return 0;
+}
+
+static int wire_idle(const ProxycclConnection *base) { return shown_load(&((const Wire *)base)->resting); }
+
+static const ProxycclTransport of_wires = {.name = "wire", .poll = wire_poll, .idle = wire_idle};
+
+ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *base, uint32_t number) {
+  return &self_of(base)->wires[number].base;
+}
+
+/* -- making them --- */
+
 static const char *refused_over(const ProxycclTransport *wire, const void *given) {
   const ProxycclStagedOptions *options = given;
-  const char *refused;
-  if (options->wire == NULL) return "wire";
-  refused = wire->refused(options->wire);
-  if (refused != NULL) return refused;
-  if (options->area == 0 || options->area % sizeof(Words) != 0) return "area";
+  if (options->wire_count == 0 || options->wire_count > PROXYCCL_STAGED_WIRES) return "wires";
+  for (uint32_t i = 0; i < options->wire_count; ++i) {
+    if (options->wires[i].options == NULL) return "wires";
+    const char *refused = wire->refused(options->wires[i].options);
+    if (refused != NULL) return refused;
+  }
+  if (options->area == 0 || options->area % sizeof(Count) != 0) return "area";
   if (options->device_area == 0) return "device_area";
   if (options->ring_bytes < 2 * sizeof(Header) || options->ring_bytes % PROXYCCL_STAGED_ALIGN != 0) return "ring_bytes";
   if (options->chunk_bytes == 0) return "chunk_bytes";
   if (options->write_targets == NULL) return "write_targets";
   return NULL;
+}
+
+/* Makes a wire. 0 if that fails. */
+static int make_wire(StagedConnection *self, uint32_t number, const ProxycclTransport *transport,
+                     const ProxycclRuntimeTable *runtime) {
+  Wire *wire = &self->wires[number];
+  wire->base.transport = &of_wires;
+  wire->staged = self;
+  wire->number = number;
+  wire->resting = 1;
+  wire->link = transport->create(self->options.wires[number].options, runtime);
+  self->options.wires[number].options = NULL; /* the caller's, for this call */
+  return wire->link != NULL;
 }
 
 static ProxycclConnection *create_over(const ProxycclTransport *wire, const ProxycclTransport *transport,
@@ -484,21 +675,18 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
   if (self == NULL) return NULL;
   self->base.transport = transport;
   self->options = *options;
-  self->options.wire = NULL; /* the caller's, for this call */
   self->words = (Words *)options->area;
-  self->peer_words = (Words *)(uintptr_t)options->peer_area;
-  self->sending = (ProxycclMemory){(char *)options->area + first, ring, options->area_key, 0};
+  self->sending = (char *)options->area + first;
   self->receiving = (char *)options->area + second;
-  self->peer_receiving =
-      (ProxycclMemory){(char *)(uintptr_t)options->peer_area + second, ring, options->peer_area_key, 1};
-  self->device_sending = (ProxycclMemory){(char *)options->device_area + first, ring, 0, 0};
-  self->device_receiving = (ProxycclMemory){(char *)options->device_area + second, ring, 0, 0};
-  self->wire = wire->create(options->wire, runtime);
-  if (self->wire != NULL) {
+  self->device_sending = (ProxycclMemory){(char *)options->device_area + first, ring, 0, 0, self->sending};
+  self->device_receiving = (ProxycclMemory){(char *)options->device_area + second, ring, 0, 0, self->receiving};
+  int made = 1;
+  for (uint32_t i = 0; i < options->wire_count && made; ++i) made = make_wire(self, i, wire, runtime);
+  if (made) {
     self->out = proxyccl_copy_transport.create(&options->copy_out, runtime);
     self->in = proxyccl_copy_transport.create(&options->copy_in, runtime);
   }
-  if (self->wire == NULL || self->out == NULL || self->in == NULL) {
+  if (!made || self->out == NULL || self->in == NULL) {
     const int error = errno;
     staged_destroy(&self->base);
     errno = error;
@@ -508,7 +696,11 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
 }
 
 const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *base) {
-  return proxyccl_fabric_error_text(((const StagedConnection *)base)->wire);
+  const StagedConnection *self = (const StagedConnection *)base;
+  uint32_t failed = 0;
+  for (uint32_t i = 0; i < self->options.wire_count; ++i)
+    if (shown_load(&self->wires[i].status) != 0) failed = i;
+  return proxyccl_fabric_error_text(self->wires[failed].link);
 }
 
 /* The transport over a wire. */
@@ -530,6 +722,7 @@ const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *base) {
       .put_value = staged_put_value,                                                                           \
       .signal = staged_signal,                                                                                 \
       .flush = staged_flush,                                                                                   \
+      .release = staged_release,                                                                               \
       .poll = staged_poll,                                                                                     \
       .idle = staged_idle,                                                                                     \
       .destroy = staged_destroy,                                                                               \

@@ -32,7 +32,8 @@ enum {
   PROXYCCL_STAGED_GETS = 64,            /* most gets of a side that are not complete; a power of two */
   PROXYCCL_STAGED_MESSAGES = 256,       /* most messages without a credit; a power of two */
   PROXYCCL_STAGED_ALIGN = 64,           /* alignment of messages, and so of rings */
-  PROXYCCL_STAGED_WORDS_BYTES = 512
+  PROXYCCL_STAGED_WIRES = 8,            /* most wires of a connection */
+  PROXYCCL_STAGED_WORDS_BYTES = 1408
 };
 
 /* A range of this rank's memory that peers may write, and read. Its index in the table is the key by which they name
@@ -40,25 +41,37 @@ enum {
 typedef struct ProxycclRemoteWriteTarget {
   uint64_t base;
   uint64_t bytes; /* 0: no range */
+  uint64_t host;  /* its address for the CPU; 0: the CPU may not touch it */
 } ProxycclRemoteWriteTarget;
 
 /* May be called while engines read the table, if no peer names the range. */
-void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes);
+void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes, uint64_t host);
+
+typedef struct ProxycclStagedWire {
+  const void *options;    /* of the wire; its signals' key is that of the peer's area */
+  uint64_t area_key;      /* the area's key for the wire's own requests */
+  uint64_t peer_area;     /* the address by which the wire names the peer's area … */
+  uint64_t peer_area_key; /* … and the key */
+} ProxycclStagedWire;
 
 typedef struct ProxycclStagedOptions {
-  const void *wire;                               /* options of the wire; its signals' key is that of the peer's area */
-  uintptr_t area;                                 /* WORDS_BYTES, zeroed, and two rings: pinned and registered */
-  uintptr_t device_area;                          /* its address for the runtime's copies */
-  uint64_t area_key;                              /* its key for the wire's own requests */
-  uint64_t peer_area, peer_area_key;              /* address and key by which the wire names the peer's area */
-  uint64_t ring_bytes;                            /* the same on both sides; a multiple of PROXYCCL_STAGED_ALIGN */
-  uint64_t chunk_bytes;                           /* most bytes of a put in one message */
+  ProxycclStagedWire wires[PROXYCCL_STAGED_WIRES]; /* in the peer's order */
+  uint32_t wire_count;
+  uint32_t credits_tell; /* 1: a message that the peer has credited is complete on its wire, as on a stream */
+  uintptr_t area;        /* WORDS_BYTES, zeroed, and two rings: pinned and registered */
+  uintptr_t device_area; /* its address for the runtime's copies */
+  uint64_t ring_bytes;   /* the same on both sides; a multiple of PROXYCCL_STAGED_ALIGN */
+  uint64_t chunk_bytes;  /* most bytes of a put in one message */
   const ProxycclRemoteWriteTarget *write_targets; /* PROXYCCL_STAGED_WRITE_TARGETS of them */
   uint64_t signals, signals_bytes;                /* local memory with the words that the peer may signal */
   ProxycclCopyOptions copy_out, copy_in;          /* for copies into this side's area, and from it */
 } ProxycclStagedOptions;
 
 typedef struct ProxycclConnection ProxycclConnection;
+
+/* A wire of a connection, by its number, as a connection for another worker to poll, which must end first. The
+ * connection polls its wires itself too, so nobody need. */
+ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *connection, uint32_t number);
 
 /* The wire's message about the error that ended a connection of `staged_fabric`; empty if there is none. */
 const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *connection);

@@ -62,6 +62,9 @@ typedef struct ProxycclTransport {
   int (*signal)(ProxycclConnection *self, uint64_t *remote, uint64_t value, uint64_t previous);
   /* Stores `value` to this rank's word `flushed` when all earlier operations are complete. */
   int (*flush)(ProxycclConnection *self, uint64_t *flushed, uint64_t value);
+  /* Stores `value` to this rank's word `released` when earlier puts no longer read their sources; NULL: that is when
+   * they are complete, and flush tells it. */
+  int (*release)(ProxycclConnection *self, uint64_t *released, uint64_t value);
   /* Makes progress and finds failures. Adds the number of completions to *progress. */
   int (*poll)(ProxycclConnection *self, uint32_t *progress);
   /* 1 if nothing is outstanding. */

@@ -185,7 +185,7 @@ static int verbs_signal(ProxycclConnection *base, uint64_t *remote, uint64_t val
 
 static int verbs_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
   VerbsConnection *self = self_of(base);
-  operations_push_flush(&self->operations, flushed, value);
+  operations_push_flush(&self->operations, FLUSH, flushed, value);
   return issue(self);
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Hashable
 
 from proxyccl.device.errors import RuntimeUnavailableError
@@ -10,10 +12,13 @@ from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
 from proxyccl.proxy.gpu_writes import require_ordered
+from proxyccl.proxy.idle_choice import cores_allowed
 from proxyccl.proxy.remote_setup import RemoteSetup
-from proxyccl.proxy.staging import RemoteWriteTargets
+from proxyccl.proxy.staging import MOST_WIRES, RemoteWriteTargets
 
 _PROBE_BYTES = 4096
+_CORES_PER_STREAM = 8
+"""A rank with several streams needs cores for its program, its proxy and both ends of the streams."""
 
 
 class FabricContext:
@@ -22,7 +27,7 @@ class FabricContext:
     Attributes:
         runtime, segment, signals: as in the setup.
         options: the provider and its settings.
-        endpoint: the endpoint.
+        endpoint: the endpoint, and the first of those for staged data.
         registered_segment: the control segment's registration.
         write_targets: memory that peers' staged puts may write.
 
@@ -41,6 +46,20 @@ class FabricContext:
         offers = fabric_offers(device_memory=setup.runtime.name != "host")
         self.endpoint = FabricEndpoint(choose_offer(offers, options, local_rank=setup.local_rank), options)
         self.registered_segment = self.endpoint.register(setup.segment.host_ptr, setup.segment.nbytes)
+        self._wire_endpoints = [self.endpoint]
+
+    def wire_endpoints(self) -> list[FabricEndpoint]:
+        """The endpoints for staged data: `FabricOptions.streams`, all of one offer. The first call makes them.
+
+        Raises:
+            ResourceError: the system or the provider has no room.
+            RuntimeUnavailableError: the provider can't open them; the message says why.
+        """
+        offer, made = self.endpoint.offer, self._wire_endpoints
+        streams = self.options.streams or (_streams_of_machine() if offer.is_stream else 1)
+        while len(made) < streams:
+            made.append(FabricEndpoint(offer, self.options))
+        return made
 
     def register(self, ptr: int, nbytes: int, allocation: Hashable = None) -> FabricRegistration:
         """Registers memory that the runtime knows, unless it is a device's that does not order RDMA writes
@@ -71,5 +90,13 @@ class FabricContext:
         return ""
 
     def close(self) -> None:
-        """Deregisters all memory and closes the endpoint."""
-        self.endpoint.close()
+        """Deregisters all memory and closes the endpoints."""
+        with contextlib.ExitStack() as steps:  # each regardless of the others
+            for endpoint in self._wire_endpoints:
+                steps.callback(endpoint.close)
+
+
+def _streams_of_machine() -> int:
+    """A launcher may have bound this process to one core, so the machine's cores count."""
+    cores, allowed = os.cpu_count() or 1, cores_allowed()
+    return max(1, min(MOST_WIRES, int(cores if allowed is None else min(cores, allowed)) // _CORES_PER_STREAM))

@@ -125,7 +125,12 @@ class FabricOffer:
 
         libfabric has a flag for that (FI_ORDER_DATA), but hardly a provider that sets it.
         """
-        return not _STREAMS.isdisjoint(self.provider.split(";")) and platform.machine() in _ORDERED_STORES
+        return self.is_stream and platform.machine() in _ORDERED_STORES
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether an endpoint reaches a peer by a byte stream, so that one core carries all of it."""
+        return not _STREAMS.isdisjoint(self.provider.split(";"))
 
     @property
     def facts(self) -> str:

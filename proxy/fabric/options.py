@@ -9,12 +9,17 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.device.integers import as_integer, find_integer
 from proxyccl.proxy.environment_options import named_options
 from proxyccl.proxy.gpu_writes import GPU_WRITES
-from proxyccl.proxy.staging import STAGING_BYTES, STAGING_CHUNK
+from proxyccl.proxy.staging import MOST_WIRES, STAGING_BYTES, STAGING_CHUNK
 
 SIGNALS = ("auto", "ordered", "delivered")
 
 _PREFIX = "PROXYCCL_FABRIC_"
-_RANGES = {"depth": range(2, 4097), "staging_bytes": STAGING_BYTES, "staging_chunk": STAGING_CHUNK}
+_RANGES = {
+    "depth": range(2, 4097),
+    "staging_bytes": STAGING_BYTES,
+    "staging_chunk": STAGING_CHUNK,
+    "streams": range(1, MOST_WIRES + 1),
+}
 _CHOICES = {"signal": SIGNALS, "gpu_writes": GPU_WRITES}
 
 
@@ -35,9 +40,12 @@ class FabricOptions:
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
             in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged_fabric".
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;
-            two ranks use the smaller of their values.
+            two ranks use the smaller of their values. None for 2 MiB, or 1 MiB for each of more streams.
         staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
             `staging_bytes`.
+        streams: the connections over which staged data goes to a peer, each with a thread of its own, 1 to 8; two ranks
+            use the smaller of their values. None for the provider's and the machine's: 1 where the provider is not one
+            over sockets, or cores are few.
 
     Raises:
         ArgumentError: a value is out of range; the error names the field.
@@ -48,14 +56,15 @@ class FabricOptions:
     depth: int = 256
     signal: str = "auto"
     gpu_writes: str = "auto"
-    staging_bytes: int = 2 << 20
+    staging_bytes: int | None = None
     staging_chunk: int = 256 << 10
+    streams: int | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if getattr(self, field.name) is not None or field.default is not None:
                 _check(field.name, field.name, getattr(self, field.name))
-            if field.name in _RANGES:
+            if field.name in _RANGES and getattr(self, field.name) is not None:
                 object.__setattr__(self, field.name, find_integer(getattr(self, field.name)))
 
     @classmethod

@@ -67,10 +67,12 @@ class EngineConnection(Struct, frozen=True):
     Attributes:
         pointer: a ProxycclConnection.
         owned: the objects that it copies with, to close after it, in this order.
+        wires: parts of it that other threads may poll too, as connections.
     """
 
     pointer: Any
     owned: tuple[Stream | Event, ...] = ()
+    wires: tuple[Any, ...] = ()
 
 
 def fill(native_options: Any, options: Any, names: tuple[str, ...]) -> None:

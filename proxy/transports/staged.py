@@ -37,9 +37,9 @@ class _Wire:
 
 def _make_endpoint(device: VerbsContext) -> StagedEndpoint:
     options = device.options
-    area = StagingArea(device.runtime, device.registrations, options.staging_bytes, options.staging_chunk)
-    made = area.registration
-    return StagedEndpoint(device, area, (made.lkey, made.rkey, made.address), lambda: _Wire(device))
+    area = StagingArea(device.runtime, [device.registrations], options.staging_bytes, options.staging_chunk)
+    keys = [(made.lkey, made.rkey, made.address) for made in area.registrations]
+    return StagedEndpoint(device, area, keys, lambda: [_Wire(device)], credits_tell=False)
 
 
 TRANSPORT = staged_over(

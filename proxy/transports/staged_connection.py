@@ -6,7 +6,7 @@ See engine/staged_transport.h.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from msgspec.structs import replace
@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy import _engine
-from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
-from proxyccl.proxy.staging import RemoteWriteTargets, StagedOptions, StagingArea
+from proxyccl.proxy.interface import EndpointInfo, EndpointWire, ExposedMemory
+from proxyccl.proxy.staging import MOST_WIRES, RemoteWriteTargets, StagedOptions, StagedWire, StagingArea
 from proxyccl.proxy.transports.copy import make_copy_options
 from proxyccl.proxy.transports.engine_connection import (
     EngineConnection,
@@ -42,26 +42,32 @@ _REFUSALS = {
 """The reason why the engine refused a peer's message, by ProxycclStagedRefusal."""
 
 
-def _connect(engine: EngineRuntime, transport: str, options: StagedOptions, wire: Any, needs: str) -> EngineConnection:
+def _connect(
+    engine: EngineRuntime, transport: str, options: StagedOptions, native_wire: Callable[[Any], Any], needs: str
+) -> EngineConnection:
     native_options = ffi.new("ProxycclStagedOptions *")
-    native_options.wire = wire
+    wires = [native_wire(wire.options) for wire in options.wires]
+    if len(wires) > MOST_WIRES:
+        raise ArgumentError("wires", f"must be at most {MOST_WIRES}, not {len(wires)}")
+    for native, wire, made in zip(native_options.wires, options.wires, wires, strict=False):
+        fill(native, wire, ("area_key", "peer_area", "peer_area_key"))
+        native.options = made
+    native_options.wire_count = len(wires)
     fill(
         native_options,
         options,
-        (
-            *("area", "device_area", "area_key", "peer_area", "peer_area_key"),
-            *("ring_bytes", "chunk_bytes", "signals", "signals_bytes"),
-        ),
+        ("credits_tell", "area", "device_area", "ring_bytes", "chunk_bytes", "signals", "signals_bytes"),
     )
     native_options.write_targets = ffi.cast("ProxycclRemoteWriteTarget *", options.write_targets)
-    require_accepted(transport, native_options, options, options.wire)
+    require_accepted(transport, native_options, options, *(wire.options for wire in options.wires))
     with contextlib.ExitStack() as undo:
         out, out_stream, out_event = make_copy_options(engine.runtime, undo)
         into, in_stream, in_event = make_copy_options(engine.runtime, undo)
         native_options.copy_out, native_options.copy_in = out[0], into[0]
         pointer = create(engine, transport, native_options, needs=needs)
         undo.pop_all()
-    return EngineConnection(pointer, (out_stream, in_stream, out_event, in_event))
+    polled = [lib.proxyccl_staged_wire(pointer, i) for i in range(len(wires))] if len(wires) > 1 else []
+    return EngineConnection(pointer, (out_stream, in_stream, out_event, in_event), tuple(polled))
 
 
 def _status_text(status: int) -> str:
@@ -113,57 +119,73 @@ class StagedDevice(Protocol):
 
 
 class StagedEndpoint:
-    """See `TransportEndpoint`: a wire, and this rank's staging area at its end, which it owns.
+    """See `TransportEndpoint`: wires, and this rank's staging area at their end, which it owns.
 
     Args:
-        device: the wire's device.
+        device: the wires' device.
         area: the area.
-        keys: of the area: for the wire's own requests, for the peer's, and the address that goes with the latter.
-        make_wire: makes the wire. If it fails, the area is closed.
+        keys: of the area, for each wire: for its own requests, for the peer's, and the address that goes with the
+            latter.
+        make_wires: makes the wires, in that order. If it fails, the area is closed.
+        credits_tell: as in `StagedOptions`.
     """
 
     def __init__(
-        self, device: StagedDevice, area: StagingArea[Any], keys: tuple[int, int, int], make_wire: Callable[[], Wire]
+        self,
+        device: StagedDevice,
+        area: StagingArea[Any],
+        keys: Sequence[tuple[int, int, int]],
+        make_wires: Callable[[], Sequence[Wire]],
+        *,
+        credits_tell: bool,
     ) -> None:
-        self._device, self._area = device, area
-        self._key, remote_key, address = keys
+        self._device, self._area, self._credits_tell = device, area, credits_tell
+        self._keys = [key for key, _, _ in keys]
         try:
-            self._wire = make_wire()
+            self._wires = make_wires()
         except ProxyCCLError:
             area.close()
             raise
+        first, *more = [
+            EndpointWire(wire.address, remote_key, address)
+            for wire, (_, remote_key, address) in zip(self._wires, keys, strict=True)
+        ]
         self.info = EndpointInfo(
-            self._wire.address, device.segment.host_ptr, remote_key, area=address, ring_bytes=area.ring_bytes
+            first.endpoint, device.segment.host_ptr, first.rkey, first.area, area.ring_bytes, tuple(more)
         )
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         """See `TransportEndpoint`."""
         if not theirs.ring_bytes:
             raise ArgumentError("peer", "its end of the connection is not staged, but this end is")
-        self._wire.connect(theirs, timeout, given_up)
+        for wire, end in zip(self._wires, theirs.wires(), strict=False):  # as many as both have
+            wire.connect(end, timeout, given_up)
 
     def connection_options(self, theirs: EndpointInfo) -> StagedOptions:
         """See `TransportEndpoint`."""
         base, words = self._device.segment.host_ptr, self._device.signals
+        wires = [
+            StagedWire(wire.options(end), key, end.area, end.rkey)
+            for wire, key, end in zip(self._wires, self._keys, theirs.wires(), strict=False)
+        ]
         return self._area.engine_options(
-            self._wire.options(theirs),
-            self._key,
-            theirs.area,
-            theirs.rkey,
+            wires,
+            self._credits_tell,
             theirs.ring_bytes,
             self._device.write_targets,
             range(base + words.start, base + words.stop),
         )
 
     def close(self) -> None:
-        """Frees the wire and the area."""
-        with contextlib.ExitStack() as steps:  # from the last to the first, each regardless of the other
+        """Frees the wires and the area."""
+        with contextlib.ExitStack() as steps:  # from the last to the first, each regardless of the others
             steps.callback(self._area.close)
-            steps.callback(self._wire.close)
+            for wire in self._wires:
+                steps.callback(wire.close)
 
 
-def _expose(transport: str, device: StagedDevice, ptr: int, nbytes: int) -> ExposedMemory:
-    return ExposedMemory(transport, ptr, device.write_targets.add(ptr, nbytes), 0, True, None)
+def _expose(transport: str, device: StagedDevice, ptr: int, nbytes: int, host_ptr: int = 0) -> ExposedMemory:
+    return ExposedMemory(transport, ptr, device.write_targets.add(ptr, nbytes, host_ptr), 0, True, None)
 
 
 def _withdraw(device: StagedDevice, memory: ExposedMemory) -> None:
@@ -195,7 +217,7 @@ def staged_over(
     assert wire.remote is not None  # a wire leads to another host
     return Transport(
         name,
-        connect=lambda engine, options: _connect(engine, name, options, native_options(options.wire), needs),
+        connect=lambda engine, options: _connect(engine, name, options, native_options, needs),
         status_text=lambda status: _status_text(status) if status in STATUSES else wire.status_text(status),
         statuses=statuses,
         error_text=error_text or wire.error_text,
@@ -204,6 +226,7 @@ def staged_over(
             unsupported_reason=lambda device: "",  # the memory that is registered is the host's
             make_endpoint=make_endpoint,
             expose=lambda device, ptr, nbytes, handle: _expose(name, device, ptr, nbytes),
+            expose_pinned=lambda device, pinned: _expose(name, device, pinned.ptr, pinned.nbytes, pinned.host_ptr),
             withdraw=_withdraw,
             registers_source=False,
             refusal="rank {rank}'s memory can't be staged: {reason}",

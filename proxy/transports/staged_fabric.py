@@ -18,9 +18,11 @@ from proxyccl.proxy.transports.staged_connection import StagedEndpoint, staged_o
 
 if TYPE_CHECKING:  # a rank imports them when it opens the endpoint
     from proxyccl.proxy.fabric.context import FabricContext
-    from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
+    from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions, FabricEndpoint
 
 ffi, lib = _engine.ffi, _engine.lib
+
+_LEAST_RING, _RING_PER_WIRE = 2 << 20, 1 << 20
 
 
 def _error_text(connection: Any) -> str:
@@ -28,12 +30,12 @@ def _error_text(connection: Any) -> str:
 
 
 class _Wire:
-    """See `staged_connection.Wire`. All wires of a rank share its single endpoint."""
+    """See `staged_connection.Wire`. Wires with the same number, to all peers, share an endpoint."""
 
-    def __init__(self, device: FabricContext) -> None:
-        self._endpoint = device.endpoint
+    def __init__(self, endpoint: FabricEndpoint) -> None:
+        self._endpoint = endpoint
         self._options: FabricConnectionOptions | None = None
-        self.address = device.endpoint.address
+        self.address = endpoint.address
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         self._options = self._endpoint.connect(theirs.endpoint, theirs.rkey)
@@ -48,10 +50,17 @@ class _Wire:
 
 
 def _make_endpoint(device: FabricContext) -> StagedEndpoint:
-    options = device.options
-    area = StagingArea(device.runtime, device.endpoint, options.staging_bytes, options.staging_chunk)
-    made = area.registration
-    return StagedEndpoint(device, area, (made.local_key, made.key, made.address), lambda: _Wire(device))
+    options, endpoints = device.options, device.wire_endpoints()
+    ring_bytes = options.staging_bytes or max(_LEAST_RING, len(endpoints) * _RING_PER_WIRE)
+    area = StagingArea(device.runtime, endpoints, ring_bytes, options.staging_chunk)
+    keys = [(made.local_key, made.key, made.address) for made in area.registrations]
+    return StagedEndpoint(
+        device,
+        area,
+        keys,
+        lambda: [_Wire(endpoint) for endpoint in endpoints],
+        credits_tell=device.endpoint.offer.is_stream,
+    )
 
 
 TRANSPORT = staged_over(

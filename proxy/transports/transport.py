@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy.interface import EndpointInfo, ExposedMemory
 from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.transport_options import TransportOptions
@@ -51,11 +52,13 @@ class RemoteFunctions(Struct, frozen=True):
         make_endpoint: makes an endpoint on the device.
         expose: lets peers reach memory of this rank; takes the device, address, size in bytes and handle. Raises as
             `RemoteContext.expose`.
-        withdraw: ends `expose`.
+        withdraw: ends `expose`, and `expose_pinned`.
         registers_source: whether a put's source must be exposed too.
         refusal: error text for memory of `{rank}` that could not be exposed because of `{reason}`.
         withdraws_at_once: whether `withdraw` only refuses later puts of peers, so that it may be called while workers
             still use the memory.
+        expose_pinned: lets peers reach pinned memory of this rank, to and from which the CPU copies short data; None if
+            nothing is copied on this side.
         rehearses: whether nodes that are rehearsed on one host use it by default.
     """
 
@@ -69,6 +72,7 @@ class RemoteFunctions(Struct, frozen=True):
     refusal: str
     withdraws_at_once: bool = False
     rehearses: bool = True
+    expose_pinned: Callable[[Any, PinnedMemory], ExposedMemory] | None = None
 
 
 def _no_error_text(connection: Any) -> str:

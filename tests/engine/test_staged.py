@@ -25,7 +25,7 @@ from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import Observer
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
-from proxyccl.proxy.staging import RemoteWriteTargets
+from proxyccl.proxy.staging import MOST_WIRES, RemoteWriteTargets
 from proxyccl.proxy.transports.table import find_transport
 from support.devices import rank_runtime
 from support.fakes.staging import COPY, EVENT_QUERY, End, Ends, LateStreams, seen_as
@@ -39,7 +39,7 @@ GET = Operation.DATA | Operation.GET
 HEADER = 64
 OUTSIDE = "the peer put or got data outside the memory that this rank offers"
 REM_ACCESS_ERR = 10
-ARRIVED, CREDITED = 0, 128 // 8  # words of an area
+ARRIVED, CREDITED = 0, int(lib.PROXYCCL_STAGED_WIRES) * 128 // 8  # words of an area
 RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # offset in an area, less a ring
 
 MakeWire = Callable[[int, int], FakeWire]
@@ -260,6 +260,8 @@ def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, r
         depth=rng.choice([1, 2, 5, 64]),
         max_message=max_message,
         wire=wire,
+        wires=rng.choice([1, 1, 2, 3, MOST_WIRES]),
+        credits_tell=rng.randrange(2) == 1,
         service={"fifo_size": rng.choice([2, 64, 1024])},
         runtime=runtime,
     ) as ends:
@@ -267,7 +269,8 @@ def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, r
         sources = [end.source.numpy() for end in ends]
         signals = [[0, 0, 0], [0, 0, 0]]
         for number, end in enumerate(ends):
-            end.device.dawdle(rng.choice([1, 3, 40]), seed + number)
+            for device in end.devices:
+                device.dawdle(rng.choice([1, 3, 40]), seed + number)
         for _ in range(600):
             number, operation, channel = rng.randrange(2), Operation(rng.randint(1, 7)), rng.randrange(3)
             size = rng.randint(0, longest) if operation & PUT else 0
@@ -293,7 +296,101 @@ def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, r
             assert (end.destination.numpy() == expected[number]).all()
             assert (end.source.numpy() == sources[number]).all()
             assert end.words[:3].tolist() == signals[number]
-            assert end.device.breach is None
+            assert all(device.breach is None for device in end.devices)
+
+
+# -- pinned memory ---
+
+
+def test_cpus_copy_short_data_between_pinned_memories() -> None:
+    size, refused = 1000, 1
+    no_copies = COPY(lambda *_: refused)
+    address = ctypes.cast(no_copies, ctypes.c_void_p).value
+    with Ends(ring_bytes=1 << 16, calls={"copy": address}) as ends:
+        here, there = ends
+        source, target = here.runtime.allocate_pinned(size), there.runtime.allocate_pinned(size)
+        seen_as(source, np.uint8)[:] = np.arange(size) % 251
+        key = there.write_targets.add(target.ptr, size, target.host_ptr)
+        here.source_id = here.service.add_pinned_memory(source)
+        here.destination_id = here.service.add_remote_memory(target.ptr, size, key)
+        ticket = here.push(PUT | SIGNAL | FLUSH, size - 200, source=100, destination=7)
+        ends.wait(lambda: here.flushed() > ticket, "the flush")
+        assert there.words[0] == 1
+        assert (seen_as(target, np.uint8)[7 : size - 193] == seen_as(source, np.uint8)[100 : size - 100]).all()
+
+
+# -- several wires ---
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_messages_take_turns_on_wires_and_none_is_taken_before_another(wire: MakeWire) -> None:
+    turns, size, wires = 100, 100, 3
+    with Ends(turns * size, ring_bytes=1 << 16, chunk_bytes=size, wire=wire, wires=wires) as ends:
+        here, there = ends
+        for number, device in enumerate(here.devices):
+            device.dawdle(1 + 20 * number, number)
+        for i in range(turns):
+            here.push(PUT | SIGNAL, size, source=i * size, destination=i * size)
+        source, seen = here.source.numpy(), 0
+        while seen < turns:
+            before = seen
+            ends.wait(lambda: there.words[0] > before, "a signal")  # noqa: B023
+            seen = int(there.words[0])
+            assert (there.destination.numpy()[: seen * size] == source[: seen * size]).all()
+        requests = [device.counts.requests for device in here.devices]
+        assert min(requests) >= turns // wires, requests
+
+
+def test_several_wires_have_a_thread_each_until_their_service_ends() -> None:
+    def threads() -> int:
+        return sum("-wire-" in thread.name for thread in threading.enumerate())
+
+    with Ends(wires=1):
+        assert threads() == 0
+    with Ends(wires=3):
+        assert threads() == 2 * 3
+    assert threads() == 0
+
+
+@built
+def test_a_thread_serves_a_wire_while_the_worker_is_busy() -> None:
+    """A fabric is read even without requests of this side: that carries out the peer's writes."""
+    with Ends(ring_bytes=1 << 16, wires=2, wire=FabricWire) as ends:
+        here, there = ends
+        with Stuck(there):
+            here.push(SIGNAL, count=2)
+            counts = [ARRIVED + 128 // 8 * number for number in range(2)]
+            ends.wait(lambda: all(seen_as(there.area, np.uint64)[count] == 1 for count in counts), "two messages")
+            ends.let_poll(there)
+        ends.wait(lambda: there.words[0] == 2, "the signals")
+
+
+def test_a_wire_that_stands_still_holds_up_later_messages_alone() -> None:
+    with Ends(ring_bytes=1 << 16, chunk_bytes=100, wires=2) as ends:
+        here, there = ends
+        here.devices[1].allow(0)
+        here.push(PUT | SIGNAL, 100)
+        ends.wait(lambda: there.words[0] == 1, "the first message")
+        here.push(PUT | SIGNAL, 100, source=100, destination=100)
+        ticket = here.push(PUT | SIGNAL | FLUSH, 100, source=200, destination=200)  # by the first wire again
+        ends.wait(lambda: int(seen_as(there.area, np.uint64)[ARRIVED]) == 2, "the third message")
+        assert there.words[0] == 1
+        assert here.flushed() <= ticket
+        here.devices[1].allow(10)
+        ends.wait(lambda: here.flushed() > ticket, "the flush")
+        assert there.words[0] == 3
+        assert (there.destination.numpy()[:300] == here.source.numpy()[:300]).all()
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_wire_that_fails_ends_the_connection(number: int) -> None:
+    with Ends(ring_bytes=1 << 16, chunk_bytes=64, wires=3) as ends:
+        here, _ = ends
+        here.devices[number].fail_request(1, REM_ACCESS_ERR)
+        here.push(PUT, 300)
+        failure = here.fails()
+        assert failure.peer == 8
+        assert find_transport("staged").status_text(failure.status) in failure.reason
 
 
 # -- signals ---
@@ -335,6 +432,44 @@ def test_a_signal_rides_on_the_data_before_it() -> None:
 
 
 # -- flushes, credits and back-pressure ---
+
+
+def test_a_flush_is_over_when_the_peer_has_its_data_however_the_wire_tells() -> None:
+    with Ends(ring_bytes=1 << 16, credits_tell=True) as ends:
+        here, there = ends
+        with Stuck(there):
+            ticket = here.push(PUT | SIGNAL | FLUSH, 100)
+            ends.wait(lambda: seen_as(there.area, np.uint64)[ARRIVED] == 1, "the message")
+            assert here.flushed() <= ticket
+        ends.wait(lambda: here.flushed() > ticket, "the flush")
+        assert there.words[0] == 1
+
+
+def test_credits_that_nobody_awaits_are_returned_together() -> None:
+    count = 50
+    with Ends(ring_bytes=1 << 16) as ends:
+        here, there = ends
+        with Stuck(there):
+            here.push(SIGNAL, count=count)
+            ends.wait(lambda: seen_as(there.area, np.uint64)[ARRIVED] == count, "the messages")
+        ends.wait(lambda: seen_as(here.area, np.uint64)[CREDITED] == count, "the credits")
+        assert there.device.counts.requests == 1
+
+
+def test_a_schedule_is_over_when_its_sources_are_staged() -> None:
+    with Ends(ring_bytes=1 << 16) as ends:
+        here, there = ends
+        send = ScheduleSend(here.channels[0], here.source_id, 0, 1000, dst_memory=here.destination_id)
+        number = here.service.add_schedule(Schedule(sends=(send,)))
+        words = here.service._shared.schedule_words
+        with Stuck(there):
+            words.done = 0
+            words.bell = number
+            ends.wait(lambda: words.done == 1, "the schedule")
+            here.source.fill(0)
+            assert there.words[0] == 0
+        ends.wait(lambda: there.words[0] == 1, "the signal")
+        assert there.destination.numpy()[:1000].any()
 
 
 def test_a_flush_with_nothing_outstanding_is_over_at_once() -> None:
@@ -557,18 +692,23 @@ def test_a_damaged_ring_is_refused(arrived: int, nbytes: int, reason: str) -> No
         assert there.fails().reason == f"completion: refused: {reason}"
 
 
+def signal_and_flush(ends: Ends, end: End) -> None:
+    """By one message."""
+    ticket = end.push(SIGNAL | FLUSH)
+    ends.wait(lambda: end.flushed(0) > ticket, "a flush")
+
+
 def test_a_count_that_is_half_written_is_read_again() -> None:
     """A stream socket may deliver the low bytes of a count first: 256 reads as 0 before it reads as 256."""
     with Ends(ring_bytes=1 << 16) as ends:
         here, there = ends
-        here.push(SIGNAL, count=255)
-        ends.flush(here)
+        here.push(SIGNAL, count=254)
+        signal_and_flush(ends, here)
         counts = (seen_as(there.area, np.uint64)[ARRIVED:], seen_as(here.area, np.uint64)[CREDITED:])
         for count in counts:
             count[0] = 0
         for end in (there, here):  # makes both proxies look at their words
-            end.push(SIGNAL)
-            ends.flush(end)
+            signal_and_flush(ends, end)
         assert [int(count[0]) for count in counts] == [256, 256]
         assert (there.words[0], here.words[0]) == (256, 1)
 
@@ -725,24 +865,37 @@ def test_a_connection_knows_what_it_is() -> None:
         ("area", {"area": 0}),
         ("area", {"area": 8}),
         ("device_area", {"device_area": 0}),
-        ("area_key", {"area_key": -1}),
+        ("wires", {"wires": ()}),
+        ("area_key", {"wire": {"area_key": -1}}),
+        ("peer_area", {"wire": {"peer_area": None}}),
         ("ring_bytes", {"ring_bytes": 64}),
         ("ring_bytes", {"ring_bytes": 1000}),
         ("ring_bytes", {"ring_bytes": None}),
         ("chunk_bytes", {"chunk_bytes": 0}),
         ("write_targets", {"write_targets": 0}),
-        ("send_depth", {"wire": {"send_depth": 0}}),
-        ("qp", {"wire": {"qp": 0}}),
+        ("send_depth", {"link": {"send_depth": 0}}),
+        ("qp", {"link": {"qp": 0}}),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_name(argument: str, options: dict[str, Any]) -> None:
     with Ends() as ends:
         here, there = ends
         good = here.options(there)
-        wrong = {"wire": replace(good.wire, **options["wire"])} if "wire" in options else options
+        (wire,) = good.wires
+        if "link" in options:
+            options = {"wire": {"options": replace(wire.options, **options["link"])}}
+        wrong = {"wires": (replace(wire, **options["wire"]),)} if "wire" in options else options
         with pytest.raises(ArgumentError) as caught:
             here.service.connect("staged", replace(good, **wrong))
         assert caught.value.argument == argument
+
+
+def test_more_wires_than_there_may_be_are_refused() -> None:
+    with Ends() as ends:
+        here, there = ends
+        good = here.options(there)
+        with pytest.raises(ArgumentError, match=f"at most {MOST_WIRES}"):
+            here.service.connect("staged", replace(good, wires=good.wires * (MOST_WIRES + 1)))
 
 
 def test_keys_of_write_targets_run_out_and_rest_when_given_back() -> None:

@@ -12,6 +12,7 @@ import pytest
 from proxyccl import ArgumentError, FabricOptions, RuntimeUnavailableError
 from proxyccl.proxy.fabric.library import FabricOffer, best_of
 from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.staging import MOST_WIRES
 
 
 def offer(provider: str, domain: str, address: str | None = None, **facts: Any) -> FabricOffer:
@@ -121,6 +122,7 @@ def test_offers_that_reach_no_other_host_are_no_fabric(offers: list[FabricOffer]
         ("gpu_writes", "ordered", "ordered"),
         ("staging_bytes", "8192", 8192),
         ("staging_chunk", "64", 64),
+        ("streams", "3", 3),
     ],
 )
 def test_the_environment_gives_what_arguments_do_not(
@@ -129,7 +131,7 @@ def test_the_environment_gives_what_arguments_do_not(
     monkeypatch.setenv(f"PROXYCCL_FABRIC_{name.upper()}", text)
     assert getattr(FabricOptions.from_environment(), name) == value
     other: dict[str, Any] = {"provider": "net", "interface": "eth0", "depth": 3, "signal": "ordered"}
-    other |= {"gpu_writes": "auto", "staging_bytes": 4096, "staging_chunk": 128}
+    other |= {"gpu_writes": "auto", "staging_bytes": 4096, "staging_chunk": 128, "streams": 2}
     assert getattr(FabricOptions.from_environment(**{name: other[name]}), name) == other[name]
 
 
@@ -144,6 +146,8 @@ def test_the_environment_gives_what_arguments_do_not(
         ("depth", True),
         ("signal", ""),
         ("gpu_writes", "no"),
+        ("streams", 0),
+        ("streams", MOST_WIRES + 1),
     ],
 )
 def test_options_out_of_range_are_refused_by_name(name: str, value: Any) -> None:

@@ -107,6 +107,7 @@ SMALL_STAGES = {"PROXYCCL_FABRIC_STAGING_BYTES": "32768", "PROXYCCL_FABRIC_STAGI
 )
 def test_memory_that_can_not_be_registered_is_staged(hosts: Hosts, tmp_path: Path, proxy: str, signal: str) -> None:
     env = {"PROXYCCL_TRANSPORT": "staged_fabric", "PROXYCCL_PROXY": proxy, "PROXYCCL_FABRIC_SIGNAL": signal}
+    env["PROXYCCL_FABRIC_STREAMS"] = "2"
     Job(hosts, [1, 1], tmp_path, "collectives", **env, **SMALL_STAGES).succeeds("staged_fabric")
 
 
@@ -138,10 +139,16 @@ def on_hip() -> dict[str, str]:
     return {"PROXYCCL_RUNTIME": "hip", "ROCM_PATH": str(ROOT / "build/rocm-on-host")}
 
 
+# Their short calls go through pinned memory, which the CPU copies.
+@pytest.mark.parametrize(
+    ("ranks", "proxy"),
+    [([1, 1], "process"), pytest.param([2, 2], "thread", marks=pytest.mark.full)],
+    ids=["one on each, in a daemon", "two on each"],
+)
 def test_gpus_are_staged_by_a_provider_that_does_not_reach_them(
-    hosts: Hosts, tmp_path: Path, on_hip: dict[str, str]
+    hosts: Hosts, tmp_path: Path, on_hip: dict[str, str], ranks: list[int], proxy: str
 ) -> None:
-    Job(hosts, [1, 1], tmp_path, "one", **on_hip).succeeds("staged_fabric")
+    Job(hosts, ranks, tmp_path, "arrays", **on_hip, PROXYCCL_PROXY=proxy).succeeds("staged_fabric")
 
 
 def test_a_provider_that_reaches_gpus_writes_their_memory(hosts: Hosts, tmp_path: Path, on_hip: dict[str, str]) -> None:

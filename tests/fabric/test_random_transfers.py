@@ -17,15 +17,26 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("transport", "signal"),
-    [("fabric", "auto"), ("fabric", "ordered"), ("staged_fabric", "auto"), ("staged_fabric", "delivered")],
+    ("transport", "signal", "streams"),
+    [
+        ("fabric", "auto", None),
+        ("fabric", "ordered", None),
+        ("staged_fabric", "auto", (1, 1)),
+        ("staged_fabric", "delivered", (1, 1)),
+        ("staged_fabric", "auto", (3, 2)),
+    ],
 )
-def test_they_keep_their_order(transport: str, signal: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_keep_their_order(
+    transport: str, signal: str, streams: tuple[int, int] | None, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
 
     def body(comm: Communicator) -> None:
         assert run_random_transfers(comm, 3).transport == transport
 
-    options = {"fabric": FabricOptions(provider="tcp", interface="=lo", signal=signal)}
-    with Ranks(2, options_of=lambda _: options, local_world_size=1, transport=transport) as pair:
+    def options_of(rank: int) -> dict[str, FabricOptions]:
+        own = None if streams is None else streams[rank]  # a connection has as many as both ranks offer
+        return {"fabric": FabricOptions(provider="tcp", interface="=lo", signal=signal, streams=own)}
+
+    with Ranks(2, options_of=options_of, local_world_size=1, transport=transport) as pair:
         pair.run(body)

@@ -19,7 +19,7 @@ from proxyccl.device._native import lib as native
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.runtime import EngineFunctions, PinnedMemory
 from proxyccl.proxy.interface import ProxyFailure
-from proxyccl.proxy.staging import RemoteWriteTargets, StagedOptions, staged_area_bytes
+from proxyccl.proxy.staging import RemoteWriteTargets, StagedOptions, StagedWire, staged_area_bytes
 from proxyccl.proxy.trigger import Operation
 from support.devices import rank_runtime
 from support.fakes.verbs import OwnTriggers, Producer
@@ -62,6 +62,12 @@ class End(OwnTriggers):
         runtime: for memory and copies; None for one on the device that the tests use.
         calls: replacements of the engine's driver calls.
         service: options of the service.
+        credits_tell: of the connection.
+        wires: how many there are.
+
+    Attributes:
+        devices: of the wires.
+        device: of the first one.
     """
 
     def __init__(
@@ -78,11 +84,14 @@ class End(OwnTriggers):
         runtime: Runtime | None = None,
         calls: dict[str, int] | None = None,
         service: dict[str, Any] | None = None,
+        credits_tell: bool = False,
+        wires: int = 1,
     ) -> None:
-        self.rank = 7 + number
+        self.rank, self.credits_tell = 7 + number, credits_tell
         self.runtime = OtherCalls(runtime or rank_runtime(0), **(calls or {}))
-        self.wire = wire(depth, max_message)
-        self.device = self.wire.device
+        self.wires = [wire(depth, max_message) for _ in range(wires)]
+        self.devices = [each.device for each in self.wires]
+        self.device = self.devices[0]
         self.failures: list[ProxyFailure] = []
         self.segment = create_segment(self.runtime, 0, TIMEOUT)  # type: ignore[arg-type]
         self.word_memory = self.runtime.allocate_pinned(8 * channels)
@@ -116,12 +125,12 @@ class End(OwnTriggers):
     def options(self, other: End) -> StagedOptions:
         """Of the connection to the other end."""
         return StagedOptions(
-            wire=self.wire.options(),
+            wires=tuple(
+                StagedWire(wire.options(), wire.area_key, other.area.host_ptr, wire.peer_key) for wire in self.wires
+            ),
+            credits_tell=self.credits_tell,
             area=self.area.host_ptr,
             device_area=self.area.ptr,
-            area_key=self.wire.area_key,
-            peer_area=other.area.host_ptr,
-            peer_area_key=self.wire.peer_key,
             ring_bytes=self._ring_bytes,
             chunk_bytes=self._chunk_bytes,
             write_targets=self.write_targets.address,
@@ -131,8 +140,9 @@ class End(OwnTriggers):
 
     def connect(self, other: End) -> None:
         """Connects it to the other end, which connects to this one likewise."""
-        self.wire.register(seen_as(self.area, np.uint8), seen_as(other.area, np.uint8))
-        self.connection = self.service.connect(self.wire.transport, self.options(other), peer=other.rank)
+        for wire in self.wires:
+            wire.register(seen_as(self.area, np.uint8), seen_as(other.area, np.uint8))
+        self.connection = self.service.connect(self.wires[0].transport, self.options(other), peer=other.rank)
         self.source_id = self.service.add_memory(self.source.ptr, self.source.nbytes)
         self.destination_id = self.service.add_memory(other.destination.ptr, other.destination.nbytes, other.key)
         for i in range(len(self.words)):
@@ -196,7 +206,8 @@ class Ends:
         for end in self.ends:
             end.close()
         for end in self.ends:
-            end.device.__exit__(kind, error, trace)
+            for device in end.devices:
+                device.__exit__(kind, error, trace)
 
     def __iter__(self) -> Any:
         return iter(self.ends)

@@ -23,7 +23,13 @@ SHORT = 2.0
 
 
 def collectives(comm: Communicator) -> None:
-    """Collectives of a few lengths, in registered and other memory, and an MoE round trip."""
+    """Those of `arrays`, and an MoE round trip."""
+    arrays(comm)
+    experts(comm)
+
+
+def arrays(comm: Communicator) -> None:
+    """Collectives of a few lengths, in registered and other memory."""
     n, rank = comm.world_size, comm.rank
     for count in (1, 1000, 300_001):
         x = comm.empty(count, "float32").upload(np.arange(count) % 7 + rank)
@@ -38,7 +44,6 @@ def collectives(comm: Communicator) -> None:
     comm.all_to_all(sent, out=received)
     part = np.arange(rank * 3000, (rank + 1) * 3000)
     assert (received.numpy().reshape(n, 3000) == part + 7 * np.arange(n)[:, None]).all()
-    experts(comm)
 
 
 def experts(comm: Communicator) -> None:
@@ -122,7 +127,7 @@ def one(comm: Communicator) -> None:
 
 
 WHAT: dict[str, Callable[[Communicator], None]] = {
-    each.__name__: each for each in (collectives, plans, flood, go_on, cut, one)
+    each.__name__: each for each in (arrays, collectives, plans, flood, go_on, cut, one)
 }
 MEETINGS = int(os.environ.get("MEETINGS", "0"))
 

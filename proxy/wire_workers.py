@@ -1,0 +1,78 @@
+"""The threads that poll the wires of a service's staged connections (engine/staged_transport.h).
+
+The service's own workers poll these wires too. So nothing waits for these threads, and they sleep while they have
+nothing to do. They make long transfers faster: one thread's sockets do not fill a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from proxyccl.proxy import _engine
+from proxyccl.proxy.created import created
+from proxyccl.proxy.observe.segment import ObservedSegment
+from proxyccl.proxy.thread import IdlePolicy
+from proxyccl.proxy.transports.engine_connection import EngineRuntime
+from proxyccl.proxy.workers import OnEvent, OwnThreads, Workers
+
+ffi, lib = _engine.ffi, _engine.lib
+
+
+class WireWorkers:
+    """A worker and a thread for each number of wires.
+
+    Args:
+        engine: the runtime of the service.
+        control: address of the ProxycclControl whose abort word ends them.
+        counters: the service's table of counters.
+        count: wires of a connection; further ones are left to the service's workers.
+        cores: cores that the threads may run on; None for any.
+        name: the prefix of their names.
+        on_event: as in `Workers.start`.
+        on_lost: likewise.
+
+    Raises:
+        ArgumentError: there are no such cores.
+        ResourceError: there is no memory for a thread.
+    """
+
+    def __init__(
+        self,
+        engine: EngineRuntime,
+        control: int,
+        counters: Any,
+        count: int,
+        cores: Collection[int] | None,
+        name: str,
+        on_event: OnEvent,
+        on_lost: Callable[[Exception], None],
+    ) -> None:
+        with contextlib.ExitStack() as undo:
+            made = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), counters)
+            self._service = created(made, "the wires of a proxy")
+            undo.callback(lib.proxyccl_service_destroy, self._service)
+            self._observed = ObservedSegment(count)
+            undo.callback(self._observed.close)
+            threads = OwnThreads(count, IdlePolicy(), cores, f"{name}-wire")
+            self._workers = Workers(engine, self._service, self._observed, threads)
+            undo.pop_all()
+        self._workers.start(on_event, on_lost)
+
+    def add(self, wires: Sequence[Any]) -> None:
+        """Has them poll a connection's wires, each the one with its number. One without room leaves it to the service's
+        workers.
+        """
+        for number, wire in zip(range(len(self._workers)), wires, strict=False):
+            lib.proxyccl_worker_add_connection(self._workers[number].pointer, wire)
+
+    def close(self, timeout: float) -> bool:
+        """Ends the threads, and frees everything. False if one did not end in time; another call waits again."""
+        self._workers.stop(drained=False)
+        if not self._workers.await_ended(timeout):
+            return False
+        self._workers.destroy()
+        lib.proxyccl_service_destroy(self._service)
+        self._observed.close()
+        return True
