@@ -201,8 +201,9 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
             kept = self._kept[name]
             if kept.data_ptr() != tensor.data_ptr():
                 kept.copy_(tensor.detach())
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        for device in {kept.device for kept in self._kept.values()}:
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
         self._version += 1
         failure: Exception | None = None
         with self._weights.offered(self._version):
