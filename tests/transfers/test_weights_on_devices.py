@@ -1,0 +1,56 @@
+"""Weights between memory of devices, on a stream too."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from proxyccl.device.arrays.array import Array
+from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.transfer import Agent
+from proxyccl.weights import Shard, Sharding, WeightSource, WeightTarget
+from support.devices import rank_runtime
+
+SIZE = (96, 64)
+
+
+def array_of(number: int, shape: tuple[int, ...]) -> Array:
+    """float32 of a device."""
+    runtime = rank_runtime(number)
+    return Array(runtime, runtime.allocate(4 * int(np.prod(shape))), shape, as_dtype("float32"))
+
+
+@pytest.mark.parametrize("peers", [False, True])
+def test_rows_of_two_devices_become_columns_of_two(peers: bool) -> None:
+    rows = Sharding(SIZE, ["a", "b"], [Shard(0)])
+    columns = {"s": slice(0, 40), "t": slice(24, 64)}  # some of them are in both
+    agents = {name: Agent(name, listen=()) for name in "abst"}
+    sources, theirs = [WeightSource(agents[name]) for name in "ab"], [array_of(n, (48, 64)) for n in range(2)]
+    for source, array in zip(sources, theirs, strict=True):
+        source.add("w", array, sharding=rows)
+    targets = [WeightTarget(agents[name]) for name in "st"]
+    ours = [array_of(number, (96, 40)) for number in range(2)]
+    for target, array, slices in zip(targets, ours, columns.values(), strict=True):
+        target.add("w", array, start=(0, slices.start), size=SIZE)
+    cards = [target.card() for target in targets]
+    for target, other in zip(targets, cards[::-1], strict=True):
+        target.connect([source.card() for source in sources], peers=[other] if peers else [])
+    for version in (1, 2):
+        whole = np.arange(np.prod(SIZE), dtype=np.float32).reshape(SIZE) * version
+        for array, part in zip(theirs, np.split(whole, 2), strict=True):
+            array.upload(part)
+        bodies = [lambda source=source, version=version: source.offer(version, targets=2) for source in sources]
+        bodies += [lambda target=targets[1]: target.receive()]
+        threads = [threading.Thread(target=body) for body in bodies]
+        for thread in threads:
+            thread.start()
+        stream = ours[0].runtime.create_stream()
+        assert targets[0].receive(stream=stream).version == version
+        for thread in threads:
+            thread.join()
+        for array, slices in zip(ours, columns.values(), strict=True):
+            np.testing.assert_array_equal(array.numpy(), whole[:, slices])
+    for agent in agents.values():
+        agent.close()
