@@ -25,14 +25,15 @@ class Meeting:
 
     def __init__(self, count: int) -> None:
         self._values: dict[int, Any] = {}
-        self._barrier = threading.Barrier(count)
+        self._come = threading.Barrier(count)
+        self._go = threading.Barrier(count, action=self._values.clear)  # threads of the next round have other numbers
 
     def gather(self, rank: int, value: Any) -> list[Any]:
         """By rank."""
         self._values[rank] = value
-        self._barrier.wait(60)
+        self._come.wait(60)
         values = [self._values[each] for each in sorted(self._values)]
-        self._barrier.wait(60)
+        self._go.wait(60)
         return values
 
 
