@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -197,6 +198,11 @@ def test_every_rank_of_the_trainer_learns_of_a_failure(job: Job) -> None:
             engine.send_weights()
 
     job.trainers([Source(0), Source(1)], body, 1 << 20)
+
+
+def test_vllm_finds_the_plugin() -> None:
+    (entry,) = importlib.metadata.entry_points(group="vllm.general_plugins", name="proxyccl")
+    assert entry.load().__name__ == "register"
 
 
 def test_wrong_sources_are_refused(job: Job) -> None:
