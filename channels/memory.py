@@ -152,7 +152,7 @@ class RegisteredMemory:
                 unshared_reason = str(error)
             if group.crosses_namespaces and handle and not passes_namespaces(handle):
                 raise ArgumentError(
-                    "array", f"peers, or the node daemon, are in other PID namespaces, and {NOT_PASSED}"
+                    "array", f"peers or the node daemon are in other PID namespaces, and {NOT_PASSED}"
                 )
             for transport in group.links.remote.transports:
                 try:

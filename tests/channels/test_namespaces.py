@@ -9,13 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from proxyccl import RuntimeUnavailableError
+from proxyccl import ArgumentError, Communicator, RuntimeUnavailableError
+from proxyccl.channels import memory
+from proxyccl.channels.group import Group
 from proxyccl.channels.joining.whereabouts import Whereabouts, find_hosts
+from proxyccl.device.gpu import memory as gpu_memory
+from proxyccl.device.gpu.memory import MemoryHandle
+from proxyccl.device.memory.handle_kinds import MAPPED_BLOCKS
+from proxyccl.proxy.hosts import boot_id, host_name
 from support.containers import Containers
 from support.daemons import running_daemon
 from support.devices import require_devices
 from support.packages.debian import UnavailableError
 from support.paths import ROOT
+from support.running import run_ranks
 
 PROGRAM = str(ROOT / "tests/support/programs/contained.py")
 SECONDS = 250
@@ -112,3 +119,47 @@ def test_a_process_without_proc_is_its_own_neighbour_alone() -> None:
     assert find_hosts([blind, blind]) == ["a/1", "a/1"]
     with pytest.raises(RuntimeUnavailableError, match="they share no /proc that shows them, network"):
         find_hosts([blind, Whereabouts("a/1", 0, "bb")])
+
+
+def test_hosts_are_told_apart_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.node", lambda: "pod")
+    machine = boot_id()
+    assert host_name() == f"pod/{machine}"
+    monkeypatch.setenv("PROXYCCL_HOSTS", "name")
+    assert host_name() == f"pod/{machine}/pod"
+    monkeypatch.setenv("PROXYCCL_HOSTS", "pod")
+    with pytest.raises(ArgumentError, match="PROXYCCL_HOSTS: must be machine or name, not 'pod'"):
+        host_name()
+
+
+# -- memory of GPUs ---
+
+
+@pytest.mark.host_only("it makes handles of no GPU")
+def test_a_gpus_plain_memory_is_refused_in_another_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handle_of(raw: bytes) -> bytes:
+        handle = MemoryHandle.pack(0, 4096, 1, 0, 64, raw)
+        return handle[:8] + bytes(16) + handle[24:]  # of another process
+
+    plain, blocks = handle_of(bytes(64)), handle_of(MAPPED_BLOCKS + bytes(56))
+    assert not any(MemoryHandle.unpack(handle)[0] for handle in (plain, blocks))
+    monkeypatch.setattr(gpu_memory, "proc_view", lambda: 7)
+    assert not MemoryHandle.unpack(blocks)[0]
+    with pytest.raises(ArgumentError, match=r"does not pass PID.*Communicator\.empty\(\).*expandable_segments:True"):
+        MemoryHandle.unpack(plain)
+
+
+@pytest.mark.host_only("it stands in for a GPU's memory")
+def test_registering_plain_memory_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(1000)
+        comm.all_gather_bytes(b"made")
+        with pytest.raises(
+            ArgumentError, match="peers or the node daemon are in other PID namespaces, and memory of cud"
+        ):
+            comm.register(array)
+        comm.all_gather_bytes(b"refused")
+
+    monkeypatch.setattr(Group, "crosses_namespaces", True)
+    monkeypatch.setattr(memory, "passes_namespaces", lambda _: False)
+    run_ranks(2, body)
