@@ -40,6 +40,7 @@ from proxyccl.proxy.fabric import library, requirements
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
 from proxyccl.proxy.idle_choice import choose_idle, cores_allowed
+from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.verbs import pyverbs_api
 from proxyccl.proxy.verbs.devices import choose_device, rdma_devices
@@ -315,7 +316,7 @@ def _proxies(watch: Watch) -> list[Finding]:
         from proxyccl.proxy.daemon.protocol import socket_path
 
         try:
-            found = replace(found, detail=f"{found.detail}, process {daemon_process(socket_path())}")
+            found = replace(found, detail=f"{found.detail}, {process_name(daemon_process(socket_path()))}")
         except RuntimeUnavailableError as error:
             found = replace(found, available=False, detail=str(error))
     return [found, *_idle_policies(watch)]

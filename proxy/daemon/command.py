@@ -13,9 +13,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
 
+from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.daemon.attendance import Attendance
+from proxyccl.proxy.daemon.introduced import reach_through
 from proxyccl.proxy.daemon.job import JOB_OPTIONS
 from proxyccl.proxy.daemon.listeners import HandedOver
+from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions, raise_descriptor_limit
 from proxyccl.proxy.reports import on_signal
 
@@ -70,6 +73,8 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
     # would run once in a time slice.
     suffice = len(chosen.affinity) >= chosen.threads + chosen.programs
     os.sched_setaffinity(0, chosen.affinity if suffice else every)
+    with contextlib.suppress(ArgumentError):  # the variable names no socket
+        reach_through(socket_path())  # its clients' peers may share nothing else with it
     daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, programs=chosen.programs)
     with Daemon(HandedOver(listener), daemon_options, Attendance(starter)) as daemon:
         on_ready()

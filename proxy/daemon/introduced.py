@@ -58,7 +58,12 @@ def offer(path: Path, timeout: float) -> None:
             connection.close()
             raise
         _offered[path] = forks.here()
-        sockets.add_broker(f"{_DAEMON} at {path}", lambda token, seconds: _reach(path, token, seconds))
+        reach_through(path)
+
+
+def reach_through(path: Path) -> None:
+    """Reaches processes that no other socket leads to through the daemon at a path, if there is one, from now on."""
+    sockets.add_broker(f"{_DAEMON} at {path}", lambda token, seconds: _reach(path, token, seconds))
 
 
 def is_offered(path: Path) -> bool:

@@ -79,7 +79,7 @@ def test_containers_that_share_a_directory_alone_notice_a_lost_rank(
     assert not list(sockets.iterdir())
 
 
-@pytest.mark.parametrize("place", ["thread", "daemon"])
+@pytest.mark.parametrize("place", ["thread", "process", "daemon"])
 def test_containers_that_share_the_daemons_socket_alone_are_introduced_by_it(
     containers: Containers, tmp_path: Path, sockets: Path, place: str
 ) -> None:
