@@ -151,9 +151,7 @@ class RegisteredMemory:
             except ArgumentError as error:
                 unshared_reason = str(error)
             if group.crosses_namespaces and handle and not passes_namespaces(handle):
-                raise ArgumentError(
-                    "array", f"peers or the node daemon are in other PID namespaces, and {NOT_PASSED}"
-                )
+                raise ArgumentError("array", f"peers or the node daemon are in other PID namespaces, and {NOT_PASSED}")
             for transport in group.links.remote.transports:
                 try:
                     exposed[transport] = group.links.remote.expose(view.ptr, view.nbytes, transport, handle)
