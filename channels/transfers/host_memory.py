@@ -14,6 +14,7 @@ from proxyccl.channels.transfers.device_memory import Share
 from proxyccl.channels.transfers.fabric import Keys
 from proxyccl.channels.transfers.regions import DRAM, Region
 from proxyccl.device.errors import ProxyCCLError
+from proxyccl.device.memory.descriptor_server import serve
 from proxyccl.device.memory.shared_memory import SharedMemory, export_range
 
 _PLACE = "host"
@@ -53,7 +54,10 @@ def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> N
 def shares_of(regions: Iterable[Region]) -> list[Share]:
     """Shares of those regions of the host's memory that other processes can map."""
     found = ((region, export_range(region.address, region.nbytes)) for region in regions if region.kind == DRAM)
-    return [Share(region, _PLACE, handle) for region, handle in found if handle is not None]
+    shares = [Share(region, _PLACE, handle) for region, handle in found if handle is not None]
+    if shares:
+        serve()  # for agents in other PID namespaces
+    return shares
 
 
 class Mapped:

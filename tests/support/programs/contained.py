@@ -17,7 +17,7 @@ import numpy as np
 
 from proxyccl import Communicator, FileBootstrap, PeerLostError, ProxyCCLError
 from proxyccl.tools.top import Watch
-from proxyccl.transfer import Agent
+from proxyccl.transfer import Agent, shared_empty
 from support.devices import rank_runtime
 
 _NEWNET = 0x40000000
@@ -47,22 +47,27 @@ def work(comm: Communicator) -> None:
 
 
 def agents(comm: Communicator) -> None:
-    """Agents read each other's memory, of the host and of a device."""
+    """Agents read each other's memory: of numpy, of the host that they share, and of a device."""
     nbytes = 1 << 20
-    host, memory = np.full(nbytes, 10 + comm.rank, np.uint8), comm.runtime.allocate(nbytes)
-    comm.runtime.fill(memory.ptr, 20 + comm.rank, nbytes)
+    offered = np.full(nbytes, 10 + comm.rank, np.uint8), shared_empty(nbytes, np.uint8)
+    offered[1][:] = 20 + comm.rank
+    of_device, read = (comm.runtime.allocate(nbytes) for _ in range(2))
+    comm.runtime.fill(of_device.ptr, 30 + comm.rank, nbytes)
+    got = np.zeros((3, nbytes), np.uint8)
     with Agent(f"agent {comm.rank}", listen=()) as agent:
-        own = [agent.register(host).address, agent.register((memory.ptr, nbytes), kind="vram").address]
-        known = json.loads(comm.all_gather_bytes(json.dumps([agent.metadata().hex(), *own]).encode())[1 - comm.rank])
+        regions = [*map(agent.register, offered), agent.register((of_device.ptr, nbytes), kind="vram")]
+        own = agent.metadata().hex(), *(region.address for region in regions)
+        known = json.loads(comm.all_gather_bytes(json.dumps(own).encode())[1 - comm.rank])
         peer = agent.add(bytes.fromhex(known[0]))
-        for here, there in zip(own, known[1:], strict=True):
+        agent.register(got)
+        agent.register((read.ptr, nbytes), kind="vram")
+        for here, there in zip((got[0].ctypes.data, got[1].ctypes.data, read.ptr), known[1:], strict=True):
             transfer = agent.prepare("read", peer, [(here, there, nbytes)]).start()
             agent.wait([transfer])
             print("by", transfer.path)
         comm.all_gather_bytes(b"read")
-    got = np.empty(1, np.uint8)
-    comm.runtime.copy(got.ctypes.data, memory.ptr, 1)
-    assert (host[0], got[0]) == (11 - comm.rank, 21 - comm.rank)
+    comm.runtime.copy(got[2].ctypes.data, read.ptr, nbytes)
+    assert np.all(got == np.array([[11], [21], [31]]) - comm.rank)
 
 
 def lose(comm: Communicator) -> None:
