@@ -12,8 +12,6 @@
 #include "runtime_table.h"
 
 enum {
-  SHORT_BYTES = 64 << 10,     /* a copy up to this is waited for by whoever starts it, … */
-  SHORT_NS = 20000,           /* … at most this long: it takes less than waking the agent's thread */
   CHECK_NS = 1000000,         /* between two questions whether the device has failed */
   SPIN_NS = 250000,           /* whoever waits spins for this long: 64 MiB take 180 us between GPUs, and a sleep 70 */
   SHORTEST_PAUSE_NS = 20000,  /* between two looks of the agent's thread */

@@ -20,6 +20,8 @@ enum {
   FRAME_BYTES = 512 << 10, /* most data of one frame */
   WINDOW = 16,             /* most frames of one link that are not answered */
   PIECE_BYTES = 1 << 20,   /* most that a thread copies at once */
+  SHORT_BYTES = 64 << 10,  /* a device's copy up to this is waited for by whoever starts it, … */
+  SHORT_NS = 20000,        /* … at most this long: it takes less than waking a thread */
   FED = 2,                 /* most answers of one link that have a stage */
   AHEAD_BYTES = 64 << 10,  /* read from a socket at once */
   UNGREETED = 64           /* most accepted links that have not sent their greeting */

@@ -3,6 +3,7 @@
  * The agent's thread queues the copies of one frame, and looks later whether they are done, so the socket carries one
  * frame meanwhile and the device copies another.
  */
+#include "clock.h"
 #include "parts.h"
 #include "runtime_table.h"
 
@@ -45,7 +46,12 @@ void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_
   *agent->last_stage = stage;
   agent->last_stage = &stage->next;
   pthread_mutex_unlock(&agent->lock);
+  uint64_t bytes = 0;
+  for (uint64_t i = 0; i < count; ++i) bytes += blocks[i].iov_len;
   stage->status = device_queue(staging, stage->number, stage->memory, to_device, blocks, count);
+  const uint64_t deadline = now_ns() + SHORT_NS;
+  while (bytes <= SHORT_BYTES && now_ns() < deadline &&
+         device_reached(staging, stage->number) == PROXYCCL_RUNTIME_NOT_READY) {}
   if (stage->number == PROXYCCL_STAGES) { /* the event is for one such copy at a time */
     const int ended = device_await(staging, stage->number);
     if (stage->status == 0) stage->status = ended;
