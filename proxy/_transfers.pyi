@@ -39,6 +39,26 @@ class _ProxycclTransferTimes:
 class ProxycclTransferTimes(_ProxycclTransferTimes, CData): ...
 class ProxycclTransferTimesPointer(_ProxycclTransferTimes, ItemPointer[ProxycclTransferTimes]): ...
 
+class _ProxycclTransferRecord:
+    posted: int
+    ended: int
+    bytes: int
+    blocks: int
+    label: int
+    writes: int
+    state: int
+
+class ProxycclTransferRecord(_ProxycclTransferRecord, CData): ...
+class ProxycclTransferRecordPointer(_ProxycclTransferRecord, ItemPointer[ProxycclTransferRecord]): ...
+
+class _ProxycclTransferLog:
+    until: int
+    count: int
+    records: ArrayField[ProxycclTransferRecord, ProxycclTransferRecordPointer]
+
+class ProxycclTransferLog(_ProxycclTransferLog, CData): ...
+class ProxycclTransferLogPointer(_ProxycclTransferLog, ItemPointer[ProxycclTransferLog]): ...
+
 class _ProxycclCopier:
     copy: int
     write64: int
@@ -102,6 +122,7 @@ class Lib:
     PROXYCCL_FAULT_FREED: Final[int]
     PROXYCCL_FAULT_FREED_HERE: Final[int]
     PROXYCCL_FAULT_PROTECTED: Final[int]
+    PROXYCCL_TRANSFER_RECORDS: Final[int]
     PROXYCCL_STAGES: Final[int]
     PROXYCCL_STAGE_BYTES: Final[int]
     PROXYCCL_BY_LINK: Final[int]
@@ -119,6 +140,18 @@ class Lib:
     def proxyccl_agent_stop(self, agent: Passed[ProxycclAgentPointer], /) -> None: ...
     def proxyccl_agent_release(self, agent: Passed[ProxycclAgentPointer], /) -> None: ...
     def proxyccl_agent_forget(self, agent: Passed[ProxycclAgentPointer], /) -> None: ...
+    def proxyccl_agent_set_log(
+        self, agent: Passed[ProxycclAgentPointer], log: Passed[ProxycclTransferLogPointer], /
+    ) -> None: ...
+    def proxyccl_transfer_log_read(
+        self,
+        log: Passed[ProxycclTransferLogPointer],
+        next: Passed[Uint64Pointer],
+        records: Passed[ProxycclTransferRecordPointer],
+        room: int,
+        lost: Passed[Uint64Pointer],
+        /,
+    ) -> int: ...
     def proxyccl_agent_secret(self, agent: Passed[ProxycclAgentPointer], /) -> int: ...
     def proxyccl_agent_set_memory(
         self, agent: Passed[ProxycclAgentPointer], ranges: Passed[Uint64Pointer], count: int, /
@@ -190,6 +223,7 @@ class Lib:
         copies: Passed[ProxycclDeviceCopiesPointer],
         /,
     ) -> ProxycclTransferPointer: ...
+    def proxyccl_transfer_set_label(self, transfer: Passed[ProxycclTransferPointer], label: int, /) -> None: ...
     def proxyccl_transfer_release(self, transfer: Passed[ProxycclTransferPointer], /) -> None: ...
     def proxyccl_transfer_post(
         self,
@@ -235,6 +269,22 @@ class FFI(BaseFFI):
     def new(
         self, cdecl: Literal["ProxycclTransferTimes[]"], init: int | Sequence[Initial[ProxycclTransferTimes]], /
     ) -> Array[ProxycclTransferTimes, ProxycclTransferTimesPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclTransferRecord *"], init: Initial[ProxycclTransferRecord] = ..., /
+    ) -> ProxycclTransferRecordPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclTransferRecord[]"], init: int | Sequence[Initial[ProxycclTransferRecord]], /
+    ) -> Array[ProxycclTransferRecord, ProxycclTransferRecordPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclTransferLog *"], init: Initial[ProxycclTransferLog] = ..., /
+    ) -> ProxycclTransferLogPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclTransferLog[]"], init: int | Sequence[Initial[ProxycclTransferLog]], /
+    ) -> Array[ProxycclTransferLog, ProxycclTransferLogPointer]: ...
     @overload
     def new(
         self, cdecl: Literal["ProxycclCopier *"], init: Initial[ProxycclCopier] = ..., /
@@ -292,6 +342,12 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclTransferTimes *"], value: CData | int, /
     ) -> ProxycclTransferTimesPointer: ...
     @overload
+    def cast(
+        self, cdecl: Literal["ProxycclTransferRecord *"], value: CData | int, /
+    ) -> ProxycclTransferRecordPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclTransferLog *"], value: CData | int, /) -> ProxycclTransferLogPointer: ...
+    @overload
     def cast(self, cdecl: Literal["ProxycclCopier *"], value: CData | int, /) -> ProxycclCopierPointer: ...
     @overload
     def cast(self, cdecl: Literal["ProxycclDeviceCopies *"], value: CData | int, /) -> ProxycclDeviceCopiesPointer: ...
@@ -313,6 +369,8 @@ class FFI(BaseFFI):
         | Literal[
             "ProxycclFault",
             "ProxycclTransferTimes",
+            "ProxycclTransferRecord",
+            "ProxycclTransferLog",
             "ProxycclCopier",
             "ProxycclDeviceCopies",
             "uint64_t",

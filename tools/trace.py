@@ -1,4 +1,4 @@
-"""`proxyccl trace`: records the activity of this machine's proxies in Chrome's trace format.
+"""`proxyccl trace`: records the activity of this machine's proxies and agents in Chrome's trace format.
 
 Perfetto (https://ui.perfetto.dev) and chrome://tracing show such a file. The format is documented as "Trace Event
 Format". A send of a schedule is shown as the trigger that would do the same, with its schedule in place of a ring and a
@@ -14,11 +14,13 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from proxyccl.channels.transfers.published import find_agents
+from proxyccl.channels.transfers.tracing import AgentTrace, AgentTracer
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.proxy.observe.publications import find, none_found
 from proxyccl.proxy.observe.tracing import (
@@ -87,26 +89,75 @@ class _Lanes:
         return track
 
 
-class _Process:
+class _Events:
+    """The events of one process of the file.
+
+    Args:
+        pid: its number in the file.
+        start_ns: the file's time 0.
+        write: called with each event as JSON.
+    """
+
+    def __init__(self, pid: int, start_ns: int, write: Callable[[str], object]) -> None:
+        self._pid = pid
+        self._start_ns = start_ns
+        self._write = write
+        self._tracks = itertools.count(1)
+
+    def _describe(self, kind: str, track: int, name: str, order: int) -> None:
+        for key, value in (("name", name), ("sort_index", order)):
+            event = {"ph": "M", "pid": self._pid, "tid": track, "name": f"{kind}_{key}", "args": {key: value}}
+            self._write(json.dumps(event))
+
+    def _track(self, name: str) -> int:
+        """Adds a track below the others. Returns its number, which is unique within the process."""
+        number = next(self._tracks)
+        self._describe("thread", number, name, number)
+        return number
+
+    def _span(self, name: str, kind: str, track: int, begin: int, end: int, arguments: str) -> None:
+        self._event("X", name, kind, track, begin, f'"dur": {max(0, end - begin) / 1e3}, "args": {arguments}')
+
+    def _event(self, phase: str, name: str, kind: str, track: int, moment_ns: int, more: str) -> None:
+        where = f'"pid": {self._pid}, "tid": {track}, "ts": {(moment_ns - self._start_ns) / 1e3}'
+        self._write(f'{{"ph": "{phase}", "name": {name}, "cat": "{kind}", {where}, {more}}}')
+
+
+class _Agent(_Events):
+    """The events of one agent: a track for each peer and path. Arguments as of `_Events`."""
+
+    def write(self, trace: AgentTrace) -> None:
+        agent = trace.agent
+        self._describe("process", 0, f"agent {agent.name} ({agent.program}, process {agent.pid})", self._pid)
+        ordered = sorted(trace.transfers, key=lambda each: (each.peer, each.path, each.posted_ns))
+        for (peer, path), transfers in itertools.groupby(ordered, lambda each: (each.peer, each.path)):
+            lanes = _Lanes(
+                lambda count, name=f"agent {peer} by {path}": self._track(name + f" ·{count + 1}" * bool(count))  # type: ignore[misc]
+            )
+            for each in transfers:
+                what = "write" if each.writes else "read"
+                name = f"{what} {show_size(each.nbytes)}" + f" in {each.blocks} blocks" * (each.blocks > 1)
+                arguments = {name: getattr(each, name) for name in ("peer", "path", "nbytes", "blocks", "end")}
+                track = lanes.take(each.posted_ns, each.ended_ns)
+                text = json.dumps(arguments)
+                self._span(json.dumps(name), "transfer", track, each.posted_ns, each.ended_ns, text)
+
+
+class _Process(_Events):
     """The events of one service.
 
     Args:
-        pid: number of the service's process in the file.
+        pid, start_ns, write: as of `_Events`.
         trace: of the service.
-        start_ns: the file's time 0.
         end_ns: end of triggers that were not seen to complete.
-        write: called with each event as JSON.
     """
 
     def __init__(
         self, pid: int, trace: ServiceTrace, start_ns: int, end_ns: int, write: Callable[[str], object]
     ) -> None:
-        self._pid = pid
+        super().__init__(pid, start_ns, write)
         self._trace = trace
-        self._start_ns = start_ns
         self._end_ns = end_ns
-        self._write = write
-        self._tracks = itertools.count(1)
 
     def write(self) -> None:
         service = self._trace.publication
@@ -135,17 +186,6 @@ class _Process:
             track = lanes.take(wait.begin_ns, wait.end_ns)
             self._span(json.dumps(what), "wait", track, wait.begin_ns, wait.end_ns, arguments)
 
-    def _describe(self, kind: str, track: int, name: str, order: int) -> None:
-        for key, value in (("name", name), ("sort_index", order)):
-            event = {"ph": "M", "pid": self._pid, "tid": track, "name": f"{kind}_{key}", "args": {key: value}}
-            self._write(json.dumps(event))
-
-    def _track(self, name: str) -> int:
-        """Adds a track below the others. Returns its number, which is unique within the process."""
-        number = next(self._tracks)
-        self._describe("thread", number, name, number)
-        return number
-
     def _write_channel(self, channel: int, runs: Iterator[_Run], threads: list[int]) -> None:
         peer, transport = self._trace.routes.get(channel, (None, "unknown"))
         way = self._trace.publication.description.way_text(peer)
@@ -173,26 +213,27 @@ class _Process:
             self._event("i", what, "seen", track, first.seen_ns, '"s": "t"')
             self._span(what, "transfer", track, issued, done, arguments)
 
-    def _span(self, name: str, kind: str, track: int, begin: int, end: int, arguments: str) -> None:
-        self._event("X", name, kind, track, begin, f'"dur": {max(0, end - begin) / 1e3}, "args": {arguments}')
 
-    def _event(self, phase: str, name: str, kind: str, track: int, moment_ns: int, more: str) -> None:
-        where = f'"pid": {self._pid}, "tid": {track}, "ts": {(moment_ns - self._start_ns) / 1e3}'
-        self._write(f'{{"ph": "{phase}", "name": {name}, "cat": "{kind}", {where}, {more}}}')
-
-
-def write_trace(path: Path, traces: list[ServiceTrace]) -> None:
-    """Writes traces to a file, each service's as a process."""
-    start = min((traced.seen_ns for trace in traces for traced in trace.triggers), default=0)
+def write_trace(path: Path, traces: list[ServiceTrace], agents: Sequence[AgentTrace] = ()) -> None:
+    """Writes traces to a file, each service's and each agent's as a process."""
+    begins = [traced.seen_ns for trace in traces for traced in trace.triggers]
+    begins += [transfer.posted_ns for agent in agents for transfer in agent.transfers]
+    start = min(begins, default=0)
     end = max((traced.completed_ns or traced.issued_ns for trace in traces for traced in trace.triggers), default=0)
     with path.open("w") as file:
         file.write('{"traceEvents": [')
         separators = itertools.chain(("\n",), itertools.repeat(",\n"))
+
+        def write(event: str) -> object:
+            return file.write(next(separators) + event)
+
         for pid, trace in enumerate(traces, 1):
-            _Process(pid, trace, start, end, lambda event: file.write(next(separators) + event)).write()
+            _Process(pid, trace, start, end, write).write()
+        for pid, agent in enumerate(agents, 1 + len(traces)):
+            _Agent(pid, start, write).write(agent)
         other = {
             "start_monotonic_ns": start,
-            "lost_records": sum(trace.lost for trace in traces),
+            "lost_records": sum(trace.lost for trace in traces) + sum(trace.lost for trace in agents),
             "left_out_triggers": sum(trace.left_out for trace in traces),
             **versions(),
         }
@@ -226,19 +267,19 @@ def record(
     process: int | None = None,
     most: int = MOST_TRIGGERS,
     ended: Callable[[], bool] = lambda: False,
-) -> list[ServiceTrace]:
-    """Records the chosen services for some seconds.
+) -> tuple[list[ServiceTrace], list[AgentTrace]]:
+    """Records the chosen services and agents for some seconds.
 
     Args:
         seconds: to record.
-        job: of this job only; None for all.
-        ranks: of these ranks only; None for all.
+        job: of this job only; None for all. Agents belong to none.
+        ranks: of these ranks only; None for all. Agents have none.
         process: in this process only, such as a daemon; None for all.
         most: the most triggers to keep, the first ones of all services together; see `Allowance`.
         ended: whether to end earlier.
 
     Raises:
-        ResourceError: no such service runs, or another process traces one of them.
+        ResourceError: no such service or agent runs, or another process traces one of the services.
     """
     allowance = Allowance(most)
     with contextlib.ExitStack() as opened:
@@ -246,14 +287,21 @@ def record(
         for path, publication in find(job, ranks, process):
             with contextlib.suppress(ArgumentError):  # it was closed meanwhile
                 tracers.append(opened.enter_context(Tracer(path, publication, allowance)))
-        if not tracers:
+        of_agents = []
+        for agent in find_agents() if job is None and ranks is None else ():
+            if process in (None, agent.pid):
+                with contextlib.suppress(ArgumentError):
+                    of_agents.append(AgentTracer(agent, seconds))
+        if not tracers and not of_agents:
             raise ResourceError(none_found(job, ranks, process))
         deadline = time.monotonic() + seconds
         while not ended() and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(_FETCH_EVERY, left))
             for tracer in tracers:
                 tracer.fetch()
-        return [tracer.stop() for tracer in tracers]
+            for each in of_agents:
+                each.fetch()
+        return [tracer.stop() for tracer in tracers], [each.stop() for each in of_agents]
 
 
 def run(
@@ -261,12 +309,15 @@ def run(
 ) -> int:
     """The command, which Ctrl-C or SIGTERM end earlier. Returns the exit code. Arguments and errors as for `record`."""
     with _Ended() as ended:
-        traces = record(seconds, job, ranks, process, most, lambda: ended.by_signal)
-    write_trace(path, traces)
-    triggers, lost = sum(len(trace.triggers) for trace in traces), sum(trace.lost for trace in traces)
+        traces, agents = record(seconds, job, ranks, process, most, lambda: ended.by_signal)
+    write_trace(path, traces, agents)
+    triggers = sum(len(trace.triggers) for trace in traces)
+    lost = sum(trace.lost for trace in traces) + sum(trace.lost for trace in agents)
     left_out = sum(trace.left_out for trace in traces)
     unknown = sum(t.completed_ns is None for trace in traces for t in trace.triggers)
-    print(f"{path}: {triggers} triggers of {len(traces)} proxies, {unknown} were not seen to complete")
+    transfers = sum(len(agent.transfers) for agent in agents)
+    more = f"; {transfers} transfers of {len(agents)} agents" if agents else ""
+    print(f"{path}: {triggers} triggers of {len(traces)} proxies, {unknown} were not seen to complete{more}")
     if left_out:
         print(f"proxyccl: {left_out} later triggers are left out; --most keeps more", file=sys.stderr)
     if lost:

@@ -44,7 +44,7 @@ from proxyccl.channels.transfers.paths import (
 )
 from proxyccl.channels.transfers.published import Published
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions
-from proxyccl.channels.transfers.transfer import State, Transfer
+from proxyccl.channels.transfers.transfer import State, Transfer, set_label
 from proxyccl.device import forks
 from proxyccl.device.arrays.array import Array, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError, RuntimeUnavailableError
@@ -162,6 +162,8 @@ class Agent:
         self._published = Published(name)
         forks.finalizer(self, self._published.withdraw)
         self._published.write(())
+        lib.proxyccl_agent_set_log(handle, ffi.cast("ProxycclTransferLog *", self._published.log.ptr))
+        served.append(self._published.log)
         wants = FABRIC in self._paths and (named or len(listeners) > 1)
         self._fabric = open_fabric(named) if wants else None
         if self._fabric is not None:
@@ -545,6 +547,10 @@ class Agent:
         Raises:
             UnknownAgentError, DisconnectedError, NoPathError: as `prepare`.
         """
+        transfer = self._prepare(writes, peer, rows, kinds)
+        return set_label(transfer, self._published.label(peer, transfer.path.name))
+
+    def _prepare(self, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str]) -> Transfer:
         link = self._link(peer)
         if VRAM in kinds and (rows[:, 2] > 0).any():
             return self._prepare_on_device(link, writes, peer, rows[rows[:, 2] > 0], kinds)

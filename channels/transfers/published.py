@@ -12,9 +12,13 @@ import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.memory.shared_memory import SharedMemory
+from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.observe.publications import OfProcess, find_running, this_process, withdraw, write
 
@@ -40,11 +44,15 @@ class AgentSeen(OfProcess, frozen=True):
         name: its name.
         program: the program that it belongs to.
         links: those that it opened.
+        labels: by the numbers in records of transfers, the peer and the path.
+        log: the handle of the memory with these records.
     """
 
     name: str
     program: str
     links: list[LinkSeen]
+    labels: list[LinkSeen]
+    log: Annotated[bytes, Meta(max_length=1024)]
 
     @property
     def reaches(self) -> str:
@@ -56,10 +64,17 @@ _SEEN = Codec(AgentSeen, 16 << 20)
 
 
 class Published:
-    """An agent's file. A failure to write it is only logged: the agent works without. Any thread may use it."""
+    """An agent's file. A failure to write it is only logged: the agent works without. Any thread may use it.
+
+    Attributes:
+        log: the memory with its records of transfers, a ProxycclTransferLog.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.log = SharedMemory.allocate(ffi.sizeof("ProxycclTransferLog"))
+        self._links: list[LinkSeen] = []
+        self._labels: dict[tuple[str, str], int] = {}
         self._file = f"{os.getpid()}-{next(_numbers)}{_SUFFIX}"
         self._lock = threading.Lock()
         self._path: Path | None = None
@@ -67,12 +82,27 @@ class Published:
 
     def write(self, links: Iterable[tuple[str, DataPath]]) -> None:
         """Says which links the agent has."""
+        with self._lock:
+            self._links = [LinkSeen(peer, str(path)) for peer, path in links]
+        self._write()
+
+    def label(self, peer: str, path: str) -> int:
+        """The number of a peer and a path in records of transfers."""
+        with self._lock:
+            number = self._labels.get((peer, path))
+            if number is not None:
+                return number
+            number = self._labels[peer, path] = len(self._labels)
+        self._write()
+        return number
+
+    def _write(self) -> None:
         if self._failed:
             return
         program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
-        shown = [LinkSeen(peer, str(path)) for peer, path in links]
-        seen = AgentSeen(*this_process(), self._name, program, shown)
         with self._lock:
+            labels = [LinkSeen(*label) for label in self._labels]
+            seen = AgentSeen(*this_process(), self._name, program, self._links, labels, self.log.handle)
             try:
                 self._path = write(self._file, _SEEN.encode(seen))
             except (OSError, ArgumentError) as error:

@@ -278,5 +278,11 @@ class Transfer:
                 )
 
 
+def set_label(transfer: Transfer, number: int) -> Transfer:
+    """Sets the number by which records name a transfer's peer and path."""
+    lib.proxyccl_transfer_set_label(transfer._open(), number)
+    return transfer
+
+
 def _release(handle: ProxycclTransferPointer, _lists: object) -> None:
     lib.proxyccl_transfer_release(handle)

@@ -382,6 +382,7 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
   while (agent->looked_at != NULL) transfer_cancel(agent->looked_at);
   stages_finish(agent);
   fabric_stop(agent);
+  agent->log = NULL; /* its memory lives no longer than the agent's handle */
   reap(agent);
   pthread_mutex_unlock(&agent->lock);
 }

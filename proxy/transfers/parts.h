@@ -215,6 +215,7 @@ struct ProxycclTransfer {
   Buffer message;
   int has_message;
   ProxycclTransferTimes times;
+  uint32_t label;
 };
 
 struct ProxycclAgent {
@@ -235,9 +236,10 @@ struct ProxycclAgent {
   ProxycclTransfer *first, **last;               /* transfers to copy, in turn */
   ProxycclTransfer *looked_at, **last_looked_at; /* those of devices and streams, to be looked at in turn */
   Buffer inbox;
-  size_t read;           /* of the inbox */
-  uint64_t unread;       /* atomic: bytes of the inbox that are not read */
-  struct Fabric *fabric; /* NULL: it has no endpoint of libfabric */
+  size_t read;              /* of the inbox */
+  uint64_t unread;          /* atomic: bytes of the inbox that are not read */
+  ProxycclTransferLog *log; /* NULL: none */
+  struct Fabric *fabric;    /* NULL: it has no endpoint of libfabric */
   Ranges host;
   Device *devices;
   uint64_t memory;             /* the registered memory's version */
@@ -255,6 +257,9 @@ int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, c
 /* The number of the first block that is not registered, or not of the same kind of memory as the first; `count`: there
  * is none. `device`: that of the first block, or NULL. */
 uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count, Device **device);
+
+/* log.c. With the agent locked. */
+void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);
 
 /* link.c. All with the agent locked. */
 ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves);

@@ -74,6 +74,7 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
     __atomic_store_n(&transfer->words[1], transfer->value, __ATOMIC_RELEASE);
     transfer->words = NULL;
   }
+  if (transfer->whole == NULL) log_end(transfer, state);
   set_state(transfer, state);
   if (transfer->whole != NULL) {
     staged_moved(transfer);

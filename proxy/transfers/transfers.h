@@ -53,6 +53,20 @@ typedef struct ProxycclTransferTimes {
   uint64_t ended;
 } ProxycclTransferTimes;
 
+/* What an agent notes of each transfer that ends while somebody traces, in memory that other processes map. Only its
+ * own process writes the records and `count`, and others `until`. */
+enum { PROXYCCL_TRANSFER_RECORDS = 4096 };
+typedef struct ProxycclTransferRecord {
+  uint64_t posted, ended, bytes, blocks;
+  uint32_t label; /* of proxyccl_transfer_set_label */
+  uint16_t writes, state;
+} ProxycclTransferRecord;
+typedef struct ProxycclTransferLog {
+  uint64_t until; /* transfers that end later are not noted */
+  uint64_t count; /* of records so far; number i is at i % PROXYCCL_TRANSFER_RECORDS */
+  ProxycclTransferRecord records[4096];
+} ProxycclTransferLog;
+
 /* A device that copies: addresses of the driver's calls (runtime_table.h, memory_pool.h); 0: it has no such call. */
 typedef struct ProxycclCopier {
   uint64_t copy, write64, event_record, event_query;
@@ -94,6 +108,12 @@ void proxyccl_agent_stop(ProxycclAgent *agent);
 void proxyccl_agent_release(ProxycclAgent *agent);
 /* In a fork's child: closes the copies of its descriptors, so that peers notice the parent's end. */
 void proxyccl_agent_forget(ProxycclAgent *agent);
+/* Lets it note transfers until it is stopped. */
+void proxyccl_agent_set_log(ProxycclAgent *agent, ProxycclTransferLog *log);
+/* Copies the records from number `next` on that are still there, at most `room`. Sets `next` to the number after the
+ * last one, and `lost` to the number of those that were overwritten. Returns their number. */
+uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *next, ProxycclTransferRecord *records,
+                                    uint32_t room, uint64_t *lost);
 /* Where its secret lies in this process: what a peer of this host reads to find out that it reaches this memory. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: `count` first addresses, in order, then for each
@@ -167,6 +187,8 @@ ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, Proxy
 /* Makes one that a device copies. `link`: NULL within the agent. `copier` outlives it. NULL with errno. */
 ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);
+/* The number by which records name its peer and path. */
+void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
 /* Cancels it if it is active, and frees it. When it returns, nothing touches its local memory. */
 void proxyccl_transfer_release(ProxycclTransfer *transfer);
 /* Starts it. `message`: told to the peer when the data has arrived; NULL: none. `stream`: of the device that copies; it

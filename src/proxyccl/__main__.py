@@ -370,7 +370,7 @@ _COMMANDS = {
         "its threads, so an idle rank there appears as busy as the ranks that share its thread. "
         "core: the CPU time of that thread as a share of a core; idle: its policy when it has no work.",
     ),
-    "trace": _Command("record the proxies' triggers for Perfetto", _trace_arguments, _trace),
+    "trace": _Command("record the proxies' triggers and agents' transfers for Perfetto", _trace_arguments, _trace),
     "doctor": _Command(
         "read the reports of ranks that hang, and say who waits for whom and why", _doctor_arguments, _doctor
     ),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from proxyccl.channels.transfers.published import find_agents
+from proxyccl.channels.transfers.tracing import AgentTracer
 from proxyccl.proxy.observe.publications import publications_directory
 from proxyccl.tools.info import _agents
 from proxyccl.tools.top import agents_text
+from proxyccl.tools.trace import write_trace
 from proxyccl.transfer import Agent
 from support.agents import Pair, child, force_path
 
@@ -37,6 +41,38 @@ def test_each_links_path_is_named(pair: Pair, caplog: pytest.LogCaptureFixture) 
     assert seen("a") == ["no peer so far"]
     pair.a.close()
     assert seen("a") == []
+
+
+def test_a_trace_lists_transfers_and_their_paths(pair: Pair, tmp_path: Path) -> None:
+    (agent,) = [each for each in find_agents() if each.name == "a" and each.pid == os.getpid()]
+    transfer = pair.a.prepare("write", "b", pair.blocks((0, 0, 100), (200, 300, 100)))
+    transfer.start().wait()  # before anybody traces
+    tracer = AgentTracer(agent, 60)
+    transfer.start().wait()
+    read = pair.a.prepare("read", "b", pair.whole())
+    read.start().wait()
+    tracer.fetch()
+    for _ in range(5000):  # more than the agent keeps
+        transfer.start().wait()
+    traced = tracer.stop()
+    first, second = traced.transfers[:2]
+    assert (first.peer, first.path, first.writes, first.nbytes, first.blocks, first.end) == (
+        *("b", "process_vm", True, 200, 2),
+        "done",
+    )
+    assert (second.writes, second.nbytes, second.blocks) == (False, len(pair.ours), 1)
+    assert 0 < first.posted_ns < first.ended_ns < second.ended_ns
+    assert traced.lost == 5000 - 4095
+    assert len(traced.transfers) == 2 + 4095
+    file = tmp_path / "trace.json"
+    write_trace(file, [], [traced])
+    events = json.loads(file.read_text())["traceEvents"]
+    names = [each["args"]["name"] for each in events if each["ph"] == "M" and "name" in each["args"]]
+    assert any(name.startswith("agent a (") for name in names)
+    assert "agent b by process_vm" in names
+    spans = [each for each in events if each["ph"] == "X"]
+    assert {"write 200 B in 2 blocks", "read 1 MiB"} == {each["name"] for each in spans}
+    assert all(each["args"]["path"] == "process_vm" for each in spans)
 
 
 def test_a_killed_agents_file_is_removed() -> None:
