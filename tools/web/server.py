@@ -110,7 +110,7 @@ class _Events:
 def _trace(seconds: float, job: str | None, process: int | None) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        trace.write_trace(path, trace.record(seconds, job, process=process))
+        trace.write_trace(path, *trace.record(seconds, job, process=process))
         return path.read_bytes()
 
 
