@@ -304,7 +304,7 @@ class Group:
         neighbours = tuple(
             Neighbour(rank, ranks[rank].pid, ranks[rank].started or 0)
             for rank in range(self.world_size)
-            if self.topology.same_host(rank) and ranks[rank].view == own.view
+            if self.topology.same_host(rank) and (rank == self.rank or ranks[rank].view == own.view != 0)
         )
         return Published(self.control, self._description, own.host, own.runtime, self.runtime.device, neighbours)
 

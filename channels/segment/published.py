@@ -6,7 +6,6 @@ it the calls that the rank has made, and whether it has failed.
 
 from __future__ import annotations
 
-import itertools
 import os
 from pathlib import Path
 from types import TracebackType
@@ -26,19 +25,19 @@ from proxyccl.proxy.observe.publications import (
     Description,
     OfProcess,
     find_running,
+    new_name,
     this_process,
     try_write,
     withdraw,
 )
 
 _SUFFIX = ".rank"
-_numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))  # as of publications
 _OTHERS = "other collectives"
 """Those beyond the kinds that are counted one by one (PROXYCCL_CALL_KINDS)."""
 
 
 class Neighbour(Message, frozen=True):
-    """A rank of the same host, by its process; `started` as in `OfProcess`."""
+    """A rank whose process an observer of the same container sees too; `started` as in `OfProcess`."""
 
     rank: Annotated[int, Meta(ge=0, le=2**31)]
     pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -53,7 +52,7 @@ class RankPublication(OfProcess, frozen=True):
         host: its host (`host_name`).
         runtime: its runtime's name.
         device: the ordinal of its device.
-        neighbours: all ranks of the communicator on its host, in its PID namespace, itself among them.
+        neighbours: the ranks of the communicator on its host and in its PID namespace, itself among them.
         segment: handle of its segment, in hexadecimal.
     """
 
@@ -90,7 +89,7 @@ class Published:
         segment = control.memory.export(control.host_pointer, segment_bytes(description.world_size)).hex()
         rank = RankPublication(*this_process(), description, host, runtime, device, neighbours, segment)
         self._pid = rank.pid
-        self._path = try_write(f"{rank.pid}-{next(_numbers)}{_SUFFIX}", _RANKS.encode(rank))
+        self._path = try_write(new_name(_SUFFIX), _RANKS.encode(rank))
 
     def withdraw(self) -> None:
         """Removes the file; not in a fork's child."""

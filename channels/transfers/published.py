@@ -5,9 +5,7 @@ The files lie beside those of proxies. An agent that is killed leaves its file; 
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import sys
 import threading
 from collections.abc import Iterable
@@ -20,13 +18,12 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Codec, Message
-from proxyccl.proxy.observe.publications import OfProcess, find_running, this_process, withdraw, write
+from proxyccl.proxy.observe.publications import OfProcess, find_running, new_name, this_process, withdraw, write
 
 if TYPE_CHECKING:
     from proxyccl.channels.transfers.paths import Path as DataPath
 
 _SUFFIX = ".agent"
-_numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))  # as of publications
 _LOG = logging.getLogger("proxyccl.transfer")
 
 
@@ -75,7 +72,7 @@ class Published:
         self.log = SharedMemory.allocate(ffi.sizeof("ProxycclTransferLog"))
         self._links: list[LinkSeen] = []
         self._labels: dict[tuple[str, str], int] = {}
-        self._file = f"{os.getpid()}-{next(_numbers)}{_SUFFIX}"
+        self._file = new_name(_SUFFIX)
         self._lock = threading.Lock()
         self._path: Path | None = None
         self._failed = False

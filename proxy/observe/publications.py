@@ -29,6 +29,7 @@ from proxyccl.proxy.codec import Codec, Message, ProtocolError, Uint64
 from proxyccl.proxy.processes import start_of
 
 FORMAT: int = lib.PROXYCCL_OBSERVE_FORMAT
+_SUFFIX = ".json"
 _MOST_WORKERS: int = lib.PROXYCCL_MAX_RINGS
 _numbers = itertools.count(int.from_bytes(os.urandom(4), "little"))  # containers may share ids and the directory
 _warning = threading.Lock()
@@ -168,11 +169,12 @@ def publish(publication: Publication) -> Path:
         OSError: it can't be written.
         ArgumentError: the directory is not this user's own.
     """
-    return write(_file_name(publication), _PUBLICATIONS.encode(publication))
+    return write(new_name(_SUFFIX), _PUBLICATIONS.encode(publication))
 
 
-def _file_name(publication: Publication) -> str:
-    return f"{publication.pid}-{next(_numbers)}.json"
+def new_name(suffix: str) -> str:
+    """A name for a file of this process, which no other file has."""
+    return f"{os.getpid()}-{next(_numbers)}{suffix}"
 
 
 def write(name: str, data: bytes) -> Path:
@@ -197,7 +199,7 @@ def write(name: str, data: bytes) -> Path:
 
 def try_publish(publication: Publication) -> Path | None:
     """Like `publish`, but as `try_write`."""
-    return try_write(_file_name(publication), _PUBLICATIONS.encode(publication))
+    return try_write(new_name(_SUFFIX), _PUBLICATIONS.encode(publication))
 
 
 def try_write(name: str, data: bytes) -> Path | None:
@@ -274,7 +276,7 @@ def find(
     """
     wanted = [
         (path, publication)
-        for path, publication in find_running(".json", _PUBLICATIONS)
+        for path, publication in find_running(_SUFFIX, _PUBLICATIONS)
         if (job is None or publication.description.job == job)
         and (ranks is None or publication.description.rank in ranks)
         and process in (None, publication.pid)

@@ -16,6 +16,7 @@ import sys
 import numpy as np
 
 from proxyccl import Communicator, FileBootstrap, PeerLostError, ProxyCCLError
+from proxyccl.tools.communicators import communicators
 from proxyccl.tools.top import Watch
 from proxyccl.transfer import Agent, shared_empty
 from support.devices import rank_runtime
@@ -44,6 +45,8 @@ def work(comm: Communicator) -> None:
         print("paths:", *(each.paths() for each in watch.rates() if each.rank == comm.rank))
     finally:
         watch.close()
+    seen = [view for view in communicators() if view.name == comm.job]
+    print("seen:", *([rank.rank for rank in view.ranks] + list(view.missing) for view in seen))
 
 
 def agents(comm: Communicator) -> None:
