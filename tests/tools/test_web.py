@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import threading
 import urllib.parse
@@ -18,7 +19,8 @@ import pytest
 from proxyccl import Communicator, CommunicatorError, ResourceError
 from proxyccl.tools.web import server
 from support import browser
-from support.observing import KERNELS, channels_of
+from support.daemons import running_daemon
+from support.observing import KERNELS, channels_of, command
 from support.ranks import Ranks
 from support.running import TIMEOUT, wait_for
 
@@ -195,3 +197,23 @@ def test_the_page_in_a_browser(url: str, tmp_path: Path) -> None:
         page.wait_for("document.querySelector('#recorded').innerText.startsWith('saved')")
         wait_for(lambda: trace.stat().st_size > 0, "it is written")
         assert "traceEvents" in json.loads(trace.read_text())
+
+
+def test_the_commands_say_where_the_page_is(tmp_path: Path) -> None:
+    said = re.compile(r"http://localhost:\d+/\?token=\S+")
+    with running_daemon(tmp_path / "daemon.sock", "--web") as daemon:
+        wait_for(lambda: said.search(daemon.log) is not None, "it says where")
+        found = said.search(daemon.log)
+        assert found is not None
+        assert next(events(found[0]))["communicators"] == []
+    top = command("top", "--web", "localhost:0", "--interval", "0.05")
+    try:
+        assert top.stdout is not None
+        first = top.stdout.readline()
+        assert said.fullmatch(first.strip()), first
+        assert ask(first.strip())[0] == 200
+        top.send_signal(signal.SIGINT)
+        assert top.wait(TIMEOUT) == 0
+    finally:
+        top.kill()
+        top.communicate()
