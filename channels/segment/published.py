@@ -87,7 +87,8 @@ class Published:
         neighbours: tuple[Neighbour, ...],
     ) -> None:
         segment = control.memory.export(control.host_pointer, segment_bytes(description.world_size)).hex()
-        rank = RankPublication(*this_process(), description, host, runtime, device, neighbours, segment)
+        own = next(each for each in neighbours if each.rank == description.rank)
+        rank = RankPublication(*this_process(own.started), description, host, runtime, device, neighbours, segment)
         self._pid = rank.pid
         self._path = try_write(new_name(_SUFFIX), _RANKS.encode(rank))
 

@@ -106,10 +106,10 @@ class OfProcess(Message, frozen=True):
         return start_of(self.pid) == self.started
 
 
-def this_process() -> tuple[int, int, str]:
-    """The first three fields of a publication of this process."""
+def this_process(started: int | None = None) -> tuple[int, int, str]:
+    """The first three fields of a publication of this process; `started` where that is known."""
     pid = os.getpid()
-    return pid, start_of(pid) or 0, pid_namespace()
+    return pid, started or start_of(pid) or 0, pid_namespace()
 
 
 class Publication(OfProcess, frozen=True):
