@@ -54,6 +54,7 @@ class RankPublication(OfProcess, frozen=True):
         device: the ordinal of its device.
         neighbours: the ranks of the communicator on its host and in its PID namespace, itself among them.
         segment: handle of its segment, in hexadecimal.
+        layout: the size of a segment of one rank. Where it differs, the segment is of another version of ProxyCCL.
     """
 
     description: Description
@@ -62,6 +63,11 @@ class RankPublication(OfProcess, frozen=True):
     device: int
     neighbours: tuple[Neighbour, ...]
     segment: str
+    layout: int
+
+    def __post_init__(self) -> None:
+        if self.layout != segment_bytes():
+            raise ValueError(f"layout is {self.layout}; expected {segment_bytes()}")
 
 
 _RANKS = Codec(RankPublication, 1 << 20)
@@ -88,7 +94,9 @@ class Published:
     ) -> None:
         segment = control.memory.export(control.host_pointer, segment_bytes(description.world_size)).hex()
         own = next(each for each in neighbours if each.rank == description.rank)
-        rank = RankPublication(*this_process(own.started), description, host, runtime, device, neighbours, segment)
+        rank = RankPublication(
+            *this_process(own.started), description, host, runtime, device, neighbours, segment, segment_bytes()
+        )
         self._pid = rank.pid
         self._path = try_write(new_name(_SUFFIX), _RANKS.encode(rank))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,15 @@ def test_a_failure_is_seen_until_the_communicator_is_closed() -> None:
         for view in views():
             assert "enough" in view.failure
             assert view.failure_code > 0
+
+
+def test_a_rank_of_another_version_is_left_alone(directory: Path) -> None:
+    with Ranks(2) as ranks:
+        ranks.run(some_calls)
+        path, _ = find_ranks()[0]
+        path.write_text(re.sub(r'"layout":\d+', '"layout":1', path.read_text()))
+        assert [publication.description.rank for _, publication in find_ranks()] == [1]
+        assert path.exists()
 
 
 def test_a_rank_that_has_gone_is_refused() -> None:
