@@ -268,18 +268,26 @@ class nixl_agent:
         Args:
             agent_name: "NIXL_INIT_AGENT" or "" for the initiator's side; for the other side the remote agent's name, or
                 this agent's own.
-            xfer_list: whatever `get_xfer_descs` takes.
+            xfer_list: whatever `get_xfer_descs` takes; or an array of uint64 or int64, shape (N, 5), with rows of
+                (address, bytes, device, stride, count): `count` blocks that begin `stride` bytes apart. An index then
+                counts through the blocks of all rows.
             mem_type: likewise.
             backends: names of backends that were created.
 
         Raises:
-            nixlNotFoundError: the agent is unknown, the list is empty, or a descriptor is not registered.
+            nixlNotFoundError: the agent is unknown, the list is empty, or a descriptor is not registered. The blocks of
+                a row must not overlap, and belong to one registration.
+            ValueError: `mem_type` is missing for blocks.
         """
-        descs = self.get_xfer_descs(xfer_list, mem_type)
+        name = nixlBind.NIXL_INIT_AGENT if agent_name == "NIXL_INIT_AGENT" else agent_name
         handles = self._handles(backends)
-        if agent_name in ("NIXL_INIT_AGENT", nixlBind.NIXL_INIT_AGENT):
-            return nixl_prepped_dlist_handle(self.agent, self.agent.prepXferDlist(descs, handles))
-        return nixl_prepped_dlist_handle(self.agent, self.agent.prepXferDlist(agent_name, descs, handles))
+        if isinstance(xfer_list, np.ndarray) and xfer_list.ndim == 2 and xfer_list.shape[1] == 5:
+            if mem_type is None:
+                raise ValueError("mem_type is needed with an array of blocks")
+            handle = self.agent.prepXferDlist(name, self.nixl_mems[mem_type], xfer_list, handles)
+        else:
+            handle = self.agent.prepXferDlist(name, self.get_xfer_descs(xfer_list, mem_type), handles)
+        return nixl_prepped_dlist_handle(self.agent, handle)
 
     def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
         """Duration and error margin in microseconds, and the method: (0, 0, "UNKNOWN"), as nothing is estimated."""

@@ -17,7 +17,7 @@ from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.regions import Region
 from proxyccl.channels.transfers.transfer import State, Transfer
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.nixl.descriptors import bytes_of, nixlRegDList, nixlXferDList, text_of
+from proxyccl.nixl.descriptors import StridedRows, bytes_of, nixlRegDList, nixlXferDList, text_of
 from proxyccl.nixl.enums import nixl_cost_t, nixl_mem_t, nixl_status_t, nixl_thread_sync_t, nixl_xfer_op_t
 from proxyccl.nixl.errors import (
     in_nixl,
@@ -161,7 +161,7 @@ class _Prepared(Struct, frozen=True, eq=False):
     """A prepared list: of this agent's own side if `name` is empty."""
 
     name: str
-    rows: NDArray[np.uint64]
+    rows: NDArray[np.uint64] | StridedRows
     kind: str
 
 
@@ -355,18 +355,28 @@ class nixlAgent:
     def prepXferDlist(self, *arguments: Any, **named: Any) -> int:
         """Prepares a list: ``(descs, backend)`` for this agent's side, ``(agent_name, descs, backend)`` for the other.
 
+        Of an array of `StridedRows` the kind of memory is told too: ``(agent_name, mem_type, descs, backend)``.
+
         Raises:
             nixlNotFoundError: the agent is unknown, the list is empty, or a descriptor is not registered.
         """
-        given = dict(zip(("agent_name", "descs", "backend"), arguments, strict=False))
+        names = ["agent_name", "mem_type", "descs", "backend"]
+        if not (len(arguments) > 1 and isinstance(arguments[1], nixl_mem_t)):
+            names.remove("mem_type")
         if arguments and not isinstance(arguments[0], str | bytes):
-            given = dict(zip(("descs", "backend"), arguments, strict=False))
-        given.update(named)
+            names.remove("agent_name")
+        given = dict(zip(names, arguments, strict=False)) | named
         name = text_of(given.get("agent_name", NIXL_INIT_AGENT))
-        descs = _required(given.get("descs"), nixlXferDList)
+        rows: NDArray[np.uint64] | StridedRows
+        if "mem_type" in given:
+            rows = StridedRows(given.get("descs"))
+            descs = nixlXferDList(given["mem_type"], rows.spans)
+        else:
+            descs = _required(given.get("descs"), nixlXferDList)
+            rows = descs.rows.copy()
         self._check(name, descs)
         handle = next(self._handles)
-        self._prepared[handle] = _Prepared(name, descs.rows.copy(), _KINDS[descs.getType()])
+        self._prepared[handle] = _Prepared(name, rows, _KINDS[descs.getType()])
         return handle
 
     def releasedDlistH(self, handle: int) -> nixl_status_t:

@@ -1,4 +1,7 @@
-"""NIXL's lists of descriptors: rows of (address, bytes, device), and for registration some bytes with each."""
+"""NIXL's lists of descriptors: rows of (address, bytes, device), and for registration some bytes with each.
+
+Blocks at equal distances may be given as one row, (address, bytes, device, stride, count).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from proxyccl.nixl.errors import nixlMismatchError, nixlNotFoundError
 
 _HEAD = struct.Struct("<4sBBQQ")
 _FORMAT = b"PXD1"
+_ADDRESSES = 1 << 64
 
 
 def text_of(name: str | bytes) -> str:
@@ -39,7 +43,7 @@ class _DescList:
         self._type = nixl_mem_t(type)
         self._notes: list[bytes] = []
         if isinstance(descs, np.ndarray):
-            self.rows = _checked_array(descs).astype(np.uint64)
+            self.rows = _checked_array(descs, 3).astype(np.uint64)
             self._notes = [b""] * len(self.rows) * (self._fields == 4)
         elif isinstance(descs, list):
             self.rows = np.empty((len(descs), 3), np.uint64)
@@ -170,11 +174,50 @@ def deserialize(data: bytes) -> nixlXferDList | nixlRegDList:
         raise nixlMismatchError(f"the bytes are not a list of descriptors: {error}") from None
 
 
-def _checked_array(descs: NDArray[Any]) -> NDArray[Any]:
-    if descs.ndim != 2 or descs.shape[1] != 3:
-        raise ValueError("descs must be a Nx3 numpy array")
+class StridedRows:
+    """Rows of (address, bytes, device) of blocks at equal distances. They are computed when they are picked, as a cache
+    may have millions of blocks.
+
+    Args:
+        descs: uint64 or int64 [N, 5], rows of (address, bytes, device, stride, count). Strides are in bytes.
+
+    Attributes:
+        spans: uint64 [N, 3], for each row the (address, bytes, device) of the memory from its first block to its last.
+
+    Raises:
+        TypeError, ValueError: it is not such an array.
+        nixlNotFoundError: a row has no block, or its blocks are empty or overlap, or end beyond the last address.
+    """
+
+    def __init__(self, descs: object) -> None:
+        if not isinstance(descs, np.ndarray):
+            raise TypeError(f"expected a Nx5 numpy array, not {type(descs).__name__}")
+        self._rows = _checked_array(descs, 5).astype(np.uint64)
+        self.spans = self._rows[:, :3].copy()
+        for index, (address, nbytes, _, stride, count) in enumerate(self._rows.tolist()):
+            span = (count - 1) * stride + nbytes
+            if not count or not nbytes or stride < nbytes or address + span > _ADDRESSES:
+                raise nixlNotFoundError(f"row {index} does not describe blocks: {tuple(self._rows[index].tolist())}")
+            self.spans[index, 1] = span
+        self._ends = self._rows[:, 4].cumsum()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, indices: NDArray[Any]) -> NDArray[np.uint64]:
+        """The rows of some blocks, uint64 [M, 3]; `indices` count through all rows' blocks, in order."""
+        blocks = indices.astype(np.uint64)
+        of_row = np.searchsorted(self._ends, blocks, side="right")
+        rows = self._rows[of_row]
+        places = blocks - (self._ends[of_row] - rows[:, 4])
+        return np.column_stack((rows[:, 0] + places * rows[:, 3], rows[:, 1:3]))
+
+
+def _checked_array(descs: NDArray[Any], columns: int) -> NDArray[Any]:
+    if descs.ndim != 2 or descs.shape[1] != columns:
+        raise ValueError(f"descs must be a Nx{columns} numpy array")
     if descs.dtype not in (np.uint64, np.int64):
-        raise ValueError("descs must be a Nx3 numpy array of uint64 or int64")
+        raise ValueError(f"descs must be a Nx{columns} numpy array of uint64 or int64")
     if not descs.flags.c_contiguous:
         raise ValueError("descs must be a C-contiguous numpy array")
     return descs

@@ -432,6 +432,54 @@ def test_lists_of_descriptors(two: Two) -> None:
         nb.nixlXferDList(nb.DRAM_SEG, [[1, 2, 3]])
 
 
+def test_blocks_of_strided_rows(two: Two) -> None:
+    here, there = (buffer.ctypes.data for buffer in two.buffers)
+    kept = two.buffers[0].copy()
+    ours = np.array([(here, 64, 0, 128, 10), (here + 4096, 32, 0, 64, 5)], np.uint64)
+    theirs = np.array([(there, 64, 0, 64, 10), (there + 8192, 32, 0, 32, 5)], np.int64)
+    local = two.a.prep_xfer_dlist("", ours, "DRAM")
+    remote = two.a.prep_xfer_dlist("agent1", theirs, mem_type="DRAM")
+    handle = two.a.make_prepped_xfer("READ", local, [9, 10, 14], remote, np.array([1, 10, 11], np.int32))
+    assert finished(two.a, handle, two.a.transfer(handle)) == "DONE"
+    for at, source, nbytes in ((9 * 128, 64, 64), (4096, 8192, 32), (4096 + 4 * 64, 8224, 32)):
+        kept[at : at + nbytes] = two.buffers[1][source : source + nbytes]
+    assert np.array_equal(two.buffers[0], kept)
+    for indices in ([15], [-1], []):
+        with invalid():
+            two.a.make_prepped_xfer("READ", local, indices, remote, indices)
+    with invalid():
+        two.a.make_prepped_xfer("READ", local, [0], remote, [10])  # their lengths differ
+
+
+def test_strided_rows_that_are_refused(two: Two) -> None:
+    here, there = (buffer.ctypes.data for buffer in two.buffers)
+
+    def prepare(*row: int, agent: str = "", dtype: Any = np.uint64, mem_type: str | None = "DRAM") -> Any:
+        return two.a.prep_xfer_dlist(agent, np.array([row], dtype), mem_type)
+
+    prepare(here, 64, 0, SIZE - 64, 2)
+    for row in (
+        (here, 64, 0, 128, 0),
+        (here, 0, 0, 128, 2),
+        (here, 64, 0, 63, 1),
+        (here, 64, 0, SIZE - 63, 2),
+        (here, 64, 0, 1 << 63, 3),
+        (here, 64, 7, 64, 2),
+    ):
+        with not_found():
+            prepare(*row)
+    with not_found():
+        prepare(there, 64, 0, SIZE, 2, agent="agent1")
+    with not_found():
+        two.a.prep_xfer_dlist("", np.empty((0, 5), np.uint64), "DRAM")
+    with pytest.raises(ValueError, match="mem_type"):
+        prepare(here, 64, 0, 64, 2, mem_type=None)
+    with pytest.raises(ValueError, match="uint64 or int64"):
+        prepare(here, 64, 0, 64, 2, dtype=np.float64)
+    with pytest.raises(TypeError):
+        two.a.agent.prepXferDlist("", nb.DRAM_SEG, [(here, 64, 0, 64, 2)])
+
+
 def test_input_that_makes_no_list(two: Two) -> None:
     three, four = [(1, 2, 3)], [(1, 2, 3, "")]
     assert two.a.get_xfer_descs(four) is None
