@@ -79,7 +79,8 @@ def lose(comm: Communicator) -> None:
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        comm.all_reduce(comm.empty(3000, np.float32).fill(1)).numpy()
+        comm.all_reduce(comm.empty(3000, np.float32).fill(1))
+        comm.synchronize()
     except PeerLostError as error:
         print("lost:", error)
 
