@@ -7,7 +7,6 @@ import os
 import struct
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
@@ -17,37 +16,34 @@ import numpy as np
 
 from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers import metadata as metadata_of
-from proxyccl.channels.transfers.blocks import Rows, as_rows, sides
+from proxyccl.channels.transfers.blocks import Rows, as_rows
 from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached, Share
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
 from proxyccl.channels.transfers.errors import (
-    DisconnectedError,
     NameTakenError,
-    NoPathError,
     NotRegisteredError,
     TransferTimeoutError,
     UnknownAgentError,
 )
-from proxyccl.channels.transfers.fabric import AgentFabric, Keys, open_fabric
-from proxyccl.channels.transfers.host_memory import Mapped, shares_of
+from proxyccl.channels.transfers.fabric import AgentFabric, open_fabric
+from proxyccl.channels.transfers.host_memory import shares_of
 from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.metadata import Place
 from proxyccl.channels.transfers.paths import (
     FABRIC,
-    SHARED,
     Path,
     allowed_paths,
     connect,
-    device_path,
     listen,
-    staged_path,
 )
+from proxyccl.channels.transfers.peers import Peer
+from proxyccl.channels.transfers.preparing import Preparer, kind_of
 from proxyccl.channels.transfers.published import Published
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions
 from proxyccl.channels.transfers.transfer import State, Transfer, set_label
 from proxyccl.device import forks
 from proxyccl.device.arrays.array import Array, as_view
-from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError, RuntimeUnavailableError
+from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
 from proxyccl.proxy._transfers import ffi, lib
 from proxyccl.proxy.hosts import boot_id
@@ -60,36 +56,6 @@ _CONNECT_SECONDS = 10.0
 _LENGTHS = struct.Struct("=QQ")
 _LOG = logging.getLogger("proxyccl.transfer")
 _agents: weakref.WeakSet[Agent] = weakref.WeakSet()
-
-
-class _Peer:
-    """Another agent, as its metadata describe it."""
-
-    def __init__(self, place: Place) -> None:
-        self.place = place
-        self.regions = Regions()
-        self.link: Link | None = None
-        self.connecting = threading.Lock()  # one thread connects, and the others wait for it
-        self.removed = False
-        self.reached = Reached()
-        self.mapped = Mapped()
-        self.keys = Keys()
-        self.number: int | None = None  # of the endpoint, if the link's path is by libfabric
-        self.to_close: weakref.WeakSet[Transfer] = weakref.WeakSet()
-
-    def keep(self, transfer: Transfer) -> Transfer:
-        """Closes a transfer before the peer's memory is unmapped, or its address forgotten."""
-        self.to_close.add(transfer)
-        return transfer
-
-    def leave(self) -> None:
-        """Ends the link, and then unmaps the peer's memory."""
-        if self.link is not None:
-            self.link.end()
-        for transfer in list(self.to_close):
-            transfer.close()
-        self.reached.close()
-        self.mapped.close()
 
 
 class Agent:
@@ -132,10 +98,10 @@ class Agent:
             raise ArgumentError("name", f"must be a text of 1 to 1024 characters, not {name!r}")
         self.name = name
         self.timeout = timeout_from(timeout)
-        self._paths, named = allowed_paths(paths)
+        allowed, named = allowed_paths(paths)
         self._lock = threading.RLock()
         self._own = Regions()
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
         self._kept: list[tuple[Region, object]] = []
         self._devices = Devices()
         self._reached, self._pinned = Reached(), Pinned()
@@ -143,14 +109,13 @@ class Agent:
         self._serving: dict[Copier, ProxycclStagingPointer] = {}
         served: list[object] = []
         self._keep_serving = served.append
-        self._warned: set[str] = set()
         self._closed = False
         self._process = forks.here()
         token, secret = os.urandom(lib.PROXYCCL_SECRET_BYTES), os.urandom(lib.PROXYCCL_SECRET_BYTES)
         listeners, addresses = _listen(token, listen)
         descriptors = ffi.new("int[]", [each.detach() for each in listeners])
         handle = lib.proxyccl_agent_create(
-            name.encode(), secret, "process_vm" in self._paths, descriptors, len(descriptors)
+            name.encode(), secret, "process_vm" in allowed, descriptors, len(descriptors)
         )
         if not handle:
             if ffi.errno in EXHAUSTED:
@@ -164,12 +129,15 @@ class Agent:
         self._published.write(())
         lib.proxyccl_agent_set_log(handle, ffi.cast("ProxycclTransferLog *", self._published.log.ptr))
         served.append(self._published.log)
-        wants = FABRIC in self._paths and (named or len(listeners) > 1)
+        wants = FABRIC in allowed and (named or len(listeners) > 1)
         self._fabric = open_fabric(named) if wants else None
         if self._fabric is not None:
             served.append(self._fabric)
             if lib.proxyccl_agent_set_fabric(handle, self._fabric.port):
                 raise ResourceError("an agent can't use libfabric: there is no memory for its requests")
+        self._preparer = Preparer(
+            name, handle, self._own, self._devices, self._reached, self._pinned, self._fabric, allowed
+        )
         fabric = b"" if self._fabric is None else self._fabric.address
         secret_address = lib.proxyccl_agent_secret(handle)
         self._place = Place(boot_id(), self._process.pid, token, addresses, secret, secret_address, fabric)
@@ -354,7 +322,7 @@ class Agent:
             if peer is None:
                 if message.place is None:
                     raise _unknown(message.name)
-                peer = self._peers[message.name] = _Peer(message.place)
+                peer = self._peers[message.name] = Peer(message.place)
             elif message.place not in (None, peer.place):
                 raise NameTakenError(f"another agent of the name {message.name!r} was added", message.name)
             peer.regions.extend(message.regions)
@@ -439,7 +407,7 @@ class Agent:
                     first = min(first, int(chosen[outside]))
         return None if first == len(rows) else first
 
-    def _peer(self, name: str) -> _Peer:
+    def _peer(self, name: str) -> Peer:
         peer = self._peers.get(name)
         if peer is None:
             raise _unknown(name)
@@ -462,7 +430,9 @@ class Agent:
             if peer.link is None:
                 fabric = self._fabric if self._fabric and self._fabric.reaches(peer.place.fabric) else None
                 provider = "" if fabric is None else fabric.provider
-                connected = connect(name, peer.place, self._paths, min(self.timeout, _CONNECT_SECONDS), provider)
+                connected = connect(
+                    name, peer.place, self._preparer.paths, min(self.timeout, _CONNECT_SECONDS), provider
+                )
                 link = Link(self._handle, name, peer.place.secret, connected)
                 if fabric is not None and link.path.name.startswith("fabric"):
                     peer.number = fabric.insert(peer.place.fabric)
@@ -482,14 +452,8 @@ class Agent:
         self._published.write(links)
 
     def _warn_of_slow(self, link: Link) -> None:
-        self._warn_once(
-            f"moves data to and from agent {link.peer} of the same host through a socket", link.path.reason, 5
-        )
-
-    def _warn_once(self, what: str, reason: str, stacklevel: int) -> None:
-        if reason and reason not in self._warned:
-            self._warned.add(reason)
-            warnings.warn(f"agent {self.name} {what}: {reason}", RuntimeWarning, stacklevel=stacklevel)
+        what = f"moves data to and from agent {link.peer} of the same host through a socket"
+        self._preparer.warn_once(what, link.path.reason, 5)
 
     # Transfers
 
@@ -514,32 +478,10 @@ class Agent:
         rows = as_rows(blocks)
         with self._lock:
             kinds = (
-                self._kind_of(self._own, rows[:, 0], rows[:, 2], "local", ""),
-                self._kind_of(self._regions(peer), rows[:, 1], rows[:, 2], "remote", peer),
+                kind_of(self._own, rows[:, 0], rows[:, 2], "local", ""),
+                kind_of(self._regions(peer), rows[:, 1], rows[:, 2], "remote", peer),
             )
         return self.prepare_checked(operation == "write", peer, rows, kinds)
-
-    def _kind_of(self, regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: str) -> str:
-        """The kind of memory that all blocks of one side belong to."""
-        outside = regions.find_outside(addresses, nbytes)
-        if outside is None:
-            return DRAM
-        of_devices = regions.find_outside(addresses, nbytes, VRAM)
-        if of_devices is None:
-            return VRAM
-        first = max(outside, of_devices)
-        address, number = int(addresses[first]), int(nbytes[first])
-        if regions.find_outside(addresses[first : first + 1], nbytes[first : first + 1]) is None or (
-            regions.find_outside(addresses[first : first + 1], nbytes[first : first + 1], VRAM) is None
-        ):
-            raise ArgumentError(
-                "blocks", f"block {first} at {side} address {address:#x} is of another kind of memory than those before"
-            )
-        raise NotRegisteredError(
-            f"block {first}: {number} bytes at {side} address {address:#x} are not registered"
-            + (f" by agent {peer}" if side == "remote" else ""),
-            peer,
-        )
 
     def prepare_checked(self, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str] = (DRAM, DRAM)) -> Transfer:
         """`prepare` for rows that are known to lie in registered memory, of one kind on either side.
@@ -547,112 +489,11 @@ class Agent:
         Raises:
             UnknownAgentError, DisconnectedError, NoPathError: as `prepare`.
         """
-        transfer = self._prepare(writes, peer, rows, kinds)
-        return set_label(transfer, self._published.label(peer, transfer.path.name))
-
-    def _prepare(self, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str]) -> Transfer:
         link = self._link(peer)
-        if VRAM in kinds and (rows[:, 2] > 0).any():
-            return self._prepare_on_device(link, writes, peer, rows[rows[:, 2] > 0], kinds)
-        path = Path("self") if link is None else link.path
-        known = self._peers.get(peer)
-        requests = None
-        if link is not None and known is not None and SHARED in self._paths and known.place.host == boot_id():
-            mapped, reason = known.mapped.find(rows[:, 1], rows[:, 2])
-            self._warn_once(f"can't map memory of agent {peer}", reason, 4)
-            if mapped is not None:
-                lists, way = sides(np.column_stack((rows[:, 0], mapped, rows[:, 2]))), lib.PROXYCCL_BY_MAPPING
-                made = Transfer(self._handle, link, peer, writes, lists, Path(SHARED), self._devices, way=way)
-                return known.keep(made)
-        if self._fabric is not None and known is not None and known.number is not None:
-            try:
-                requests = self._fabric.requests(rows, known.keys, known.number)
-            except NoPathError as error:
-                assert link is not None
-                path = Path(link.carrier, str(error))
-                self._warn_once(f"moves data to and from agent {peer} through a socket", path.reason, 4)
-        transfer = Transfer(self._handle, link, peer, writes, sides(rows), path, self._devices, requests=requests)
-        return transfer if requests is None or known is None else known.keep(transfer)
-
-    def _prepare_on_device(
-        self, link: Link | None, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str]
-    ) -> Transfer:
-        if link is not None and link.carrier == "tcp" and not link.pid:  # another host, or as if it were one
-            return self._prepare_by_socket(link, writes, peer, rows, kinds)
-        in_process = link is None or link.pid == os.getpid()
-        if kinds[1] == DRAM and not in_process and link is not None:
-            return self._prepare_staged(link, writes, peer, rows)
         with self._lock:
-            known = self._peers.get(peer)
-            theirs = self._reached if known is None else known.reached
-            regions = self._regions(peer)
-        if kinds[0] == VRAM:
-            copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
-        else:
-            try:
-                copier = self._devices.nearest(theirs.share_at(int(rows[0, 1])))
-            except (NoPathError, RuntimeUnavailableError) as error:
-                if link is None:
-                    raise
-                return self._prepare_by_socket(link, writes, peer, rows, kinds, str(error))
-        mapped = rows.copy()
-        kept: list[object] = []
-        ways, unpinned = [], ""
-        for column, kind, reached, pinned in (
-            (0, kinds[0], self._reached, self._own),
-            (1, kinds[1], theirs, regions),
-        ):
-            if kind == VRAM:
-                try:
-                    mapped[:, column], memories, way = reached.map(copier, rows[:, column])
-                except NoPathError as error:
-                    if link is None or reached is self._reached:
-                        raise
-                    if link.look():
-                        raise DisconnectedError(f"agent {peer}: {link.lost}", peer) from None
-                    return self._prepare_by_socket(link, writes, peer, rows, kinds, f"agent {peer}: {error}")
-                ways.append(way if column == 1 and not in_process else "")
-            else:
-                memories, unpinned = self._pinned.pin(copier, pinned.holders(rows[:, column]))
-                ways.append("pinned memory" if memories else "")
-            kept.append(memories)
-        lists = local, remote = sides(mapped)
-        to, source = (remote, local) if writes else (local, remote)
-        plan = copier.plan(np.column_stack((to[:, 0], source)), kernels_reach=not unpinned, kept=kept)
-        path = device_path(plan.by, ways, unpinned)
-        transfer = Transfer(self._handle, link, peer, writes, lists, path, self._devices, (copier, plan))
-        if known is not None:
-            known.keep(transfer)
-        what = "copies between the host's memory and a device by way of the driver's buffers"
-        self._warn_once(what, path.reason, 4)
-        return transfer
-
-    def _prepare_staged(self, link: Link, writes: bool, peer: str, rows: Rows) -> Transfer:
-        """Between this process's device memory and another process's memory of the host."""
-        if not link.pid:
-            return self._prepare_by_socket(link, writes, peer, rows, (VRAM, DRAM))
-        copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
-        mapped = rows.copy()
-        mapped[:, 0], _, _ = self._reached.map(copier, rows[:, 0])
-        reason = "a device does not reach another process's memory of the host"
-        path = Path("copy engine and process_vm, staged", reason)
-        return Transfer(self._handle, link, peer, writes, sides(mapped), path, self._devices, (copier, None))
-
-    def _prepare_by_socket(
-        self, link: Link, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str], reason: str = ""
-    ) -> Transfer:
-        """Between memory of devices, on one side or both, and a socket."""
-        path = staged_path(Path(link.carrier, link.path.reason), kinds, reason)
-        on_device = None
-        if kinds[0] == VRAM:
-            copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
-            rows = rows.copy()
-            rows[:, 0], _, _ = self._reached.map(copier, rows[:, 0])
-            on_device = copier, None
-        self._warn_once("stages memory of devices through a socket", reason, 4)
-        return Transfer(
-            self._handle, link, peer, writes, sides(rows), path, self._devices, on_device, lib.PROXYCCL_BY_SOCKET
-        )
+            known = None if link is None else self._peer(peer)
+        transfer = self._preparer.prepare(link, known, peer, writes, rows, kinds)
+        return set_label(transfer, self._published.label(peer, transfer.path.name))
 
     def read(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
         """Starts to read blocks of another agent's memory. Arguments and errors as of `prepare` and

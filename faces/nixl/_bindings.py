@@ -495,7 +495,8 @@ class nixlAgent:
         ended = time.monotonic_ns() if transfer.state is State.ACTIVE else times.ended
         post = max(1, (min(times.returned, ended) - times.posted) // 1000)
         whole = max(post, (ended - times.posted) // 1000)
-        started = time.time_ns() - (time.monotonic_ns() - times.posted)
+        elapsed = time.monotonic_ns() - times.posted  # read first: a pause between the two must not make it too early
+        started = time.time_ns() - elapsed
         return nixlXferTelemetry(started // 1000, post, whole, transfer.nbytes, posted.count, str(transfer.path))
 
     def queryXferBackend(self, reqh: int) -> int:

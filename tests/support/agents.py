@@ -17,7 +17,7 @@ from proxyccl.transfer import Agent
 
 def force_path(agent: Agent, path: str) -> None:
     """Makes links that an agent opens from now on take a path, although a faster one serves."""
-    agent._paths = frozenset([path])
+    agent._preparer.paths = frozenset([path])
 
 
 class Pair:
