@@ -267,7 +267,7 @@ class Agent:
             self._serving[copier], kept = copier.staging()
             self._keep_serving(kept)
         for serving in (None, *self._serving):
-            starts, ends = self._own.bounds() if serving is None else self._own.bounds(VRAM, serving.runtime.device)
+            starts, ends = self._own.ranges() if serving is None else self._own.ranges(VRAM, serving.runtime.device)
             both = np.concatenate((starts, ends))
             bounds = ffi.cast("uint64_t *", both.ctypes.data)
             if serving is None:

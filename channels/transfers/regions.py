@@ -84,6 +84,16 @@ class Regions:
             self._bounds[key] = np.ascontiguousarray(found[:, 0]), np.maximum.accumulate(found[:, 1])
         return self._bounds[key]
 
+    def ranges(self, kind: str = DRAM, device: int | None = None) -> tuple[Rows, Rows]:
+        """The first addresses and the ends of the memory of regions, in order. Regions that touch are one range: blocks
+        that follow each other are sent as one, whatever regions they belong to. Arguments are those of `bounds`.
+        """
+        starts, ends = self.bounds(kind, device)
+        if not len(starts):
+            return starts, ends
+        first = np.flatnonzero(np.append(True, starts[1:] > ends[:-1]))
+        return starts[first], ends[np.append(first[1:], len(starts)) - 1]
+
     def holders(self, addresses: Rows) -> list[Region]:
         """The regions of the host's memory that hold blocks, which belong to such memory."""
         chosen = outermost(region for region in self.all if region.kind == DRAM)

@@ -49,6 +49,25 @@ def many(pair: Pair) -> np.ndarray:
     return np.stack((starts, there, lengths), 1).astype(np.uint64)
 
 
+@pytest.mark.parametrize("path", ["process_vm", "unix", "tcp"])
+def test_regions_may_lie_side_by_side(path: str) -> None:
+    """Blocks that follow each other on both sides move as one, which belongs to two regions."""
+    ours, theirs = np.zeros(300, np.uint8), np.arange(300, dtype=np.uint16).astype(np.uint8)
+    with Agent("a", paths=[path]) as a, Agent("b", listen=["127.0.0.1"]) as b:
+        for agent, memory in ((a, ours), (b, theirs)):
+            for start in (100, 0, 200):
+                agent.register(memory[start : start + 100])
+        a.add(b.metadata())
+        here, there = ours.ctypes.data, theirs.ctypes.data
+        a.read("b", [(here, there, 100), (here + 100, there + 100, 100)]).wait()
+        assert (ours[:200] == theirs[:200]).all()
+        assert not ours[200:].any()
+        b.deregister(b.regions[0])
+        if path != "process_vm":  # there the peer is not asked
+            with pytest.raises(NotRegisteredError):
+                a.read("b", [(here, there, 100), (here + 100, there + 100, 100)]).wait()
+
+
 def test_blocks_arrive_where_they_belong(pair: Pair, path: str) -> None:
     blocks, big = many(pair), (len(pair.ours) // 2, len(pair.ours) // 2, len(pair.ours) // 2)
     expected = np.zeros_like(pair.ours)
