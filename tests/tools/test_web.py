@@ -11,12 +11,14 @@ import socket
 import threading
 import urllib.parse
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from proxyccl import Communicator, CommunicatorError, ResourceError
+from proxyccl.tools import trace
 from proxyccl.tools.web import server
 from support import browser
 from support.daemons import running_daemon
@@ -145,21 +147,27 @@ def test_a_failure_is_shown_with_the_words_of_doctor(url: str) -> None:
         assert state["failures"][0]["findings"][0]["text"] == "Rank 0 waits for rank 1."
 
 
-def test_a_trace_is_recorded(url: str) -> None:
+def test_a_trace_is_recorded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go_on, record = threading.Event(), threading.Event(), trace.record
+
+    def held(*arguments: Any, **options: Any) -> Any:
+        begun.set()
+        assert may_go_on.wait(TIMEOUT)
+        return record(*arguments, **options)
+
     assert ask(url, path="/trace", method="POST")[0] == 409  # there is no proxy
     with Ranks(2) as ranks:
         ranks.run(put)
         query = urllib.parse.urlsplit(url).query
         for seconds in ("0", "61", "nan", "many"):
             assert ask(url, path="/trace", method="POST", query=f"{query}&seconds={seconds}")[0] == 400, seconds
-        found: list[tuple[int, str]] = []
-        recording = threading.Thread(
-            target=lambda: found.append(ask(url, path="/trace", method="POST", query=f"{query}&seconds=1"))
-        )
-        recording.start()
-        wait_for(lambda: ask(url, path="/trace", method="POST")[0] == 409, "one is being recorded")
-        recording.join()
-        status, text = found[0]
+        monkeypatch.setattr(trace, "record", held)
+        with ThreadPoolExecutor(1) as pool:
+            recording = pool.submit(ask, url, path="/trace", method="POST", query=f"{query}&seconds=0.1")
+            assert begun.wait(TIMEOUT)
+            assert ask(url, path="/trace", method="POST")[0] == 409  # one at a time
+            may_go_on.set()
+            status, text = recording.result(TIMEOUT)
         assert status == 200
         assert {event["ph"] for event in json.loads(text)["traceEvents"]} >= {"M"}
 
@@ -192,11 +200,11 @@ def test_the_page_in_a_browser(url: str, tmp_path: Path) -> None:
         page.run("document.querySelector('#unit').value = 'triggers'; document.querySelector('#unit').onchange()")
         assert "triggers a second" in page.text(".communicator")
         page.run("document.querySelector('#seconds').value = 0.2; document.querySelector('#record').click()")
-        trace = tmp_path / "proxyccl-trace.json"
-        wait_for(trace.exists, "the trace is saved")
+        saved = tmp_path / "proxyccl-trace.json"
+        wait_for(saved.exists, "the trace is saved")
         page.wait_for("document.querySelector('#recorded').innerText.startsWith('saved')")
-        wait_for(lambda: trace.stat().st_size > 0, "it is written")
-        assert "traceEvents" in json.loads(trace.read_text())
+        wait_for(lambda: saved.stat().st_size > 0, "it is written")
+        assert "traceEvents" in json.loads(saved.read_text())
 
 
 def test_the_commands_say_where_the_page_is(tmp_path: Path) -> None:
