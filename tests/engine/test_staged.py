@@ -425,8 +425,7 @@ def test_a_signal_rides_on_the_data_before_it() -> None:
         assert there.words[0] == 1
         assert here.device.counts.requests == 2  # the message, and the count of messages
         assert there.device.counts.requests == 1  # the credit
-        here.push(SIGNAL)
-        ends.flush(here)
+        signal_and_flush(ends, here)
         assert there.words[0] == 2
         assert here.device.counts.requests == 4
 
