@@ -4,6 +4,7 @@ The first line of a Python block is a comment with the command that runs it:
 
     # mpiexec -n 4 python -m mpi4py sums.py      as many ranks; also `python sums.py`
     # torchrun --nproc-per-node 2 program.py     where torch is installed
+    # srun -n 4 python program.py                processes with the variables that Slurm sets, without Slurm
 
 A program with `device="cuda"`, or in Numba, needs a GPU. A C++ block is a kernel's source, which must compile. In a
 console block each line after `$ ` runs beside the programs of its page, and must print the lines below it, in which …
@@ -19,6 +20,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +85,7 @@ def test_a_program_runs(block: Block, tmp_path: Path) -> None:
         pytest.skip("needs a GPU")
     if "import proxyccl.numba" in block.text:
         pytest.skip("needs a GPU and Numba-CUDA")
-    if "import proxyccl.ray" in block.text and importlib.util.find_spec("ray") is None:
+    if "import ray" in block.text and importlib.util.find_spec("ray") is None:
         pytest.skip("needs Ray")
     if "import torch" in block.text and not HAS_TORCH:
         pytest.skip("needs torch")
@@ -94,9 +96,20 @@ def test_a_program_runs(block: Block, tmp_path: Path) -> None:
             done = run_alone(path, env=ENVIRONMENT)
         case ["torchrun", *options]:
             done = run_alone("-m", "torch.distributed.run", *options, str(path), env=ENVIRONMENT)
+        case ["srun", "-n", ranks, "python"]:
+            done = run_tasks(int(ranks), path)
         case _:
             raise AssertionError(f"{block}: unknown command {first}")
     assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
+
+
+def run_tasks(count: int, program: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a program in processes that have the variables of a step of Slurm. Returns the first that failed, or the last."""
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(count), "HOME": str(program.parent)}
+    with ThreadPoolExecutor(count) as pool:
+        tasks = pool.map(lambda rank: run_alone(program, env=ENVIRONMENT | step | {"SLURM_PROCID": str(rank)}), range(count))
+        done = list(tasks)
+    return next((task for task in done if task.returncode), done[-1])
 
 
 @pytest.mark.parametrize("block", written_in("console"), ids=str)
