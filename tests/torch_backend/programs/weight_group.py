@@ -1,0 +1,40 @@
+"""A trainer (0) and a server of SGLang (1), each with a world of its own, join a group by which weights are broadcast.
+
+python weight_group.py STORE RANK
+
+The calls are those of SGLang 0.5.23 (2026-10-30): `load_plugins` of python/sglang/srt/plugins, then
+`init_custom_process_group` of python/sglang/srt/utils/common.py.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+store, rank = sys.argv[1], int(sys.argv[2])
+for plugin in importlib.metadata.entry_points(group="sglang.srt.plugins"):
+    plugin.load()()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group, _ = distributed_c10d._new_process_group_helper(
+    2,
+    rank,
+    [],
+    dist.Backend("proxyccl"),
+    dist.PrefixStore("weights", dist.FileStore(store, 2)),
+    group_name="weights",
+    timeout=timedelta(seconds=100),
+    backend_options=None,
+)
+distributed_c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+weights = [torch.full((5, size), float(1 + rank)) for size in (1, 100)]
+for work in [dist.broadcast(each, src=0, group=group, async_op=True) for each in weights]:
+    work.wait()
+assert all((each == 1).all() for each in weights)
+dist.destroy_process_group(group)
+dist.destroy_process_group()
+print("received")
