@@ -104,10 +104,12 @@ def test_a_program_runs(block: Block, tmp_path: Path) -> None:
 
 
 def run_tasks(count: int, program: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a program in processes that have the variables of a step of Slurm. Returns the first that failed, or the last."""
+    """Runs a program in processes with the variables of a step of Slurm. Returns the first that failed, or the last."""
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(count), "HOME": str(program.parent)}
     with ThreadPoolExecutor(count) as pool:
-        tasks = pool.map(lambda rank: run_alone(program, env=ENVIRONMENT | step | {"SLURM_PROCID": str(rank)}), range(count))
+        tasks = pool.map(
+            lambda rank: run_alone(program, env=ENVIRONMENT | step | {"SLURM_PROCID": str(rank)}), range(count)
+        )
         done = list(tasks)
     return next((task for task in done if task.returncode), done[-1])
 

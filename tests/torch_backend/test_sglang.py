@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from concurrent.futures import ThreadPoolExecutor  # noqa: E402
+from concurrent.futures import ThreadPoolExecutor
 
-from support.running import run_alone  # noqa: E402
+from support.running import run_alone
 
 PROGRAM = Path(__file__).parent / "programs" / "weight_group.py"
 
