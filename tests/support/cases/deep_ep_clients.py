@@ -4,11 +4,11 @@ Each client runs a mixture of experts whose expert e multiplies by e + 1, so `ex
 
 What they take from `deep_ep`, as their repositories had it on 2026-11-27. `USED` has the names; the calls are below.
 
-- vLLM: vllm/model_executor/layers/fused_moe/deepep_{ht,ll}_prepare_finalize.py, and
-  vllm/distributed/device_communicators/all2all.py for how it makes buffers; for DeepEP 2
-  vllm/model_executor/layers/fused_moe/prepare_finalize/deepep_v2.py
+- vLLM, also in its release 0.33.0: vllm/model_executor/layers/fused_moe/prepare_finalize/deepep_{ht,ll,v2}.py, and
+  vllm/distributed/device_communicators/all2all.py for how it makes buffers.
   `clean_buffers` of all2all.py clears the whole buffer by `get_local_buffer_tensor`.
-- SGLang: python/sglang/srt/layers/moe/token_dispatcher/deepep.py, and for DeepEP 2 deepep_v2.py beside it
+- SGLang, also in its release 0.5.23: python/sglang/srt/layers/moe/token_dispatcher/deepep.py, and for DeepEP 2
+  deepep_v2.py beside it
 - Megatron-LM: megatron/core/transformer/moe/fused_a2a.py. It asks for `HybridEPBuffer`, and goes on without.
 - TorchTitan: torchtitan/distributed/deepep/deepep.py
 - slime: slime_plugins, which wraps `Buffer.__init__`
@@ -147,8 +147,8 @@ def vllm_high_throughput(group: Any, mixture: Mixture, *, float8: bool) -> Tenso
     return output
 
 
-def vllm_low_latency(group: Any, mixture: Mixture, *, float8: bool) -> Tensor:
-    """vLLM's low-latency path: everything received at once, and combined into its own tensor."""
+def vllm_low_latency(group: Any, mixture: Mixture, *, float8: bool, asynchronous: bool) -> Tensor:
+    """vLLM's low-latency path: received by a hook, and combined into its own tensor, by a hook if asynchronous."""
     ranks = group.size() if hasattr(group, "size") else group.world_size
     buffer = deep_ep.Buffer(
         group=group,
@@ -172,24 +172,28 @@ def vllm_low_latency(group: Any, mixture: Mixture, *, float8: bool) -> Tensor:
         mixture.most_tokens,
         mixture.experts,
         use_fp8=float8,
+        round_scale=False,
+        use_ue8m0=False,
         async_finish=False,
-        return_recv_hook=False,
+        return_recv_hook=True,
     )
-    assert hook is None
+    hook()
     rows = dequantized(received[0], received[1].contiguous()) if float8 else received.float()
     assert rows.shape == (mixture.experts // ranks, ranks * mixture.most_tokens, mixture.tokens.shape[1])
     rows = only_received(rows, counts)
     output = torch.empty_like(mixture.tokens)
-    buffer.low_latency_combine(
+    _, _, hook = buffer.low_latency_combine(
         (rows * experts_of(buffer.rank, rows)).to(torch.bfloat16),
         mixture.ids,
         mixture.weights,
         handle,
         async_finish=False,
         zero_copy=False,
-        return_recv_hook=False,
+        return_recv_hook=asynchronous,
         out=output,
     )
+    if asynchronous:
+        hook()
     buffer.destroy()
     return output
 
@@ -558,8 +562,8 @@ USED = {
 CLIENTS: dict[str, Callable[[Any, Mixture], Tensor]] = {
     "vLLM high throughput": lambda group, mixture: vllm_high_throughput(group, mixture, float8=False),
     "vLLM high throughput, float8": lambda group, mixture: vllm_high_throughput(group, mixture, float8=True),
-    "vLLM low latency": lambda group, mixture: vllm_low_latency(group, mixture, float8=False),
-    "vLLM low latency, float8": lambda group, mixture: vllm_low_latency(group, mixture, float8=True),
+    "vLLM low latency": lambda group, mixture: vllm_low_latency(group, mixture, float8=False, asynchronous=False),
+    "vLLM low latency, float8": lambda group, mixture: vllm_low_latency(group, mixture, float8=True, asynchronous=True),
     "SGLang normal": lambda group, mixture: SGLang(group, mixture).normal(),
     "SGLang low latency, hooks": lambda group, mixture: SGLang(group, mixture).low_latency(hooks=True),
     "SGLang low latency, events": lambda group, mixture: SGLang(group, mixture).low_latency(hooks=False),
