@@ -120,7 +120,7 @@ def programs_section(result: Result) -> Section:
             ratio, what = ours / peer["value"], row["figure"].removeprefix("a step").replace("training", "")
             parts.append(f"{row['program']}{what} {number(ratio)}")
     summary = f"ours over the peer's: {'; '.join(parts) or '-'} (of steps their time, of training its tokens a second)"
-    return Section(f"Programs {place(result)}", summary, lines)
+    return Section(f"{result.get('title', 'Programs')} {place(result)}", summary, lines)
 
 
 def collective_table(result: Result, dtype: str) -> list[str]:
