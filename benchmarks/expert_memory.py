@@ -73,7 +73,6 @@ def workspace(world: World, layout: str) -> int:
             expert_alignment=1 if layout == "expert" else 0,
             buffers=KEPT_OUTPUTS + 1 if layout == "rank" else 0,
             buffer_rows=rows,
-            exact_rows=True,
         ),
         local_combine=layout == "expert" and world.nodes == 1,
     )
