@@ -195,6 +195,7 @@ struct ProxycclTransfer {
   uint32_t refusal;    /* the first errno of an answer */
   int asks;            /* the kernel could not copy: the peer is asked what became of the block */
   ProxycclFault fault;
+  uint64_t faulted;               /* bytes of the copy that were left where the fault is */
   const ProxycclStaging *staging; /* NULL: pieces are copied without stages */
   int staged[PROXYCCL_STAGES];    /* the stages that a thread has */
   int by_socket;                  /* its link's frames carry it */

@@ -196,6 +196,7 @@ void transfer_copy(ProxycclTransfer *transfer) {
   if (!may_copy(transfer)) return;
   next_piece(transfer, &piece);
   blocks_advance(transfer->local, &transfer->at, piece.bytes);
+  const uint64_t left = transfer->left;
   transfer->left -= piece.bytes;
   if (transfer->left == 0) drop_rest(transfer);
   ++transfer->copying;
@@ -209,7 +210,10 @@ void transfer_copy(ProxycclTransfer *transfer) {
   --transfer->copying;
   transfer->staged[stage] = 0;
   if (transfer->staging != NULL) pthread_cond_broadcast(&agent->changed); /* a thread may wait for the stage */
-  if (error == EFAULT && transfer->error == 0) note_fault(transfer, &piece);
+  if (error == EFAULT && (transfer->error == 0 || (transfer->error == EFAULT && left > transfer->faulted))) {
+    note_fault(transfer, &piece); /* the first, if several pieces fail at once */
+    transfer->faulted = left;
+  }
   if (transfer->error == 0) transfer->error = error;
   if (error != 0 || (transfer->link != NULL && transfer->link->lost != NULL)) drop_rest(transfer);
   if (transfer->cancel) {

@@ -159,7 +159,7 @@ def without_a_device() -> tuple[GpuRuntime, list[bytes]]:
         engine_functions=lambda: EngineFunctions(*[0] * len(EngineFunctions.__struct_fields__)),
         stream_order_calls=lambda: StreamOrderCalls(*[0] * len(StreamOrderCalls.__struct_fields__)),
         **dict.fromkeys(
-            ("context", "current", "make_current", "relax_capture", "create_stream", "destroy_stream"), zero
+            ("allocate", "context", "current", "make_current", "relax_capture", "create_stream", "destroy_stream"), zero
         ),
         **dict.fromkeys(("launch_address", "current_address"), zero),
     )

@@ -207,6 +207,15 @@ def test_the_page_in_a_browser(url: str, tmp_path: Path) -> None:
         assert "traceEvents" in json.loads(saved.read_text())
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Has Ctrl-C end processes that are started, as it does not where these tests run in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_commands_say_where_the_page_is(tmp_path: Path) -> None:
     said = re.compile(r"http://localhost:\d+/\?token=\S+")
     with running_daemon(tmp_path / "daemon.sock", "--web") as daemon:
