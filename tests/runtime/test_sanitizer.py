@@ -61,14 +61,11 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
     "scenarios",
     [
         ("all_reduce", "all_reduce_on_streams", "moves", "symmetric_memory", "transfers", "schedules", "agents"),
-        (
-            *("expert_parallel", "expert_layouts"),
-            *("ring", "copy_streams", "pinned_memory", "channels", "grid", "timeout"),
-        ),
+        ("expert_parallel", "ring", "copy_streams", "pinned_memory", "channels", "grid", "timeout"),
         # A layer launches its kernels, and the copy streams' proxy carries out its schedules.
-        pytest.param(("dispatch_combine",), marks=pytest.mark.full),
+        pytest.param(("expert_layouts", "dispatch_combine"), marks=pytest.mark.full),
     ],
-    ids=["collectives", "experts, channels and streams", "dispatch and combine"],
+    ids=["collectives", "experts, channels and streams", "layouts, dispatch and combine"],
 )
 def test_no_race_is_found_in(instrumented: Path, scenarios: tuple[str, ...]) -> None:
     result = run(instrumented, *scenarios)

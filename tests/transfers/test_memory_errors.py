@@ -15,17 +15,14 @@ from support.paths import PROGRAMS, ROOT
 pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
 
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-O1")
-TESTS = (
-    "test_agents.py",
-    "test_fabric.py",
-    "test_freed_memory.py",
-    "test_staged.py",
-    "test_strangers.py",
-    "test_lost_peers.py",
+LINKS = ("test_agents.py", "test_freed_memory.py", "test_strangers.py", "test_lost_peers.py")
+PATHS = ("test_fabric.py", "test_staged.py")
+
+
+@pytest.mark.parametrize(
+    "files", [LINKS, pytest.param((*LINKS, *PATHS), marks=pytest.mark.full)], ids=["links", "links and paths"]
 )
-
-
-def test_agents_without_errors_of_memory(tmp_path: Path) -> None:
+def test_agents_without_errors_of_memory(tmp_path: Path, files: tuple[str, ...]) -> None:
     build_instrumented(tmp_path, ["proxy/build_transfers.py"], SANITIZE)
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
@@ -35,7 +32,7 @@ def test_agents_without_errors_of_memory(tmp_path: Path) -> None:
     options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:randomly"]
     program = [sys.executable, str(PROGRAMS / "under_asan.py"), str(tmp_path / "proxyccl.proxy._transfers.so")]
     result = subprocess.run(
-        [*program, *options, *(f"tests/transfers/{name}" for name in TESTS)],
+        [*program, *options, *(f"tests/transfers/{name}" for name in files)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
