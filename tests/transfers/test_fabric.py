@@ -14,7 +14,7 @@ import pytest
 from proxyccl.proxy import _engine
 from proxyccl.transfer import Agent, DisconnectedError, NotRegisteredError, State, TransferTimeoutError, strided
 from support.agents import child, serve_memory
-from support.packages.fabric import load_if_here, unavailable_reason
+from support.packages.fabric import library_or_skip
 
 NBYTES = 4 << 20
 
@@ -28,11 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def library() -> str:
-    if reason := unavailable_reason():
-        pytest.skip(reason)
-    found = load_if_here()
-    assert found is not None
-    return found
+    return library_or_skip()
 
 
 @pytest.fixture(autouse=True)

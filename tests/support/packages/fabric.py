@@ -7,6 +7,8 @@ import functools
 import os
 from pathlib import Path
 
+import pytest
+
 from support.packages.debian import UnavailableError
 from support.packages.fetched import FetchedPackages, installed_program
 
@@ -37,6 +39,15 @@ def load_if_here() -> str | None:
     while waiting and (refused := [path for path in waiting if not _loads(path)]) != waiting:
         waiting = refused
     return next((str(path) for path in PACKAGES.directory.glob(f"usr/lib/*/{LIBRARY}") if _loads(path)), None)
+
+
+def library_or_skip() -> str:
+    """The result of `load_if_here`, for a fixture, after fetching it; skips the test where it can't be fetched."""
+    if reason := unavailable_reason():
+        pytest.skip(reason)
+    found = load_if_here()
+    assert found is not None
+    return found
 
 
 def _loads(library: Path) -> bool:
