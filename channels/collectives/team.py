@@ -149,7 +149,7 @@ class Team:
 
     @staticmethod
     def _cut(team: ProxycclTeamPointer, share: int, itemsize: int, most: int) -> None:
-        """Sets how a rank's share of elements is cut into pieces, of at most so many that fit into a slot."""
+        """Sets how a rank's share of elements is cut into pieces, each at most as long as a slot."""
         team.share, team.slot_bytes = share, team.pipeline_bytes // (team.world_size - 1) // 128 * 128
         team.piece = min(team.slot_bytes // itemsize, share, most)
         team.pieces = -(-share // team.piece)

@@ -134,7 +134,7 @@ class Agent:
         if self._fabric is not None:
             served.append(self._fabric)
             if lib.proxyccl_agent_set_fabric(handle, self._fabric.port):
-                raise ResourceError("an agent can't use libfabric: there is no memory for its requests")
+                raise ResourceError("an agent can't use libfabric: its requests do not fit into memory")
         self._preparer = Preparer(
             name, handle, self._own, self._devices, self._reached, self._pinned, self._fabric, allowed
         )

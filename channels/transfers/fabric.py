@@ -192,7 +192,7 @@ class AgentFabric:
 
 
 def open_fabric(asked: bool) -> AgentFabric | None:
-    """An endpoint, with the options of ``PROXYCCL_FABRIC_…``; None if there is no adapter that it would be of use for.
+    """An endpoint, with the options of ``PROXYCCL_FABRIC_…``; None where this machine has no adapter for it.
 
     Args:
         asked: whether the caller named the path, so that any provider serves.

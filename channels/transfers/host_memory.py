@@ -43,7 +43,7 @@ def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> N
 
     Raises:
         ArgumentError: it has no elements.
-        ResourceError: there is no room.
+        ResourceError: the memory is exhausted.
     """
     kind = np.dtype(dtype)
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)

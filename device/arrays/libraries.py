@@ -164,7 +164,7 @@ class _Library(Struct, frozen=True):
 
     @staticmethod
     def current_of_device() -> Callable[[int], int]:
-        """What tells the handle of torch's current stream on a GPU."""
+        """The function that returns the handle of torch's current stream on a GPU."""
         found: Callable[[int], int] = sys.modules["torch"]._C._cuda_getCurrentRawStream
         return found
 

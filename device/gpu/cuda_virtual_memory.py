@@ -40,7 +40,7 @@ class VirtualMemory:
         """A block of its own on the current context's device, which the device reaches. Its base.
 
         Raises:
-            DriverError: there is no room, or the driver does not share blocks by file descriptors.
+            DriverError: the device is full, or the driver does not share blocks by file descriptors.
         """
         device = ok("cuCtxGetDevice", cu.cuCtxGetDevice())
         properties = cu.CUmemAllocationProp()

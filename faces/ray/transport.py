@@ -38,7 +38,7 @@ class ProxyCCLMetadata(TensorTransportMetadata):
         agent: name of the source's agent; "" for an object without tensors.
         agent_metadata: of that agent, with the regions of this object.
         places: (address, bytes) of each tensor.
-        generation: counts up when memory of a device is deregistered: what peers have mapped may have gone.
+        generation: counts up when memory of a device is deregistered, as peers may have mapped memory that is gone.
     """
 
     agent: str = ""
