@@ -6,9 +6,11 @@ The public package provides the name of each part's module. A part is imported w
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 _modules: dict[str, str] = {}
+_opaque: set[type] = set()
 
 
 def provide(part: str, module: str) -> None:
@@ -24,3 +26,10 @@ def load(part: str) -> Any:
         ImportError: the array library is missing.
     """
     return importlib.import_module(_modules[part])
+
+
+def keep_opaque(cls: type) -> None:
+    """Has torch's compiler, if torch is there, call the methods of a public class rather than trace them."""
+    if cls not in _opaque and "torch" in sys.modules:
+        load("torch: untraced").untraced(cls)
+        _opaque.add(cls)

@@ -136,6 +136,7 @@ class Communicator:
         linger: float | None = None,
     ) -> None:
         warn_of_unknown()
+        array_libraries.keep_opaque(Communicator)
         _require_instance("idle", idle, IdlePolicy)
         _require_instance("rdma", rdma, RdmaOptions)
         _require_instance("fabric", fabric, FabricOptions)

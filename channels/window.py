@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from proxyccl.channels import array_libraries
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import RegisteredMemory, register
 from proxyccl.device._native import ffi
@@ -39,6 +40,7 @@ class Window:
     """
 
     def __init__(self, group: Group, array: Any) -> None:
+        array_libraries.keep_opaque(Window)
         self._group, self._runtime = group, group.runtime
         self._memory: RegisteredMemory = register(group, array, symmetric=True)
         ranks = group.world_size

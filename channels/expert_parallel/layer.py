@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from proxyccl.channels import array_libraries
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.collectives.barrier import barrier
 from proxyccl.channels.communicator import Communicator
@@ -139,6 +140,7 @@ class EPAll2AllLayer:
         minus_one_drops: bool = False,
         capacity: int = 2,
     ) -> None:
+        array_libraries.keep_opaque(EPAll2AllLayer)
         given = {name: value for name, value in locals().items() if name not in ("self", "ep_group")}
         options = LayerOptions(**given)
         self._open(Members.of(ep_group, options.config), options)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from proxyccl.channels import array_libraries
 from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.blocks import Rows, as_rows
@@ -96,6 +97,7 @@ class Agent:
     ) -> None:
         if not isinstance(name, str) or not 1 <= len(name) <= 1024 or "\0" in name:
             raise ArgumentError("name", f"must be a text of 1 to 1024 characters, not {name!r}")
+        array_libraries.keep_opaque(Agent)
         self.name = name
         self.timeout = timeout_from(timeout)
         allowed, named = allowed_paths(paths)

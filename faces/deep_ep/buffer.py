@@ -20,11 +20,13 @@ from proxyccl.deep_ep.refusals import refuse, refuse_unknown
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.errors import ArgumentError, ClosedError
 from proxyccl.device.flags import as_flag
+from proxyccl.torch_tensors.untraced import untraced
 
 _DIMENSIONS = 2  # of tokens and of their experts' ids
 _NO_EVENTS = (None,)
 
 
+@untraced
 class Buffer(Connected):
     """Dispatch and combine for the ranks of a group. All ranks make it together and make the same calls.
 

@@ -22,10 +22,12 @@ from proxyccl.deep_ep.sessions import SessionCalls, size_of
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.flags import as_flag
+from proxyccl.torch_tensors.untraced import untraced
 
 _SMS_BESIDE_OTHERS, _SMS_ALONE = 24, 64
 
 
+@untraced
 class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
     """Calls for the ranks of a group. All ranks make it together, and make the same calls unless those say otherwise.
 

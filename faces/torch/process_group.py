@@ -37,6 +37,7 @@ from proxyccl.torch.unwaited import Unwaited
 from proxyccl.torch.watchdog import watch
 from proxyccl.torch.whole_group import WholeGroup
 from proxyccl.torch.work import DeviceWork, HostWork, JointWork, TransferWork
+from proxyccl.torch_tensors.untraced import untraced
 
 Tensors = Sequence[torch.Tensor]
 NAME = "proxyccl"
@@ -97,6 +98,7 @@ _alive: set[ProcessGroupProxyCCL] = set()
 """The groups that were not shut down. torch keeps only their C++ part, which needs the Python part to work."""
 
 
+@untraced
 class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend on torch
     """The ranks of a torch.distributed group, by ProxyCCL. torch makes it: `init_process_group`, `new_group`.
 

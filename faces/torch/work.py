@@ -15,6 +15,7 @@ from proxyccl.device import forks
 from proxyccl.torch._repeated_calls import QueuedCall
 from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
 from proxyccl.torch.unwaited import Unwaited
+from proxyccl.torch_tensors.untraced import untraced
 
 _NO_LIMIT = timedelta(0)
 _LEAST = timedelta(microseconds=1)
@@ -26,6 +27,7 @@ _futures = threading.Lock()
 forks.hold_while_forking(_futures)
 
 
+@untraced
 class _KeptWork(dist.Work):
     """A Work that may be kept until it is waited for.
 
@@ -48,6 +50,7 @@ def _require_process(process: forks.Process, ended: threading.Event) -> None:
             process.require("the call")
 
 
+@untraced
 class HostWork(_KeptWork):
     """A call on CPU tensors. It is done when `finish` was called.
 
@@ -138,6 +141,7 @@ class HostWork(_KeptWork):
         return self._result
 
 
+@untraced
 class DeviceWork(_KeptWork):
     """A call that is queued on a stream of a GPU.
 
@@ -253,6 +257,7 @@ class DeviceWork(_KeptWork):
             future.set_result(self.result())
 
 
+@untraced
 class TransferWork(DeviceWork):
     """A transfer, which a stream of a GPU holds once `issued` was called."""
 
@@ -311,6 +316,7 @@ def _timed_out(timeout: timedelta) -> RuntimeError:
     return RuntimeError(f"Timed out: the call did not end within {timeout.total_seconds():g} s")
 
 
+@untraced
 class JointWork(_KeptWork):
     """Several calls, which end together.
 

@@ -68,6 +68,7 @@ array_libraries.provide("torch: gradients of experts", "proxyccl.torch_tensors.e
 array_libraries.provide("torch: places of outputs", "proxyccl.torch_tensors.places")
 array_libraries.provide("torch: pools", "proxyccl.torch_tensors.pools")
 array_libraries.provide("torch: shardings", "proxyccl.torch_tensors.shardings")
+array_libraries.provide("torch: untraced", "proxyccl.torch_tensors.untraced")
 
 __all__ = [
     "AbortedError",

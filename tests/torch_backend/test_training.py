@@ -36,7 +36,7 @@ def losses(kind: str, backend: str) -> list[float]:
     return printed
 
 
-@pytest.mark.parametrize("kind", ["ddp", "ddp_join", "fsdp", "tensor_parallel", "pipeline"])
+@pytest.mark.parametrize("kind", ["ddp", "ddp_join", "ddp_compiled", "fsdp", "tensor_parallel", "pipeline"])
 def test_a_training_has_the_losses_of_torchs_own_backend(kind: str) -> None:
     ours = losses(kind, "proxyccl")
     assert ours == pytest.approx(losses(kind, "nccl" if ON_GPUS else "gloo"), rel=1e-5)

@@ -1,7 +1,7 @@
 """One training by torch, started by torchrun: ``training.py KIND BACKEND``. Rank 0 prints its losses as JSON.
 
-KIND is ddp, ddp_join, fsdp, tensor_parallel (with FSDP across) or pipeline. It trains on the GPUs if there are as many
-as ranks.
+KIND is ddp, ddp_join, ddp_compiled, fsdp, tensor_parallel (with FSDP across) or pipeline. It trains on the GPUs if
+there are as many as ranks.
 """
 
 from __future__ import annotations
@@ -70,6 +70,12 @@ def ddp(device: torch.device) -> list[float]:
     """Data parallel: gradients are reduced during the backward pass."""
     parallel = nn.parallel.DistributedDataParallel(model().to(device), bucket_cap_mb=0.01)
     return train(parallel, device, dist.get_rank(), dist.group.WORLD)
+
+
+def ddp_compiled(device: torch.device) -> list[float]:
+    """As `ddp`, in a program that Dynamo traces. The reducer calls the process group from C++ meanwhile."""
+    parallel = nn.parallel.DistributedDataParallel(model().to(device), static_graph=True)
+    return train(torch.compile(parallel, backend="eager"), device, dist.get_rank(), dist.group.WORLD)
 
 
 def ddp_join(device: torch.device) -> list[float]:
@@ -141,8 +147,8 @@ def main() -> None:
     if on_gpus:
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    kinds = {"ddp": ddp, "ddp_join": ddp_join, "fsdp": fsdp, "tensor_parallel": tensor_parallel, "pipeline": pipeline}
-    losses = kinds[kind](device)
+    kinds = (ddp, ddp_join, ddp_compiled, fsdp, tensor_parallel, pipeline)
+    losses = next(train_so for train_so in kinds if train_so.__name__ == kind)(device)
     if dist.get_rank() == 0:
         print(json.dumps(losses), flush=True)
     dist.barrier()
