@@ -100,7 +100,11 @@ of_objects = [
     for name, sources, headers in (
         (
             "proxyccl.channels._prepared_calls",
-            ["channels/prepared_calls.c", *(f"channels/expert_parallel/{name}.c" for name in EXPERT_CALLS)],
+            [
+                "channels/prepared_calls_module.c",
+                "channels/prepared_calls.c",
+                *(f"channels/expert_parallel/{name}.c" for name in EXPERT_CALLS),
+            ],
             [
                 *(f"device/{name}.h" for name in ("expert_calls", "stream_operations", "kernels/experts/experts")),
                 "channels/prepared_calls.h",

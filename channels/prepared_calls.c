@@ -10,7 +10,6 @@
 
 #include <string.h>
 
-#include "expert_parallel/repeated.h"
 #include "launch.h"
 #include "stream_order.h"
 
@@ -528,19 +527,7 @@ int proxyccl_require_prepared_calls(PyObject* object) {
   return 0;
 }
 
-static int add_types(PyObject* module) {
+int proxyccl_add_prepared_calls(PyObject* module) {
   if (calls_type == NULL) calls_type = (PyTypeObject*)PyType_FromSpec(&spec);
-  if (calls_type == NULL || PyModule_AddObjectRef(module, "PreparedCalls", (PyObject*)calls_type) != 0) return -1;
-  if (proxyccl_add_dispatch_form(module) != 0) return -1;
-  return proxyccl_add_combine_form(module);
+  return calls_type == NULL ? -1 : PyModule_AddObjectRef(module, "PreparedCalls", (PyObject*)calls_type);
 }
-
-static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_types}, {0, NULL}};
-static PyModuleDef module = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "_prepared_calls",
-    .m_size = 0,
-    .m_slots = module_slots,
-};
-
-PyMODINIT_FUNC PyInit__prepared_calls(void) { return PyModuleDef_Init(&module); }

@@ -30,6 +30,8 @@ typedef struct PreparedCall {
   PyObject* kept;                /* what must live as long as these; see PreparedCalls in _prepared_calls.pyi */
 } PreparedCall;
 
+/* Adds the type PreparedCalls to the module. 0, or -1 with an exception. */
+int proxyccl_add_prepared_calls(PyObject* module);
 /* Whether an object is a PreparedCalls; if not, with an exception. */
 int proxyccl_require_prepared_calls(PyObject* object);
 /* Issues a call on a stream, after the group's earlier ones; NULL: on the stream of the latest call. Returns 1 if it
