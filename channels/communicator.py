@@ -110,7 +110,7 @@ class Communicator:
 
     Raises:
         ArgumentError: an argument is wrong, or ranks disagree on the runtime or the policy.
-        RuntimeUnavailableError: the machine does not offer the runtime, ranks of different nodes have no RDMA, or the
+        RuntimeUnavailableError: the machine does not offer the runtime, no remote transport connects two nodes, or the
             requested node daemon does not run.
         WaitTimeoutError: not all ranks came within the time.
     """

@@ -270,12 +270,12 @@ class PeerLinks:
             raise WaitTimeoutError(f"the proxy was not done within {timeout:g} s")
 
     def drain_for_peers(self) -> None:
-        """Makes this rank's transfers reach peers whose proxy, or RDMA, has to take them."""
+        """Makes this rank's transfers reach peers whose proxy or network device has to take them."""
         if self._proxy is not None and self.remote.used:
             self._proxy.drain(self._exchange.timeout, lambda: self._failure.aborted)
 
     def close(self) -> bool:
-        """Ends the proxy and frees RDMA's resources. False if a handler still runs: its thread then uses memory."""
+        """Ends the proxy and the remote links. False if a handler still runs: its thread then uses memory."""
         if self._proxy is not None and not self._proxy.close(self._exchange.timeout):
             return False
         self._daemon.drop()

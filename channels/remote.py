@@ -18,7 +18,7 @@ from proxyccl.proxy.transports.table import TRANSPORTS
 
 
 class _Answer(Message, frozen=True):
-    """A rank's message to the others when RDMA is brought up.
+    """A rank's message to the others while remote links are brought up.
 
     Attributes:
         failure: the reason why this rank can't continue; empty if it can.

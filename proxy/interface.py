@@ -305,7 +305,7 @@ class Proxy(Protocol):
         Args:
             base: its address in the caller's process.
             nbytes: its size.
-            key: its key for this rank's requests on transports that use RDMA; 0 for none.
+            key: its key for this rank's requests on remote transports; 0 for none.
             handle: returns the handle by which another process opens it.
 
         Returns:
@@ -358,7 +358,7 @@ class Proxy(Protocol):
 
         Args:
             peer: the rank at the other end, for failures to name.
-            transport: name of a transport that does not use RDMA.
+            transport: name of a transport that copies within a host.
             private: whether its channels copy from memory that only the caller's process can reach.
 
         Raises:

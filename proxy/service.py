@@ -244,13 +244,13 @@ class ProxyService:
     def connect(self, transport: str, options: Any, *, peer: int | None = None) -> Connection:
         """A connection by any transport.
 
-        Objects that the options name, such as a queue pair, must outlive the service. With a transport that uses RDMA,
-        the memories that triggers name need its keys; a peer's memory, and the word given to `set_channel`, have the
+        Objects that the options name, such as a queue pair, must outlive the service. With a remote transport, the
+        memories that triggers name need its keys; a peer's memory, and the word given to `set_channel`, have the
         address by which the peer's device knows them.
 
         Args:
             transport: the transport's name.
-            options: the transport's own options: `VerbsOptions`, `StagedOptions`; None for one that does not use RDMA.
+            options: the transport's own options: `VerbsOptions`, `StagedOptions`; None for one that copies within a host.
             peer: the rank at the other end, for failures to name.
 
         Raises:

@@ -182,7 +182,7 @@ class _Process(_Events):
         )
         for wait in waits:
             what = f"{of} to join" if wait.joins else f"data of {of}"
-            arguments = json.dumps({"channel": channel, "peer": peer, "plan": wait.schedule})
+            arguments = json.dumps({"channel": channel, "peer": peer, "schedule": wait.schedule})
             track = lanes.take(wait.begin_ns, wait.end_ns)
             self._span(json.dumps(what), "wait", track, wait.begin_ns, wait.end_ns, arguments)
 
@@ -203,7 +203,7 @@ class _Process(_Events):
                     "peer": peer,
                     "ring": first.ring,
                     "ticket": first.ticket,
-                    "plan": first.schedule,
+                    "schedule": first.schedule,
                     "count": run.count,
                     "bytes": first.trigger.size,
                     "completed": completed is not None,

@@ -39,9 +39,9 @@ class RankInfo(Message, frozen=True):
         view: the `proc_view` of its process, in which `pid` is the process's number.
         token: of its process (`proxyccl.device.forks.Process`), in hexadecimal.
         cores: those that it may run on (`encode_cores`).
-        missing: by transport that uses RDMA, the missing requirements, in words; empty if there are none.
+        missing: by remote transport, the missing requirements, in words; empty if there are none.
         transport: the transports that its caller chose, in one form (`encode_choice`).
-        unsupported: by transport that uses RDMA, the reason why its RDMA device can't register its device's memory;
+        unsupported: by remote transport, the reason why its network device can't register its device's memory;
             empty if it can, or was not asked.
         daemon_missing: the reason why it can't use the node daemon; empty if it can, or did not ask for it.
     """
@@ -90,7 +90,7 @@ class RankInfo(Message, frozen=True):
         return PeerProcess(self.pid, self.view, bytes.fromhex(self.token))
 
     def missing_for(self, transport: str) -> str:
-        """Its missing requirements for a transport that uses RDMA; empty if there are none."""
+        """Its missing requirements for a remote transport; empty if there are none."""
         return self.missing.get(transport, "not asked for")
 
 

@@ -293,7 +293,7 @@ class Watcher:
     def check_for_end(self, peer: int) -> None:
         """Files that a peer is lost if its process, or its link from another host, ends within ENDING_MS.
 
-        For a rank whose transfer to that peer has failed: the kernel tears down a dying process's RDMA objects and
+        For a rank whose transfer to that peer has failed: the kernel tears down a dying process's verbs objects and
         libfabric connections before it makes the process's descriptor readable, and possibly before it closes the link.
         """
         if self._parent is not None:

@@ -150,7 +150,7 @@ def collect(
         semaphores: list[Semaphore] = part("the semaphores", lambda: _semaphores(group, device), [])
         waits: list[Wait] = part("what kernels wait for", lambda: [*map(_wait, answers())], [])
     return Report(
-        version=5,
+        version=6,
         communicator=group.job,
         beside=beside,
         rank=rank,

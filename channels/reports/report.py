@@ -52,13 +52,13 @@ class ProxyWait(Message, frozen=True):
         what: in words.
         kind: ProxycclWaitKind.
         peer: the rank that it waits for, or whose sends do not end; None if this rank's own stream must come first.
-        plan: number of the schedule.
+        schedule: its number.
     """
 
     what: str
     kind: int
     peer: int | None
-    plan: int
+    schedule: int
 
 
 class Exchange(Message, frozen=True):
@@ -196,7 +196,7 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
         unread: the parts that could not be read, with the reason.
     """
 
-    version: Literal[5]
+    version: Literal[6]
     communicator: str
     beside: list[str]
     rank: int

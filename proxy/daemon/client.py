@@ -304,7 +304,7 @@ class DaemonClient:
                 add(self._own)
 
     def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
-        """Registers memory that RDMA reaches by an address and a key. Raises ResourceError when no ids are left."""
+        """Registers memory that remote transports reach by an address and a key. Raises ResourceError when no ids are left."""
         return self._daemon.ask(AddRemoteMemory(address, nbytes, key), MemoryAdded).first
 
     def remove_memory(self, first: int, nbytes: int) -> None:

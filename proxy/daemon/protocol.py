@@ -93,7 +93,7 @@ class Request(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field=
 
 
 class RemoteMissing(Request, frozen=True):
-    """The reason why the daemon cannot use RDMA. Answered by `Missing`."""
+    """The requirements that the daemon lacks for remote transports. Answered by `Missing`."""
 
 
 class WriteReport(Request, frozen=True):
@@ -185,7 +185,7 @@ class AddPinnedMemory(Request, frozen=True):
 
 
 class AddRemoteMemory(Request, frozen=True):
-    """Memory that RDMA reaches by an address and a key. Answered by `MemoryAdded`."""
+    """Memory that remote transports reach by an address and a key. Answered by `MemoryAdded`."""
 
     address: Uint64
     nbytes: Nbytes
@@ -305,7 +305,7 @@ class OpenRemote(Request, frozen=True):
 
 
 class RemoteUnsupportedReason(Request, frozen=True):
-    """The reason why a transport's RDMA cannot reach the memory of the rank's device. Answered by `RemoteSupport`."""
+    """The reason why a remote transport can't reach the memory of the rank's device. Answered by `RemoteSupport`."""
 
     transport: str
 
@@ -365,7 +365,7 @@ class Introduced(Reply, frozen=True):
 
 
 class Missing(Reply, frozen=True):
-    """By transport, the reason why RDMA cannot be used; empty if it can."""
+    """By remote transport, the requirements that the daemon lacks; empty if there are none."""
 
     missing: dict[str, str]
 
@@ -431,7 +431,7 @@ class Closed(Reply, frozen=True):
 
 
 class RemoteSupport(Reply, frozen=True):
-    """The reason why RDMA cannot reach the device's memory; empty if it can."""
+    """The reason why the transport can't reach the device's memory; empty if it can."""
 
     unsupported_reason: str
 

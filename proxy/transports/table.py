@@ -36,7 +36,7 @@ def find_copying_transport(name: str) -> Transport:
 
 
 def remote_functions(name: str) -> RemoteFunctions:
-    """A transport's RDMA functions, by its name. Raises ArgumentError if it does not use RDMA, or does not exist."""
+    """A remote transport's functions, by its name. Raises ArgumentError if it is not remote, or does not exist."""
     found = TRANSPORTS.get(name)
     if found is None or found.remote is None:
         remote = (each.name for each in TRANSPORTS.values() if each.is_remote)
@@ -45,7 +45,7 @@ def remote_functions(name: str) -> RemoteFunctions:
 
 
 def missing_transports() -> dict[str, str]:
-    """The requirements that this machine lacks for each transport that uses RDMA, in words; empty if none."""
+    """The requirements that this machine lacks for each remote transport, in words; empty if none."""
     remote = {name: each.remote.missing for name, each in TRANSPORTS.items() if each.remote is not None}
     answers = {missing: missing() for missing in remote.values()}  # transports of one device share it
     return {name: answers[missing] for name, missing in remote.items()}

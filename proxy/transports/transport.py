@@ -40,15 +40,14 @@ class TransportEndpoint(Protocol):
 
 
 class RemoteFunctions(Struct, frozen=True):
-    """A transport's RDMA functions. They take the device that `open` returned, which has a method `close`.
+    """A remote transport's functions. They take the device that `open` returned, which has a method `close`.
 
     Attributes:
         missing: returns the requirements that this machine lacks for the transport, in words; empty if none.
         open: opens the device. Transports with the same `open` share one device of a rank. Raises as the first call of
             `RemoteContext` does.
         unsupported_reason: returns the reason why the device can't register the memory of the rank's GPU; empty if it
-        can, or need
-            not. Raises ResourceError.
+            can, or need not. Raises ResourceError.
         make_endpoint: makes an endpoint on the device.
         expose: lets peers reach memory of this rank; takes the device, address, size in bytes and handle. Raises as
             `RemoteContext.expose`.
@@ -88,7 +87,7 @@ class Transport(Struct, frozen=True):
         status_text: returns a status of such a connection in words; empty for a driver's own status.
         statuses: the statuses that no other transport returns.
         error_text: returns details, beyond its status, of the error that ended a connection of the engine.
-        rdma: its RDMA functions; None for a transport that copies within a host.
+        remote: the functions of a remote transport; None for one that copies within a host.
     """
 
     name: str
