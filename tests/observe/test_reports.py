@@ -325,7 +325,7 @@ def damaged(sample: Report, **changes: Any) -> str:
         (lambda _: "{}", "field 'format' is missing"),
         (lambda _: "[1]", r"expected object, got \[1\]"),
         (lambda sample: sample.encode()[:-100], "expected JSON"),
-        (lambda sample: damaged(sample, version=99), "version: unknown value 99; expected 5"),
+        (lambda sample: damaged(sample, version=99), "version: unknown value 99; expected 6"),
         (lambda sample: damaged(sample, rank="1"), "rank: expected int, got '1'"),
         (lambda sample: damaged(sample, rank=7), "rank: expected less than 2, the number of members, got 7"),
         (lambda sample: damaged(sample, members=[{"host": "a"}] * 2), r"members\[0\]: field 'pid' is missing"),
