@@ -56,7 +56,7 @@ test-all: test
 	$(MAKE) test-rdma RDMA_CORES=2 FULL=--full
 
 .PHONY: fetched test-on-host test-elsewhere prepare-tests
-# The largest things that tests fetch, while pip waits for the network too. If one can't be had, its tests say so.
+# The largest things that tests fetch, while pip waits for the network too. If one can't be fetched, its tests say so.
 fetched:
 	@mkdir -p build
 	@$(PYTHON) $(SOFT_ROCE)/fetch_machine.py build/soft-roce > build/fetched.log || test $$? = 2
@@ -107,7 +107,7 @@ test-faults: $(VENV)/.installed
 	  --report build/faults-$(SEED)-$(COUNT)$(if $(HOSTS),-hosts).txt
 	$(if $(HOSTS),,$(BIN)/python tests/support/faults/agents.py --count $(COUNT) --seed $(SEED))
 
-# RDMA, in a virtual machine with Soft-RoCE. Where that can't be had it is skipped, unless PROXYCCL_REQUIRE_RDMA is 1.
+# RDMA, in a virtual machine with Soft-RoCE. Where it can't be set up the tests are skipped, unless PROXYCCL_REQUIRE_RDMA is 1.
 # In there root runs the tests, who does not take another user's kernels: so it copies them.
 WITH_RDMA_CACHE = sh -c 'cp -r build/rdma-cache /run && PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OPENBLAS_NUM_THREADS=1 PROXYCCL_CACHE=/run/rdma-cache $(FAST_COMPILER) exec "$$0" "$$@"'
 test-rdma: $(VENV)/.installed
@@ -201,7 +201,7 @@ gpu-report: test-gpu
 	PROXYCCL_RUNTIME=$(GPU_RUNTIME) PROXYCCL_PROXY=daemon $(PYTEST) --full -m daemon
 	$(MAKE) bench-gpu
 
-# RDMA in the machine with Soft-RoCE, which keeps no files: the results come out behind the tables.
+# RDMA in the machine with Soft-RoCE, which keeps no files: the results are printed after the tables.
 bench-rdma: $(VENV)/.installed bare-writes
 	$(BIN)/python $(SOFT_ROCE)/machine.py --timeout 600 -- sh -c "$(BIN)/python benchmarks/rdma_writes.py \
 	  --json /tmp/rdma_writes.json && cat /tmp/rdma_writes.json" > build/rdma_writes.txt

@@ -98,7 +98,7 @@ def timed_on(comm: Communicator, stream: Any, issue: Callable[[], object]) -> Ti
 
 
 def share_of_a_core(comm: Communicator) -> float | None:
-    """What this rank's proxy costs while nothing is asked of it."""
+    """The cost of this rank's proxy while it is idle."""
     ((_, publication),) = find(comm.job, [comm.rank])
     quiet_barrier()
     time.sleep(_SETTLED_SECONDS)

@@ -1,4 +1,4 @@
-"""What peers reach, what the machine allows and what we aim at, on H200 GPUs joined by NVLink.
+"""Figures of peers, limits of the machine, and our aims, on H200 GPUs joined by NVLink.
 
 These numbers were measured once, on 4 GPUs without multicast, before this library existed. They are for orientation:
 the programs measure the peers again in the same run where they can, and the ratio to those counts.

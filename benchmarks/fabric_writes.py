@@ -108,7 +108,7 @@ def compare(nbytes: int, rounds: int, bare: Callable[[int, int], float], ours: C
 
 
 def beside(offer: FabricOffer, peers: NetworkPeers) -> Fields:
-    """What other programs get on an offer's interface; without an entry for those that are not here."""
+    """Rates of other programs on an offer's interface; without an entry for those that are not installed."""
     found: Fields = {}
     for program in peers.missing:
         print(f"# not measured: {program}, which is not installed")

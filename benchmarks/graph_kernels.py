@@ -1,4 +1,4 @@
-"""How many multiprocessors the calls in a CUDA graph can occupy, as the graph's own nodes tell, whoever made them."""
+"""How many multiprocessors the calls in a CUDA graph can occupy, from the graph's own nodes, whoever made them."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Contender:
 
 
 def expected_output(collective: str, given: Floats, rank: int) -> Floats:
-    """What a rank gets if rank i gives `given[i]`; to all_gather, the first share of it."""
+    """A rank's result if rank i gives `given[i]`; to all_gather, the first share of it."""
     ranks, count = given.shape
     shares = given.reshape(ranks, ranks, count // ranks)
     if collective == "all_reduce":

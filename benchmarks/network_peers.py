@@ -1,4 +1,4 @@
-"""What a network carries by others' measure: iperf3's one stream of TCP, and libfabric's own fi_pingpong.
+"""A network's rate as others measure it: iperf3's one stream of TCP, and libfabric's own fi_pingpong.
 
 Both are Debian's packages (iperf3, libfabric-bin), installed or unpacked into a directory. A server runs beside its
 client, on the interface of an address.

@@ -1,4 +1,4 @@
-"""What being observed costs a proxy: python benchmarks/observing.py
+"""The cost of observation for a proxy: python benchmarks/observing.py
 
 The channel of the measured proxy leads back to its own memory. The proxy is measured in three modes, in turns: without
 an observer ("nobody looks"); while another process reads all of its counters every 10 ms, a hundred times as often as

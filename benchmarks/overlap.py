@@ -75,7 +75,7 @@ def ratio(time_us: float | None, alone_us: float | None) -> float | None:
 
 @dataclass
 class Figures:
-    """What was measured of one contender on this rank: a time in µs for each repeat."""
+    """The measurements of one contender on this rank: a time in µs for each repeat."""
 
     contender: Contender
     reason: str
@@ -151,7 +151,7 @@ class Together:
 
 
 def measure(job: Job, product: Burst, contenders: list[Contender], repeats: int) -> list[Fields]:
-    """What the table shows of each contender, the same on all ranks."""
+    """The table's row for each contender, the same on all ranks."""
     job.synchronize()  # the inputs were made on another stream
     with job.current():
         together = Together(job, product)

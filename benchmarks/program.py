@@ -1,4 +1,4 @@
-"""What all benchmark programs share: options, a bound on their time, a description of the machine. Needs no torch."""
+"""Options of all benchmark programs, the bound on their time, the machine's description. Needs no torch."""
 
 from __future__ import annotations
 

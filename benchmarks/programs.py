@@ -67,7 +67,7 @@ def row(program: str, what: str, unit: str, values: list[Fields], **more: Any) -
 
 
 def of_a_mixture(result: Fields) -> Fields:
-    """What `moe_training.py` says of one way; both ways' are joined by `joined`."""
+    """The output of `moe_training.py` for one way; `joined` joins those of both."""
     how = "captured" if result["captured"] else "eager"
     name = result["name"]
     value = figure(name, result["tokens_per_second"], result["cpu_share"], ours=name == "proxyccl")
@@ -221,7 +221,7 @@ class Job:
 
 
 def commands_of(part: Part, parsed: Any, more: list[str], written: Path) -> list[tuple[list[str], dict[str, str]]]:
-    """What starts a part's ranks."""
+    """The function that starts a part's ranks."""
     arguments = [part.arguments[0], *parsed.cases] if parsed.cases and part is PARTS["trainings"] else part.arguments
     given = [*arguments, *(part.quick if parsed.quick else ()), *more]
     if part.of_file is not None:
@@ -267,7 +267,7 @@ class Collected:
         self.write()
 
     def write(self) -> None:
-        """Writes what is known."""
+        """Writes the results so far."""
         if self._path is not None:
             write_json(self._path, {"benchmark": "programs", **self.facts, "rows": self.rows, "failed": self.failed})
 

@@ -31,7 +31,7 @@ _MOVED = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured of one contender.
+    """The measurements of one contender.
 
     Attributes:
         value: in the row's unit, of the slowest rank.

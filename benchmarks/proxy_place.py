@@ -29,7 +29,7 @@ _BURSTS = 40
 _GONE_SECONDS = 1.5  # for which no rank uses the process, so that the next communicator starts it again
 
 Samples = dict[str, dict[str, list[float]]]
-"""What was measured, by its name and by where the proxies ran."""
+"""The measurements, by name and by where the proxies ran."""
 
 
 def slowest(seconds: float, scale: float) -> float:

@@ -128,7 +128,7 @@ class Burst(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Frees what the burst holds; it is not queued any more."""
+        """Frees what the burst holds; it is no longer queued."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ times of the whole process, from fork to exit, and its processor time, that of i
 so the load of the machine is the same for all. What Python and numpy take by themselves stands beside.
 
 Below the table are the modules that took the longest to import by themselves, without those that they import, as
-`python -X importtime` tells.
+`python -X importtime` shows it.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ def measure_all_to_all(job: Job, report: Report) -> None:
 
 
 class Products:
-    """What both overlapped products share: tiles, grid, random matrices, and the count of wrong elements.
+    """The common part of both overlapped products: tiles, grid, random matrices, and the count of wrong elements.
 
     Args:
         job: the ranks.

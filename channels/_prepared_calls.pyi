@@ -1,4 +1,4 @@
-"""The extension of prepared_calls_module.c: prepared_calls.c, and the repeated calls of experts (expert_parallel/*.c)."""
+"""The extension of prepared_calls_module.c: prepared_calls.c, and experts' repeated calls (expert_parallel/*.c)."""
 
 from collections.abc import Callable
 from typing import Any, Protocol

@@ -35,7 +35,7 @@ def input_view(group: Group, x: Any, argument: str) -> ArrayView:
 def output_view(
     group: Group, out: Any, x: Any, source: ArrayView, shape: tuple[int, ...] | None
 ) -> tuple[Any, ArrayView]:
-    """What the caller gets back, and where it lies: `out`, which may be `x`, or a new array.
+    """The array that the caller gets back, and its view: `out`, which may be `x`, or a new array.
 
     Args:
         group: the ranks.

@@ -103,7 +103,7 @@ class Communicator:
             of `FabricOptions`.
         cta_policy: "zero" leaves the multiprocessors to the program, as NCCL_CTA_POLICY_ZERO does: collectives run by
             proxy unless a call names an algorithm or another policy. "efficiency" leaves it most of them: kernels have
-            few blocks. "default" takes what is fastest alone. The same on all ranks. None for
+            few blocks. "default" takes the algorithm that is fastest alone. The same on all ranks. None for
             ``PROXYCCL_CTA_POLICY``, else "default".
         linger: seconds that the process waits at its end, silently, for ranks that have not closed the
             communicator; None for `timeout`, after which a report names the missing ranks.

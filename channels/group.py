@@ -310,7 +310,7 @@ class Group:
 
     @property
     def topology(self) -> Topology:
-        """Who is where."""
+        """The place of each rank."""
         return self.links.topology
 
     @property

@@ -50,7 +50,7 @@ typedef struct {
   PreparedCall prepared; /* `kept` is NULL: nothing is kept here */
 } Entry;
 
-/* What tensors are asked, as names. */
+/* The attributes of tensors that are read. */
 enum { IS_GPU, DTYPE, SHAPE, IS_CONTIGUOUS, IS_NEGATIVE, IS_CONJUGATE, ADDRESS, NAMES };
 static const char* const kNames[NAMES] = {"is_cuda", "dtype",   "shape",   "is_contiguous",
                                           "is_neg",  "is_conj", "data_ptr"};
@@ -166,7 +166,8 @@ static int add_described(const PreparedCalls* self, PyObject* argument, Given* g
 
 static Py_ssize_t size_of(PyObject* argument) { return PyTuple_Check(argument) ? PyTuple_Size(argument) : 1; }
 
-/* Describes a call's arrays. Returns 1, with what is to be released; 0 if they can't be described. Never an error. */
+/* Describes a call's arrays. Returns 1, with the references to release; 0 if they can't be described. Never an error.
+ */
 static int describe_call(const PreparedCalls* self, PyObject* x, PyObject* out, Given* given) {
   const Py_ssize_t count = size_of(x) + size_of(out);
   memset(&given->views, 0, sizeof given->views);

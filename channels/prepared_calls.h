@@ -26,7 +26,7 @@ typedef int (*Issue)(void* callers, void* call, void* launch, uintptr_t stream);
 
 typedef struct PreparedCall {
   Issue issue;
-  void *callers, *call, *launch; /* what it is given */
+  void *callers, *call, *launch; /* its arguments */
   PyObject* kept;                /* what must live as long as these; see PreparedCalls in _prepared_calls.pyi */
 } PreparedCall;
 

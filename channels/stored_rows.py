@@ -123,7 +123,7 @@ class StoredRows:
         group.launches.launch(launch, stream, (indices.owner, out.owner))
 
     def close(self) -> None:
-        """Frees the memory. No work of any rank may use it any more."""
+        """Frees the memory. No work of any rank may still use it."""
         for memory in (self._memory, *self._peers):
             memory.close()
         self._stores.free()

@@ -4,7 +4,7 @@ A put or a get is a copy by the copy engine on the caller's stream. A signal is 
 and whoever waits for it has the stream wait for the word: neither takes a multiprocessor.
 
 The words that peers write are in each rank's pinned memory. So the processor releases waiting streams when a rank has
-failed, and sees when a stream has waited for too long: the stream says, by another word, what it waits for.
+failed, and sees when a stream has waited for too long: the stream stores the count that it waits for to another word.
 """
 
 from __future__ import annotations

@@ -492,7 +492,7 @@ class BaseRuntime(Protocol):
         ...
 
     def stream_events(self) -> StreamEvents:
-        """What orders its streams in C."""
+        """The driver's events, by which C orders its streams."""
         ...
 
     def wait_event(self, stream: int, event: Event) -> None:

@@ -127,7 +127,7 @@ class ProxyLostError(CommunicatorError):
 
 
 class ContextLostError(CommunicatorError):
-    """An error, most often a kernel's, ended a rank's context on its GPU. That process can't use the GPU any more."""
+    """An error, most often a kernel's, ended a rank's context on its GPU. That process can no longer use the GPU."""
 
 
 class TransportError(CommunicatorError):

@@ -63,7 +63,7 @@ static inline void proxyccl_expert_combine_fill(ProxycclCombine* call, uint32_t 
   memset(&call->layout, 0, sizeof call->layout);
 }
 
-/* What the sums begin with, and the ids that order them; 0 for none. */
+/* The first summands, and the ids that order the sums; 0 for none. */
 static inline void proxyccl_expert_combine_order(ProxycclCombine* call, uintptr_t added, uintptr_t also_added,
                                                  uintptr_t ids, uint32_t id_bytes) {
   call->added[0] = (const char*)added;

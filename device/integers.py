@@ -22,7 +22,7 @@ def find_integer(value: Any) -> int | None:
 
 
 def find_items(value: Any) -> list[Any] | None:
-    """What a collection that a caller gave holds, in its order; None if the caller gave something else."""
+    """The items of a caller's collection, in order; None if the caller gave something else."""
     try:
         return list(value)
     except TypeError:  # also of an array of no dimensions, which has __iter__ all the same
@@ -30,7 +30,7 @@ def find_items(value: Any) -> list[Any] | None:
 
 
 def find_extents(value: Any) -> list[Any] | None:
-    """What a caller gave as a shape: a number alone, or a collection. None for anything else."""
+    """The extents of a caller's shape, a number or a collection; None for anything else."""
     return [value] if find_integer(value) is not None else find_items(value)
 
 

@@ -2,8 +2,8 @@
 
  python docs/dialect.py
 
-It reads the tracked Markdown, and the comments, docstrings and messages of Python and C. Code is left out, and so is
-CHANGELOG.md, which is history. `make lint` runs it. A phrase is listed only if it is wrong nearly everywhere.
+It reads the tracked Markdown, the comments, docstrings and messages of Python and C, and the comments of Makefile and
+TOML. Code is left out, and so is CHANGELOG.md, which is history. `make lint` runs it. A phrase is listed only if it is wrong nearly everywhere.
 """
 
 import io
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SUFFIXES = (".md", ".py", ".h", ".hpp", ".c", ".cpp")
+SUFFIXES = (".md", ".py", ".h", ".hpp", ".c", ".cpp", ".toml", "Makefile")
 EXEMPT = ("CHANGELOG.md", "docs/dialect.py", "tests/unit/test_dialect.py")
 
 _COMPARISON = r"(longer|more|less|other|later|earlier|faster|slower|larger|smaller|better|worse)\b"
@@ -33,7 +33,9 @@ PHRASES = {
     r"waits? for nobody\b": "does not wait",
     r"for ever\b": "forever",
     r"what (stands for|is no|was no|lies in|lies at)\b": "a noun: the array that holds it",
+    r"(?<=\"\"\")(what|who|whoever) ": "a noun first: the array that holds it",
     r"of one's own\b": "your own",
+    r"any more\b(?! (than|of)\b)": "no longer, still",
     r"without a word\b": "silently",
     r"not looked at\b": "ignored",
     r"the own\b": "its own, this rank's, local",
@@ -71,6 +73,13 @@ def _of_c(text: str) -> Iterator[tuple[int, str]]:
         yield text.count("\n", 0, match.start()) + 1, match.group()
 
 
+def _of_settings(text: str) -> Iterator[tuple[int, str]]:
+    """Comments that begin with "#"."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := re.search(r"(?:^|\s)#(.*)", line):
+            yield number, match[1]
+
+
 def findings(name: str, text: str) -> list[str]:
     """The phrases found in a file's prose, a line for each: its place, and the words to use.
 
@@ -78,10 +87,8 @@ def findings(name: str, text: str) -> list[str]:
         name: the file's name; its suffix says the language.
         text: its contents.
     """
-    if name.endswith(".md"):
-        pieces = list(_joined(_of_markdown(text)))
-    else:
-        pieces = list(_joined(_of_python(text) if name.endswith(".py") else _of_c(text)))
+    read = _READERS.get(name.rpartition(".")[2], _of_c)
+    pieces = list(_joined(read(text)))
     found = []
     for lines in pieces:
         flat, starts = "", []
@@ -93,6 +100,10 @@ def findings(name: str, text: str) -> list[str]:
                 number = max(n for at, n in starts if at <= match.start())
                 found.append(f'{name}:{number}: "{match.group()}": write: {better}')
     return found
+
+
+_READERS = {"md": _of_markdown, "py": _of_python, "toml": _of_settings, "Makefile": _of_settings}
+"""The prose of a file, by the end of its name; C otherwise."""
 
 
 def _joined(pieces: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:

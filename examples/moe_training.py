@@ -107,7 +107,7 @@ class Exchange(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees what it holds. All ranks call it together."""
+        """Frees its memory. All ranks call it together."""
         ...
 
 
@@ -230,7 +230,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Where:
-    """What trainings run on.
+    """Where trainings run.
 
     Attributes:
         device: this rank's.
@@ -344,7 +344,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured of one way: medians over turns of the slowest rank.
+    """The measurements of one way: medians over turns of the slowest rank.
 
     Attributes:
         tokens_per_second: of all ranks.

@@ -31,7 +31,7 @@ class ProxyTraffic:
 def proxy_traffic(comm: Communicator) -> ProxyTraffic:
     """The sum over all channels of all ranks. All ranks call this together."""
     comm.barrier()
-    comm.synchronize()  # no rank waits for a proxy any more, so everything is counted
+    comm.synchronize()  # no rank waits for a proxy now, so everything is counted
     own = np.zeros(3, np.int64)
     proxy = comm.proxy_if_started
     if proxy is not None:

@@ -103,7 +103,7 @@ class SchedulePointers(Struct, frozen=True):
 
 
 class ScheduleWait(Message, frozen=True):
-    """What a schedule that makes no progress waits for.
+    """The wait of a schedule that makes no progress.
 
     Attributes:
         kind: ProxycclWaitKind (control.h).

@@ -55,15 +55,13 @@ class ScheduleTable:
 
     def _free_number(self) -> int:
         if len(self._numbers) == MAX_SCHEDULES - 1:
-            raise ResourceError(
-                f"all {MAX_SCHEDULES - 1} schedules are in use; remove those that are not needed any more"
-            )
+            raise ResourceError(f"all {MAX_SCHEDULES - 1} schedules are in use; remove those that are no longer needed")
         while self._next in self._numbers:
             self._next = self._next % (MAX_SCHEDULES - 1) + 1
         return self._next
 
     def remove(self, number: int) -> None:
-        """Frees a schedule. No stream may ring it any more.
+        """Frees a schedule. No stream may still ring it.
 
         Raises:
             ResourceError: it runs.

@@ -155,7 +155,7 @@ class _Summary:
 
     @property
     def group(self) -> tuple[int, str, str]:
-        """What communicators of one line of the table share."""
+        """The values that communicators of one line of the table share."""
         return -self.of.size, self.status, self.errors
 
 

@@ -45,7 +45,7 @@ class ByProxy:
         self.longest_round = _LONGEST_ROUND
 
     def close(self) -> None:
-        """Frees the schedules' memory. Streams of all ranks must not ring them any more."""
+        """Frees the schedules' memory. Streams of all ranks must have stopped ringing them."""
         self.memories.close()
 
 

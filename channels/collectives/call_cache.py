@@ -108,7 +108,7 @@ class CallCache:
     def keep_under(self, key: Key, x: Any, out: Any, options: tuple[Any, ...]) -> None:
         """Has ``Launches.prepared_calls.repeat(x, out, options, stream)`` repeat the call that was made under a key.
 
-        Does nothing if that is not known any more.
+        Does nothing if that has been forgotten.
         """
         with self._lock:  # against `_forget`
             if (prepared := self._prepared.get(key)) is not None:

@@ -69,7 +69,7 @@ class ExecutionPlans:
                     )
 
     def prepare(self, plan: ExecutionPlan, source: ArrayView, target: ArrayView, given: Reached) -> Launchable:
-        """What launches a plan on arrays that are apart, or lie as those of a call in place. By all ranks together.
+        """Prepares a plan on arrays that are apart, or lie as those of a call in place. All ranks call it.
 
         Args:
             plan: one that executes such a call.
@@ -85,7 +85,7 @@ class ExecutionPlans:
         return resources.prepare(source, target, given)
 
     def close(self) -> None:
-        """Frees what the plans use. No kernel of any rank may use it any more."""
+        """Frees what the plans use. No kernel of any rank may still use it."""
         for resources in self._resources.values():
             resources.close()
         self._resources.clear()
@@ -124,7 +124,7 @@ class _Sized(Struct, frozen=True):
 
 
 class _Resources:
-    """What one plan uses on this rank. All ranks make it together."""
+    """The resources of one plan on this rank. All ranks make it together."""
 
     def __init__(self, group: Group, plan: ExecutionPlan, forget: Callable[[], None]) -> None:
         self._group, self._plan, self._forget = group, plan, forget

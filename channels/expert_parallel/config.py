@@ -108,7 +108,7 @@ class EPConfig:
             )
 
     def compared(self, names: Mapping[str, str] = {}) -> dict[str, int | float | bool | str | None]:
-        """What must be the same on all ranks. `names`: what the caller calls some of the fields."""
+        """The values that must be the same on all ranks. `names`: the caller's names of some of the fields."""
         fields = {name: value for name, value in asdict(self).items() if name != "rank"}
         fields |= {"token_dtype": self.token.name, "weight_dtype": self.weight.name, "offset_dtype": "int32"}
         return {names.get(name, name): value for name, value in fields.items()}

@@ -85,7 +85,7 @@ BY_EXPERT = OutputLayout()
 
 @dataclass(frozen=True)
 class WorkspaceShape:
-    """What a workspace has room for.
+    """The sizes that a workspace has room for.
 
     Attributes:
         config: of the layer.

@@ -188,7 +188,7 @@ class LayerOptions:
 
     @property
     def compared(self) -> dict[str, int | float | bool | str | None]:
-        """What must be the same on all ranks, by the layer's names."""
+        """The values that must be the same on all ranks, by the layer's names."""
         given = {name: value for name, value in asdict(self).items() if name not in _MAY_DIFFER}
         given["lost_ranks"] = str(self.lost_ranks)
         return given | self.config.compared(_CONFIG_NAMES)

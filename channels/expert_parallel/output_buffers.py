@@ -41,7 +41,7 @@ class OutputBuffers:
 
     Args:
         runtime: of the memory.
-        memory: what they are part of.
+        memory: the memory that they are part of.
         experts: the ProxycclExperts of the workspace.
 
     Attributes:

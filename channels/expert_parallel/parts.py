@@ -1,4 +1,4 @@
-"""What the calls of a layer share: its launches and options, and the arrays that its calls take and return."""
+"""The common part of a layer's calls: its launches and options, and the arrays that its calls take and return."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ static int number_at(const Form* self, uintptr_t at, Py_ssize_t* number) {
   return PyErr_Occurred() == NULL ? 0 : -1;
 }
 
-/* What a call that fits is issued with. */
+/* The arguments of a call that fits. */
 typedef struct {
   uintptr_t at, slots_at, target_at;
   PyObject *stream, *target; /* references; `target` is NULL for halves */

@@ -81,7 +81,7 @@ class RepeatedCombine(RepeatedCall):
         return True
 
     def _at(self, x: Any, shape: tuple[int, ...], nbytes: int) -> int:
-        """The address of an array of a known kind; 0 if its shape is another, or only another check can tell."""
+        """The address of an array of a known kind; 0 if its shape is another, or if another check must decide."""
         return self._library.memory(x, nbytes) if x.shape == shape else 0
 
     def _check_output(self, x: Any, desc: EPAllToAllLayoutDesc, out: Any) -> tuple[Any, int]:

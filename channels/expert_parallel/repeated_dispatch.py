@@ -84,7 +84,7 @@ class _Outputs:
             self._new_scales = lambda _: columns()
 
     def makers(self, like: Any, rows: int) -> tuple[Maker | None, ...]:
-        """What makes the rows, their scales and the weights, for this many rows each time; None if there are none."""
+        """Functions that make the rows, their scales and the weights, of this many rows; None if there are none."""
         leading, new = self._leading(rows), self._arrays.maker_of
         scales: Maker | None = None
         if self._scales is not None:

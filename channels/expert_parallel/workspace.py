@@ -25,7 +25,7 @@ class ExpertWorkspace:
     Args:
         group: the ranks.
         nodes: of the kernels.
-        shape: what it has room for.
+        shape: its sizes.
 
     Attributes:
         experts: the ProxycclExperts. It has output buffers only on one node whose ranks reach each other.

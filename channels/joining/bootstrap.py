@@ -298,7 +298,7 @@ _SIZES = {
 
 
 def _traces_of_others() -> str:
-    """Who started this process beside others that may be meant as ranks, in words; empty if nothing shows it."""
+    """The launcher that started this process beside others that may be ranks, in words; empty if there is none."""
     for launcher, name in _SIZES.items():
         size = os.environ.get(name, "")
         if size.isdecimal() and int(size) > 1:

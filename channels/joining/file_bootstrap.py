@@ -205,7 +205,7 @@ class _Directory:
 
     @contextlib.contextmanager
     def _room(self) -> Iterator[None]:
-        """Around what has one file open."""
+        """Around code that has one file open."""
         with self._lock:
             if len(self._held) > 1:
                 os.close(self._held.pop())

@@ -68,7 +68,7 @@ _DAEMON_SECONDS = 1.0
 
 
 def _daemon() -> tuple[str, str]:
-    """What processes share that use one node daemon, and why this one does not use any; one is ""."""
+    """The mark of processes that use one node daemon, and why this one does not use any; one is ""."""
     try:
         path = socket_path()
     except ArgumentError as error:

@@ -105,7 +105,7 @@ class Aftermath:
 
     @property
     def over(self) -> bool:
-        """Whether it has ended: nobody reaches this rank's memory any more."""
+        """Whether it has ended: no peer reaches this rank's memory."""
         return self._over
 
     def holds(self) -> bool:

@@ -177,7 +177,7 @@ class FailureState:
         return self._parent.exception() if self._parent.aborted else None
 
     def find_cause(self) -> None:
-        """Finds out now, after a failure, what may not be seen any more when the exception is asked for."""
+        """Finds out now, after a failure, what can no longer be seen when the exception is asked for."""
         with self._lock:
             if self._exception is None and self._control.record().code == lib.PROXYCCL_ERROR_TIMEOUT:
                 self._exception = self._of_stopped_proxy(exception_from(self._control.record(), self._rank, self.cause))

@@ -33,7 +33,7 @@ _INTERVAL_SECONDS = 0.1
 _WHILE_JOINING = 4
 """Descriptors, beside the links': of what waits for calls, of calls, and of one that asks for this host's addresses."""
 _CALLED_AGAIN = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, *EXHAUSTED)
-"""What a call is repeated after: a link that is down for a moment comes back, and so do descriptors of other calls."""
+"""The errors after which a call is repeated: a link comes back after a moment, and so do descriptors of other calls."""
 _KEEP_ALIVE = {
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,
@@ -212,7 +212,7 @@ class Listener:
         return int(caller)
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stops listening."""
         self._socket.close()
 
 

@@ -320,7 +320,7 @@ class Watcher:
     def _can_tell_end(self, peer: int) -> bool:
         for rank, link in self._links.values():
             if rank == peer:
-                with self._looking:  # after an abort the thread reads no more
+                with self._looking:  # after an abort the thread stops reading
                     while self._own.aborted and (message := link.receive()) is not None:
                         if isinstance(message, Presence):
                             self._remote_presence[peer] = message

@@ -1,4 +1,4 @@
-"""Who waits for whom, and why: the reports of all ranks together.
+"""The graph of waits between ranks, with reasons: from the reports of all ranks.
 
 Ranks are the nodes of a graph. An edge leads from a rank to one that it waits for: a peer that its kernel waits for, or
 its proxy in a schedule, or a rank that has not reached the same call of the bootstrap. The root cause is a strongly

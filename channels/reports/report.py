@@ -46,7 +46,7 @@ class Wait(Message, frozen=True):
 
 
 class ProxyWait(Message, frozen=True):
-    """What the proxy waits for in a schedule that makes no progress, or waited for when a failure stopped it.
+    """The proxy's wait in a schedule that makes no progress, or that a failure stopped.
 
     Attributes:
         what: in words.
@@ -185,7 +185,7 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
         cause: the reason why it was written, in words.
         failure: the failure that ended the communicator, or None.
         waits: the waits of kernels; at most one for each peer.
-        proxy_waits: what this rank's proxy waited for in schedules; at most one for each peer.
+        proxy_waits: this rank's proxy's waits in schedules; at most one for each peer.
         exchange: the call of the bootstrap that the CPU was in, or None.
         calls: the last collective calls in order.
         rings: of this rank's proxy; empty if nothing has used it.

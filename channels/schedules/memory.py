@@ -23,7 +23,7 @@ from proxyccl.device.stream_operations import CopyBytes
 from proxyccl.proxy.schedule import STAGES
 
 Side = Literal["source", "target", "scratch"]
-"""What memory is for: to send from, to receive results in, or to receive in what is then reduced."""
+"""The purpose of memory: to send from, to receive results in, or to receive data in that is then reduced."""
 
 _POLL_SECONDS = 0.0001
 _SMALLEST_STAGE = 1 << 20
@@ -120,7 +120,7 @@ class ScheduleMemories:
         """Pinned memory for so few bytes that the CPU moves them sooner than the driver; None where they are more.
 
         Args:
-            side: what it is for.
+            side: its purpose.
             nbytes: the most that a side of any rank has, so that all ranks find pinned memory or none does.
         """
         if self._boxes is None or nbytes > min(self.pinned_bytes, PinnedBoxes.BYTES):
@@ -135,7 +135,7 @@ class ScheduleMemories:
         return [CopyBytes(self._own_box, src, nbytes), CopyBytes(dst, self._own_box, nbytes)]
 
     def found_or_staged(self, found: ScheduleSpan | None, side: Side, nbytes: int) -> ScheduleSpan:
-        """What `source` or `target` found, else memory to stage this many bytes in.
+        """The span that `source` or `target` found, else memory to stage this many bytes in.
 
         Where `staged_together`, all ranks call this together, each with what it has found. Raises as `stage` does.
         """
@@ -171,7 +171,7 @@ class ScheduleMemories:
         return span
 
     def close(self) -> None:
-        """Frees what it made. No schedule of any rank may use it any more."""
+        """Frees what it made. No schedule of any rank may still use it."""
         for stages in self._stages.values():
             for stage in stages:
                 stage.free()

@@ -87,7 +87,7 @@ class PinnedBoxes:
         return self._at_peers[peer]
 
     def close(self) -> None:
-        """Unmaps them. No schedule of any rank may use them any more."""
+        """Unmaps them. No schedule of any rank may still use them."""
         for exposed in self._exposed.values():
             self._remote.withdraw(exposed)
         for memory in (self._memory, *self._theirs):

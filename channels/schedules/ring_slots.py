@@ -24,7 +24,7 @@ _COPY = 1  # of a receive's steps: words, the copy, words
 
 
 class _Flow:
-    """What goes from one rank to a neighbour.
+    """The data that goes from one rank to a neighbour.
 
     Attributes:
         channel: its data go one way on it, and signals for free slots the other.

@@ -12,13 +12,13 @@ from proxyccl.device.stream_operations import Operation, StreamOperations, WaitV
 from proxyccl.proxy.schedule import Schedule
 
 Step = Operation | Schedule
-"""What a stream does next; a schedule is rung."""
+"""The next step of a stream; a schedule is rung."""
 
 _MOST_DROPPED = 1024
 
 
 class ScheduleRings:
-    """Gives schedules to the proxy, and takes those back that no stream can ring any more.
+    """Gives schedules to the proxy, and takes back those that streams can no longer ring.
 
     A graph that was captured may ring its schedules as long as it lives, which nobody can know: those schedules stay.
 
@@ -49,7 +49,7 @@ class ScheduleRings:
         return [WaitValue(words.done, 1), *(WriteValue(word, 0) for word in used)]
 
     def prepare(self, steps: Sequence[Step]) -> StreamOperations:
-        """What a stream does, with schedules' numbers in place of the schedules.
+        """The operations of a stream, with schedules' numbers in place of the schedules.
 
         Raises:
             ResourceError: no numbers are left.

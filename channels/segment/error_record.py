@@ -50,7 +50,7 @@ SCHEDULE_WAITS = {
     lib.PROXYCCL_WAIT_SCHEDULE_SEND: "the end of its sends to rank {peer} in schedule {schedule}",
     lib.PROXYCCL_WAIT_SCHEDULE_GATE: "its stream to open the gate of schedule {schedule}",
 }
-"""What a proxy waits for in a schedule, by ProxycclWaitKind."""
+"""A proxy's waits in a schedule in words, by ProxycclWaitKind."""
 
 SM_CALLS = {
     lib.PROXYCCL_SM_PUT: "put",
@@ -84,7 +84,7 @@ class ErrorRecord(Message, frozen=True):
     offset: int = 0
     size: int = 0
     cause: str = ""
-    """What the CPU of the rank that files it knows beside, in words, `bounded`."""
+    """Further details that the rank's CPU knows when it files the record, in words, `bounded`."""
 
 
 def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> CommunicatorError:

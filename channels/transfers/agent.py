@@ -259,7 +259,7 @@ class Agent:
 
     @property
     def regions(self) -> list[Region]:
-        """What is registered here, in order."""
+        """The registered regions, in order."""
         with self._lock:
             return list(self._own.all)
 
@@ -304,7 +304,7 @@ class Agent:
             return metadata_of.encode(self.name, told, chosen, shares, keys)
 
     def add(self, metadata: bytes) -> str:
-        """Adds another agent, or extends what is known of its memory. Nothing is sent.
+        """Adds another agent, or adds to its known regions. Nothing is sent.
 
         Returns:
             Its name.
@@ -356,7 +356,7 @@ class Agent:
             return list(self._peers)
 
     def regions_of(self, name: str) -> list[Region]:
-        """What is known of another agent's memory; of this agent's, by its own name.
+        """The known regions of another agent's memory; by its own name, this agent's.
 
         Raises:
             UnknownAgentError: no such agent was added.

@@ -200,7 +200,7 @@ class Reached:
             return self._sorted
 
     def close(self) -> None:
-        """Unmaps everything. No transfer may use it any more."""
+        """Unmaps everything. No transfer may still use it."""
         with self._lock:
             for memory in self._mapped.values():
                 memory.close()
@@ -235,7 +235,7 @@ class Pinned:
         return memories, reason
 
     def keep(self, regions: Iterable[Region]) -> None:
-        """Unpins all other regions. No transfer may use them any more."""
+        """Unpins all other regions. No transfer may still use them."""
         with self._lock:
             chosen = set(regions)
             for region in [each for each in self._pinned if each not in chosen]:

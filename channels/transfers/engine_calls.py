@@ -1,4 +1,4 @@
-"""What the calls of the engine have in common: their statuses, and waits that let signals' handlers run."""
+"""The common part of the engine's calls: their statuses, and waits that let signals' handlers run."""
 
 from __future__ import annotations
 

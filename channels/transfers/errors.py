@@ -30,7 +30,7 @@ class NotRegisteredError(TransferError, LookupError):
 
 
 class FreedMemoryError(TransferError):
-    """A block's memory is registered, but is not mapped any more: its owner freed it before it deregistered it."""
+    """A block's memory is registered, but no longer mapped: its owner freed it before it deregistered it."""
 
 
 class NameTakenError(TransferError):
@@ -50,7 +50,7 @@ class CanceledError(TransferError):
 
 
 class TransferTimeoutError(TransferError, TimeoutError):
-    """A bounded wait ran out. What was waited for goes on."""
+    """A bounded wait ran out. The operation goes on."""
 
 
 class MetadataError(ProtocolError):

@@ -186,7 +186,7 @@ class AgentFabric:
         return Requests(np.column_stack(columns), peer)
 
     def close(self) -> None:
-        """Closes the endpoint. Nothing of it is in use any more."""
+        """Closes the endpoint, which must no longer be in use."""
         self.keep(())
         self._endpoint.close()
 

@@ -21,7 +21,7 @@ _PLACE = "host"
 
 
 class _Holder:
-    """What keeps an array's memory mapped."""
+    """Keeps an array's memory mapped."""
 
     def __init__(self, memory: SharedMemory, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._memory = memory
@@ -101,7 +101,7 @@ class Mapped:
         return reason
 
     def close(self) -> None:
-        """Unmaps everything. No transfer may use it any more."""
+        """Unmaps everything. No transfer may still use it."""
         with self._lock:
             for memory in self._memories.values():
                 memory.close()

@@ -41,7 +41,7 @@ class Link:
 
     @property
     def lost(self) -> str:
-        """Why nothing moves over it any more; "" while something does."""
+        """Why nothing moves over it; "" while it works."""
         reason = lib.proxyccl_link_lost(self.handle)
         return ffi.string(reason).decode() if reason else ""
 

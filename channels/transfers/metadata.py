@@ -40,7 +40,7 @@ class Place(Message, frozen=True):
 
 
 class Metadata(Message, frozen=True):
-    """What an agent tells others: where it is, some of its regions, or both. `shares` are those of devices, `keys` are
+    """An agent's message on itself: its place, some of its regions, or both. `shares` are those of devices, `keys` are
     for libfabric.
     """
 

@@ -1,4 +1,4 @@
-"""Another agent, as its metadata describe it, and what this process has made for it."""
+"""Another agent, as its metadata describe it, and this process's resources for it."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Preparer:
         name: the agent's.
         handle: the engine's.
         own: its regions.
-        devices, reached, pinned: what its transfers with devices use.
+        devices, reached, pinned: of its transfers with devices.
         fabric: its endpoint of libfabric.
         paths: those that its transfers may take.
     """

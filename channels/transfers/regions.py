@@ -15,7 +15,7 @@ DRAM = "dram"
 """The host's memory."""
 
 VRAM = "vram"
-"""Memory of a device: of a GPU, or what the host runtime allocates in its stead."""
+"""Memory of a device: a GPU's, or the host runtime's in its place."""
 
 
 class Region(Message, frozen=True):

@@ -72,7 +72,7 @@ class AgentTracer:
         self._log.until = max(self._log.until, time.monotonic_ns() + int(seconds * 1e9))
 
     def fetch(self) -> None:
-        """Takes what has come. To be called often: an agent keeps its last 4,095 records."""
+        """Takes the new records. To be called often: an agent keeps its last 4,095 records."""
         lost = ffi.new("uint64_t *")
         while True:
             count = lib.proxyccl_transfer_log_read(self._log, self._next, self._records, _ROOM, lost)

@@ -48,7 +48,7 @@ class HasRead(Message, frozen=True, tag="read"):
 
 
 class Leave(Message, frozen=True, tag="leave"):
-    """To a holder: I read no more versions of yours."""
+    """To a holder: the sender will not read further versions of it."""
 
 
 Said = Join | Offered | HasRead | Leave

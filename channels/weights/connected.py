@@ -95,7 +95,7 @@ class Connected:
         return set(self._words[chosen].tolist())
 
     def move(self, transfers: Sequence[Transfer], deadline: float, stream: StreamLike = None) -> None:
-        """Carries out transfers at once. When it returns, or raises, memory is not touched any more.
+        """Carries out transfers at once. When it returns, or raises, memory is no longer touched.
 
         Raises:
             DisconnectedError, TransferTimeoutError, TransferError: as `Agent.wait`.

@@ -25,7 +25,7 @@ _SLICE = 0.05
 
 
 class Holder:
-    """What sources and targets have in common. See `WeightSource` and `WeightTarget`."""
+    """The common part of sources and targets. See `WeightSource` and `WeightTarget`."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -150,7 +150,7 @@ class Holder:
         """Takes messages until a condition is met.
 
         Raises:
-            TransferTimeoutError: the deadline, of `time.monotonic`, has passed. `expected` says what was waited for.
+            TransferTimeoutError: the deadline, of `time.monotonic`, has passed. `expected` names the awaited event.
         """
         self._take_messages()
         while not met():

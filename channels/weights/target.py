@@ -98,7 +98,7 @@ class WeightTarget(Holder):
                 device it queues its work on `stream`.
 
         Returns:
-            What has arrived. All sources have been told so.
+            The version that has arrived, of which all sources were told.
 
         Raises:
             NotStartedError: it is not connected.

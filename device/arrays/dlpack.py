@@ -83,7 +83,7 @@ _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _DLTENSOR = b"dltensor"
 _REFUSALS = (BufferError, RuntimeError, TypeError, ValueError)
-"""What libraries raise that don't export an array, such as one whose memory was donated or deleted."""
+"""The errors of libraries that don't export an array, such as one whose memory was donated or deleted."""
 
 # The objects that an exported tensor refers to, until its consumer calls the deleter.
 _exported: dict[int, tuple[object, ...]] = {}

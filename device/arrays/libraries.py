@@ -152,7 +152,7 @@ class _Library(Struct, frozen=True):
         kind: kind(array): its element type and place. If one array of a type and kind was checked, another need only
             have the expected shape, and memory. None for arrays that must be checked each time.
         memory: memory(array, nbytes): the address of an array of a checked kind that has `nbytes` bytes; 0 if it is
-            empty, or if only another check can tell.
+            empty, or if another check must decide.
     """
 
     fingerprint: Callable[[Any], tuple[Any, ...] | None]

@@ -75,7 +75,7 @@ int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStream
  * returns whether it made progress. And when a kernel ends, for its last triggers: help(argument, 0). One thread at a
  * time is in it, and it may be on a kernel's stack. */
 void proxyccl_host_add_helper(int (*help)(void*, int), void* argument);
-void proxyccl_host_remove_helper(void* argument); /* nobody is in it any more */
+void proxyccl_host_remove_helper(void* argument); /* when it returns, no thread is in it */
 
 /* Makes one thread call look(stream) every 50 ms while work that it runs itself on a stream (PROXYCCL_HOST_IN_CALLER)
  * waits. The call is made on the thread's own stack, between two steps of that work, which continues when it returns.

@@ -41,7 +41,7 @@ def directory() -> Path:
 
 
 def usable_directory() -> tuple[str, str]:
-    """What processes share that see the same directory of sockets, and why this process can't use it; one is "".
+    """The mark of processes that see the same directory of sockets, and why this process can't use it; one is "".
 
     The user's runtime directory is made if it is missing.
     """
@@ -63,7 +63,7 @@ def usable_directory() -> tuple[str, str]:
 
 
 def shared_network() -> str:
-    """What processes share that have one network namespace; "" if /proc does not show it."""
+    """The mark of processes in one network namespace; "" if /proc does not show it."""
     number = network_namespace()
     return f"network {number}" if number else ""
 

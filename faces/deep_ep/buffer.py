@@ -121,8 +121,7 @@ class Buffer(Connected):
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """A tensor without elements, as callers that clear the buffer whole need no more: there is no buffer of a fixed
-        layout.
+        """A tensor without elements, for callers that clear the whole buffer: there is no buffer of a fixed layout.
 
         Raises:
             NotImplementedError: a part of the buffer is asked for.

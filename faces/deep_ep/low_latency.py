@@ -93,7 +93,7 @@ def repeated_key(
     use_fp8: bool,
     hooked: bool,
 ) -> tuple[Any, ...]:
-    """What two dispatches must share for `Repeated`."""
+    """The values in which two dispatches must agree for `Repeated`."""
     return x.size(-1), topk_idx.size(-1), max_tokens, num_experts, num_sms, use_fp8, hooked
 
 

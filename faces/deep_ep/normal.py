@@ -49,7 +49,7 @@ def dispatch(
 def repeated_key(
     x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, num_sms: int, most_rows: int | None
 ) -> tuple[Any, ...]:
-    """What two dispatches must share for `dispatch_again`."""
+    """The values in which two dispatches must agree for `dispatch_again`."""
     return x.dtype, x.size(-1), topk_idx.size(-1), topk_idx.dtype, num_experts, num_sms, most_rows
 
 

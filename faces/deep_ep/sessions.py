@@ -204,7 +204,7 @@ class SessionCalls(ElasticBase):
                 self.communicator.all_gather(own, out=whole, algorithm="proxy", stream=self._stream)
 
     def _handle(self, current: Any) -> Handle:
-        """A handle for what is queued on the buffer's stream so far."""
+        """A handle for all work queued on the buffer's stream so far."""
         session, event = self._session, None
         if self._stream is not None:
             event = self._stream.record_event()

@@ -77,7 +77,7 @@ class nixl_thread_sync_t(Enum):
 
 
 class nixl_agent_config:
-    """What an agent is made with.
+    """The configuration of an agent.
 
     Args:
         enable_prog_thread: without effect: an agent always has its thread, which sleeps when there is nothing to do.
@@ -458,7 +458,7 @@ class nixl_agent:
         return self.agent.getLocalPartialMD(descs, inc_conn_info, self._handles(backends))
 
     def add_remote_agent(self, metadata: bytes) -> bytes:
-        """Adds an agent, or extends what is known of it. Returns its name, as bytes.
+        """Adds an agent, or adds to its known memory. Returns its name, as bytes.
 
         Raises:
             nixlMismatchError: the bytes are not metadata.

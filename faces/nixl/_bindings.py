@@ -123,7 +123,7 @@ _YES = ("y", "yes", "1", "on", "true")
 
 
 class nixlAgentConfig:
-    """What an agent is made with. Fields that steer NIXL's own threads have no effect here."""
+    """The configuration of an agent. Fields that steer NIXL's own threads have no effect here."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class nixlAgentConfig:
 
 
 class nixlXferTelemetry(Struct):
-    """What is known of a transfer's last post. Times are in microseconds, at least 1. NIXL's has no `path`."""
+    """The record of a transfer's last post. Times are in microseconds, at least 1. NIXL's has no `path`."""
 
     startTime: int = 0
     postDuration: int = 0
@@ -283,7 +283,7 @@ class nixlAgent:
             return self._agent.metadata(regions, place=inc_conn_info or not regions)
 
     def loadRemoteMD(self, remote_metadata: bytes | str) -> bytes:
-        """Adds an agent, or extends what is known of it.
+        """Adds an agent, or adds to its known memory.
 
         Raises:
             nixlMismatchError: the bytes are not metadata.

@@ -29,7 +29,7 @@ _logger = get_logger(__name__.removeprefix("proxyccl.nixl."))
 
 
 class Request(IntEnum):
-    """What a peer is asked to do."""
+    """A request to a peer."""
 
     LOAD = 1
     FETCH = 2

@@ -244,7 +244,7 @@ class ProxyCCLTransport(TensorTransportManager):
         raise NotImplementedError("the transport is one-sided: the destination reads")
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: Any) -> None:
-        """Deregisters the tensors of an object that nobody refers to any more."""
+        """Deregisters the tensors of an object without references."""
         with self._lock:
             regions = self._objects.pop(obj_id, [])
             self._generation += any(region.kind == VRAM for region in regions)
@@ -261,13 +261,13 @@ class ProxyCCLTransport(TensorTransportManager):
             reading.transfer.cancel()
 
     def _add(self, meta: ProxyCCLMetadata) -> None:
-        """Makes the source known, and what it has registered for this object."""
+        """Adds the source, and its registered memory for this object."""
         agent = self._agent
         if meta.agent == agent.name:
             return
         peer = self._peers.setdefault(meta.agent, _Peer(meta.generation))
         if peer.known and (peer.generation < meta.generation or peer.known >= _MOST_KNOWN):
-            # What is mapped of it, or known of its regions, may have gone. Reads that are active still use it.
+            # Its mappings and regions may be stale. Active reads still use them.
             with self._lock:
                 readings = [reading for reading in self._readings if reading.peer == meta.agent]
             for reading in readings:

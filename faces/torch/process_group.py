@@ -56,7 +56,7 @@ _CPU = torch.device("cpu")
 _Flow = tuple[int, bool]
 """A peer, and whether this rank sends to it."""
 _Again = tuple[tuple[Any, ...], Any, Any]
-"""What makes two calls the same: the call's name and options, known by identity, its input and its output: a tensor
+"""The key of equal calls: the call's name and options, known by identity, its input and its output: a tensor
 each, or a tuple of tensors."""
 
 
@@ -70,7 +70,7 @@ _GATHER: dict[int, tuple[str, int]] = {}
 _SCATTER: dict[int, tuple[str, int]] = {}
 _ALL_GATHER, _ALL_TO_ALL = ("all_gather_single",), ("all_to_all_single",)
 _ALL_GATHER_LIST, _ALL_TO_ALL_LIST, _BARRIER = ("all_gather",), ("all_to_all",), ("barrier",)
-"""What calls are kept under: by the number of the operator's kind, by the root, or as they are."""
+"""The options under which calls are kept: by the number of the operator's kind, by the root, or as they are."""
 
 
 @functools.cache

@@ -40,7 +40,7 @@ class UnderWay:
             self.forget_ended(flow)
 
     def log(self, flow: Hashable) -> Callable[[_Call], None]:
-        """What adds a call to a flow, given as (number, name, ended), as `add` does; but it forgets none."""
+        """A function that adds a call to a flow, given as (number, name, ended), as `add` does; but it forgets none."""
         return self._calls_of(flow).append
 
     def forget_ended(self, flow: Hashable) -> None:

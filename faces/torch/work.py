@@ -108,7 +108,7 @@ class HostWork(_KeptWork):
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What it raised."""
+        """The exception that it raised."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:

@@ -488,7 +488,7 @@ def wait_until(channel, value):
 def poll(channel):
     """Consumes the peer's next signal if it has arrived, and returns whether it had. One program at a time calls it.
 
-    It never waits, so a loop around it must itself end when the communicator ends, as `ended` tells.
+    It never waits, so a loop around it must itself end when the communicator ends (`ended`).
     """
     _require(channel)
     return poll_for_signal(_pointer(channel, INBOUND_8), _pointer(channel, EXPECTED_8))

@@ -34,7 +34,7 @@ class Bucket(Message, frozen=True, tag="bucket"):
     Attributes:
         number: of the bucket, from 0.
         address, nbytes: where it lies in the sender's memory.
-        pieces: what is in it.
+        pieces: its contents.
         last: whether no other bucket follows.
     """
 

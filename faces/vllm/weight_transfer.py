@@ -37,7 +37,7 @@ _ALIGNMENT = 256
 
 @dataclass
 class ProxyCCLWeightTransferInitInfo(WeightTransferInitInfo):
-    """What workers are told once. It is made of JSON's types.
+    """The trainer's first message to workers. It is made of JSON's types.
 
     Attributes:
         cards: of the trainer's ranks, in base64.
@@ -52,7 +52,7 @@ class ProxyCCLWeightTransferInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ProxyCCLWeightTransferUpdateInfo(WeightTransferUpdateInfo):
-    """What workers are told in each round.
+    """The trainer's message to workers in each round.
 
     Attributes:
         version: that the trainer's ranks offer.

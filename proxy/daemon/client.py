@@ -225,7 +225,7 @@ class DaemonClient:
         return self._observed.outstanding(channel)
 
     def schedule_waits(self) -> list[ScheduleWait]:
-        """What schedules that make no progress wait for; empty if the daemon's memory cannot be opened."""
+        """The waits of schedules that make no progress; empty if the daemon's memory can't be opened."""
         if self._daemon.is_closed:
             raise ClosedError("the proxy service is closed")
         return [] if self._observed is None else self._observed.schedule_waits()
@@ -304,7 +304,7 @@ class DaemonClient:
                 add(self._own)
 
     def add_remote_memory(self, address: int, nbytes: int, key: int) -> int:
-        """Registers memory that remote transports reach by an address and a key. Raises ResourceError when no ids are left."""
+        """Registers memory that remote transports reach by address and key. Raises ResourceError if no ids are left."""
         return self._daemon.ask(AddRemoteMemory(address, nbytes, key), MemoryAdded).first
 
     def remove_memory(self, first: int, nbytes: int) -> None:
@@ -394,7 +394,7 @@ class DaemonClient:
         return self._daemon.ask(AddSchedule(schedule), ScheduleAdded).number
 
     def remove_schedule(self, number: int) -> None:
-        """Frees a schedule in the daemon. No stream may ring it any more."""
+        """Frees a schedule in the daemon. No stream may still ring it."""
         if self._daemon.is_open:
             self._daemon.ask(RemoveSchedule(number), Done)
 

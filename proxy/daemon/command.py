@@ -36,7 +36,7 @@ def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> i
     Args:
         path: of the socket.
         options: the daemon's.
-        servers: of what this user's programs do here, for others to look at.
+        servers: pages and metrics of this user's programs, for others to read.
 
     Raises:
         ArgumentError: an option is wrong.

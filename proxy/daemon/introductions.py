@@ -70,7 +70,7 @@ class Introductions:
         return connection
 
     def close(self) -> None:
-        """This process reaches none through the daemon any more."""
+        """This process no longer reaches any through the daemon."""
         sockets.remove_broker(self._name)
 
 

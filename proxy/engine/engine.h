@@ -80,7 +80,7 @@ void proxyccl_service_set_schedule_words(ProxycclService *service, ProxycclSched
 void proxyccl_schedule_words_end_waits(ProxycclScheduleWords *words);
 /* Sets schedules, also while workers run. 0, or EINVAL for an id that is out of range, EEXIST, ENOMEM. */
 int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, const ProxycclScheduleSteps *steps);
-/* Streams must not ring it any more. 0, or EBUSY while it runs. */
+/* Streams must have stopped ringing it. 0, or EBUSY while it runs. */
 int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number);
 
 /* `stats` must be zeroed, and outlive the worker. All workers of a service are made before one of them runs. */

@@ -14,7 +14,7 @@
  * before it are complete, and the operations after the run start when its reads are. Each read has its own completion.
  *
  * A completion of a write means that the data was delivered, as with a reliable connection of verbs: a peer whose
- * workers have ended carries out no more writes. */
+ * workers have ended carries out no further writes. */
 #include "fabric_transport.h"
 
 #include <errno.h>

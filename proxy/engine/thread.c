@@ -109,7 +109,7 @@ static int sleep_until_woken(uint32_t *asleep, uint64_t ns) {
   return __atomic_exchange_n(asleep, 0, __ATOMIC_RELAXED) == 0;
 }
 
-/* What an idle thread may miss. */
+/* The work that an idle thread may fail to notice. */
 typedef enum {
   NOTHING_OUTSTANDING,
   OUTSTANDING, /* somebody may wait for a completion */

@@ -44,7 +44,7 @@ typedef struct ProxycclTransport {
    * ENOMEM, or ENOSYS in a build without the transport. */
   ProxycclConnection *(*create)(const void *options, const ProxycclRuntimeTable *runtime);
   /* Number of triggers, each with a put, a signal and a flush, for which the connection has room now; NULL: any number.
-   * The engine issues no more. At 0 it leaves the trigger in its ring and asks again after the next poll. */
+   * The engine issues at most that many. At 0 it leaves the trigger in its ring and asks again after the next poll. */
   uint32_t (*ready)(const ProxycclConnection *self);
   /* Moves at least one byte from local memory to the peer's. */
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,

@@ -61,7 +61,7 @@ typedef struct {
   uint32_t left;               /* steps that are not complete */
   uint32_t idle_polls;         /* since the last progress */
   uint64_t idle_since;         /* time; 0 before the clock was read */
-  int shown;                   /* observers are shown what it waits for */
+  int shown;                   /* observers are shown its waits */
 } ScheduleRun;
 
 enum { STOP_WHEN_DONE = 1, STOP_AT_ONCE = 2 };

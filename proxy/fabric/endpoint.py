@@ -273,7 +273,7 @@ class FabricEndpoint:
         return self._made.acquire(ptr, nbytes, allocation, lambda: self._register(ptr, nbytes, device, allocation))
 
     def descriptor(self, registration: FabricRegistration) -> int:
-        """What this rank's requests name local memory by; 0 if the provider needs nothing."""
+        """The descriptor that this rank's requests pass for local memory; 0 if the provider needs none."""
         return int(self._descriptors[registration.local_key])
 
     def release(self, registration: FabricRegistration) -> None:

@@ -1,4 +1,4 @@
-"""What libfabric needs of this machine, found without loading it: every rank asks, and few have it."""
+"""The requirements of libfabric on this machine, checked without loading it: every rank asks, and few have it."""
 
 from __future__ import annotations
 

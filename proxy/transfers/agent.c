@@ -394,7 +394,7 @@ void proxyccl_agent_release(ProxycclAgent *agent) {
 }
 
 void proxyccl_agent_forget(ProxycclAgent *agent) {
-  /* Without the lock, which a thread that the child does not have may hold. Nothing else happens here any more. */
+  /* Without the lock, which a thread that the child does not have may hold. The child does nothing else here. */
   close(agent->epoll);
   close(agent->wake);
   close(agent->spare);

@@ -159,7 +159,7 @@ int link_append(ProxycclLink *link, FrameKind kind, uint32_t count, const void *
   return ENOMEM;
 }
 
-/* Makes an error of an answer to a READ whose blocks are not registered any more. */
+/* Makes an error of an answer to a READ whose blocks are no longer registered. */
 static void check_answer(const ProxycclLink *link, Answer *answer) {
   Device *device;
   const uint64_t lacking = agent_lacks(link->agent, answer->blocks, answer->count, &device);
@@ -515,7 +515,7 @@ static const char *take_body(ProxycclLink *link) {
   return NULL;
 }
 
-/* A WRITE whose blocks are not registered any more goes nowhere. */
+/* A WRITE whose blocks are no longer registered goes nowhere. */
 static void check_write(ProxycclLink *link) {
   Receiving *in = &link->in;
   Device *device;
@@ -559,7 +559,7 @@ static const char *end_data(ProxycclLink *link) {
       transfer->fault.address = (uintptr_t)(in->frame.bytes == 0 ? address + at.offset : address);
     }
   }
-  if (transfer->refusal != 0 && transfer->queued) { /* it sends no more */
+  if (transfer->refusal != 0 && transfer->queued) { /* it stops sending */
     ProxycclTransfer **at = &link->first;
     while (*at != transfer) at = &(*at)->next;
     *at = transfer->next;

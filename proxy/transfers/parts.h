@@ -68,7 +68,7 @@ typedef enum FrameKind {
   FRAME_CHECK
 } FrameKind;
 
-/* What starts each frame on a socket. Both sides have the same byte order, as the greeting finds out.
+/* The head of each frame on a socket. Both sides have the same byte order, as the greeting finds out.
  * HELLO: `count` is the version, and `bytes` bytes follow, the secret and the sender's name.
  * PERMIT: before the HELLO, at most once: `count` is the version, and the secret follows. It asks to let the sender's
  * process copy from and to the receiver's, and is answered.
@@ -169,7 +169,7 @@ typedef enum PartState {
   PART_MOVED
 } PartState;
 
-/* What a stage is used for in a transfer between a device and a socket. */
+/* The use of a stage in a transfer between a device and a socket. */
 typedef struct Part {
   PartState state;
   ProxycclTransfer *mover; /* one frame */
@@ -309,16 +309,16 @@ void fabric_poll(ProxycclAgent *agent);
 uint64_t fabric_rest(ProxycclAgent *agent); /* ns until its thread must poll again; UINT64_MAX: when it is woken */
 void fabric_lose(ProxycclLink *link);       /* the link is lost */
 void fabric_finish(
-    ProxycclTransfer *transfer);        /* begins no more, and waits until nothing touches its memory; unlocks */
-void fabric_stop(ProxycclAgent *agent); /* likewise for all; there is no thread any more */
+    ProxycclTransfer *transfer); /* begins no further copies, and waits until nothing touches its memory; unlocks */
+void fabric_stop(ProxycclAgent *agent); /* likewise for all; the thread has ended */
 void fabric_free(ProxycclAgent *agent);
 
 /* stages.c. All with the agent locked, by its thread. */
 Stage *stage_take(ProxycclLink *link, Device *device); /* NULL: there is no memory */
-void stage_give(Stage *stage);                         /* its link needs it no more */
+void stage_give(Stage *stage);                         /* its link no longer needs it */
 void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count); /* unlocks meanwhile */
 void stages_look(ProxycclAgent *agent);                                                   /* likewise */
-void stages_finish(ProxycclAgent *agent); /* waits for all copies; there is no thread any more */
+void stages_finish(ProxycclAgent *agent); /* waits for all copies; the thread has ended */
 
 /* device.c. All with the agent locked; they unlock meanwhile. */
 void device_start(ProxycclTransfer *transfer, const uint64_t *stream);

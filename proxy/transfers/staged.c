@@ -47,7 +47,7 @@ static void copy_part(ProxycclTransfer *transfer, uint32_t i) {
   if (status != 0 && transfer->error == 0) transfer->error = -status;
 }
 
-/* Whether the device has done what it does to a part. */
+/* Whether the device has done its copies of a part. */
 static int is_copied(ProxycclTransfer *transfer, uint32_t i) {
   pthread_mutex_unlock(&transfer->agent->lock);
   const int status = device_reached(transfer->staging, i);

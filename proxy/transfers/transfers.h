@@ -53,7 +53,7 @@ typedef struct ProxycclTransferTimes {
   uint64_t ended;
 } ProxycclTransferTimes;
 
-/* What an agent notes of each transfer that ends while somebody traces, in memory that other processes map. Only its
+/* An agent's record of each transfer that ends while somebody traces, in memory that other processes map. Only its
  * own process writes the records and `count`, and others `until`. */
 enum { PROXYCCL_TRANSFER_RECORDS = 4096 };
 typedef struct ProxycclTransferRecord {
@@ -75,7 +75,7 @@ typedef struct ProxycclCopier {
   int32_t relaxed; /* the capture mode that allows these calls */
 } ProxycclCopier;
 
-/* What a device copies, and where it queues that. Everything that this names outlives the transfer. */
+/* The copies of a device, and the queue for them. Everything that this names outlives the transfer. */
 typedef struct ProxycclDeviceCopies {
   const uint64_t *rows; /* (to, from, bytes) of each copy by the copy engine: the device's addresses */
   uint64_t count;
@@ -149,7 +149,7 @@ ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char 
 void proxyccl_link_end(ProxycclLink *link);
 /* Ends it, and gives the handle back. */
 void proxyccl_link_release(ProxycclLink *link);
-/* Why nothing moves over it any more (static text), or NULL. */
+/* Why nothing moves over it (static text), or NULL. */
 const char *proxyccl_link_lost(const ProxycclLink *link);
 /* The same, after a look whether the peer has gone, of which nobody may have heard yet. */
 const char *proxyccl_link_look(ProxycclLink *link);
@@ -157,7 +157,7 @@ const char *proxyccl_link_look(ProxycclLink *link);
  * or ENOMEM. */
 int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
 
-/* What carries a transfer. */
+/* The path of a transfer. */
 typedef enum ProxycclWay {
   PROXYCCL_BY_LINK,   /* the kernel, if the link has a process, else the socket */
   PROXYCCL_BY_SOCKET, /* although the link has a process: the remote blocks are a device's */

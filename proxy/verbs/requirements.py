@@ -1,4 +1,4 @@
-"""What RDMA by verbs needs of this machine. Every rank asks, and few machines have a device to read about."""
+"""The requirements of verbs on this machine. Every rank asks, and few machines have a device to read about."""
 
 from __future__ import annotations
 

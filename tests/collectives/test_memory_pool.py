@@ -61,7 +61,7 @@ def arrays(comm: Communicator, call: Call, count: int) -> list[Array]:
 
 
 def free(comm: Communicator, *given: Array) -> None:
-    """Frees segments, when nobody uses them any more."""
+    """Frees segments without users."""
     barrier(comm)
     for array in given:
         array.free()
@@ -113,7 +113,7 @@ def test_an_array_that_is_not_in_the_pool_has_all_ranks_stage(ranks: Ranks) -> N
 
 
 def test_segments_that_come_and_go(ranks: Ranks) -> None:
-    """A segment is freed when no peer maps it any more. The next one may have its address, and is unknown to peers."""
+    """A segment is freed when no peer maps it. The next one may have its address, and is unknown to peers."""
     call = Call("all_gather", count=LONG // 4, in_place=False)
 
     def body(comm: Communicator) -> None:

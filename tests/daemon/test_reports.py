@@ -200,7 +200,7 @@ def test_a_thread_held_by_a_driver_keeps_no_report_back(
             inside.reporter.write("a test")
             (report,) = written(reports)
             gate.open()
-        wait_for(lambda: inside.clients == 0, "nobody calls `copy` any more")
+        wait_for(lambda: inside.clients == 0, "the last call of `copy` has ended")
     for rank in (5, 6):  # both are on the one thread
         client_of_rank = report.client_of("0badcafe", rank)
         assert client_of_rank is not None

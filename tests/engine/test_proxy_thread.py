@@ -117,7 +117,7 @@ def test_a_worker_that_fails_leaves_the_others_running(thread: ProxyThread) -> N
         bad.push(SIGNAL, 1, channel=77)
         until(lambda: bad.failures)
         assert bad.failures[0].channel == 77
-        assert not bad.service.drain(TIMEOUT)  # nobody drains it any more, and nobody waits for that
+        assert not bad.service.drain(TIMEOUT)  # it is no longer drained, and nobody waits for that
         assert good.push(SIGNAL, 1000) == 1000
         assert good.service.drain(TIMEOUT)
         assert good.signalled == 1000

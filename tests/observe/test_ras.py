@@ -63,7 +63,7 @@ class Client:
 
 
 def ncclras(port: int, *, timeout: int | None = None, format: str = "", verbose: bool = False) -> str:
-    """What `ncclras -t TIMEOUT -f FORMAT -v` prints, with its checks of the answers."""
+    """The output of `ncclras -t TIMEOUT -f FORMAT -v`, with its checks of the answers."""
     client = Client(port)
     assert client.ask("CLIENT PROTOCOL 2") == "SERVER PROTOCOL 2\n"
     if timeout is not None:

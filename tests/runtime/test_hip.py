@@ -26,7 +26,7 @@ def _forwarding_libraries() -> None:
 
 
 def run(body: str, **env: str) -> str:
-    """What a program on the HIP runtime prints."""
+    """The output of a program on the HIP runtime."""
     program = (
         f"from proxyccl.device.runtimes import open_driver, open_runtime\nfrom proxyccl.device.errors import *\n{body}"
     )

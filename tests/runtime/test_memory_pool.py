@@ -74,7 +74,7 @@ def test_a_held_segment_outlives_its_freeing(runtime: Runtime, pool: MemoryPool)
     first.close()
     assert segment_at(pool, ptr).freed
     assert read(runtime, ptr) == {7}
-    assert pool.hold(number) is None, "what was freed can't be held any more"
+    assert pool.hold(number) is None, "freed memory can't be held"
     second.close()
     runtime.synchronize()  # a GPU's memory is freed at the next wait for the device
     assert runtime.allocations(ptr, NBYTES) == ()

@@ -45,7 +45,7 @@ def test_allocations_come_from_the_chosen_places(places: Places) -> None:
     assert [places.number_at(ptr) for ptr in marks] == [None, None]
     assert len({*taken, *marks}) == 4, "torch counts two allocations at one address as one"
     assert places.number_at(taken[0] + 16) is None, "no place begins there"
-    assert not allocate(), "nothing is chosen any more"
+    assert not allocate(), "the library no longer chooses places"
     for ptr in (*taken, *marks):
         free(ptr)
 

@@ -45,7 +45,7 @@ class Workers:
         self.rollouts = [self.kind(**options) for _ in range(rollouts)]
 
     def connect(self) -> None:
-        """What precedes each update."""
+        """The call that precedes each update."""
         metadata = [engine.prepare() for engine in (*self.trainers, *self.rollouts)]
         for engines, arguments in zip(
             (self.trainers, self.rollouts),

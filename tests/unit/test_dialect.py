@@ -27,6 +27,9 @@ findings: Callable[[str, str], list[str]] = runpy.run_path(str(ROOT / "docs/dial
         ("a.md", "Otherwise as `wait`.\n", 1, "otherwise like"),
         ("a.py", "# flags come round\n", 1, "wraps around"),
         ("a.md", "The ranks that\nare left go on.\n", 1, "remaining"),
+        ("a.py", 'def f():\n    """What a rank gets."""\n', 2, "a noun first"),
+        ("a.c", "/* The link is not used any more. */\n", 1, "no longer"),
+        ("Makefile", "a:\n\ttrue # the output comes behind the tables\n", 2, "after"),
     ],
 )
 def test_a_planted_phrase_is_found_with_its_line_and_what_to_write(
@@ -48,6 +51,8 @@ def test_a_planted_phrase_is_found_with_its_line_and_what_to_write(
         ("a.md", "```python\nx = 1  # behind the data\n```\n\nThe name is `behind the data`.\n"),
         ("a.py", "behind = [each for each in range(4)]\nis_no = behind\n"),
         ("a.c", "int behind(int the) { return the; }\n"),
+        ("a.py", 'x = 1\n"""Waits while it takes any more of them."""\n'),
+        ("Makefile", "behind the:\n\techo behind the\n"),
     ],
 )
 def test_good_english_and_code_pass(name: str, text: str) -> None:

@@ -4,7 +4,7 @@ Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.ht
 
 Every request needs the token of the printed address, which only this user knows: anybody on the machine may connect.
 The Host header must name this machine, so that a name that somebody else's DNS server resolves to the loopback address
-is of no use. The page loads nothing and sends nothing elsewhere, as its Content-Security-Policy says.
+is of no use. The page loads nothing and sends nothing elsewhere, by its Content-Security-Policy.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Events:
         self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends it: pages get no more."""
+        """Stops sending to pages."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

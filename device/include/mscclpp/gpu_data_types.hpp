@@ -79,7 +79,7 @@ template <int Bytes>
 struct Words<Bytes, false> {};
 
 namespace detail {
-// What a vector converts to and from: by its size, or of its type where CUDA has one.
+// The type that a vector converts to and from: by its size, or of its type where CUDA has one.
 template <class T, int N, int Bytes = N * sizeof(T)>
 struct StorageOf {
   using Type = Words<Bytes>;

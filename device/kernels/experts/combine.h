@@ -459,7 +459,7 @@ class Combine {
     return target;
   }
 
-  // What the sum of a token of this rank begins with.
+  // The first summand of a token of this rank.
   PROXYCCL_DEVICE uint32_t countAdded() const {
     return call_.added[0] == nullptr ? 0 : call_.added[1] == nullptr ? 1 : 2;
   }

@@ -221,7 +221,7 @@ typedef struct ProxycclCombine {
   ProxycclExpertLayout layout;
 } ProxycclCombine;
 
-/* What expert_weigh does with rows where they are. Rows that no dispatch has filled become zero. */
+/* The operations of expert_weigh on rows in place. Rows that no dispatch has filled become zero. */
 typedef struct ProxycclWeighing {
   uint64_t rows, hidden;
   char* values;             /* [rows][hidden] */

@@ -35,7 +35,7 @@ def fill(directory: Path) -> None:
     library.symlink_to(".." / LIBRARIES / "libhiprtc.so.6")
     for file in (directory / LOADER, library):
         if not file.exists():
-            raise UnavailableError(f"Debian's packages have no {file.name} any more")
+            raise UnavailableError(f"Debian's packages no longer have {file.name}")
 
 
 def fetch(directory: Path) -> None:

@@ -95,7 +95,7 @@ def installed(program: str) -> str:
     """A program of the packages, either fetched or installed before."""
     found = shutil.which(program, path=os.pathsep.join((str(ROOT / "usr/bin"), os.environ.get("PATH", os.defpath))))
     if found is None:
-        raise UnavailableError(f"Debian's packages have no {program} any more")
+        raise UnavailableError(f"Debian's packages no longer have {program}")
     return found
 
 
@@ -236,7 +236,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=840, metavar="S", help="seconds for the whole (default 840)")
     parser.add_argument("--memory", type=int, default=2048, metavar="MiB", help="of each machine (default 2048)")
     parser.add_argument("--cores", type=int, default=2, help="of each machine (default 2)")
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help="what to run, behind --")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="what to run, after --")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, end)
     try:

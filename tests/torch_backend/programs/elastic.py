@@ -1,6 +1,6 @@
 """A training that loses a rank, started by torchrun with a restart: ``elastic.py CHECKPOINT MODE``.
 
-MODE "kill": in the first attempt the last rank kills itself behind step 3. The others must get a named error; the
+MODE "kill": in the first attempt the last rank kills itself after step 3. The others must get a named error; the
 second attempt continues from the checkpoint. MODE "leave": no rank destroys its process group, and rank 0 ends first.
 """
 

@@ -121,7 +121,7 @@ def check_fast_rdma_atomic_support(nic_name: str | None = None) -> bool:
 
 
 def _of_nic(name: str | None, attribute: str) -> str:
-    """What the kernel says of a NIC; an empty text if there is none of that name."""
+    """An attribute of a NIC in sysfs; an empty text if there is no NIC of that name."""
     nic = name or os.environ.get("EP_NIC_NAME", "mlx5_0")
     path = Path("/sys/class/infiniband") / nic / attribute
     return path.read_text().strip() if path.exists() else ""

@@ -1,4 +1,4 @@
-"""What dispatch and combine give, by torch.distributed's own calls; for tests."""
+"""The results of dispatch and combine, by torch.distributed's own calls; for tests."""
 
 from __future__ import annotations
 
