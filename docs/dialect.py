@@ -3,7 +3,8 @@
  python docs/dialect.py
 
 It reads the tracked Markdown, the comments, docstrings and messages of Python and C, and the comments of Makefile and
-TOML. Code is left out, and so is CHANGELOG.md, which is history. `make lint` runs it. A phrase is listed only if it is wrong nearly everywhere.
+TOML. Code is left out, and so is CHANGELOG.md, which is history. `make lint` runs it. A phrase is listed only if it is
+wrong nearly everywhere.
 """
 
 import io
