@@ -208,8 +208,8 @@ class Collectives:
     def selector(self) -> Selector:
         """The tables that choose each call's algorithm; the same on all ranks.
 
-        Setting it raises ArgumentError for anything but a `Selector`, and for a launchable that these ranks can't
-        execute.
+        Setting it raises ArgumentError for anything but a `Selector`, and for one with an execution plan that these
+        ranks can't execute.
         """
         return self._selector
 

@@ -8,7 +8,7 @@ from typing import Any
 from proxyccl.channels.expert_parallel.calls import call_name
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
-from proxyccl.channels.launches import CurrentStream
+from proxyccl.channels.launches import CurrentStream, Launchable
 from proxyccl.channels.segment.call_log import encode_fields
 from proxyccl.channels.segment.calls import ROOT_FIELD
 from proxyccl.device._native import ffi
@@ -18,7 +18,6 @@ from proxyccl.device.runtime import Runtime, StreamLike
 from proxyccl.device.stream_operations import StreamOperations
 
 Kinds = tuple[Any, ...]
-Launchable = Launch | StreamOperations
 
 
 def kind_of(x: Any) -> Any:
