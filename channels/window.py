@@ -87,7 +87,7 @@ class Window:
         self._issue(operations, peer, signal, stream, x)
 
     def get(self, out: Any, peer: int, *, offset: int = 0, stream: StreamLike = None) -> Any:
-        """Copies a part of a peer's array into `out`, on the stream, and returns `out`. Arguments and errors as of
+        """Copies a part of a peer's array into `out`, on the stream, and returns `out`. Arguments and errors as for
         `put`."""
         view, theirs = self._ranges(out, "out", peer, offset)
         if not view.writable:

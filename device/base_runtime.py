@@ -533,7 +533,7 @@ class BaseRuntime(Protocol):
         """Holds up later work of the stream until a word is at least `value`, without a kernel.
 
         The wait is not bounded: its caller makes sure that the word is stored, also after a failure. Arguments
-        and errors as of `write_value`.
+        and errors as for `write_value`.
         """
         ...
 

@@ -41,6 +41,7 @@ PHRASES = {
     r"not looked at\b": "ignored",
     r"the own\b": "its own, this rank's, local",
     r"otherwise as (`|\w+\(\))": "otherwise like",
+    r"as of `": "as for, like",
     r"comes? round\b": "wraps around",
     r"(ranks?|peers?|threads?|those) that (is|are) left\b(?! (behind|to)\b)": "remaining",
 }

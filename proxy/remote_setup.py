@@ -14,7 +14,7 @@ class RemoteSetup(Struct, frozen=True):
         runtime: the runtime whose device memory peers reach.
         segment: the rank's control segment.
         signals: the range in it, in bytes, of the words that peers' proxies may signal.
-        near: NUMA node that the device is to be near to; None: all are equally near.
+        near: NUMA node near which the device should be; None: all are equally near.
         local_rank: the rank's number on its host.
     """
 

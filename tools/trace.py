@@ -124,7 +124,7 @@ class _Events:
 
 
 class _Agent(_Events):
-    """The events of one agent: a track for each peer and path. Arguments as of `_Events`."""
+    """The events of one agent: a track for each peer and path. Arguments as for `_Events`."""
 
     def write(self, trace: AgentTrace) -> None:
         agent = trace.agent
@@ -147,7 +147,7 @@ class _Process(_Events):
     """The events of one service.
 
     Args:
-        pid, start_ns, write: as of `_Events`.
+        pid, start_ns, write: as for `_Events`.
         trace: of the service.
         end_ns: end of triggers that were not seen to complete.
     """

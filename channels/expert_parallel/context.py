@@ -556,7 +556,7 @@ class DispatchCombineContext:
             values: [R, hidden] of the tokens' type.
             weights: float32 [R]; None for 1.
             stream: where.
-            desc: the rows' dispatch, if those that it has not filled are to be zero.
+            desc: the rows' dispatch, if those that it has not filled become zero.
             others: [R, hidden] of the tokens' type.
             products: float32 [R]: each row's scalar product with that of `others`, before it is multiplied.
         """

@@ -334,7 +334,7 @@ def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
     The argument is a `Bootstrap`, an MPI communicator, a torch process group, or None for MPI's world.
 
     Returns:
-        The bootstrap, and whether it was made here (and is to be closed by its user).
+        The bootstrap, and whether it was made here, so that its user must close it.
     """
     if value is None:
         bootstrap = MpiBootstrap()

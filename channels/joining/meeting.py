@@ -113,7 +113,7 @@ def meet(
     proxy_options: ProxyOptions,
     linger: float | None = None,
 ) -> Meeting:
-    """The ranks of a bootstrap meet; all of them call this together. Arguments and errors as of `Communicator`."""
+    """The ranks of a bootstrap meet; all of them call this together. Arguments and errors as for `Communicator`."""
     exchange = Exchange(bootstrap, timeout)
     with exchange.telling():
         rank, world_size = bootstrap.rank, bootstrap.world_size
@@ -370,7 +370,7 @@ class _Refusals:
     rendezvous, where the others look while they wait for it.
 
     Args:
-        whole, members, number, give_up: as of `meet_apart`.
+        whole, members, number, give_up: as for `meet_apart`.
     """
 
     def __init__(self, whole: Meeting, members: Sequence[int], number: int, give_up: Callable[[], None]) -> None:

@@ -28,7 +28,7 @@ def failure() -> str:
 
 
 def _note(code: object) -> None:
-    """Notes how the program ended: `code` is as of `sys.exit`."""
+    """Notes how the program ended: `code` is as for `sys.exit`."""
     global _status  # noqa: PLW0603  a program ends once
     _status = code if isinstance(code, int) else int(code is not None)
 

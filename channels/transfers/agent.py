@@ -498,12 +498,12 @@ class Agent:
         return set_label(transfer, self._published.label(peer, transfer.path.name))
 
     def read(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
-        """Starts to read blocks of another agent's memory. Arguments and errors as of `prepare` and
+        """Starts to read blocks of another agent's memory. Arguments and errors as for `prepare` and
         `Transfer.start`."""
         return self.prepare("read", peer, blocks).start(message)
 
     def write(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
-        """Starts to write blocks to another agent's memory. Arguments and errors as of `prepare` and
+        """Starts to write blocks to another agent's memory. Arguments and errors as for `prepare` and
         `Transfer.start`."""
         return self.prepare("write", peer, blocks).start(message)
 

@@ -136,7 +136,7 @@ class AgentFabric:
         return theirs is not None and (theirs.provider, theirs.format) == (mine.provider, mine.address_format)
 
     def insert(self, address: bytes) -> int:
-        """Makes a peer known. Errors as of `FabricEndpoint.insert`."""
+        """Makes a peer known. Errors as for `FabricEndpoint.insert`."""
         return self._endpoint.insert(address)[0]
 
     def remove(self, peer: int) -> None:

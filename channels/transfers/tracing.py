@@ -19,7 +19,7 @@ class TracedTransfer(Struct, frozen=True):
     """A transfer that ended while it was traced.
 
     Attributes:
-        peer, path: as of `Transfer`.
+        peer, path: as for `Transfer`.
         writes: whether data moved to the peer.
         nbytes, blocks: in all.
         posted_ns, ended_ns: of CLOCK_MONOTONIC.

@@ -169,7 +169,7 @@ def fetch_descriptors(token: bytes, kind: bytes, request: bytes) -> list[tuple[i
 
     Args:
         token: the process's.
-        kind: as of `supply`.
+        kind: as for `supply`.
         request: for it.
 
     Raises:

@@ -378,7 +378,7 @@ class nixl_agent:
         return _state(self.agent.postXferReq(handle._handle, notif_msg))
 
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
-        """Where a transfer is: "DONE" or "PROC". Errors are raised, as of `transfer`; nixlNotPostedError before it."""
+        """Where a transfer is: "DONE" or "PROC". Raises the errors of `transfer`; nixlNotPostedError before it."""
         return _state(self.agent.getXferStatus(handle._handle))
 
     def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlBind.nixlXferTelemetry:

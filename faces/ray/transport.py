@@ -235,7 +235,7 @@ class ProxyCCLTransport(TensorTransportManager):
         communicator_metadata: Any,
         target_buffers: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Reads an object's tensors. Arguments and errors as of `fetch_multiple_tensors` and `wait_fetch_complete`."""
+        """Reads an object's tensors. Arguments and errors as for `fetch_multiple_tensors` and `wait_fetch_complete`."""
         fetch = self.fetch_multiple_tensors(obj_id, tensor_transport_metadata, communicator_metadata, target_buffers)
         return self.wait_fetch_complete(fetch)
 

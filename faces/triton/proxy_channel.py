@@ -347,7 +347,7 @@ def put_value(channel, dst_offset, value, dtype: tl.constexpr):
 
 @jit
 def put_value_with_signal(channel, dst_offset, value, dtype: tl.constexpr):
-    """`put_value` and `signal` as one operation. Arguments as of `put_value`."""
+    """`put_value` and `signal` as one operation. Arguments as for `put_value`."""
     _require(channel)
     _put_value(channel, OP_DATA | OP_SIGNAL, dst_offset, value, dtype)
 
@@ -370,7 +370,7 @@ def signal(channel, value=None):
 
 @jit
 def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
-    """`put` and `signal` as one operation, which is cheaper than two. Arguments as of `put`."""
+    """`put` and `signal` as one operation, which is cheaper than two. Arguments as for `put`."""
     _require(channel)
     ticket, pushed = _push_data(channel, OP_DATA | OP_SIGNAL, dst_offset, src_offset, size, dst_memory, src_memory)
     return _ticket(ticket, pushed)
@@ -378,7 +378,7 @@ def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_
 
 @jit
 def put_with_signal_and_flush(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
-    """`put`, `signal` and `flush` as one operation. Arguments as of `put`, result as of `flush`."""
+    """`put`, `signal` and `flush` as one operation. Arguments as for `put`, result as for `flush`."""
     _require(channel)
     operation: tl.constexpr = OP_DATA | OP_SIGNAL | OP_FLUSH
     ticket, pushed = _push_data(channel, operation, dst_offset, src_offset, size, dst_memory, src_memory)

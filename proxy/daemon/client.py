@@ -345,7 +345,7 @@ class DaemonClient:
     def open_remote(
         self, options: TransportOptions, signals: range, *, near: int | None = None, local_rank: int = 0
     ) -> DaemonRemote:
-        """Has the daemon open a network device for this rank. Arguments and errors as of `Proxy.open_remote`."""
+        """Has the daemon open a network device for this rank. Arguments and errors as for `Proxy.open_remote`."""
         return DaemonRemote(self._daemon, OpenRemote.of(options, signals, near, local_rank), self._timeout)
 
     def reserve_channel(self, connection: Connection) -> int:
@@ -390,7 +390,7 @@ class DaemonClient:
             self._daemon.ask(FreeChannels(freed, connection.number), Done)
 
     def add_schedule(self, schedule: Schedule) -> int:
-        """Sets a schedule in the daemon. Returns its number. Arguments and errors as of `Proxy.add_schedule`."""
+        """Sets a schedule in the daemon. Returns its number. Arguments and errors as for `Proxy.add_schedule`."""
         return self._daemon.ask(AddSchedule(schedule), ScheduleAdded).number
 
     def remove_schedule(self, number: int) -> None:

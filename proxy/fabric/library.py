@@ -155,7 +155,7 @@ def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
     """The providers' offers for writes to peers' memory, and reads of it, in libfabric's order of preference.
 
     Args:
-        device_memory: whether the memory of GPUs is to be reached too, where a provider can.
+        device_memory: whether to reach the memory of GPUs too, where a provider can.
 
     Raises:
         ResourceError: out of memory.

@@ -69,7 +69,7 @@ def write(group: str, who: str, number: int, text: str) -> Path:
 
 
 def is_written(group: str, who: str) -> bool:
-    """Whether a process has written a report; the arguments as of `write`."""
+    """Whether a process has written a report; the arguments as for `write`."""
     return any(directory().glob(f"{group}-{who}-*.json"))
 
 

@@ -51,7 +51,7 @@ _COMPLETIONS = (
     ("IBV_WC_RESP_TIMEOUT_ERR", "the peer's response did not come in time"),
     ("IBV_WC_GENERAL_ERR", "the device reports an error of another kind"),
     ("IBV_WC_TM_ERR", "tag matching failed"),
-    ("IBV_WC_TM_RNDV_INCOMPLETE", "the message is to be fetched by software"),
+    ("IBV_WC_TM_RNDV_INCOMPLETE", "software must fetch the message"),
 )
 """By ibv_wc_status of infiniband/verbs.h: its name and its meaning."""
 
