@@ -30,13 +30,14 @@ def test_the_changelog_begins_with_the_version_of_the_project(version: str, pyte
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted", "before"), [("deep_ep", "proxyccl[torch]", ""), ("nixl", "proxyccl", "1.5.1+proxyccl.")]
+    ("name", "wanted", "before"), [("deep_ep", "proxyccl[torch]", ""), ("nixl", "proxyccl", "1.5.1.")]
 )
 def test_another_distribution_has_the_version_of_the_project(
     name: str, wanted: str, before: str, version: str, pytestconfig: pytest.Config
 ) -> None:
-    """That of `nixl` comes after the version of NIXL, which programs look for."""
+    """That of `nixl` comes after the version of NIXL, which programs look for; package indexes take no local versions."""
     path = pytestconfig.rootpath / "packages" / name / "pyproject.toml"
     project = tomllib.loads(path.read_text())["project"]
     assert project["version"] == before + version
+    assert re.fullmatch(r"[0-9.]+", project["version"])
     assert project["dependencies"] == [f"{wanted}=={version}"]
