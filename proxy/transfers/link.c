@@ -9,6 +9,7 @@
 #include <sys/epoll.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include "parts.h"
@@ -371,31 +372,83 @@ void link_forget_transfer(ProxycclLink *link, ProxycclTransfer *transfer) {
 
 /* Receiving */
 
+/* The end of a link whose socket gave nothing, unless it only has nothing now. */
+static void lose_at_end(ProxycclLink *link, ssize_t got) {
+  if (got < 0 && errno == EAGAIN) return;
+  link_lose(link, got == 0 || errno == ECONNRESET ? "the peer has closed the link" : "the peer's host does not answer");
+}
+
+/* Reads ahead if nothing is left of what was read before. 0: there is nothing now, or the link is lost. */
+static int read_ahead(ProxycclLink *link) {
+  if (link->ahead_at < link->ahead_end) return 1;
+  ssize_t got;
+  do {
+    got = recv(link->socket, link->ahead, AHEAD_BYTES, MSG_DONTWAIT);
+  } while (got < 0 && errno == EINTR);
+  if (got <= 0) {
+    lose_at_end(link, got);
+    return 0;
+  }
+  link->ahead_at = 0;
+  link->ahead_end = (size_t)got;
+  return 1;
+}
+
 /* Takes bytes from the socket; `to` NULL: to nowhere. 0: there are none now, or the link is lost. */
 static size_t take(ProxycclLink *link, void *to, size_t bytes) {
-  if (link->ahead_at == link->ahead_end) {
-    const int straight = to != NULL && bytes >= AHEAD_BYTES;
-    ssize_t got;
-    do {
-      got = straight ? recv(link->socket, to, bytes, MSG_DONTWAIT)
-                     : recv(link->socket, link->ahead, AHEAD_BYTES, MSG_DONTWAIT);
-    } while (got < 0 && errno == EINTR);
-    if (got < 0 && errno == EAGAIN) return 0;
-    if (got <= 0) {
-      link_lose(link, got == 0 || errno == ECONNRESET ? "the peer has closed the link"
-                      : errno == EFAULT               ? "memory to be received in is not mapped"
-                                                      : "the peer's host does not answer");
-      return 0;
-    }
-    if (straight) return (size_t)got;
-    link->ahead_at = 0;
-    link->ahead_end = (size_t)got;
-  }
+  if (!read_ahead(link)) return 0;
   const size_t ready = link->ahead_end - link->ahead_at;
   const size_t taken = bytes < ready ? bytes : ready;
   if (to != NULL) memcpy(to, link->ahead + link->ahead_at, taken);
   link->ahead_at += taken;
   return taken;
+}
+
+/* Copies to memory that a program may have freed, which must not end this process: the kernel copies. Returns the bytes
+ * that were copied; fewer than `bytes`: the next one could not be. */
+static size_t copy_out(const struct iovec *parts, uint32_t count, const char *from, size_t bytes) {
+  const struct iovec source = {(char *)from, bytes};
+  const ssize_t copied = process_vm_readv(getpid(), parts, count, &source, 1, 0);
+  if (copied >= 0 || errno == EFAULT) return copied < 0 ? 0 : (size_t)copied;
+  size_t done = 0; /* a sandbox forbids that call: memory that was protected, or is freed meanwhile, still ends it */
+  for (uint32_t i = 0; i < count && done < bytes; ++i) {
+    const size_t part = parts[i].iov_len < bytes - done ? parts[i].iov_len : bytes - done;
+    if (!is_mapped(parts[i].iov_base) || !is_mapped((char *)parts[i].iov_base + part - 1)) break;
+    memcpy(parts[i].iov_base, from + done, part);
+    done += part;
+  }
+  return done;
+}
+
+/* Takes bytes from the socket for a program's memory, and reads ahead. -1: that memory can't be written, and nothing was
+ * taken. 0 as of take. */
+static ssize_t take_out(ProxycclLink *link, const struct iovec *blocks, uint64_t count, Position at, uint64_t bytes) {
+  struct iovec parts[FRAME_BLOCKS + 1];
+  uint32_t used;
+  bytes = blocks_parts(blocks, count, at, bytes, FRAME_BLOCKS, parts, &used);
+  if (link->ahead_at == link->ahead_end) {
+    parts[used] = (struct iovec){link->ahead, AHEAD_BYTES};
+    struct msghdr message = {.msg_iov = parts, .msg_iovlen = used + 1};
+    ssize_t got;
+    do {
+      got = recvmsg(link->socket, &message, MSG_DONTWAIT);
+    } while (got < 0 && errno == EINTR);
+    if (got > (ssize_t)bytes) {
+      link->ahead_at = 0;
+      link->ahead_end = (size_t)got - bytes;
+      return (ssize_t)bytes;
+    }
+    if (got > 0) return got;
+    if (got == 0 || errno != EFAULT) { /* which part it was, copy_out finds out */
+      lose_at_end(link, got);
+      return 0;
+    }
+  }
+  if (!read_ahead(link)) return 0;
+  const size_t ready = link->ahead_end - link->ahead_at;
+  const size_t taken = copy_out(parts, used, link->ahead + link->ahead_at, bytes < ready ? bytes : ready);
+  link->ahead_at += taken;
+  return taken > 0 ? (ssize_t)taken : -1;
 }
 
 /* The bytes of a frame's body, or -1: the frame is not valid here. */
@@ -571,6 +624,23 @@ static const char *end_data(ProxycclLink *link) {
   return NULL;
 }
 
+/* The memory that data is for was freed, or is protected. The rest of the frame's data goes nowhere. */
+static void note_fault(ProxycclLink *link, const struct iovec *blocks, const Position *at) {
+  Receiving *in = &link->in;
+  const char *address = (char *)blocks[at->index].iov_base + at->offset;
+  if (link->serves) { /* its answer tells the peer */
+    in->error = is_mapped(address) ? EPERM : EFAULT;
+    in->block = at->index;
+    in->blocks = NULL;
+    return;
+  }
+  ProxycclTransfer *transfer = link->awaited[link->oldest % WINDOW].transfer;
+  const char *theirs = (char *)transfer->remote[at->index].iov_base + at->offset;
+  transfer->refusal = EPERM;
+  transfer->fault = is_mapped(address) ? (ProxycclFault){PROXYCCL_FAULT_PROTECTED, (uintptr_t)theirs}
+                                       : (ProxycclFault){PROXYCCL_FAULT_FREED_HERE, (uintptr_t)address};
+}
+
 /* Takes data for its blocks. The bytes taken. */
 static size_t take_data(ProxycclLink *link) {
   Receiving *in = &link->in;
@@ -579,8 +649,10 @@ static size_t take_data(ProxycclLink *link) {
   Position *at = &in->at;
   if (!link->serves) {
     Awaited *awaited = &link->awaited[link->oldest % WINDOW];
-    blocks = awaited->transfer == NULL ? NULL : awaited->transfer->local;
-    count = awaited->transfer == NULL ? 0 : awaited->transfer->count;
+    const ProxycclTransfer *transfer = awaited->transfer;
+    const int wanted = transfer != NULL && transfer->refusal == 0;
+    blocks = wanted ? transfer->local : NULL;
+    count = wanted ? transfer->count : 0;
     at = &awaited->at;
   } else {
     if (blocks != NULL && in->memory != link->agent->memory) check_write(link);
@@ -591,12 +663,13 @@ static size_t take_data(ProxycclLink *link) {
     }
   }
   if (blocks == NULL) return take(link, NULL, in->left);
-  struct iovec part;
-  uint32_t parts;
-  blocks_parts(blocks, count, *at, in->left, 1, &part, &parts);
-  const size_t taken = take(link, part.iov_base, part.iov_len);
-  blocks_advance(blocks, at, taken);
-  return taken;
+  const ssize_t taken = take_out(link, blocks, count, *at, in->left);
+  if (taken < 0) {
+    note_fault(link, blocks, at);
+    return take(link, NULL, in->left);
+  }
+  blocks_advance(blocks, at, (uint64_t)taken);
+  return (size_t)taken;
 }
 
 /* Room for more of a body: no more at once than a peer has shown that it sends. */

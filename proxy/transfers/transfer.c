@@ -229,6 +229,8 @@ void transfer_end_answered(ProxycclTransfer *transfer) {
     transfer_end(transfer, PROXYCCL_TRANSFER_REFUSED);
   } else if (transfer->refusal != 0 || transfer->asks) {
     if (transfer->refusal == EFAULT) transfer->fault.kind = PROXYCCL_FAULT_FREED;
+    if (transfer->refusal == EPERM && transfer->fault.kind == PROXYCCL_FAULT_NONE)
+      transfer->fault.kind = PROXYCCL_FAULT_PROTECTED;
     if (!transfer->asks) transfer->error = (int)transfer->refusal;
     transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
   } else {

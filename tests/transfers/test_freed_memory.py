@@ -113,14 +113,45 @@ def test_a_socket_to_a_peer_that_freed_its_memory(pair: Pair, mapped: Mapped, pa
     force_path(pair.a, path)
     with with_mapped(pair, mapped) as region:
         mapped.free()
-        rows = [(ours.address, region.address, NBYTES)]
-        with pytest.raises(FreedMemoryError, match=rf"agent b has freed its memory at {region.address:#x} "):
-            pair.a.read("b", rows).wait()
+        for nbytes in (100, 1 << 18, NBYTES):
+            rows = [(ours.address, region.address, nbytes)]
+            for operation in ("read", "write"):
+                with pytest.raises(FreedMemoryError, match=rf"agent b has freed its memory at {region.address:#x} "):
+                    pair.a.prepare(operation, "b", rows).start(b"never told").wait()
         pair.b.deregister(region)
         blocks = [*pair.blocks((0, 0, 100)).tolist(), (ours.address, region.address, 100)]
         for operation in ("read", "write"):
             with pytest.raises(NotRegisteredError, match=f"has deregistered its memory at {region.address:#x}"):
                 pair.a.prepare(operation, "b", blocks).start().wait()
+    pair.a.prepare("write", "b", pair.whole()).start(b"the link goes on").wait()
+    pair.b.wait_for_message(60)
+    assert pair.b.messages() == [("a", b"the link goes on")]
+
+
+@pytest.mark.parametrize("path", ["unix", "tcp"])
+def test_a_socket_and_blocks_before_one_that_was_freed(pair: Pair, mapped: Mapped, path: str) -> None:
+    """Small ones that arrive with their request, of which the last spans the end of the memory that is left."""
+    force_path(pair.a, path)
+    with with_mapped(pair, mapped) as region:
+        mapped.free(1 << 16)
+        near = pair.our_region.address
+        pair.ours[:] = 7
+        blocks = [(near, region.address, 1000), (near + 5000, region.address + (1 << 16) - 1000, 2000)]
+        with pytest.raises(FreedMemoryError, match=f"{region.address + (1 << 16) - 1000:#x}"):
+            pair.a.write("b", blocks).wait()
+        assert ctypes.string_at(region.address, 1001) == bytes([7] * 1000 + [0])
+
+
+@pytest.mark.parametrize("path", ["unix", "tcp"])
+@pytest.mark.parametrize("nbytes", [100, 1 << 18])
+def test_a_socket_and_memory_of_this_agent(pair: Pair, mapped: Mapped, path: str, nbytes: int) -> None:
+    force_path(pair.a, path)
+    ours = pair.a.register((mapped.address, NBYTES))
+    mapped.free()
+    with pytest.raises(FreedMemoryError, match=rf"this agent's memory at {ours.address:#x} was freed"):
+        pair.a.read("b", [(ours.address, pair.their_region.address, nbytes)]).wait()
+    pair.a.read("b", pair.whole()).wait()
+    np.testing.assert_array_equal(pair.ours, pair.theirs)
 
 
 def test_memory_of_this_agent(pair: Pair, mapped: Mapped) -> None:
@@ -130,7 +161,9 @@ def test_memory_of_this_agent(pair: Pair, mapped: Mapped) -> None:
         pair.a.read("b", [(ours.address, pair.their_region.address, 100)]).wait()
 
 
-def test_memory_that_is_protected(pair: Pair, mapped: Mapped) -> None:
+@pytest.mark.parametrize("path", ["process_vm", "unix", "tcp"])
+def test_memory_that_is_protected(pair: Pair, mapped: Mapped, path: str) -> None:
+    force_path(pair.a, path)
     with with_mapped(pair, mapped) as region:
         mapped.protect()
         with pytest.raises(TransferError, match=rf"agent b at {region.address:#x} can't be written"):
