@@ -338,16 +338,17 @@ class Agent:
 
         Raises:
             UnknownAgentError: no such agent was added.
+            ActiveError: it was forgotten, but a transfer's requests to libfabric are still outstanding, and may write.
         """
         with self._lock:
             self._require_open()
             peer = self._peer(name)
             del self._peers[name]
             peer.removed = True
+        self._publish_links()
         peer.leave()
         if self._fabric is not None and peer.number is not None:
             self._fabric.remove(peer.number)
-        self._publish_links()
 
     @property
     def peers(self) -> list[str]:

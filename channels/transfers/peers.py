@@ -7,6 +7,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from proxyccl.channels.transfers.device_memory import Reached
+from proxyccl.channels.transfers.errors import ActiveError
 from proxyccl.channels.transfers.fabric import Keys
 from proxyccl.channels.transfers.host_memory import Mapped
 from proxyccl.channels.transfers.metadata import Place
@@ -38,10 +39,20 @@ class Peer:
         return transfer
 
     def leave(self) -> None:
-        """Ends the link, and then unmaps the peer's memory."""
+        """Ends the link, and then unmaps the peer's memory.
+
+        Raises:
+            ActiveError: a transfer by libfabric has not ended. Everything else has.
+        """
         if self.link is not None:
             self.link.end()
+        active = None
         for transfer in list(self.to_close):
-            transfer.close()
+            try:
+                transfer.close()
+            except ActiveError as error:
+                active = error
         self.reached.close()
         self.mapped.close()
+        if active is not None:
+            raise active

@@ -49,7 +49,7 @@ class Turn:
         try:
             StreamOperations(self.copier.runtime, [WriteValue(ptr, value), WaitValue(ptr + _WORD, value)])(stream)
         except KernelError:
-            lib.proxyccl_transfer_cancel(transfer)
+            lib.proxyccl_transfer_cancel(transfer, 0)
             raise
         return 0
 

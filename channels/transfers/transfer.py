@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from enum import Enum
 from typing import TYPE_CHECKING, Self
@@ -11,6 +12,7 @@ from msgspec import Struct
 from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
 from proxyccl.channels.transfers.errors import (
+    ActiveError,
     CanceledError,
     DisconnectedError,
     FreedMemoryError,
@@ -206,15 +208,30 @@ class Transfer:
                 f"the transfer with agent {self.peer} is still active after {bounded:g} s", self.peer
             )
 
-    def cancel(self) -> None:
-        """Cancels it if it is active. When this returns, its local memory is no longer touched."""
-        lib.proxyccl_transfer_cancel(self._open())
+    def cancel(self, timeout: float | None = None) -> None:
+        """Cancels it if it is active. When this returns, its local memory is no longer touched.
 
-    def close(self) -> None:
-        """Cancels it if it is active, and refuses further use. When this returns, its local memory is no longer
-        touched."""
+        Args:
+            timeout: seconds in which requests to libfabric, which can't be taken back, must have ended; None:
+                ``PROXYCCL_TIMEOUT``, else 30.
+
+        Raises:
+            ActiveError: some have not, and may still write. It can be canceled again, and ends as canceled after the
+                last of them.
+        """
+        handle = self._open()
+        bounded = timeout_from(timeout)
+        if wait_in_slices(lambda ns: lib.proxyccl_transfer_cancel(handle, ns), errno.EBUSY, bounded):
+            raise ActiveError(
+                f"the transfer with agent {self.peer} by {self.path.name} still has requests outstanding after "
+                f"{bounded:g} s; they can't be taken back, and may still write",
+                self.peer,
+            )
+
+    def close(self, timeout: float | None = None) -> None:
+        """Cancels it if it is active, and refuses further use. Arguments and errors as of `cancel`."""
         if not self._closed:
-            self.cancel()
+            self.cancel(timeout)
             self._closed = True
 
     @property

@@ -61,7 +61,7 @@ class nixl_prepped_dlist_handle(_Handle):
 
 
 class nixl_xfer_handle(_Handle):
-    """A transfer. Releasing an active one cancels it."""
+    """A transfer. Releasing an active one cancels it, or raises nixlRepostActiveError if an adapter still writes."""
 
     def _release(self) -> None:
         self._agent.releaseXferReq(self._handle)

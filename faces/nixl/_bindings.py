@@ -506,10 +506,11 @@ class nixlAgent:
 
     def releaseXferReq(self, reqh: int) -> nixl_status_t:
         """Cancels a transfer if it is active, and forgets it."""
-        posted = self._transfers.pop(reqh, None)
+        posted = self._transfers.get(reqh)
         if posted is not None:
             with in_nixls_words():
                 posted.transfer.close()
+            self._transfers.pop(reqh, None)
         return NIXL_SUCCESS
 
     def _transfer(self, handle: int) -> _Posted:

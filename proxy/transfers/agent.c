@@ -378,8 +378,8 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
     agent->listeners[i] = -1;
   }
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) link_lose(link, "the agent was closed");
-  while (agent->first != NULL) transfer_cancel(agent->first); /* within the agent */
-  while (agent->looked_at != NULL) transfer_cancel(agent->looked_at);
+  while (agent->first != NULL) transfer_cancel(agent->first, 0); /* within the agent */
+  while (agent->looked_at != NULL) transfer_cancel(agent->looked_at, 0);
   stages_finish(agent);
   fabric_stop(agent);
   agent->log = NULL; /* its memory lives no longer than the agent's handle */

@@ -23,9 +23,9 @@ enum { ROW = 6 }; /* words of a row */
 enum {
   COMPLETIONS = 16,
   ACTIVE_NS = 20000, /* between two looks into a queue without a descriptor */
-  IDLE_NS = 1000000, /* likewise, without own requests */
-  LONGEST_CANCEL_S = 30
+  IDLE_NS = 1000000  /* likewise, without own requests */
 };
+#define LONGEST_STOP_NS 1000000000ull
 
 /* `context` is the provider's while the request is outstanding. */
 typedef struct Request {
@@ -77,7 +77,10 @@ static void drop_rest(ProxycclTransfer *transfer) {
 
 static void end(ProxycclTransfer *transfer) {
   ProxycclLink *link = transfer->link;
-  if (link->lost != NULL) {
+  if (transfer->abandoned) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
+    if (transfer->orphaned) transfer_free(transfer);
+  } else if (link->lost != NULL) {
     transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
   } else if (transfer->error == 0) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
@@ -203,34 +206,41 @@ void fabric_lose(ProxycclLink *link) {
   }
 }
 
-void fabric_finish(ProxycclTransfer *transfer) {
+int fabric_finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   ProxycclAgent *agent = transfer->agent;
-  const uint64_t deadline = now_ns() + LONGEST_CANCEL_S * 1000000000ull;
+  const uint64_t deadline = now_ns() + timeout_ns;
   const struct timespec pause = {0, ACTIVE_NS};
   drop_rest(transfer);
-  while (transfer->unanswered > 0 && now_ns() < deadline) {
-    fabric_poll(agent);
-    if (transfer->unanswered == 0) break;
+  for (fabric_poll(agent); transfer->unanswered > 0 && now_ns() < deadline; fabric_poll(agent)) {
     ++transfer->copying; /* it stays */
     pthread_mutex_unlock(&agent->lock);
     nanosleep(&pause, NULL);
     pthread_mutex_lock(&agent->lock);
     --transfer->copying;
   }
-  for (uint32_t i = 0; i < agent->fabric->port.depth; ++i) {
-    Request *request = &agent->fabric->requests[i];
-    if (request->transfer == transfer) request->transfer = NULL;
+  return transfer->unanswered == 0;
+}
+
+/* Ends a transfer although requests are outstanding: the endpoint will be closed before its memory is used again. */
+static void give_up(Fabric *fabric, ProxycclTransfer *transfer) {
+  for (uint32_t i = 0; i < fabric->port.depth; ++i) {
+    if (fabric->requests[i].transfer == transfer) fabric->requests[i].transfer = NULL;
   }
   transfer->unanswered = 0;
+  transfer->abandoned = 1;
+  end(transfer);
 }
 
 void fabric_stop(ProxycclAgent *agent) {
   Fabric *fabric = agent->fabric;
   if (fabric == NULL) return;
-  while (fabric->first != NULL) transfer_cancel(fabric->first);
-  for (uint32_t i = 0; i < fabric->port.depth; ++i) { /* those that are posted */
+  const uint64_t deadline = now_ns() + LONGEST_STOP_NS;
+  while (fabric->first != NULL) transfer_cancel(fabric->first, 0); /* it leaves the queue */
+  for (uint32_t i = 0; i < fabric->port.depth; ++i) {              /* requests that are posted */
     ProxycclTransfer *transfer = fabric->requests[i].transfer;
-    if (transfer != NULL) transfer_cancel(transfer);
+    if (transfer == NULL) continue;
+    const uint64_t now = now_ns();
+    if (transfer_cancel(transfer, now < deadline ? deadline - now : 0) != 0) give_up(fabric, transfer);
   }
 }
 
@@ -254,7 +264,10 @@ uint64_t fabric_rest(ProxycclAgent *agent) {
   return UINT64_MAX;
 }
 void fabric_lose(ProxycclLink *link) { (void)link; }
-void fabric_finish(ProxycclTransfer *transfer) { (void)transfer; }
+int fabric_finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
+  (void)transfer, (void)timeout_ns;
+  return 1;
+}
 void fabric_stop(ProxycclAgent *agent) { (void)agent; }
 void fabric_free(ProxycclAgent *agent) { (void)agent; }
 

@@ -22,6 +22,7 @@ enum {
   PIECE_BYTES = 1 << 20,   /* most that a thread copies at once */
   SHORT_BYTES = 64 << 10,  /* a device's copy up to this is waited for by whoever starts it, … */
   SHORT_NS = 20000,        /* … at most this long: it takes less than waking a thread */
+  LONGEST_CANCEL_S = 30,   /* a device or an adapter that takes longer hangs */
   FED = 2,                 /* most answers of one link that have a stage */
   AHEAD_BYTES = 64 << 10,  /* read from a socket at once */
   UNGREETED = 64           /* most accepted links that have not sent their greeting */
@@ -204,6 +205,8 @@ struct ProxycclTransfer {
   ProxycclTransfer *whole;        /* of a part's mover; else NULL */
   const uint64_t *rows;           /* of requests to libfabric; else NULL */
   uint64_t peer;                  /* their fi_addr_t */
+  int abandoned;                  /* it ends as canceled with the last of them, … */
+  int orphaned;                   /* … and is freed */
   const ProxycclCopier *copier;   /* NULL: no device copies it */
   const uint64_t *copies;         /* (to, from, bytes) */
   uint64_t copy_count;
@@ -293,7 +296,8 @@ void transfer_begin(ProxycclTransfer *transfer, const uint64_t *stream);
 void transfer_restart(ProxycclTransfer *transfer); /* one without a message, which is not active */
 int transfer_look(ProxycclTransfer *transfer);     /* begins it if its stream has come to it; 1: that it did */
 int transfer_is_looked_at(const ProxycclTransfer *transfer); /* it has a device or a stream that wakes nobody */
-void transfer_cancel(ProxycclTransfer *transfer);
+int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns); /* see proxyccl_transfer_cancel */
+void transfer_free(ProxycclTransfer *transfer); /* its caller has a reference to the agent, and stays locked */
 void transfer_lose(ProxycclTransfer *transfer); /* a copy, whose link is lost */
 
 /* staged.c. All with the agent locked; they unlock meanwhile, except staged_moved. */
@@ -308,8 +312,8 @@ void fabric_start(ProxycclTransfer *transfer);
 void fabric_poll(ProxycclAgent *agent);
 uint64_t fabric_rest(ProxycclAgent *agent); /* ns until its thread must poll again; UINT64_MAX: when it is woken */
 void fabric_lose(ProxycclLink *link);       /* the link is lost */
-void fabric_finish(
-    ProxycclTransfer *transfer); /* begins no further copies, and waits until nothing touches its memory; unlocks */
+/* Begins no further copies, and waits until nothing touches its memory: 1. 0: something still does. Unlocks. */
+int fabric_finish(ProxycclTransfer *transfer, uint64_t timeout_ns);
 void fabric_stop(ProxycclAgent *agent); /* likewise for all; the thread has ended */
 void fabric_free(ProxycclAgent *agent);
 

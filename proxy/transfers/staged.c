@@ -169,7 +169,7 @@ void staged_finish(ProxycclTransfer *transfer) {
   ++transfer->copying; /* it stays */
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
     Part *part = &transfer->parts[i];
-    if (part->state == PART_MOVING) transfer_cancel(part->mover);
+    if (part->state == PART_MOVING) transfer_cancel(part->mover, 0);
     if (part->state == PART_COPYING) {
       pthread_mutex_unlock(&agent->lock);
       device_await(transfer->staging, i);

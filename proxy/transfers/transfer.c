@@ -324,6 +324,7 @@ static int activate(ProxycclTransfer *transfer, const char *message, uint64_t by
   transfer->error = 0;
   transfer->refusal = 0;
   transfer->asks = 0;
+  transfer->abandoned = 0;
   transfer->fault = (ProxycclFault){PROXYCCL_FAULT_NONE, 0};
   transfer->cancel = 0;
   transfer->rung = 1;
@@ -386,38 +387,53 @@ int transfer_look(ProxycclTransfer *transfer) {
   return 1;
 }
 
-void transfer_cancel(ProxycclTransfer *transfer) {
+int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   ProxycclAgent *agent = transfer->agent;
-  if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return;
+  if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
   transfer->cancel = 1;
   while (transfer->copying > 0) pthread_cond_wait(&agent->changed, &agent->lock); /* for one piece of each thread */
-  if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return;
+  if (transfer->state != PROXYCCL_TRANSFER_ACTIVE) return 0;
   ProxycclLink *link = transfer->link;
   const int by_socket = is_by_socket(transfer) && transfer->parts == NULL;
   if (transfer->copier != NULL) device_finish(transfer);
   if (!transfer->rung) transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
   if (transfer->rung && transfer->parts != NULL) staged_finish(transfer);
-  if (transfer->rung && transfer->rows != NULL && !transfer->asks) fabric_finish(transfer);
+  if (transfer->rung && transfer->rows != NULL && !transfer->asks && !fabric_finish(transfer, timeout_ns)) {
+    transfer->cancel = 0;
+    transfer->abandoned = 1;
+    return EBUSY;
+  }
   if (transfer->queued && by_socket) transfer_unqueue(transfer, &link->first, &link->last);
   if (transfer->queued) transfer_unqueue(transfer, &agent->first, &agent->last);
   if (by_socket) link_forget_transfer(link, transfer);
   if (transfer->state == PROXYCCL_TRANSFER_ACTIVE) transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
+  return 0;
 }
 
-void proxyccl_transfer_cancel(ProxycclTransfer *transfer) {
+int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   pthread_mutex_lock(&transfer->agent->lock);
-  transfer_cancel(transfer);
+  const int error = transfer_cancel(transfer, timeout_ns);
   pthread_mutex_unlock(&transfer->agent->lock);
+  return error;
+}
+
+void transfer_free(ProxycclTransfer *transfer) {
+  --transfer->agent->references;
+  staged_free(transfer);
+  if (transfer->link != NULL) link_unreference(transfer->link);
+  buffer_free(&transfer->message);
+  free(transfer);
 }
 
 void proxyccl_transfer_release(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   pthread_mutex_lock(&agent->lock);
-  transfer_cancel(transfer);
-  staged_free(transfer);
-  if (transfer->link != NULL) link_unreference(transfer->link);
-  buffer_free(&transfer->message);
-  free(transfer);
+  ++agent->references; /* of this call */
+  if (transfer_cancel(transfer, LONGEST_CANCEL_S * 1000000000ull) == 0) {
+    transfer_free(transfer);
+  } else {
+    transfer->orphaned = 1;
+  }
   agent_unreference(agent);
 }
 

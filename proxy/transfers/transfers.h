@@ -189,7 +189,7 @@ ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, Proxy
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);
 /* The number by which records name its peer and path. */
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
-/* Cancels it if it is active, and frees it. When it returns, nothing touches its local memory. */
+/* Cancels it if it is active, and frees it. When it returns, nothing touches its local memory, but after 30 s. */
 void proxyccl_transfer_release(ProxycclTransfer *transfer);
 /* Starts it. `message`: told to the peer when the data has arrived; NULL: none. `stream`: of the device that copies; it
  * then runs after the stream's earlier work, and before its later work. NULL: none. A short transfer without a stream
@@ -200,9 +200,10 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
  * start has a higher value. For a transfer that no device copies. 0 or an error as of proxyccl_transfer_post. */
 int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words,
                                  uint64_t value);
-/* Ends it as canceled if it is active. When it returns, nothing touches its local memory. A device's copies are waited
- * for, and so is the stream's work before them, at most 30 s. */
-void proxyccl_transfer_cancel(ProxycclTransfer *transfer);
+/* Ends it as canceled if it is active. A device's copies are waited for, and so is the stream's work before them, at
+ * most 30 s; requests to libfabric, which can't be taken back, until the time-out. 0: nothing touches its local memory
+ * any more. EBUSY: some of these requests still may. It stays active, and ends as canceled after the last of them. */
+int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns);
 ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer);
 /* Copies a piece of it, if there is one that nobody copies yet, or looks whether the device is done. The state
  * afterwards. */

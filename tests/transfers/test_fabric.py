@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
+from proxyccl.device.errors import ClosedError
 from proxyccl.proxy import _engine
-from proxyccl.transfer import Agent, DisconnectedError, NotRegisteredError, State, TransferTimeoutError, strided
+from proxyccl.transfer import (
+    ActiveError,
+    Agent,
+    CanceledError,
+    DisconnectedError,
+    NotRegisteredError,
+    State,
+    TransferTimeoutError,
+    strided,
+)
 from support.agents import child, serve_memory
 from support.packages.fabric import library_or_skip
 
@@ -144,6 +156,47 @@ def test_a_canceled_transfer_touches_nothing_more(agents: OnFabric) -> None:
         assert transfer.state in (State.CANCELED, State.DONE)
         agents.ours[:] = 0
         assert not agents.ours.any()
+
+
+@contextlib.contextmanager
+def stopped_peer() -> Iterator[tuple[Any, Agent, Any]]:
+    """A process with an agent that has stopped, an agent that knows it, and a transfer that has begun."""
+
+    def body(connection: socket.socket) -> None:
+        os.environ["PROXYCCL_TRANSFER_PATHS"] = "fabric"
+        serve_memory(connection)
+
+    with child(body) as process, Agent("a", listen=["127.0.0.1"], paths=["fabric"]) as agent:
+        agent.add(process.receive())
+        ours, theirs = agent.register(np.zeros(NBYTES, np.uint8)), agent.regions_of("b")[0]
+        transfer = agent.prepare("read", "b", [(ours.address, theirs.address, NBYTES)])
+        transfer.start().wait()
+        process.stop()
+        transfer.start(b"never told")
+        yield process, agent, transfer
+
+
+def test_requests_that_are_outstanding_are_not_said_to_be_canceled() -> None:
+    """They can't be taken back, so the transfer is active until they have ended."""
+    with stopped_peer() as (process, agent, transfer):
+        for call in (transfer.cancel, transfer.close):
+            with pytest.raises(ActiveError, match="still has requests outstanding after 0.05 s; they can't be taken back"):
+                call(0.05)
+        assert transfer.state is State.ACTIVE
+        with pytest.raises(ActiveError):
+            transfer.start()
+        os.kill(process.pid, signal.SIGCONT)
+        with pytest.raises(CanceledError):
+            transfer.wait(60)
+        transfer.cancel()
+        transfer.start(b"told").wait()
+
+
+def test_an_agent_closes_although_requests_are_outstanding() -> None:
+    with stopped_peer() as (_, agent, transfer):
+        agent.close()
+        with pytest.raises(ClosedError):
+            transfer.start()
 
 
 def test_an_idle_agent_takes_no_time(agents: OnFabric) -> None:
