@@ -132,7 +132,7 @@ class Agent:
         lib.proxyccl_agent_set_log(handle, ffi.cast("ProxycclTransferLog *", self._published.log.ptr))
         served.append(self._published.log)
         wants = FABRIC in allowed and (named or len(listeners) > 1)
-        self._fabric = open_fabric(named) if wants else None
+        self._fabric, self._no_fabric = open_fabric(named) if wants else (None, "")
         if self._fabric is not None:
             served.append(self._fabric)
             if lib.proxyccl_agent_set_fabric(handle, self._fabric.port):
@@ -226,7 +226,7 @@ class Agent:
                 raise ArgumentError("regions", f"{region} is not a range of memory")
         shares = [self._devices.share(region, runtime) for region in regions if region.kind == VRAM]
         if self._fabric is not None:
-            self._fabric.register(regions)
+            self._fabric.register(regions, {share.region: self._devices.of(share).runtime for share in shares})
         with self._lock:
             self._require_open()
             self._own.add(regions)
@@ -439,7 +439,7 @@ class Agent:
                 link = Link(self._handle, name, peer.place.secret, connected)
                 if fabric is not None and link.path.name.startswith("fabric"):
                     peer.number = fabric.insert(peer.place.fabric)
-                self._warn_of_slow(link)
+                self._warn_of_slow(link, peer.place.host)
                 with self._lock:
                     peer.link = link
                 if peer.removed:
@@ -454,9 +454,12 @@ class Agent:
             links = [(name, peer.link.path) for name, peer in self._peers.items() if peer.link is not None]
         self._published.write(links)
 
-    def _warn_of_slow(self, link: Link) -> None:
+    def _warn_of_slow(self, link: Link, host: str) -> None:
         what = f"moves data to and from agent {link.peer} of the same host through a socket"
         self._preparer.warn_once(what, link.path.reason, 5)
+        if link.path.name == "tcp" and host != boot_id():
+            what = f"reaches agent {link.peer} by TCP, although this host has adapters with RDMA"
+            self._preparer.warn_once(what, self._no_fabric, 5)
 
     # Transfers
 

@@ -37,6 +37,11 @@ class Share(Message, frozen=True):
     handle: Annotated[bytes, Meta(max_length=1024)]
 
 
+def runtime_name() -> str:
+    """The runtime of devices that only a number names: ``PROXYCCL_RUNTIME``'s, else the machine's."""
+    return os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
+
+
 class Devices:
     """The devices of this process that an agent's transfers use, each opened when it is first needed.
 
@@ -61,7 +66,7 @@ class Devices:
         """
         if runtime is not None:
             name = runtime.name
-        name = name or os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
+        name = name or runtime_name()
         with self._lock:
             found = self._copiers.get((name, device))
             if found is None:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 from msgspec import Struct
 
 from proxyccl.channels.transfers.blocks import Rows, joined
+from proxyccl.channels.transfers.device_memory import runtime_name
 from proxyccl.channels.transfers.errors import NoPathError
 from proxyccl.channels.transfers.regions import DRAM, Region, outermost
 from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
+from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Message, ProtocolError, Uint64
-from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint, FabricRegistration
+from proxyccl.proxy.fabric.endpoint import ADDRESS, DeviceMemory, FabricEndpoint, FabricRegistration
 from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.gpu_writes import require_ordered
 
 _ADAPTERS = Path("/sys/class/infiniband")
 """Adapters with RDMA, EFA among them."""
@@ -29,7 +32,7 @@ _SOCKETS = frozenset({"tcp", "net", "sockets", "udp"})
 
 
 class Key(Message, frozen=True):
-    """How peers name a region of the host's memory.
+    """How peers name a region.
 
     Attributes:
         region: the region.
@@ -94,13 +97,16 @@ class AgentFabric:
 
     Args:
         options: the provider and its settings.
+        devices: whether the provider should reach memory of devices, if it can.
 
     Raises:
         ArgumentError, ResourceError, RuntimeUnavailableError: it can't be opened.
     """
 
-    def __init__(self, options: FabricOptions) -> None:
-        self._endpoint = FabricEndpoint(choose_offer(fabric_offers(), options), options, waits=True)
+    def __init__(self, options: FabricOptions, *, devices: bool) -> None:
+        self._options = options
+        offers = fabric_offers(device_memory=devices)
+        self._endpoint = FabricEndpoint(choose_offer(offers, options), options, waits=True)
         if not self._endpoint.offer.reads:
             self._endpoint.close()
             raise RuntimeUnavailableError(f"{self._endpoint.offer} does not read peers' memory")
@@ -108,6 +114,7 @@ class AgentFabric:
         self._lock = threading.Lock()
         self._registered: dict[Region, FabricRegistration] = {}
         self._own = Keys()
+        self._unreached: dict[int, str] = {}  # why it does not reach the memory of a device
         parts, offer = self._endpoint.parts, self._endpoint.offer
         self.port = ffi.new(
             "ProxycclFabricPort *",
@@ -143,18 +150,38 @@ class AgentFabric:
         """Forgets a peer, to which nothing is outstanding."""
         self._endpoint.remove(peer)
 
-    def register(self, regions: Iterable[Region]) -> None:
-        """Registers regions of the host's memory; a region may be registered already.
+    def register(self, regions: Iterable[Region], runtimes: Mapping[Region, Runtime]) -> None:
+        """Registers regions, except those of devices that the provider does not reach; a region may be registered
+        already.
+
+        Args:
+            regions: the regions.
+            runtimes: those of the devices' ones.
 
         Raises:
             ArgumentError, ResourceError, RuntimeUnavailableError: as `FabricEndpoint.register`.
         """
         with self._lock:
             for region in regions:
-                if region.kind != DRAM or not region.nbytes or region in self._registered:
+                if not region.nbytes or region in self._registered:
                     continue
-                made = self._registered[region] = self._endpoint.register(region.address, region.nbytes)
+                try:
+                    made = self._register(region, runtimes.get(region))
+                except RuntimeUnavailableError as error:
+                    if region.kind == DRAM:
+                        raise
+                    self._unreached[region.device] = str(error)
+                    continue
+                self._registered[region] = made
                 self._own.add([(region, region.address, self._endpoint.descriptor(made))])
+
+    def _register(self, region: Region, runtime: Runtime | None) -> FabricRegistration:
+        if runtime is None or runtime.name == "host":
+            return self._endpoint.register(region.address, region.nbytes)
+        require_ordered(runtime, self._options.gpu_writes, "PROXYCCL_FABRIC_GPU_WRITES")
+        device = DeviceMemory(runtime.name, region.device)
+        with runtime.current():
+            return self._endpoint.register(region.address, region.nbytes, device=device)
 
     def keep(self, regions: Iterable[Region]) -> None:
         """Deregisters all other regions."""
@@ -177,9 +204,13 @@ class AgentFabric:
         """
         with self._lock:
             here = self._own.find(rows[:, 0], rows[:, 2])
+            unreached = "; ".join(dict.fromkeys(self._unreached.values()))
         there = theirs.find(rows[:, 1], rows[:, 2])
         if here is None or there is None:
-            raise NoPathError("some memory is not registered with libfabric")
+            side = "this agent's" if here is None else "the peer's"
+            raise NoPathError(
+                f"some of {side} memory is not registered with libfabric" + (f" ({unreached})" if unreached else "")
+            )
         shift = there[0] - rows[:, 1]  # the same for the blocks of a region
         merged = joined(np.column_stack((rows, here[1], there[1], shift)))
         columns = (merged[:, 0], merged[:, 1] + merged[:, 5], *merged[:, 2:5].T, merged[:, 1])
@@ -191,24 +222,27 @@ class AgentFabric:
         self._endpoint.close()
 
 
-def open_fabric(asked: bool) -> AgentFabric | None:
+def open_fabric(asked: bool) -> tuple[AgentFabric | None, str]:
     """An endpoint, with the options of ``PROXYCCL_FABRIC_…``; None where this machine has no adapter for it.
 
     Args:
         asked: whether the caller named the path, so that any provider serves.
 
+    Returns:
+        The endpoint, or None and why libfabric does not serve the adapters of this machine; "" if it has none.
+
     Raises:
         ArgumentError, ResourceError, RuntimeUnavailableError: it was asked for and can't be opened.
     """
     if not asked and not (_ADAPTERS.is_dir() and os.listdir(_ADAPTERS)):
-        return None
+        return None, ""
     try:
-        made = AgentFabric(FabricOptions.from_environment())
-    except ProxyCCLError:
+        made = AgentFabric(FabricOptions.from_environment(), devices=runtime_name() != "host")
+    except ProxyCCLError as error:
         if asked:
             raise
-        return None
+        return None, str(error)
     if not asked and not _SOCKETS.isdisjoint(made.provider.split(";")):
         made.close()
-        return None
-    return made
+        return None, f"libfabric offers nothing better than its provider {made.provider}"
+    return made, ""

@@ -54,7 +54,7 @@ class Path(Struct, frozen=True):
 
     Attributes:
         name: "self", within the agent; "shared_memory", copied by the CPU; "process_vm", copied once by the kernel;
-            "unix" or "tcp", through the socket; "fabric (…)", by libfabric's provider of that name; `device_path` and
+            "unix" or "tcp", through the socket; "fabric (…)", by libfabric's provider of that name (`fabric_path`); `device_path` and
             `staged_path` name those of devices.
         reason: why a faster path between agents of one host does not serve; "" if none is faster, or allowed.
     """
@@ -76,6 +76,11 @@ def device_path(by: str, ways: Iterable[str], unpinned: str = "") -> Path:
     """
     named = sorted({way for way in ways if way} | ({"staged by the driver"} if unpinned else set()))
     return Path(f"{by} ({', '.join(named)})" if named else by, unpinned)
+
+
+def fabric_path(provider: str, *, of_devices: bool = False) -> str:
+    """The name of the path by a provider of libfabric; `of_devices`: whether its adapter reaches memory of devices."""
+    return f"{FABRIC} ({provider}{', device memory' if of_devices else ''})"
 
 
 def staged_path(link: Path, kinds: tuple[str, str], reason: str = "") -> Path:
@@ -273,7 +278,7 @@ def _choose(
     if copied:
         path = Path("process_vm")
     else:
-        name = f"{FABRIC} ({provider})" if by_fabric else carrier
+        name = fabric_path(provider) if by_fabric else carrier
         path = Path(name, "; ".join(dict.fromkeys(failures)) if here else "")
     return Connected(connection.detach(), process, pid if copied else 0, path, carrier)
 

@@ -13,7 +13,7 @@ from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached
 from proxyccl.channels.transfers.errors import DisconnectedError, NoPathError, NotRegisteredError
 from proxyccl.channels.transfers.fabric import AgentFabric
 from proxyccl.channels.transfers.link import Link
-from proxyccl.channels.transfers.paths import SHARED, Path, device_path, staged_path
+from proxyccl.channels.transfers.paths import SHARED, Path, device_path, fabric_path, staged_path
 from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Regions
 from proxyccl.channels.transfers.transfer import Transfer
@@ -138,7 +138,7 @@ class Preparer:
     ) -> Transfer:
         """Of memory of devices, on one side or both."""
         if link is not None and link.carrier == "tcp" and not link.pid:  # another host, or as if it were one
-            return self._by_socket(link, writes, peer, rows, kinds)
+            return self._between_hosts(link, known, peer, writes, rows, kinds)
         in_process = link is None or link.pid == os.getpid()
         if kinds[1] == DRAM and not in_process and link is not None:
             return self._staged(link, writes, peer, rows)
@@ -184,6 +184,23 @@ class Preparer:
         what = "copies between the host's memory and a device by way of the driver's buffers"
         self.warn_once(what, path.reason, 4)
         return transfer
+
+    def _between_hosts(
+        self, link: Link, known: Peer | None, peer: str, writes: bool, rows: Rows, kinds: tuple[str, str]
+    ) -> Transfer:
+        """By the adapters, if they reach both sides' memory, else by way of pinned memory and a socket."""
+        reason = ""
+        if self._fabric is not None and known is not None and known.number is not None:
+            try:
+                requests = self._fabric.requests(rows, known.keys, known.number)
+            except NoPathError as error:
+                reason = str(error)
+            else:
+                path = Path(fabric_path(self._fabric.provider, of_devices=True))
+                lists = sides(rows)
+                made = Transfer(self._handle, link, peer, writes, lists, path, self._devices, requests=requests)
+                return known.keep(made)
+        return self._by_socket(link, writes, peer, rows, kinds, reason)
 
     def _staged(self, link: Link, writes: bool, peer: str, rows: Rows) -> Transfer:
         """Between this process's device memory and another process's memory of the host."""
