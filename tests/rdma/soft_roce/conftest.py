@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,12 @@ if not IN_MACHINE:
     pytest.exit(
         "tests/rdma/soft_roce runs in a machine with Soft-RoCE devices: make test-rdma", pytest.ExitCode.USAGE_ERROR
     )
+
+
+# libfabric sizes a completion queue for this many peers of 256 requests each; a device of Soft-RoCE has 32767 entries.
+os.environ.setdefault("FI_UNIVERSE_SIZE", "16")
+# Its own cache would keep memory registered, and readable for peers, after this side has deregistered it.
+os.environ.setdefault("FI_MR_CACHE_MAX_COUNT", "0")
 
 
 @pytest.fixture
