@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from proxyccl.channels.transfers.paths import PATHS
+from proxyccl.proxy import _engine
 from support.faults.agents import run
+from support.packages.fabric import library_or_skip
 
 pytestmark = pytest.mark.host_only(reason="agents move the host's memory, whatever the runtime")
 
@@ -13,3 +15,12 @@ pytestmark = pytest.mark.host_only(reason="agents move the host's memory, whatev
 @pytest.mark.parametrize("path", PATHS)
 def test_agents_come_and_go_under_load(path: str) -> None:
     assert run(1, 9, path) == []
+
+
+@pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport")
+def test_agents_come_and_go_by_libfabric(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library_or_skip())
+    monkeypatch.setenv("PROXYCCL_FABRIC_PROVIDER", "tcp")
+    monkeypatch.setenv("PROXYCCL_FABRIC_INTERFACE", "=lo")
+    monkeypatch.setenv("PROXYCCL_TRANSFER_PATHS", "fabric")  # of the peers
+    assert run(1, 9, "fabric") == []
