@@ -1,0 +1,151 @@
+"""What grows with the number of ranks: python benchmarks/scale.py -n 8 16 32
+
+Jobs of more and more ranks on the host runtime, each a process, in nodes of 8: rehearsed nodes of one machine. For each
+rank: descriptors, mappings, sockets, threads and memory, also the connections, channels and memory ids of its proxy;
+the time to make the communicator, by phase; the time of a round of the exchange, of a barrier, of an all_reduce of
+1 KiB, and of splits; the share of a core that it takes at rest. The table shows medians over the ranks of a job, of
+times the longest.
+
+To each quantity it fits a + b n, by least squares of the relative errors, and with several sizes of nodes
+a + b n + c (number of nodes); and shows what that gives for 1,024 and 16,384 ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from program import common_arguments, end_if_it_hangs
+from start_up import environment
+
+from proxyccl.tools import options
+from proxyccl.tools.results import Fields, installed_version, machine, write_json
+from proxyccl.tools.tables import Column, Table
+
+_RANK = Path(__file__).with_name("scale_rank.py")
+_NODE = 8
+_FORETOLD = (1024, 16384)
+_HELD = ("descriptors", "sockets", "mappings", "threads", "rss_kib", "pss_kib", "private_kib")
+_UNITS = {"kib": (1 / 1024, "MiB"), "s": (1e3, "ms"), "cores": (1e3, "‰ of a core"), "bytes": (1 / 1024, "KiB")}
+
+
+def run(ranks: int, node: int, seconds: int) -> list[Fields]:
+    """The results of the ranks of one job. Raises RuntimeError if a rank fails or is late."""
+    with tempfile.TemporaryDirectory(prefix="scale-") as place, contextlib.ExitStack() as running:
+        deadline = time.monotonic() + seconds
+        processes = []
+        log = running.enter_context((Path(place) / "log").open("w+"))
+        for rank in range(ranks):
+            command = [sys.executable, str(_RANK), place, *map(str, (rank, ranks, node, seconds))]
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
+            running.callback(process.wait)
+            running.callback(process.kill)
+            processes.append(process)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, deadline - time.monotonic()))
+        failed = [rank for rank, process in enumerate(processes) if process.poll() != 0]
+        if failed:
+            log.seek(0)
+            raise RuntimeError(f"ranks {failed} of {ranks} failed or were late:\n{log.read()[-4000:]}")
+        return [json.loads((Path(place) / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def summary(found: list[Fields]) -> Fields:
+    """One value for each quantity of a job's ranks: the longest time, and the median of all else."""
+    values: Fields = {}
+    for name, first in found[0].items():
+        each = [rank[name] for rank in found]
+        if isinstance(first, dict):
+            values |= {f"{name}: {part}": statistics.median(one[part] for one in each) for part in first}
+        elif name != "rank":
+            values[name] = max(each) if name.endswith("_s") and "processor" not in name else statistics.median(each)
+    values["node_pss_kib"] = sum(rank["used"]["pss_kib"] for rank in found) * _NODE / len(found)
+    return values
+
+
+def fit(rows: list[Fields], name: str) -> Fields:
+    """Coefficients of a quantity over the jobs, the largest relative error, and values for more ranks."""
+    terms = [np.ones(len(rows)), np.array([row["ranks"] for row in rows], float)]
+    if len({row["node"] for row in rows}) > 1:
+        terms.append(np.array([row["ranks"] / row["node"] for row in rows]))
+    y = np.array([row[name] for row in rows], float)
+    x, weights = np.stack(terms, 1), 1 / np.maximum(np.abs(y), max(np.abs(y).max() * 1e-3, 1e-12))
+    coefficients = np.linalg.lstsq(x * weights[:, None], y * weights, rcond=None)[0]
+    worst = float(np.max(np.abs((x @ coefficients - y) * weights)))
+    foretold = {}
+    for ranks in _FORETOLD:
+        at = [1.0, ranks, ranks / _NODE][: len(terms)]
+        foretold[str(ranks)] = float(np.dot(coefficients, at))
+    return {"coefficients": coefficients.tolist(), "worst_error": worst, "foretold": foretold}
+
+
+def shown(name: str) -> tuple[float, str]:
+    """The factor and the unit in which a quantity is shown."""
+    return next((unit for end, unit in _UNITS.items() if name.endswith(f"_{end}")), (1, ""))
+
+
+def print_tables(rows: list[Fields], fits: Fields) -> None:
+    """The measured values, and what was fitted to them."""
+    table = Table(
+        [
+            Column("quantity", "", 32, left=True),
+            *(Column(f"{row['ranks']}", f"by {row['node']}", 8, ".4g") for row in rows),
+            Column("a", "", 9, ".3g"),
+            Column("b", "a rank", 9, ".3g"),
+            Column("c", "a node", 9, ".3g"),
+            Column("error", "", 6, ".0%"),
+            *(Column(f"{ranks}", "", 8, ".3g") for ranks in _FORETOLD),
+        ]
+    )
+    table.header()
+    for name, fitted in fits.items():
+        factor, unit = shown(name)
+        coefficients = [factor * each for each in fitted["coefficients"]]
+        table.row(
+            f"{name.removesuffix('_' + name.rpartition('_')[2]) if unit else name}{f' ({unit})' if unit else ''}",
+            *(factor * row[name] for row in rows),
+            *coefficients,
+            *[None] * (3 - len(coefficients)),
+            fitted["worst_error"],
+            *(factor * value for value in fitted["foretold"].values()),
+        )
+
+
+def main() -> int:
+    parser = common_arguments(__doc__.splitlines()[0])
+    parser.add_argument("-n", "--ranks", type=options.count, nargs="+", default=[8, 16, 32], help="ranks of the jobs")
+    parser.add_argument("--nodes", type=options.count, nargs="+", default=[_NODE], help="ranks of a node")
+    parsed = parser.parse_args()
+    end_if_it_hangs(parsed.seconds)
+    facts, began = machine(), time.monotonic()
+    print(f"# ProxyCCL {installed_version('proxyccl') or ''} scale: jobs of ranks as processes, host runtime")
+    print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}", flush=True)
+    rows: list[Fields] = []
+    for ranks, node in sorted((n, node) for n in parsed.ranks for node in parsed.nodes if n % node == 0):
+        try:
+            found = run(ranks, node, max(1, round(parsed.seconds + began - time.monotonic())))
+        except RuntimeError as error:
+            print(f"# {error}")
+            break
+        rows.append({"ranks": ranks, "node": node, **summary(found)})
+        print(f"# {ranks} ranks in nodes of {node}: {time.monotonic() - began:.1f} s", flush=True)
+    if not rows:
+        return 1
+    names = [name for name in rows[0] if name not in ("ranks", "node")]
+    fits = {name: fit(rows, name) for name in names}
+    print_tables(rows, fits)
+    if parsed.json is not None:
+        write_json(parsed.json, {"benchmark": "scale", "results": rows, "fits": fits})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
