@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct, structs
@@ -93,12 +96,17 @@ class RankInfo(Message, frozen=True):
         """Its missing requirements for a remote transport; empty if there are none."""
         return self.missing.get(transport, "not asked for")
 
+    @property
+    def abilities(self) -> tuple[tuple[bool, bool], ...]:
+        """By transport, whether requirements are missing, and whether its device's memory can't be registered."""
+        return tuple((bool(self.missing_for(name)), bool(self.unsupported.get(name))) for name in TRANSPORTS)
+
 
 RANK_INFO = Codec(RankInfo, 1 << 20)
-_CHOICE = Codec[list[tuple[int, int, str]]](list[tuple[int, int, str]], 16 << 20, name="transport choice")
+_CHOICE = Codec[str | list[tuple[int, int, str]]](str | list[tuple[int, int, str]], 16 << 20, name="transport choice")
 
 
-class Topology(Struct, frozen=True):
+class Topology(Struct, frozen=True, dict=True):
     """The ranks of a communicator, as seen from one of them.
 
     Attributes:
@@ -108,6 +116,7 @@ class Topology(Struct, frozen=True):
             ``PROXYCCL_LOCAL_WORLD_SIZE`` rehearses several on one machine.
         accessible: for each rank whether kernels here can touch its memory: same node, and the devices are peers.
         forced: transports that the caller chose for pairs of ranks, the lower rank first.
+        forced_for_all: the transport that the caller chose for all pairs; empty if there is none.
     """
 
     rank: int
@@ -115,6 +124,7 @@ class Topology(Struct, frozen=True):
     nodes: tuple[int, ...]
     accessible: tuple[bool, ...]
     forced: Mapping[tuple[int, int], str]
+    forced_for_all: str = ""
 
     @classmethod
     def find(cls, rank: int, ranks: Sequence[RankInfo], runtime: Runtime, local_world_size: int | None) -> Topology:
@@ -150,7 +160,10 @@ class Topology(Struct, frozen=True):
             )
             for peer, info in enumerate(ranks)
         )
-        return cls(rank, tuple(ranks), nodes, accessible, _decode_choice(ranks))
+        chosen = _decode_choice(ranks)
+        forced_for_all = chosen if isinstance(chosen, str) else ""
+        forced = {(a, b): name for a, b, name in chosen} if not isinstance(chosen, str) else {}
+        return cls(rank, tuple(ranks), nodes, accessible, forced, forced_for_all)
 
     def require_accessible(self, peers: Sequence[int], argument: str) -> None:
         """Raises ArgumentError, with each rank and the reason, if kernels here can't touch the memory of some ranks."""
@@ -179,6 +192,7 @@ class Topology(Struct, frozen=True):
             tuple(self.nodes[member] for member in members),
             tuple(self.accessible[member] for member in members),
             {(min(ends), max(ends)): pairs[a, b] for a, b in pairs for ends in [(number[a], number[b])]},
+            self.forced_for_all,
         )
 
     @property
@@ -193,7 +207,10 @@ class Topology(Struct, frozen=True):
 
     def node_members(self) -> list[list[int]]:
         """The ranks of every node, in order."""
-        return [[r for r, node in enumerate(self.nodes) if node == number] for number in dict.fromkeys(self.nodes)]
+        members: dict[int, list[int]] = {}
+        for rank, node in enumerate(self.nodes):
+            members.setdefault(node, []).append(rank)
+        return list(members.values())
 
     def has_levels(self) -> bool:
         """Whether there are several nodes with as many ranks each, and more than one."""
@@ -244,7 +261,7 @@ class Topology(Struct, frozen=True):
         """
         pair = (self.ranks[first], self.ranks[second])
         same_host = pair[0].host == pair[1].host
-        chosen = self.forced.get((min(first, second), max(first, second)))
+        chosen = self.forced_for_all or self.forced.get((min(first, second), max(first, second)))
         if chosen is not None and not TRANSPORTS[chosen].is_remote:
             if not same_host:
                 raise RuntimeUnavailableError(
@@ -273,8 +290,35 @@ class Topology(Struct, frozen=True):
         """Whether any two ranks need a remote transport; the same on all ranks, and an error on all of them if one
         lacks it.
         """
-        transports = {self.transport(a, b) for a in range(self.world_size) for b in range(a)}
-        return any(TRANSPORTS[transport].is_remote for transport in transports)
+        return any(TRANSPORTS[transport].is_remote for transport in self.all_transports)
+
+    @functools.cached_property
+    def all_transports(self) -> frozenset[str]:
+        """The transports of all pairs of ranks. Raises RuntimeUnavailableError if a pair has none; on all ranks."""
+        return frozenset(self.transport(a, b) for a, b in self._pairs_of_each_kind())
+
+    def _pairs_of_each_kind(self) -> Iterator[tuple[int, int]]:
+        """Pairs of ranks among which each transport occurs that any pair has. All pairs where the caller has chosen for
+        some; otherwise few, because a pair's transport depends on the pair's hosts and nodes, and on what both can do.
+        """
+        if self.forced:
+            yield from ((a, b) for a in range(self.world_size) for b in range(a))
+            return
+        first_of_node: dict[int, int] = {}
+        beside: tuple[int, int] | None = None
+        on_host: dict[str, dict[object, dict[int, int]]] = {}  # by host, abilities and node: the first rank
+        for rank, (info, node) in enumerate(zip(self.ranks, self.nodes, strict=True)):
+            first = first_of_node.setdefault(node, rank)
+            beside = (rank, first) if beside is None and rank != first else beside
+            _keep_two(on_host.setdefault(info.host, {}).setdefault(info.abilities, {}), node, rank)
+        if beside is not None:
+            yield beside
+        on_hosts: dict[object, dict[str, dict[int, int]]] = {}  # by abilities and host
+        for host, by_abilities in on_host.items():
+            yield from _pairs_of(by_abilities.values())
+            for abilities, ranks in by_abilities.items():
+                _keep_two(on_hosts.setdefault(abilities, {}), host, ranks)
+        yield from _pairs_of(ranks for by_host in on_hosts.values() for ranks in by_host.values())
 
     def with_unsupported_reasons(self, unsupported: Sequence[Mapping[str, str]]) -> Topology:
         """The same with every rank's `RankInfo.unsupported`."""
@@ -303,6 +347,21 @@ def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
             )
 
 
+P = TypeVar("P", bound=Hashable)
+V = TypeVar("V")
+
+
+def _keep_two(kept: dict[P, V], place: P, value: V) -> None:
+    """Adds the first value of a place, unless there are two: of two places, one differs from any other."""
+    if len(kept) < 2:
+        kept.setdefault(place, value)
+
+
+def _pairs_of(ranks: Iterable[Mapping[int, int]]) -> Iterator[tuple[int, int]]:
+    """The pairs of the ranks that are the values, the higher one first."""
+    yield from itertools.combinations(sorted((rank for each in ranks for rank in each.values()), reverse=True), 2)
+
+
 def encode_choice(choice: TransportChoice, world_size: int) -> str:
     """A choice of transports in one form, which all ranks compare; None for ``PROXYCCL_TRANSPORT``.
 
@@ -313,13 +372,13 @@ def encode_choice(choice: TransportChoice, world_size: int) -> str:
     if choice is None:
         choice, argument = os.environ.get("PROXYCCL_TRANSPORT") or {}, "PROXYCCL_TRANSPORT"
     if isinstance(choice, str):
-        choice = {(a, b): choice for a in range(world_size) for b in range(a + 1, world_size)} or {(0, 1): choice}
+        _require_transport(argument, choice)
+        return _CHOICE.encode(choice).decode()
     pairs: dict[tuple[int, int], str] = {}
     if not isinstance(choice, Mapping):
         raise ArgumentError(argument, f"must be a name, or a dict of names by pairs of ranks, not {choice!r}")
     for pair, name in choice.items():
-        if not isinstance(name, str) or name not in TRANSPORTS:
-            raise ArgumentError(argument, f"{name!r} is not one of {', '.join(TRANSPORTS)}")
+        _require_transport(argument, name)
         given = [find_integer(rank) for rank in find_items(pair) or ()]
         ranks = sorted(rank for rank in given if rank is not None and 0 <= rank < max(world_size, 2))
         if len(given) != 2 or len(ranks) != 2 or ranks[0] == ranks[1]:
@@ -328,11 +387,17 @@ def encode_choice(choice: TransportChoice, world_size: int) -> str:
     return _CHOICE.encode(sorted((*pair, name) for pair, name in pairs.items())).decode()
 
 
-def _decode_choice(ranks: Sequence[RankInfo]) -> dict[tuple[int, int], str]:
+def _require_transport(argument: str, name: object) -> None:
+    if not isinstance(name, str) or name not in TRANSPORTS:
+        raise ArgumentError(argument, f"{name!r} is not one of {', '.join(TRANSPORTS)}")
+
+
+def _decode_choice(ranks: Sequence[RankInfo]) -> str | list[tuple[int, int, str]]:
+    """The transport of all pairs, or of some."""
     for rank, info in enumerate(ranks):
         if info.transport != ranks[0].transport:
             raise ArgumentError("transport", f"rank {rank} chose {info.transport}, rank 0 {ranks[0].transport}")
-    return {(a, b): name for a, b, name in _CHOICE.decode((ranks[0].transport or "[]").encode(), "rank 0")}
+    return _CHOICE.decode((ranks[0].transport or "[]").encode(), "rank 0")
 
 
 def local_world_size_from_environment() -> int | None:

@@ -68,9 +68,8 @@ class PinnedBoxes:
     @staticmethod
     def reach_remote(group: Group) -> bool:
         """Whether there are remote pairs of ranks and the data of all of them is staged; the same on all ranks."""
-        topology = group.topology
-        pairs = {topology.transport(a, b) for a in range(topology.world_size) for b in range(a)}
-        remote = [functions for name in pairs if (functions := TRANSPORTS[name].remote) is not None]
+        used = group.topology.all_transports
+        remote = [functions for name in used if (functions := TRANSPORTS[name].remote) is not None]
         return bool(remote) and all(functions.expose_pinned is not None for functions in remote)
 
     @staticmethod

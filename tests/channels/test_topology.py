@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -226,6 +227,30 @@ def test_a_pair_is_forced_on_either_transport(runtime: Runtime, own: RankInfo) -
     choice = encode_choice({(1, 0): "verbs", (0, 2): "copy"}, 4)
     infos = processes(*[replace(own, transport=choice, **REMOTE)] * 4)
     assert Topology.find(0, infos, runtime, 2).transports() == {1: "verbs", 2: "copy", 3: "verbs"}
+
+
+def test_the_transports_of_all_pairs_are_found_from_few(runtime: Runtime, own: RankInfo) -> None:
+    varied = random.Random(1)
+    for _ in range(200):
+        able = [{**dict.fromkeys(VERBS, missing), **dict.fromkeys(FABRIC, "")} for missing in ("", "no device")]
+        hosts, ranks = varied.randint(1, 4), 2 * varied.randint(1, 6)
+        infos = sorted(
+            (
+                replace(
+                    own,
+                    host=f"host{varied.randrange(hosts)}",
+                    missing=varied.choice(able[: varied.randint(1, 2)]),
+                    unsupported=varied.choice([{}, {"verbs": "no way"}, {"fabric": "no way"}]),
+                    transport=encode_choice({}, ranks),
+                )
+                for _ in range(ranks)
+            ),
+            key=lambda info: info.host,
+        )
+        local = varied.choice([None, 1, 2])
+        topology = Topology.find(0, processes(*infos), runtime, local)
+        every_pair = {topology.transport(a, b) for a in range(ranks) for b in range(a)}
+        assert topology.all_transports == every_pair, (infos, local)
 
 
 @pytest.mark.parametrize(
