@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from proxyccl.channels.joining.exchange import Exchange
 from proxyccl.channels.joining.proxy_options import ProxyOptions
@@ -90,12 +90,20 @@ class PeerLinks:
         self.remote = RemoteLinks(runtime, control, exchange, topology, lambda: self.proxy, transport_options)
 
     def bring_up(self) -> None:
-        """Makes the endpoints of remote links, where any two ranks need them. All ranks call it together."""
+        """Opens the devices of remote links, where any two ranks need them. All ranks call it together."""
         if self.topology.has_remote_pairs():
             reasons = self.remote.probe(self.topology.transports())
             self.topology = self.topology.with_unsupported_reasons(reasons)
-            self.remote.connect_endpoints(self.topology.transports())
+            self.remote.use(self.topology.transports())
         self._transports = self.topology.transports()
+
+    def prepare(self, peers: Collection[int]) -> None:
+        """Makes the endpoints that connections to these peers need. All ranks call it together, before `connection`.
+
+        Raises as `RemoteLinks.connect_endpoints`.
+        """
+        if self.topology.has_remote_pairs():
+            self.remote.connect_endpoints(peers)
 
     def start_early(self) -> None:
         """Starts the job's own daemon, if the proxy is to run there, beside the program: nothing waits for it."""
@@ -226,7 +234,8 @@ class PeerLinks:
         return "copy" if peer == self._exchange.rank else self._transports[peer]
 
     def connection(self, peer: int, *, private: bool = False) -> Connection:
-        """The proxy's connection to a peer, made when first used; to this rank itself too, by copies.
+        """The proxy's connection to a peer, made when first used; to this rank itself too, by copies. `prepare` comes
+        first.
 
         Args:
             peer: the rank at its other end.

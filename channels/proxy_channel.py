@@ -178,6 +178,7 @@ def connect_handles(
     Returns them, and the objects that must be kept alive with them.
     """
     service = group.links.proxy
+    group.links.prepare(peers)
     opened = {peer: (dst.peer_id(peer), group.links.connection(peer, private=src.private)) for peer in peers}
     # The peer's proxy signals the word of this side's channel id, so ids are taken before they are told.
     ids: dict[int, list[int]] = {peer: [] for peer in peers}

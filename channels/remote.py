@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -11,7 +11,7 @@ from proxyccl.channels.joining.topology import Topology
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.runtime import PinnedMemory, Runtime
-from proxyccl.proxy.codec import Codec, Message
+from proxyccl.proxy.codec import Codec, Message, Uint32
 from proxyccl.proxy.interface import Connection, EndpointInfo, ExposedMemory, Proxy, RemoteContext
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import TRANSPORTS
@@ -23,19 +23,29 @@ class _Answer(Message, frozen=True):
     Attributes:
         failure: the reason why this rank can't continue; empty if it can.
         unsupported_reasons: by transport, the reason why its device can't register its GPU's memory; empty if it can.
-        endpoints: this rank's endpoint for each peer, by the peer's number.
+        wanted: the peers to which it needs an endpoint and has none.
+        endpoints: this rank's new endpoints, each once: all peers may share one.
+        for_peers: by peer, the number in `endpoints` of the one for that peer.
     """
 
     failure: str = ""
     unsupported_reasons: dict[str, str] = msgspec.field(default_factory=dict)
-    endpoints: dict[int, EndpointInfo] = msgspec.field(default_factory=dict)
+    wanted: list[Uint32] = msgspec.field(default_factory=list)
+    endpoints: list[EndpointInfo] = msgspec.field(default_factory=list)
+    for_peers: dict[int, Uint32] = msgspec.field(default_factory=dict)
+
+    def endpoint_for(self, rank: int) -> EndpointInfo | None:
+        """The endpoint for a rank."""
+        number = self.for_peers.get(rank, len(self.endpoints))
+        return self.endpoints[number] if number < len(self.endpoints) else None
 
 
 _ANSWER = Codec(_Answer, 16 << 20, "remote set-up answer")
 
 
 class RemoteLinks:
-    """Brings up remote links by `probe`, then `connect_endpoints`. If any two ranks need one, all ranks call both.
+    """Brings up remote links: `probe`, then `connect_endpoints` for the peers that are used. If any two ranks need
+    remote links, all ranks call each.
 
     Args:
         runtime: whose device memory peers access.
@@ -89,28 +99,37 @@ class RemoteLinks:
 
         return [theirs.unsupported_reasons for theirs in self._together(answer)]
 
-    def connect_endpoints(self, transports: dict[int, str]) -> None:
-        """Makes an endpoint for each peer on another host, and pinned memory where transfers are staged.
+    def use(self, transports: dict[int, str]) -> None:
+        """Sets the transports to every other rank."""
+        self._transports = transports
 
-        Args:
-            transports: to every other rank.
+    def connect_endpoints(self, peers: Collection[int]) -> None:
+        """Makes an endpoint for each of some peers on other hosts that has none, and pinned memory where transfers are
+        staged. All ranks call it together, each with the peers that it will use. A peer that does not name this rank
+        makes one too.
 
         Raises:
             ArgumentError: a peer's answer is invalid.
             ResourceError: the device or the system has no room.
             RuntimeUnavailableError: this step failed on another rank.
         """
-        self._transports = transports
         rank = self._exchange.rank
-        answers = self._together(self._make_endpoints)
+        remote = self.peers
+        wanted = [peer for peer in peers if peer in remote and peer not in self._theirs]
+        wishes = self._together(lambda: _Answer(wanted=wanted))
+        if not any(theirs.wanted for theirs in wishes):
+            return
+        callers = {peer for peer, theirs in enumerate(wishes) if rank in theirs.wanted}
+        new = sorted({*wanted, *callers} & remote)
+        answers = self._together(lambda: self._make_endpoints(new))
 
         def connect() -> _Answer:
-            for peer in _remote_peers(transports):
-                theirs = answers[peer].endpoints.get(rank)
+            for peer in new:
+                theirs = answers[peer].endpoint_for(rank)
                 if theirs is None:
                     raise ArgumentError("transport", f"rank {peer} has no endpoint for rank {rank}")
-                self._theirs[peer] = theirs
                 self._opened().connect_endpoint(peer, theirs, self._exchange.timeout)
+                self._theirs[peer] = theirs
             return _Answer()
 
         self._together(connect)  # no rank sends to a queue pair that is not ready to receive
@@ -151,11 +170,19 @@ class RemoteLinks:
             raise ClosedError("no network device is open")
         return self._context
 
-    def _make_endpoints(self) -> _Answer:
-        self._own = {
-            peer: self._opened().make_endpoint(peer, self._transports[peer]) for peer in _remote_peers(self._transports)
-        }
-        return _Answer(endpoints=self._own)
+    def _make_endpoints(self, peers: Sequence[int]) -> _Answer:
+        numbers: dict[EndpointInfo, int] = {}
+        for_peers = {}
+        for peer in peers:
+            if peer not in self._own:
+                self._own[peer] = self._opened().make_endpoint(peer, self._transports[peer])
+            for_peers[peer] = numbers.setdefault(self._own[peer], len(numbers))
+        return _Answer(endpoints=list(numbers), for_peers=for_peers)
+
+    @property
+    def peers(self) -> set[int]:
+        """The ranks that are reached by remote transports."""
+        return {peer for peer, transport in self._transports.items() if TRANSPORTS[transport].is_remote}
 
     @property
     def transports(self) -> list[str]:
@@ -205,7 +232,3 @@ class RemoteLinks:
 def _remote_transports(transports: dict[int, str]) -> list[str]:
     used = set(transports.values())
     return [name for name, transport in TRANSPORTS.items() if transport.is_remote and name in used]
-
-
-def _remote_peers(transports: dict[int, str]) -> list[int]:
-    return [peer for peer, transport in transports.items() if TRANSPORTS[transport].is_remote]

@@ -75,6 +75,7 @@ def main(bootstrap: Bootstrap) -> int:
         return 2
     with comm:
         next_rank, previous_rank = (rank + 1) % ranks, (rank - 1) % ranks
+        comm.group.links.prepare([next_rank, previous_rank])
         own, peer = comm.group.links.remote.queue_pairs(next_rank)
         say("  Device contexts created")
         say("Step 4: Creating RDMA endpoints...")

@@ -46,6 +46,7 @@ def schedule_channels(group: Group, peers: Sequence[int], kinds: int) -> list[di
         ResourceError: channel ids ran out.
     """
     links = group.links
+    links.prepare(peers)
     own = {peer: [links.proxy.reserve_channel(links.connection(peer)) for _ in range(kinds)] for peer in peers}
     answers = group.exchange.all_gather(own, _IDS, "schedules")
     for peer in peers:
