@@ -76,26 +76,28 @@ def _prepare_by_levels(
     collectives: Collectives, source: ArrayView, target: ArrayView, op: str, policy: CtaPolicy
 ) -> Launchable:
     """Each share is reduced inside the node, then between the ranks with the same number on all nodes, then gathered
-    inside the node, so a node's data crosses to the others once. Elements that do not divide into even shares go
-    through all ranks together.
+    inside the node, so a node's data crosses to the others once.
 
     Data that fits one round is reduced whole by every rank, inside the node and then between nodes. That saves a
-    crossing, and such short shares are not worth one.
+    crossing, and such short shares are not worth one. So are the elements that do not divide into even shares.
     """
     group, dtype = collectives.group, source.dtype
     topology = group.topology
     inside, across = collectives.levels()
     partial = "sum" if op == "avg" else op  # the rank that has all parts divides
-    if inside.fits_one_round(source.nbytes) and across.fits_one_round(source.nbytes):
-        kernel = ALL_REDUCE_KERNELS["proxy"]
+
+    def whole(begin: int) -> list[Launch]:
+        """The launches that reduce the elements from `begin` on in one round."""
+        offset, kernel = begin * dtype.itemsize, ALL_REDUCE_KERNELS["proxy"]
 
         def one_round(team: Team, operator: str, ptr: int) -> Launch:
             shipped = group.runtime.shipped(kernel.file, kernel.name, dtype.name, operator)
-            return shipped.prepare(1, team.threads, team.parameter(), ptr, target.ptr, source.size)
+            return shipped.prepare(1, team.threads, team.parameter(), ptr, target.ptr + offset, source.size - begin)
 
-        return StreamOperations(
-            group.runtime, [one_round(inside, partial, source.ptr), one_round(across, op, target.ptr)]
-        )
+        return [one_round(inside, partial, source.ptr + offset), one_round(across, op, target.ptr + offset)]
+
+    if inside.fits_one_round(source.nbytes) and across.fits_one_round(source.nbytes):
+        return StreamOperations(group.runtime, whole(0))
 
     share = source.size // topology.local_world_size
     even, nbytes = share * topology.local_world_size, share * dtype.itemsize
@@ -112,7 +114,5 @@ def _prepare_by_levels(
         gather.prepare(inside.grid(nbytes, policy), inside.threads, team, own, target.ptr, nbytes),
     ]
     if even < source.size:
-        offset = even * dtype.itemsize
-        pointers = (source.ptr + offset, target.ptr + offset)
-        launches.append(_prepare_two_shot(group, collectives.team(), dtype, op, policy, *pointers, source.size - even))
+        launches += whole(even)
     return StreamOperations(group.runtime, launches)

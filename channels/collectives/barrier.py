@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from proxyccl.channels.collectives.call_cache import Key
 from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.launches import Launchable
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.flags import as_flag
@@ -30,7 +33,16 @@ def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bo
     def prepare() -> Launchable:
         if (group.topology.local_world_size if inside else group.world_size) == 1:
             return StreamOperations(group.runtime, [CopyBytes(0, 0, 0)])
-        team = collectives.levels()[0] if inside else collectives.team()
-        return group.runtime.shipped("moves.h", "barrier").prepare(1, team.threads, team.parameter())
+        shipped = group.runtime.shipped("moves.h", "barrier")
+        if inside:
+            teams: Sequence[Team] = collectives.levels()[:1]
+        elif group.topology.has_levels():
+            # The ranks across whom a rank waits next have been told that all of their nodes' ranks have arrived. So a
+            # rank signals no other rank of another node.
+            teams = collectives.levels()
+        else:
+            teams = (collectives.team(),)
+        launches = [shipped.prepare(1, team.threads, team.parameter()) for team in teams]
+        return launches[0] if len(launches) == 1 else StreamOperations(group.runtime, launches)
 
     collectives.call_cache.run(CollectiveCall("barrier", root=int(inside), count=1), (), prepare, stream, key)

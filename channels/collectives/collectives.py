@@ -6,6 +6,7 @@ from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.by_proxy import ByProxy
 from proxyccl.channels.collectives.call_cache import CallCache
 from proxyccl.channels.collectives.flows import Flows
+from proxyccl.channels.collectives.packet_team import MAX_RANKS
 from proxyccl.channels.collectives.request import CtaPolicy, Request, request
 from proxyccl.channels.collectives.selection import (
     ALGORITHMS_BY_COLLECTIVE,
@@ -29,10 +30,12 @@ class _Start(Message, frozen=True):
 
     Attributes:
         cta_policy: its standing policy.
+        reaches_all: whether its kernels reach all ranks' memory.
         tables: of rank 0, if it has measured ones.
     """
 
     cta_policy: CtaPolicy
+    reaches_all: bool
     tables: tuple[tuned.TableOfCase, ...] = ()
 
 
@@ -69,6 +72,7 @@ class Collectives:
         self._by_proxy: ByProxy | None = None
         self._flows: Flows | None = None
         self._scratch: Memory | None = None
+        self._all_mapped = False
         self._defaults = default_selector(group)
         self._selector = self._defaults
         group.keep(self)
@@ -80,12 +84,14 @@ class Collectives:
             ArgumentError: the policies differ.
         """
         found = tuned.load(self.group) if self.group.rank == 0 else None
-        own = _Start(self._cta_policy, () if found is None else tuned.rows_of(found))
+        reaches_all = self.group.topology.all_accessible()
+        own = _Start(self._cta_policy, reaches_all, () if found is None else tuned.rows_of(found))
         starts = self.group.exchange.all_gather(own, _START, "collectives")
         for rank, other in enumerate(starts):
             if other.cta_policy != starts[0].cta_policy:
                 policies = f"rank 0 has {starts[0].cta_policy!r}, rank {rank} {other.cta_policy!r}"
                 raise ArgumentError("cta_policy", f"must be the same on all ranks; {policies}")
+        self._all_mapped = Team.all_mapped_of(self.group.world_size, [start.reaches_all for start in starts])
         if starts[0].tables:
             self.selector = tuned.selector_of(starts[0].tables)
 
@@ -137,10 +143,10 @@ class Collectives:
         return self._scratch
 
     def algorithms(self, collective: str = "all_reduce") -> tuple[str, ...]:
-        """The algorithms of a collective that work between these ranks. All ranks call this together."""
-        team, levels = self.team(), self.group.topology.has_levels()
-        works = {"kernels": self._kernels_reach_all(), "hierarchical": levels}
-        works.update(dict.fromkeys(PACKET_ALGORITHMS, team.packets is not None))
+        """The algorithms of a collective that work between these ranks."""
+        works = {"kernels": self._kernels_reach_all(), "hierarchical": self.group.topology.has_levels()}
+        packets = self._all_mapped and self.group.world_size <= MAX_RANKS
+        works.update(dict.fromkeys(PACKET_ALGORITHMS, packets))
         return tuple(name for name in ALGORITHMS_BY_COLLECTIVE[collective] if works.get(name, True))
 
     def request(self, collective: str, algorithm: str | None, cta_policy: str | None, symmetric: bool) -> Request:
@@ -202,7 +208,7 @@ class Collectives:
 
     def _kernels_reach_all(self) -> bool:
         """Whether kernels move data to every peer, through the proxy where it is not mapped."""
-        return self.team().all_mapped or self.group.runtime.launch_defaults.proxied_kernel_bytes > 0
+        return self._all_mapped or self.group.runtime.launch_defaults.proxied_kernel_bytes > 0
 
     @property
     def selector(self) -> Selector:

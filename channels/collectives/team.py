@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from proxyccl.channels.collectives import packet_team
@@ -57,7 +57,7 @@ class Team:
         via_proxy = [peer for peer in members if peer != rank and not accessible[peer]]
         # All ranks of the team use one grid, and lanes of one kind (team.h).
         flags = group.exchange.all_gather(not via_proxy, _FLAG, "the first collective")
-        self.all_mapped = ranks <= lib.PROXYCCL_MAX_MAPPED_RANKS and all(flags[peer] for peer in members)
+        self.all_mapped = self.all_mapped_of(ranks, [flags[peer] for peer in members])
         defaults = runtime.launch_defaults
         self.blocks = defaults.blocks if self.all_mapped else defaults.copy_blocks
         self._efficient_blocks = min(self.blocks, defaults.efficient_blocks)
@@ -97,6 +97,11 @@ class Team:
             team.remote[number] = links[number].remote
         with_packets = self.all_mapped and ranks == group.world_size <= packet_team.MAX_RANKS
         self.packets = PacketTeam(group) if with_packets else None
+
+    @staticmethod
+    def all_mapped_of(ranks: int, reaching: Iterable[bool]) -> bool:
+        """`all_mapped` of a team of some ranks, by whether each one's kernels reach all of them."""
+        return ranks <= lib.PROXYCCL_MAX_MAPPED_RANKS and all(reaching)
 
     def grid(self, nbytes: int, policy: CtaPolicy) -> int:
         """Blocks for a collective of `nbytes` bytes a rank: few for a short one, which is then fastest."""

@@ -158,6 +158,19 @@ def test_integers_come_out_of_a_hierarchy_as_on_one_node(op: str) -> None:
     assert run_ranks(4, body, local_world_size=2) == run_ranks(4, body)
 
 
+def test_a_rank_uses_only_ranks_of_its_node_and_of_its_number_on_others() -> None:
+    def body(comm: Communicator) -> list[int]:
+        for count in (1, 1001, 300_001):  # not divisible by a node's ranks
+            x = comm.empty(count, "float32").fill(comm.rank)
+            comm.all_reduce(x)
+            comm.barrier()
+            assert np.all(on_host(x) == sum(range(comm.world_size)))
+        return sorted(peer for peer, _ in comm.group.links._connections)
+
+    with Ranks(6, local_world_size=2) as ranks:
+        assert ranks.run(body) == [[2, 4], [3, 5], [0, 4], [1, 5], [0, 2], [1, 3]]
+
+
 # -- the choice of transports ---
 
 VERBS, FABRIC = ("verbs", "staged"), ("fabric", "staged_fabric")
