@@ -88,7 +88,9 @@ def phases_of(rounds: list[tuple[str, float, float, int]], began: float, ended: 
     at = began
     for purpose, start, end, _ in rounds:
         # Between "control segments" and "job" the segments are mapped.
-        found["segment_s" if purpose == "job" else "connect_s" if purpose not in _PHASES else "exchange_s"] += start - at
+        found["segment_s" if purpose == "job" else "connect_s" if purpose not in _PHASES else "exchange_s"] += (
+            start - at
+        )
         found[f"{_PHASES.get(purpose, 'connect')}_s"] += end - start
         at = end
     found["connect_s"] += ended - at

@@ -148,11 +148,12 @@ class SymmetricMemory:
         rank: int,
     ) -> None:
         self._runtime, self._mappings = runtime, mappings
-        self._own, self._peers = own, peers
+        self._own = own
         self._topology, self._rank = topology, rank
         self._numbers = {peer: number for number, peer in enumerate(sorted({*peers, rank}))}
         self._world_size = len(topology.accessible)
         self._offered = len(self._numbers) == self._world_size and self._world_size <= MOST_RANKS
+        self._peers = peers if self._offered else {}  # otherwise none announces anything
         self._lock = threading.RLock()  # of the following, except the mappings
         self._announced: dict[int, Announced] = {}
         self._free = list(range(ENTRIES - 1, -1, -1))

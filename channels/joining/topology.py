@@ -90,7 +90,7 @@ class RankInfo(Message, frozen=True):
     @property
     def process(self) -> PeerProcess:
         """Its process, as other processes of its host name it."""
-        return PeerProcess(self.pid, self.view, bytes.fromhex(self.token))
+        return PeerProcess(self.pid, self.view, bytes.fromhex(self.token), self.started)
 
     def missing_for(self, transport: str) -> str:
         """Its missing requirements for a remote transport; empty if there are none."""

@@ -1,4 +1,5 @@
-"""The thread that notices when a peer's process ends or a rank of another host fails, and passes failures on.
+"""The thread that notices when a peer's process ends (process_watch.py) or a rank of another host fails, and passes
+failures on.
 
 It also maps what peers announce, within INTERVAL_MS. A communicator and those that were split from it share the thread.
 After a failure it ends the waits of streams for the proxy. This thread, which already exists, handles failures: once
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from proxyccl.channels.liveness.process_watch import ProcessWatch
 from proxyccl.channels.segment import process_descriptors
 from proxyccl.channels.segment.control import ControlSegment, Presence
 from proxyccl.channels.segment.error_record import ErrorRecord
@@ -82,6 +84,12 @@ class WatchThread:
                 self._by_descriptor[descriptor] = watcher
                 self._poll.register(descriptor, select.POLLIN)
 
+    def watch(self, watcher: Watcher, descriptor: int) -> None:
+        """Runs a watcher also whenever one more descriptor becomes readable."""
+        with self._lock:
+            self._by_descriptor[descriptor] = watcher
+            self._poll.register(descriptor, select.POLLIN)
+
     def remove(self, watcher: Watcher) -> None:
         """Ends `add`. The watcher's descriptors are still open."""
         with self._lock:
@@ -136,7 +144,8 @@ class WatchThread:
 
 
 class Watcher:
-    """Watches the peers of a rank: processes of its host by their descriptors, ranks of other hosts by their links.
+    """Watches the peers of a rank: some processes of its host by their descriptors, the ranks of other hosts by their
+    links.
 
     Args:
         rank: this rank.
@@ -180,24 +189,15 @@ class Watcher:
         self._links = {link.fileno(): (peer, link) for peer, link in links.items()}
         self._remote_presence = dict.fromkeys(links, Presence.PRESENT)
         self._thread: WatchThread = parent._thread if parent is not None else WatchThread(f"proxyccl-watch-{rank}")
-        self._descriptors: dict[int, int] = {}
+        self._processes = ProcessWatch(rank, processes, lambda peer: segments[peer].presence is Presence.LEFT)
         self._ended: set[int] = set()
-        lost: list[int] = []
-        for peer, process in processes.items():
-            try:
-                with naming_exhaustion(f"the watch of rank {peer}'s process"):
-                    descriptor = process_descriptors.acquire(process)
-            except ProcessLookupError:
-                lost.append(peer)
-                continue
-            except ResourceError:
-                self._release_descriptors()
-                if parent is None:
-                    self._thread.end()
-                raise
-            self._descriptors[descriptor] = peer
-        self._lost = lost
-        self._ended.update(lost)
+        try:
+            _, _, self._lost = self._processes.follow()
+        except ResourceError:
+            if parent is None:
+                self._thread.end()
+            raise
+        self._ended.update(self._lost)
         self._parent, self._members = parent, members
         self._looking = threading.Lock()  # held by the thread that takes the peers' messages
         self._passed_on = self._closed = False
@@ -208,7 +208,7 @@ class Watcher:
     @property
     def descriptors(self) -> list[int]:
         """The descriptors that become readable when a peer's process ends, or when a peer's link has a message."""
-        return [*self._descriptors, *self._links]
+        return [*self._processes.watched, *self._links]
 
     def look(self, readable: Sequence[int]) -> None:
         """One turn of the thread: checks for events.
@@ -237,6 +237,7 @@ class Watcher:
         self._lost = []
         for descriptor in readable:
             self._take(descriptor)
+        self._follow_processes()
         self._end_with_parent()
         if self._own.aborted:
             for descriptor in self.descriptors:
@@ -246,6 +247,18 @@ class Watcher:
             self._report()
         else:
             self._each_turn()
+
+    def _follow_processes(self) -> None:
+        # Without descriptors the next turn tries again. Meanwhile other ranks watch the same processes.
+        with contextlib.suppress(ResourceError):
+            new, old, lost = self._processes.follow()
+            for descriptor in old:
+                self._thread.forget(descriptor)
+                self._processes.release(descriptor)
+            for descriptor in new:
+                self._thread.watch(self, descriptor)
+            for peer in lost:
+                self._peer_ended(peer)
 
     def _report(self) -> None:
         # It may take long, and the thread's other watchers do not wait for it. A failure is still passed on.
@@ -262,7 +275,7 @@ class Watcher:
         if descriptor in self._links:
             self._receive(descriptor)
         else:
-            self._peer_ended(self._descriptors[descriptor])
+            self._peer_ended(self._processes.watched[descriptor])
             self._thread.forget(descriptor)
 
     def _receive(self, descriptor: int) -> None:
@@ -301,12 +314,18 @@ class Watcher:
                 self._parent.check_for_end(self._members[peer])
             self._end_with_parent()
             return
-        ends = [(descriptor, select.POLLIN) for descriptor, rank in self._descriptors.items() if rank == peer]
-        ends += [(descriptor, select.POLLRDHUP) for descriptor, (rank, _) in self._links.items() if rank == peer]
-        for descriptor, event in ends:
-            ending = select.poll()
-            ending.register(descriptor, event)
-            if ending.poll(self.ENDING_MS):
+        if self._processes.knows(peer):
+            try:
+                ended = _is_readable(self._processes.descriptor_of(peer), self.ENDING_MS)
+            except ProcessLookupError:
+                ended = True
+            except ResourceError:  # it can't be told; the ranks that watch it will
+                return
+            with self._looking:
+                if ended and not (self._closed or self._own.aborted):
+                    self._peer_ended(peer)
+        for descriptor in [known for known, (rank, _) in self._links.items() if rank == peer]:
+            if _is_readable(descriptor, self.ENDING_MS, select.POLLRDHUP):
                 with self._looking:
                     if not (self._closed or self._own.aborted):
                         self._take(descriptor)
@@ -328,11 +347,13 @@ class Watcher:
                             return True
         if self.presence(peer) is Presence.LEFT:
             return True
-        for descriptor, rank in self._descriptors.items():
-            if rank == peer:
-                ended = select.poll()
-                ended.register(descriptor, select.POLLIN)
-                return bool(ended.poll(0))
+        if self._processes.knows(peer):
+            try:
+                return process_descriptors.has_ended(self._processes.descriptor_of(peer))
+            except ProcessLookupError:
+                return True
+            except ResourceError:
+                return False
         return self._parent is not None and self._parent.has_ended(self._members[peer])
 
     def pass_on(self) -> None:
@@ -388,8 +409,10 @@ class Watcher:
             self._thread.end()
         for _, link in self._links.values():
             link.close()
-        self._release_descriptors()
+        self._processes.close()
 
-    def _release_descriptors(self) -> None:
-        for descriptor in self._descriptors:
-            process_descriptors.release(descriptor)
+
+def _is_readable(descriptor: int, milliseconds: int, event: int = select.POLLIN) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(milliseconds))

@@ -18,6 +18,7 @@ from proxyccl.device.memory.descriptor_server import fetch_descriptor, supply
 from proxyccl.device.memory.descriptors import EXHAUSTED
 from proxyccl.device.memory.sockets import UnreachableError
 from proxyccl.device.namespaces import proc_view
+from proxyccl.proxy.processes import start_of
 
 _KIND = b"p"
 _lock = threading.Lock()
@@ -33,11 +34,13 @@ class PeerProcess(Struct, frozen=True):
         pid: its number in its PID namespace.
         view: its `proc_view`.
         token: 16 bytes that no other process has.
+        started: when it started (`start_of`); None if that is not known. The system gives its number to others later.
     """
 
     pid: int
     view: int
     token: bytes
+    started: int | None = None
 
     @property
     def is_here(self) -> bool:
@@ -68,13 +71,17 @@ def acquire(process: PeerProcess) -> int:
 def _open(process: PeerProcess) -> int:
     if process.is_visible:
         try:
-            return os.pidfd_open(process.pid)
+            descriptor = os.pidfd_open(process.pid)
         except OSError as error:
             if isinstance(error, ProcessLookupError) or error.errno in EXHAUSTED:
                 raise
             raise ResourceError(
                 f"process {process.pid} can't be watched: pidfd_open: {error.strerror} (seccomp, or an old kernel)"
             ) from None
+        if process.started is not None and start_of(process.pid) != process.started:
+            os.close(descriptor)
+            raise ProcessLookupError(f"process {process.pid} has ended")
+        return descriptor
     try:
         return fetch_descriptor(process.token, _KIND)
     except UnreachableError as error:  # it was reached before

@@ -8,12 +8,14 @@ import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 
 from proxyccl.channels.segment.process_descriptors import PeerProcess, acquire, has_ended, release
 from proxyccl.device import forks
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory import descriptor_server
 from proxyccl.device.namespaces import proc_view
+from proxyccl.proxy.processes import start_of
 
 
 def sleeper() -> subprocess.Popen[bytes]:
@@ -98,3 +100,14 @@ def test_a_process_that_refuses_its_descriptor_is_no_lost_process(monkeypatch: p
     monkeypatch.delitem(descriptor_server._supplies, b"p")
     with pytest.raises(ResourceError, match="process 7 of another PID namespace can't be watched: it has no descrip"):
         acquire(PeerProcess(7, proc_view() + 1, forks.here().token))
+
+
+def test_another_process_of_the_same_number_is_not_taken_for_it() -> None:
+    with sleeper() as process:
+        started = start_of(process.pid)
+        assert started is not None
+        named = PeerProcess(process.pid, proc_view(), bytes(16), started)
+        release(acquire(named))
+        with pytest.raises(ProcessLookupError, match="has ended"):
+            acquire(replace(named, started=started - 1))
+        process.communicate(b"\n")

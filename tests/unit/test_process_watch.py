@@ -1,0 +1,104 @@
+"""A rank watches few processes of its host, and others in the place of those that leave."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from proxyccl.channels.liveness.process_watch import ProcessWatch
+from proxyccl.channels.segment.process_descriptors import PeerProcess, has_ended
+from proxyccl.device.errors import ResourceError
+from proxyccl.device.namespaces import proc_view
+
+Processes = list[subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    started = [subprocess.Popen(["cat"], stdin=subprocess.PIPE) for _ in range(10)]
+    yield started
+    for process in started:
+        process.communicate()
+
+
+class Watching:
+    """The watch of rank 2 among ranks 0 to 10; all others are processes."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.left: set[int] = set()
+        ranks = [rank for rank in range(11) if rank != 2]
+        self.process = dict(zip(ranks, processes, strict=True))
+        named = {rank: PeerProcess(process.pid, proc_view(), bytes(16)) for rank, process in self.process.items()}
+        self.watch = ProcessWatch(2, named, self.left.__contains__)
+
+    def follow(self) -> list[int]:
+        """The ranks that are lost."""
+        _, old, lost = self.watch.follow()
+        for descriptor in old:
+            self.watch.release(descriptor)
+        return lost
+
+    @property
+    def watched(self) -> set[int]:
+        return set(self.watch.watched.values())
+
+
+@pytest.fixture
+def watching(processes: Processes) -> Iterator[Watching]:
+    made = Watching(processes)
+    yield made
+    made.watch.close()
+
+
+def test_a_rank_watches_those_at_powers_of_two(watching: Watching) -> None:
+    assert watching.follow() == []
+    assert watching.watched == {3, 4, 6, 10}
+
+
+def test_others_are_watched_in_the_place_of_those_that_have_left(watching: Watching) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    watching.follow()
+    watching.left |= {3, 4, 5, 6}
+    assert watching.follow() == []
+    assert watching.watched == {7, 10}
+    watching.left |= {rank for rank in range(11) if rank != 1}
+    watching.follow()
+    assert watching.watched == {1}
+    watching.left.add(1)
+    watching.follow()
+    assert watching.watched == set()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_the_end_of_a_watched_process_is_seen_and_of_one_that_ended_before(watching: Watching) -> None:
+    watching.follow()
+    watching.process[3].communicate()
+    ended = [peer for descriptor, peer in watching.watch.watched.items() if has_ended(descriptor)]
+    assert ended == [3]
+    watching.process[5].communicate()
+    watching.left |= {4}
+    assert watching.follow() == [5]
+    watching.process[0].communicate()
+    with pytest.raises(ProcessLookupError):
+        watching.watch.descriptor_of(0)
+    assert not has_ended(watching.watch.descriptor_of(1))
+
+
+def test_those_that_were_watched_still_are_if_no_descriptor_is_left(
+    watching: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(_: int) -> int:
+        raise OSError(24, "Too many open files")
+
+    watching.follow()
+    watching.left |= {3, 4}
+    with monkeypatch.context() as few:
+        few.setattr(os, "pidfd_open", none)
+        with pytest.raises(ResourceError, match="no descriptor is left for the watch of rank 5's process"):
+            watching.follow()
+    assert watching.watched == {3, 4, 6, 10}
+    watching.follow()
+    assert watching.watched == {5, 6, 10}
