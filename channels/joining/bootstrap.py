@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from proxyccl.channels import array_libraries
+from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
 from proxyccl.channels.liveness.program_end import watch_mpi
 from proxyccl.channels.segment.rendezvous import ranks_missing
 from proxyccl.device.errors import ArgumentError, PeerLostError, WaitTimeoutError
@@ -208,10 +209,31 @@ class MpiSubset:
         """See `Bootstrap.all_gather`."""
         deadline = time.monotonic() + timeout
         number, self._round = self._round, self._round + 1
-        found = {self.rank: data}
-        missing = [peer for peer in range(self.world_size) if peer != self.rank]
-        for peer in missing:
+        others = [peer for peer in range(self.world_size) if peer != self.rank]
+        if self.world_size >= COLLECTED_FROM:
+            return self._by_first(data, number, others, deadline, give_up)
+        for peer in others:
             self._post.send(self._members[peer], self._key, number, data)
+        return self._sorted(data, self._take(number, others, deadline, give_up))
+
+    def _by_first(
+        self, data: bytes, number: int, others: list[int], deadline: float, give_up: Callable[[], None]
+    ) -> list[bytes]:
+        if self.rank:
+            self._post.send(self._members[0], self._key, number, data)
+            bundled = self._take(number, [0], deadline, give_up)[0]
+            return unbundle(bundled, self.world_size, "the all_gather over MPI", self.rank)
+        everyone = self._sorted(data, self._take(number, others, deadline, give_up))
+        for peer in others:
+            self._post.send(self._members[peer], self._key, number, bundle(everyone))
+        return everyone
+
+    def _sorted(self, own: bytes, others: dict[int, bytes]) -> list[bytes]:
+        return [own if rank == self.rank else others[rank] for rank in range(self.world_size)]
+
+    def _take(self, number: int, missing: list[int], deadline: float, give_up: Callable[[], None]) -> dict[int, bytes]:
+        """The messages of some members in a round."""
+        found: dict[int, bytes] = {}
         pause = 0.0
         while True:
             for peer in missing:
@@ -220,7 +242,7 @@ class MpiSubset:
                     found[peer] = came
             missing = [peer for peer in missing if peer not in found]
             if not missing:
-                return [found[rank] for rank in range(self.world_size)]
+                return found
             give_up()
             if time.monotonic() > deadline:
                 raise ranks_missing("the bootstrap's all_gather over MPI", missing, self.rank)

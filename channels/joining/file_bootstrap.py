@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from proxyccl.channels.joining.bootstrap import require_place
+from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
 from proxyccl.channels.joining.survivors import Board
 from proxyccl.channels.segment.rendezvous import ranks_missing
 from proxyccl.device.errors import ArgumentError, ExchangeError, ResourceError, UntrustedPathError
@@ -20,6 +21,8 @@ from proxyccl.device.private_directories import open_private, read_private
 
 _FIRST_PAUSE_SECONDS = 2e-4
 _LONGEST_PAUSE_SECONDS = 0.02
+_ALL = "all"
+"""The name of a round's bundle, which the first rank writes."""
 
 
 class FileBootstrap:
@@ -68,30 +71,57 @@ class FileBootstrap:
                 peer=self.rank,
                 operation="bootstrap",
             )
-        everyone: dict[int, bytes] = {}
-        missing = list(range(self.world_size))
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
-            for rank in missing:
-                message = self._message(number, rank)
-                if message is not None:
-                    everyone[rank] = message
-            missing = [rank for rank in missing if rank not in everyone]
-            if not missing:
-                break
-            give_up()
-            if time.monotonic() > deadline:
-                raise ranks_missing(f"the bootstrap's all_gather over {self._directory}", missing, self.rank)
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+        collected = self.world_size >= COLLECTED_FROM
+        if collected and self.rank:
+            found = self._await(number, [_ALL], deadline, give_up)
+            if found:
+                everyone = unbundle(found[_ALL], self.world_size, str(self._directory), self.rank)
+            else:
+                everyone = self._await_ranks(number, deadline, give_up)
+        else:
+            everyone = self._await_ranks(number, deadline, give_up)
+            if collected:
+                self._directory.write_once(f"{number}-{_ALL}", bundle(everyone))
+                self._directory.remove(f"{number - 2}-{_ALL}")
         # All ranks have reached the round before this one, so they have read the one before that.
         self._directory.remove(f"{number - 2}-{self.rank}")
-        return [everyone[rank] for rank in range(self.world_size)]
+        return everyone
 
-    def _message(self, number: int, rank: int) -> bytes | None:
+    def _await_ranks(self, number: int, deadline: float, give_up: Callable[[], None]) -> list[bytes]:
+        """The messages of all ranks."""
+        names = [str(rank) for rank in range(self.world_size)]
+        found = self._await(number, names, deadline, give_up)
+        missing = [rank for rank, name in enumerate(names) if name not in found]
+        if missing:
+            raise ranks_missing(f"the bootstrap's all_gather over {self._directory}", missing, self.rank)
+        return [found[name] for name in names]
+
+    def _await(
+        self, number: int, names: Sequence[str], deadline: float, give_up: Callable[[], None]
+    ) -> dict[str, bytes]:
+        """The messages of a round, by name, as far as they are there at the deadline."""
+        found: dict[str, bytes] = {}
+        missing = list(names)
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            for name in missing:
+                message = self._message(number, name)
+                if message is not None:
+                    found[name] = message
+            missing = [name for name in missing if name not in found]
+            if not missing:
+                return found
+            give_up()
+            if time.monotonic() > deadline:
+                return found
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _message(self, number: int, name: str) -> bytes | None:
         try:
-            return self._directory.read(f"{number}-{rank}")
+            return self._directory.read(f"{number}-{name}")
         except (OSError, UntrustedPathError) as error:
+            rank = 0 if name == _ALL else int(name)
             raise ExchangeError(
                 f"rank {rank}'s message in {self._directory} can't be read: {error}",
                 rank=self.rank,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from proxyccl.channels.joining.bootstrap import require_place
+from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
 from proxyccl.channels.joining.survivors import Board
 from proxyccl.channels.segment.rendezvous import ranks_missing
 from proxyccl.device.errors import PeerLostError, WaitTimeoutError
@@ -36,24 +37,25 @@ class StoreBootstrap:
         self._lock = threading.Lock()
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`. Also raises PeerLostError if the store is gone."""
+        """See `Bootstrap.all_gather`. Also raises PeerLostError if the store is gone, and ExchangeError if a bundle in
+        it is not one."""
         with self._lock:
             number, self._round = self._round, self._round + 1
         keys = [f"{number}/{rank}" for rank in range(self.world_size)]
         deadline = time.monotonic() + timeout
         try:
             self._store.set(keys[self.rank], data)
-            pause = _FIRST_PAUSE_SECONDS
-            # The store's own wait would hold its connection, which other threads need meanwhile.
-            while not self._store.check(keys):
-                give_up()
-                if time.monotonic() > deadline:
-                    raise self._late(keys)
-                time.sleep(pause)
-                pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
-            everyone = [bytes(self._store.get(key)) for key in keys]
+            if self.world_size >= COLLECTED_FROM and self.rank:
+                everyone = self._bundled(number, keys, deadline, give_up)
+            else:
+                self._await(keys, keys, deadline, give_up)
+                everyone = self._fetch(keys)
+                if self.world_size >= COLLECTED_FROM:
+                    self._store.set(_bundle_key(number), bundle(everyone))
             if number >= 2:  # all ranks have reached the round before this one, so they have read the one before that
                 self._store.delete_key(f"{number - 2}/{self.rank}")
+                if self.world_size >= COLLECTED_FROM and not self.rank:
+                    self._store.delete_key(_bundle_key(number - 2))
         except DistError as error:
             give_up()
             raise PeerLostError(
@@ -61,8 +63,27 @@ class StoreBootstrap:
             ) from error
         return everyone
 
+    def _await(self, awaited: list[str], keys: list[str], deadline: float, give_up: Callable[[], None]) -> None:
+        pause = _FIRST_PAUSE_SECONDS
+        # The store's own wait would hold its connection, which other threads need meanwhile.
+        while not self._store.check(awaited):
+            give_up()
+            if time.monotonic() > deadline:
+                raise self._late(keys)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _fetch(self, keys: list[str]) -> list[bytes]:
+        if self._store.has_extended_api():
+            return [bytes(value) for value in self._store.multi_get(keys)]
+        return [bytes(self._store.get(key)) for key in keys]
+
+    def _bundled(self, number: int, keys: list[str], deadline: float, give_up: Callable[[], None]) -> list[bytes]:
+        self._await([_bundle_key(number)], keys, deadline, give_up)
+        return unbundle(bytes(self._store.get(_bundle_key(number))), self.world_size, "torch's store", self.rank)
+
     def _late(self, keys: list[str]) -> WaitTimeoutError:
-        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])] or [0]  # it made no bundle
         return ranks_missing("the bootstrap's all_gather over torch's store", missing, self.rank)
 
     def subset(self, members: Sequence[int], key: int) -> StoreBootstrap:
@@ -76,6 +97,11 @@ class StoreBootstrap:
 
     def close(self) -> None:
         """Does nothing: the store belongs to the caller."""
+
+
+def _bundle_key(number: int) -> str:
+    """The key of a round's bundle, which the first rank sets."""
+    return f"{number}/all"
 
 
 class _StoreBoard:

@@ -443,24 +443,29 @@ def test_a_call_after_shutdown_is_refused() -> None:
     run(body, ranks=1)
 
 
-@pytest.mark.parametrize("kind", ["HashStore", "FileStore", "TCPStore"])
-def test_ranks_meet_over_every_store(kind: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("HashStore", 2), ("FileStore", 2), ("TCPStore", 2), ("HashStore", 16), ("TCPStore", 16)]
+)
+def test_ranks_meet_over_every_store(kind: str, ranks: int, tmp_path: Any) -> None:
     if kind == "HashStore":
-        shared = dist.HashStore()
-        stores = [shared, shared]
+        stores: list[dist.Store] = [dist.HashStore()] * ranks
     elif kind == "FileStore":
-        stores = [dist.FileStore(str(tmp_path / "store"), 2) for _ in range(2)]
+        stores = [dist.FileStore(str(tmp_path / "store"), ranks) for _ in range(ranks)]
     else:
-        server = dist.TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=False)
-        stores = [server, dist.TCPStore("localhost", server.port, 2, is_master=False, wait_for_workers=False)]
+        server = dist.TCPStore("localhost", 0, ranks, is_master=True, wait_for_workers=False)
+        clients = (
+            dist.TCPStore("localhost", server.port, ranks, is_master=False, wait_for_workers=False)
+            for _ in range(ranks - 1)
+        )
+        stores = [server, *clients]
 
     def on_rank(rank: int) -> list[list[bytes]]:
-        bootstrap = StoreBootstrap(dist.PrefixStore("meeting", stores[rank]), rank, 2)
-        return [bootstrap.all_gather(bytes([rank] * n), 10, lambda: None) for n in (0, 1, 5, 2)]
+        bootstrap = StoreBootstrap(dist.PrefixStore("meeting", stores[rank]), rank, ranks)
+        return [bootstrap.all_gather(bytes([rank] * n), 60, lambda: None) for n in (0, 1, 5, 2)]
 
-    with ThreadPoolExecutor(2) as pool:
-        for rounds in pool.map(on_rank, range(2)):
-            assert rounds == [[bytes(n), b"\1" * n] for n in (0, 1, 5, 2)]
+    with ThreadPoolExecutor(ranks) as pool:
+        for rounds in pool.map(on_rank, range(ranks)):
+            assert rounds == [[bytes([rank] * n) for rank in range(ranks)] for n in (0, 1, 5, 2)]
 
 
 def test_memory_is_allocated_on_gpus_once_there_is_a_communicator() -> None:

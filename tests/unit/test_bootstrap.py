@@ -27,7 +27,8 @@ from proxyccl import (
     TorchBootstrap,
     WaitTimeoutError,
 )
-from proxyccl.channels.joining.bootstrap import as_bootstrap, library_of_group
+from proxyccl.channels.joining.bootstrap import MpiSubset, as_bootstrap, library_of_group
+from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
 from proxyccl.channels.joining.exchange import Exchange
 from support.device_arrays import on_device, on_host
 from support.devices import processes, require_devices
@@ -54,24 +55,61 @@ def make(kind: str, world_size: int, directory: Path) -> list[Any]:
     return [FileBootstrap(str(directory), rank, world_size) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("kind", ["threads", "files"])
-def test_everyone_gets_everyones_bytes_in_rank_order(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), [("threads", 4), ("files", 4), ("files", COLLECTED_FROM)])
+def test_everyone_gets_everyones_bytes_in_rank_order(kind: str, ranks: int, tmp_path: Path) -> None:
     def body(bootstrap: Bootstrap) -> list[list[bytes]]:
         return [
-            bootstrap.all_gather(bytes([bootstrap.rank]) * (bootstrap.rank * turn), 10, patient) for turn in range(20)
+            bootstrap.all_gather(bytes([bootstrap.rank]) * (bootstrap.rank * turn), 60, patient) for turn in range(10)
         ]
 
-    for result in together(make(kind, 4, tmp_path), body):
-        assert result == [[bytes([rank]) * (rank * turn) for rank in range(4)] for turn in range(20)]
+    with ThreadPoolExecutor(ranks) as pool:
+        for result in pool.map(body, make(kind, ranks, tmp_path), timeout=TIMEOUT):
+            assert result == [[bytes([rank]) * (rank * turn) for rank in range(ranks)] for turn in range(10)]
 
 
-@pytest.mark.parametrize("kind", ["threads", "files"])
-def test_a_rank_that_does_not_come_is_named_within_the_time_out(kind: str, tmp_path: Path) -> None:
-    bootstraps = make(kind, 3, tmp_path)
+@pytest.mark.parametrize("ranks", [3, COLLECTED_FROM])
+def test_some_ranks_of_mpi_exchange_messages(ranks: int) -> None:
+    came: dict[tuple[int, int, int, int], bytes] = {}  # by receiver, sender, key and round
+
+    class Post:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def send(self, receiver: int, key: int, number: int, data: bytes) -> None:
+            came[receiver, self.rank, key, number] = data
+
+        def take(self, sender: int, key: int, number: int) -> bytes | None:
+            return came.pop((self.rank, sender, key, number), None)
+
+    members = list(range(2 * ranks, 0, -2))
+
+    def body(rank: int) -> list[list[bytes]]:
+        post: Any = Post(rank)
+        subset = MpiSubset(post, members, 7)
+        return [subset.all_gather(b"%d" % rank * turn, TIMEOUT, patient) for turn in range(3)]
+
+    with ThreadPoolExecutor(ranks) as pool:
+        for result in pool.map(body, members, timeout=TIMEOUT):
+            assert result == [[b"%d" % rank * turn for rank in members] for turn in range(3)]
+    assert not came
+
+
+def test_a_bundle_that_is_none_is_refused() -> None:
+    messages = [b"", b"one", b"two!"]
+    assert unbundle(bundle(messages), 3, "here", 1) == messages
+    for wrong in (b"", bundle(messages)[:-1], bundle(messages) + b"x", bundle(messages[:2])):
+        with pytest.raises(ExchangeError, match=r"rank 0's message in here can't be read: .* of 3 ranks") as caught:
+            unbundle(wrong, 3, "here", 1)
+        assert (caught.value.rank, caught.value.peer) == (1, 0)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("threads", 3), ("files", 3), ("files", COLLECTED_FROM)])
+def test_a_rank_that_does_not_come_is_named_within_the_time_out(kind: str, ranks: int, tmp_path: Path) -> None:
+    bootstraps = [each for each in make(kind, ranks, tmp_path) if each.rank != 2]
     started = time.monotonic()
-    for bootstrap in bootstraps[:2]:
+    for bootstrap in bootstraps:
         with pytest.raises(WaitTimeoutError, match="2") as caught:
-            bootstrap.all_gather(b"", 0.2, patient)
+            bootstrap.all_gather(b"", 0.1, patient)
         assert caught.value.rank == bootstrap.rank
     assert time.monotonic() - started < TIMEOUT / 2
     assert caught.value.peer == 2
