@@ -1039,6 +1039,61 @@ def transfers_section(result: Result) -> Section:
     return Section(f"Transfers of {_TRANSFERRED[result['memory']]}{way}", summary, lines)
 
 
+def scale_section(result: Result) -> Section:
+    """A table of what grows with the number of ranks: measured, and fitted."""
+    rows, hosts = result["results"], result["kind"] == "hosts"
+    apart = "each a rehearsed host of its own, with libfabric between them" if hosts else "which share the host's memory"
+    lines = [
+        *origin(result),
+        f"Jobs of ranks as processes, in nodes of {rows[0]['node']}, {apart}. Of a rank, the median; times are those of the "
+        "slowest rank. *fit*: a line fitted to the row, and how far it is from a measured value at most.",
+        "",
+    ]
+    titles = ["of a rank", *(f"{row['ranks']} ranks" for row in rows), "fit, n ranks", "off by"]
+    shown = []
+    for name, (title, factor, digits) in SCALE_QUANTITIES.items():
+        a, b, *_ = (factor * each for each in result["fits"][name]["coefficients"])
+        line = f"{number(a, digits)} {'-' if b < 0 else '+'} {abs(b):.3g} n"
+        values = [number(factor * row[name], digits) for row in rows]
+        shown.append([title, *values, line, f"{result['fits'][name]['worst_error']:.0%}"])
+    lines += table(titles, shown)
+    first, last = rows[0], rows[-1]
+    summary = f"{last['ranks']} ranks made in {number(last['made_s'], 2)} s; descriptors of a rank "
+    summary += f"{number(first['used: descriptors'], 0)} at {first['ranks']} ranks, "
+    summary += f"{number(last['used: descriptors'], 0)} at {last['ranks']}"
+    return Section(f"What grows with the number of ranks, {'hosts' if hosts else 'nodes of one host'}", summary, lines)
+
+
+SCALE_QUANTITIES = {
+    "made: descriptors": ("descriptors, communicator made", 1, 0),
+    "used: descriptors": ("descriptors, after barrier and all_reduce", 1, 0),
+    "used: sockets": ("sockets among them", 1, 0),
+    "used: mappings": ("mappings", 1, 0),
+    "used: threads": ("threads", 1, 0),
+    "connections": ("connections of its proxy", 1, 0),
+    "channels": ("channels of its proxy", 1, 0),
+    "memory_ids": ("memory ids of its proxy", 1, 0),
+    "used: private_kib": ("private memory, MiB", 1 / 1024, 1),
+    "used: pss_kib": ("PSS, MiB", 1 / 1024, 1),
+    "rest_cores": ("share of a core at rest, ‰", 1e3, 1),
+    "exchanged_bytes": ("bytes received while joining, KiB", 1 / 1024, 0),
+    "made_processor_s": ("processor time of joining, ms", 1e3, 1),
+    "bootstrap_s": ("first exchange, ms", 1e3, 1),
+    "exchange_s": ("further exchanges, ms", 1e3, 1),
+    "segment_s": ("mapping of segments, ms", 1e3, 1),
+    "connect_s": ("links, first exchange there, watcher, ms", 1e3, 1),
+    "made_s": ("the communicator in all, ms", 1e3, 1),
+    "round_s": ("a round of exchange, ms", 1e3, 2),
+    "first_barrier_s": ("first barrier, with its links, ms", 1e3, 1),
+    "barrier_s": ("barrier, ms", 1e3, 2),
+    "all_reduce_s": ("all_reduce of 1 KiB, ms", 1e3, 2),
+    "split_node_s": ("split into nodes, ms", 1e3, 1),
+    "split_half_s": ("split into halves, ms", 1e3, 1),
+    "close_s": ("close, ms", 1e3, 1),
+}
+"""What the page shows of `scale.py`: by name, the title, the factor of the unit, and digits."""
+
+
 SECTIONS: dict[str, Callable[[Result], Section]] = {
     "programs": programs_section,
     "all_reduce": all_reduce_section,
@@ -1064,5 +1119,7 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "rdma_writes": rdma_writes_section,
     "fabric_writes": fabric_writes_section,
     "regroup": regroup_section,
+    "scale_nodes": scale_section,
+    "scale_hosts": scale_section,
 }
 """By program, in the page's order: first users' programs, then what a user calls, then the layers below."""

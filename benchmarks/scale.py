@@ -1,7 +1,7 @@
 """What grows with the number of ranks: python benchmarks/scale.py -n 8 16 32
 
-Jobs of more and more ranks on the host runtime, each a process, in nodes of 8: rehearsed nodes of one machine. For each
-rank: descriptors, mappings, sockets, threads and memory, also the connections, channels and memory ids of its proxy;
+Jobs of more and more ranks on the host runtime, each a process, in nodes of 8: rehearsed nodes of one machine, which
+share its memory; with --hosts, rehearsed hosts, which do not. For each rank: descriptors, mappings, sockets, threads and memory, also the connections, channels and memory ids of its proxy;
 the time to make the communicator, by phase; the time of a round of the exchange, of a barrier, of an all_reduce of
 1 KiB, and of splits; the share of a core that it takes at rest. The table shows medians over the ranks of a job, of
 times the longest.
@@ -36,14 +36,14 @@ _HELD = ("descriptors", "sockets", "mappings", "threads", "rss_kib", "pss_kib", 
 _UNITS = {"kib": (1 / 1024, "MiB"), "s": (1e3, "ms"), "cores": (1e3, "‰ of a core"), "bytes": (1 / 1024, "KiB")}
 
 
-def run(ranks: int, node: int, seconds: int) -> list[Fields]:
+def run(ranks: int, node: int, seconds: int, kind: str) -> list[Fields]:
     """The results of the ranks of one job. Raises RuntimeError if a rank fails or is late."""
     with tempfile.TemporaryDirectory(prefix="scale-") as place, contextlib.ExitStack() as running:
         deadline = time.monotonic() + seconds
         processes = []
         log = running.enter_context((Path(place) / "log").open("w+"))
         for rank in range(ranks):
-            command = [sys.executable, str(_RANK), place, *map(str, (rank, ranks, node, seconds))]
+            command = [sys.executable, str(_RANK), place, *map(str, (rank, ranks, node, seconds)), kind]
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
             running.callback(process.wait)
             running.callback(process.kill)
@@ -123,27 +123,29 @@ def main() -> int:
     parser = common_arguments(__doc__.splitlines()[0])
     parser.add_argument("-n", "--ranks", type=options.count, nargs="+", default=[8, 16, 32], help="ranks of the jobs")
     parser.add_argument("--nodes", type=options.count, nargs="+", default=[_NODE], help="ranks of a node")
+    parser.add_argument("--hosts", action="store_true", help="make each node a host, with libfabric between them")
     parsed = parser.parse_args()
     end_if_it_hangs(parsed.seconds)
-    facts, began = machine(), time.monotonic()
+    facts, began, kind = machine(), time.monotonic(), "hosts" if parsed.hosts else "nodes"
     print(f"# ProxyCCL {installed_version('proxyccl') or ''} scale: jobs of ranks as processes, host runtime")
     print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}", flush=True)
     rows: list[Fields] = []
     for ranks, node in sorted((n, node) for n in parsed.ranks for node in parsed.nodes if n % node == 0):
         try:
-            found = run(ranks, node, max(1, round(parsed.seconds + began - time.monotonic())))
+            found = run(ranks, node, max(1, round(parsed.seconds + began - time.monotonic())), kind)
         except RuntimeError as error:
             print(f"# {error}")
             break
         rows.append({"ranks": ranks, "node": node, **summary(found)})
-        print(f"# {ranks} ranks in nodes of {node}: {time.monotonic() - began:.1f} s", flush=True)
+        print(f"# {ranks} ranks in {kind} of {node}: {time.monotonic() - began:.1f} s", flush=True)
     if not rows:
         return 1
     names = [name for name in rows[0] if name not in ("ranks", "node")]
     fits = {name: fit(rows, name) for name in names}
     print_tables(rows, fits)
     if parsed.json is not None:
-        write_json(parsed.json, {"benchmark": "scale", "results": rows, "fits": fits})
+        fields = {"benchmark": f"scale_{kind}", "kind": kind, "runtime": "host", "world_size": rows[-1]["ranks"]}
+        write_json(parsed.json, {**fields, "results": rows, "fits": fits})
     return 0
 
 

@@ -1,4 +1,6 @@
-"""One rank of `scale.py`: python scale_rank.py DIRECTORY RANK RANKS NODE SECONDS
+"""One rank of `scale.py`: python scale_rank.py DIRECTORY RANK RANKS NODE SECONDS KIND
+
+KIND: "nodes" of one host, or "hosts", which share no memory and are reached through libfabric.
 
 It joins the others, and writes what it holds and how long each step took to a file in the directory.
 """
@@ -7,16 +9,17 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import resource
 import stat
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from proxyccl import Communicator, FileBootstrap
+from proxyccl import Bootstrap, Communicator, FileBootstrap
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.observe.reader import Observer
@@ -45,6 +48,10 @@ class Timed:
         purpose = data.partition(b"\0")[0].decode()
         self.rounds.append((purpose, began, time.perf_counter(), sum(map(len, everyone))))
         return everyone
+
+    def subset(self, members: Sequence[int], key: int) -> Bootstrap:
+        """See `Bootstrap`."""
+        return self._bootstrap.subset(members, key)
 
     def close(self) -> None:
         """See `Bootstrap.close`."""
@@ -109,6 +116,9 @@ def timed(call: Callable[[], object], turns: int = _TURNS) -> list[float]:
 
 def main() -> None:
     place, rank, ranks, node, seconds = Path(sys.argv[1]), *map(int, sys.argv[2:6])
+    if sys.argv[6] == "hosts":
+        os.environ["PROXYCCL_HOSTS"] = "name"
+        platform.node = lambda: f"host{rank // node}"
     result: dict[str, object] = {"rank": rank, "before": held(), "imports_processor_s": _processor()}
     bootstrap = Timed(FileBootstrap(place / "meeting", rank, ranks))
     bootstrap.all_gather(b"start", seconds, lambda: None)  # so that no phase waits for a process to start
@@ -139,6 +149,7 @@ def main() -> None:
 
     before = _processor()
     x = np.ones(_COUNT, np.float32)
+    exchange.barrier("barrier")
     first, *others = timed(synchronized(comm.barrier))
     result |= {"first_barrier_s": first, "barrier_s": min(others), "barrier_processor_s": _processor() - before}
     before = _processor()

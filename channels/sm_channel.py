@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from proxyccl.channels.group import Group
 from proxyccl.channels.handles import Channel, ChannelSet
 from proxyccl.channels.memory import RegisteredMemory
@@ -25,10 +27,17 @@ class SmSemaphores:
 
     All ranks make them together. The word that peer p signals here lies where p computes it from this rank's
     handle, so one exchange serves any number.
+
+    Args:
+        group: the ranks.
+        count: semaphores to each peer.
+        members: those that may be peers, this rank among them; the same on all of them. None for all ranks.
     """
 
-    def __init__(self, group: Group, count: int) -> None:
-        runtime, self._ranks, self._count = group.runtime, group.world_size, count
+    def __init__(self, group: Group, count: int, members: Sequence[int] | None = None) -> None:
+        self._members = list(range(group.world_size)) if members is None else list(members)
+        self._places = {peer: place for place, peer in enumerate(self._members)}
+        runtime, self._ranks, self._count = group.runtime, len(self._members), count
         words = self._ranks * count
         self._inbound = runtime.allocate(words * _LINE)
         self._local = runtime.allocate(2 * words * _LINE)
@@ -36,7 +45,7 @@ class SmSemaphores:
         own = runtime.export(self._inbound.ptr, self._inbound.nbytes)
         handles = group.exchange.all_gather(own, _HANDLE, "sm_channels")
         self._remote: dict[int, Memory] = {}
-        for peer in range(self._ranks):
+        for peer in self._members:
             if peer != self._rank and group.topology.accessible[peer]:
                 with group.mapping_of(peer):
                     self._remote[peer] = group.mappings.acquire(handles[peer])
@@ -46,8 +55,8 @@ class SmSemaphores:
 
     def fill(self, semaphore: object, peer: int, index: int = 0) -> None:
         """Fills a ProxycclSemaphore: number `index` of those to `peer`."""
-        mine = (index * self._ranks + peer) * _LINE
-        theirs = (index * self._ranks + self._rank) * _LINE
+        mine = (index * self._ranks + self._places[peer]) * _LINE
+        theirs = (index * self._ranks + self._places[self._rank]) * _LINE
         total = self._ranks * self._count * _LINE
 
         def word(address: int) -> object:
@@ -68,7 +77,10 @@ class SmSemaphores:
         """From the bytes of `ranges`: peer, number, signals that came in, were waited for, and were sent."""
         lines = self._ranks * self._count
         values = [int.from_bytes(words[i * _LINE : i * _LINE + 8], "little") for i in range(3 * lines)]
-        return [(i % self._ranks, i // self._ranks, *values[i::lines]) for i in range(lines)]  # type: ignore[misc]
+        return [
+            (self._members[i % self._ranks], i // self._ranks, *values[i::lines])  # type: ignore[misc]
+            for i in range(lines)
+        ]
 
     def close(self) -> None:
         """Frees the words. Kernels of all ranks must have stopped using them."""

@@ -38,7 +38,7 @@ class Links:
         *,
         proxied_anywhere: bool,
     ) -> None:
-        self._semaphores = SmSemaphores(group, lanes)
+        self._semaphores = SmSemaphores(group, lanes, members)
         self.proxy_channels: dict[int, list[ProxyChannel]] = {}
         self._kept: object = None
         if proxied_anywhere:
