@@ -22,10 +22,14 @@ from proxyccl.device.memory.handle_kinds import NOT_PASSED, passes_namespaces
 from proxyccl.device.runtime import Memory
 from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
 from proxyccl.proxy.interface import ExposedMemory
+from proxyccl.proxy.memory_table import windows_of
 from proxyccl.proxy.transports.table import TRANSPORTS
+from proxyccl.proxy.trigger import MAX_MEMORIES
 
 MOST_BYTES = 1 << 47
 """The largest array: as much as a process can address."""
+_SCHEDULE_IDS = MAX_MEMORIES * 3 // 4
+"""Most of a proxy's memory ids that peers' ranges take for schedules: some are left for channels."""
 
 
 class _Offer(Message, frozen=True):
@@ -75,10 +79,17 @@ def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric:
     return array
 
 
-def register(group: Group, array: Any, *, symmetric: bool = False, argument: str = "array") -> RegisteredMemory:
+def register(
+    group: Group, array: Any, *, symmetric: bool = False, reserved: bool = False, argument: str = "array"
+) -> RegisteredMemory:
     """Registers an array on all ranks together, to be symmetric memory too or not. See `Communicator.register`.
 
-    `argument` is the caller's name for it, for messages.
+    Args:
+        group: the ranks.
+        array: this rank's array.
+        symmetric: whether collectives use it in place.
+        reserved: whether it may take memory ids that are reserved for memory that schedules must have.
+        argument: the caller's name for the array, for messages.
     """
     group.failure.require_usable()
     if isinstance(array, RegisteredMemory):
@@ -88,7 +99,7 @@ def register(group: Group, array: Any, *, symmetric: bool = False, argument: str
     if view.device[0] != group.runtime.name:
         raise ArgumentError(argument, f"lies on {view.device[0]}, the communicator uses {group.runtime.name}")
     with group.exchange.telling():
-        return RegisteredMemory.exchange(group, view, symmetric)
+        return RegisteredMemory.exchange(group, view, symmetric, reserved=reserved)
 
 
 def deregister(group: Group, array: Any) -> None:
@@ -134,13 +145,14 @@ class RegisteredMemory:
         self._id: int | None = None
         self._transport_ids: dict[str, int] = {}  # of this rank's range, by transport
         self._ids_at_peers: dict[int, int] = {}
+        self._schedule_ids = 0
         self._closed = False
         self._allocations = group.runtime.allocations(view.ptr, view.nbytes)
         self.ptr = view.ptr
         self.nbytes = view.nbytes
 
     @classmethod
-    def exchange(cls, group: Group, view: ArrayView, symmetric: bool) -> RegisteredMemory:
+    def exchange(cls, group: Group, view: ArrayView, symmetric: bool, *, reserved: bool = False) -> RegisteredMemory:
         """Registers the view and tells all ranks. Memory that can't be shared can still be the source of a put."""
         handle, unshared_reason = b"", ""
         exposed: dict[str, ExposedMemory] = {}
@@ -163,20 +175,28 @@ class RegisteredMemory:
         memory = cls(group, view, group.exchange.all_gather(offer, _OFFER, "register"), exposed, announced)
         group.keep(memory)
         if symmetric and group.schedules_need_registration:
-            memory._tell_ids()
+            memory._tell_ids(reserved)
         elif symmetric:
             group.symmetric.update(wait=True)
             group.exchange.barrier("register: all have mapped it")
         return memory
 
-    def _tell_ids(self) -> None:
-        """Tells the peers by which ids this rank's proxy knows their ranges. All ranks call it together."""
+    def _tell_ids(self, reserved: bool) -> None:
+        """Tells the peers by which ids this rank's proxy knows their ranges. All ranks call it together.
+
+        A range takes an id for each peer. So ranges take part of a proxy's ids, and further ones none: schedules use
+        other memory.
+        """
         group = self._group
         peers = [peer for peer in range(group.world_size) if peer != group.rank]
         ids: dict[int, int] = {}
-        for peer in peers:
-            with contextlib.suppress(ArgumentError):  # not reached: the peer's schedules use other memory
-                ids[peer] = self.peer_id(peer)
+        wanted = sum(windows_of(self._offers[peer].nbytes) for peer in peers)
+        if reserved or group.links.schedule_ids + wanted <= _SCHEDULE_IDS:
+            self._schedule_ids = 0 if reserved else wanted
+            group.links.schedule_ids += self._schedule_ids
+            for peer in peers:
+                with contextlib.suppress(ArgumentError):  # not reached: the peer's schedules use other memory
+                    ids[peer] = self.peer_id(peer)
         answers = group.exchange.all_gather(ids, _IDS, "register: memory ids")
         self._ids_at_peers = {peer: answers[peer][group.rank] for peer in peers if group.rank in answers[peer]}
 
@@ -344,6 +364,7 @@ class RegisteredMemory:
         if self._closed or self._group.failure.inherited:
             return
         self._closed = True
+        self._group.links.schedule_ids -= self._schedule_ids
         service = self._group.links.proxy_if_started
         if service is not None:
             for first in (self._id, *self._transport_ids.values()):

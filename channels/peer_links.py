@@ -55,6 +55,7 @@ class PeerLinks:
     Attributes:
         topology: the placement of the ranks; complete after `bring_up`.
         remote: this rank's links to other hosts.
+        schedule_ids: memory ids of the proxy that peers' registered ranges take for schedules.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class PeerLinks:
         self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and whether for private memory
         self._transports: dict[int, str] = {}
         self.topology = topology
+        self.schedule_ids = 0
         self.remote = RemoteLinks(runtime, control, exchange, topology, lambda: self.proxy, transport_options)
 
     def bring_up(self) -> None:

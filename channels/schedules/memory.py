@@ -159,7 +159,7 @@ class ScheduleMemories:
             memory = self._group.symmetric.allocate(size, reserved=True)
             found = Array(self._group.runtime, memory, (size,), as_dtype("uint8"))
             if self.staged_together:
-                register(self._group, found, symmetric=True)
+                register(self._group, found, symmetric=True, reserved=True)
             stages.append(found)
         if self.staged_together:
             span = self._registered(found.ptr, nbytes)

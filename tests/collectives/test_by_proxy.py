@@ -23,6 +23,7 @@ from proxyccl import (
     TriggerError,
     WaitTimeoutError,
 )
+from proxyccl.channels import memory, symmetric
 from proxyccl.channels.collectives import call_cache, reduce_schedules
 from proxyccl.channels.schedules import rings as schedule_rings
 from proxyccl.device._native import lib
@@ -574,6 +575,25 @@ def test_many_arrays_leave_memory_ids_for_stages() -> None:
         SpanCalls(comm, 5000 * comm.world_size, ("private", "private")).run("all_to_all", 5000, 1)
 
     run_ranks(max(world_sizes(1, 2)), body)
+
+
+@pytest.mark.host_only("as on several hosts")
+def test_registered_arrays_of_many_ranks_leave_memory_ids_for_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(symmetric, "MOST_RANKS", 1)  # so that schedules name registered memory alone
+    monkeypatch.setattr(memory, "_SCHEDULE_IDS", 4)
+
+    def body(comm: Communicator) -> None:
+        arrays = [comm.empty(1000, np.float32) for _ in range(4)]
+        registered = [comm.register(array) for array in arrays[:3]]
+        assert [each.is_for_schedules for each in registered] == [True, True, False]
+        for array in arrays:
+            summed = comm.all_reduce(array.fill(comm.rank + 1), algorithm="proxy")
+            assert np.all(on_host(summed) == 6)
+        registered[0].close()
+        assert comm.register(arrays[3]).is_for_schedules
+        assert np.all(on_host(comm.all_reduce(arrays[3].fill(1), algorithm="proxy")) == 3)
+
+    run_ranks(3, body)
 
 
 def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
