@@ -1042,7 +1042,9 @@ def transfers_section(result: Result) -> Section:
 def scale_section(result: Result) -> Section:
     """A table of what grows with the number of ranks: measured, and fitted."""
     rows, hosts = result["results"], result["kind"] == "hosts"
-    apart = "each a rehearsed host of its own, with libfabric between them" if hosts else "which share the host's memory"
+    apart = (
+        "each a rehearsed host of its own, with libfabric between them" if hosts else "which share the host's memory"
+    )
     lines = [
         *origin(result),
         f"Jobs of ranks as processes, in nodes of {rows[0]['node']}, {apart}. Of a rank, the median; times are those of the "

@@ -1,10 +1,15 @@
 """What grows with the number of ranks: python benchmarks/scale.py -n 8 16 32
 
 Jobs of more and more ranks on the host runtime, each a process, in nodes of 8: rehearsed nodes of one machine, which
-share its memory; with --hosts, rehearsed hosts, which do not. For each rank: descriptors, mappings, sockets, threads and memory, also the connections, channels and memory ids of its proxy;
-the time to make the communicator, by phase; the time of a round of the exchange, of a barrier, of an all_reduce of
-1 KiB, and of splits; the share of a core that it takes at rest. The table shows medians over the ranks of a job, of
-times the longest.
+share its memory; with --hosts, rehearsed hosts, which do not. For each rank:
+
+- descriptors, mappings, sockets, threads and memory;
+- the connections, channels and memory ids of its proxy;
+- the time to make the communicator, by phase;
+- the time of a round of the exchange, of a barrier, of an all_reduce of 1 KiB, and of splits;
+- the share of a core that it takes at rest.
+
+The table shows medians over the ranks of a job, of times the longest.
 
 To each quantity it fits a + b n, by least squares of the relative errors, and with several sizes of nodes
 a + b n + c (number of nodes); and shows what that gives for 1,024 and 16,384 ranks.

@@ -5,6 +5,7 @@ Some programs always run, as examples of all; pages of made-up results show what
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -580,6 +581,33 @@ def test_the_cost_of_observing_is_shown(tmp_path: Path, alone: bool) -> None:
     assert ("| signal | 3.25 | 3.50 | 0.98 | 3.75 | 0.94 |" in page) == alone
     assert ("the engine alone, 0.98" in page) == alone
     assert ("the observer want 3 cores. With 2" in page) == alone
+
+
+def test_what_grows_with_ranks_is_measured_and_shown(tmp_path: Path) -> None:
+    done = run_alone(
+        str(BENCHMARKS / "scale.py"),
+        *("-n", "2", "4", "--nodes", "2", "--seconds", "120"),
+        "--json",
+        str(tmp_path / "scale.json"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "scale.json").read_text())["results"]
+    assert [(row["ranks"], row["connections"], row["channels"]) for row in rows] == [(2, 0, 0), (4, 1, 1)]
+    assert make_page(tmp_path).returncode == 0
+    page = (tmp_path / "README.md").read_text()
+    assert "## What grows with the number of ranks, nodes of one host" in page
+    assert "| connections of its proxy | 0 | 1 | -1 + 0.5 n | 0% |" in page
+
+
+def test_a_line_is_fitted_to_what_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    scale = importlib.import_module("scale")
+    jobs = [(ranks, node) for ranks in (8, 16, 64) for node in (4, 8)]
+    rows = [{"ranks": ranks, "node": node, "held": 5 + 2 * ranks + 3 * ranks // node} for ranks, node in jobs]
+    fitted = scale.fit(rows, "held")
+    assert fitted["coefficients"] == pytest.approx([5, 2, 3])
+    assert fitted["worst_error"] == pytest.approx(0, abs=1e-9)
+    assert fitted["foretold"]["1024"] == pytest.approx(5 + 2 * 1024 + 3 * 128)
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "no JSON"])
