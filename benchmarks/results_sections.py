@@ -1047,8 +1047,8 @@ def scale_section(result: Result) -> Section:
     )
     lines = [
         *origin(result),
-        f"Jobs of ranks as processes, in nodes of {rows[0]['node']}, {apart}. Of a rank, the median; times are those of the "
-        "slowest rank. *fit*: a line fitted to the row, and how far it is from a measured value at most.",
+        f"Jobs of ranks as processes, in nodes of {rows[0]['node']}, {apart}. Of a rank, the median; times are those "
+        "of the slowest rank. *fit*: a line fitted to the row, and how far it is from a measured value at most.",
         "",
     ]
     titles = ["of a rank", *(f"{row['ranks']} ranks" for row in rows), "fit, n ranks", "off by"]

@@ -20,7 +20,7 @@ RANKS = 4
 
 
 class Context:
-    """A `RemoteContext` that notes what is made. All peers share one endpoint, as with libfabric, but for the last."""
+    """A `RemoteContext` that notes what is made. All peers share one endpoint, as with libfabric, except the last."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
