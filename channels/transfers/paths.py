@@ -54,8 +54,8 @@ class Path(Struct, frozen=True):
 
     Attributes:
         name: "self", within the agent; "shared_memory", copied by the CPU; "process_vm", copied once by the kernel;
-            "unix" or "tcp", through the socket; "fabric (…)", by libfabric's provider of that name (`fabric_path`); `device_path` and
-            `staged_path` name those of devices.
+            "unix" or "tcp", through the socket; "fabric (…)", by libfabric's provider of that name (`fabric_path`);
+            `device_path` and `staged_path` name those of devices.
         reason: why a faster path between agents of one host does not serve; "" if none is faster, or allowed.
     """
 

@@ -12,10 +12,10 @@
 #include "runtime_table.h"
 
 enum {
-  CHECK_NS = 1000000,         /* between two questions whether the device has failed */
-  SPIN_NS = 250000,           /* whoever waits spins for this long: 64 MiB take 180 us between GPUs, and a sleep 70 */
-  SHORTEST_PAUSE_NS = 20000,  /* between two looks of the agent's thread */
-  LONGEST_PAUSE_NS = 1000000  /* likewise */
+  CHECK_NS = 1000000,        /* between two questions whether the device has failed */
+  SPIN_NS = 250000,          /* whoever waits spins for this long: 64 MiB take 180 us between GPUs, and a sleep 70 */
+  SHORTEST_PAUSE_NS = 20000, /* between two looks of the agent's thread */
+  LONGEST_PAUSE_NS = 1000000 /* likewise */
 };
 
 /* The calling thread's state before it used a device. */

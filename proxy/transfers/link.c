@@ -420,8 +420,8 @@ static size_t copy_out(const struct iovec *parts, uint32_t count, const char *fr
   return done;
 }
 
-/* Takes bytes from the socket for a program's memory, and reads ahead. -1: that memory can't be written, and nothing was
- * taken. 0 as of take. */
+/* Takes bytes from the socket for a program's memory, and reads ahead. -1: that memory can't be written, and nothing
+ * was taken. 0 as of take. */
 static ssize_t take_out(ProxycclLink *link, const struct iovec *blocks, uint64_t count, Position at, uint64_t bytes) {
   struct iovec parts[FRAME_BLOCKS + 1];
   uint32_t used;

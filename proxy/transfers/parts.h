@@ -77,8 +77,8 @@ typedef enum FrameKind {
  * WRITE, READ: `count` blocks (address, bytes) of the receiver's memory follow; after those of WRITE their data.
  * CHECK: `count` blocks follow. It asks what became of them, and is answered.
  * ANSWER: one for each WRITE, READ, PERMIT and CHECK, in their order. `count` is an errno: EACCES if a block is not
- * registered, EFAULT if it is not mapped, EPERM if it is protected; `bytes` is then the block's number. Without an error
- * `bytes` bytes of data follow, the READ's.
+ * registered, EFAULT if it is not mapped, EPERM if it is protected; `bytes` is then the block's number. Without an
+ * error `bytes` bytes of data follow, the READ's.
  */
 typedef struct Frame {
   uint32_t kind, count;

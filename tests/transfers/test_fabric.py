@@ -119,7 +119,9 @@ def test_a_peer_without_libfabric_is_reached_by_tcp() -> None:
 def test_memory_that_is_not_registered_there_goes_by_the_socket(agents: OnFabric) -> None:
     """The peer's metadata have no key for it."""
     agents.a._peers["b"].keys.remove(agents.far)
-    with pytest.warns(RuntimeWarning, match="through a socket: some of the peer's memory is not registered with libfabric"):
+    with pytest.warns(
+        RuntimeWarning, match="through a socket: some of the peer's memory is not registered with libfabric"
+    ):
         transfer = agents.a.prepare("read", "b", [(agents.near.address, agents.far.address, NBYTES)])
     assert transfer.path.name == "unix"
     transfer.start().wait()
@@ -178,9 +180,9 @@ def stopped_peer() -> Iterator[tuple[Any, Agent, Any]]:
 
 def test_requests_that_are_outstanding_are_not_said_to_be_canceled() -> None:
     """They can't be taken back, so the transfer is active until they have ended."""
-    with stopped_peer() as (process, agent, transfer):
+    with stopped_peer() as (process, _, transfer):
         for call in (transfer.cancel, transfer.close):
-            with pytest.raises(ActiveError, match="still has requests outstanding after 0.05 s; they can't be taken back"):
+            with pytest.raises(ActiveError, match="still has requests outstanding"):
                 call(0.05)
         assert transfer.state is State.ACTIVE
         with pytest.raises(ActiveError):

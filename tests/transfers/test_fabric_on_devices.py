@@ -31,9 +31,7 @@ STAGED = {
     ("host", "device"): "tcp and copy engine, staged",
 }
 
-pytestmark = pytest.mark.skipif(
-    not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport"
-)
+pytestmark = pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport")
 
 
 @pytest.fixture(scope="module")
