@@ -8,9 +8,9 @@ import numpy as np
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, require_room
+from proxyccl.device.arguments.integers import as_integer, find_integer, find_items
 from proxyccl.device.arrays.array import Array, ArrayView, as_view
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer, find_integer, find_items
 
 
 def input_view(group: Group, x: Any, argument: str) -> ArrayView:

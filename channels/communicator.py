@@ -42,13 +42,13 @@ from proxyccl.channels.segment.error_record import raised
 from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.channels.timeouts import as_seconds, timeout_from
 from proxyccl.channels.window import Window
+from proxyccl.device.arguments.flags import as_flag
+from proxyccl.device.arguments.texts import require_text, require_texts
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.environment import warn_of_unknown
 from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, ProxyCCLError, ResourceError
-from proxyccl.device.flags import as_flag
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.runtime import Runtime, StreamLike
-from proxyccl.device.texts import require_text, require_texts
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.thread import IdlePolicy

@@ -27,7 +27,6 @@ from proxyccl.channels.segment.call_log import CallLog
 from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.segment.published import Neighbour, Published
 from proxyccl.channels.symmetric import SymmetricMemory
-from proxyccl.device import forks
 from proxyccl.device.errors import (
     ArgumentError,
     ClosedError,
@@ -38,11 +37,12 @@ from proxyccl.device.errors import (
     WaitTimeoutError,
 )
 from proxyccl.device.gpu.lost_context import LOST_CONTEXT
-from proxyccl.device.interrupts import in_handler
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.memory.handle_cache import HandleCache
+from proxyccl.device.process import forks
+from proxyccl.device.process.interrupts import in_handler
+from proxyccl.device.process.threads import Thread
 from proxyccl.device.runtime import StreamLike
-from proxyccl.device.threads import Thread
 from proxyccl.proxy.observe.publications import Description
 
 _CIRCLE_SECONDS = 0.1

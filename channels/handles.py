@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar, overload
 
 from proxyccl.device._native import ffi
+from proxyccl.device.arguments.integers import find_integer
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import find_integer
 from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.device.sleepers import Sleepers
 

@@ -20,10 +20,10 @@ from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays.array import Array, current_stream
 from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import KernelError
-from proxyccl.device.interrupts import forget, when_interrupted
 from proxyccl.device.kernel import Launch
 from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.owned import OwnedStream, closed_stream
+from proxyccl.device.process.interrupts import forget, when_interrupted
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.device.stream_operations import StreamOperations
 from proxyccl.device.thread_streams import ThreadStream, identify_stream, reachable_stream

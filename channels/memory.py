@@ -13,11 +13,11 @@ import msgspec
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.symmetric import Announced
+from proxyccl.device.arguments.integers import as_integer, find_extents, find_integer
 from proxyccl.device.arrays import libraries
 from proxyccl.device.arrays.array import Array, ArrayView, as_view, current_stream, fingerprint
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
-from proxyccl.device.integers import as_integer, find_extents, find_integer
 from proxyccl.device.memory.handle_kinds import NOT_PASSED, passes_namespaces
 from proxyccl.device.runtime import Memory
 from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64

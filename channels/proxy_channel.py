@@ -11,8 +11,8 @@ from proxyccl.channels.handles import Channel, ChannelSet, DeviceHandle
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.channels.segment.rendezvous import wait_at_most
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import WaitTimeoutError
-from proxyccl.device.integers import as_integer
 from proxyccl.device.runtime import Runtime, StreamLike
 from proxyccl.proxy._engine import ffi as engine
 from proxyccl.proxy._engine import lib as engine_lib

@@ -26,12 +26,12 @@ from proxyccl.channels.segment.announcements import (
     UNREACHED,
     Announcements,
 )
-from proxyccl.device import forks
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ProxyCCLError, ResourceError
 from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.memory.handle_cache import HandleCache
 from proxyccl.device.memory.memory_pool import MemoryPool
+from proxyccl.device.process import forks
 from proxyccl.device.runtime import Allocations, Memory, Runtime
 from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.memory_table import windows_of

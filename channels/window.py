@@ -15,9 +15,9 @@ from proxyccl.channels import array_libraries
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import RegisteredMemory, register
 from proxyccl.device._native import ffi
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import ArrayView, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError
-from proxyccl.device.integers import as_integer
 from proxyccl.device.runtime import PinnedMemory, StreamLike
 from proxyccl.device.stream_operations import CopyBytes, Operation, StreamOperations, WaitValue, WriteValue
 from proxyccl.proxy.codec import Codec

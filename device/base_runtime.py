@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from proxyccl.device.arguments.integers import find_integer
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import find_integer
 
 StreamLike = Any
 """A `Stream`, None for the default stream, an integer handle, or an object with ``__cuda_stream__``, ``cuda_stream``

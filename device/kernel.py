@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.arguments.integers import as_integer, find_extents, find_integer
 from proxyccl.device.arrays.array import as_view
 from proxyccl.device.base_runtime import StreamLike
 from proxyccl.device.errors import ArgumentError, HandleTypeError, KernelError
 from proxyccl.device.in_flight import LaunchRuntime
-from proxyccl.device.integers import as_integer, find_extents, find_integer
 from proxyccl.device.sleepers import wakes
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from proxyccl.device import forks
 from proxyccl.device.base_runtime import Event
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.process import forks
 
 
 class Owned:

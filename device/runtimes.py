@@ -10,9 +10,9 @@ import functools
 import os
 import threading
 
-from proxyccl.device import forks
 from proxyccl.device.driver import Compiler, Driver
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
+from proxyccl.device.process import forks
 from proxyccl.device.runtime import Runtime
 
 _GPUS = ("cuda", "hip")

@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer
 from proxyccl.proxy._engine import ffi
 from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger, full_parity
 

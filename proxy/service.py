@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-from proxyccl.device import forks
 from proxyccl.device._native import lib as native
 from proxyccl.device.errors import ClosedError, ProxyCCLError, ResourceError
+from proxyccl.device.process import forks
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.sleepers import Sleepers
 from proxyccl.proxy import _engine

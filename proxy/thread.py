@@ -15,8 +15,8 @@ from typing import Any
 
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.memory.shared_memory import SharedMemory
+from proxyccl.device.process.threads import Thread
 from proxyccl.device.runtime import EngineFunctions
-from proxyccl.device.threads import Thread
 from proxyccl.proxy import _engine
 from proxyccl.proxy.created import created
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.device._native import lib
+from proxyccl.device.arguments.integers import as_integer, find_integer
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer, find_integer
 
 MAX_MEMORIES: int = lib.PROXYCCL_MAX_MEMORIES
 MAX_CHANNELS: int = lib.PROXYCCL_MAX_CHANNELS

@@ -12,8 +12,8 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import ResourceError
-from proxyccl.device.integers import as_integer
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine

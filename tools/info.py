@@ -20,7 +20,6 @@ from proxyccl.channels.collectives import tuned
 from proxyccl.channels.joining.proxy_place import Where, default_place, requested_place
 from proxyccl.channels.transfers.published import find_agents
 from proxyccl.device.build.compile_cache import cache_dir
-from proxyccl.device.cpu import cpu_name, describe_cpu
 from proxyccl.device.environment import problem_with, set_variables
 from proxyccl.device.errors import (
     ArgumentError,
@@ -33,7 +32,8 @@ from proxyccl.device.errors import (
 from proxyccl.device.host.compiler import compiler_version, find_compiler
 from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.memory.sockets import directory, usable_directory
-from proxyccl.device.private_directories import require_private
+from proxyccl.device.process.cpu import cpu_name, describe_cpu
+from proxyccl.device.process.private_directories import require_private
 from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_runtime
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric import library, requirements

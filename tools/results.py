@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from proxyccl.device.cpu import cpu_name
+from proxyccl.device.process.cpu import cpu_name
 from proxyccl.proxy.idle_choice import usable_cores
 
 Fields = dict[str, Any]

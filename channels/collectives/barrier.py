@@ -9,7 +9,7 @@ from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.launches import Launchable
 from proxyccl.channels.segment.calls import CollectiveCall
-from proxyccl.device.flags import as_flag
+from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal
 
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.segment.calls import register_names
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer
 from proxyccl.proxy.codec import Message
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from proxyccl.channels.arguments import (
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.flows import FlowCall, Transfer
 from proxyccl.channels.segment.calls import CollectiveCall
+from proxyccl.device.arguments.integers import as_integer, find_items
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer, find_items
 from proxyccl.device.runtime import Runtime, StreamLike
 
 

@@ -16,9 +16,9 @@ import msgspec
 
 from proxyccl.channels.collectives.selection import Case, Selector, SizeTable
 from proxyccl.device.build.compile_cache import cache_dir
-from proxyccl.device.cpu import cpu_name
 from proxyccl.device.errors import ArgumentError, ProtocolError, UntrustedPathError
-from proxyccl.device.private_directories import open_private, read_private, write_private
+from proxyccl.device.process.cpu import cpu_name
+from proxyccl.device.process.private_directories import open_private, read_private, write_private
 from proxyccl.proxy.codec import Codec, Message, Uint64
 from proxyccl.proxy.idle_choice import usable_cores
 

@@ -32,10 +32,10 @@ from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import MOST_BYTES, allocate, deregister, register
 from proxyccl.channels.timeouts import as_seconds
+from proxyccl.device.arguments.integers import as_integer, find_items
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer, find_items
 from proxyccl.proxy.codec import Codec
 
 _TIMES = Codec[list[list[float]]](list[list[float]], 1 << 24, name="times")

@@ -16,9 +16,9 @@ from proxyccl.channels.execution_plans.document import DOCUMENT, BufferName, Cha
 from proxyccl.channels.execution_plans.operations import CHANNELLED
 from proxyccl.channels.execution_plans.program import Operation, Place, Program, Reader, channel_ends, refuse_switches
 from proxyccl.channels.segment.calls import register_names
+from proxyccl.device.arguments.texts import require_text
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError, ProtocolError
-from proxyccl.device.texts import require_text
 
 _Times = Counter[tuple[int, int]]
 """Counts of repetitions, by the chunks and the unit of the pipeline around them; (0, 0) outside of any."""

@@ -24,10 +24,10 @@ from proxyccl.channels.expert_parallel.context import (
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members
 from proxyccl.channels.expert_parallel.numbers import whole_number
+from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.flags import as_flag
 from proxyccl.device.runtime import StreamLike
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxyccl.device.integers import as_integer
+from proxyccl.device.arguments.integers import as_integer
 
 MAX_NUMBER = 2**31 - 1
 """The greatest that kernels and messages between ranks take."""

@@ -17,9 +17,9 @@ from proxyccl.channels.expert_parallel.config import (
 from proxyccl.channels.expert_parallel.geometry import OutputLayout
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.survivors import experts_left, lost_ranks_of
+from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.flags import as_flag
 
 FLOAT8 = "float8_e4m3fn"
 MOST_BUFFERS = 64

@@ -13,9 +13,9 @@ from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.device._native import lib
+from proxyccl.device.arguments.integers import find_items
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import find_items
 from proxyccl.device.runtime import StreamLike
 
 

@@ -21,8 +21,8 @@ from proxyccl.channels import array_libraries
 from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
 from proxyccl.channels.liveness.program_end import watch_mpi
 from proxyccl.channels.segment.rendezvous import ranks_missing
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import ArgumentError, PeerLostError, WaitTimeoutError
-from proxyccl.device.integers import as_integer
 
 _logger = logging.getLogger("proxyccl")
 MOST_RANKS = 1 << 20

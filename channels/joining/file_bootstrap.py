@@ -17,7 +17,7 @@ from proxyccl.channels.joining.survivors import Board
 from proxyccl.channels.segment.rendezvous import ranks_missing
 from proxyccl.device.errors import ArgumentError, ExchangeError, ResourceError, UntrustedPathError
 from proxyccl.device.memory.descriptors import naming_exhaustion
-from proxyccl.device.private_directories import open_private, read_private
+from proxyccl.device.process.private_directories import open_private, read_private
 
 _FIRST_PAUSE_SECONDS = 2e-4
 _LONGEST_PAUSE_SECONDS = 0.02

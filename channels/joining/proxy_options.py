@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct, structs
 
 from proxyccl.channels.joining.proxy_place import Where
-from proxyccl.device.integers import find_integer
+from proxyccl.device.arguments.integers import find_integer
 from proxyccl.proxy.ring import require_ring_size
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.workers import MAX_RINGS, require_rings

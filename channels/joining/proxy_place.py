@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
-from proxyccl.device.namespaces import proc_view
+from proxyccl.device.process.namespaces import proc_view
 from proxyccl.proxy.codec import Codec, Message, Uint64
 
 if TYPE_CHECKING:

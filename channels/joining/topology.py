@@ -13,10 +13,10 @@ from msgspec import Struct, structs
 from msgspec.structs import replace
 
 from proxyccl.channels.segment.process_descriptors import PeerProcess
-from proxyccl.device import forks
+from proxyccl.device.arguments.integers import find_integer, find_items
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
-from proxyccl.device.integers import find_integer, find_items
-from proxyccl.device.namespaces import proc_view
+from proxyccl.device.process import forks
+from proxyccl.device.process.namespaces import proc_view
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Codec, Message, Uint64
 from proxyccl.proxy.cores import cores_of, encode_cores
@@ -40,7 +40,7 @@ class RankInfo(Message, frozen=True):
     Attributes:
         started: when its process started (`proxyccl.proxy.processes.start_of`).
         view: the `proc_view` of its process, in which `pid` is the process's number.
-        token: of its process (`proxyccl.device.forks.Process`), in hexadecimal.
+        token: of its process (`proxyccl.device.process.forks.Process`), in hexadecimal.
         cores: those that it may run on (`encode_cores`).
         missing: by remote transport, the missing requirements, in words; empty if there are none.
         transport: the transports that its caller chose, in one form (`encode_choice`).

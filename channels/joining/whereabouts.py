@@ -12,11 +12,11 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from proxyccl.device import forks
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.device.memory import sockets
 from proxyccl.device.memory.descriptor_server import serve
-from proxyccl.device.namespaces import proc_view
+from proxyccl.device.process import forks
+from proxyccl.device.process.namespaces import proc_view
 from proxyccl.proxy.codec import Codec, Message, Uint64
 from proxyccl.proxy.daemon.introduced import offer
 from proxyccl.proxy.daemon.protocol import socket_path

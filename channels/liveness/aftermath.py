@@ -17,7 +17,7 @@ from proxyccl.channels.segment.control import ControlSegment, Presence
 from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.gpu.unused_memory import UnusedMemory, add_hold, is_held, remove_hold
-from proxyccl.device.threads import Thread
+from proxyccl.device.process.threads import Thread
 
 _logger = logging.getLogger("proxyccl")
 _POLL_SECONDS = 0.02

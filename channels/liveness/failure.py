@@ -11,10 +11,10 @@ from proxyccl.channels.liveness.watcher import Watcher
 from proxyccl.channels.segment.calls import CALL_FIELDS
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.channels.segment.error_record import DIFFERENT_CALL, ErrorRecord, bounded, exception_from
-from proxyccl.device import forks
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ClosedError, CommunicatorError, MismatchError, ProxyLostError, WaitTimeoutError
-from proxyccl.device.interrupts import raise_interrupt
+from proxyccl.device.process import forks
+from proxyccl.device.process.interrupts import raise_interrupt
 from proxyccl.proxy.interface import ProxyFailure
 
 _OWNED = "the communicator"

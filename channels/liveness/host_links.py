@@ -21,9 +21,9 @@ from msgspec import Meta
 from proxyccl.channels.liveness.greetings import Greetings
 from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.segment.error_record import ErrorRecord
-from proxyccl.device import forks
 from proxyccl.device.errors import PeerLostError
 from proxyccl.device.memory.descriptors import EXHAUSTED, naming_exhaustion, require_descriptors
+from proxyccl.device.process import forks
 from proxyccl.proxy.codec import Codec, Message, ProtocolError
 from proxyccl.proxy.hosts import host_addresses
 

@@ -24,7 +24,7 @@ from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory.descriptors import naming_exhaustion
-from proxyccl.device.threads import Thread
+from proxyccl.device.process.threads import Thread
 
 _logger = logging.getLogger("proxyccl")
 

@@ -22,7 +22,7 @@ from proxyccl.channels.reports.render import headline
 from proxyccl.channels.reports.report import Exchange
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ResourceError, UntrustedPathError
-from proxyccl.device.threads import Thread
+from proxyccl.device.process.threads import Thread
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.reports import files, on_signal
 

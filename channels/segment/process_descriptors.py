@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 from msgspec import Struct
 
-from proxyccl.device import forks
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory.descriptor_server import fetch_descriptor, supply
 from proxyccl.device.memory.descriptors import EXHAUSTED
 from proxyccl.device.memory.sockets import UnreachableError
-from proxyccl.device.namespaces import proc_view
+from proxyccl.device.process import forks
+from proxyccl.device.process.namespaces import proc_view
 from proxyccl.proxy.processes import start_of
 
 _KIND = b"p"

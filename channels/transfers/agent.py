@@ -42,10 +42,10 @@ from proxyccl.channels.transfers.preparing import Preparer, kind_of
 from proxyccl.channels.transfers.published import Published
 from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions
 from proxyccl.channels.transfers.transfer import State, Transfer, set_label
-from proxyccl.device import forks
 from proxyccl.device.arrays.array import Array, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
+from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi, lib
 from proxyccl.proxy.hosts import boot_id
 

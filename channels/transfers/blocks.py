@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer
 
 Rows = NDArray[np.uint64]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from proxyccl.channels.transfers.errors import ActiveError, DisconnectedError, TransferError
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.interrupts import SLICE_MS
+from proxyccl.device.process.interrupts import SLICE_MS
 from proxyccl.proxy._transfers import lib
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from proxyccl.channels.transfers.engine_calls import raise_status
 from proxyccl.channels.transfers.paths import Connected
-from proxyccl.device import forks
 from proxyccl.device.errors import ClosedError
+from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi, lib
 
 if TYPE_CHECKING:

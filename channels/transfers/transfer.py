@@ -22,9 +22,9 @@ from proxyccl.channels.transfers.errors import (
     TransferTimeoutError,
 )
 from proxyccl.channels.transfers.stream_turns import Turn, require_no_capture
-from proxyccl.device import forks
 from proxyccl.device.base_runtime import StreamLike
 from proxyccl.device.errors import ClosedError, KernelError
+from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi, lib
 
 if TYPE_CHECKING:

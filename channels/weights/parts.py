@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer
 from proxyccl.proxy.codec import Message, Uint64
 
 _Numbers = Annotated[tuple[Uint64, ...], Meta(max_length=64)]

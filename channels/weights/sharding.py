@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer
 
 
 class Replicate(Struct, frozen=True):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from proxyccl.channels.transfers.agent import Agent
 from proxyccl.channels.transfers.errors import DisconnectedError, TransferError, TransferTimeoutError
 from proxyccl.channels.weights.holder import Holder, deadline_of
-from proxyccl.device.integers import as_integer
+from proxyccl.device.arguments.integers import as_integer
 
 
 class WeightSource(Holder):

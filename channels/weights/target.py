@@ -13,9 +13,9 @@ from proxyccl.channels.transfers.errors import DisconnectedError, NotStartedErro
 from proxyccl.channels.weights.card import Card, HasRead, Join, Leave, decode_card, encode
 from proxyccl.channels.weights.connected import Connected, Group, grouped
 from proxyccl.channels.weights.holder import Holder, deadline_of
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.base_runtime import StreamLike
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer
 
 
 class Received(Struct, frozen=True):

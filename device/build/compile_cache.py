@@ -24,8 +24,8 @@ from proxyccl.device.build.one_builder import one_builder
 from proxyccl.device.build.sealed_contents import sealed, unsealed
 from proxyccl.device.driver import Compiler
 from proxyccl.device.errors import CompileError, UntrustedPathError
-from proxyccl.device.private_directories import open_private, read_private, write_private
-from proxyccl.device.user_directories import user_directory
+from proxyccl.device.process.private_directories import open_private, read_private, write_private
+from proxyccl.device.process.user_directories import user_directory
 
 INCLUDE_DIR = Path(__file__).parents[1] / "include"
 CUDA_NAMES_DIR = INCLUDE_DIR / "cuda_names"

@@ -10,12 +10,12 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 
-from proxyccl.device import forks
 from proxyccl.device.errors import DriverError
 from proxyccl.device.gpu.cuda_bindings import cu, freed, ok
 from proxyccl.device.memory.descriptor_server import fetch_descriptors, serve, supply
 from proxyccl.device.memory.handle_kinds import MAPPED_BLOCKS
 from proxyccl.device.memory.sockets import TOKEN_BYTES
+from proxyccl.device.process import forks
 
 _HANDLE = struct.Struct(f"<8s{TOKEN_BYTES}s32s")
 _KIND = b"b"

@@ -8,7 +8,6 @@ import struct
 from collections.abc import Callable, Hashable
 from typing import ClassVar
 
-from proxyccl.device import forks
 from proxyccl.device.base_runtime import Allocations
 from proxyccl.device.driver import DeviceInfo
 from proxyccl.device.errors import (
@@ -24,7 +23,8 @@ from proxyccl.device.in_flight import InFlight
 from proxyccl.device.memory.handle_kinds import DEVICE_MEMORY, NOT_PASSED, passes_namespaces
 from proxyccl.device.memory.lease_cache import LeaseCache
 from proxyccl.device.memory.shared_memory import SharedMemory
-from proxyccl.device.namespaces import proc_view
+from proxyccl.device.process import forks
+from proxyccl.device.process.namespaces import proc_view
 
 
 class GpuMemory:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from proxyccl.device import forks
 from proxyccl.device._native import ffi
+from proxyccl.device.arguments.integers import find_integer
+from proxyccl.device.arguments.texts import require_text, require_texts
 from proxyccl.device.base_runtime import (
     AllocationCalls,
     Allocations,
@@ -52,12 +53,11 @@ from proxyccl.device.gpu.memory import GpuMemory, GpuMemoryManager, GpuPinnedMem
 from proxyccl.device.gpu.streams import GpuEvent, GpuStream, stream_handle, synchronize
 from proxyccl.device.gpu.unused_memory import UnusedMemory
 from proxyccl.device.in_flight import InFlight
-from proxyccl.device.integers import find_integer
-from proxyccl.device.interrupts import wait_elsewhere
 from proxyccl.device.kernel import Kernel, Module, Parameter, parameters_of
 from proxyccl.device.memory.shared_memory import SharedMemory
+from proxyccl.device.process import forks
+from proxyccl.device.process.interrupts import wait_elsewhere
 from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
-from proxyccl.device.texts import require_text, require_texts
 
 _NAMES = (
     f"-I{CUDA_NAMES_DIR}",

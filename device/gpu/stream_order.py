@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from proxyccl.device import forks
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.driver import Driver
 from proxyccl.device.errors import DriverError
 from proxyccl.device.gpu.context import DeviceContext
+from proxyccl.device.process import forks
 
 _MADE_AT_ONCE = 8
 

@@ -9,8 +9,8 @@ from proxyccl.device.base_runtime import StreamLike, foreign_stream_handle
 from proxyccl.device.driver import Driver
 from proxyccl.device.errors import KernelError
 from proxyccl.device.gpu.context import DeviceContext
-from proxyccl.device.interrupts import await_driver
 from proxyccl.device.owned import Owned, OwnedStream
+from proxyccl.device.process.interrupts import await_driver
 
 
 class GpuStream(OwnedStream):

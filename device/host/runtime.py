@@ -11,8 +11,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from proxyccl.device import forks
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.arguments.integers import as_integer
+from proxyccl.device.arguments.texts import require_text, require_texts
 from proxyccl.device.base_runtime import (
     AllocationCalls,
     Allocations,
@@ -27,17 +28,16 @@ from proxyccl.device.base_runtime import (
 )
 from proxyccl.device.build.compile_cache import shipped_source
 from proxyccl.device.build.kernel_names import NO_KERNEL, in_plain_text, kernel_names
-from proxyccl.device.cpu import cpu_name, describe_cpu
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
 from proxyccl.device.host.shipped_libraries import shipped_library
 from proxyccl.device.host.status import check_status
 from proxyccl.device.host.streams import HostEvent, HostEvents, HostStream
 from proxyccl.device.in_flight import InFlight
-from proxyccl.device.integers import as_integer
 from proxyccl.device.kernel import Kernel, Module, parameters_of
 from proxyccl.device.memory.shared_memory import SharedMemory, export_descriptor
+from proxyccl.device.process import forks
+from proxyccl.device.process.cpu import cpu_name, describe_cpu
 from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
-from proxyccl.device.texts import require_text, require_texts
 
 if TYPE_CHECKING:
     from proxyccl.device._native import Uint64Pointer, VoidPointer  # the stub's; cffi has no such name

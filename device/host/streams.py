@@ -9,8 +9,8 @@ from typing import Any
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import StreamLike
 from proxyccl.device.host.status import check_status
-from proxyccl.device.interrupts import SLICE_MS
 from proxyccl.device.owned import Owned, OwnedStream
+from proxyccl.device.process.interrupts import SLICE_MS
 
 
 class HostStream(OwnedStream):

@@ -17,11 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from proxyccl.device import forks
 from proxyccl.device.memory import sockets
 from proxyccl.device.memory.descriptor_passing import receive_with_descriptors, send_with_descriptors
 from proxyccl.device.memory.descriptors import EXHAUSTED, naming_exhaustion
-from proxyccl.device.threads import Thread
+from proxyccl.device.process import forks
+from proxyccl.device.process.threads import Thread
 
 _TIMEOUT = 10.0
 _PAUSE_SECONDS = 0.01

@@ -8,10 +8,10 @@ import weakref
 from collections.abc import Callable
 from typing import ClassVar
 
-from proxyccl.device import forks
 from proxyccl.device.base_runtime import Memory
 from proxyccl.device.errors import AlreadyMappedError, ArgumentError
 from proxyccl.device.memory.lease_cache import LeaseCache
+from proxyccl.device.process import forks
 
 _POLL_SECONDS = 0.001
 

@@ -6,10 +6,10 @@ import importlib.util
 
 from msgspec import Struct
 
-from proxyccl.device import forks
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import BaseRuntime
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.process import forks
 
 ALLOCATE, FREE = "proxyccl_pool_allocate", "proxyccl_pool_free"
 """The names of the functions; memory_pool.h has their signatures."""

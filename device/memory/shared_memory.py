@@ -17,13 +17,13 @@ from typing import ClassVar
 
 from msgspec import Struct
 
-from proxyccl.device import forks
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.device.memory.descriptor_server import fetch_descriptor, supply
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
 from proxyccl.device.memory.machine_memory import memory_limit
-from proxyccl.device.namespaces import proc_view
+from proxyccl.device.process import forks
+from proxyccl.device.process.namespaces import proc_view
 
 _LARGE = 64 << 20
 """Bytes from which an allocation is compared with the machine's memory. Linux itself would refuse none: it takes pages

@@ -15,9 +15,9 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from proxyccl.device import forks
-from proxyccl.device.namespaces import network_namespace
-from proxyccl.device.user_directories import runtime_directory
+from proxyccl.device.process import forks
+from proxyccl.device.process.namespaces import network_namespace
+from proxyccl.device.process.user_directories import runtime_directory
 
 TOKEN_BYTES = 16
 _SUFFIX = ".descriptors"

@@ -18,8 +18,8 @@ from proxyccl.deep_ep.layout import dispatch_layout
 from proxyccl.deep_ep.masks import Masks
 from proxyccl.deep_ep.refusals import refuse, refuse_unknown
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
+from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError, ClosedError
-from proxyccl.device.flags import as_flag
 from proxyccl.torch_tensors.untraced import untraced
 
 _DIMENSIONS = 2  # of tokens and of their experts' ids

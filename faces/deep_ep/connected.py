@@ -16,8 +16,8 @@ from proxyccl.deep_ep.handles import Handle, routing_of
 from proxyccl.deep_ep.layers import Layers
 from proxyccl.deep_ep.streams import order_of
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
+from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
-from proxyccl.device.flags import as_flag
 
 T = TypeVar("T")
 LEAST_TIMEOUT_SECONDS = 100.0

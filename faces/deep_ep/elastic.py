@@ -20,8 +20,8 @@ from proxyccl.deep_ep.pipeline import PipelineCalls
 from proxyccl.deep_ep.refusals import refuse, refuse_unknown
 from proxyccl.deep_ep.sessions import SessionCalls, size_of
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
+from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.flags import as_flag
 from proxyccl.torch_tensors.untraced import untraced
 
 _SMS_BESIDE_OTHERS, _SMS_ALONE = 24, 64

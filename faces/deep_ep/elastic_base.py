@@ -10,10 +10,10 @@ from proxyccl.channels.arguments import input_view
 from proxyccl.channels.group import Group
 from proxyccl.deep_ep.config import MOST_BYTES
 from proxyccl.deep_ep.connected import Connected
+from proxyccl.device.arguments.flags import as_flag
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.flags import as_flag
-from proxyccl.device.integers import as_integer
 
 
 class ElasticBase(Connected):

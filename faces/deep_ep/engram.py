@@ -14,9 +14,9 @@ from proxyccl.deep_ep.elastic_base import ElasticBase, aligned, bytes_of
 from proxyccl.deep_ep.float8 import column_major
 from proxyccl.deep_ep.refusals import refuse
 from proxyccl.deep_ep.utils import EventHandle
+from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.arrays.array import as_view
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.flags import as_flag
 
 _ROW_ALIGNMENT = 32
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
-from proxyccl.device import forks
-from proxyccl.device.threads import Thread
+from proxyccl.device.process import forks
+from proxyccl.device.process.threads import Thread
 from proxyccl.nixl.logging import get_logger
 
 _HEAD = struct.Struct("<4sBQ")

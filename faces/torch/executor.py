@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from proxyccl.device.threads import Thread
+from proxyccl.device.process.threads import Thread
 
 Task = Callable[[], None]
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from proxyccl.channels.collectives.flows import FlowCall
 from proxyccl.channels.collectives.tensor_calls import Repeat
 from proxyccl.channels.communicator import Communicator
-from proxyccl.device import forks
 from proxyccl.device.errors import CommunicatorError
+from proxyccl.device.process import forks
 from proxyccl.torch import own_streams, pools
 from proxyccl.torch import tensor_collectives as on_tensors
 from proxyccl.torch._repeated_calls import RepeatedCalls

@@ -12,8 +12,8 @@ import time
 import weakref
 from typing import Protocol
 
-from proxyccl.device import forks
-from proxyccl.device.threads import Thread
+from proxyccl.device.process import forks
+from proxyccl.device.process.threads import Thread
 from proxyccl.torch.endpoints import Endpoints
 
 _INTERVAL_SECONDS = 0.5

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from proxyccl.device import forks
+from proxyccl.device.process import forks
 from proxyccl.torch._repeated_calls import QueuedCall
 from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
 from proxyccl.torch.unwaited import Unwaited

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError, WaitTimeoutError
-from proxyccl.device.interrupts import wait_elsewhere
+from proxyccl.device.process.interrupts import wait_elsewhere
 
 
 class TorchBootstrap:

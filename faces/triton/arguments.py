@@ -8,9 +8,9 @@ from typing import Any
 from proxyccl.channels.handles import Channel, ChannelSet
 from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.channels.sm_channel import SmChannel
+from proxyccl.device.arguments.integers import find_integer
 from proxyccl.device.arrays.array import as_view
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import find_integer
 from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
 from proxyccl.triton.grid_barrier import GridBarrier
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import triton
 from proxyccl.channels.communicator import Communicator
+from proxyccl.device.arguments.integers import as_integer, find_extents
 from proxyccl.device.arrays.array import current_stream
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.gpu.runtime import GpuRuntime
-from proxyccl.device.integers import as_integer, find_extents
 from proxyccl.device.runtime import StreamLike
 from proxyccl.triton import interpreter
 from proxyccl.triton.arguments import CONSTEXPR, Argument, as_argument, constant

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
-from proxyccl.device.threads import Thread
+from proxyccl.device.process.threads import Thread
 from triton.runtime.interpreter import interpreter_builder
 
 _PATIENT_SPINS = 16

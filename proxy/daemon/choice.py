@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, ProxyLostError, ResourceError
-from proxyccl.device.threads import Thread
+from proxyccl.device.process.threads import Thread
 from proxyccl.proxy.daemon.connection import DaemonAddress, prepare_device
 from proxyccl.proxy.daemon.protocol import Prepare
 

@@ -15,7 +15,6 @@ from typing import Protocol, TypeVar
 
 from msgspec import structs
 
-from proxyccl.device import forks
 from proxyccl.device._native import lib as native
 from proxyccl.device.errors import (
     ClosedError,
@@ -26,7 +25,8 @@ from proxyccl.device.errors import (
     RuntimeUnavailableError,
 )
 from proxyccl.device.memory.sockets import peer_credentials
-from proxyccl.device.threads import Thread
+from proxyccl.device.process import forks
+from proxyccl.device.process.threads import Thread
 from proxyccl.proxy.daemon.frames import limit_waits, receive, send
 from proxyccl.proxy.daemon.hello import introduce
 from proxyccl.proxy.daemon.introduced import offer

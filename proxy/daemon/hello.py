@@ -6,10 +6,10 @@ import contextlib
 import os
 import socket
 
-from proxyccl.device import forks
 from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.memory.sockets import peer_credentials
+from proxyccl.device.process import forks
 from proxyccl.proxy.daemon.frames import limit_waits, receive, send
 from proxyccl.proxy.daemon.listeners import shown
 from proxyccl.proxy.daemon.protocol import HELLO_ANSWERS, HELLOS, LAYOUT, VERSION, Hello, HelloAnswer

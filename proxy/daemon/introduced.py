@@ -7,11 +7,11 @@ import socket
 import threading
 from pathlib import Path
 
-from proxyccl.device import forks
 from proxyccl.device.errors import ProtocolError, ProxyLostError, RuntimeUnavailableError
 from proxyccl.device.memory import sockets
 from proxyccl.device.memory.descriptor_server import serve
-from proxyccl.device.threads import Thread
+from proxyccl.device.process import forks
+from proxyccl.device.process.threads import Thread
 from proxyccl.proxy.daemon.frames import close_all, limit_waits, receive, send
 from proxyccl.proxy.daemon.hello import introduce
 from proxyccl.proxy.daemon.protocol import (

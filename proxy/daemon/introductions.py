@@ -7,11 +7,11 @@ import socket
 import threading
 from collections.abc import Callable
 
-from proxyccl.device import forks
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.memory import sockets
 from proxyccl.device.memory.descriptor_server import serve
-from proxyccl.device.threads import Thread
+from proxyccl.device.process import forks
+from proxyccl.device.process.threads import Thread
 
 Hand = Callable[[socket.socket], None]
 """Hands a process one end of a connection, without waiting for it. Raises OSError. The caller closes the socket."""

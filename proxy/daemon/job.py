@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-from proxyccl.device import forks
 from proxyccl.device.errors import ProtocolError, RuntimeUnavailableError
 from proxyccl.device.memory.descriptors import EXHAUSTED, naming_exhaustion, out_of_descriptors
+from proxyccl.device.process import forks
 from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.daemon.frames import limit_waits
 from proxyccl.proxy.daemon.hello import introduce

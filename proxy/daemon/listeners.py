@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from proxyccl.device.errors import ArgumentError, ResourceError, UntrustedPathError
-from proxyccl.device.private_directories import open_private
+from proxyccl.device.process.private_directories import open_private
 
 BACKLOG = 512
 

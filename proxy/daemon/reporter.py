@@ -22,7 +22,7 @@ from pathlib import Path
 from msgspec import structs
 
 from proxyccl.device.errors import UntrustedPathError
-from proxyccl.device.threads import Thread
+from proxyccl.device.process.threads import Thread
 from proxyccl.proxy.daemon.report import Client, DaemonReport, EngineThread, Request, Worker
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.interface import ProxyFailure

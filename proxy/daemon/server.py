@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.host import HostRuntime
-from proxyccl.device.integers import as_integer
 from proxyccl.device.memory.sockets import peer_credentials
+from proxyccl.device.process.threads import Thread
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import open_driver
-from proxyccl.device.threads import Thread
 from proxyccl.proxy.daemon.attendance import Attendance
 from proxyccl.proxy.daemon.introductions import Introductions
 from proxyccl.proxy.daemon.listeners import Listener, SocketFile

@@ -10,9 +10,9 @@ from socketserver import BaseRequestHandler, ThreadingTCPServer
 from types import TracebackType
 from typing import Any
 
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.errors import ArgumentError, ResourceError
-from proxyccl.device.integers import as_integer
-from proxyccl.device.threads import Thread
+from proxyccl.device.process.threads import Thread
 
 
 class BoundedServer(ThreadingTCPServer):

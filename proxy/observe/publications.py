@@ -22,8 +22,8 @@ import msgspec
 from msgspec import Meta
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.namespaces import pid_namespace
-from proxyccl.device.user_directories import runtime_directory
+from proxyccl.device.process.namespaces import pid_namespace
+from proxyccl.device.process.user_directories import runtime_directory
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.codec import Codec, Message, ProtocolError, Uint64
 from proxyccl.proxy.processes import start_of

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from proxyccl.device.errors import ProxyCCLError
-from proxyccl.device.namespaces import proc_view
+from proxyccl.device.process.namespaces import proc_view
 from proxyccl.proxy.codec import Message, Uint64
 from proxyccl.proxy.hosts import host_name, same_host
 from proxyccl.proxy.processes import start_of

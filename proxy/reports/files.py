@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.private_directories import make_private, require_private
-from proxyccl.device.user_directories import user_directory
+from proxyccl.device.process.private_directories import make_private, require_private
+from proxyccl.device.process.user_directories import user_directory
 
 KEPT = 1000
 """Reports in the default directory; beyond that the oldest are removed."""

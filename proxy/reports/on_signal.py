@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 
-from proxyccl.device.threads import Thread
+from proxyccl.device.process.threads import Thread
 from proxyccl.proxy._engine import lib
 
 SIGNAL = signal.SIGUSR1

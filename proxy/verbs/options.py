@@ -6,8 +6,8 @@ import functools
 from dataclasses import dataclass, fields
 from typing import Any
 
+from proxyccl.device.arguments.integers import as_integer, find_integer
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer, find_integer
 from proxyccl.proxy.environment_options import named_options
 from proxyccl.proxy.gpu_writes import GPU_WRITES
 from proxyccl.proxy.staging import STAGING_BYTES, STAGING_CHUNK

@@ -17,11 +17,11 @@ from proxyccl.channels.liveness.aftermath import Aftermath
 from proxyccl.channels.segment.control import ControlSegment, Presence, create_segment
 from proxyccl.channels.segment.error_record import ErrorRecord
 from proxyccl.channels.segment.process_descriptors import PeerProcess
-from proxyccl.device import forks
 from proxyccl.device._native import lib as native
 from proxyccl.device.gpu import unused_memory
 from proxyccl.device.gpu.unused_memory import UnusedMemory, add_hold, is_held, remove_hold
-from proxyccl.device.namespaces import proc_view
+from proxyccl.device.process import forks
+from proxyccl.device.process.namespaces import proc_view
 from proxyccl.device.runtimes import open_runtime
 from support.devices import ON_HOST
 from support.ranks import collect_garbage

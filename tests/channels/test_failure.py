@@ -37,9 +37,9 @@ from proxyccl import (
 from proxyccl.channels.liveness.watcher import Watcher
 from proxyccl.channels.segment.control import create_segment
 from proxyccl.channels.segment.error_record import ErrorRecord
-from proxyccl.device import threads
 from proxyccl.device._native import lib as native
 from proxyccl.device.errors import DriverError
+from proxyccl.device.process import threads
 from proxyccl.device.runtimes import open_runtime
 from support import hanging
 from support.device_arrays import barrier, on_device, on_host

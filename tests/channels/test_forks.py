@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from proxyccl.device import forks
+from proxyccl.device.process import forks
 from support.paths import TESTS
 from support.processes import run_processes
 

@@ -17,7 +17,7 @@ from proxyccl import (
     ThreadBootstrap,
     open_runtime,
 )
-from proxyccl.device.integers import find_integer
+from proxyccl.device.arguments.integers import find_integer
 from proxyccl.proxy.thread import IdlePolicy
 from support.device_arrays import on_device, on_host
 from support.ranks import Ranks

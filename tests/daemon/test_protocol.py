@@ -29,8 +29,8 @@ from proxyccl.channels.segment.control import segment_bytes
 from proxyccl.device.errors import UntrustedPathError
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.memory.shared_memory import SharedMemory
+from proxyccl.device.process.threads import Thread
 from proxyccl.device.runtime import Memory
-from proxyccl.device.threads import Thread
 from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon import server, session_memories
 from proxyccl.proxy.daemon.client import missing_in_daemon

@@ -13,7 +13,7 @@ import pytest
 from proxyccl.channels.reports import peers
 from proxyccl.channels.reports.diagnosis import diagnose
 from proxyccl.channels.reports.find import find
-from proxyccl.device.namespaces import proc_view
+from proxyccl.device.process.namespaces import proc_view
 from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.processes import is_stopped, start_of
 from proxyccl.proxy.reports import files

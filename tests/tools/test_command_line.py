@@ -18,8 +18,8 @@ from proxyccl.__main__ import main
 from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.selection import ALGORITHMS, CASES, Selector, SizeTable
 from proxyccl.device.build.compile_cache import cache_dir
-from proxyccl.device.cpu import cpu_name
 from proxyccl.device.host import HostRuntime
+from proxyccl.device.process.cpu import cpu_name
 from proxyccl.device.runtimes import RUNTIMES
 from proxyccl.tools import bench_collectives, bench_ring, info
 from proxyccl.tools.tables import Column, Table

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from proxyccl.device import forks
 from proxyccl.device.memory import sockets
 from proxyccl.device.memory.descriptor_server import fetch_descriptor, fetch_descriptors, serve, supply
 from proxyccl.device.memory.sockets import TOKEN_BYTES, UnreachableError
+from proxyccl.device.process import forks
 
 KIND = b"?"
 

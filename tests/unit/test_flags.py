@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.flags import as_flag
 
 
 @pytest.mark.parametrize("value", [True, 1, np.True_, np.array([1])])

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from proxyccl import UntrustedPathError
-from proxyccl.device.private_directories import make_private, open_private, read_private, require_private, write_private
+from proxyccl.device.process.private_directories import (
+    make_private,
+    open_private,
+    read_private,
+    require_private,
+    write_private,
+)
 
 STRANGER = 54321
 

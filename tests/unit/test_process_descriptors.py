@@ -11,10 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from proxyccl.channels.segment.process_descriptors import PeerProcess, acquire, has_ended, release
-from proxyccl.device import forks
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory import descriptor_server
-from proxyccl.device.namespaces import proc_view
+from proxyccl.device.process import forks
+from proxyccl.device.process.namespaces import proc_view
 from proxyccl.proxy.processes import start_of
 
 
@@ -73,7 +73,7 @@ def test_there_is_no_descriptor_of_no_process() -> None:
 IN_ANOTHER_NAMESPACE = """
 import sys
 from proxyccl.channels.segment import process_descriptors
-from proxyccl.device import forks
+from proxyccl.device.process import forks
 from proxyccl.device.memory.descriptor_server import serve
 serve()
 print(forks.here().token.hex(), flush=True)

@@ -11,7 +11,7 @@ import pytest
 from proxyccl.channels.liveness.process_watch import ProcessWatch
 from proxyccl.channels.segment.process_descriptors import PeerProcess, has_ended
 from proxyccl.device.errors import ResourceError
-from proxyccl.device.namespaces import proc_view
+from proxyccl.device.process.namespaces import proc_view
 
 Processes = list[subprocess.Popen[bytes]]
 

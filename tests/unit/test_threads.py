@@ -9,8 +9,8 @@ import weakref
 import pytest
 
 from proxyccl import ResourceError
-from proxyccl.device import threads
-from proxyccl.device.threads import Thread
+from proxyccl.device.process import threads
+from proxyccl.device.process.threads import Thread
 
 
 def test_a_thread_that_has_begun_has_its_name_and_its_arguments() -> None:

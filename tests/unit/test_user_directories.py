@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from proxyccl import UntrustedPathError
-from proxyccl.device.user_directories import user_directory
+from proxyccl.device.process.user_directories import user_directory
 from proxyccl.proxy.reports import files
 
 STRANGER = 54321

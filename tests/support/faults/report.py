@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from proxyccl.device.cpu import cpu_name
+from proxyccl.device.process.cpu import cpu_name
 from support.faults.case import FAULTS, LINK_FAULTS, Case
 
 

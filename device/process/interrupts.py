@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.threads import Thread
+from proxyccl.device.process.threads import Thread
 
 SLICE_MS = 50
 """How long a wait stays in C at a time."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from proxyccl.device.arguments.integers import find_items
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import find_items
 
 
 def require_text(value: Any, argument: str) -> str:

@@ -1,0 +1,1 @@
+"""Values from callers: flags, integers and texts, checked."""

@@ -1,0 +1,1 @@
+"""This process: its forks, threads and signals, its namespaces, and its user's directories."""
