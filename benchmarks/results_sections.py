@@ -1093,7 +1093,7 @@ SCALE_QUANTITIES = {
     "split_half_s": ("split into halves, ms", 1e3, 1),
     "close_s": ("close, ms", 1e3, 1),
 }
-"""What the page shows of `scale.py`: by name, the title, the factor of the unit, and digits."""
+"""The columns of the page for `scale.py`: by name, the title, the factor of the unit, and digits."""
 
 
 SECTIONS: dict[str, Callable[[Result], Section]] = {

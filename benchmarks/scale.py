@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: python benchmarks/scale.py -n 8 16 32
+"""Costs that grow with the number of ranks: python benchmarks/scale.py -n 8 16 32
 
 Jobs of more and more ranks on the host runtime, each a process, in nodes of 8: rehearsed nodes of one machine, which
 share its memory; with --hosts, rehearsed hosts, which do not. For each rank:

@@ -59,7 +59,7 @@ class Timed:
 
 
 def held() -> Fields:
-    """What this process holds: numbers of things, and memory in KiB."""
+    """The resources of this process: their numbers, and memory in KiB."""
     descriptors = sockets = 0
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -229,7 +229,7 @@ class Transfer:
             )
 
     def close(self, timeout: float | None = None) -> None:
-        """Cancels it if it is active, and refuses further use. Arguments and errors as of `cancel`."""
+        """Cancels it if it is active, and refuses further use. Arguments and errors as for `cancel`."""
         if not self._closed:
             self.cancel(timeout)
             self._closed = True

@@ -14,7 +14,7 @@ TOKENS, HIDDEN, EXPERTS, TOPK = 6, 64, 4, 2
 
 
 def traced_files(function: Any, *arguments: Any) -> tuple[Any, set[str]]:
-    """What a compiled function returns, twice alike, and the files that Dynamo compiled code of."""
+    """A compiled function's result, twice alike, and the files that Dynamo compiled code of."""
     from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
     torch._dynamo.reset()

@@ -27,6 +27,7 @@ from proxyccl import (
     TorchBootstrap,
     WaitTimeoutError,
 )
+from proxyccl.channels import array_libraries
 from proxyccl.channels.joining.bootstrap import MpiSubset, as_bootstrap, library_of_group
 from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
 from proxyccl.channels.joining.exchange import Exchange
@@ -239,6 +240,10 @@ def torch_distributed(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     torch.__dict__["cuda"] = types.SimpleNamespace(is_initialized=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
+    untraced: Any = types.ModuleType("proxyccl.torch_tensors.untraced")  # this torch has no compiler
+    untraced.untraced = lambda cls: cls
+    monkeypatch.setitem(sys.modules, untraced.__name__, untraced)
+    monkeypatch.setattr(array_libraries, "_opaque", set())
     return distributed
 
 
