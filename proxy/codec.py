@@ -30,7 +30,7 @@ Uint64 = Annotated[int, Meta(ge=0)]
 _SHOWN = 100  # characters of a wrong value in an error
 _LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_LONG_NUMBER = re.compile(rb"-[0-9]{19}|[0-9]{20}")  # all integers of more than 64 bits are as long
 _INTEGERS = range(-(2**63), 2**64)
 
 T = TypeVar("T")

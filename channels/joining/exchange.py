@@ -7,6 +7,7 @@ programs differ find out at once, and a received message is checked before it is
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import TypeVar
@@ -35,6 +36,8 @@ _LONGEST_REASON = 2000
 _TELLING_SECONDS = 10.0
 _TELLING_OPEN_SECONDS = 1.0
 """Once the group is open its failure tells all ranks too, wherever they are."""
+_LOOK_SECONDS = 0.02
+"""While a rank waits it looks this often whether one of the others has left: a look costs as much as a letter of each."""
 _RAN_OUT = (ResourceError, OSError, MemoryError)
 
 
@@ -60,6 +63,7 @@ class Exchange:
         self._one_caller = OneCaller()
         self._inside = 0  # `telling` within another
         self._ended = False
+        self._next_look = 0.0
         self.made = 0
 
     def carry_over(self, bootstrap: Bootstrap) -> None:
@@ -187,6 +191,10 @@ class Exchange:
         self._give_up_wait()
         if self._guard is None:
             return
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_SECONDS
         _, watcher = self._guard
         peer = watcher.left_before(self.made)
         if peer is not None:

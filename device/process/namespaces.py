@@ -23,9 +23,11 @@ def proc_view() -> int:
 
     They have one PID namespace, where a number means the same process, and one user namespace: another one's entries
     are not to be opened, even by the same user.
+
+    It has at most 61 bits: the system numbers namespaces from 0xe0000000 on.
     """
     processes, users = _number(pid_namespace()), _number(_link("user"))
-    return processes << 32 | users if processes and users else 0
+    return (processes & 0x1FFFFFFF) << 32 | users if processes and users else 0
 
 
 def network_namespace() -> int:
