@@ -27,6 +27,7 @@ from proxyccl.tools.results import Fields
 
 OURS = "proxyccl"
 _MOVED = ("all_gather", "reduce_scatter", "all_reduce")
+_LONG_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -45,31 +46,38 @@ class Figure:
 @dataclass(frozen=True)
 class Variant:
     """A way to run our collectives, by words joined by +: a number is the most blocks of a kernel; `proxy` has the
-    proxies do everything, and `gather-by-proxy` the all_gathers alone; `registered` has FSDP2 gather into registered
-    memory. `default` is none of them.
+    proxies do everything, `gather-by-proxy` the long all_gathers alone, and `scatter-by-proxy` the long
+    reduce_scatters; `unlent` lends no memory of torch to peers; `registered` has FSDP2 gather into registered memory.
+    `default` is none of them.
     """
 
     name: str
     blocks: int | None = None
-    proxied: tuple[str, ...] = ()
+    tables: tuple[tuple[str, SizeTable], ...] = ()
+    lends: bool = True
     registered: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Variant:
         """Raises ValueError for an unknown word."""
-        blocks, proxied, registered = None, (), False
+        blocks, tables, lends, registered = None, {}, True, False
+        long = SizeTable(((_LONG_BYTES - 1, "kernels"),), "proxy")
         for word in text.split("+"):
             if word.isdecimal():
                 blocks = int(word)
             elif word == "proxy":
-                proxied = _MOVED
+                tables = dict.fromkeys(_MOVED, SizeTable((), "proxy"))
             elif word == "gather-by-proxy":
-                proxied = ("all_gather",)
+                tables["all_gather"] = long
+            elif word == "scatter-by-proxy":
+                tables["reduce_scatter"] = long
+            elif word == "unlent":
+                lends = False
             elif word == "registered":
                 registered = True
             elif word != "default":
                 raise ValueError(f"unknown variant {word!r}; expected a number of blocks or one of the words")
-        return cls(OURS if text == "default" else f"{OURS}, {text}", blocks, proxied, registered)
+        return cls(OURS if text == "default" else f"{OURS}, {text}", blocks, tuple(tables.items()), lends, registered)
 
 
 def communicator_of(group: Any, device: torch.device) -> Communicator:
@@ -109,9 +117,10 @@ class Ranks:
         if variant.blocks is not None:
             blocks = min(variant.blocks, defaults.blocks)
             comm.runtime.launch_defaults = replace(defaults, blocks=blocks, efficient_blocks=blocks)
-        for collective in variant.proxied:
-            tables = comm.collectives.selector.with_table(collective, SizeTable((), "proxy"))
-            comm.collectives.selector = tables
+        for collective, table in variant.tables:
+            comm.collectives.selector = comm.collectives.selector.with_table(collective, table)
+        if not variant.lends:
+            comm.collectives.lent_memory.limit = 0
         # This makes the kernels' team, which has these blocks from then on.
         dist.reduce_scatter_tensor(self.ones(1), self.ones(self.size), group=group)
         comm.runtime.launch_defaults = defaults

@@ -118,7 +118,7 @@ class Group:
         self.failure: FailureState = FailureState(self.rank, self.control, None if parent is None else parent.failure)
         self._segments = meeting.segments
         self._mapped = HandleCache(self.runtime.open) if mapped is None else mapped.hold()
-        self.mappings = HandleCache(self._mapped.lease)
+        self.mappings = HandleCache(self._mapped.lease, below=self._mapped)
         self.launches = Launches(self.runtime, self.failure, CallLog(self.control, self._segments))
         self.inventory = Inventory()
         self.symmetric = SymmetricMemory(

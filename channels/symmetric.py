@@ -51,6 +51,7 @@ class Announced(Struct):
         users: calls of `announce` that got it and have not withdrawn it.
         proxy_memory: its first id in this rank's proxy, if the proxy has it.
         for_proxies: whether peers' proxies were asked to add it.
+        lent: whether no program asked for this (lent_memory.py): proxies' calls do not wait for the peers' replies.
         heirs: the announcements of the same range to other groups, until it is withdrawn here.
     """
 
@@ -62,6 +63,7 @@ class Announced(Struct):
     users: int = 1
     proxy_memory: int | None = None
     for_proxies: bool = False
+    lent: bool = False
     heirs: list[tuple[weakref.ref[SymmetricMemory], Announced]] = field(default_factory=list)
 
     @property
@@ -158,6 +160,8 @@ class SymmetricMemory:
         self._announced: dict[int, Announced] = {}
         self._free = list(range(ENTRIES - 1, -1, -1))
         self._withdrawn: dict[int, object] = {}  # by entry; released when all peers have unmapped it
+        self._watched: AllocationGuard | None = None  # of all that others may free …
+        self._watched_anew = False  # … unless that has changed
         self._pool: MemoryPool | None = None
         self._pool_changes = -1  # of the pool that were handled
         self._following = threading.Lock()  # of what follows
@@ -196,7 +200,9 @@ class SymmetricMemory:
             return memory
         return SymmetricArrayMemory(memory, functools.partial(_retire, weakref.ref(self), announced))
 
-    def announce(self, ptr: int, nbytes: int, memory: object = None, *, reserved: bool = False) -> Announced | None:
+    def announce(
+        self, ptr: int, nbytes: int, memory: object = None, *, reserved: bool = False, lent: bool = False
+    ) -> Announced | None:
         """Announces a range, or finds it announced. None if peers can't map it, or the table is full.
 
         Each call that returns something is paired with a `withdraw`.
@@ -206,6 +212,7 @@ class SymmetricMemory:
             nbytes: its size.
             memory: keeps it from being freed; released when it was withdrawn and no peer maps it.
             reserved: as for `allocate`.
+            lent: see `Announced`.
         """
         if not self._offered or self._world_size == 1 or nbytes == 0:
             return None
@@ -214,6 +221,7 @@ class SymmetricMemory:
             with self._lock:
                 if known.users:
                     known.users += 1
+                    known.lent = known.lent and lent  # whoever registers it may wait
                     if known.memory is None:
                         known.memory = memory
                     return known
@@ -228,9 +236,12 @@ class SymmetricMemory:
             self.let_go_withdrawn()
             if self._closed or len(self._free) <= (0 if reserved else _RESERVED_ENTRIES):
                 return None
-            announced = Announced(self._free.pop(), ptr, ptr + nbytes, allocations, memory)
+            announced = Announced(self._free.pop(), ptr, ptr + nbytes, allocations, memory, lent=lent)
             self._announced[announced.entry] = announced
             self._own.announce(announced.entry, handle)
+            self._watched_anew = True
+            if lent and self._proxy is not None:
+                self._offer_to_proxies(announced)
         self._changed(announced)
         return announced
 
@@ -256,7 +267,7 @@ class SymmetricMemory:
         """Announces what another group's rank has announced, until it is withdrawn there, and follows its pool."""
         with other._lock:
             of_pool = {id(segment) for segment in other._segments.values()}
-            ranges = [announced for announced in other._announced.values() if id(announced) not in of_pool]
+            ranges = [each for each in other._announced.values() if id(each) not in of_pool and not each.lent]
         for announced in ranges:
             if announced.memory is not None or other._is_unchanged(announced):
                 same = self.announce(announced.start, announced.nbytes, announced.memory)
@@ -277,6 +288,7 @@ class SymmetricMemory:
 
     def _end(self, announced: Announced) -> None:
         del self._announced[announced.entry]
+        self._watched_anew = True
         self._own.announce(announced.entry, b"")
         self._withdrawn[announced.entry] = announced.memory
         announced.memory = None
@@ -303,9 +315,43 @@ class SymmetricMemory:
         return [view.ptr if rank == self._rank else replies.pop(0) + offset for rank in range(self._world_size)]
 
     def is_settled(self, view: ArrayView) -> bool:
-        """Whether `reached` says the same until the range is announced or withdrawn."""
+        """Whether `reached` says the same until the range is announced or withdrawn, and for lent memory also whether
+        it has ids in the peers' proxies."""
         announced = self.find(view.ptr, view.nbytes)
-        return announced is None or self._replies(announced.entry) is not None
+        if announced is None:
+            return True
+        awaits_proxies = announced.lent and announced.for_proxies and self.memories_at_peers(announced) is None
+        return self._replies(announced.entry) is not None and not awaits_proxies
+
+    def is_lent(self, view: ArrayView) -> bool:
+        """Whether an array lies in lent memory."""
+        announced = self.find(view.ptr, view.nbytes)
+        return announced is not None and announced.lent
+
+    @property
+    def lent_sizes(self) -> list[int]:
+        """The sizes of the ranges that are lent."""
+        with self._lock:
+            return [announced.nbytes for announced in self._announced.values() if announced.lent]
+
+    def _withdraw_freed(self) -> None:
+        """Withdraws ranges that their owners have freed: peers keep their memory occupied until they unmap it."""
+        with self._lock:
+            ranges = [announced for announced in self._announced.values() if announced.memory is None]
+            if self._watched_anew:
+                allocations = tuple(allocation for announced in ranges for allocation in announced.allocations)
+                calls = self._runtime.allocation_calls()
+                self._watched = AllocationGuard(calls, allocations) if allocations else None
+                self._watched_anew = False
+            watched = self._watched
+        if watched is None:
+            return
+        with self._runtime.current():
+            if watched.holds:
+                return
+        for announced in ranges:
+            if not self._is_unchanged(announced):
+                self._forget(announced)
 
     # -- this rank's memory for proxies ---
 
@@ -321,6 +367,10 @@ class SymmetricMemory:
             self._seen = dict.fromkeys(self._peers, 0)
             for table in self._peers.values():
                 table.handle_again()
+        with self._lock:
+            for announced in self._announced.values():
+                if announced.lent:
+                    self._offer_to_proxies(announced)
 
     def may_have_memory_ids(self, announced: Announced) -> bool:
         """Whether a range has ids in proxies, or may take some: all ranks' optional ranges take at most half of a
@@ -346,12 +396,20 @@ class SymmetricMemory:
         If the peer's proxy can't add it, the id is NO_MEMORY. All ranks must have called `serve`.
         """
         with self._lock:
-            if not announced.for_proxies:
-                announced.for_proxies = True
-                self._own.announce_to_proxies(announced.entry)
+            self._ask_proxies(announced)
         peers = sorted(self._peers)
         found = self._own.memories(announced.entry, [self._numbers[peer] for peer in peers])
         return None if found is None else dict(zip(peers, found, strict=True))
+
+    def _ask_proxies(self, announced: Announced) -> None:
+        if not announced.for_proxies:
+            announced.for_proxies = True
+            self._own.announce_to_proxies(announced.entry)
+
+    def _offer_to_proxies(self, announced: Announced) -> None:
+        """Asks the peers' proxies to add a range before a call needs it, as that will not wait."""
+        if self.may_have_memory_ids(announced):
+            self._ask_proxies(announced)
 
     def guard(self, views: Iterable[ArrayView]) -> AllocationGuard | None:
         """A guard that checks, for a launchable with these arrays, whether the addresses of `reached` are still valid.
@@ -429,7 +487,7 @@ class SymmetricMemory:
 
     def update(self, *, wait: bool = False) -> None:
         """Maps memory that peers have announced, unmaps memory that they have withdrawn, and replies. Releases memory
-        that they unmapped, and checks the pool that it follows.
+        that they unmapped, withdraws what its owner has freed, and checks the pool that it follows.
 
         Args:
             wait: wait for another thread that does this; otherwise leave it to that thread.
@@ -438,6 +496,7 @@ class SymmetricMemory:
             self.let_go_withdrawn()
         if self._pool is not None:
             self._follow_pool(self._pool)
+        self._withdraw_freed()
         if self._closed or all(table.changes == self._seen[peer] for peer, table in self._peers.items()):
             return
         if not self._mapping.acquire(blocking=wait):
@@ -473,7 +532,7 @@ class SymmetricMemory:
         if handled.mapped is not None:
             if handled.memory is not None and self._proxy is not None:
                 self._proxy.remove_memory(handled.memory, handled.mapped.nbytes)
-            self._mappings.release(handled.handle)
+            self._mappings.release(handled.handle, keep=False)
         handled.handle, handled.mapped, handled.memory, handled.told = b"", None, None, False
 
     def _add_to_proxy(self, proxy: Proxy, handle: bytes, handled: _Handled) -> int:

@@ -432,6 +432,15 @@ class BaseRuntime(Protocol):
         """The device that owns an address; None if no device does."""
         ...
 
+    def memory_left(self) -> tuple[int, int]:
+        """Bytes of the device's memory that are free, and all."""
+        ...
+
+    def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
+        """Address and size of the allocation that contains a range, or of several that lie side by side. None if the
+        driver knows none."""
+        ...
+
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
         """The allocations that contain a range. Empty if the driver knows none.
 

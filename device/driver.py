@@ -166,6 +166,10 @@ class Driver(Protocol):
         """
         ...
 
+    def memory_left(self) -> tuple[int, int]:
+        """Bytes of the current device's memory that are free, and all."""
+        ...
+
     def pointer_device(self, ptr: int) -> int | None:
         """The device that memory belongs to, or None if it does not belong to a device."""
         ...

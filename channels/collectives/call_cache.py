@@ -134,10 +134,12 @@ class CallCache:
         if launchable is None or (guard is not None and not guard.holds):
             # Also read first: it misses replies that arrive meanwhile.
             settled = all(self._symmetric.is_settled(view) for view in arrays)
+            lent = not settled and any(self._symmetric.is_lent(view) for view in arrays)
             with self._exchange.telling():
                 launchable = prepare()
             guard = self._symmetric.guard(arrays)
-            if settled or isinstance(launchable, StreamOperations):  # a schedule waits for the replies itself
+            # A schedule waits for the replies itself, except for those to lent memory.
+            if settled or (isinstance(launchable, StreamOperations) and not lent):
                 self._keep(self._launchables, launched, (launchable, guard), changes)
             else:
                 key = None

@@ -18,6 +18,7 @@ from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.execution_plans.executor import ExecutionPlans
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group
+from proxyccl.channels.lent_memory import LentMemory
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError
@@ -54,6 +55,7 @@ class Collectives:
         group: the ranks.
         call_cache: calls that were made before.
         execution_plans: the executor of MSCCL++'s plans.
+        lent_memory: memory of other allocators that peers reach.
         repeat_prepared: issues a call without a stream like `repeat`, but without Python: repeat_prepared(x, out,
             options). False if it can't; then `CallCache.repeat` may. None on a GPU, where a call without a stream is on
             the stream that is current.
@@ -64,6 +66,7 @@ class Collectives:
         self.group = group
         self.call_cache = CallCache(group)
         self.execution_plans = ExecutionPlans(group, self.call_cache.clear)
+        self.lent_memory = LentMemory(group.runtime, group.symmetric)
         self.repeat_prepared = group.launches.prepared_calls.repeat if group.runtime.name == "host" else None
         self._cta_policy = cta_policy
         self.unspecified = request("all_reduce", None, None, False, cta_policy)  # the same for all collectives

@@ -11,7 +11,7 @@ from proxyccl.channels.collectives.call_cache import call_key
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.flows import FlowCall
 from proxyccl.channels.collectives.reduce import dropped_result
-from proxyccl.channels.collectives.request import CtaPolicy, request
+from proxyccl.channels.collectives.request import CtaPolicy, Request, request
 
 Repeat = Callable[[Any, Any, tuple[Any, ...], int], bool]
 """repeat(x, out, options, stream) issues a call again: see `TensorCalls`."""
@@ -49,6 +49,9 @@ class TensorCalls:
     ) -> None:
         """Has `repeat` issue the latest call with some arrays. The backend has made it on their communicator.
 
+        Where the call would use memory that peers reach, the arrays' memory is lent to them first, from the second call
+        on; the first one is not repeated.
+
         Args:
             options: the call's other arguments, at most six. They are compared by identity.
             x, out: the tensors of torch's call; empty tuples for a barrier.
@@ -66,8 +69,19 @@ class TensorCalls:
             if collective == "barrier"
             else call_key((collective, op, root, named.name), source, target)
         )
-        if key is not None:
+        if key is not None and self._met(collective, named, source, target):
             self._collectives.call_cache.keep_under(key, x, out, options)
+
+    def _met(self, collective: str, named: Request, source: Any, target: Any) -> bool:
+        """Has the array lent that peers store to, or whose values proxies send. Whether that is decided."""
+        collectives = self._collectives
+        if collective in ("barrier", "reduce"):
+            return True
+        if collective != "reduce_scatter":
+            return collectives.lent_memory.meet(input_view(collectives.group, target, "out"))
+        view = input_view(collectives.group, source, "x")  # kernels of other ranks touch neither array
+        algorithm = collectives.choose(collective, named, view.dtype, view.nbytes)
+        return not collectives.goes_by_schedule(algorithm) or collectives.lent_memory.meet(view)
 
     @property
     def repeat_transfers(self) -> Repeat:

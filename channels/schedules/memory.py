@@ -196,8 +196,13 @@ class ScheduleMemories:
         return announced if may else None
 
     def _received(self, announced: Announced, ptr: int) -> ScheduleSpan | None:
-        at_peers = self._memories_at_peers(announced)
-        return None if NO_MEMORY in at_peers.values() else self._announced(announced, ptr, at_peers)
+        if announced.lent:  # a call whose program did not ask for it does not wait: peers may come to it much later
+            found = self._group.symmetric.memories_at_peers(announced) if announced.for_proxies else None
+        else:
+            found = self._memories_at_peers(announced)
+        if found is None or NO_MEMORY in found.values():
+            return None
+        return self._announced(announced, ptr, found)
 
     def _announced(self, announced: Announced, ptr: int, at_peers: dict[int, int]) -> ScheduleSpan | None:
         try:

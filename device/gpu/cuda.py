@@ -173,6 +173,11 @@ class CudaDriver:
                 size += int(ok("cuMemGetAddressRange", cu.cuMemGetAddressRange(base + size))[1])
         return base, size
 
+    def memory_left(self) -> tuple[int, int]:
+        """Free bytes, and all."""
+        free, total = ok("cuMemGetInfo", cu.cuMemGetInfo())
+        return int(free), int(total)
+
     def pointer_device(self, ptr: int) -> int | None:
         """The device that memory belongs to."""
         kinds = cu.CUpointer_attribute

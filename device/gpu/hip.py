@@ -164,6 +164,11 @@ class HipDriver:
         base, size = call("hipMemGetAddressRange", ptr)
         return int(base), int(size)
 
+    def memory_left(self) -> tuple[int, int]:
+        """Free bytes, and all."""
+        free, total = call("hipMemGetInfo")
+        return int(free), int(total)
+
     def pointer_device(self, ptr: int) -> int | None:
         """The device that memory belongs to."""
         status, values = status_of("hipPointerGetAttributes", ptr)

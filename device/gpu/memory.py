@@ -333,6 +333,15 @@ class GpuMemoryManager:
             raise ArgumentError("handle", f"it names {end} bytes of an allocation of {size}")
         return size
 
+    def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
+        """Address and size of the allocation that contains a range, or of mapped blocks side by side; or None."""
+        with self._context.current():
+            try:
+                base, size = self._driver.address_range(ptr, nbytes)
+            except DriverError:
+                return None
+        return (base, size) if ptr + nbytes <= base + size else None
+
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
         """The allocations that contain a range, by the driver's numbers; empty if the driver does not know one."""
         found, at = [], ptr

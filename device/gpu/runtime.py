@@ -269,6 +269,15 @@ class GpuRuntime:
             for peer in range(self.driver.device_count())
         )
 
+    def memory_left(self) -> tuple[int, int]:
+        """The driver's numbers."""
+        with self.current():
+            return self.driver.memory_left()
+
+    def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
+        """The driver's answer; blocks that are mapped side by side are several allocations."""
+        return self._memory.whole_allocation(ptr, nbytes)
+
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
         """The allocations that contain a range, by the driver's numbers."""
         return self._memory.allocations(ptr, nbytes)

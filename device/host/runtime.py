@@ -198,6 +198,18 @@ class HostRuntime:
         """True: all of them share one memory."""
         return self.can_access_peer(device_id)
 
+    def memory_left(self) -> tuple[int, int]:
+        """The machine's."""
+        page = os.sysconf("SC_PAGESIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+    def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
+        """Of shared memory that was allocated without a Python object; None for all other memory."""
+        base, size, descriptor = ffi.new("uint64_t *"), ffi.new("uint64_t *"), ffi.new("int *")
+        if lib.proxyccl_host_allocation(ptr, base, size, descriptor) or ptr + nbytes > base[0] + size[0]:
+            return None
+        return base[0], size[0]
+
     def allocations(self, ptr: int, nbytes: int) -> Allocations:
         """The shared memory in which a range begins; empty for memory that is private to its process."""
         number = ffi.new("uint64_t *")

@@ -23,6 +23,11 @@ class HandleCache:
     refuse to map new memory in the place of memory that its owner has freed, as long as that is mapped: then all idle
     mappings of this process are removed. In a daemon the old memory may still be mapped for another client, which has
     yet to close it: that is waited for, at most PATIENCE seconds.
+
+    Args:
+        open_handle: maps memory.
+        keep: most unused mappings that are kept.
+        below: the cache from which `open_handle` leases.
     """
 
     PATIENCE: ClassVar[float] = 5.0
@@ -30,8 +35,10 @@ class HandleCache:
     _caches: ClassVar[weakref.WeakSet[HandleCache]] = weakref.WeakSet()  # including those of ranks that are threads
     _caches_lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, open_handle: Callable[[bytes], Memory], keep: int = 64) -> None:
-        self._open = open_handle
+    def __init__(
+        self, open_handle: Callable[[bytes], Memory], keep: int = 64, *, below: HandleCache | None = None
+    ) -> None:
+        self._open, self._below = open_handle, below
         self._holders = 1
         self._mappings: LeaseCache[bytes, Memory] = LeaseCache(lambda memory: memory.close(), keep=keep)
         with self._caches_lock:
@@ -67,9 +74,12 @@ class HandleCache:
         """The result of `acquire`, as memory that is released when it is closed: for a cache on top of this one."""
         return _Leased(self, handle)
 
-    def release(self, handle: bytes) -> None:
-        """Ends one use."""
-        self._mappings.release(handle)
+    def release(self, handle: bytes, *, keep: bool = True) -> None:
+        """Ends one use. Without `keep`, memory that is unused then is unmapped, as its owner frees it: until then a
+        driver keeps it occupied."""
+        self._mappings.release(handle, keep=keep)
+        if not keep and self._below is not None:
+            self._below._mappings.discard(handle)
 
     def hold(self) -> HandleCache:
         """The cache itself, for one more holder, which calls `close` too."""

@@ -106,6 +106,13 @@ class LeaseCache(Generic[Key, Value]):
             self._discard_unused(key, entry)
         self._discard_idle(self._keep, self._keep_weight)
 
+    def discard(self, key: Key) -> None:
+        """Discards a key's value if it is unused."""
+        with self._lock:
+            entry = self._entries.get(key)
+        if entry is not None:
+            self._discard_unused(key, entry)
+
     def discard_idle(self) -> bool:
         """Discards every unused value. Returns whether there was any."""
         return self._discard_idle(0, 0)

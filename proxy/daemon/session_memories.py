@@ -117,8 +117,8 @@ class SessionMemories:
         return self._runtime.open_pinned(handle)
 
     def unmap(self, handle: bytes) -> None:
-        """Ends `map`. The memory must no longer be in use."""
-        self._mappings.release(handle)
+        """Ends `map`. The memory must no longer be in use. Its owner may free it: so it is not kept mapped."""
+        self._mappings.release(handle, keep=False)
 
     def retire(self, unmap: _Unmap) -> None:
         """Calls `unmap` when the worker has nothing to do: until then copies may be in flight."""

@@ -132,6 +132,7 @@ HIP_EXPORT hipError_t hipExtMallocWithFlags(void** pointer, size_t bytes, unsign
   return as(CU(cuMemAlloc_v2, pointer, bytes));
 }
 HIP_EXPORT hipError_t hipFree(void* pointer) { return as(CU(cuMemFree_v2, pointer)); }
+HIP_EXPORT hipError_t hipMemGetInfo(size_t* free, size_t* total) { return as(CU(cuMemGetInfo_v2, free, total)); }
 HIP_EXPORT hipError_t hipMemGetAddressRange(hipDeviceptr_t* base, size_t* bytes, hipDeviceptr_t pointer) {
   return as(CU(cuMemGetAddressRange_v2, base, bytes, pointer));
 }

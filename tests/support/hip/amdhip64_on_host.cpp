@@ -333,6 +333,12 @@ HIP_EXPORT hipError_t hipFree(void* pointer) {
   allocations.erase(found);
   return hipSuccess;
 }
+HIP_EXPORT hipError_t hipMemGetInfo(size_t* free, size_t* total) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  *free = static_cast<size_t>(sysconf(_SC_AVPHYS_PAGES)) * page;
+  *total = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page;
+  return hipSuccess;
+}
 HIP_EXPORT hipError_t hipMemGetAddressRange(hipDeviceptr_t* base, size_t* bytes, hipDeviceptr_t pointer) {
   std::lock_guard<std::mutex> lock(mutex);
   auto found = allocationOf(pointer);

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from proxyccl.device.arrays.array import as_view
 from proxyccl.torch import own_streams  # importing the package registers the backend, as torch before 2.15 needs
 
 COUNT = 1 << 22  # 16 MiB of float32: asynchronous reductions of this size are by proxy
@@ -188,6 +190,38 @@ def memory(device: torch.device) -> None:
         assert symmetric.find(x.data_ptr(), x.nbytes) is not None
 
 
+def lent(device: torch.device) -> None:
+    """Memory of torch that calls meet again is lent to the peers. The device has it back when torch has freed it, and
+    other memory at its address is not taken for it."""
+    ranks, count = dist.get_world_size(), 8 << 20  # 32 MiB a rank
+    comm = dist.group.WORLD._get_backend(device).endpoints.of_all(device)
+    symmetric = comm.group.symmetric
+    x = torch.full((count,), float(dist.get_rank()), device=device)
+    for turn in range(3):
+        out = torch.empty(ranks * count, device=device)
+        for _ in range(2):
+            dist.all_gather_into_tensor(out, x + turn)
+        end = time.monotonic() + 10
+        while symmetric.reached(as_view(out, "out")) is None:
+            assert time.monotonic() < end, "it is not lent"
+            time.sleep(0.001)
+        for _ in range(3):
+            out.fill_(-1)
+            dist.all_gather_into_tensor(out, x + turn)
+            assert (out.view(ranks, count)[:, 0] == torch.arange(ranks, device=device) + turn).all()
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before, start = torch.cuda.mem_get_info()[0], time.monotonic()
+        del out
+        torch.cuda.empty_cache()
+        while torch.cuda.mem_get_info()[0] < before + ranks * count * 4 * 0.9:
+            assert time.monotonic() < start + 10, "it stays occupied"
+            time.sleep(0.001)
+        print(f"rank {dist.get_rank()}: free again after {(time.monotonic() - start) * 1e3:.0f} ms", flush=True)
+
+
 def mixed(device: torch.device) -> None:
     """Tensors of both devices in one group, and the barrier on the device."""
     assert dist.get_backend_config() == "cpu:gloo,cuda:proxyccl"
@@ -202,7 +236,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:proxyccl" if case == "mixed" else "proxyccl", timeout=timedelta(seconds=60))
-    cases = (streams, repeated, capture, priority, overlapped, transfers, ring, memory, mixed)
+    cases = (streams, repeated, capture, priority, overlapped, transfers, ring, memory, lent, mixed)
     {each.__name__: each for each in cases}[case](device)
     torch.cuda.synchronize()
     dist.barrier()
