@@ -374,11 +374,12 @@ class SymmetricMemory:
 
     def may_have_memory_ids(self, announced: Announced) -> bool:
         """Whether a range has ids in proxies, or may take some: all ranks' optional ranges take at most half of a
-        proxy's ids, so that some are left for memory that must have them.
+        proxy's ids, so that some are left for memory that must have them, and lent ones half of those.
         """
         with self._lock:
             others = sum(other.ids for other in self._announced.values() if other.has_ids)
-        return announced.has_ids or others + announced.ids <= MAX_MEMORIES // (2 * self._world_size)
+        part = 4 if announced.lent else 2
+        return announced.has_ids or others + announced.ids <= MAX_MEMORIES // (part * self._world_size)
 
     def own_memory(self, announced: Announced) -> int:
         """The first id of a range of this rank in its own proxy. Raises ResourceError if no ids are left."""
