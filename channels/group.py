@@ -119,7 +119,7 @@ class Group:
         self._segments = meeting.segments
         self._mapped = HandleCache(self.runtime.open) if mapped is None else mapped.hold()
         self.mappings = HandleCache(self._mapped.lease, below=self._mapped)
-        self.launches = Launches(self.runtime, self.failure, CallLog(self.control, self._segments))
+        self.launches = Launches(self.runtime, self.failure, CallLog(self.control, self._segments, self.rank))
         self.inventory = Inventory()
         self.symmetric = SymmetricMemory(
             self.runtime,

@@ -87,6 +87,11 @@ class Launches:
             return CurrentStream(found)
         return found
 
+    def choose(self, wish: bool) -> bool:
+        """Chooses between two ways for this rank's next call, alike on all ranks of its host: as the first of them
+        wished. The program's other threads make no call meanwhile."""
+        return self._call_log.choose(wish)
+
     def agree(self, call: CollectiveCall) -> tuple[int, ...]:
         """Logs a call and compares it with the peers' calls. Returns its encoded fields.
 

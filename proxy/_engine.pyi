@@ -276,6 +276,7 @@ class _ProxycclCallers:
     own: PointerField[ProxycclCallEntryPointer]
     counts: PointerField[ProxycclCallCountPointer]
     peers: PointerField[PointerTo[ProxycclCallEntryPointer]]
+    choices: PointerField[Uint64Pointer]
     peer_count: int
     sequence: int
     differing: int
@@ -466,6 +467,7 @@ class Lib:
     PROXYCCL_CALL_FIELDS: Final[int]
     PROXYCCL_CALL_NUMBER_BITS: Final[int]
     PROXYCCL_CALL_KINDS: Final[int]
+    PROXYCCL_CALL_CHOICES: Final[int]
     PROXYCCL_CALL_ABORTED: Final[int]
     PROXYCCL_CALL_DIFFERS: Final[int]
     PROXYCCL_CALL_DIFFERED: Final[int]
@@ -682,6 +684,7 @@ class Lib:
     def proxyccl_calls_read(
         self, log: Passed[ProxycclCallEntryPointer], sequence: int, call: Passed[ProxycclCallPointer], /
     ) -> int: ...
+    def proxyccl_calls_choose(self, callers: Passed[ProxycclCallersPointer], wish: int, /) -> int: ...
     def proxyccl_calls_agree(
         self, callers: Passed[ProxycclCallersPointer], call: Passed[ProxycclCallPointer], /
     ) -> int: ...

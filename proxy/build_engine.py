@@ -175,17 +175,19 @@ int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address
 int proxyccl_fabric_deregister(uintptr_t region);
 
 enum { PROXYCCL_CALL_LOG_ENTRIES, PROXYCCL_CALL_FIELDS, PROXYCCL_CALL_NUMBER_BITS, PROXYCCL_CALL_KINDS,
+  PROXYCCL_CALL_CHOICES,
   PROXYCCL_CALL_ABORTED, PROXYCCL_CALL_DIFFERS, PROXYCCL_CALL_DIFFERED, ... };
 typedef struct { uint64_t fields[...]; } ProxycclCall;
 typedef struct { uint64_t stamp; ProxycclCall call; ...; } ProxycclCallEntry;
 typedef struct { uint64_t collective; uint64_t calls; } ProxycclCallCount;
 typedef struct {
   const ProxycclControl *control; ProxycclCallEntry *own; ProxycclCallCount *counts;
-  const ProxycclCallEntry *const *peers; uint32_t peer_count; uint64_t sequence;
+  const ProxycclCallEntry *const *peers; uint64_t *choices; uint32_t peer_count; uint64_t sequence;
   uint32_t differing; ProxycclCall different; ...;
 } ProxycclCallers;
 void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_t synchronize);
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
+int proxyccl_calls_choose(const ProxycclCallers *callers, int wish);
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const void *launch,
                          uintptr_t stream);

@@ -35,6 +35,11 @@ class TensorCalls:
         efficient = self._collectives.cta_policy == "efficiency"
         return "zero" if efficient and self._collectives.group.topology.node_count == 1 else None
 
+    def goes_beside(self, wish: bool) -> bool:
+        """Whether the next call, a long one, gives way to what the program computes, by `overlapped_policy`: as the
+        first rank wishes that comes to it. All ranks ask for it."""
+        return self.overlapped_policy is not None and self._collectives.group.launches.choose(wish)
+
     def keep(
         self,
         options: tuple[Any, ...],

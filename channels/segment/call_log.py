@@ -27,10 +27,11 @@ class CallLog:
 
     Args:
         own: this rank's segment.
-        peers: the segments of the others.
+        peers: the segments of the others, by rank.
+        rank: this rank.
     """
 
-    def __init__(self, own: ControlSegment, peers: dict[int, ControlSegment]) -> None:
+    def __init__(self, own: ControlSegment, peers: dict[int, ControlSegment], rank: int) -> None:
         self._ranks = list(peers)
         logs = [ffi.cast("ProxycclCallEntry *", segment.calls_host) for segment in peers.values()]
         self._logs = ffi.new("ProxycclCallEntry *[]", [*logs, ffi.NULL])
@@ -39,6 +40,8 @@ class CallLog:
         self._callers.own = ffi.cast("ProxycclCallEntry *", own.calls_host)
         self._callers.counts = ffi.cast("ProxycclCallCount *", own.call_counts_host)
         self._callers.peers, self._callers.peer_count = self._logs, len(logs)
+        first = {**peers, rank: own}[min((*peers, rank))]
+        self._callers.choices = ffi.cast("uint64_t *", first.call_choices_host)
         self.issue: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_issue, self._callers
         )
@@ -62,6 +65,10 @@ class CallLog:
             synchronize: address of the driver's call that waits for a stream.
         """
         lib.proxyccl_calls_wait_on(self._callers, stream, synchronize)
+
+    def choose(self, wish: bool) -> bool:
+        """Chooses between two ways for this rank's next call: as the first rank of the host wished that came to it."""
+        return bool(lib.proxyccl_calls_choose(self._callers, wish))
 
     def agree(self, call: ProxycclCallPointer) -> int:
         """Logs a call and compares it. 0, or one of CALL_ABORTED, CALL_DIFFERS and CALL_DIFFERED."""

@@ -63,7 +63,8 @@ _CONTROL_OFFSET = 0
 _SEMAPHORES_OFFSET = _round(ffi.sizeof("ProxycclControl"))
 _CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
 _COUNTS_OFFSET = _CALLS_OFFSET + engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES
-_SERVICE_OFFSET = _round(_COUNTS_OFFSET + engine.sizeof("ProxycclCallCount") * (engine_lib.PROXYCCL_CALL_KINDS + 1))
+_CHOICES_OFFSET = _COUNTS_OFFSET + engine.sizeof("ProxycclCallCount") * (engine_lib.PROXYCCL_CALL_KINDS + 1)
+_SERVICE_OFFSET = _round(_CHOICES_OFFSET + 8 * engine_lib.PROXYCCL_CALL_CHOICES)
 _READBACK_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
 READBACK_BYTES = 128 * 1024
 _ANNOUNCEMENTS_OFFSET = _READBACK_OFFSET + READBACK_BYTES
@@ -280,6 +281,11 @@ class ControlSegment:
     def call_counts_host(self) -> int:
         """The CPU's address of the numbers of collective calls, by collective."""
         return self.memory.host_ptr + _COUNTS_OFFSET
+
+    @property
+    def call_choices_host(self) -> int:
+        """The CPU's address of the words by which the ranks choose alike."""
+        return self.memory.host_ptr + _CHOICES_OFFSET
 
     def close(self) -> None:
         """Unmaps the segment."""

@@ -65,6 +65,7 @@ _KINDS = [kind.value for kind in _Kind.__members__.values() if kind != _Kind.PRE
 _ALL_REDUCE = {kind: ("all_reduce", kind) for kind in _KINDS}
 _OVERLAPPED = {kind: ("all_reduce, overlapped", kind) for kind in _KINDS}
 _REDUCE_SCATTER = {kind: ("reduce_scatter_single", kind) for kind in _KINDS}
+_NONE: dict[int, tuple[str, int]] = {}
 _BROADCAST: dict[int, tuple[str, int]] = {}
 _GATHER: dict[int, tuple[str, int]] = {}
 _SCATTER: dict[int, tuple[str, int]] = {}
@@ -367,6 +368,15 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             self._unwaited.add(work)
         return work
 
+    def _goes_beside(self, x: torch.Tensor, opts: Any) -> bool:
+        """Whether a call goes by proxy, as it is long and the program computes meanwhile: on one rank, which is the
+        first to come to it."""
+        if not _is_long(x):
+            return False
+        self._require_process()
+        with torch_errors():
+            return self._endpoints.of_all(x.device).tensor_calls.goes_beside(wish=not _waits(opts))
+
     def _repeat(self, x: Any, out: Any, opts: Any, attribute: str | None, kept: Any) -> Any:
         """Issues a call on a GPU that was made before with the same tensors and options, by one call into C.
 
@@ -590,7 +600,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         """Reduces a tensor over all ranks, in place."""
         (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        overlapped = x.numel() * x.element_size() >= _LONG_BYTES and x.is_cuda and not _waits(opts)
+        overlapped = self._goes_beside(x, opts)
         kept = _OVERLAPPED if overlapped else _ALL_REDUCE
         work = self._repeat(x, x, opts, "reduceOp", kept)
         if work is not NotImplemented:
@@ -610,7 +620,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduces several tensors over all ranks, in place."""
         if _goes_apart(tensors):
-            return self._joint(self.allreduce, tensors, tensors, opts, "reduceOp", _ALL_REDUCE)
+            kept = _NONE if any(map(_is_long, tensors)) else _ALL_REDUCE  # long ones are chosen for one by one
+            return self._joint(self.allreduce, tensors, tensors, opts, "reduceOp", kept)
         op = _op_of(opts)
         tensors = in_memory(tensors)
         device = tensors[0].device
@@ -1046,6 +1057,11 @@ def _goes_apart(tensors: Tensors) -> bool:
         return False
     count = len(tensors)
     return count <= _FEW or sum(x.numel() * x.element_size() for x in tensors) >= count * _LARGE_BYTES
+
+
+def _is_long(x: torch.Tensor) -> bool:
+    """Whether a call with a tensor on a GPU is long enough to go by proxy."""
+    return x.is_cuda and x.numel() * x.element_size() >= _LONG_BYTES
 
 
 def _waits(opts: Any) -> bool:

@@ -60,6 +60,17 @@ static void count_call(ProxycclCallCount *counts, uint64_t collective) {
   ++counts[PROXYCCL_CALL_KINDS].calls;
 }
 
+int proxyccl_calls_choose(const ProxycclCallers *callers, int wish) {
+  const uint64_t number = callers->sequence + 1;
+  uint64_t *const place = &callers->choices[number % PROXYCCL_CALL_CHOICES];
+  uint64_t made = __atomic_load_n(place, __ATOMIC_RELAXED); /* a choice refers to no other memory */
+  while (made >> 1 < number) {
+    const uint64_t own = number << 1 | (uint64_t)(wish != 0);
+    if (__atomic_compare_exchange_n(place, &made, own, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return wish != 0;
+  }
+  return made >> 1 == number ? (int)(made & 1) : wish != 0;
+}
+
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   if (abort_is_up(callers->control)) return PROXYCCL_CALL_ABORTED;
   const uint64_t sequence = ++callers->sequence, slot = sequence % PROXYCCL_CALL_LOG_ENTRIES;

@@ -21,6 +21,8 @@
 enum { PROXYCCL_CALL_LOG_ENTRIES = 256, PROXYCCL_CALL_FIELDS = 7, PROXYCCL_CALL_NUMBER_BITS = 44 };
 /* A program's collectives, execution plans among them, beyond which the rest is counted together. A power of two. */
 enum { PROXYCCL_CALL_KINDS = 64 };
+/* Far more than the calls by which one rank is ahead of another: a driver's queues are shorter. */
+enum { PROXYCCL_CALL_CHOICES = 1024 };
 
 /* The fields that must agree between ranks, as channels/segment/calls.py names them. */
 typedef struct ProxycclCall {
@@ -44,6 +46,7 @@ typedef struct ProxycclCallers {
   ProxycclCallEntry *own;
   ProxycclCallCount *counts; /* PROXYCCL_CALL_KINDS, and one for the rest */
   const ProxycclCallEntry *const *peers;
+  uint64_t *choices; /* PROXYCCL_CALL_CHOICES, in memory of all ranks, zeroed at first: a call's number, and 0 or 1 */
   uint32_t peer_count;
   uint64_t sequence;                /* calls made */
   uint64_t history;                 /* a digest of them */
@@ -61,6 +64,9 @@ enum { PROXYCCL_CALL_ABORTED = -2, PROXYCCL_CALL_DIFFERS = -3, PROXYCCL_CALL_DIF
 void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_t synchronize);
 /* Reads the call with this number from a log. Returns 1 if it is there, otherwise 0. Any thread may call it. */
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
+/* Chooses between two ways for this rank's next call, 0 and 1: as the first rank wished that came to it. A rank that is
+ * too far behind the others gets its own wish; if that is not theirs, the log finds it. */
+int proxyccl_calls_choose(const ProxycclCallers *callers, int wish);
 /* Logs a call and compares it with the peers' calls of the same number. 0, or one of the above. */
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
 /* The same, then the launch unless a rank has failed by then, and the wait for it if it is on the stream of `wait_on`.

@@ -65,7 +65,7 @@ def segment() -> Iterator[ControlSegment]:
 
 @pytest.fixture
 def driver(segment: ControlSegment) -> Driver:
-    return Driver(CallLog(segment, {}))
+    return Driver(CallLog(segment, {}, 0))
 
 
 def control_of(segment: ControlSegment) -> Any:
@@ -107,7 +107,7 @@ class Pair:
 
     def __init__(self) -> None:
         self.segments = [create_segment(rank_runtime(0), rank, TIMEOUT) for rank in range(2)]
-        self.logs = [CallLog(self.segments[rank], {1 - rank: self.segments[1 - rank]}) for rank in range(2)]
+        self.logs = [CallLog(self.segments[rank], {1 - rank: self.segments[1 - rank]}, rank) for rank in range(2)]
 
     def close(self) -> None:
         for segment in self.segments:
@@ -157,3 +157,25 @@ def test_calls_are_compared_when_their_numbers_come_round(pair: Pair) -> None:
         assert [log.recent(1)[0][0] for log in pair.logs] == [before + number] * 2
     assert pair.logs[0].agree(call_of(5)) == 0
     assert pair.logs[1].agree(call_of(6)) == CALL_DIFFERS
+
+
+def test_ranks_choose_as_the_first_of_them_wishes(pair: Pair) -> None:
+    for number, (first, second) in enumerate([(0, 1), (1, 0), (0, 1)]):
+        assert [pair.logs[first].choose(number % 2 == 0), pair.logs[second].choose(number % 2 == 1)] == [
+            number % 2 == 0
+        ] * 2
+        assert pair.logs[second].choose(number % 2 == 1) == (number % 2 == 0), "a call that was refused is made again"
+        assert [log.agree(call_of(number)) for log in pair.logs] == [0, 0]
+    assert pair.logs[0].agree(call_of(7)) == pair.logs[1].agree(call_of(7)) == 0, "not all calls have a choice"
+    assert [log.choose(wish) for log, wish in zip(pair.logs, (True, False), strict=True)] == [True, True]
+
+
+def test_a_rank_that_is_too_far_behind_to_know_a_choice_takes_its_own(pair: Pair) -> None:
+    ahead, behind = pair.logs
+    for _ in range(lib.PROXYCCL_CALL_CHOICES):
+        assert ahead.choose(False) is False
+        ahead.agree(call_of(1))
+    assert behind.choose(True) is False
+    ahead.choose(False)
+    assert behind.choose(True) is True
+    assert behind.choose(False) is False

@@ -63,7 +63,7 @@ def test_calls_beyond_the_counted_kinds_are_counted_together() -> None:
     from proxyccl.proxy._engine import lib
 
     segment = create_segment(HostRuntime(), 0, 1.0)
-    log = CallLog(segment, {})
+    log = CallLog(segment, {}, 0)
     kinds = lib.PROXYCCL_CALL_KINDS + 2
     for _ in range(2):
         for kind in range(1, kinds + 1):

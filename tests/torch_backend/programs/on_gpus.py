@@ -137,6 +137,12 @@ def overlapped(device: torch.device) -> None:
     ways = [kernels(async_op) for async_op in (True, False, True, False, False, True)]
     assert ways == [ways[0], ways[1], ways[0], ways[1], ways[1], ways[0]]
     assert ways[0].isdisjoint(ways[1])
+    for turn in range(12):  # ranks differ: the first to come decides
+        x.fill_(1)
+        work = dist.all_reduce(x, async_op=(dist.get_rank() + turn // 2) % 2 == 0)
+        if work is not None:
+            work.wait()
+        assert (x == dist.get_world_size()).all()
 
 
 def transfers(device: torch.device) -> None:
