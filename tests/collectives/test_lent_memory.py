@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from proxyccl import ArgumentError, Array, Communicator
+from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.lent_memory import LentMemory
 from support.cases.memory import registered, room_for
 from support.cases.reference import Call
@@ -213,3 +214,36 @@ def test_the_limit_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _require_limit(comm: Communicator, limit: int) -> None:
     assert comm.collectives.lent_memory.limit == limit
+
+
+@pytest.mark.parametrize(
+    ("collective", "policy", "lent"),
+    [
+        ("all_gather", None, "output"),
+        ("all_reduce", None, "output"),
+        ("reduce_scatter", None, ""),
+        ("reduce_scatter", "zero", "input"),  # proxies send from it
+    ],
+)
+def test_calls_of_tensors_lend_what_peers_touch(
+    ranks: Ranks, collective: str, policy: CtaPolicy | None, lent: str
+) -> None:
+    op = None if collective == "all_gather" else "sum"
+
+    def body(comm: Communicator) -> None:
+        comm.collectives.lent_memory.limit = ROOM
+        call = replace(CALL, collective=collective)
+        memories = [ForeignMemory(comm.runtime, 4 * size) for size in call.sizes(comm.world_size)]
+        source, target = (memory.array(CALL.dtype) for memory in memories)
+        for _ in range(2):
+            arguments = {} if op is None else {"op": op}
+            getattr(comm, collective)(source, out=target, cta_policy=policy, **arguments)
+            comm.tensor_calls.keep((collective,), source, target, collective, source, target, op, None, policy)
+        found = [comm.group.symmetric.find(memory.ptr, memory.nbytes) is not None for memory in memories]
+        assert found == [lent == "input", lent == "output"]
+        barrier(comm)
+        for memory in memories:
+            memory.close()
+        wait_for(unmapped_by_all(comm), "it is withdrawn")
+
+    ranks.run(body)
