@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import TypeVar
 
 from proxyccl.channels.symmetric import SymmetricMemory
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import Runtime
 
+Value = TypeVar("Value")
+
 _VARIABLE = "PROXYCCL_LEND_BYTES"
 _LEAST_BYTES = 1 << 20  # of an array; shorter ones gain little
 _SHARE = 16  # of the device's memory, at most
 _MOST_RANGES = 64
-_REMEMBERED = 256  # arrays that were met once
+_REMEMBERED = 256  # arrays that were met once, and of those that `is_in_place` knows
+_SURE, _IN_VAIN = 4, 32  # looks at an array
 
 
 class LentMemory:
@@ -39,7 +43,10 @@ class LentMemory:
         self._runtime, self._symmetric = runtime, symmetric
         self.limit = _limit_of_environment()
         self._met: dict[tuple[int, int], None] = {}  # addresses and sizes
-        self._lock = threading.Lock()  # of those
+        self._looks: dict[tuple[int, int], int] = {}  # at the same: how many found it in place; below 0, did not
+        self._in_place: tuple[tuple[int, int], ...] = ()  # ranges, from start to end
+        self._lock = threading.Lock()  # of these
+        symmetric.listen(self._forget)
 
     def meet(self, view: ArrayView) -> bool:
         """Notes that a new call uses an array. The second time its memory is lent, if that pays and there is room.
@@ -54,9 +61,7 @@ class LentMemory:
         met = view.ptr, view.nbytes
         with self._lock:
             if met not in self._met:
-                if len(self._met) >= _REMEMBERED:
-                    del self._met[next(iter(self._met))]
-                self._met[met] = None
+                _remember(self._met, met, None)
                 return False
             del self._met[met]
         whole = self._runtime.whole_allocation(view.ptr, view.nbytes)
@@ -64,11 +69,46 @@ class LentMemory:
             self._symmetric.announce(*whole, lent=True)
         return True
 
+    def is_in_place(self, ptr: int, nbytes: int) -> bool:
+        """Whether calls by proxy receive in an array itself, most likely on all ranks.
+
+        It is said some calls late, as other ranks may hear of it later. Of an array that was looked at in vain for
+        long it is not said any more. So a repeated call takes no look.
+        """
+        if any(start <= ptr and ptr + nbytes <= end for start, end in self._in_place):
+            return True
+        array = ptr, nbytes
+        looks = self._looks.get(array, 0)
+        if looks == -_IN_VAIN:
+            return False
+        found = self._symmetric.serving_proxies(ptr, nbytes)
+        looks = min(looks, 0) - 1 if found is None else max(looks, 0) + 1
+        with self._lock:
+            if found is None or looks < _SURE:
+                _remember(self._looks, array, looks)
+            elif found.users:  # otherwise it was withdrawn meanwhile
+                self._looks.pop(array, None)
+                self._in_place += ((found.start, found.end),)
+        return False
+
+    def _forget(self, start: int, end: int) -> None:
+        """Memory was announced or withdrawn."""
+        with self._lock:
+            self._in_place = tuple(known for known in self._in_place if known[1] <= start or end <= known[0])
+            for array in [array for array in self._looks if start <= array[0] < end]:
+                del self._looks[array]
+
     def _has_room(self, nbytes: int) -> bool:
         sizes = self._symmetric.lent_sizes
         free, total = self._runtime.memory_left()
         limit = total // _SHARE if self.limit is None else self.limit
         return len(sizes) < _MOST_RANGES and sum(sizes) + nbytes <= min(limit, free)
+
+
+def _remember(known: dict[tuple[int, int], Value], array: tuple[int, int], value: Value) -> None:
+    if array not in known and len(known) >= _REMEMBERED:
+        del known[next(iter(known))]
+    known[array] = value
 
 
 def _limit_of_environment() -> int | None:

@@ -402,6 +402,16 @@ class SymmetricMemory:
         found = self._own.memories(announced.entry, [self._numbers[peer] for peer in peers])
         return None if found is None else dict(zip(peers, found, strict=True))
 
+    def serving_proxies(self, ptr: int, nbytes: int) -> Announced | None:
+        """The announced range that contains a range, if a call by proxy would now receive in it."""
+        announced = self.find(ptr, nbytes)
+        if announced is None or not self.may_have_memory_ids(announced):
+            return None
+        if not announced.lent:
+            return announced  # the call waits until peers' proxies have it
+        found = self.memories_at_peers(announced) if announced.for_proxies else None
+        return None if found is None or NO_MEMORY in found.values() else announced
+
     def _ask_proxies(self, announced: Announced) -> None:
         if not announced.for_proxies:
             announced.for_proxies = True

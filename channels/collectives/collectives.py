@@ -117,6 +117,11 @@ class Collectives:
                 self._by_proxy = ByProxy(self.group)
         return self._by_proxy
 
+    @property
+    def has_by_proxy(self) -> bool:
+        """Whether the ranks have made `by_proxy`."""
+        return self._by_proxy is not None
+
     def levels(self) -> tuple[Team, Team]:
         """Two teams of this rank: the ranks of its node, and those with its number on every node.
 

@@ -35,10 +35,22 @@ class TensorCalls:
         efficient = self._collectives.cta_policy == "efficiency"
         return "zero" if efficient and self._collectives.group.topology.node_count == 1 else None
 
-    def goes_beside(self, wish: bool) -> bool:
-        """Whether the next call, a long one, gives way to what the program computes, by `overlapped_policy`: as the
-        first rank wishes that comes to it. All ranks ask for it."""
+    def reduces_beside(self, wish: bool) -> bool:
+        """Whether the next call, a long reduction, gives way to what the program computes, by `overlapped_policy`: as
+        the first rank wishes that comes to it. All ranks ask for it."""
         return self.overlapped_policy is not None and self._collectives.group.launches.choose(wish)
+
+    def gathers_beside(self, wish: bool, ptr: int, nbytes: int) -> bool:
+        """The same for a gather, whose output lies here. A gather does so in outputs alone that peers' proxies have, as
+        a copy of all results would cost more than it saves."""
+        collectives = self._collectives
+        if self.overlapped_policy is None:
+            return False
+        if not collectives.has_by_proxy:  # on no rank
+            if collectives.group.launches.choose(wish):
+                collectives.by_proxy()
+            return False
+        return collectives.group.launches.choose(wish and collectives.lent_memory.is_in_place(ptr, nbytes))
 
     def keep(
         self,

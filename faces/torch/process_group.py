@@ -70,6 +70,7 @@ _BROADCAST: dict[int, tuple[str, int]] = {}
 _GATHER: dict[int, tuple[str, int]] = {}
 _SCATTER: dict[int, tuple[str, int]] = {}
 _ALL_GATHER, _ALL_TO_ALL = ("all_gather_single",), ("all_to_all_single",)
+_GATHERED_BESIDE = ("all_gather_single, overlapped",)
 _ALL_GATHER_LIST, _ALL_TO_ALL_LIST, _BARRIER = ("all_gather",), ("all_to_all",), ("barrier",)
 """The options under which calls are kept: by the number of the operator's kind, by the root, or as they are."""
 
@@ -368,14 +369,25 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             self._unwaited.add(work)
         return work
 
-    def _goes_beside(self, x: torch.Tensor, opts: Any) -> bool:
-        """Whether a call goes by proxy, as it is long and the program computes meanwhile: on one rank, which is the
-        first to come to it."""
+    def _reduces_beside(self, x: torch.Tensor, opts: Any) -> bool:
+        """Whether a long reduction goes by proxy: on the first rank to come to it, the program computes meanwhile."""
         if not _is_long(x):
             return False
         self._require_process()
         with torch_errors():
-            return self._endpoints.of_all(x.device).tensor_calls.goes_beside(wish=not _waits(opts))
+            return self._endpoints.of_all(x.device).tensor_calls.reduces_beside(not _waits(opts))
+
+    def _gathers_beside(self, output: torch.Tensor, opts: Any) -> bool:
+        """The same of a gather, where a program is also taken to compute meanwhile if it has made a stream of its own
+        current, as FSDP2 does."""
+        if not _is_long(output):
+            return False
+        self._require_process()
+        beside = not _waits(opts) or torch._C._cuda_getCurrentRawStream(output.get_device()) != 0
+        nbytes = output.numel() * output.element_size()
+        with torch_errors():
+            calls = self._endpoints.of_all(output.device).tensor_calls
+            return calls.gathers_beside(beside, output.data_ptr(), nbytes)
 
     def _repeat(self, x: Any, out: Any, opts: Any, attribute: str | None, kept: Any) -> Any:
         """Issues a call on a GPU that was made before with the same tensors and options, by one call into C.
@@ -600,7 +612,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         """Reduces a tensor over all ranks, in place."""
         (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        overlapped = self._goes_beside(x, opts)
+        overlapped = self._reduces_beside(x, opts)
         kept = _OVERLAPPED if overlapped else _ALL_REDUCE
         work = self._repeat(x, x, opts, "reduceOp", kept)
         if work is not NotImplemented:
@@ -692,8 +704,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Concatenates the ranks' tensors of one size."""
-        again = _again(_ALL_GATHER, x, output)
-        work = self._repeat(x, output, opts, None, _ALL_GATHER)
+        overlapped = self._gathers_beside(output, opts)
+        kept = _GATHERED_BESIDE if overlapped else _ALL_GATHER
+        again = _again(kept, x, output)
+        work = self._repeat(x, output, opts, None, kept)
         if work is not NotImplemented:
             return work
         output, x = in_memory([output, x])
@@ -703,7 +717,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return self._issue(
             "all_gather_single",
             [output, x],
-            lambda: on_tensors.all_gather(self._endpoints.of_all(x.device), output, x),
+            lambda: on_tensors.all_gather(self._endpoints.of_all(x.device), output, x, overlapped=overlapped),
             device=x.device,
             opts=opts,
             again=again,
@@ -714,7 +728,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`all_gather_single` of several tensors."""
         if _goes_apart(inputs):
-            return self._joint(self.all_gather_single, inputs, outputs, opts, None, _ALL_GATHER)
+            kept = _NONE if any(map(_is_long, outputs)) else _ALL_GATHER
+            return self._joint(self.all_gather_single, inputs, outputs, opts, None, kept)
         outputs, inputs = in_memory(outputs), in_memory(inputs)
         device = inputs[0].device
         return self._issue(
@@ -1061,7 +1076,7 @@ def _goes_apart(tensors: Tensors) -> bool:
 
 def _is_long(x: torch.Tensor) -> bool:
     """Whether a call with a tensor on a GPU is long enough to go by proxy."""
-    return x.is_cuda and x.numel() * x.element_size() >= _LONG_BYTES
+    return bool(x.is_cuda) and x.numel() * x.element_size() >= _LONG_BYTES
 
 
 def _waits(opts: Any) -> bool:

@@ -77,12 +77,13 @@ def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> Made | Non
     return ("broadcast", values, values, None, root, None) if is_plain(tensor) else None
 
 
-def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> Made | None:
-    """Concatenates the ranks' tensors of one size."""
+def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, *, overlapped: bool = False) -> Made | None:
+    """Concatenates the ranks' tensors of one size. `overlapped` as for `all_reduce`."""
     own, values = as_bytes(x), as_bytes(output)
-    comm.all_gather(own, out=values)
+    policy = comm.tensor_calls.overlapped_policy if overlapped else None
+    comm.all_gather(own, out=values, cta_policy=policy)
     put_back(output, values)
-    return ("all_gather", own, values, None, None, None) if is_plain(x) and is_plain(output) else None
+    return ("all_gather", own, values, None, None, policy) if is_plain(x) and is_plain(output) else None
 
 
 def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) -> None:

@@ -247,3 +247,57 @@ def test_calls_of_tensors_lend_what_peers_touch(
         wait_for(unmapped_by_all(comm), "it is withdrawn")
 
     ranks.run(body)
+
+
+def test_gathers_go_by_proxy_once_peers_proxies_have_the_output() -> None:
+    """On all ranks, if the first to come wishes it; and not any more when its owner has freed it."""
+
+    def body(comm: Communicator) -> None:
+        calls, rank = comm.tensor_calls, comm.rank
+        lent = comm.collectives.lent_memory
+        source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
+        target = memory.array(CALL.dtype)
+        found = []
+
+        def turn(*, wish: bool) -> None:
+            found.append(calls.gathers_beside(wish, target.ptr, target.nbytes))
+            gather(comm, len(found), source, target, "proxy" if found[-1] else None)
+
+        turn(wish=False)
+        assert not comm.collectives.has_by_proxy, "nobody needs it"
+        turn(wish=rank == 0)
+        turn(wish=True)
+        assert not any(found)
+        lend(comm, lent, target)
+        wait_for(lambda: comm.group.symmetric.is_settled(target.view()), "the peers' proxies may have it")
+        comm.all_gather_bytes(b"")
+        for _ in range(6):
+            turn(wish=True)
+        assert found[-1]
+        assert lent.is_in_place(target.ptr + 4096, CALL.count), "the whole allocation is"
+        turn(wish=False)
+        assert not found[-1]
+        everyone = [list(each) for each in comm.all_gather_bytes(bytes(found))]
+        assert everyone == [everyone[0]] * comm.world_size
+        barrier(comm)
+        memory.close()
+        wait_for(unmapped_by_all(comm), "it is withdrawn")
+        assert not calls.gathers_beside(wish=True, ptr=memory.ptr, nbytes=memory.nbytes)
+
+    with Ranks(2, cta_policy="efficiency") as ranks:
+        ranks.run(body)
+
+
+def test_gathers_into_memory_that_is_not_lent_stay_kernels() -> None:
+    def body(comm: Communicator) -> None:
+        comm.collectives.by_proxy()
+        memory = memory_for(comm)
+        for _ in range(40):
+            assert not comm.collectives.lent_memory.is_in_place(memory.ptr, memory.nbytes)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comm.group.symmetric, "find", None)
+            assert not comm.collectives.lent_memory.is_in_place(memory.ptr, memory.nbytes), "without a look"
+        memory.close()
+
+    with Ranks(2, cta_policy="efficiency") as ranks:
+        ranks.run(body)

@@ -16,7 +16,20 @@ PROGRAM = Path(__file__).parent / "programs" / "on_gpus.py"
 
 
 @pytest.mark.parametrize(
-    "case", ["streams", "repeated", "capture", "priority", "overlapped", "transfers", "ring", "memory", "lent", "mixed"]
+    "case",
+    [
+        "streams",
+        "repeated",
+        "capture",
+        "priority",
+        "overlapped",
+        "gathers",
+        "transfers",
+        "ring",
+        "memory",
+        "lent",
+        "mixed",
+    ],
 )
 def test_some_ranks(case: str) -> None:
     ranks = max(2, min(4, torch.cuda.device_count())) if case == "ring" else 2

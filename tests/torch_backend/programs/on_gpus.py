@@ -145,6 +145,38 @@ def overlapped(device: torch.device) -> None:
         assert (x == dist.get_world_size()).all()
 
 
+def gathers(device: torch.device) -> None:
+    """Long gathers on a stream of the program's are by proxy once peers know the output, and others by kernels. Ranks
+    may differ in that."""
+    rank, ranks, side = dist.get_rank(), dist.get_world_size(), torch.cuda.Stream(device)
+    out = torch.empty(ranks * COUNT, device=device)
+    own = out.view(ranks, COUNT)[rank]
+
+    def gather(turn: int, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            own.fill_(rank + turn)
+            dist.all_gather_into_tensor(out, own)
+            assert (out.view(ranks, COUNT)[:, 7] == torch.arange(ranks, device=device) + turn).all()
+        stream.synchronize()
+
+    def kernels(stream: torch.cuda.Stream) -> set[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            gather(5, stream)
+        return {event.key for event in found.key_averages() if "gather" in event.key}
+
+    current = torch.cuda.current_stream(device)
+    for turn in range(12):
+        gather(turn, side)
+        time.sleep(0.02)
+    assert not kernels(side)
+    for turn in range(4):
+        gather(turn, current)
+    assert kernels(current)
+    assert not kernels(side)
+    for turn in range(12):
+        gather(turn, side if (rank + turn // 2) % 2 else current)
+
+
 def transfers(device: torch.device) -> None:
     """Sends and receives of two ranks, alone and in one batch."""
     rank = dist.get_rank()
@@ -242,7 +274,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:proxyccl" if case == "mixed" else "proxyccl", timeout=timedelta(seconds=60))
-    cases = (streams, repeated, capture, priority, overlapped, transfers, ring, memory, lent, mixed)
+    cases = (streams, repeated, capture, priority, overlapped, gathers, transfers, ring, memory, lent, mixed)
     {each.__name__: each for each in cases}[case](device)
     torch.cuda.synchronize()
     dist.barrier()
