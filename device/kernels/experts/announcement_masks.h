@@ -138,16 +138,14 @@ class MaskAnnouncement : public Announcement {
     bool is_first;  // of its token's slots for that rank
   };
   // Called by each of `threads` threads: calls body(source, slot, choice) for every slot of all sources for which
-  // wanted(source, slot). Waits for their packets.
+  // wanted(source, slot), which is called once. Waits for their packets. Returns false if they did not arrive.
   template <class Wanted, class Body>
-  PROXYCCL_DEVICE void forEachChoice(uint32_t thread, uint32_t threads, Wanted wanted, Body body) const {
-    const uint32_t slots = e_.max_tokens * e_.topk, all = e_.world_size * slots;
-#pragma unroll 1
-    for (uint32_t n = thread; n < all; n += threads) {
-      const uint32_t source = n / slots, slot = n % slots;
-      if (slot < tokens(source) * e_.topk && wanted(source, slot))
-        body(source, slot, choiceOf(awaitPacket(source, front() + slot)));
-    }
+  PROXYCCL_DEVICE bool forEachChoice(uint32_t thread, uint32_t threads, Wanted wanted, Body body) const {
+    constexpr uint32_t kAtOnce = kShared ? 8 : 1;  // loads wait for the rows' stores; few tokens have one a thread
+    return awaitSlots<kAtOnce>(
+        thread, threads,
+        [&](uint32_t source, uint32_t slot) { return slot < tokens(source) * e_.topk && wanted(source, slot); },
+        [&](uint32_t source, uint32_t slot, uint64_t bits) { body(source, slot, choiceOf(bits)); });
   }
 
   // The tokens of this rank that go to a rank, and the tokens of a source that come here.

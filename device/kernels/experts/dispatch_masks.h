@@ -61,13 +61,14 @@ PROXYCCL_DEVICE typename Dispatch<Mode>::Gathered Dispatch<Mode>::arriving() con
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::countChosen() const {
   const uint32_t per_rank = team_->chosen_per_rank;
-  announced_.forEachChoice(
+  const bool complete = announced_.forEachChoice(
       threadIdx.x, blockDim.x,
       [&](uint32_t source, uint32_t slot) { return announced_.from(source).has(slot / topk_); },
       [&](uint32_t, uint32_t, const auto& choice) {
         const uint32_t expert = choice.expert - team_->rank * per_rank;
         if (expert < per_rank) atomicAdd(&chosen()[expert], 1u);
       });
+  if (!complete) announcedState().incomplete = true;
 }
 
 template <class Mode>
@@ -220,7 +221,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::describeMasked(uint32_t thread, uint32_t threads) const {
-  announced_.forEachChoice(
+  const bool complete = announced_.forEachChoice(
       thread, threads,
       [&](uint32_t source, uint32_t slot) {
         if (announced_.from(source).has(slot / topk_)) return true;
@@ -233,6 +234,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeMasked(uint32_t thread, uint32_t th
         describeSlot(source, token, slot % topk_,
                      {maskedRow(source, token), choice.is_first && here, choice.expert, choice.weight});
       });
+  if (!complete) announcedState().incomplete = true;
 }
 
 template <class Mode>
