@@ -121,7 +121,8 @@ class ExpertArrays:
         if library_of(like, self._group.runtime.name) != "torch":
             return functools.partial(self.maker(like, dtype), shape)
         torch = sys.modules["torch"]
-        return functools.partial(torch.empty, shape, dtype=getattr(torch, as_dtype(dtype).name), device=like.device)
+        native = getattr(torch, as_dtype(dtype).name)  # empty() takes longer to read its arguments
+        return functools.partial(torch.empty_strided, shape, strides_of(shape), dtype=native, device=like.device)
 
     def columns_maker(self, like: Any, shape: tuple[int, ...], column: int) -> Callable[[], Any]:
         """Makes float32 tensors of this shape, [..., rows, n], whose last dimension but one lies together: columns of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -326,7 +327,8 @@ class EPAll2AllLayer:
         Returns:
             As these; None, without having done anything, if no such call was made before.
         """
-        self._refuse_under_way()
+        if self.ctx.closed or self._sent is not None:
+            self._refuse_under_way()
         if not halves:
             return self._repeated.dispatch(input, exp_indices, weight, None, buffered=True)
         self._sent = self._repeated.dispatch_send(input, exp_indices, weight, None)
@@ -500,7 +502,8 @@ class EPAll2AllLayer:
         Returns:
             As these; None, without having done anything, if no such call was made before.
         """
-        self._refuse_returning()
+        if self.ctx.closed or self._returned is not None:
+            self._refuse_returning()
         sent = self._repeated.combine(input, ep_a2a_layout_desc, weights, topk_weights, out, None, halves=halves)
         if halves:
             self._returned = sent
@@ -655,7 +658,7 @@ class EPAll2AllLayer:
         self.ctx.require_usable()
         check_ended(self._parts)
 
-    @property
+    @functools.cached_property
     def sums_on_own_node(self) -> bool:
         """Whether a token's rows are all summed by its own rank, so that `combine` takes topk_weights."""
         return self._parts.sums_on_own_node

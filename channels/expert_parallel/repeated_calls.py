@@ -7,6 +7,7 @@ that does not fit: then the methods here return None, having done nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from proxyccl.channels._prepared_calls import SentDispatch
@@ -31,25 +32,25 @@ class RepeatedCalls:
 
     def __init__(self, parts: LayerParts) -> None:
         self._parts = parts
-        self._dispatches: tuple[dict[Kinds, RepeatedDispatch], ...] = ({}, {}, {})
+        self._dispatches: tuple[dict[Kinds, Callable[..., Any]], ...] = ({}, {}, {})
         self._routings: dict[Kinds, RepeatedRouting] = {}
-        self._combines: tuple[dict[Kinds, RepeatedCombine], ...] = ({}, {})
-        self._summing: dict[Kinds, RepeatedCombine] = {}
+        self._combines: tuple[dict[Kinds, Callable[..., Any]], ...] = ({}, {})
+        self._summing: dict[Kinds, Callable[..., Any]] = {}
 
     def dispatch(
         self, input: Any, exp_indices: Any, weight: Any, stream: StreamLike, *, buffered: bool
     ) -> Dispatched | None:
         """Makes a dispatch like one that `keep_dispatch` was told of. Raises as `EPAll2AllLayer.dispatch`."""
-        for known in self._dispatches[buffered].values():
-            made = known.repeat(input, exp_indices, weight, stream)
+        for repeat in self._dispatches[buffered].values():
+            made: Dispatched | None = repeat(input, exp_indices, weight, stream)
             if made is not None:
                 return made
         return None
 
     def dispatch_send(self, input: Any, exp_indices: Any, weight: Any, stream: StreamLike) -> SentDispatch | None:
         """The same for the first half of one."""
-        for known in self._dispatches[_HALVES].values():
-            sent = known.send(input, exp_indices, weight, stream)
+        for send in self._dispatches[_HALVES].values():
+            sent: SentDispatch | None = send(input, exp_indices, weight, stream)
             if sent is not None:
                 return sent
         return None
@@ -63,7 +64,8 @@ class RepeatedCalls:
         # These take more kernels.
         others = self._parts.surviving is not None or self._parts.options.expert_alignment
         if kinds not in kept and not others and of_one_library(kinds):
-            kept[kinds] = RepeatedDispatch(self._parts, input, exp_indices, weight, halves=halves, buffered=buffered)
+            made = RepeatedDispatch(self._parts, input, exp_indices, weight, halves=halves, buffered=buffered)
+            kept[kinds] = made.send if halves else made.repeat
 
     def redispatch(self, input: Any, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         """Makes a redispatch like one that `keep_redispatch` was told of."""
@@ -97,13 +99,13 @@ class RepeatedCalls:
             The result, or with `halves` a `SentCombine`.
         """
         if sums is NO_SUMS:
-            for known in self._combines[halves].values():
-                made = known.start(input, desc, weights, topk_weights, out, stream, None)
+            for start in self._combines[halves].values():
+                made = start(input, desc, weights, topk_weights, out, stream, None)
                 if made is not None:
                     return made
             return None
         summing = self._summing.get(_kinds(input, weights, topk_weights, sums))
-        return None if summing is None else summing.start(input, desc, weights, topk_weights, out, stream, sums)
+        return None if summing is None else summing(input, desc, weights, topk_weights, out, stream, sums)
 
     def keep_combine(
         self,
@@ -119,7 +121,7 @@ class RepeatedCalls:
         kinds = _kinds(input, weights, topk_weights, sums)
         kept = self._combines[halves] if sums is NO_SUMS else self._summing
         if kinds not in kept and of_one_library(kinds) and may_repeat_output(out):
-            kept[kinds] = RepeatedCombine(self._parts, input, weights, topk_weights, sums, halves=halves)
+            kept[kinds] = RepeatedCombine(self._parts, input, weights, topk_weights, sums, halves=halves).start
 
 
 def _kinds(input: Any, weights: Any, topk_weights: Any, sums: Sums) -> Kinds:

@@ -23,8 +23,8 @@ typedef struct {
   Py_ssize_t passing;   /* the number of the buffer that other rows pass; 0 if there is none … */
   uintptr_t passing_at; /* … and where it begins */
   PyObject *context, *new_output, *address, *place_sums, *check_output;
-  PyObject* shape; /* of the latest output */
-  Py_ssize_t shape_tokens;
+  PyObject* make_latest; /* makes outputs like the latest, of this many tokens */
+  Py_ssize_t latest_tokens;
 } Form;
 
 /* A combine whose first launch is queued. */
@@ -59,13 +59,13 @@ static Py_ssize_t bytes_of(const Form* self, Py_ssize_t rows) { return rows * se
 
 /* A new array for the result, and its address. NULL with an exception. */
 static PyObject* new_output(Form* self, Py_ssize_t tokens, uintptr_t* at) {
-  if (self->shape == NULL || self->shape_tokens != tokens) {
-    PyObject* old = self->shape;
-    self->shape = Py_BuildValue("(nn)", tokens, self->hidden), self->shape_tokens = tokens;
+  if (self->make_latest == NULL || self->latest_tokens != tokens) {
+    PyObject* old = self->make_latest;
+    self->make_latest = PyObject_CallFunction(self->new_output, "n", tokens), self->latest_tokens = tokens;
     Py_XDECREF(old);
-    if (self->shape == NULL) return NULL;
+    if (self->make_latest == NULL) return NULL;
   }
-  PyObject* made = PyObject_CallFunctionObjArgs(self->new_output, self->shape, NULL);
+  PyObject* made = PyObject_CallNoArgs(self->make_latest);
   if (made != NULL && (*at = proxyccl_address(&self->kinds[ROWS], made, self->address)) == 0) Py_CLEAR(made);
   return made;
 }
@@ -225,7 +225,7 @@ static PyObject* receive(PyObject* object, PyObject* arguments) {
 
 #define FORM_REFERENCES(apply)                                                                                \
   apply(first.kept) apply(second.kept) apply(after_copy.kept) apply(buffers) apply(context) apply(new_output) \
-      apply(address) apply(place_sums) apply(check_output) apply(shape)
+      apply(address) apply(place_sums) apply(check_output) apply(make_latest)
 
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   Form* self = (Form*)object;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from proxyccl.channels._prepared_calls import CombineForm
@@ -11,7 +12,7 @@ from proxyccl.channels.expert_parallel.combine_call import NO_SUMS, Sums
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
-from proxyccl.channels.expert_parallel.repeated_call import RepeatedCall, address_of, describe_kind, name_of
+from proxyccl.channels.expert_parallel.repeated_call import Maker, RepeatedCall, address_of, describe_kind, name_of
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
@@ -63,10 +64,15 @@ class RepeatedCombine(RepeatedCall):
             address_of(call),
             (None if buffers is None else buffers.numbers, passing, passing_at, step),
             ctx,
-            (ctx.arrays.maker(x, config.token), ctx.arrays.address),
+            (self._output_maker(x), ctx.arrays.address),
             (None if sums is NO_SUMS else self._place_sums, self._check_output),
         )
         self.start = form.start
+
+    def _output_maker(self, like: Any) -> Callable[[int], Maker]:
+        """What makes makers of results of so many tokens."""
+        arrays, token, hidden = self._ctx.arrays, self._token, self._hidden
+        return lambda tokens: arrays.maker_of(like, (tokens, hidden), token)
 
     def _place_sums(self, tokens: int, sums: Sums) -> bool:
         """Fills in how sums begin, and the ids that order them. False if an array does not fit."""

@@ -6,6 +6,7 @@ on the CPU for that number, or whose rows go to output buffers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
@@ -131,6 +132,10 @@ class RepeatedDispatch(RepeatedCall):
         x, ids, weight: of the earlier call.
         halves: whether it is made in two halves.
         buffered: whether the rows of a whole call may lie in an output buffer.
+
+    Attributes:
+        repeat: makes a whole call. None, and nothing done, if it does not fit.
+        send: the same for the first half of one.
     """
 
     def __init__(self, parts: LayerParts, x: Any, ids: Any, weight: Any, *, halves: bool, buffered: bool) -> None:
@@ -148,6 +153,9 @@ class RepeatedDispatch(RepeatedCall):
         known = self._rows is not None and not (self._exact or self._buffers is not None)
         self._in_one = self._form.repeat if known else None
         self.send = self._form.send
+        self.repeat: Callable[[Any, Any, Any, StreamLike], Dispatched | None] = self._repeat
+        if self._in_one is not None and not self._on_host:
+            self.repeat = self._in_one
 
     def _make_form(self, x: Any, ids: Any, weight: Any, like: Any) -> DispatchForm:
         ctx, options = self._ctx, self._parts.options
@@ -207,8 +215,7 @@ class RepeatedDispatch(RepeatedCall):
             places,
         )
 
-    def repeat(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> Dispatched | None:
-        """Makes the whole call. None, and nothing done, if it does not fit."""
+    def _repeat(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> Dispatched | None:
         if self._in_one is not None:
             made: Dispatched | None = self._in_one(x, ids, weight, given)
             if self._on_host and made is not None and given is None:

@@ -22,8 +22,7 @@ from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError, ClosedError
 from proxyccl.torch_tensors.untraced import untraced
 
-_DIMENSIONS = 2  # of tokens and of their experts' ids
-_NO_EVENTS = (None,)
+_NONE: dict[Any, Any] = {}
 
 
 @untraced
@@ -213,18 +212,12 @@ class Buffer(Connected):
             CommunicatorError: a peer failed; see its subclasses.
         """
         if handle is None and not others and (layers := self._unchanged_layers()) is not None:
-            used = (x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
             num_sms = Buffer.num_sms if config is None else config.num_sms if isinstance(config, Config) else None
-            again = lambda: normal.dispatch_again(  # noqa: E731
-                layers,
-                *used,
-                ranks=self.group_size,
-                expert_alignment=expert_alignment,
-                num_worst_tokens=num_worst_tokens,
-                num_sms=num_sms,
-                nodes=self._nodes,
+            tensors = x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert
+            numbers = self.group_size, expert_alignment, num_worst_tokens, num_sms, self._nodes
+            repeated, event = self._repeat(
+                normal.dispatch_again, (layers, *tensors, *numbers), previous_event, tensors, NORMAL, apart=async_finish
             )
-            repeated, event = self._run(again, (previous_event,), used, NORMAL, apart=async_finish)
             if repeated is not None:
                 rows, ids, weights, counts, made = repeated
                 return rows, ids, weights, counts, made, event
@@ -340,8 +333,9 @@ class Buffer(Connected):
         used = (x, topk_weights, bias, handle)
         plain = not others and topk_weights is None and bias is None and isinstance(handle, NormalHandle)
         if plain and self._usable().made(handle.routing.layer):
-            again = lambda: normal.combine_again(x, handle)  # noqa: E731
-            repeated, event = self._run(again, (previous_event,), used, NORMAL, apart=async_finish)
+            repeated, event = self._repeat(
+                normal.combine_again, (x, handle), previous_event, used, NORMAL, apart=async_finish
+            )
             if repeated is not None:
                 return repeated, None, event
         refuse_unknown("combine", others)
@@ -408,18 +402,14 @@ class Buffer(Connected):
         plain = not others and dispatch_wait_recv_cost_stats is None and round_scale is False and use_ue8m0 is False
         plain = plain and type(use_fp8) is bool and _are_plain(async_finish, return_recv_hook)
         plain = plain and type(num_max_dispatch_tokens_per_rank) is type(num_experts) is int
-        plain = plain and type(x) is type(topk_idx) is torch.Tensor and x.dim() == topk_idx.dim() == _DIMENSIONS
         if plain and (layers := self._unchanged_layers()) is not None:
             options = num_max_dispatch_tokens_per_rank, num_experts, Buffer.num_sms, use_fp8, return_recv_hook
-            known = layers.low_latency.get(low_latency.repeated_key(x, topk_idx, *options))
-            if known is not None:
-                again, stats = known.repeat, cumulative_local_expert_recv_stats
-                repeated, event = self._run(
-                    lambda: again(x, topk_idx, stats), _NO_EVENTS, (x, topk_idx, stats), LOW_LATENCY, apart=async_finish
-                )
+            tensors = x, topk_idx, cumulative_local_expert_recv_stats
+            for known in layers.low_latency.get(options, _NONE).values():
+                repeated, event = self._repeat(known.repeat, tensors, None, tensors, LOW_LATENCY, apart=async_finish)
                 if repeated is not None:
                     rows, counts, handle, half = repeated
-                    return rows, counts, handle, event, self._hook(half)
+                    return rows, counts, handle, event, half and self._hook(half)
         refuse_unknown("low_latency_dispatch", others)
         if dispatch_wait_recv_cost_stats is not None:
             raise refuse("dispatch_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
@@ -480,16 +470,13 @@ class Buffer(Connected):
         """
         plain = not others and combine_wait_recv_cost_stats is None and _are_plain(async_finish, return_recv_hook)
         if plain and isinstance(handle, LowLatencyHandle) and self._usable().made(handle.routing.layer):
-            repeated, event = self._run(
-                lambda: low_latency.combine_again(x, topk_weights, handle, out, return_recv_hook),
-                _NO_EVENTS,
-                (x, topk_weights, handle, out),
-                LOW_LATENCY,
-                apart=async_finish,
+            used = (x, topk_weights, handle, out)
+            repeated, event = self._repeat(
+                low_latency.combine_again, (*used, return_recv_hook), None, used, LOW_LATENCY, apart=async_finish
             )
             if repeated is not None:
                 output, half = repeated
-                return output, event, self._hook(half)
+                return output, event, half and self._hook(half)
         refuse_unknown("low_latency_combine", others)
         if combine_wait_recv_cost_stats is not None:
             raise refuse("combine_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")

@@ -92,6 +92,25 @@ class Connected:
 
         return hook
 
+    def _repeat(
+        self,
+        call: Callable[..., T],
+        arguments: tuple[Any, ...],
+        event: EventHandle | EventOverlap | None,
+        used: Any,
+        names: Names,
+        *,
+        apart: bool,
+    ) -> tuple[T, EventOverlap]:
+        """`_run` for a call like one that was made before, which mostly takes little time."""
+        if apart is not False or event is not None:
+            return self._run(lambda: call(*arguments), (event,), used, names, apart=apart)
+        try:
+            return call(*arguments), EventOverlap()
+        except (ArgumentError, CapacityError) as error:
+            names.rename(error)
+            raise
+
     def _run(
         self,
         call: Callable[[], T],

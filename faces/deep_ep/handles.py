@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import torch
+from msgspec import Struct
 
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
@@ -17,7 +18,7 @@ Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 """Rows, or a pair of float8 rows and their scales."""
 
 
-class Routing(NamedTuple):
+class Routing(Struct, frozen=True):
     """A dispatch: the layer that made it, and its descriptor."""
 
     layer: EPAll2AllLayer

@@ -22,6 +22,7 @@ from proxyccl.proxy.codec import Codec
 _TOKENS = Codec(int, 32, "number of tokens")
 _LEAST_TOKENS = 128
 _OUTPUTS = "PROXYCCL_DEEP_EP_OUTPUTS"
+_NOTHING = (None, None, None)
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,18 @@ class Layers:
 
     Attributes:
         communicator, lost_ranks: as given.
-        low_latency: low-latency dispatches that were made before, by their arguments that are not tensors.
+        low_latency: low-latency dispatches that were made before, by their arguments that are not tensors, for each
+            shape.
     """
 
     def __init__(self, communicator: Communicator, lost_ranks: Sequence[int] = ()) -> None:
         self.communicator, self.lost_ranks = communicator, lost_ranks
         self._growing: dict[Shape, EPAll2AllLayer] = {}
-        self._known: dict[tuple[Any, ...], tuple[Shape, EPAll2AllLayer]] = {}
+        self._known: dict[tuple[Any, ...], dict[Shape, EPAll2AllLayer]] = {}
         self._of_size: dict[tuple[Shape, int, bool], EPAll2AllLayer] = {}
         self._second: dict[tuple[Shape, int], bool] = {}
         self._all: dict[int, EPAll2AllLayer] = {}  # by identity, in the order in which all ranks made them
-        self.low_latency: dict[tuple[Any, ...], RepeatedDispatch] = {}
+        self.low_latency: dict[tuple[Any, ...], dict[Shape, RepeatedDispatch]] = {}
 
     def of_size(self, shape: Shape, max_tokens: int, *, hooked: bool) -> EPAll2AllLayer:
         """A layer for at most this many tokens of a rank; all ranks pass the same number.
@@ -111,23 +113,22 @@ class Layers:
     def dispatch_again(
         self, key: tuple[Any, ...], x: Any, topk_idx: Any, topk_weights: Any
     ) -> tuple[Any, Any, Any, EPAll2AllLayer] | None:
-        """The same for a call like one that was made before, by the key under which `keep` knows its shape. None, and
+        """The same for a call like one that was made before, by the key under which `keep` knows its shapes. None, and
         nothing done but a larger layer made if one is needed, if it must be made as the first.
         """
-        known = self._known.get(key)
-        if known is None:
-            return None
-        shape, layer = known
-        try:
-            made = layer.repeat_dispatch(x, topk_idx, topk_weights)
-        except CapacityError as error:
-            self._grow(shape, error)
-            return None
-        return None if made is None else (*made, layer)
+        for shape, layer in self._known.get(key, {}).items():
+            try:
+                rows, weights, desc = layer.repeat_dispatch(x, topk_idx, topk_weights) or _NOTHING
+            except CapacityError as error:
+                self._grow(shape, error)
+                return None
+            if desc is not None:
+                return rows, weights, desc, layer
+        return None
 
     def keep(self, key: tuple[Any, ...], shape: Shape) -> None:
-        """Has `dispatch_again` know the shape of calls with this key."""
-        self._known[key] = shape, self._growing[shape]
+        """Has `dispatch_again` know one more shape of calls with this key."""
+        self._known.setdefault(key, {})[shape] = self._growing[shape]
 
     def _grow(self, shape: Shape, error: CapacityError) -> None:
         """Makes a layer that has enough room, after a call that all ranks have refused with this error. Raises it again

@@ -76,25 +76,13 @@ def dispatch(
 
     if not hooked:
         finish()
-    key = repeated_key(x, topk_idx, max_tokens, num_experts, num_sms, use_fp8, hooked)
-    if not round_scale and key not in layers.low_latency:
-        experts = layer.ep_config.num_experts_per_rank
-        layers.low_latency[key] = Repeated(layers, shape, max_tokens, experts, hooked=hooked)
+    if not round_scale:
+        kept = layers.low_latency.setdefault((max_tokens, num_experts, num_sms, use_fp8, hooked), {})
+        if shape not in kept:
+            experts = layer.ep_config.num_experts_per_rank
+            kept[shape] = Repeated(layers, shape, max_tokens, experts, hooked=hooked)
     rows = received if scales is None else (received[0], scales)
     return rows, desc.expert_rows, handle, (finish, layer) if hooked else None
-
-
-def repeated_key(
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    max_tokens: int,
-    num_experts: int,
-    num_sms: int,
-    use_fp8: bool,
-    hooked: bool,
-) -> tuple[Any, ...]:
-    """The values in which two dispatches must agree for `Repeated`."""
-    return x.size(-1), topk_idx.size(-1), max_tokens, num_experts, num_sms, use_fp8, hooked
 
 
 class Repeated:
@@ -157,7 +145,7 @@ def combine_again(
     x: Any, topk_weights: Any, handle: LowLatencyHandle, out: Any, hooked: bool
 ) -> tuple[torch.Tensor, Half | None] | None:
     """The results of `combine` for a call like one that was made before; None, and nothing done, if there was none."""
-    layer, desc = handle.routing
+    layer, desc = handle.routing.layer, handle.routing.desc
     if not layer.sums_on_own_node:
         return None
     if not hooked:

@@ -13,7 +13,7 @@ from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.deep_ep.tokens import Tokens
 from proxyccl.device.errors import ArgumentError
 
-_DIMENSIONS = 2  # of tokens, ids and choices of ranks
+_DIMENSIONS = 2  # of choices of ranks
 Dispatched: TypeAlias = "tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int], Handle]"
 
 
@@ -37,20 +37,13 @@ def dispatch(
     shape = Shape("rank", hidden, topk, num_experts, tokens.dtype, num_sms, tokens.scale_elements, most_rows)
     values, weights, desc, layer = layers.dispatch(shape, tokens.moved, topk_idx, topk_weights)
     if isinstance(x, torch.Tensor):
-        layers.keep(repeated_key(x, topk_idx, num_experts, num_sms, most_rows), shape)
+        layers.keep((num_experts, num_sms, most_rows or 0), shape)
     counts = [] if most_rows is not None else desc.num_tokens_per_expert(expert_alignment)
     ids = desc.local_expert_ids
     if ids.dtype is not topk_idx.dtype:  # of a layer that has lost ranks
         ids = ids.to(topk_idx.dtype)
     handle = normal_handle(Routing(layer, desc), is_token_in_rank, num_sms=num_sms, nodes=nodes, has_ids=True)
     return tokens.as_given(values), ids, weights, counts, handle
-
-
-def repeated_key(
-    x: torch.Tensor, topk_idx: torch.Tensor, num_experts: int, num_sms: int, most_rows: int | None
-) -> tuple[Any, ...]:
-    """The values in which two dispatches must agree for `dispatch_again`."""
-    return x.dtype, x.size(-1), topk_idx.size(-1), topk_idx.dtype, num_experts, num_sms, most_rows
 
 
 def dispatch_again(
@@ -60,7 +53,6 @@ def dispatch_again(
     topk_weights: Any,
     is_token_in_rank: Any,
     num_tokens_per_expert: Any,
-    *,
     ranks: int,
     expert_alignment: Any,
     num_worst_tokens: Any,
@@ -70,17 +62,16 @@ def dispatch_again(
     """The results of `Buffer.dispatch` for a call like one that was made before, except the event. None, and nothing
     done, if it must be made as the first. It is not recorded for a backward pass.
     """
-    for each in (x, topk_idx, is_token_in_rank, num_tokens_per_expert):
-        if type(each) is not torch.Tensor:
-            return None
+    if not type(is_token_in_rank) is type(num_tokens_per_expert) is torch.Tensor:
+        return None
     if type(expert_alignment) is not int or expert_alignment < 1 or type(num_worst_tokens) is not int:
         return None
-    if not x.dim() == topk_idx.dim() == is_token_in_rank.dim() == _DIMENSIONS or num_tokens_per_expert.dim() != 1:
+    in_rank, experts = is_token_in_rank.shape, num_tokens_per_expert.shape
+    if is_token_in_rank.dtype is not torch.bool or len(in_rank) != _DIMENSIONS or in_rank[1] != ranks:
         return None
-    if is_token_in_rank.dtype is not torch.bool or is_token_in_rank.size(1) != ranks:
+    if len(experts) != 1:
         return None
-    key = repeated_key(x, topk_idx, num_tokens_per_expert.size(0), num_sms, num_worst_tokens or None)
-    made = layers.dispatch_again(key, x, topk_idx, topk_weights)
+    made = layers.dispatch_again((experts[0], num_sms, num_worst_tokens), x, topk_idx, topk_weights)
     if made is None:
         return None
     values, weights, desc, layer = made
@@ -128,8 +119,8 @@ def combine_again(x: Any, handle: NormalHandle) -> torch.Tensor | None:
     """The first result of `Buffer.combine` for a call like one that was made before, without weights and biases. None,
     and nothing done, if it must be made as the first. It is not recorded for a backward pass.
     """
-    layer, desc = handle.routing
-    output: torch.Tensor | None = layer.repeat_combine(x, desc)
+    routing = handle.routing
+    output: torch.Tensor | None = routing.layer.repeat_combine(x, routing.desc)
     return output
 
 
