@@ -43,7 +43,9 @@ def library_of(like: Any, runtime: str) -> str:
 
 
 def part_of(array: Any, offset: int, shape: tuple[int, ...], dtype: DType | str) -> Any:
-    """An array of the same library in the memory of an array of bytes, from `offset` on."""
+    """An array of the same library in the memory of an array of bytes, from byte `offset` on. torch's may be of other
+    elements.
+    """
     element = as_dtype(dtype)
     nbytes = math.prod(shape) * element.itemsize
     if isinstance(array, Array):
@@ -62,14 +64,25 @@ def part_maker(like: Any, tail: tuple[int, ...], dtype: DType | str) -> Callable
     if not hasattr(like, "new_empty"):
         return lambda array, offset, rows: part_of(array, offset, (rows, *tail), element)
     native, strides, itemsize = getattr(sys.modules["torch"], element.name), strides_of((1, *tail)), element.itemsize
-    return lambda array, offset, rows: array.view(native).as_strided((rows, *tail), strides, offset // itemsize)
+
+    def part(array: Any, offset: int, rows: int) -> Any:
+        elements = array if array.dtype is native else array.view(native)
+        return elements.as_strided((rows, *tail), strides, offset // itemsize)
+
+    return part
 
 
 def words_of(array: Any, first: int, shape: tuple[int, ...], strides: tuple[int, ...], *, wide: bool = False) -> Any:
-    """An array of the same library in the memory of an int32 array, from element `first` on; of int64 if `wide`."""
+    """An array of the same library in the memory of an int32 array, from element `first` on; of int64 if `wide`.
+    torch's array may be of int64, with half as many elements.
+    """
     if hasattr(array, "as_strided"):
+        torch = sys.modules["torch"]
+        native = torch.int64 if wide else torch.int32
+        if array.dtype is not native:
+            array = array.view(native)
         if wide:
-            array, first = array.view(sys.modules["torch"].int64), first // 2
+            first //= 2
         return array.as_strided(shape, strides, first)  # one call where slices and shapes are several
     element, words = as_dtype("int64" if wide else "int32"), math.prod(shape) * (2 if wide else 1)
     if isinstance(array, Array):

@@ -7,10 +7,10 @@ contains an array. `KeptOutputs` has those whose arrays stay valid as long as th
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from proxyccl.channels.expert_parallel.arrays import MemoryPart, library_of, part_of
 from proxyccl.device.arrays.array import Array, ArrayView
@@ -18,13 +18,13 @@ from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.base_runtime import BaseRuntime, Memory
 
 
-@dataclass(frozen=True)
-class TakenBuffer:
+class TakenBuffer(Struct, frozen=True):
     """A buffer for one output.
 
     Attributes:
         number: its number, from 1; 0 for none.
-        whole: an array of bytes, in whose memory the output's arrays are made; None to make new ones.
+        whole: an array of bytes, or torch's of other elements, in whose memory the output's arrays are made; None to
+            make new ones.
         passed: whether rows only pass the buffer, and are then copied to the output's arrays.
     """
 

@@ -13,6 +13,7 @@ from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.options import FLOAT8, LayerOptions
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
+from proxyccl.channels.launches import CurrentStream
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.arrays.libraries import libraries
@@ -80,7 +81,9 @@ class LayerParts:
     def is_capturing(self, stream: StreamLike) -> bool:
         """Whether a stream is being captured in a graph."""
         runtime = self.ctx.group.runtime
-        return runtime.name != "host" and runtime.is_capturing(runtime.stream_handle(stream))
+        if runtime.name == "host":
+            return False
+        return runtime.is_capturing(stream if type(stream) is CurrentStream else runtime.stream_handle(stream))
 
     def outlives_no_graph(self, stream: StreamLike) -> bool:
         """Whether what a call makes on a stream is needed no longer than its arrays: a graph needs it longer."""

@@ -203,7 +203,7 @@ class RepeatedDispatch(RepeatedCall):
                 ctx,
                 ctx.numbers,
                 tables,
-                ctx.arrays.maker_of(like, (tables.words,), "int32"),
+                self._tables_maker(tables, like),
                 tables.address,
                 ctx.arrays.address,
             ),
@@ -214,6 +214,13 @@ class RepeatedDispatch(RepeatedCall):
             self._receive_sent,
             places,
         )
+
+    def _tables_maker(self, tables: Tables, like: Any) -> Maker:
+        """What makes the array of tables, of int64 where that spares the caller's ids a change of type."""
+        arrays = self._ctx.arrays
+        if tables.wide and self._library.is_torch:
+            return arrays.maker_of(like, (tables.words // 2,), "int64")
+        return arrays.maker_of(like, (tables.words,), "int32")
 
     def _repeat(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> Dispatched | None:
         if self._in_one is not None:

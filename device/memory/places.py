@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import ClassVar
 
 from proxyccl.device._native import ffi, lib
@@ -49,19 +47,19 @@ class Places:
             raise ResourceError("no memory is left for a table of places")
         self._let_go()
 
-    @contextlib.contextmanager
-    def chosen(self) -> Iterator[None]:
-        """This thread's allocations meanwhile get a place or, if none is left, an address that belongs to no place.
-        Such an allocation must be freed at once, unused.
+    def choose(self) -> None:
+        """Has this thread's allocations until `leave` get a place or, if none is left, an address that belongs to no
+        place. Such an allocation must be freed at once, unused.
         """
         if lib.proxyccl_places_idle(self._native):
             self._runtime.synchronize()
             lib.proxyccl_places_renew(self._native)
         lib.proxyccl_places_choose(self._native)
-        try:
-            yield
-        finally:
-            lib.proxyccl_places_choose(ffi.NULL)
+
+    @staticmethod
+    def leave() -> None:
+        """Ends `choose`."""
+        lib.proxyccl_places_choose(ffi.NULL)
 
     def number_at(self, ptr: int) -> int | None:
         """The number, from 0, of the place that begins at an address; None if there is none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +13,17 @@ from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.device.memory import places
 from proxyccl.torch_tensors.pools import allocator, require_torch
 
+_POOL_CALLS = "_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool"
+"""What torch.cuda.use_mem_pool calls. It does more for graphs, in which no place is taken, and takes longer."""
+
 
 def open_places(runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> OutputPlaces | None:
     """`count` places of `nbytes` each, from an offset of a memory on; None if this torch has no pools."""
     try:
         require_torch(runtime.name)
     except RuntimeUnavailableError:
+        return None
+    if not all(hasattr(torch._C, name) for name in _POOL_CALLS):
         return None
     return OutputPlaces(runtime, memory, offset, nbytes, count)
 
@@ -25,21 +32,38 @@ class OutputPlaces:
     """See `open_places`. A place is free again when no tensor is left in it and the work queued on it has run."""
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> None:
-        self._nbytes = nbytes
+        self._nbytes, self._device = nbytes, runtime.device
         made = allocator(torch, places.ALLOCATE, places.FREE).allocator()
         self._places = places.Places(runtime, memory, offset, nbytes, count)
         with torch.cuda.device(runtime.device):
             self._pool: Any = torch.cuda.MemPool(made)
+        self._id = self._pool.id
+        self._enter, self._leave, self._release = (getattr(torch._C, name) for name in _POOL_CALLS)
+        self._makers: dict[torch.dtype, Callable[[], torch.Tensor]] = {}
 
     def take(self, like: torch.Tensor) -> tuple[int, torch.Tensor] | None:
-        """The number of a free place, from 0, and a tensor of its bytes; None where there is none.
+        """The number of a free place, from 0, and a tensor of its memory, of the elements of `like`; None where there
+        is none.
 
         There is none either while torch is set to fill every tensor that it makes.
         """
         if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
             return None
-        with self._places.chosen(), torch.cuda.use_mem_pool(self._pool, device=like.device):
-            whole = like.new_empty(self._nbytes, dtype=torch.uint8)
+        make = self._makers.get(like.dtype)
+        if make is None:
+            elements, device = self._nbytes // like.itemsize, like.device
+            make = functools.partial(torch.empty_strided, (elements,), (1,), dtype=like.dtype, device=device)
+            self._makers[like.dtype] = make
+        self._places.choose()
+        try:
+            self._enter(self._device, self._id)
+            try:
+                whole = make()
+            finally:
+                self._leave(self._device, self._id)
+                self._release(self._device, self._id)
+        finally:
+            self._places.leave()
         number = self._places.number_at(whole.data_ptr())
         return None if number is None else (number, whole)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -28,6 +29,15 @@ def free(ptr: int | None) -> None:
     _allocator.free(ptr, NBYTES, 0, None)
 
 
+@contextlib.contextmanager
+def chosen(places: Places) -> Iterator[None]:
+    places.choose()
+    try:
+        yield
+    finally:
+        places.leave()
+
+
 @pytest.fixture
 def places(runtime: Runtime) -> Iterator[Places]:
     opened = Places(runtime, runtime.allocate(FIRST + 2 * NBYTES), FIRST, NBYTES, 2)
@@ -37,7 +47,7 @@ def places(runtime: Runtime) -> Iterator[Places]:
 
 
 def test_allocations_come_from_the_chosen_places(places: Places) -> None:
-    with places.chosen():
+    with chosen(places):
         taken = [allocate(), allocate(NBYTES // 2)]
         marks = [allocate(), allocate()]
         assert not allocate(NBYTES + 1)
@@ -51,11 +61,11 @@ def test_allocations_come_from_the_chosen_places(places: Places) -> None:
 
 
 def test_a_freed_place_is_allocated_again_when_the_device_was_waited_for(places: Places) -> None:
-    with places.chosen():
+    with chosen(places):
         first, second = allocate(), allocate()
         free(second)
         assert places.number_at(allocate()) is None, "kernels may still use the second place"
-    with places.chosen():
+    with chosen(places):
         assert allocate() == second
     for ptr in (first, second):
         free(ptr)
@@ -63,7 +73,7 @@ def test_a_freed_place_is_allocated_again_when_the_device_was_waited_for(places:
 
 def test_a_thread_chooses_for_itself(places: Places) -> None:
     found: list[int | None] = []
-    with places.chosen():
+    with chosen(places):
         thread = threading.Thread(target=lambda: found.append(allocate()))
         thread.start()
         thread.join()
@@ -74,7 +84,7 @@ def test_places_keep_their_memory_until_they_are_freed(runtime: Runtime) -> None
     memory = runtime.allocate(2 * NBYTES)
     ptr = memory.ptr
     closed = Places(runtime, memory, 0, NBYTES, 2)
-    with closed.chosen():
+    with chosen(closed):
         taken = allocate()
     closed.close()
     del memory
