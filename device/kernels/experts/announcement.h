@@ -70,68 +70,54 @@ class Announcement {
   PROXYCCL_DEVICE uint64_t awaitPacket(uint32_t source, uint32_t packet) const {
     return bitsOf(readPacket(packets(e_.workspace) + placeOf(source, packet), flag_, e_.control, source));
   }
+  PROXYCCL_DEVICE const LL16Packet& packetOfSlot(uint32_t source, uint32_t slot) const {
+    return packets(e_.workspace)[placeOf(source, front() + slot)];
+  }
   // Called by `threads` threads: waits for the front packets of all ranks but one, and calls keep(source, packet,
   // payload) for each. Returns false to a thread whose packets did not arrive.
   template <class Keep>
   PROXYCCL_DEVICE bool awaitAllBut(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
     // One packet per thread takes less code, and a short kernel's code is in no cache yet: this saves 1 us of a
     // dispatch of 128 tokens.
-    auto fits = [&](uint32_t at) { return at / front() != known; };
-    auto take = [&](uint32_t at, uint64_t payload) { keep(at / front(), at % front(), payload); };
-    const Run run = {0, front()};
-    if (run.length * e_.world_size <= threads) return awaitEach<1>(run, thread, threads, fits, take);
-    return awaitEach<4>(run, thread, threads, fits, take);
-  }
-  // The same for the packets that follow them, one of each slot: keep(source, slot, payload) for those that are
-  // wanted(source, slot), with so many loads in flight per thread.
-  template <uint32_t kAtOnce, class Wanted, class Keep>
-  PROXYCCL_DEVICE bool awaitSlots(uint32_t thread, uint32_t threads, Wanted wanted, Keep keep) const {
-    const uint32_t slots = e_.weight_packets;
-    return awaitEach<kAtOnce>(
-        {e_.world_size * front(), slots}, thread, threads, [&](uint32_t at) { return wanted(at / slots, at % slots); },
-        [&](uint32_t at, uint64_t payload) { keep(at / slots, at % slots, payload); });
+    if (e_.world_size * front() <= threads) return awaitEach<1>(known, thread, threads, keep);
+    return awaitEach<4>(known, thread, threads, keep);
   }
 
   const ProxycclExperts& e_;
   const uint32_t flag_;
 
  private:
-  // Packets of all ranks, which have `length` each, from one on.
-  struct Run {
-    uint32_t first, length;
-  };
-  // Called by `threads` threads: waits for each packet i of a run that is wanted(i), and calls keep(i, payload), with
-  // so many loads in flight per thread. wanted() is called once for each.
-  template <uint32_t kAtOnce, class Wanted, class Keep>
-  PROXYCCL_DEVICE bool awaitEach(Run run, uint32_t thread, uint32_t threads, Wanted wanted, Keep keep) const {
-    const uint32_t all = e_.world_size * run.length;
-    const LL16Packet* incoming = packets(e_.workspace) + run.first;
+  // The same with this many loads in flight per thread.
+  template <uint32_t kAtOnce, class Keep>
+  PROXYCCL_DEVICE bool awaitEach(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
+    const uint32_t all = e_.world_size * front();
+    const LL16Packet* incoming = packets(e_.workspace);
 #pragma unroll 1
     for (uint32_t first = thread; first < all; first += kAtOnce * threads) {
       LL16Packet::Words words[kAtOnce];
-      bool is_awaited[kAtOnce];
-#pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i)
-        is_awaited[i] = first + i * threads < all && wanted(first + i * threads);
       WaitFor what = {PROXYCCL_WAIT_PACKET, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, flag_};
+      auto isAwaited = [&](uint32_t packet) { return packet < all && packet / front() != known; };
       const bool complete = waitUntil(e_.control, what, [&](uint64_t* seen) {
         bool there = true;
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i)
-          if (is_awaited[i]) words[i] = incoming[first + i * threads].load();
+          if (first + i * threads < all) words[i] = incoming[first + i * threads].load();
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i) {
-          if (!is_awaited[i] || words[i].carries(flag_)) continue;
+          const uint32_t packet = first + i * threads;
+          if (!isAwaited(packet) || words[i].carries(flag_)) continue;
           there = false;
-          what.peer = (first + i * threads) / run.length;
+          what.peer = packet / front();
           *seen = words[i].low >> 32;
         }
         return there;
       });
       if (!complete) return false;
 #pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i)
-        if (is_awaited[i]) keep(first + i * threads, bitsOf(words[i].payload()));
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        const uint32_t packet = first + i * threads;
+        if (isAwaited(packet)) keep(packet / front(), packet % front(), bitsOf(words[i].payload()));
+      }
     }
     return true;
   }

@@ -138,14 +138,47 @@ class MaskAnnouncement : public Announcement {
     bool is_first;  // of its token's slots for that rank
   };
   // Called by each of `threads` threads: calls body(source, slot, choice) for every slot of all sources for which
-  // wanted(source, slot), which is called once. Waits for their packets. Returns false if they did not arrive.
+  // wanted(source, slot). Waits for their packets.
   template <class Wanted, class Body>
-  PROXYCCL_DEVICE bool forEachChoice(uint32_t thread, uint32_t threads, Wanted wanted, Body body) const {
-    constexpr uint32_t kAtOnce = kShared ? 8 : 1;  // loads wait for the rows' stores; few tokens have one a thread
-    return awaitSlots<kAtOnce>(
-        thread, threads,
-        [&](uint32_t source, uint32_t slot) { return slot < tokens(source) * e_.topk && wanted(source, slot); },
-        [&](uint32_t source, uint32_t slot, uint64_t bits) { body(source, slot, choiceOf(bits)); });
+  PROXYCCL_DEVICE void forEachChoice(uint32_t thread, uint32_t threads, Wanted wanted, Body body) const {
+    const uint32_t slots = e_.max_tokens * e_.topk, all = e_.world_size * slots;
+#pragma unroll 1
+    for (uint32_t n = thread; n < all; n += threads) {
+      const uint32_t source = n / slots, slot = n % slots;
+      if (slot < tokens(source) * e_.topk && wanted(source, slot))
+        body(source, slot, choiceOf(awaitPacket(source, front() + slot)));
+    }
+  }
+  // The same for the slots of tokens that come here, and body(expert), with several loads in flight per thread: one
+  // after the other, those of many tokens would take as long as the rows.
+  template <class Body>
+  PROXYCCL_DEVICE void forEachArriving(uint32_t thread, uint32_t threads, Body body) const {
+    constexpr uint32_t kAtOnce = 8;
+#pragma unroll 1
+    for (uint32_t source = 0; source < e_.world_size; ++source) {
+      const uint32_t end = tokens(source) * e_.topk;
+#pragma unroll 1
+      for (uint32_t first = thread; first < end; first += kAtOnce * threads) {
+        LL16Packet::Words words[kAtOnce];
+        uint32_t missing = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+          const uint32_t slot = first + i * threads;
+          if (slot >= end || !from(source).has(slot / e_.topk)) continue;
+          missing |= 1u << i;
+          words[i] = packetOfSlot(source, slot).load();
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+          if (!(missing >> i & 1) || !words[i].carries(flag_)) continue;
+          missing &= ~(1u << i);
+          body(choiceOf(bitsOf(words[i].payload())).expert);
+        }
+#pragma unroll 1
+        for (uint32_t slot = first; missing != 0; missing >>= 1, slot += threads)
+          if (missing & 1) body(choiceOf(awaitPacket(source, front() + slot)).expert);
+      }
+    }
   }
 
   // The tokens of this rank that go to a rank, and the tokens of a source that come here.

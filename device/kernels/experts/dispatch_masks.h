@@ -61,14 +61,18 @@ PROXYCCL_DEVICE typename Dispatch<Mode>::Gathered Dispatch<Mode>::arriving() con
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::countChosen() const {
   const uint32_t per_rank = team_->chosen_per_rank;
-  const bool complete = announced_.forEachChoice(
-      threadIdx.x, blockDim.x,
-      [&](uint32_t source, uint32_t slot) { return announced_.from(source).has(slot / topk_); },
-      [&](uint32_t, uint32_t, const auto& choice) {
-        const uint32_t expert = choice.expert - team_->rank * per_rank;
-        if (expert < per_rank) atomicAdd(&chosen()[expert], 1u);
-      });
-  if (!complete) announcedState().incomplete = true;
+  auto count = [&](uint32_t chosen_expert) {
+    const uint32_t expert = chosen_expert - team_->rank * per_rank;
+    if (expert < per_rank) atomicAdd(&chosen()[expert], 1u);
+  };
+  if constexpr (kSharedMasks) {
+    announced_.forEachArriving(threadIdx.x, blockDim.x, count);
+  } else {
+    announced_.forEachChoice(
+        threadIdx.x, blockDim.x,
+        [&](uint32_t source, uint32_t slot) { return announced_.from(source).has(slot / topk_); },
+        [&](uint32_t, uint32_t, const auto& choice) { count(choice.expert); });
+  }
 }
 
 template <class Mode>
@@ -221,7 +225,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::describeMasked(uint32_t thread, uint32_t threads) const {
-  const bool complete = announced_.forEachChoice(
+  announced_.forEachChoice(
       thread, threads,
       [&](uint32_t source, uint32_t slot) {
         if (announced_.from(source).has(slot / topk_)) return true;
@@ -234,7 +238,6 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeMasked(uint32_t thread, uint32_t th
         describeSlot(source, token, slot % topk_,
                      {maskedRow(source, token), choice.is_first && here, choice.expert, choice.weight});
       });
-  if (!complete) announcedState().incomplete = true;
 }
 
 template <class Mode>
