@@ -332,7 +332,7 @@ class Buffer(Connected):
         """
         used = (x, topk_weights, bias, handle)
         plain = not others and topk_weights is None and bias is None and isinstance(handle, NormalHandle)
-        if plain and self._usable().made(handle.routing.layer):
+        if plain and (layers := self._layers) is not None and handle.routing.layer in layers.all:
             repeated, event = self._repeat(
                 normal.combine_again, (x, handle), previous_event, used, NORMAL, apart=async_finish
             )
@@ -468,8 +468,9 @@ class Buffer(Connected):
         Returns:
             `out`, or the new tensor; the event; and the hook or None. Raises as `dispatch`.
         """
-        plain = not others and combine_wait_recv_cost_stats is None and _are_plain(async_finish, return_recv_hook)
-        if plain and isinstance(handle, LowLatencyHandle) and self._usable().made(handle.routing.layer):
+        plain = not others and combine_wait_recv_cost_stats is None and isinstance(handle, LowLatencyHandle)
+        plain = plain and _are_plain(async_finish, return_recv_hook) and (layers := self._layers) is not None
+        if plain and handle.routing.layer in layers.all:
             used = (x, topk_weights, handle, out)
             repeated, event = self._repeat(
                 low_latency.combine_again, (*used, return_recv_hook), None, used, LOW_LATENCY, apart=async_finish

@@ -67,6 +67,7 @@ class Layers:
 
     Attributes:
         communicator, lost_ranks: as given.
+        all: these layers, in the order in which all ranks made them.
         low_latency: low-latency dispatches that were made before, by their arguments that are not tensors, for each
             shape.
     """
@@ -77,7 +78,7 @@ class Layers:
         self._known: dict[tuple[Any, ...], dict[Shape, EPAll2AllLayer]] = {}
         self._of_size: dict[tuple[Shape, int, bool], EPAll2AllLayer] = {}
         self._second: dict[tuple[Shape, int], bool] = {}
-        self._all: dict[int, EPAll2AllLayer] = {}  # by identity, in the order in which all ranks made them
+        self.all: dict[EPAll2AllLayer, None] = {}
         self.low_latency: dict[tuple[Any, ...], dict[Shape, RepeatedDispatch]] = {}
 
     def of_size(self, shape: Shape, max_tokens: int, *, hooked: bool) -> EPAll2AllLayer:
@@ -139,16 +140,12 @@ class Layers:
         self._known.clear()
         self._growing[shape] = self._make(shape, _rounded(error.needed))
 
-    def made(self, layer: EPAll2AllLayer) -> bool:
-        """Whether the layer is one of these."""
-        return id(layer) in self._all
-
     def close(self) -> None:
         """Releases the layers. All ranks call it together."""
-        layers, self._all, self._growing, self._of_size = self._all, {}, {}, {}
+        layers, self.all, self._growing, self._of_size = self.all, {}, {}, {}
         self._known.clear()
         self.low_latency.clear()
-        for layer in layers.values():
+        for layer in layers:
             layer.finalize()
 
     def _make(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
@@ -180,7 +177,7 @@ class Layers:
             expert_alignment=shape.alignment,
             lost_ranks=self.lost_ranks,
         )
-        self._all[id(layer)] = layer
+        self.all[layer] = None
         return layer
 
 

@@ -276,10 +276,10 @@ class Dispatch {
   }
   template <class Body>
   PROXYCCL_DEVICE void forEachWord(const Group& group, uint32_t piece, Body body) const;
-  // Called by a group for a piece of a segment's rows: loads it; lists where it goes, which needs this rank's masks
+  // Called by a group for a piece of this rank's rows: loads it; lists where it goes, which needs this rank's masks
   // alone; stores it.
-  PROXYCCL_DEVICE void loadPiece(const Group& group, const Segment& segment, uint32_t piece, Bytes16* words) const;
-  PROXYCCL_DEVICE void listPiece(const Group& group, const Segment& segment, uint32_t piece) const;
+  PROXYCCL_DEVICE void loadPiece(const Group& group, uint32_t piece, Bytes16* words) const;
+  PROXYCCL_DEVICE void listPiece(const Group& group, uint32_t piece) const;
   PROXYCCL_DEVICE void storePiece(const Group& group, uint32_t piece, const Bytes16* words) const;
   // The row of a slot of this rank's tokens on its rank, where the rows of the slot's segment begin at `first`.
   PROXYCCL_DEVICE int32_t rowAtRank(const ProxycclExpertSlot& slot, uint32_t first) const {

@@ -95,16 +95,15 @@ PROXYCCL_DEVICE void Dispatch<Mode>::forEachWord(const Group& group, uint32_t pi
 }
 
 template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::loadPiece(const Group& group, const Segment& segment, uint32_t piece,
-                                               Bytes16* words) const {
-  const uint64_t token = segment.begin + piece / piecesOfRow();
+PROXYCCL_DEVICE void Dispatch<Mode>::loadPiece(const Group& group, uint32_t piece, Bytes16* words) const {
+  const uint64_t token = piece / piecesOfRow();
   const Bytes16* from = inGlobal(reinterpret_cast<const Bytes16*>(call_.input + token * call_.row_bytes));
   forEachWord(group, piece, [&](uint32_t w, uint32_t at) { words[w] = from[at]; });
 }
 
 template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::listPiece(const Group& group, const Segment& segment, uint32_t piece) const {
-  const uint32_t token = segment.begin + piece / piecesOfRow(), ranks = team_->world_size;
+PROXYCCL_DEVICE void Dispatch<Mode>::listPiece(const Group& group, uint32_t piece) const {
+  const uint32_t token = piece / piecesOfRow(), ranks = team_->world_size;
   group.list(ranks, [&](uint32_t i, RowEntry* entry) {
     const uint32_t rank = (team_->rank + 1 + i) % ranks;
     entry->number = static_cast<int32_t>(rank << 16 | announced_.to(rank).countBefore(token));
@@ -164,8 +163,9 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* next_item) const {
   const uint32_t storing = team_->blocks > 1 ? team_->blocks - 1 : 1, holding = Group::count() - 1;
   const bool describes = blockIdx.x == 0, stores = !describes || team_->blocks == 1;
-  const Segment segment = Segment::of(call_.tokens, stores ? (blockIdx.x + storing - 1) % storing : 0, storing);
-  const uint32_t pieces = stores && holdsRows() ? segment.tokens * piecesOfRow() : 0;
+  // Pieces are dealt out to the groups of all blocks: tokens go to different numbers of ranks.
+  const uint32_t place = (blockIdx.x + storing - 1) % storing, first = group.number * storing + place;
+  const uint32_t pieces = stores && holdsRows() ? call_.tokens * piecesOfRow() : 0;
   const bool waits = group.number == holding;
   Bytes16 held[kHeldWords];
   // One group waits while the others load. It holds nothing meanwhile, because a wait calls functions, and values that
@@ -174,9 +174,9 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
     if (!announced_.await(true, group.lane, kGroupLanes)) announcedState().incomplete = true;
     group.sync();
     placeLeaving(group);
-  } else if (group.number < pieces) {
-    loadPiece(group, segment, group.number, held);
-    listPiece(group, segment, group.number);
+  } else if (first < pieces) {
+    loadPiece(group, first, held);
+    listPiece(group, first);
   }
   __syncthreads();
   if (announcedState().incomplete) {
@@ -184,13 +184,15 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
     if (threadIdx.x == 0) countCall();
     return;
   }
-  if (!waits && group.number < pieces) storePiece(group, group.number, held);
+  if (!waits && first < pieces) storePiece(group, first, held);
 #pragma unroll 1
-  for (uint32_t piece = waits ? holding : holding + 1 + group.number; piece < pieces; piece += holding + 1) {
-    loadPiece(group, segment, piece, held);
-    listPiece(group, segment, piece);
+  for (uint32_t piece = waits ? first : first + (holding + 1) * storing; piece < pieces;
+       piece += (holding + 1) * storing) {
+    loadPiece(group, piece, held);
+    listPiece(group, piece);
     storePiece(group, piece, held);
   }
+  const Segment segment = Segment::of(call_.tokens, place, storing);
 #pragma unroll 1
   while (stores && !holdsRows()) {
     const uint32_t item = group.next(next_item);
