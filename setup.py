@@ -20,7 +20,7 @@ def kernel_libraries() -> dict[str, str]:
     """The sources of the host's libraries of shipped kernels, by name: several, so that they build in parallel."""
     types = runpy.run_path("device/arrays/element_types.py")["ELEMENT_TYPES"]
     dispatches = ("dispatch", "dispatch_masks", "dispatch_shared_masks")
-    kernels = [f"{name}_kernel" for name in (*dispatches, "dispatch_ids")]
+    kernels = [f"{name}_kernel" for name in (*dispatches, "dispatch_masks_store", "dispatch_ids")]
     files = ("combine", *kernels, "quantize", "spread", "survivors", "weigh")
     moves = ("moves", "packet_moves", "send_receive", "signal_peer", "engram_fetch", "copy_blocks")
     experts = [f'#include "experts/{name}.h"\n' for name in files]

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.expert_parallel.config import SCALED_DTYPES, TOKEN_DTYPES
-from proxyccl.channels.expert_parallel.geometry import DISPATCH_KERNELS, dispatch_file
+from proxyccl.channels.expert_parallel.geometry import DISPATCH_KERNELS, STORE_KERNELS, dispatch_file
 from proxyccl.device.build.compile_cache import (
     cache_dir,
     compiled_image,
@@ -32,7 +32,10 @@ Shipped = tuple[str, str, str | None, str | None]
 """File, kernel, element type and operation, as `Runtime.shipped` takes them."""
 
 EXPERT_KERNELS: tuple[Shipped, ...] = (
-    *((dispatch_file(kernel), kernel, None, None) for kernel in DISPATCH_KERNELS.values()),
+    *(
+        (dispatch_file(kernel), kernel, None, None)
+        for kernel in (*DISPATCH_KERNELS.values(), *STORE_KERNELS.values())
+    ),
     *(
         ("experts/dispatch.h", f"{kernel}_scaled", dtype, None)
         for announced, kernel in DISPATCH_KERNELS.items()

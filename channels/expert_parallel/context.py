@@ -24,6 +24,7 @@ from proxyccl.channels.expert_parallel.config import (
 from proxyccl.channels.expert_parallel.geometry import (
     BY_EXPERT,
     DISPATCH_KERNELS,
+    STORE_KERNELS,
     OutputLayout,
     WorkspaceShape,
     blocks_for,
@@ -102,8 +103,10 @@ class DispatchCombineContext:
         layout: of the outputs.
         tables: of its descriptors.
         grid: blocks of the kernels and their threads.
-        dispatch_plain, dispatch_scaled, quantize_launch: launches to `copy`: the dispatch; the one that makes float8
-            rows where it stores them, and the kernel that makes them before; None if the layer needs none.
+        dispatch_plain, dispatch_stored: launches to `copy`: the dispatch, and the one of whole dispatches to output
+            buffers.
+        dispatch_scaled, quantize_launch: the same for the dispatch that makes float8 rows where it stores them, and the
+            kernel that makes them before; None if the layer needs none.
         scale_bytes: bytes of a row's scales in float8.
         scale_column: see ProxycclDispatch.
         numbers: numbers the dispatches.
@@ -138,7 +141,7 @@ class DispatchCombineContext:
         self.runtime_name = runtime.name
         shipped = functools.partial(runtime.shipped, compiled_only=use_aot)
         if use_aot:  # load now what is used later, or by some layers
-            for name in DISPATCH_KERNELS.values():
+            for name in (*DISPATCH_KERNELS.values(), *STORE_KERNELS.values()):
                 shipped(dispatch_file(name), name)
             shipped("experts/spread.h", "expert_spread")
             shipped("moves.h", "barrier")
@@ -169,6 +172,9 @@ class DispatchCombineContext:
         dispatch = shipped(dispatch_file(name), name)
         empty = bytes(ffi.buffer(self._dispatch_call))
         self.dispatch_plain = dispatch.prepare(*self.grid, experts, empty)
+        self.dispatch_stored = self.dispatch_plain
+        if self.workspace.outputs is not None and (store := STORE_KERNELS.get(self.workspace.announces)):
+            self.dispatch_stored = shipped(dispatch_file(store), store).prepare(*self.grid, experts, empty)
         self.dispatch_scaled: Launch | None = None
         if quantizes and self.workspace.outputs is not None and config.token.name in SCALED_DTYPES:
             scaled = shipped("experts/dispatch.h", f"{name}_scaled", config.token.name)
@@ -388,7 +394,8 @@ class DispatchCombineContext:
         if desc.stream is None:
             desc.stream = stream
         kept = (inputs, output)
-        launch, config = self.dispatch_plain, self.ep_config
+        launch = self.dispatch_stored if desc.output_buffer else self.dispatch_plain
+        config = self.ep_config
         if output is not None and self.dispatch_scaled is not None and inputs.tokens.dtype == config.token:
             launch, call.row_bytes = self.dispatch_scaled, config.hidden + self.scale_bytes
         self._launch(launch, call, stream, desc, kept, before=fill)

@@ -17,10 +17,12 @@ DISPATCH_KERNELS: dict[str, str] = {
     "shared_masks": "dispatch_shared_masks",
 }
 """The dispatch kernel for each thing that a dispatch may announce. Those that are not "ids" also make float8 rows."""
+STORE_KERNELS: dict[str, str] = {"masks": "dispatch_masks_store"}
+"""Shorter ones, for whole dispatches of rows as they are to output buffers."""
 
 
 def dispatch_file(kernel: str) -> str:
-    """The file of a kernel of `DISPATCH_KERNELS`, among those that ship."""
+    """The file of a kernel of `DISPATCH_KERNELS` or `STORE_KERNELS`, among those that ship."""
     return f"experts/{kernel}_kernel.h"
 
 

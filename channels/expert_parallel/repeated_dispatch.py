@@ -162,7 +162,8 @@ class RepeatedDispatch(RepeatedCall):
         config = options.config
         # The kernel itself makes float8 rows where it stores them in output buffers.
         scaled = ctx.dispatch_scaled if self._buffers is not None and like is x else None
-        launch = (ctx.dispatch_plain if scaled is None else scaled).copy()
+        plain = ctx.dispatch_plain if self._buffers is None else ctx.dispatch_stored
+        launch = (plain if scaled is None else scaled).copy()
         tokens = GivenTokens(self._parts, x, quantizes=options.quantized and scaled is None)
         first = launchable_after(self._group.runtime, tokens.before, launch)
         call = ffi.cast("ProxycclDispatch *", launch.packed(1))

@@ -213,10 +213,22 @@ class Buffer(Connected):
         """
         if handle is None and not others and (layers := self._unchanged_layers()) is not None:
             num_sms = Buffer.num_sms if config is None else config.num_sms if isinstance(config, Config) else None
-            tensors = x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert
-            numbers = self.group_size, expert_alignment, num_worst_tokens, num_sms, self._nodes
             repeated, event = self._repeat(
-                normal.dispatch_again, (layers, *tensors, *numbers), previous_event, tensors, NORMAL, apart=async_finish
+                normal.dispatch_again,
+                NORMAL,
+                previous_event,
+                async_finish,
+                layers,
+                x,
+                topk_idx,
+                topk_weights,
+                is_token_in_rank,
+                num_tokens_per_expert,
+                self.group_size,
+                expert_alignment,
+                num_worst_tokens,
+                num_sms,
+                self._nodes,
             )
             if repeated is not None:
                 rows, ids, weights, counts, made = repeated
@@ -330,12 +342,9 @@ class Buffer(Connected):
         Returns:
             [T, hidden]; the sums of topk_weights, float32 [T, topk], or None; and the event. Raises as `dispatch`.
         """
-        used = (x, topk_weights, bias, handle)
         plain = not others and topk_weights is None and bias is None and isinstance(handle, NormalHandle)
         if plain and (layers := self._layers) is not None and handle.routing.layer in layers.all:
-            repeated, event = self._repeat(
-                normal.combine_again, (x, handle), previous_event, used, NORMAL, apart=async_finish
-            )
+            repeated, event = self._repeat(normal.combine_again, NORMAL, previous_event, async_finish, x, handle)
             if repeated is not None:
                 return repeated, None, event
         refuse_unknown("combine", others)
@@ -343,6 +352,7 @@ class Buffer(Connected):
         routing_of(handle, "rank")
         with torch.no_grad():
             call = lambda: normal.combine(x, handle, topk_weights, bias)  # noqa: E731
+            used = (x, topk_weights, bias, handle)
             (output, weights), event = self._run(call, (previous_event,), used, NORMAL, apart=async_finish)
         return output, weights, event
 
@@ -404,9 +414,9 @@ class Buffer(Connected):
         plain = plain and type(num_max_dispatch_tokens_per_rank) is type(num_experts) is int
         if plain and (layers := self._unchanged_layers()) is not None:
             options = num_max_dispatch_tokens_per_rank, num_experts, Buffer.num_sms, use_fp8, return_recv_hook
-            tensors = x, topk_idx, cumulative_local_expert_recv_stats
+            stats = cumulative_local_expert_recv_stats
             for known in layers.low_latency.get(options, _NONE).values():
-                repeated, event = self._repeat(known.repeat, tensors, None, tensors, LOW_LATENCY, apart=async_finish)
+                repeated, event = self._repeat(known.repeat, LOW_LATENCY, None, async_finish, x, topk_idx, stats)
                 if repeated is not None:
                     rows, counts, handle, half = repeated
                     return rows, counts, handle, event, half and self._hook(half)
@@ -471,9 +481,16 @@ class Buffer(Connected):
         plain = not others and combine_wait_recv_cost_stats is None and isinstance(handle, LowLatencyHandle)
         plain = plain and _are_plain(async_finish, return_recv_hook) and (layers := self._layers) is not None
         if plain and handle.routing.layer in layers.all:
-            used = (x, topk_weights, handle, out)
             repeated, event = self._repeat(
-                low_latency.combine_again, (*used, return_recv_hook), None, used, LOW_LATENCY, apart=async_finish
+                low_latency.combine_again,
+                LOW_LATENCY,
+                None,
+                async_finish,
+                x,
+                topk_weights,
+                handle,
+                out,
+                return_recv_hook,
             )
             if repeated is not None:
                 output, half = repeated

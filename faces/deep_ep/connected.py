@@ -95,16 +95,14 @@ class Connected:
     def _repeat(
         self,
         call: Callable[..., T],
-        arguments: tuple[Any, ...],
-        event: EventHandle | EventOverlap | None,
-        used: Any,
         names: Names,
-        *,
+        event: EventHandle | EventOverlap | None,
         apart: bool,
+        *arguments: Any,
     ) -> tuple[T, EventOverlap]:
-        """`_run` for a call like one that was made before, which mostly takes little time."""
+        """`_run` for a call like one that was made before, which takes little time: its tensors are arguments."""
         if apart is not False or event is not None:
-            return self._run(lambda: call(*arguments), (event,), used, names, apart=apart)
+            return self._run(lambda: call(*arguments), (event,), arguments, names, apart=apart)
         try:
             return call(*arguments), EventOverlap()
         except (ArgumentError, CapacityError) as error:

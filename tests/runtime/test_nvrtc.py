@@ -112,7 +112,7 @@ def test_shipped_reductions_assemble(nvrtc: Nvrtc) -> None:
 
 
 # The dispatches are instances of the same templates, so one of them shows that they compile.
-SAME = {"dispatch_kernel", "dispatch_masks_kernel", "dispatch_shared_masks_kernel"}
+SAME = {"dispatch_kernel", "dispatch_masks_kernel", "dispatch_masks_store_kernel", "dispatch_shared_masks_kernel"}
 WITHOUT_DTYPE = [
     pytest.param(path, id=path.stem, marks=pytest.mark.full if path.stem in SAME else [])
     for path in shipped_without_dtype()

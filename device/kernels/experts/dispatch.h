@@ -34,36 +34,38 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
   if (has_failed) return;  // no dispatch has written the layout: its numbers are arbitrary
   if constexpr (dispatch.kMasks)
     if (dispatch.storesMasked()) return dispatch.storeMaskedRows(group, &next_row);
-  // The last thread's group is the last that has something to send.
-  if (receives && threadIdx.x == blockDim.x - 1) dispatch.countCall();
-  // In a kernel that receives, blocks without a segment, if there are any, send while the others receive. Otherwise all
-  // blocks send.
-  const bool apart = receives && experts.segments < experts.blocks;
-  const uint32_t first = apart ? experts.segments : 0;
-  if (sends && !stores && blockIdx.x >= first)
-    dispatch.send(group, blockIdx.x - first, experts.blocks - first, &finished);
-  if constexpr (!kAnnounced)
-    if (stores) return dispatch.storeCountedRows(group);
-  if (dispatch.onlySends()) return;
-  bool complete = true;
-  typename Dispatch<Mode>::Gathered gathered = {0, ~0u, ~0u, 0};
-  if (gathers && !kAnnounced) dispatch.forwardRouting();
-  if (!call.redispatch && (receives || (gathers && blockIdx.x == 0))) complete = dispatch.gather(group, &gathered);
-  if (receives && complete) dispatch.prepareReceive(gathered.rows);
-  if (kAnnounced && sends) {
-    if (!receives) syncThreadsSystem();
-    if (group.number == Group::count() - 1) dispatch.publishSent(group);
+  if constexpr (!dispatch.kOnlyStores) {
+    // The last thread's group is the last that has something to send.
+    if (receives && threadIdx.x == blockDim.x - 1) dispatch.countCall();
+    // In a kernel that receives, blocks without a segment, if there are any, send while the others receive. Otherwise all
+    // blocks send.
+    const bool apart = receives && experts.segments < experts.blocks;
+    const uint32_t first = apart ? experts.segments : 0;
+    if (sends && !stores && blockIdx.x >= first)
+      dispatch.send(group, blockIdx.x - first, experts.blocks - first, &finished);
+    if constexpr (!kAnnounced)
+      if (stores) return dispatch.storeCountedRows(group);
+    if (dispatch.onlySends()) return;
+    bool complete = true;
+    typename Dispatch<Mode>::Gathered gathered = {0, ~0u, ~0u, 0};
+    if (gathers && !kAnnounced) dispatch.forwardRouting();
+    if (!call.redispatch && (receives || (gathers && blockIdx.x == 0))) complete = dispatch.gather(group, &gathered);
+    if (receives && complete) dispatch.prepareReceive(gathered.rows);
+    if (kAnnounced && sends) {
+      if (!receives) syncThreadsSystem();
+      if (group.number == Group::count() - 1) dispatch.publishSent(group);
+    }
+    // One thread does it, because the store waits for the bus: only that thread's group receives later.
+    if (gathers && complete && blockIdx.x == 0 && threadIdx.x == 0) dispatch.publishReceivedRows(gathered);
+    if (!complete) dispatch.giveUp();
+    if (!receives || !complete) return;
+    dispatch.receive(group, &next_item, gathered);
+    if (dispatch.describesSlots()) dispatch.describeSlots();
+    if (!call.redispatch)
+      dispatch.clearPastEnd(gathered.rows, blockIdx.x * blockDim.x + threadIdx.x, experts.segments * blockDim.x);
+    if (blockIdx.x == 0 && !call.redispatch && !kAnnounced) dispatch.writeCounts(gathered.rows);
+    if (dispatch.acknowledges()) dispatch.acknowledge();
   }
-  // One thread does it, because the store waits for the bus: only that thread's group receives later.
-  if (gathers && complete && blockIdx.x == 0 && threadIdx.x == 0) dispatch.publishReceivedRows(gathered);
-  if (!complete) dispatch.giveUp();
-  if (!receives || !complete) return;
-  dispatch.receive(group, &next_item, gathered);
-  if (dispatch.describesSlots()) dispatch.describeSlots();
-  if (!call.redispatch)
-    dispatch.clearPastEnd(gathered.rows, blockIdx.x * blockDim.x + threadIdx.x, experts.segments * blockDim.x);
-  if (blockIdx.x == 0 && !call.redispatch && !kAnnounced) dispatch.writeCounts(gathered.rows);
-  if (dispatch.acknowledges()) dispatch.acknowledge();
 }
 
 // Kernels that make float8 rows of T where they store rows in output buffers.

@@ -18,11 +18,12 @@ constexpr bool kIsSame<T, T> = true;
 
 // The variant of a dispatch kernel. A is the kind of announcement, which needs a single node; with void it announces
 // nothing. T is the type of the elements that it turns into float8 rows in output buffers; with void it stores rows as
-// they are.
-template <class A, class T = void>
+// they are. With kOnlyStores it makes whole dispatches to output buffers alone, and is shorter.
+template <class A, class T = void, bool kOnlyStores = false>
 struct DispatchMode {
   using Announces = A;
   using Quantized = T;
+  static constexpr bool kStores = kOnlyStores;
 };
 
 template <class A>
@@ -44,6 +45,7 @@ class Dispatch {
   static constexpr bool kMasks = kFewMasks || kSharedMasks;
   static constexpr bool kAnnounced = kIds || kMasks;
   static constexpr bool kQuantizes = !kIsSame<typename Mode::Quantized, void>;
+  static constexpr bool kOnlyStores = Mode::kStores;
 
   // The totals of all ranks' counts.
   struct Gathered {
@@ -134,7 +136,7 @@ class Dispatch {
   PROXYCCL_DEVICE bool storesRows() const { return call_.output_buffer != 0; }
   PROXYCCL_DEVICE bool storesMasked() const {
     constexpr uint32_t kBoth = PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
-    return kMasks && storesRows() && (call_.phases & kBoth) == kBoth;
+    return kOnlyStores || (kMasks && storesRows() && (call_.phases & kBoth) == kBoth);
   }
   // Whether one kernel does both with counts. Then the last block tells the CPU about them, else the first.
   PROXYCCL_DEVICE bool storesCounted() const {
