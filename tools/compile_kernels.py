@@ -32,10 +32,7 @@ Shipped = tuple[str, str, str | None, str | None]
 """File, kernel, element type and operation, as `Runtime.shipped` takes them."""
 
 EXPERT_KERNELS: tuple[Shipped, ...] = (
-    *(
-        (dispatch_file(kernel), kernel, None, None)
-        for kernel in (*DISPATCH_KERNELS.values(), *STORE_KERNELS.values())
-    ),
+    *((dispatch_file(kernel), kernel, None, None) for kernel in (*DISPATCH_KERNELS.values(), *STORE_KERNELS.values())),
     *(
         ("experts/dispatch.h", f"{kernel}_scaled", dtype, None)
         for announced, kernel in DISPATCH_KERNELS.items()

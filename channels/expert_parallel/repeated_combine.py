@@ -70,7 +70,7 @@ class RepeatedCombine(RepeatedCall):
         self.start = form.start
 
     def _output_maker(self, like: Any) -> Callable[[int], Maker]:
-        """What makes makers of results of so many tokens."""
+        """For a number of tokens, what makes results of them."""
         arrays, token, hidden = self._ctx.arrays, self._token, self._hidden
         return lambda tokens: arrays.maker_of(like, (tokens, hidden), token)
 

@@ -479,8 +479,8 @@ class Buffer(Connected):
             `out`, or the new tensor; the event; and the hook or None. Raises as `dispatch`.
         """
         plain = not others and combine_wait_recv_cost_stats is None and isinstance(handle, LowLatencyHandle)
-        plain = plain and _are_plain(async_finish, return_recv_hook) and (layers := self._layers) is not None
-        if plain and handle.routing.layer in layers.all:
+        plain = plain and _are_plain(async_finish, return_recv_hook)
+        if plain and (layers := self._layers) is not None and handle.routing.layer in layers.all:
             repeated, event = self._repeat(
                 low_latency.combine_again,
                 LOW_LATENCY,

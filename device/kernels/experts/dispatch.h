@@ -37,8 +37,8 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
   if constexpr (!dispatch.kOnlyStores) {
     // The last thread's group is the last that has something to send.
     if (receives && threadIdx.x == blockDim.x - 1) dispatch.countCall();
-    // In a kernel that receives, blocks without a segment, if there are any, send while the others receive. Otherwise all
-    // blocks send.
+    // In a kernel that receives, blocks without a segment, if there are any, send while the others receive. Otherwise
+    // all blocks send.
     const bool apart = receives && experts.segments < experts.blocks;
     const uint32_t first = apart ? experts.segments : 0;
     if (sends && !stores && blockIdx.x >= first)
