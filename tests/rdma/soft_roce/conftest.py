@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from proxyccl.device.build.compile_cache import cache_dir
 from support.soft_roce.wire import IN_MACHINE, Wire
 
 if not IN_MACHINE:
@@ -29,3 +30,14 @@ def wire() -> Iterator[Wire]:
         yield wire
     finally:
         wire.restore()
+
+
+@pytest.fixture(autouse=True)
+def _compiled_outside(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Fails a test of `make test` whose kernels were compiled in here, which takes ten times as long as most tests."""
+    before = {path.name for path in cache_dir().iterdir()}
+    yield
+    added = {path.name for path in cache_dir().iterdir()} - before
+    assert not added or pytestconfig.getoption("--full"), (
+        "the kernels that a line above names were compiled in here: add them to support/soft_roce/kernels.py"
+    )

@@ -28,7 +28,7 @@ from proxyccl.tools.compile_kernels import EXPERT_KERNELS
 OF_ALL_REDUCE = [("int64", "sum"), ("bfloat16", "sum"), ("float32", "avg")]
 REDUCTIONS: dict[CollectiveKernel, list[tuple[str, str]]] = {
     ALL_REDUCE_KERNELS["ring"]: OF_ALL_REDUCE,
-    ALL_REDUCE_KERNELS["proxy"]: [*OF_ALL_REDUCE, ("float32", "sum")],
+    ALL_REDUCE_KERNELS["proxy"]: [*OF_ALL_REDUCE, ("float32", "sum"), ("float32", "max")],
     REDUCTION_OF_SCHEDULES: [*OF_ALL_REDUCE, ("float32", "sum"), ("float32", "max"), ("int32", "sum")],
     COLLECTIVES["reduce_scatter"][0]: [("int32", "sum"), ("int64", "sum")],
 }
