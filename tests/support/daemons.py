@@ -21,6 +21,8 @@ from support.processes import started
 
 _START_SECONDS = 180.0
 _END_SECONDS = 60.0
+_FOR_SHARED_CORES = ("--max-sleep-us", "1000")
+"""The policy where cores are scarce, which they are: it sees one process of ranks, and other tests run beside it."""
 
 
 @dataclass
@@ -99,7 +101,7 @@ class RunningDaemon:
 @contextlib.contextmanager
 def running_daemon(path: Path, *arguments: str) -> Iterator[RunningDaemon]:
     """A daemon that listens at a path, ended at the end of the block."""
-    command = [str(PROGRAMS / "command.py"), "daemon", "--socket", str(path), *arguments]
+    command = [str(PROGRAMS / "command.py"), "daemon", "--socket", str(path), *_FOR_SHARED_CORES, *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "PROXYCCL_PROXY"}
     log = path.with_name(path.name + ".log")
     with log.open("w") as errors:
