@@ -30,15 +30,17 @@ static inline int proxyccl_sleepers_add(ProxycclSleepers* self, uint32_t* asleep
   return 1;
 }
 
+/* Wakes a thread if it sleeps. */
+static inline void proxyccl_wake_one(uint32_t* asleep) {
+  if (__atomic_load_n(asleep, __ATOMIC_RELAXED) == 0) return;
+  __atomic_store_n(asleep, 0, __ATOMIC_RELAXED);
+  syscall(SYS_futex, asleep, FUTEX_WAKE, 1, NULL, NULL, 0); /* not private: the thread may be another process's */
+}
+
 /* Wakes the threads that sleep. If none does, this is a load for each. */
 static inline void proxyccl_wake(const ProxycclSleepers* self) {
   const uint32_t count = __atomic_load_n(&self->count, __ATOMIC_ACQUIRE); /* pairing sleeper, acquire */
-  for (uint32_t i = 0; i < count; ++i) {
-    uint32_t* asleep = self->asleep[i];
-    if (__atomic_load_n(asleep, __ATOMIC_RELAXED) == 0) continue;
-    __atomic_store_n(asleep, 0, __ATOMIC_RELAXED);
-    syscall(SYS_futex, asleep, FUTEX_WAKE, 1, NULL, NULL, 0); /* not private: the thread may be another process's */
-  }
+  for (uint32_t i = 0; i < count; ++i) proxyccl_wake_one(self->asleep[i]);
 }
 
 /* The same for each of a list that ends with NULL. The list may be NULL. */

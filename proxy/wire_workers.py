@@ -65,7 +65,9 @@ class WireWorkers:
         workers.
         """
         for number, wire in zip(range(len(self._workers)), wires, strict=False):
-            lib.proxyccl_worker_add_connection(self._workers[number].pointer, wire)
+            worker = self._workers[number]
+            if lib.proxyccl_worker_add_connection(worker.pointer, wire) == 0:
+                lib.proxyccl_staged_wire_set_thread(wire, ffi.cast("uint32_t *", worker.thread.asleep.ptr))
 
     def close(self, timeout: float) -> bool:
         """Ends the threads, and frees everything. False if one did not end in time; another call waits again."""

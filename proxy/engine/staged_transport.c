@@ -13,10 +13,13 @@
  * A message's place is free once it is sent and credited. Where the wire is a stream, a credit shows that too. A wire
  * never waits for a peer's engine, so two engines that wait for each other's credits both return theirs.
  *
- * Message n goes by wire n modulo their number, so both sides know which wire's count tells of it, and it is taken
- * after all before it whatever wire they went by. A wire of sockets costs a core for each few gigabytes a second. So
- * other threads may give wires their turns: they post messages and credits, and poll. The worker does so too, for each
- * wire that nobody else serves at the moment. So it waits for no other thread, and short messages need none.
+ * The message after a long one goes by the next wire, and the one after a short one by the same. So both sides know
+ * which wire's count tells of a message, long ones use all wires, and for short ones the worker looks at one wire. A
+ * message is taken after all before it whatever wire they went by. A wire of sockets costs a core for each few
+ * gigabytes a second. So other threads may give wires their turns: they post messages and credits, and poll. The worker
+ * wakes them when long messages are made or taken, and leaves a wire to a thread that has just made progress there:
+ * while it sent a long message itself, no copy would begin. Any other wire it serves itself, so it waits for no other
+ * thread, and short messages need none.
  *
  * A get is a message without data, the request. It is credited like any other. The peer notes it, and sends the data in
  * its own messages, the answer, when everything that arrived before the request is placed. Requests are answered in
@@ -35,6 +38,7 @@
 #include "fabric_transport.h"
 #include "operations.h"
 #include "transports.h"
+#include "waking.h"
 
 enum { MESSAGES = PROXYCCL_STAGED_MESSAGES };
 
@@ -81,7 +85,12 @@ typedef struct {
 
 enum { GETS = PROXYCCL_STAGED_GETS };
 
-enum { HELD_NS = 50000 /* longest time for which a credit is held back */ };
+enum {
+  HELD_NS = 50000,      /* longest time for which a credit is held back */
+  SERVED_NS = 50000,    /* for so long the worker leaves a wire to its thread, which is awake: it has made progress */
+  LONG_PART = 1024,     /* a message is long if its data is longer than this part of the ring */
+  LOOKS_AT_ALL = 64     /* the worker looks at all wires once in so many polls: providers answer peers in their polls */
+};
 
 typedef struct StagedConnection StagedConnection;
 
@@ -94,9 +103,13 @@ typedef struct {
   int turn;        /* pairing wire-turn: 1 while a thread has it */
   int status;      /* pairing wire-turn: of the failure that ended it */
   int resting;     /* pairing wire-turn: 1 if nothing is outstanding on the link */
-  uint64_t posted; /* its own messages */
-  uint64_t sent;   /* its own messages whose requests are complete */
-  uint64_t seen;   /* messages that had arrived by it at the other thread's last poll */
+  uint64_t made;   /* pairing wire-message: its own messages */
+  uint64_t numbers[MESSAGES]; /* pairing wire-message: of its own messages, by their number on the wire */
+  uint64_t posted;            /* its own messages; a word, as its reader may not have the turn */
+  uint64_t sent;              /* its own messages whose requests are complete */
+  uint64_t seen;              /* messages that had arrived by it at the other thread's last poll */
+  uint64_t served_ns;         /* relaxed: when the other thread last made progress here; 0: never */
+  uint32_t *asleep;           /* relaxed: the other thread's word (waking.h), or NULL */
 } Wire;
 
 struct StagedConnection {
@@ -113,10 +126,15 @@ struct StagedConnection {
   uint64_t freed;
   uint64_t credited;            /* the highest that was read */
   uint64_t positions[MESSAGES]; /* of messages that are not freed, by number */
+  uint8_t wire_of[MESSAGES];    /* their wires */
+  uint64_t freed_by[PROXYCCL_STAGED_WIRES];
+  uint32_t next_wire;           /* of the next message */
   Header *last;                 /* header of the last message that was made */
   /* Receiving. */
   uint64_t received;                       /* position after the last message that was taken */
   uint64_t arrived[PROXYCCL_STAGED_WIRES]; /* the highest that were read */
+  uint64_t taken_by[PROXYCCL_STAGED_WIRES];
+  uint32_t from_wire; /* that brings the next message */
   uint64_t taken, taken_marked;
   uint64_t ends[MESSAGES]; /* positions after messages that are taken, by number */
   uint64_t wanted;         /* messages up to the last whose credit the peer waits for */
@@ -131,6 +149,7 @@ struct StagedConnection {
   Answer answers[GETS];
   OperationQueue operations;
   FlushQueue flushes, releases; /* by messages */
+  uint32_t polls;
 };
 
 static StagedConnection *self_of(ProxycclConnection *base) { return (StagedConnection *)base; }
@@ -171,6 +190,20 @@ static ProxycclRemoteWriteTarget target_load(const ProxycclRemoteWriteTarget *ta
 
 /* -- sending --- */
 
+/* Whether a message with so many bytes of data is long. Both sides have the ring's size. */
+static int is_long(const StagedConnection *self, uint64_t bytes) { return bytes > self->options.ring_bytes / LONG_PART; }
+
+/* The wire of the message after one with so many bytes of data. */
+static uint32_t wire_after(const StagedConnection *self, uint32_t wire, uint64_t bytes) {
+  return is_long(self, bytes) ? (wire + 1) % self->options.wire_count : wire;
+}
+
+/* Wakes a wire's thread. */
+static void wake(const Wire *wire) {
+  uint32_t *asleep = __atomic_load_n(&wire->asleep, __ATOMIC_RELAXED);
+  if (asleep != NULL) proxyccl_wake_one(asleep);
+}
+
 /* Makes a message at the ring's head. Returns its header, or NULL if there is no room. */
 static Header *open_message(StagedConnection *self, uint64_t bytes) {
   const uint64_t size = message_bytes(bytes);
@@ -179,6 +212,12 @@ static Header *open_message(StagedConnection *self, uint64_t bytes) {
   self->positions[self->made % MESSAGES] = self->head;
   *self->last = (Header){.bytes = bytes};
   self->head += size;
+  Wire *wire = &self->wires[self->next_wire];
+  wire->numbers[wire->made % MESSAGES] = self->made;
+  word_store(&wire->made, wire->made + 1);
+  self->wire_of[self->made % MESSAGES] = (uint8_t)self->next_wire;
+  if (is_long(self, bytes)) wake(wire);
+  self->next_wire = wire_after(self, self->next_wire, bytes);
   ++self->made;
   return self->last;
 }
@@ -348,8 +387,10 @@ static int post(Wire *wire, uint32_t *progress) {
   const StagedConnection *self = wire->staged;
   ProxycclConnection *link = wire->link;
   const ProxycclTransport *transport = link->transport;
-  const uint64_t wires = self->options.wire_count, copied = word_load(&self->words->copied.count);
-  for (uint64_t number; (number = wire->posted * wires + wire->number) < copied && transport->ready(link) > 0;) {
+  const uint64_t copied = word_load(&self->words->copied.count), made = word_load(&wire->made);
+  while (wire->posted < made && transport->ready(link) > 0) {
+    const uint64_t number = wire->numbers[wire->posted % MESSAGES];
+    if (number >= copied) break;
     const uint64_t position = self->positions[number % MESSAGES], place = position % self->options.ring_bytes;
     const uint64_t bytes = sizeof(Header) + header_at(self, position)->bytes;
     const ProxycclStagedWire *keys = &self->options.wires[wire->number];
@@ -357,7 +398,8 @@ static int post(Wire *wire, uint32_t *progress) {
     const ProxycclMemory sending = {self->sending, self->options.ring_bytes, keys->area_key, 0, NULL};
     const ProxycclMemory receiving = {theirs.receiving, self->options.ring_bytes, keys->peer_area_key, 1, NULL};
     int status = transport->put(link, &receiving, place, &sending, place, bytes);
-    const uint64_t arrived = wire->posted++;
+    const uint64_t arrived = wire->posted;
+    counter_set(&wire->posted, arrived + 1);
     uint64_t *const count = &theirs.words->arrived[wire->number].count;
     if (status == 0) status = transport->signal(link, count, wire->posted, arrived);
     if (status == 0 && !self->options.credits_tell) status = transport->flush(link, &wire->sent, wire->posted);
@@ -404,34 +446,42 @@ static void take_turn(Wire *wire, uint32_t *progress) {
   turn_give(wire);
 }
 
+/* Whether the worker has a reason to look at a wire: a message to post or to take, credits either way, or requests. */
+static int concerns_worker(const StagedConnection *self, const Wire *wire) {
+  if (wire->number == self->from_wire || wire->made != word_peek(&wire->posted) || !shown_load(&wire->resting)) return 1;
+  return wire->number == 0 && (self->made != self->freed || word_peek(&self->returned) != self->taken);
+}
+
+/* Whether a wire's thread is awake and at work there. */
+static int is_served(const Wire *wire, uint64_t now) { return now - word_peek(&wire->served_ns) < SERVED_NS; }
+
 static int wires_turns(StagedConnection *self, uint32_t *progress) {
+  const int all = self->polls++ % LOOKS_AT_ALL == 0;
+  const uint64_t now = self->options.wire_count > 1 ? now_ns() : 0;
   for (uint32_t i = 0; i < self->options.wire_count; ++i) {
-    take_turn(&self->wires[i], progress);
-    const int status = shown_load(&self->wires[i].status);
+    Wire *wire = &self->wires[i];
+    if (all || self->options.wire_count == 1 || (concerns_worker(self, wire) && !is_served(wire, now)))
+      take_turn(wire, progress);
+    const int status = shown_load(&wire->status);
     if (status != 0) return status;
   }
   return 0;
 }
 
-/* Messages up to the first that is missing, from the number that each wire has taken on. */
-static uint64_t without_a_gap(const StagedConnection *self, const uint64_t *of_wires) {
-  const uint64_t wires = self->options.wire_count;
-  uint64_t messages = UINT64_MAX;
-  for (uint64_t i = 0; i < wires; ++i)
-    if (of_wires[i] * wires + i < messages) messages = of_wires[i] * wires + i;
-  return messages;
+/* Whether the requests of the oldest message are complete. */
+static int is_sent(const StagedConnection *self) {
+  const uint32_t wire = self->wire_of[self->freed % MESSAGES];
+  return self->options.credits_tell || self->freed_by[wire] < word_load(&self->wires[wire].sent);
 }
 
 static int reclaim(StagedConnection *self, uint32_t *progress) {
   const uint64_t credited = count_load(&self->words->credited.count, &self->credited);
-  uint64_t sent[PROXYCCL_STAGED_WIRES];
   if (credited - self->freed > self->made - self->freed) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_COUNT;
   if (credited == self->freed) return 0;
-  for (uint32_t i = 0; i < self->options.wire_count; ++i) sent[i] = word_load(&self->wires[i].sent);
-  const uint64_t complete = self->options.credits_tell ? credited : without_a_gap(self, sent),
-                 done = credited < complete ? credited : complete;
-  for (; self->freed < done; ++self->freed, ++*progress)
+  for (; self->freed < credited && is_sent(self); ++self->freed, ++*progress) {
+    ++self->freed_by[self->wire_of[self->freed % MESSAGES]];
     self->tail += message_bytes(header_at(self, self->tail)->bytes);
+  }
   flushes_complete(&self->flushes, self->freed);
   return 0;
 }
@@ -499,11 +549,10 @@ static int place(StagedConnection *self, const Header *header, uint64_t data) {
 static int take(StagedConnection *self, uint32_t *progress) {
   for (uint32_t i = 0; i < self->options.wire_count; ++i) {
     const uint64_t count = count_load(&self->words->arrived[i].count, &self->arrived[i]);
-    const uint64_t credited = word_load(&self->returned) / self->options.wire_count;
-    if (count - credited > MESSAGES) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_COUNT;
+    const uint64_t without_credit = count - self->taken_by[i] + self->taken - word_load(&self->returned);
+    if (without_credit > MESSAGES) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_COUNT;
   }
-  const uint64_t arrived = without_a_gap(self, self->arrived);
-  while (self->taken < arrived) {
+  for (uint32_t wire; self->taken_by[wire = self->from_wire] < self->arrived[wire];) {
     const uint64_t start = self->received % self->options.ring_bytes, data = start + sizeof(Header);
     const Header header = *(const volatile Header *)(self->receiving + start); /* one copy, which is checked and used */
     int status;
@@ -511,6 +560,9 @@ static int take(StagedConnection *self, uint32_t *progress) {
     status = place(self, &header, data);
     if (status != 0) return status;
     self->received += message_bytes(header.bytes);
+    ++self->taken_by[wire];
+    self->from_wire = wire_after(self, wire, header.bytes);
+    if (is_long(self, header.bytes)) wake(&self->wires[self->from_wire]);
     self->ends[self->taken++ % MESSAGES] = self->received;
     if (header.awaited) word_store(&self->wanted, self->taken);
     ++*progress;
@@ -621,10 +673,13 @@ static void staged_destroy(ProxycclConnection *base) {
 /* Its own arrivals are progress too: without requests of its own a wire has no completions. */
 static int wire_poll(ProxycclConnection *base, uint32_t *progress) {
   Wire *wire = (Wire *)base;
-  take_turn(wire, progress);
+  uint32_t made = 0;
+  take_turn(wire, &made);
   const uint64_t arrived = word_peek(&wire->staged->words->arrived[wire->number].count);
-  *progress += arrived != wire->seen;
+  made += arrived != wire->seen;
   wire->seen = arrived;
+  if (made > 0) counter_set(&wire->served_ns, now_ns());
+  *progress += made;
   return 0;
 }
 
@@ -634,6 +689,10 @@ static const ProxycclTransport of_wires = {.name = "wire", .poll = wire_poll, .i
 
 ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *base, uint32_t number) {
   return &self_of(base)->wires[number].base;
+}
+
+void proxyccl_staged_wire_set_thread(ProxycclConnection *wire, uint32_t *asleep) {
+  __atomic_store_n(&((Wire *)wire)->asleep, asleep, __ATOMIC_RELAXED);
 }
 
 /* -- making them --- */

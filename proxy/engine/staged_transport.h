@@ -32,8 +32,8 @@ enum {
   PROXYCCL_STAGED_GETS = 64,            /* most gets of a side that are not complete; a power of two */
   PROXYCCL_STAGED_MESSAGES = 256,       /* most messages without a credit; a power of two */
   PROXYCCL_STAGED_ALIGN = 64,           /* alignment of messages, and so of rings */
-  PROXYCCL_STAGED_WIRES = 8,            /* most wires of a connection */
-  PROXYCCL_STAGED_WORDS_BYTES = 1408
+  PROXYCCL_STAGED_WIRES = 16,           /* most wires of a connection */
+  PROXYCCL_STAGED_WORDS_BYTES = 2432
 };
 
 /* A range of this rank's memory that peers may write, and read. Its index in the table is the key by which they name
@@ -72,6 +72,9 @@ typedef struct ProxycclConnection ProxycclConnection;
 /* A wire of a connection, by its number, as a connection for another worker to poll, which must end first. The
  * connection polls its wires itself too, so nobody need. */
 ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *connection, uint32_t number);
+
+/* Tells a wire the word by which its thread is woken (waking.h), which must outlive the use of the wire. */
+void proxyccl_staged_wire_set_thread(ProxycclConnection *wire, uint32_t *asleep);
 
 /* The wire's message about the error that ended a connection of `staged_fabric`; empty if there is none. */
 const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *connection);

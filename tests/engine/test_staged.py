@@ -323,7 +323,7 @@ def test_cpus_copy_short_data_between_pinned_memories() -> None:
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_messages_take_turns_on_wires_and_none_is_taken_before_another(wire: MakeWire) -> None:
+def test_long_messages_take_turns_on_wires_and_none_is_taken_before_another(wire: MakeWire) -> None:
     turns, size, wires = 100, 100, 3
     with Ends(turns * size, ring_bytes=1 << 16, chunk_bytes=size, wire=wire, wires=wires) as ends:
         here, there = ends
@@ -339,6 +339,23 @@ def test_messages_take_turns_on_wires_and_none_is_taken_before_another(wire: Mak
             assert (there.destination.numpy()[: seen * size] == source[: seen * size]).all()
         requests = [device.counts.requests for device in here.devices]
         assert min(requests) >= turns // wires, requests
+
+
+def test_short_messages_follow_one_another_on_one_wire_until_a_long_one() -> None:
+    with Ends(ring_bytes=1 << 16, wires=2) as ends:
+        here, there = ends
+
+        def arrived() -> list[int]:
+            return [int(seen_as(there.area, np.uint64)[ARRIVED + 128 // 8 * number]) for number in range(2)]
+
+        here.push(SIGNAL, count=3)
+        ends.wait(lambda: there.words[0] == 3, "the signals")
+        before = arrived()
+        assert before[0] > 0 == before[1]
+        here.push(PUT | SIGNAL, 100)  # long for such a ring; it still goes by the first wire
+        here.push(SIGNAL)
+        ends.wait(lambda: there.words[0] == 5, "the signal after it")
+        assert arrived() == [before[0] + 1, 1]
 
 
 def test_several_wires_have_a_thread_each_until_their_service_ends() -> None:
@@ -358,7 +375,8 @@ def test_a_thread_serves_a_wire_while_the_worker_is_busy() -> None:
     with Ends(ring_bytes=1 << 16, wires=2, wire=FabricWire) as ends:
         here, there = ends
         with Stuck(there):
-            here.push(SIGNAL, count=2)
+            for at in (0, 100):
+                here.push(PUT | SIGNAL, 100, source=at, destination=at)
             counts = [ARRIVED + 128 // 8 * number for number in range(2)]
             ends.wait(lambda: all(seen_as(there.area, np.uint64)[count] == 1 for count in counts), "two messages")
             ends.let_poll(there)
@@ -384,7 +402,7 @@ def test_a_wire_that_stands_still_holds_up_later_messages_alone() -> None:
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_wire_that_fails_ends_the_connection(number: int) -> None:
-    with Ends(ring_bytes=1 << 16, chunk_bytes=64, wires=3) as ends:
+    with Ends(ring_bytes=1 << 16, chunk_bytes=100, wires=3) as ends:
         here, _ = ends
         here.devices[number].fail_request(1, REM_ACCESS_ERR)
         here.push(PUT, 300)
