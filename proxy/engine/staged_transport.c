@@ -5,8 +5,8 @@
  *   copied   its copy is complete
  *   posted   its wire has it, and after it the peer's count of messages that arrived by that wire
  *   sent     its requests are complete
- * taken    the peer has issued its copy, and its signal after that
- *   placed   both are complete
+ * taken    the peer has issued its copy
+ *   placed   the copy is complete: the peer's worker stores its signal
  *   credited the sender knows that: at once if it waits for that, else with later ones, after a moment, or when a
  *            quarter of the ring waits for credits
  *
@@ -85,11 +85,18 @@ typedef struct {
 
 enum { GETS = PROXYCCL_STAGED_GETS };
 
+/* The signal of a message that is taken. */
+typedef struct {
+  uint64_t word, value;
+  uint64_t message; /* its number: it and all before it must be placed first */
+} Signal;
+
 enum {
   HELD_NS = 50000,      /* longest time for which a credit is held back */
   SERVED_NS = 50000,    /* for so long the worker leaves a wire to its thread, which is awake: it has made progress */
   LONG_PART = 1024,     /* a message is long if its data is longer than this part of the ring */
-  LOOKS_AT_ALL = 64     /* the worker looks at all wires once in so many polls: providers answer peers in their polls */
+  LOOKS_AT_ALL = 64,    /* the worker looks at all wires once in so many polls: providers answer peers in their polls */
+  LOOKS_AT_COPIES = 16  /* it asks the driver about copies that are not complete once in so many polls */
 };
 
 typedef struct StagedConnection StagedConnection;
@@ -138,6 +145,8 @@ struct StagedConnection {
   uint64_t taken, taken_marked;
   uint64_t ends[MESSAGES]; /* positions after messages that are taken, by number */
   uint64_t wanted;         /* messages up to the last whose credit the peer waits for */
+  uint64_t signals_taken, signals_stored;
+  Signal signals[MESSAGES]; /* that are not stored, by number */
   /* Credits, in the first wire's turns. */
   uint64_t returned;     /* their number */
   uint64_t returned_end; /* position after the last message with one */
@@ -456,7 +465,7 @@ static int concerns_worker(const StagedConnection *self, const Wire *wire) {
 static int is_served(const Wire *wire, uint64_t now) { return now - word_peek(&wire->served_ns) < SERVED_NS; }
 
 static int wires_turns(StagedConnection *self, uint32_t *progress) {
-  const int all = self->polls++ % LOOKS_AT_ALL == 0;
+  const int all = self->polls % LOOKS_AT_ALL == 0;
   const uint64_t now = self->options.wire_count > 1 ? now_ns() : 0;
   for (uint32_t i = 0; i < self->options.wire_count; ++i) {
     Wire *wire = &self->wires[i];
@@ -527,7 +536,7 @@ static uint64_t take_answer(StagedConnection *self, uint64_t bytes) {
   return destination;
 }
 
-/* Checks a message, then issues its copy and its signal. */
+/* Checks a message, then issues its copy and notes its signal. */
 static int place(StagedConnection *self, const Header *header, uint64_t data) {
   ProxycclMemory destination = {.bytes = header->bytes};
   int status = 0;
@@ -542,8 +551,27 @@ static int place(StagedConnection *self, const Header *header, uint64_t data) {
   if (header->bytes > 0)
     status = self->in->transport->put(self->in, &destination, 0, &self->device_receiving, data, header->bytes);
   if (status == 0 && header->word != 0)
-    status = self->in->transport->flush(self->in, (uint64_t *)(uintptr_t)header->word, header->value);
+    self->signals[self->signals_taken++ % MESSAGES] = (Signal){header->word, header->value, self->taken + 1};
   return copy_status(status, PROXYCCL_STAGED_COPY_IN);
+}
+
+/* Stores the signals of messages that are placed. The stream does not: each word between two copies is a pause, and a
+ * call of the driver. */
+static void store_signals(StagedConnection *self) {
+  const uint64_t placed = word_load(&self->words->placed.count);
+  for (; self->signals_stored != self->signals_taken; ++self->signals_stored) {
+    const Signal *signal = &self->signals[self->signals_stored % MESSAGES];
+    if (signal->message > placed) return;
+    word_store((uint64_t *)(uintptr_t)signal->word, signal->value);
+  }
+}
+
+/* Polls a stream of copies, which calls the driver. While its word shows that they are not complete, only a failure
+ * could be news. */
+static int poll_copies(const StagedConnection *self, ProxycclConnection *copies, const uint64_t *word, uint64_t marked,
+                       uint32_t *progress) {
+  if (word_load(word) != marked && self->polls % LOOKS_AT_COPIES != 0) return 0;
+  return copies->transport->poll(copies, progress);
 }
 
 static int take(StagedConnection *self, uint32_t *progress) {
@@ -626,17 +654,19 @@ static int staged_release(ProxycclConnection *base, uint64_t *released, uint64_t
 static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   StagedConnection *self = self_of(base);
   int status = reclaim(self, progress);
+  ++self->polls;
   complete_gets(self, progress);
   if (status == 0) status = issue(self);
   if (status != 0) return status;
   status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
-  if (status == 0) status = self->out->transport->poll(self->out, progress);
+  if (status == 0) status = poll_copies(self, self->out, &self->words->copied.count, self->marked, progress);
   if (status != 0) return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
   flushes_complete(&self->releases, word_load(&self->words->copied.count));
   status = take(self, progress);
   if (status != 0) return status;
   status = mark(self->in, &self->words->placed.count, self->taken, &self->taken_marked);
-  if (status == 0) status = self->in->transport->poll(self->in, progress);
+  store_signals(self);
+  if (status == 0) status = poll_copies(self, self->in, &self->words->placed.count, self->taken_marked, progress);
   if (status != 0) return copy_status(status, PROXYCCL_STAGED_COPY_IN);
   status = wires_turns(self, progress);
   return status == 0 ? proxyccl_mark_progress(base) : status;
@@ -652,7 +682,7 @@ static int are_resting(const StagedConnection *self) {
 static int staged_idle(const ProxycclConnection *base) {
   const StagedConnection *self = (const StagedConnection *)base;
   return self->asked == self->got && self->answered == self->noted && self->made == self->freed &&
-         word_load(&self->returned) == self->taken && are_resting(self) && self->out->transport->idle(self->out) &&
+         word_load(&self->returned) == self->taken && self->signals_stored == self->signals_taken && are_resting(self) && self->out->transport->idle(self->out) &&
          self->in->transport->idle(self->in);
 }
 

@@ -812,7 +812,7 @@ def test_a_copy_that_fails_on_its_way_in(number: int) -> None:
         failure = there.fails()
         assert failure.peer == here.rank
         assert failure.reason == "completion: the copy from pinned memory failed with the driver's status 719"
-        assert there.words[0] == number - 1
+        assert there.words[0] < number  # no signal without its data
         assert here.flushed() <= number - 1
 
 
