@@ -13,8 +13,9 @@
  * A message's place is free once it is sent and credited. Where the wire is a stream, a credit shows that too. A wire
  * never waits for a peer's engine, so two engines that wait for each other's credits both return theirs.
  *
- * The message after a long one goes by the next wire, and the one after a short one by the same. So both sides know
- * which wire's count tells of a message, long ones use all wires, and for short ones the worker looks at one wire. A
+ * The message after a long one goes by the next wire, and the one after a short one by the same. A put that began while
+ * no message waited for its wire ends with a message that leads back to the first wire, so that calls one after another
+ * use wires whose threads are awake. Both sides know from each message which wire's count tells of the next one. A
  * message is taken after all before it whatever wire they went by. A wire of sockets costs a core for each few
  * gigabytes a second. So other threads may give wires their turns: they post messages and credits, and poll. The worker
  * wakes them when long messages are made or taken, and leaves a wire to a thread that has just made progress there:
@@ -52,8 +53,13 @@ typedef struct {
   uint64_t value;
   uint64_t asked;   /* requested bytes; 0: it is not a request */
   uint64_t answers; /* 1: the data belongs to the oldest request that is not answered; 0: to `address` */
-  uint64_t awaited; /* 1: a flush waits for its credit; 0: that may come later, with others */
+  uint64_t flags;   /* AWAITED, REWINDS */
 } Header;
+
+enum {
+  AWAITED = 1, /* a flush waits for the message's credit; otherwise that may come later, with others */
+  REWINDS = 2  /* the next message goes by the first wire */
+};
 
 _Static_assert(sizeof(Header) == PROXYCCL_STAGED_ALIGN, "messages are aligned to their headers");
 
@@ -95,6 +101,7 @@ enum {
   HELD_NS = 50000,      /* longest time for which a credit is held back */
   SERVED_NS = 50000,    /* for so long the worker leaves a wire to its thread, which is awake: it has made progress */
   LONG_PART = 1024,     /* a message is long if its data is longer than this part of the ring */
+  SHORTEST_PIECE = 65536, /* bytes into which a put is cut for all wires, and which are worth a message */
   LOOKS_AT_ALL = 64,    /* the worker looks at all wires once in so many polls: providers answer peers in their polls */
   LOOKS_AT_COPIES = 16  /* it asks the driver about copies that are not complete once in so many polls */
 };
@@ -137,6 +144,8 @@ struct StagedConnection {
   uint64_t freed_by[PROXYCCL_STAGED_WIRES];
   uint32_t next_wire;           /* of the next message */
   Header *last;                 /* header of the last message that was made */
+  uint64_t piece;               /* most bytes in a message of the put that is being made; 0: none is */
+  int rewinds;                  /* whether that put's last message leads back to the first wire */
   /* Receiving. */
   uint64_t received;                       /* position after the last message that was taken */
   uint64_t arrived[PROXYCCL_STAGED_WIRES]; /* the highest that were read */
@@ -238,7 +247,6 @@ static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t host
                           int *status) {
   const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
   uint64_t bytes = self->options.ring_bytes - place;
-  if (bytes > self->options.chunk_bytes) bytes = self->options.chunk_bytes;
   if (bytes > most) bytes = most;
   Header *header = open_message(self, bytes);
   *status = header == NULL ? WAITS : 0;
@@ -250,15 +258,38 @@ static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t host
   return header;
 }
 
+/* Whether no message waits for its wire. */
+static int is_calm(const StagedConnection *self) {
+  for (uint32_t i = 0; i < self->options.wire_count; ++i)
+    if (self->wires[i].made != word_peek(&self->wires[i].posted)) return 0;
+  return 1;
+}
+
+/* Decides how the next put is cut: a short one so that all wires have a part of it. */
+static void begin_put(StagedConnection *self, uint64_t bytes) {
+  const uint64_t part = bytes / self->options.wire_count, longest = self->options.chunk_bytes;
+  self->piece = part < SHORTEST_PIECE ? SHORTEST_PIECE : message_bytes(part);
+  if (self->piece > longest) self->piece = longest;
+  self->rewinds = is_calm(self);
+}
+
 /* A piece of a put. */
 static int make_put(StagedConnection *self, Operation *operation) {
   uint64_t bytes;
   int status;
-  Header *header = make_piece(self, operation->source, operation->source_host, operation->bytes, &bytes, &status);
+  if (self->piece == 0) begin_put(self, operation->bytes);
+  const uint64_t most = operation->bytes < self->piece ? operation->bytes : self->piece;
+  Header *header = make_piece(self, operation->source, operation->source_host, most, &bytes, &status);
   if (status != 0 || bytes == 0) return status;
   header->address = operation->destination;
   header->target = operation->destination_key;
   operation_advance(operation, bytes);
+  if (operation->bytes > 0) return 0;
+  self->piece = 0;
+  if (self->rewinds) {
+    header->flags |= REWINDS;
+    self->next_wire = 0;
+  }
   return 0;
 }
 
@@ -281,7 +312,8 @@ static int make_answer(StagedConnection *self) {
   uint64_t bytes;
   int status;
   if (self->answered == self->noted || answer->behind > word_load(&self->words->placed.count)) return WAITS;
-  Header *header = make_piece(self, answer->source, 0, answer->bytes, &bytes, &status);
+  const uint64_t longest = self->options.chunk_bytes, most = answer->bytes < longest ? answer->bytes : longest;
+  Header *header = make_piece(self, answer->source, 0, most, &bytes, &status);
   if (status != 0 || bytes == 0) return status;
   header->answers = 1;
   answer->source += bytes;
@@ -318,7 +350,7 @@ static int make_flush(StagedConnection *self, const Operation *operation) {
   const int awaited = self->made != self->freed && operation->flushed != &self->base.progress.completed;
   if (!flushes_have_room(&self->flushes)) return WAITS;
   if (awaited && self->made == self->marked) open_message(self, 0); /* without room credits come anyway */
-  if (awaited && self->made != self->marked) self->last->awaited = 1;
+  if (awaited && self->made != self->marked) self->last->flags |= AWAITED;
   flushes_push(&self->flushes, operation, self->made, self->freed);
   return 0;
 }
@@ -589,10 +621,10 @@ static int take(StagedConnection *self, uint32_t *progress) {
     if (status != 0) return status;
     self->received += message_bytes(header.bytes);
     ++self->taken_by[wire];
-    self->from_wire = wire_after(self, wire, header.bytes);
+    self->from_wire = header.flags & REWINDS ? 0 : wire_after(self, wire, header.bytes);
     if (is_long(self, header.bytes)) wake(&self->wires[self->from_wire]);
     self->ends[self->taken++ % MESSAGES] = self->received;
-    if (header.awaited) word_store(&self->wanted, self->taken);
+    if (header.flags & AWAITED) word_store(&self->wanted, self->taken);
     ++*progress;
   }
   return 0;

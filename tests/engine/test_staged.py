@@ -324,8 +324,8 @@ def test_cpus_copy_short_data_between_pinned_memories() -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_long_messages_take_turns_on_wires_and_none_is_taken_before_another(wire: MakeWire) -> None:
-    turns, size, wires = 100, 100, 3
-    with Ends(turns * size, ring_bytes=1 << 16, chunk_bytes=size, wire=wire, wires=wires) as ends:
+    turns, size, wires = 100, 300, 3
+    with Ends(turns * size, ring_bytes=1 << 16, chunk_bytes=size // wires, wire=wire, wires=wires) as ends:
         here, there = ends
         for number, device in enumerate(here.devices):
             device.dawdle(1 + 20 * number, number)
@@ -341,8 +341,8 @@ def test_long_messages_take_turns_on_wires_and_none_is_taken_before_another(wire
         assert min(requests) >= turns // wires, requests
 
 
-def test_short_messages_follow_one_another_on_one_wire_until_a_long_one() -> None:
-    with Ends(ring_bytes=1 << 16, wires=2) as ends:
+def test_short_messages_follow_one_another_on_one_wire_and_a_long_put_begins_there() -> None:
+    with Ends(ring_bytes=1 << 16, chunk_bytes=100, wires=2) as ends:
         here, there = ends
 
         def arrived() -> list[int]:
@@ -352,10 +352,12 @@ def test_short_messages_follow_one_another_on_one_wire_until_a_long_one() -> Non
         ends.wait(lambda: there.words[0] == 3, "the signals")
         before = arrived()
         assert before[0] > 0 == before[1]
-        here.push(PUT | SIGNAL, 100)  # long for such a ring; it still goes by the first wire
+        here.push(PUT | SIGNAL, 200)  # two messages, which are long for such a ring
+        ends.wait(lambda: there.words[0] == 4, "the put")
+        assert arrived() == [before[0] + 1, 1]
         here.push(SIGNAL)
         ends.wait(lambda: there.words[0] == 5, "the signal after it")
-        assert arrived() == [before[0] + 1, 1]
+        assert arrived() == [before[0] + 2, 1]
 
 
 def test_several_wires_have_a_thread_each_until_their_service_ends() -> None:
@@ -372,15 +374,14 @@ def test_several_wires_have_a_thread_each_until_their_service_ends() -> None:
 @built
 def test_a_thread_serves_a_wire_while_the_worker_is_busy() -> None:
     """A fabric is read even without requests of this side: that carries out the peer's writes."""
-    with Ends(ring_bytes=1 << 16, wires=2, wire=FabricWire) as ends:
+    with Ends(ring_bytes=1 << 16, chunk_bytes=100, wires=2, wire=FabricWire) as ends:
         here, there = ends
         with Stuck(there):
-            for at in (0, 100):
-                here.push(PUT | SIGNAL, 100, source=at, destination=at)
+            here.push(PUT | SIGNAL, 200)
             counts = [ARRIVED + 128 // 8 * number for number in range(2)]
             ends.wait(lambda: all(seen_as(there.area, np.uint64)[count] == 1 for count in counts), "two messages")
             ends.let_poll(there)
-        ends.wait(lambda: there.words[0] == 2, "the signals")
+        ends.wait(lambda: there.words[0] == 1, "the signal")
 
 
 def test_a_wire_that_stands_still_holds_up_later_messages_alone() -> None:
@@ -389,15 +390,14 @@ def test_a_wire_that_stands_still_holds_up_later_messages_alone() -> None:
         here.devices[1].allow(0)
         here.push(PUT | SIGNAL, 100)
         ends.wait(lambda: there.words[0] == 1, "the first message")
-        here.push(PUT | SIGNAL, 100, source=100, destination=100)
-        ticket = here.push(PUT | SIGNAL | FLUSH, 100, source=200, destination=200)  # by the first wire again
-        ends.wait(lambda: int(seen_as(there.area, np.uint64)[ARRIVED]) == 2, "the third message")
+        ticket = here.push(PUT | SIGNAL | FLUSH, 300, source=100, destination=100)  # by both, and the first again
+        ends.wait(lambda: int(seen_as(there.area, np.uint64)[ARRIVED]) == 3, "the last message")
         assert there.words[0] == 1
         assert here.flushed() <= ticket
         here.devices[1].allow(10)
         ends.wait(lambda: here.flushed() > ticket, "the flush")
-        assert there.words[0] == 3
-        assert (there.destination.numpy()[:300] == here.source.numpy()[:300]).all()
+        assert there.words[0] == 2
+        assert (there.destination.numpy()[:400] == here.source.numpy()[:400]).all()
 
 
 @pytest.mark.parametrize("number", [0, 2])
