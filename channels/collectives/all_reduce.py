@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.reduce_schedules import prepare_all_reduce
+from proxyccl.channels.collectives.reduce_schedules import all_reduce_steps, prepare_all_reduce
 from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
 from proxyccl.channels.collectives.table import ALL_REDUCE_KERNELS, COLLECTIVES
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.group import Group
 from proxyccl.channels.launches import Launchable
+from proxyccl.channels.schedules.rings import Step
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.kernel import Launch
@@ -32,7 +33,9 @@ class AllReduce(Collective):
         policy = call.request.cta_policy
         chosen = collectives.choose(self.table, call.request, source.dtype, call.nbytes)
         if chosen == "hierarchical":
-            return _prepare_by_levels(collectives, source, target, op, policy)
+            by_schedule = collectives.goes_by_schedule(chosen)
+            prepare = _prepare_levels_by_schedule if by_schedule else _prepare_by_levels
+            return prepare(collectives, source, target, op, policy)
         team = collectives.team()
         if chosen in PACKET_ALGORITHMS and team.packets is None:
             chosen = "two_shot"
@@ -70,6 +73,49 @@ def _prepare_two_shot(
     blocks, parameter = team.pipeline(count, dtype.itemsize, policy, reached_at, loadable=loadable)
     shipped = group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
     return shipped.prepare(blocks, team.threads, parameter, source, target, count)
+
+
+def _part(view: ArrayView, first: int, count: int) -> ArrayView:
+    """Some elements of an array."""
+    ptr = view.ptr + first * view.dtype.itemsize
+    return ArrayView(ptr, (count,), view.dtype, view.device, view.writable, view.owner)
+
+
+def _prepare_levels_by_schedule(
+    collectives: Collectives, source: ArrayView, target: ArrayView, op: str, policy: CtaPolicy
+) -> Launchable:
+    """As `_prepare_by_levels`, with schedules between the nodes: kernels that wait for a proxy's copies would hold them
+    up.
+    """
+    group, topology, by_proxy = collectives.group, collectives.group.topology, collectives.by_proxy()
+    inside, _ = collectives.levels()
+    rails = [members[topology.local_rank] for members in topology.node_members()]
+    partial = "sum" if op == "avg" else op  # the rank that has all parts divides
+    shipped, dtype = group.runtime.shipped, source.dtype
+    if inside.fits_one_round(source.nbytes) and source.nbytes <= by_proxy.memories.pinned_bytes:
+        kernel = ALL_REDUCE_KERNELS["proxy"]
+        reduction = shipped(kernel.file, kernel.name, dtype.name, partial)
+        within = reduction.prepare(1, inside.threads, inside.parameter(), source.ptr, target.ptr, source.size)
+        return by_proxy.rings.prepare([within, *all_reduce_steps(by_proxy, target, target, op, rails)])
+    share = source.size // topology.local_world_size
+    even = share * topology.local_world_size
+    steps: list[Step] = []
+    if share:
+        scatter_kernel, gather_kernel = COLLECTIVES["reduce_scatter"][0], COLLECTIVES["all_gather"][0]
+        own, team = _part(target, topology.local_rank * share, share), inside.parameter()
+        scatter = shipped(scatter_kernel.file, scatter_kernel.name, dtype.name, partial)
+        gather = shipped(gather_kernel.file, gather_kernel.name)
+        steps += [
+            scatter.prepare(
+                inside.grid(even * dtype.itemsize, policy), inside.threads, team, source.ptr, own.ptr, share
+            ),
+            *all_reduce_steps(by_proxy, own, own, op, rails),
+            gather.prepare(inside.grid(own.nbytes, policy), inside.threads, team, own.ptr, target.ptr, own.nbytes),
+        ]
+    if even < source.size:
+        rest = (_part(source, even, source.size - even), _part(target, even, source.size - even))
+        steps += all_reduce_steps(by_proxy, *rest, op, range(group.world_size))
+    return by_proxy.rings.prepare(steps)
 
 
 def _prepare_by_levels(

@@ -6,7 +6,7 @@ decides that by itself, because peers send to the place that the rank posts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.schedules.links import ScheduleLinks
@@ -49,9 +49,16 @@ class ByProxy:
         self.memories.close()
 
 
-def others(group: Group) -> list[int]:
-    """All other ranks, beginning with the next one, so that not all ranks begin with the same one."""
-    return [(group.rank + step) % group.world_size for step in range(1, group.world_size)]
+def others(group: Group, members: Sequence[int] | None = None) -> list[int]:
+    """All other ranks, beginning with the next one, so that not all ranks begin with the same one.
+
+    Args:
+        group: whose ranks.
+        members: those of them that take part, this rank included; None for all.
+    """
+    ranks = range(group.world_size) if members is None else members
+    own = ranks.index(group.rank)
+    return [ranks[(own + step) % len(ranks)] for step in range(1, len(ranks))]
 
 
 def rounds(count: int, most: int) -> Iterator[tuple[int, int]]:

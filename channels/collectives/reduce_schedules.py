@@ -32,25 +32,31 @@ _MOST_AWAITED = 16 << 20
 
 
 class _Shares(Struct, frozen=True):
-    """The positions and lengths of the ranks' shares among the elements of a call.
+    """The positions and lengths of the members' shares among the elements of a call.
 
     Attributes:
-        first: number of rank 0's first element.
-        stride: elements from the first of one rank to the first of the next.
-        lengths: elements of each rank's share; rank 0's is the longest.
+        members: the ranks that take part, in order.
+        first: number of the first member's first element.
+        stride: elements from the first of one member to the first of the next.
+        lengths: elements of each member's share; the first one's is the longest.
     """
 
+    members: Sequence[int]
     first: int
     stride: int
     lengths: tuple[int, ...]
 
     def start(self, rank: int) -> int:
         """The number of a rank's first element."""
-        return self.first + rank * self.stride
+        return self.first + self.members.index(rank) * self.stride
+
+    def whole(self, rank: int) -> int:
+        """The number of elements of a rank's share."""
+        return self.lengths[self.members.index(rank)]
 
     def length(self, rank: int, begin: int, most: int) -> int:
         """The number of elements that a rank's share has from its element `begin` on, at most `most`."""
-        return max(0, min(most, self.lengths[rank] - begin))
+        return max(0, min(most, self.whole(rank) - begin))
 
 
 class _Pieces:
@@ -109,31 +115,43 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
     ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
     steps: list[Step] = []
     for begin, count in rounds(target.size, by_proxy.longest_round // (ranks * itemsize)):
-        part = _Reduction(by_proxy, source, op, _Shares(begin, target.size, (count,) * ranks))
+        part = _Reduction(by_proxy, source, op, _Shares(range(ranks), begin, target.size, (count,) * ranks))
         steps += [*part.copies_in, Schedule(part.posts(), part.sends(), part.receives(), joined=_JOINED)]
         steps += part.reduce(target.ptr + begin * itemsize, posts=ranks - 1, gated=False)
     return by_proxy.rings.prepare(steps)
 
 
-def prepare_all_reduce(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
-    """The stream operations of an all_reduce; `target` may be `source`."""
-    ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
+def all_reduce_steps(
+    by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, members: Sequence[int]
+) -> list[Step]:
+    """A stream's steps of an all_reduce among some ranks; `target` may be `source`. All ranks make such steps together,
+    side by side, for arrays of one size. An average is over the whole group.
+    """
+    ranks, itemsize = len(members), source.dtype.itemsize
     if source.nbytes * (ranks - 1) <= by_proxy.one_crossing_bytes:
-        return by_proxy.rings.prepare(_one_crossing(by_proxy, source, target, op))
+        return _one_crossing(by_proxy, source, target, op, members)
     steps: list[Step] = []
     for begin, count in rounds(source.size, by_proxy.longest_round // itemsize):
         share = _round_up(-(-count // ranks), 16 // itemsize)
-        lengths = tuple(max(0, min(share, count - rank * share)) for rank in range(ranks))
-        steps += _all_reduce_round(by_proxy, source, target, op, _Shares(begin, share, lengths))
-    return by_proxy.rings.prepare(steps)
+        lengths = tuple(max(0, min(share, count - number * share)) for number in range(ranks))
+        steps += _all_reduce_round(by_proxy, source, target, op, _Shares(members, begin, share, lengths))
+    return steps
+
+
+def prepare_all_reduce(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
+    """The stream operations of an all_reduce of all ranks; `target` may be `source`."""
+    return by_proxy.rings.prepare(
+        all_reduce_steps(by_proxy, source, target, op, range(by_proxy.group.world_size))
+    )
 
 
 def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares) -> list[Step]:
     """The steps of one schedule. A rank's reduced share goes from its output to its peers' outputs."""
-    links, memories, rank, peers = by_proxy.links, by_proxy.memories, by_proxy.group.rank, others(by_proxy.group)
+    links, memories, rank = by_proxy.links, by_proxy.memories, by_proxy.group.rank
+    peers = others(by_proxy.group, shares.members)
     itemsize, nbytes = source.dtype.itemsize, sum(shares.lengths) * source.dtype.itemsize
     part = _Reduction(by_proxy, source, op, shares)
-    start, own = shares.first * itemsize, rank * shares.stride * itemsize
+    start, own = shares.first * itemsize, (shares.start(rank) - shares.first) * itemsize
     found = memories.target(target.ptr + start, nbytes)
     output = memories.found_or_staged(found, "target", nbytes)
     sends = tuple(
@@ -156,10 +174,12 @@ def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, o
     return [*part.copies_in, schedule, *reduction, *copies_out]
 
 
-def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> list[Step]:
-    links, memories, peers = by_proxy.links, by_proxy.memories, others(by_proxy.group)
+def _one_crossing(
+    by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, members: Sequence[int]
+) -> list[Step]:
+    links, memories, peers = by_proxy.links, by_proxy.memories, others(by_proxy.group, members)
     nbytes = source.nbytes
-    slots = _Slots(by_proxy, source.dtype, op, nbytes, may_be_pinned=True)
+    slots = _Slots(by_proxy, source.dtype, op, nbytes, members, may_be_pinned=True)
     sent = memories.pinned("source", slots.nbytes) or memories.found_or_staged(
         memories.source(source.ptr, nbytes), "source", nbytes
     )
@@ -196,16 +216,26 @@ class _Slots:
         dtype: of the elements.
         op: the operator.
         nbytes: most bytes that a peer sends.
+        members: the ranks that take part, in order.
         may_be_pinned: whether short data may go through pinned memory, as it then does on the senders' side too.
 
     Attributes:
         nbytes: size of all slots.
     """
 
-    def __init__(self, by_proxy: ByProxy, dtype: DType, op: str, nbytes: int, *, may_be_pinned: bool = False) -> None:
+    def __init__(
+        self,
+        by_proxy: ByProxy,
+        dtype: DType,
+        op: str,
+        nbytes: int,
+        members: Sequence[int],
+        *,
+        may_be_pinned: bool = False,
+    ) -> None:
         self._group, self._dtype, self._words = by_proxy.group, dtype, by_proxy.rings.words
         self._meeting = ffi.cast("uint32_t *", by_proxy.memories.reduction_words.ptr)
-        self._peers = others(by_proxy.group)
+        self._members, self._peers = members, others(by_proxy.group, members)
         self._slot_bytes = _round_up(nbytes, _SLOT_ALIGNMENT)
         self.nbytes = len(self._peers) * self._slot_bytes
         pinned = by_proxy.memories.pinned("scratch", self.nbytes) if may_be_pinned else None
@@ -215,7 +245,7 @@ class _Slots:
 
     def offset(self, peer: int) -> int:
         """The offset of a peer's slot in bytes: slots are in the order of ranks."""
-        return (peer if peer < self._group.rank else peer - 1) * self._slot_bytes
+        return (self._members.index(peer) - (peer > self._group.rank)) * self._slot_bytes
 
     def posts(self, channels: Mapping[int, int]) -> tuple[SchedulePost, ...]:
         """Lets each peer write to its slot, by a channel to that peer."""
@@ -249,7 +279,8 @@ class _Slots:
         group, words, defaults = self._group, self._words, self._group.runtime.launch_defaults
         arrived = ffi.new("ProxycclArrived *")
         arrived.slots, arrived.slot_bytes = ffi.cast("char *", self._memory.ptr), self._slot_bytes
-        arrived.rank, arrived.world_size, arrived.divisor = group.rank, group.world_size, group.world_size
+        arrived.rank, arrived.world_size = self._members.index(group.rank), len(self._members)
+        arrived.divisor = group.world_size
         arrived.pieces, arrived.piece, arrived.transfers = len(pieces), pieces[0][1], transfers
         arrived.first = first
         arrived.stages = ffi.cast("uint64_t *", words.stages[0])
@@ -277,19 +308,19 @@ class _Reduction:
 
     def __init__(self, by_proxy: ByProxy, source: ArrayView, op: str, shares: _Shares) -> None:
         self._by_proxy, self._source, self._shares = by_proxy, source, shares
-        self._peers = others(by_proxy.group)
+        self._peers = others(by_proxy.group, shares.members)
         self._itemsize = itemsize = source.dtype.itemsize
         longest = shares.lengths[0]
         self.pieces = _Pieces(longest, itemsize, self._peers, in_turn=by_proxy.in_turn)
         memories = by_proxy.memories
-        self._slots = _Slots(by_proxy, source.dtype, op, longest * itemsize)
+        self._slots = _Slots(by_proxy, source.dtype, op, longest * itemsize, shares.members)
         found = memories.source(source.ptr, source.nbytes)
-        place = memories.found_or_staged(found, "source", by_proxy.group.world_size * longest * itemsize)
+        place = memories.found_or_staged(found, "source", len(shares.members) * longest * itemsize)
         starts = {peer: shares.start(peer) * itemsize for peer in self._peers}
         packed = {peer: i * longest * itemsize for i, peer in enumerate(self._peers)}
         self._inputs = {peer: place.at((starts if place is found else packed)[peer]) for peer in self._peers}
         self.copies_in = [
-            CopyBytes(self._inputs[peer].ptr, source.ptr + starts[peer], shares.lengths[peer] * itemsize)
+            CopyBytes(self._inputs[peer].ptr, source.ptr + starts[peer], shares.whole(peer) * itemsize)
             for peer in self._peers
         ]
 
@@ -332,7 +363,7 @@ class _Reduction:
             gated: whether its pieces are sent on.
         """
         rank = self._by_proxy.group.rank
-        own, count = self._source.ptr + self._shares.start(rank) * self._itemsize, self._shares.lengths[rank]
+        own, count = self._source.ptr + self._shares.start(rank) * self._itemsize, self._shares.whole(rank)
         first, transfers = (sum(number in self.pieces.values_from(peer) for peer in self._peers) for number in (0, 1))
         rings, bounds = self._by_proxy.rings, self.pieces.bounds
         awaits = self._by_proxy.awaits_data and self._slots.nbytes <= _MOST_AWAITED

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 
 from proxyccl import (
@@ -29,6 +30,7 @@ from proxyccl.channels.schedules import rings as schedule_rings
 from proxyccl.device._native import lib
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.arrays.view import ArrayView
+from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtimes import open_runtime
 from proxyccl.device.stream_operations import CopyBytes, Operation, StreamOperations, WaitValue, WriteValue
 from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend, ScheduleWait
@@ -616,3 +618,26 @@ def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPa
         assert len(set(removed)) == 48  # of 60, all kept ones except the last
 
     run_ranks(max(world_sizes(2, 3), default=2), body)
+
+
+@NO_PROXY
+@pytest.mark.host_only("its kernels move data between nodes too, unless that is forbidden")
+@pytest.mark.parametrize(("dtype", "op"), [("bfloat16", "sum"), ("int64", "avg")])
+def test_a_hierarchy_has_schedules_between_nodes_where_kernels_do_not_reach(
+    dtype: str, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = HostRuntime.__init__
+
+    def without_proxied_kernels(self: HostRuntime, *args: object, **options: object) -> None:
+        make(self, *args, **options)  # type: ignore[arg-type]
+        self.launch_defaults = structs.replace(self.launch_defaults, proxied_kernel_bytes=0, one_crossing_bytes=4096)
+
+    monkeypatch.setattr(HostRuntime, "__init__", without_proxied_kernels)
+
+    def body(comm: Communicator) -> None:
+        assert comm.collectives.goes_by_schedule("hierarchical")
+        for turn, count in enumerate((1, 2, 17, 1000, 5003)):
+            Call("all_reduce", dtype, op, None, count, turn % 5, in_place=turn % 2 == 0, seed=turn).run(comm)
+            Call("all_gather", dtype, None, None, count, turn % 5, in_place=turn % 2 == 0, seed=turn).run(comm)
+
+    run_ranks(4, body, local_world_size=2)
