@@ -172,6 +172,7 @@ class _ProxycclScheduleWords:
     running: int
     done: int
     gate: int
+    gate_stage: int
     stages: ArrayField[int, Uint64Pointer]
     turns: ArrayField[ProxycclTurns, ProxycclTurnsPointer]
 

@@ -89,7 +89,7 @@ enum { PROXYCCL_MAX_SCHEDULES, PROXYCCL_MAX_WORKERS, ... };
 typedef struct { uint32_t channel; uint32_t memory; uint64_t offset; ...; } ProxycclSchedulePost;
 typedef struct {
   uint32_t channel; uint32_t post_channel; uint32_t src_memory; uint32_t dst_memory; uint64_t src_offset;
-  uint64_t dst_offset; uint64_t bytes; uint64_t gate; uint32_t stage; ...;
+  uint64_t dst_offset; uint64_t bytes; uint64_t gate; uint32_t gate_stage; uint32_t stage; ...;
 } ProxycclScheduleSend;
 typedef struct { uint32_t channel; uint32_t sends; uint32_t stage; ...; } ProxycclScheduleReceive;
 typedef struct { uint64_t count; ...; } ProxycclTurns;

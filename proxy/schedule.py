@@ -39,7 +39,9 @@ class ScheduleSend(Message, frozen=True):
         post_channel: the channel that the peer posts on; None for a send that waits for no post.
         dst_memory: the first id of the destination; None for where the peer posted.
         dst_offset: from there on, in bytes.
-        gate: the send waits until the gate has been counted up to this; 0 for one that waits for no gate.
+        gate: the send waits until its gate has been counted up to this; 0 for one that waits for no gate.
+        gate_stage: the stage that is its gate, so that it sends on what the stage has received; None for the gate that
+            streams and kernels count up.
         stage: which of the words that streams and kernels wait for counts it when it is complete; None for none.
     """
 
@@ -51,6 +53,7 @@ class ScheduleSend(Message, frozen=True):
     dst_memory: Uint32 | None = None
     dst_offset: Uint64 = 0
     gate: Uint64 = 0
+    gate_stage: Uint32 | None = None
     stage: Uint32 | None = None
 
 

@@ -87,7 +87,7 @@ def _native_steps(schedule: Schedule) -> tuple[Any, list[Any]]:
         native.channel, native.post_channel = send.channel, _id(send.post_channel)
         native.src_memory, native.dst_memory = send.src_memory, _id(send.dst_memory)
         native.src_offset, native.dst_offset, native.bytes = send.src_offset, send.dst_offset, send.nbytes
-        native.gate, native.stage = send.gate, _id(send.stage)
+        native.gate, native.gate_stage, native.stage = send.gate, _id(send.gate_stage), _id(send.stage)
     for i, receive in enumerate(schedule.receives):
         receives[i].channel, receives[i].sends, receives[i].stage = receive.channel, receive.sends, _id(receive.stage)
     steps = ffi.new("ProxycclScheduleSteps *")

@@ -11,6 +11,7 @@ from proxyccl.channels.collectives.move_schedules import Exchange, prepare_move
 from proxyccl.channels.collectives.table import COLLECTIVES, PACKET_MOVES
 from proxyccl.channels.group import Group
 from proxyccl.channels.launches import Launchable
+from proxyccl.device.stream_operations import StreamOperations
 
 
 class Move(Collective):
@@ -35,14 +36,24 @@ class Move(Collective):
             begin, nbytes: offset in the share, and number.
         """
 
+    def schedule(self, collectives: Collectives, call: Call, share: int) -> StreamOperations:
+        """The stream operations of a call by schedule.
+
+        Args:
+            collectives: the group's.
+            call: the call.
+            share: size of a share in bytes.
+        """
+        part = functools.partial(self.part, collectives.group, call.root, share)
+        return prepare_move(collectives.by_proxy(), call.source, call.target, share, part)
+
     def launch(self, collectives: Collectives, call: Call) -> Launchable:
         """See `Collective.launch`."""
         group, source, target = collectives.group, call.source, call.target
         share = self.share(group.world_size, call) * source.dtype.itemsize
         algorithm = collectives.choose(self.name, call.request, source.dtype, call.nbytes)
         if collectives.goes_by_schedule(algorithm):
-            part = functools.partial(self.part, group, call.root, share)
-            return prepare_move(collectives.by_proxy(), source, target, share, part)
+            return self.schedule(collectives, call, share)
         team = collectives.team()
         packets = team.packets
         if self.name in PACKET_MOVES and packets is not None and share <= packets.move_bytes:

@@ -73,7 +73,8 @@ class ScheduleMemories:
 
     Attributes:
         staged_together: whether all ranks make stages together, also those that need none.
-        pinned_bytes: most bytes of one side that go through pinned memory, where the CPU moves them.
+        pinned_bytes: most bytes of one side that go through pinned memory, where the CPU moves them. Where transports
+            stage data, few bytes from or to each peer.
         own_box_bytes: most bytes that a stream copies within the device by way of the next rank's memory.
         reduction_words: device memory in which the blocks of a reduction meet, two words for each stage; zero between
             kernels.
@@ -83,7 +84,8 @@ class ScheduleMemories:
         self._group = group
         self.staged_together = group.schedules_need_registration
         defaults = group.runtime.launch_defaults
-        self.pinned_bytes = defaults.staged_pinned_bytes if self.staged_together else defaults.pinned_bytes
+        staged_bytes = defaults.staged_pinned_bytes * (group.world_size - 1)
+        self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
         own_box = group.world_size > 1 and not self.staged_together  # one host: all ranks have the same driver
         self.own_box_bytes = defaults.own_box_bytes if own_box else 0
         # Here and not when it is first used, which may be in a capture. This rank's is the one before's.

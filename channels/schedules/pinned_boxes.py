@@ -6,7 +6,6 @@ from typing import ClassVar
 
 from proxyccl.channels.group import Group
 from proxyccl.device.runtime import PinnedMemory
-from proxyccl.proxy._engine import lib
 from proxyccl.proxy.codec import Codec, Message, Uint64
 from proxyccl.proxy.transports.table import TRANSPORTS
 
@@ -25,7 +24,8 @@ class _Offer(Message, frozen=True):
 
 _OFFER = Codec(_Offer, 64 << 10, "pinned memory offer")
 _IDS = Codec[dict[int, int]](dict[int, int], 1 << 20, name="memory ids of pinned memory")
-_OFFSETS = {"source": 0, "target": lib.PROXYCCL_CPU_COPY_BYTES, "scratch": lib.PROXYCCL_CPU_COPY_BYTES}
+_BYTES = 256 << 10
+_OFFSETS = {"source": 0, "target": _BYTES, "scratch": _BYTES}
 
 
 class PinnedBoxes:
@@ -38,7 +38,7 @@ class PinnedBoxes:
         ptr: the device's address of the first one.
     """
 
-    BYTES: ClassVar[int] = lib.PROXYCCL_CPU_COPY_BYTES
+    BYTES: ClassVar[int] = _BYTES
 
     def __init__(self, group: Group) -> None:
         proxy = group.links.proxy

@@ -63,7 +63,7 @@ static int is_accepted(const ProxycclScheduleSteps *given) {
     accepted &= send->channel < PROXYCCL_MAX_CHANNELS && is_memory(send->src_memory, 0);
     accepted &= !posted || send->post_channel < PROXYCCL_MAX_CHANNELS;
     accepted &= send->dst_memory == PROXYCCL_NO_ID ? posted : is_memory(send->dst_memory, 0);
-    accepted &= is_stage(send->stage);
+    accepted &= is_stage(send->stage) && is_stage(send->gate_stage);
   }
   for (uint32_t i = 0; i < given->receive_count; ++i) {
     const ProxycclScheduleReceive *receive = &given->receives[i];
@@ -256,14 +256,17 @@ static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel 
 
 static int is_met(const Step *step) { return step->meeting == NULL || step->meeting->state == COMPLETE; }
 
-/* Whether a send may be issued once its peer has joined. A send never overtakes another on its channel, because the
- * receiver counts them. */
-static int is_next(const Step *step, uint64_t gate) {
-  return (step->before == NULL || step->before->state != WAITING) && gate >= step->send.gate;
+/* Whether a send may be issued once its peer has joined, with the word `gate` as it was read. A send never overtakes
+ * another on its channel, because the receiver counts them. */
+static int is_next(const ProxycclService *service, const Step *step, uint64_t gate) {
+  const ProxycclScheduleSend *send = &step->send;
+  if (step->before != NULL && step->before->state == WAITING) return 0;
+  if (send->gate_stage != PROXYCCL_NO_ID) gate = word_load(&service->words->stages[send->gate_stage]);
+  return gate >= send->gate;
 }
 
 static int may_send(const ProxycclService *service, const Step *step) {
-  return is_met(step) && is_next(step, word_load(&service->words->gate));
+  return is_met(step) && is_next(service, step, word_load(&service->words->gate));
 }
 
 /* -- bundles: sends to several peers, whose copies one call issues --- */
@@ -380,7 +383,7 @@ static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step 
       complete_in_stage(service, step, joined);
       break;
     case SEND:
-      if (step->state == WAITING && is_next(step, bundle->gate)) {
+      if (step->state == WAITING && is_next(service, step, bundle->gate)) {
         if (is_met(step))
           result = start_send(service, bundle, step, channel, info);
         else

@@ -25,7 +25,7 @@ from proxyccl import (
     WaitTimeoutError,
 )
 from proxyccl.channels import memory, symmetric
-from proxyccl.channels.collectives import call_cache, reduce_schedules
+from proxyccl.channels.collectives import call_cache, level_schedules, reduce_schedules
 from proxyccl.channels.schedules import rings as schedule_rings
 from proxyccl.device._native import lib
 from proxyccl.device.arrays.dtypes import as_dtype
@@ -633,9 +633,11 @@ def test_a_hierarchy_has_schedules_between_nodes_where_kernels_do_not_reach(
         self.launch_defaults = structs.replace(self.launch_defaults, proxied_kernel_bytes=0, one_crossing_bytes=4096)
 
     monkeypatch.setattr(HostRuntime, "__init__", without_proxied_kernels)
+    monkeypatch.setattr(level_schedules, "_SHORTEST_PIECE", 1024)
 
     def body(comm: Communicator) -> None:
         assert comm.collectives.goes_by_schedule("hierarchical")
+        assert level_schedules.serves(comm.collectives.by_proxy(), 1000)
         for turn, count in enumerate((1, 2, 17, 1000, 5003)):
             Call("all_reduce", dtype, op, None, count, turn % 5, in_place=turn % 2 == 0, seed=turn).run(comm)
             Call("all_gather", dtype, None, None, count, turn % 5, in_place=turn % 2 == 0, seed=turn).run(comm)
