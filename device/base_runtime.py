@@ -269,8 +269,8 @@ class LaunchDefaults(Struct, frozen=True):
             none, whatever the share.
         pinned_bytes: most bytes that a schedule moves through pinned memory: what takes a copy engine longer to begin
             with. 0: none, as where one call issues the copies to all peers.
-        staged_pinned_bytes: the same for each peer where transports stage the data of all remote peers: a daemon's short copies wait
-            for the kernels of its clients.
+        staged_pinned_bytes: the same for each peer where transports stage the data of all remote peers: a daemon's
+            short copies wait for the kernels of its clients.
         own_box_bytes: most bytes that a schedule's stream copies within its device by way of a peer's memory: by copy
             engines, where the driver's copy would be a kernel that waits for a multiprocessor. 0: none.
         one_crossing_bytes: bytes that a rank receives from all others up to which a reduction by proxy sends

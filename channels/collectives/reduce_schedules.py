@@ -140,9 +140,7 @@ def all_reduce_steps(
 
 def prepare_all_reduce(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
     """The stream operations of an all_reduce of all ranks; `target` may be `source`."""
-    return by_proxy.rings.prepare(
-        all_reduce_steps(by_proxy, source, target, op, range(by_proxy.group.world_size))
-    )
+    return by_proxy.rings.prepare(all_reduce_steps(by_proxy, source, target, op, range(by_proxy.group.world_size)))
 
 
 def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares) -> list[Step]:
