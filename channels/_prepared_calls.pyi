@@ -214,8 +214,8 @@ class CombineForm:
         buffers: numbers of output buffers by address, or None; the one that other rows pass, or 0; its address; and the
             address of the copy's ProxycclStreamStep.
         context: the owner of descriptors.
-        output: output(tokens) returns what makes outputs of that many tokens; what tells the address of an array that is
-            not torch's.
+        output: output(tokens) returns a function that makes outputs of that many tokens; and a function that returns
+            the address of an array that is not torch's.
         checks: place_sums(tokens, sums) fills in how sums begin, or returns False; check_output(x, desc, out) returns
             `out` and its address or raises.
     """

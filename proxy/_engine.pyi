@@ -148,6 +148,7 @@ class _ProxycclScheduleSend:
     dst_offset: int
     bytes: int
     gate: int
+    gate_stage: int
     stage: int
 
 class ProxycclScheduleSend(_ProxycclScheduleSend, CData): ...
@@ -172,7 +173,6 @@ class _ProxycclScheduleWords:
     running: int
     done: int
     gate: int
-    gate_stage: int
     stages: ArrayField[int, Uint64Pointer]
     turns: ArrayField[ProxycclTurns, ProxycclTurnsPointer]
 

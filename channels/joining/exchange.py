@@ -37,7 +37,7 @@ _TELLING_SECONDS = 10.0
 _TELLING_OPEN_SECONDS = 1.0
 """Once the group is open its failure tells all ranks too, wherever they are."""
 _LOOK_SECONDS = 0.02
-"""While a rank waits it looks this often whether one of the others has left: a look costs as much as a letter of each."""
+"""While a rank waits it looks this often whether another has left: a look costs as much as a letter of each."""
 _RAN_OUT = (ResourceError, OSError, MemoryError)
 
 

@@ -202,7 +202,8 @@ int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message
                                  uint64_t value);
 /* Ends it as canceled if it is active. A device's copies are waited for, and so is the stream's work before them, at
  * most 30 s; requests to libfabric, which can't be taken back, until the time-out. 0: its local memory is no longer
- * touched. EBUSY: some of these requests still may touch it. It stays active, and ends as canceled after the last of them. */
+ * touched. EBUSY: some of these requests still may touch it. It stays active, and ends as canceled after the last of
+ * them. */
 int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns);
 ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer);
 /* Copies a piece of it, if there is one that nobody copies yet, or looks whether the device is done. The state
