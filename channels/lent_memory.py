@@ -26,7 +26,7 @@ _SURE, _IN_VAIN = 4, 32  # looks at an array
 
 
 class LentMemory:
-    """What one rank lends to the peers of a group.
+    """The memory that one rank lends to the peers of a group.
 
     Args:
         runtime: the rank's.
@@ -72,8 +72,8 @@ class LentMemory:
     def is_in_place(self, ptr: int, nbytes: int) -> bool:
         """Whether calls by proxy receive in an array itself, most likely on all ranks.
 
-        It is said some calls late, as other ranks may hear of it later. Of an array that was looked at in vain for
-        long it is not said any more. So a repeated call takes no look.
+        The answer turns to yes some calls late, as other ranks may hear of it later. After many looks that did not find
+        an array in place, it stays no. So a repeated call takes no look.
         """
         if any(start <= ptr and ptr + nbytes <= end for start, end in self._in_place):
             return True

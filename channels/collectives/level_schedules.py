@@ -17,7 +17,7 @@ _MOST_PIECES = 8
 
 
 def serves(by_proxy: ByProxy, share: int) -> bool:
-    """Whether shares of so many bytes are gathered so; the same on all ranks."""
+    """Whether shares of this many bytes are gathered so; the same on all ranks."""
     topology, ranks = by_proxy.group.topology, by_proxy.group.world_size
     fits = topology.node_count - 1 <= STAGES and 0 < share * ranks <= by_proxy.longest_round
     return fits and topology.has_levels()
@@ -66,7 +66,7 @@ class _Gather:
         self._pieces = list(rounds(share, -(-share // number)))
 
     def schedule(self) -> Schedule:
-        """Posts the output, sends the own share to all, sends on what the rails send."""
+        """Posts the output, sends this rank's share to all, and passes on the shares of the rails."""
         links, output = self._by_proxy.links, self._output
         rank, peers = self._by_proxy.group.rank, (*self.rails, *self._near)
         crossing = [self._send(rail, rank, self.sent, piece) for piece in self._pieces for rail in self.rails]

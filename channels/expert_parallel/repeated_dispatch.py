@@ -217,7 +217,7 @@ class RepeatedDispatch(RepeatedCall):
         )
 
     def _tables_maker(self, tables: Tables, like: Any) -> Maker:
-        """What makes the array of tables, of int64 where that spares the caller's ids a change of type."""
+        """Makes the array of tables, of int64 where that spares the caller's ids a change of type."""
         arrays = self._ctx.arrays
         if tables.wide & tables.places.keys() and self._library.is_torch:
             return arrays.maker_of(like, (tables.words // 2,), "int64")

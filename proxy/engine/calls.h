@@ -64,8 +64,8 @@ enum { PROXYCCL_CALL_ABORTED = -2, PROXYCCL_CALL_DIFFERS = -3, PROXYCCL_CALL_DIF
 void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_t synchronize);
 /* Reads the call with this number from a log. Returns 1 if it is there, otherwise 0. Any thread may call it. */
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
-/* Chooses between two ways for this rank's next call, 0 and 1: as the first rank wished that came to it. A rank that is
- * too far behind the others gets its own wish; if that is not theirs, the log finds it. */
+/* Chooses between two ways for this rank's next call, 0 and 1: as the first rank wished that came to it. A rank that
+ * lags too far gets its own wish; if that is not the others', the log finds it. */
 int proxyccl_calls_choose(const ProxycclCallers *callers, int wish);
 /* Logs a call and compares it with the peers' calls of the same number. 0, or one of the above. */
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);

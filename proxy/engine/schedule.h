@@ -56,8 +56,9 @@ typedef struct ProxycclScheduleSend {
   uint64_t dst_offset; /* from there, or in `dst_memory` */
   uint64_t bytes;      /* may be 0 */
   uint64_t gate;       /* it waits until its gate is at least this; 0: it need not */
-  uint32_t gate_stage; /* which of the words `stages` is its gate: what was received is sent on; PROXYCCL_NO_ID: `gate` */
-  uint32_t stage;      /* which of the words `stages` counts it when it is complete; PROXYCCL_NO_ID: none */
+  uint32_t
+      gate_stage; /* which of the words `stages` is its gate: what was received is sent on; PROXYCCL_NO_ID: `gate` */
+  uint32_t stage; /* which of the words `stages` counts it when it is complete; PROXYCCL_NO_ID: none */
 } ProxycclScheduleSend;
 
 /* Waits until a peer's sends have arrived. */

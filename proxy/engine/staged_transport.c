@@ -98,12 +98,12 @@ typedef struct {
 } Signal;
 
 enum {
-  HELD_NS = 50000,      /* longest time for which a credit is held back */
-  SERVED_NS = 50000,    /* for so long the worker leaves a wire to its thread, which is awake: it has made progress */
-  LONG_PART = 1024,     /* a message is long if its data is longer than this part of the ring */
+  HELD_NS = 50000,   /* longest time for which a credit is held back */
+  SERVED_NS = 50000, /* for this long the worker leaves a wire to its thread, which is awake: it has made progress */
+  LONG_PART = 1024,  /* a message is long if its data is longer than this part of the ring */
   SHORTEST_PIECE = 65536, /* bytes into which a put is cut for all wires, and which are worth a message */
-  LOOKS_AT_ALL = 64,    /* the worker looks at all wires once in so many polls: providers answer peers in their polls */
-  LOOKS_AT_COPIES = 16  /* it asks the driver about copies that are not complete once in so many polls */
+  LOOKS_AT_ALL = 64,      /* polls for each look of the worker at all wires: providers answer peers in their polls */
+  LOOKS_AT_COPIES = 16    /* polls for each question to the driver about copies that are not complete */
 };
 
 typedef struct StagedConnection StagedConnection;
@@ -114,10 +114,10 @@ typedef struct {
   StagedConnection *staged;
   ProxycclConnection *link;
   uint32_t number;
-  int turn;        /* pairing wire-turn: 1 while a thread has it */
-  int status;      /* pairing wire-turn: of the failure that ended it */
-  int resting;     /* pairing wire-turn: 1 if nothing is outstanding on the link */
-  uint64_t made;   /* pairing wire-message: its own messages */
+  int turn;                   /* pairing wire-turn: 1 while a thread has it */
+  int status;                 /* pairing wire-turn: of the failure that ended it */
+  int resting;                /* pairing wire-turn: 1 if nothing is outstanding on the link */
+  uint64_t made;              /* pairing wire-message: its own messages */
   uint64_t numbers[MESSAGES]; /* pairing wire-message: of its own messages, by their number on the wire */
   uint64_t posted;            /* its own messages; a word, as its reader may not have the turn */
   uint64_t sent;              /* its own messages whose requests are complete */
@@ -142,10 +142,10 @@ struct StagedConnection {
   uint64_t positions[MESSAGES]; /* of messages that are not freed, by number */
   uint8_t wire_of[MESSAGES];    /* their wires */
   uint64_t freed_by[PROXYCCL_STAGED_WIRES];
-  uint32_t next_wire;           /* of the next message */
-  Header *last;                 /* header of the last message that was made */
-  uint64_t piece;               /* most bytes in a message of the put that is being made; 0: none is */
-  int rewinds;                  /* whether that put's last message leads back to the first wire */
+  uint32_t next_wire; /* of the next message */
+  Header *last;       /* header of the last message that was made */
+  uint64_t piece;     /* most bytes in a message of the put that is being made; 0: none is */
+  int rewinds;        /* whether that put's last message leads back to the first wire */
   /* Receiving. */
   uint64_t received;                       /* position after the last message that was taken */
   uint64_t arrived[PROXYCCL_STAGED_WIRES]; /* the highest that were read */
@@ -208,10 +208,12 @@ static ProxycclRemoteWriteTarget target_load(const ProxycclRemoteWriteTarget *ta
 
 /* -- sending --- */
 
-/* Whether a message with so many bytes of data is long. Both sides have the ring's size. */
-static int is_long(const StagedConnection *self, uint64_t bytes) { return bytes > self->options.ring_bytes / LONG_PART; }
+/* Whether a message with this many bytes of data is long. Both sides have the ring's size. */
+static int is_long(const StagedConnection *self, uint64_t bytes) {
+  return bytes > self->options.ring_bytes / LONG_PART;
+}
 
-/* The wire of the message after one with so many bytes of data. */
+/* The wire of the message after one with this many bytes of data. */
 static uint32_t wire_after(const StagedConnection *self, uint32_t wire, uint64_t bytes) {
   return is_long(self, bytes) ? (wire + 1) % self->options.wire_count : wire;
 }
@@ -489,7 +491,8 @@ static void take_turn(Wire *wire, uint32_t *progress) {
 
 /* Whether the worker has a reason to look at a wire: a message to post or to take, credits either way, or requests. */
 static int concerns_worker(const StagedConnection *self, const Wire *wire) {
-  if (wire->number == self->from_wire || wire->made != word_peek(&wire->posted) || !shown_load(&wire->resting)) return 1;
+  if (wire->number == self->from_wire || wire->made != word_peek(&wire->posted) || !shown_load(&wire->resting))
+    return 1;
   return wire->number == 0 && (self->made != self->freed || word_peek(&self->returned) != self->taken);
 }
 
@@ -714,8 +717,8 @@ static int are_resting(const StagedConnection *self) {
 static int staged_idle(const ProxycclConnection *base) {
   const StagedConnection *self = (const StagedConnection *)base;
   return self->asked == self->got && self->answered == self->noted && self->made == self->freed &&
-         word_load(&self->returned) == self->taken && self->signals_stored == self->signals_taken && are_resting(self) && self->out->transport->idle(self->out) &&
-         self->in->transport->idle(self->in);
+         word_load(&self->returned) == self->taken && self->signals_stored == self->signals_taken &&
+         are_resting(self) && self->out->transport->idle(self->out) && self->in->transport->idle(self->in);
 }
 
 static void destroy_part(ProxycclConnection *part) {

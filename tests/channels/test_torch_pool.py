@@ -19,14 +19,14 @@ from proxyccl.device.memory.memory_pool import MemoryPool
 from proxyccl.torch_tensors.pools import PoolUse, require_torch
 from support.cases.memory import registered
 from support.devices import RUNTIME, world_sizes
-from support.fakes.torch import MemPool, make_torch
+from support.fakes.torch import MemPool, install, make_torch
 from support.running import run_ranks, wait_for
 
 
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = make_torch(RUNTIME)
-    monkeypatch.setitem(sys.modules, "torch", module)
+    install(monkeypatch, module)
     yield module
     assert not PoolUse._pools
 

@@ -250,7 +250,7 @@ def test_calls_of_tensors_lend_what_peers_touch(
 
 
 def test_gathers_go_by_proxy_once_peers_proxies_have_the_output() -> None:
-    """On all ranks, if the first to come wishes it; and not any more when its owner has freed it."""
+    """On all ranks, if the first to come wishes it; and no longer when its owner has freed it."""
 
     def body(comm: Communicator) -> None:
         calls, rank = comm.tensor_calls, comm.rank

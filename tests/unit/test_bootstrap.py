@@ -27,12 +27,12 @@ from proxyccl import (
     TorchBootstrap,
     WaitTimeoutError,
 )
-from proxyccl.channels import array_libraries
 from proxyccl.channels.joining.bootstrap import MpiSubset, as_bootstrap, library_of_group
 from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
 from proxyccl.channels.joining.exchange import Exchange
 from support.device_arrays import on_device, on_host
 from support.devices import processes, require_devices
+from support.fakes.torch import install
 from support.paths import PROGRAMS
 from support.processes import FileBootstrap
 from support.running import TIMEOUT, impatient, run_alone, run_mpi
@@ -238,12 +238,8 @@ def torch_distributed(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     torch = types.ModuleType("torch")
     torch.__dict__["distributed"] = distributed
     torch.__dict__["cuda"] = types.SimpleNamespace(is_initialized=lambda: False)
-    monkeypatch.setitem(sys.modules, "torch", torch)
+    install(monkeypatch, torch)
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
-    untraced: Any = types.ModuleType("proxyccl.torch_tensors.untraced")  # this torch has no compiler
-    untraced.untraced = lambda cls: cls
-    monkeypatch.setitem(sys.modules, untraced.__name__, untraced)
-    monkeypatch.setattr(array_libraries, "_opaque", set())
     return distributed
 
 

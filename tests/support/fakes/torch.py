@@ -6,9 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
+
+import pytest
+
+from proxyccl.channels import array_libraries
 
 
 class PluggableAllocator:
@@ -108,3 +113,12 @@ def make_torch(built_for: str, version: str = "2.11.0", **more: Any) -> Any:
     }
     torch.cuda = types.SimpleNamespace(**{name: value for name, value in attributes.items() if value is not None})
     return torch
+
+
+def install(monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
+    """Has programs find this torch. It has no compiler, from which public classes are kept where there is one."""
+    untraced: Any = types.ModuleType("proxyccl.torch_tensors.untraced")
+    untraced.untraced = lambda cls: cls
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, untraced.__name__, untraced)
+    monkeypatch.setattr(array_libraries, "_opaque", set())
