@@ -1048,16 +1048,20 @@ def scale_section(result: Result) -> Section:
     lines = [
         *origin(result),
         f"Jobs of ranks as processes, in nodes of {rows[0]['node']}, {apart}. Of a rank, the median; times are those "
-        "of the slowest rank. *fit*: a line fitted to the row, and how far it is from a measured value at most.",
+        "of the slowest rank. *fit*: what was fitted to the row, and how far it is from a measured value at most. All "
+        "ranks share the machine's cores, so times are fitted with a square.",
         "",
     ]
     titles = ["of a rank", *(f"{row['ranks']} ranks" for row in rows), "fit, n ranks", "off by"]
     shown = []
     for name, (title, factor, digits) in SCALE_QUANTITIES.items():
-        a, b, *_ = (factor * each for each in result["fits"][name]["coefficients"])
-        line = f"{number(a, digits)} {'-' if b < 0 else '+'} {abs(b):.3g} n"
+        fitted = result["fits"][name]
+        a, *others = (factor * each for each in fitted["coefficients"])
+        line = number(a, digits)
+        for term, each in zip(fitted["terms"][1:], others, strict=True):
+            line += f" {'-' if each < 0 else '+'} {abs(each):.3g} {term}"
         values = [number(factor * row[name], digits) for row in rows]
-        shown.append([title, *values, line, f"{result['fits'][name]['worst_error']:.0%}"])
+        shown.append([title, *values, line, f"{fitted['worst_error']:.0%}"])
     lines += table(titles, shown)
     first, last = rows[0], rows[-1]
     summary = f"{last['ranks']} ranks made in {number(last['made_s'], 2)} s; descriptors of a rank "

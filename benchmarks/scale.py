@@ -11,8 +11,9 @@ share its memory; with --hosts, rehearsed hosts, which do not. For each rank:
 
 The table shows medians over the ranks of a job, of times the longest.
 
-To each quantity it fits a + b n, by least squares of the relative errors, and with several sizes of nodes
-a + b n + c (number of nodes); and shows what that gives for 1,024 and 16,384 ranks.
+To each quantity it fits a + b n, by least squares of the relative errors, with several sizes of nodes
+a + b n + c (number of nodes); and to times a + b n + c n², because all ranks share the machine's cores. It shows what
+that gives for 1,024 and 16,384 ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +51,8 @@ def run(ranks: int, node: int, seconds: int, kind: str) -> list[Fields]:
         log = running.enter_context((Path(place) / "log").open("w+"))
         for rank in range(ranks):
             command = [sys.executable, str(_RANK), place, *map(str, (rank, ranks, node, seconds)), kind]
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
+            env = {**environment(), "OPENBLAS_NUM_THREADS": "1"}  # numpy's are not the library's
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
             running.callback(process.wait)
             running.callback(process.kill)
             processes.append(process)
@@ -78,18 +81,25 @@ def summary(found: list[Fields]) -> Fields:
 
 def fit(rows: list[Fields], name: str) -> Fields:
     """Coefficients of a quantity over the jobs, the largest relative error, and values for more ranks."""
-    terms = [np.ones(len(rows)), np.array([row["ranks"] for row in rows], float)]
-    if len({row["node"] for row in rows}) > 1:
-        terms.append(np.array([row["ranks"] / row["node"] for row in rows]))
+    terms: dict[str, Callable[[float, float], float]] = {"1": lambda *_: 1.0, "n": lambda ranks, _: ranks}
+    if name.endswith("_s"):
+        terms["n²"] = lambda ranks, _: ranks**2
+    elif len({row["node"] for row in rows}) > 1:
+        terms["nodes"] = lambda ranks, nodes: nodes
+    x = np.array([[term(row["ranks"], row["ranks"] / row["node"]) for term in terms.values()] for row in rows])
     y = np.array([row[name] for row in rows], float)
-    x, weights = np.stack(terms, 1), 1 / np.maximum(np.abs(y), max(np.abs(y).max() * 1e-3, 1e-12))
+    weights = 1 / np.maximum(np.abs(y), max(np.abs(y).max() * 1e-3, 1e-12))
     coefficients = np.linalg.lstsq(x * weights[:, None], y * weights, rcond=None)[0]
-    worst = float(np.max(np.abs((x @ coefficients - y) * weights)))
-    foretold = {}
-    for ranks in _FORETOLD:
-        at = [1.0, ranks, ranks / _NODE][: len(terms)]
-        foretold[str(ranks)] = float(np.dot(coefficients, at))
-    return {"coefficients": coefficients.tolist(), "worst_error": worst, "foretold": foretold}
+    foretold = {
+        str(ranks): float(np.dot(coefficients, [term(ranks, ranks / _NODE) for term in terms.values()]))
+        for ranks in _FORETOLD
+    }
+    return {
+        "terms": list(terms),
+        "coefficients": coefficients.tolist(),
+        "worst_error": float(np.max(np.abs((x @ coefficients - y) * weights))),
+        "foretold": foretold,
+    }
 
 
 def shown(name: str) -> tuple[float, str]:
@@ -104,8 +114,8 @@ def print_tables(rows: list[Fields], fits: Fields) -> None:
             Column("quantity", "", 32, left=True),
             *(Column(f"{row['ranks']}", f"by {row['node']}", 8, ".4g") for row in rows),
             Column("a", "", 9, ".3g"),
-            Column("b", "a rank", 9, ".3g"),
-            Column("c", "a node", 9, ".3g"),
+            Column("b", "n", 9, ".3g"),
+            Column("c", "n², nodes", 9, ".3g"),
             Column("error", "", 6, ".0%"),
             *(Column(f"{ranks}", "", 8, ".3g") for ranks in _FORETOLD),
         ]
