@@ -1059,7 +1059,8 @@ def scale_section(result: Result) -> Section:
         a, *others = (factor * each for each in fitted["coefficients"])
         line = number(a, digits)
         for term, each in zip(fitted["terms"][1:], others, strict=True):
-            line += f" {'-' if each < 0 else '+'} {abs(each):.3g} {term}"
+            if each:
+                line += f" {'-' if each < 0 else '+'} {abs(each):.3g} {term}"
         values = [number(factor * row[name], digits) for row in rows]
         shown.append([title, *values, line, f"{fitted['worst_error']:.0%}"])
     lines += table(titles, shown)

@@ -90,6 +90,7 @@ def fit(rows: list[Fields], name: str) -> Fields:
     y = np.array([row[name] for row in rows], float)
     weights = 1 / np.maximum(np.abs(y), max(np.abs(y).max() * 1e-3, 1e-12))
     coefficients = np.linalg.lstsq(x * weights[:, None], y * weights, rcond=None)[0]
+    coefficients[np.abs(coefficients) * np.abs(x).max(0) < 1e-9 * max(np.abs(y).max(), 1e-9)] = 0  # of rounding alone
     foretold = {
         str(ranks): float(np.dot(coefficients, [term(ranks, ranks / _NODE) for term in terms.values()]))
         for ranks in _FORETOLD
