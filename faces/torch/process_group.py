@@ -379,11 +379,13 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def _gathers_beside(self, output: torch.Tensor, opts: Any) -> bool:
         """The same of a gather, where a program is also taken to compute meanwhile if it has made a stream of its own
-        current, as FSDP2 does."""
+        current, as FSDP2 does. The stream of a capture is none."""
         if not _is_long(output):
             return False
         self._require_process()
-        beside = not _waits(opts) or torch._C._cuda_getCurrentRawStream(output.get_device()) != 0
+        gpu = self._gpu(output.device)
+        stream = gpu.current()
+        beside = not _waits(opts) or (stream != 0 and not gpu.order.is_capturing(stream))
         nbytes = output.numel() * output.element_size()
         with torch_errors():
             calls = self._endpoints.of_all(output.device).tensor_calls

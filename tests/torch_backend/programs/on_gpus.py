@@ -234,7 +234,7 @@ def lent(device: torch.device) -> None:
     ranks, count = dist.get_world_size(), 8 << 20  # 32 MiB a rank
     comm = dist.group.WORLD._get_backend(device).endpoints.of_all(device)
     symmetric = comm.group.symmetric
-    x = torch.full((count,), float(dist.get_rank()), device=device)
+    x, side = torch.full((count,), float(dist.get_rank()), device=device), torch.cuda.Stream(device)
     for turn in range(3):
         out = torch.empty(ranks * count, device=device)
         for _ in range(2):
@@ -247,7 +247,15 @@ def lent(device: torch.device) -> None:
             out.fill_(-1)
             dist.all_gather_into_tensor(out, x + turn)
             assert (out.view(ranks, count)[:, 0] == torch.arange(ranks, device=device) + turn).all()
+        for _ in range(12):  # the later ones by proxy
+            torch.cuda.synchronize()
+            time.sleep(0.01)
+            with torch.cuda.stream(side):
+                out.fill_(-1)
+                dist.all_gather_into_tensor(out, x)
+                assert (out.view(ranks, count)[:, 9] == torch.arange(ranks, device=device)).all()
         torch.cuda.synchronize()
+        assert comm.collectives.lent_memory.is_in_place(out.data_ptr(), out.nbytes)
         dist.barrier()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
