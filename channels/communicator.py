@@ -32,6 +32,7 @@ from proxyccl.channels.joining.meeting import meet
 from proxyccl.channels.joining.proxy_options import ProxyOptions
 from proxyccl.channels.joining.proxy_place import requested_place
 from proxyccl.channels.joining.topology import Topology, TransportChoice
+from proxyccl.channels.lent_memory import limit_of_environment
 from proxyccl.channels.liveness import program_end
 from proxyccl.channels.memory import RegisteredMemory, allocate, deregister, register
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
@@ -143,6 +144,7 @@ class Communicator:
         if not isinstance(runtime, str | None) and not hasattr(runtime, "activate"):
             raise ArgumentError("runtime", f"must be a name, a Runtime or None, not {runtime!r}")
         policy = requested_policy(cta_policy)
+        limit_of_environment()  # refuses a wrong one before the ranks meet
         proxy_options = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
         bounded = timeout_from(timeout)
         if linger is not None:

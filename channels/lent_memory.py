@@ -34,14 +34,11 @@ class LentMemory:
 
     Attributes:
         limit: most bytes that are lent; 0: none. By default ``PROXYCCL_LEND_BYTES``, else a share of the device's.
-
-    Raises:
-        ArgumentError: ``PROXYCCL_LEND_BYTES`` is not a number of bytes.
     """
 
     def __init__(self, runtime: Runtime, symmetric: SymmetricMemory) -> None:
         self._runtime, self._symmetric = runtime, symmetric
-        self.limit = _limit_of_environment()
+        self.limit = limit_of_environment()
         self._met: dict[tuple[int, int], None] = {}  # addresses and sizes
         self._looks: dict[tuple[int, int], int] = {}  # at the same: how many found it in place; below 0, did not
         self._in_place: tuple[tuple[int, int], ...] = ()  # ranges, from start to end
@@ -111,7 +108,8 @@ def _remember(known: dict[tuple[int, int], Value], array: tuple[int, int], value
     known[array] = value
 
 
-def _limit_of_environment() -> int | None:
+def limit_of_environment() -> int | None:
+    """The number of bytes in ``PROXYCCL_LEND_BYTES``; None if it is not set. Raises ArgumentError for anything else."""
     text = os.environ.get(_VARIABLE)
     if not text:
         return None
