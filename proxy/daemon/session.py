@@ -60,6 +60,7 @@ from proxyccl.proxy.transports.table import missing_transports
 HELLO_SECONDS = 10
 _ANSWER_SECONDS = 10
 _END_SECONDS = 10.0
+_QUIET_MS = 20
 
 log = logging.getLogger("proxyccl.daemon")
 
@@ -110,6 +111,8 @@ class Session:
         self._connection = connection
         self._hung_up = select.poll()
         self._hung_up.register(connection, select.POLLRDHUP)
+        self._arrived = select.poll()
+        self._arrived.register(connection, select.POLLIN)
         self._open_runtime = open_runtime
         self._assign_threads = assign_threads
         self._choose_idle = choose_idle
@@ -187,13 +190,19 @@ class Session:
         return True
 
     def _answer_requests(self) -> None:
-        while (message := receive(self._connection, REQUESTS, self.name)) is not None:
+        while (message := self._next_request()) is not None:
             answer = self._answer(*message)
             try:
                 if answer is not None:
                     send(self._connection, REPLIES, answer, self._handed)
             finally:
                 close_all(self._handed)
+
+    def _next_request(self) -> tuple[AnyRequest, list[int]] | None:
+        """The next request; None if the client hung up. Until it comes, tries to unmap what the client has removed."""
+        while self._service is not None and self._service.unmaps_later and not self._arrived.poll(_QUIET_MS):
+            self._service.unmap_if_quiet()
+        return receive(self._connection, REQUESTS, self.name)
 
     def _answer(self, request: AnyRequest, descriptors: list[int]) -> AnyReply | None:
         """Carries out a request, or answers with the reason. None if the client does not expect an answer."""

@@ -123,10 +123,19 @@ class SessionMemories:
     def retire(self, unmap: _Unmap) -> None:
         """Calls `unmap` when the worker has nothing to do: until then copies may be in flight."""
         self._retired.append(unmap)
+        self.unmap_if_quiet()
+        if len(self._retired) > _MOST_RETIRED:
+            raise ProtocolError(f"the client removed {_MOST_RETIRED} memories while its rings were never empty")
+
+    @property
+    def unmaps_later(self) -> bool:
+        """Whether functions passed to `retire` were not called yet."""
+        return bool(self._retired)
+
+    def unmap_if_quiet(self) -> None:
+        """Calls them, if the worker has nothing to do soon."""
         if self._proxy.drain(_QUIET_SECONDS):
             self.unmap_retired()
-        elif len(self._retired) > _MOST_RETIRED:
-            raise ProtocolError(f"the client removed {_MOST_RETIRED} memories while its rings were never empty")
 
     def unmap_retired(self) -> None:
         """Calls all functions passed to `retire`. The worker must have nothing to do."""

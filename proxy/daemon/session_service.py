@@ -135,6 +135,15 @@ class SessionService:
             case _:
                 return self._remote.handle(request)
 
+    @property
+    def unmaps_later(self) -> bool:
+        """Whether memory that the client has removed is still mapped, as it may be in use."""
+        return self._memories.unmaps_later
+
+    def unmap_if_quiet(self) -> None:
+        """Unmaps it, if nothing uses it soon."""
+        self._memories.unmap_if_quiet()
+
     def drain(self, timeout: float) -> bool:
         """Waits until all triggers in the rings are done; not for a client that has left."""
         return self.proxy.drain(timeout, self._has_left)

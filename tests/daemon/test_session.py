@@ -160,6 +160,33 @@ def test_pinned_memory_is_mapped_until_it_is_removed_or_its_client_goes(
     assert [each.closed for each in mapped] == [True, True]
 
 
+def test_removed_memory_is_unmapped_when_the_worker_comes_to_rest(
+    client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without another request: a client that has freed memory may be busy with other memory for long."""
+    open_handle, mapped = HostRuntime.open, []
+    drain, rests = ProxyService.drain, threading.Event()
+
+    def recorded(runtime: HostRuntime, handle: bytes) -> SharedMemory:
+        mapped.append(open_handle(runtime, handle))
+        return mapped[-1]
+
+    def drain_at_rest(service: ProxyService, timeout: float) -> bool:
+        return rests.is_set() and drain(service, timeout)
+
+    monkeypatch.setattr(HostRuntime, "open", recorded)
+    monkeypatch.setattr(ProxyService, "drain", drain_at_rest)
+    assert client.opens()
+    used = client.use()
+    assert client.say({"do": "remove_memory", "first": used["first"]}) == DONE
+    answer = client.say({"do": "connect_copy", "peer": 0})
+    assert answer is not None
+    assert answer["kind"] == "connected", "it is answered meanwhile"
+    assert not mapped[0].closed
+    rests.set()
+    wait_for(lambda: mapped[0].closed, "it is unmapped")
+
+
 def test_a_client_that_leaves_in_a_drain_is_not_waited_for(
     inside: Daemon, client: RawClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
