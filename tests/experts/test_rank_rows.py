@@ -176,6 +176,11 @@ def check_rank_rows(comm: Communicator, case: Case, **options: Any) -> None:
                 same(
                     on_host(layer.combine(rows, desc)) + 0, sums_over_ranks(case, rank, [e.rows for e in expected]) + 0
                 )
+                if rank == 0:  # which sends its rows, while the others' are loaded
+                    rows = on_device(comm, on_host(rows))
+                same(
+                    on_host(layer.combine(rows, desc)) + 0, sums_over_ranks(case, rank, [e.rows for e in expected]) + 0
+                )
             given = case.weights[rank]
             kept = (case.ids[rank] >= 0) & (case.ids[rank] < case.experts)
             sent = on_device(comm, np.pad(mine.weights, ((0, padding), (0, 0))))
