@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -174,7 +173,7 @@ class EPAll2AllLayer:
                 use_aot=options.use_aot,
             )
         self._parts, self._recording = LayerParts(ctx, options, surviving), Recording(options)
-        self._repeated = RepeatedCalls(self._parts)
+        self._repeated, self._sums_on_own_node = RepeatedCalls(self._parts), self._parts.sums_on_own_node
         self._sent: PendingDispatch | None = None
         self._returned: PendingCombine | None = None
 
@@ -658,10 +657,10 @@ class EPAll2AllLayer:
         self.ctx.require_usable()
         check_ended(self._parts)
 
-    @functools.cached_property
+    @property
     def sums_on_own_node(self) -> bool:
         """Whether a token's rows are all summed by its own rank, so that `combine` takes topk_weights."""
-        return self._parts.sums_on_own_node
+        return self._sums_on_own_node
 
     def _own_desc(self, desc: EPAllToAllLayoutDesc) -> EPAllToAllLayoutDesc:
         self.ctx.require_usable()
