@@ -69,9 +69,10 @@ class RepeatedCombine(RepeatedCall):
         )
         self.start = form.start
 
-    def _output_maker(self, like: Any) -> Callable[[int], Maker]:
-        """For a number of tokens, what makes results of them."""
+    def _output_maker(self, x: Any) -> Callable[[int], Maker]:
+        """Returns a function that returns the maker of results for a number of tokens. It does not keep `x`."""
         arrays, token, hidden = self._ctx.arrays, self._token, self._hidden
+        like = arrays.new(x, (1,), token)
         return lambda tokens: arrays.maker_of(like, (tokens, hidden), token)
 
     def _place_sums(self, tokens: int, sums: Sums) -> bool:

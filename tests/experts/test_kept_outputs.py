@@ -63,6 +63,20 @@ def test_outputs_stay_as_long_as_an_array_of_them(ranks: int, options: dict[str,
 
 
 @pytest.mark.host_only("arrays of ours on GPUs are copied; tests/deep_ep_clients has torch's")
+def test_repeated_calls_keep_no_output(pair: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        with make_layer(comm) as layer:
+            for seed in range(2):  # in full, then repeated
+                rows, desc = dispatch(comm, layer, seed)
+                layer.combine(rows, desc)
+                del rows, desc
+            held = [dispatch(comm, layer, seed)[0] for seed in range(2)]
+            assert [lies_in_buffer(layer, rows) for rows in held] == [True, True]
+
+    pair.run(body)
+
+
+@pytest.mark.host_only("arrays of ours on GPUs are copied; tests/deep_ep_clients has torch's")
 def test_a_buffer_is_free_when_the_last_array_in_it_is_gone(pair: Ranks) -> None:
     def body(comm: Communicator) -> None:
         with make_layer(comm) as layer:
