@@ -58,7 +58,8 @@ typedef struct {
 
 enum {
   AWAITED = 1, /* a flush waits for the message's credit; otherwise that may come later, with others */
-  REWINDS = 2  /* the next message goes by the first wire */
+  REWINDS = 2, /* the next message goes by the first wire */
+  FILLS = 4    /* it has no data, and fills the rest of the ring: bytes that no wire moves */
 };
 
 _Static_assert(sizeof(Header) == PROXYCCL_STAGED_ALIGN, "messages are aligned to their headers");
@@ -98,12 +99,14 @@ typedef struct {
 } Signal;
 
 enum {
-  HELD_NS = 50000,   /* longest time for which a credit is held back */
-  SERVED_NS = 50000, /* for this long the worker leaves a wire to its thread, which is awake: it has made progress */
-  LONG_PART = 1024,  /* a message is long if its data is longer than this part of the ring */
-  SHORTEST_PIECE = 65536, /* bytes into which a put is cut for all wires, and which are worth a message */
-  LOOKS_AT_ALL = 64,      /* polls for each look of the worker at all wires: providers answer peers in their polls */
-  LOOKS_AT_COPIES = 16    /* polls for each question to the driver about copies that are not complete */
+  HELD_NS = 50000,        /* longest time for which a credit is held back */
+  SERVED_NS = 50000,      /* for so long the worker leaves a wire to its thread, which is awake: it has made progress */
+  LONG_PART = 1024,       /* a message is long if its data is longer than this part of the ring */
+  SHORTEST_PIECE = 65536, /* bytes that are worth a message of their own */
+  MOST_PARTS = 8,         /* into which a put is cut for several wires, if they are shorter than the longest message */
+  FILLED_PART = 256, /* a rest of the ring that is smaller than this part of it is filled, not used for a short piece */
+  LOOKS_AT_ALL = 64, /* the worker looks at all wires once in so many polls: providers answer peers in their polls */
+  LOOKS_AT_COPIES = 16 /* it asks the driver about copies that are not complete once in so many polls */
 };
 
 typedef struct StagedConnection StagedConnection;
@@ -208,7 +211,7 @@ static ProxycclRemoteWriteTarget target_load(const ProxycclRemoteWriteTarget *ta
 
 /* -- sending --- */
 
-/* Whether a message with this many bytes of data is long. Both sides have the ring's size. */
+/* Whether a message with so many bytes of data is long. Both sides have the ring's size. */
 static int is_long(const StagedConnection *self, uint64_t bytes) {
   return bytes > self->options.ring_bytes / LONG_PART;
 }
@@ -244,12 +247,20 @@ static Header *open_message(StagedConnection *self, uint64_t bytes) {
 
 /* Makes a message with the first bytes from `source` on, at most `most`, which the CPU reaches at `host` if that is not
  * 0, and returns its header; *made is their number. A message does not wrap, so the rest of the ring limits its data. A
- * message without data fills a rest of one header. NULL with a status, or WAITS. */
+ * message without data fills a small rest: short copies of GPUs may have to wait for kernels. NULL with a status, or
+ * WAITS. */
 static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t host, uint64_t most, uint64_t *made,
                           int *status) {
   const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
-  uint64_t bytes = self->options.ring_bytes - place;
-  if (bytes > most) bytes = most;
+  const uint64_t rest = self->options.ring_bytes - place;
+  if (rest < most && rest < self->options.ring_bytes / FILLED_PART) {
+    Header *filler = open_message(self, rest);
+    *status = filler == NULL ? WAITS : 0;
+    *made = 0;
+    if (filler != NULL) filler->flags = FILLS;
+    return filler;
+  }
+  const uint64_t bytes = rest < most ? rest : most;
   Header *header = open_message(self, bytes);
   *status = header == NULL ? WAITS : 0;
   *made = header == NULL ? 0 : bytes;
@@ -267,10 +278,16 @@ static int is_calm(const StagedConnection *self) {
   return 1;
 }
 
-/* Decides how the next put is cut: a short one so that all wires have a part of it. */
+static uint64_t quotient_up(uint64_t dividend, uint64_t divisor) { return (dividend + divisor - 1) / divisor; }
+
+/* Decides how the next put is cut, into parts of one length: for several wires, and no longer than a message may be. */
 static void begin_put(StagedConnection *self, uint64_t bytes) {
-  const uint64_t part = bytes / self->options.wire_count, longest = self->options.chunk_bytes;
-  self->piece = part < SHORTEST_PIECE ? SHORTEST_PIECE : message_bytes(part);
+  const uint64_t longest = self->options.chunk_bytes, wires = self->options.wire_count;
+  uint64_t parts = bytes / SHORTEST_PIECE;
+  if (parts > MOST_PARTS) parts = MOST_PARTS;
+  if (parts > wires) parts = wires;
+  if (parts < quotient_up(bytes, longest)) parts = quotient_up(bytes, longest);
+  self->piece = quotient_up(quotient_up(bytes, parts), PROXYCCL_STAGED_ALIGN) * PROXYCCL_STAGED_ALIGN;
   if (self->piece > longest) self->piece = longest;
   self->rewinds = is_calm(self);
 }
@@ -435,7 +452,8 @@ static int post(Wire *wire, uint32_t *progress) {
     const uint64_t number = wire->numbers[wire->posted % MESSAGES];
     if (number >= copied) break;
     const uint64_t position = self->positions[number % MESSAGES], place = position % self->options.ring_bytes;
-    const uint64_t bytes = sizeof(Header) + header_at(self, position)->bytes;
+    const Header *header = header_at(self, position);
+    const uint64_t bytes = sizeof(Header) + (header->flags & FILLS ? 0 : header->bytes);
     const ProxycclStagedWire *keys = &self->options.wires[wire->number];
     const PeerArea theirs = peer_area(self, wire);
     const ProxycclMemory sending = {self->sending, self->options.ring_bytes, keys->area_key, 0, NULL};
@@ -617,15 +635,17 @@ static int take(StagedConnection *self, uint32_t *progress) {
   }
   for (uint32_t wire; self->taken_by[wire = self->from_wire] < self->arrived[wire];) {
     const uint64_t start = self->received % self->options.ring_bytes, data = start + sizeof(Header);
-    const Header header = *(const volatile Header *)(self->receiving + start); /* one copy, which is checked and used */
+    Header header = *(const volatile Header *)(self->receiving + start); /* one copy, which is checked and used */
+    const uint64_t bytes = header.bytes;
     int status;
-    if (header.bytes > self->options.ring_bytes - data) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_LENGTH;
+    if (bytes > self->options.ring_bytes - data) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_LENGTH;
+    if (header.flags & FILLS) header.bytes = 0; /* it may carry a signal */
     status = place(self, &header, data);
     if (status != 0) return status;
-    self->received += message_bytes(header.bytes);
+    self->received += message_bytes(bytes);
     ++self->taken_by[wire];
-    self->from_wire = header.flags & REWINDS ? 0 : wire_after(self, wire, header.bytes);
-    if (is_long(self, header.bytes)) wake(&self->wires[self->from_wire]);
+    self->from_wire = header.flags & REWINDS ? 0 : wire_after(self, wire, bytes);
+    if (is_long(self, bytes)) wake(&self->wires[self->from_wire]);
     self->ends[self->taken++ % MESSAGES] = self->received;
     if (header.flags & AWAITED) word_store(&self->wanted, self->taken);
     ++*progress;

@@ -17,7 +17,7 @@ from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.staging import MOST_WIRES, RemoteWriteTargets
 
 _PROBE_BYTES = 4096
-_CORES_PER_STREAM = 8
+_CORES_PER_STREAM = 4
 """A rank with several streams needs cores for its program, its proxy and both ends of the streams."""
 
 

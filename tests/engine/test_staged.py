@@ -222,6 +222,29 @@ def test_a_put_of_25_megabytes_through_a_ring_of_two() -> None:
         assert (there.destination.numpy() == here.source.numpy()).all()
 
 
+def test_a_small_rest_of_the_ring_is_filled_and_not_used_for_a_short_piece() -> None:
+    """Four messages leave 256 bytes of the ring."""
+    size, puts, per_lap = 16_256, 20, 4
+    with Ends(puts * size, ring_bytes=1 << 16, chunk_bytes=size) as ends:
+        here, there = ends
+        for i in range(puts):
+            here.push(PUT | SIGNAL, size, source=i * size, destination=i * size)
+        ends.wait(lambda: there.words[0] == puts, "the signals")
+        assert (there.destination.numpy() == here.source.numpy()).all()
+        assert int(seen_as(there.area, np.uint64)[ARRIVED]) == puts + puts // per_lap - 1
+
+
+def test_a_put_is_cut_into_parts_of_one_length() -> None:
+    longest, size = 1 << 17, 150_000  # so that no short part is left
+    with Ends(size, ring_bytes=1 << 20, chunk_bytes=longest) as ends:
+        here, there = ends
+        here.push(PUT | SIGNAL, size)
+        ends.wait(lambda: there.words[0] == 1, "the signal")
+        assert (there.destination.numpy() == here.source.numpy()).all()
+        first = seen_as(there.area, np.uint64)[(RECEIVING + (1 << 20)) // 8 + 2]
+        assert size // 2 <= first < size // 2 + HEADER
+
+
 def test_a_put_of_nothing_makes_no_message() -> None:
     with Ends() as ends:
         here, _ = ends
