@@ -43,9 +43,9 @@ class FabricOptions:
             two ranks use the smaller of their values. None for 2 MiB, or 1 MiB for each of more streams.
         staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
             `staging_bytes`.
-        streams: the connections over which staged data goes to a peer, each with a thread of its own, 1 to 16; two ranks
-            use the smaller of their values. None for the provider's and the machine's: 1 where the provider is not one
-            over sockets, or cores are few.
+        streams: the connections over which staged data goes to a peer, each with a thread of its own, 1 to 16; two
+            ranks use the smaller of their values. None for the provider's and the machine's: 1 where the provider is
+            not one over sockets, or cores are few.
 
     Raises:
         ArgumentError: a value is out of range; the error names the field.
