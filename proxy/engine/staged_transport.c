@@ -211,7 +211,7 @@ static ProxycclRemoteWriteTarget target_load(const ProxycclRemoteWriteTarget *ta
 
 /* -- sending --- */
 
-/* Whether a message with so many bytes of data is long. Both sides have the ring's size. */
+/* Whether a message with this many bytes of data is long. Both sides have the ring's size. */
 static int is_long(const StagedConnection *self, uint64_t bytes) {
   return bytes > self->options.ring_bytes / LONG_PART;
 }
