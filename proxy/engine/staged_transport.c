@@ -105,8 +105,8 @@ enum {
   SHORTEST_PIECE = 65536, /* bytes that are worth a message of their own */
   MOST_PARTS = 8,         /* into which a put is cut for several wires, if they are shorter than the longest message */
   FILLED_PART = 256, /* a rest of the ring that is smaller than this part of it is filled, not used for a short piece */
-  LOOKS_AT_ALL = 64, /* the worker looks at all wires once in so many polls: providers answer peers in their polls */
-  LOOKS_AT_COPIES = 16 /* it asks the driver about copies that are not complete once in so many polls */
+  LOOKS_AT_ALL = 64, /* the worker looks at all wires once in this many polls: providers answer peers in their polls */
+  LOOKS_AT_COPIES = 16 /* it asks the driver about copies that are not complete once in this many polls */
 };
 
 typedef struct StagedConnection StagedConnection;

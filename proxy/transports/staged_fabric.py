@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # a rank imports them when it opens the endpoint
 
 ffi, lib = _engine.ffi, _engine.lib
 
-_LEAST_RING, _RING_PER_WIRE = 2 << 20, 1 << 20
+_LEAST_RING, _RING_PER_WIRE = 4 << 20, 2 << 20
 
 
 def _error_text(connection: Any) -> str:
