@@ -100,7 +100,7 @@ typedef struct {
 
 enum {
   HELD_NS = 50000,        /* longest time for which a credit is held back */
-  SERVED_NS = 50000,      /* for so long the worker leaves a wire to its thread, which is awake: it has made progress */
+  SERVED_NS = 50000,      /* for this long the worker leaves a wire to its thread, which is awake: it made progress */
   LONG_PART = 1024,       /* a message is long if its data is longer than this part of the ring */
   SHORTEST_PIECE = 65536, /* bytes that are worth a message of their own */
   MOST_PARTS = 8,         /* into which a put is cut for several wires, if they are shorter than the longest message */
