@@ -18,12 +18,13 @@ from typing import Any
 # NVLink multicast must not be used. torch and NCCL read these variables when they are loaded.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
 
-import nccl_copy_engines
+import nccl_registered
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from graph_kernels import multiprocessors_used
 from mpi4py import MPI
+from nccl_registered import CTA_POLICY_DEFAULT, CTA_POLICY_ZERO, RegisteredNccl
 from side_by_side import DTYPES, WAIT_TIMEOUT, Burst, Job, Peer
 from torch_peer import torch_peer
 
@@ -141,8 +142,7 @@ class GpuJob(Job):
         self.stream = torch.cuda.Stream()
         self.handle = self.stream.cuda_stream
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        self._copy_engines: nccl_copy_engines.CopyEngines | None = None
-        self._copy_engines_bytes = 0
+        self._registered: dict[int, RegisteredNccl] = {}  # by NCCL's policy
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -178,31 +178,34 @@ class GpuJob(Job):
         if collective == "all_reduce":
             return [
                 Peer("NCCL", lambda out, _: dist.all_reduce(out)),
-                self._registered_nccl("NCCL, symmetric", count, dtype, _all_reduce),
+                self._registered_nccl("NCCL, symmetric", CTA_POLICY_DEFAULT, count, dtype, _all_reduce),
                 *self._symmetric_memory_peers(count, dtype),
             ]
         call = {"all_gather": _all_gather, "all_to_all": _all_to_all}[collective]
         return [
             Peer("NCCL", lambda out, x: call(out, x, None)),
-            self._registered_nccl("NCCL, copy engines", count, dtype, call),
+            self._registered_nccl("NCCL, symmetric", CTA_POLICY_DEFAULT, count, dtype, call),
+            self._registered_nccl("NCCL, copy engines", CTA_POLICY_ZERO, count, dtype, call),
         ]
 
-    def _registered_nccl(self, name: str, count: int, dtype: str, call: Callable[[Any, Any, Any], object]) -> Peer:
-        """NCCL under its policy of no CTAs; the largest arrays must be asked for first."""
+    def _registered_nccl(
+        self, name: str, cta_policy: int, count: int, dtype: str, call: Callable[[Any, Any, Any], object]
+    ) -> Peer:
+        """NCCL with registered memory; the largest arrays must be asked for first."""
         element = getattr(torch, dtype)
         nbytes = count * element.itemsize
-        missing = self.everywhere(nccl_copy_engines.why_missing())
-        if not missing and nbytes > self._copy_engines_bytes:
+        missing = self.everywhere(nccl_registered.why_missing())
+        made = self._registered.get(cta_policy)
+        if not missing and (made is None or nbytes > made.nbytes):
             try:
-                self._copy_engines = nccl_copy_engines.CopyEngines(self.device, nbytes)
-                self._copy_engines_bytes = nbytes
+                made = RegisteredNccl(self.device, nbytes, cta_policy)
             except (RuntimeError, TypeError) as error:
                 missing = str(error).splitlines()[0]
             missing = self.everywhere(missing)
-        engines = self._copy_engines
-        if missing or engines is None:
+        if missing or made is None:
             return Peer(name, missing=missing)
-        return Peer(name, lambda out, x: call(out, x, engines.group), lambda some: engines.arrays(some, element))
+        self._registered[cta_policy] = made
+        return Peer(name, lambda out, x: call(out, x, made.group), lambda some: made.arrays(some, element))
 
     def _symmetric_memory_peers(self, count: int, dtype: str) -> list[Peer]:
         """The algorithms of torch symmetric memory."""

@@ -21,8 +21,8 @@ from proxyccl.tools.results import Fields
 _NO_PEER = "it needs GPUs"
 _PEERS = {
     "all_reduce": ("NCCL", "NCCL, symmetric", "torch one-shot", "torch two-shot"),
-    "all_gather": ("NCCL", "NCCL, copy engines"),
-    "all_to_all": ("NCCL", "NCCL, copy engines"),
+    "all_gather": ("NCCL", "NCCL, symmetric", "NCCL, copy engines"),
+    "all_to_all": ("NCCL", "NCCL, symmetric", "NCCL, copy engines"),
 }
 
 

@@ -1,7 +1,8 @@
-"""NCCL's collectives under its policy of no CTAs, on memory that is registered with it as symmetric.
+"""NCCL's collectives on memory that is registered with it as symmetric.
 
-all_gather and all_to_all are then made by copy engines, and an all_reduce by a kernel for symmetric memory. NCCL has
-that from 2.28 on (`ncclCommWindowRegister`, `NCCL_CTA_POLICY_ZERO`), and torch's process group passes it on.
+They are then made by kernels for symmetric memory, where NCCL has some; and under its policy of no CTAs all_gather and
+all_to_all are made by copy engines. NCCL has both from 2.28 on (`ncclCommWindowRegister`, `NCCL_CTA_POLICY_ZERO`), and
+torch's process group passes them on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 _FIRST_VERSION = (2, 28)
-_CTA_POLICY_ZERO = 2
+CTA_POLICY_DEFAULT, CTA_POLICY_ZERO = 0, 2
 
 
 def why_missing() -> str:
@@ -30,24 +31,27 @@ def why_missing() -> str:
     return ""
 
 
-class CopyEngines:
+class RegisteredNccl:
     """A process group of its own, with two arrays. All ranks make it together.
 
     Args:
         device: this rank's.
         nbytes: size of each array.
+        cta_policy: NCCL's.
 
     Attributes:
         group: the process group.
+        nbytes: size of each array.
 
     Raises:
         RuntimeError: NCCL refuses to register the memory.
         TypeError: torch can't register memory as symmetric.
     """
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
+    def __init__(self, device: torch.device, nbytes: int, cta_policy: int) -> None:
         options = dist.ProcessGroupNCCL.Options()
-        options.config.cta_policy = _CTA_POLICY_ZERO
+        options.config.cta_policy = cta_policy
+        self.nbytes = nbytes
         self.group = dist.new_group(backend="nccl", pg_options=options)
         backend = self.group._get_backend(device)
         self._pool = torch.cuda.MemPool(backend.mem_allocator)
