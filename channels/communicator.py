@@ -915,9 +915,9 @@ class Communicator:
         chosen: Any = tuning.default_sizes(self.runtime.name) if sizes is None else sizes
         chosen, iterations, seconds = tuning.checked_arguments(chosen, iterations, seconds)
         measured = tuning.measure(self._collectives, chosen, iterations, seconds)
-        selector = tuning.selector_from(self._group, measured)
+        selector = tuning.selector_from(self._collectives, measured)
         if save and self.rank == 0 and measured:
-            tuned.keep(self._group, tuning.selector_from(self._group, tuning.of_library(measured)))
+            tuned.keep(self._group, tuning.selector_from(self._collectives, tuning.of_library(measured)))
         self._collectives.selector = selector
         return selector
 

@@ -198,7 +198,7 @@ class _ProxycclPacketTeam:
     slot_packets: int
     epoch_packets: int
     call_epochs: int
-    packets: int
+    share: int
     control: PointerField[ProxycclControlPointer]
     epochs: PointerField[Uint32Pointer]
     scratch: PointerField[CharPointer]

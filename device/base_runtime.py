@@ -267,6 +267,11 @@ class LaunchDefaults(Struct, frozen=True):
         pair_packet_blocks: the same for two ranks, each of which sends to one peer only.
         packet_move_bytes: most bytes that a rank sends to all others in packets, in an all_gather or an all_to_all. 0:
             none, whatever the share.
+        line_bytes: bytes that a rank sends to another from which on packets are lines (lines.h), if all links carry
+            whole lines. 0: none are.
+        line_blocks: most blocks of a kernel whose packets are lines; under the policy `efficiency` at most
+            efficient_blocks.
+        line_move_bytes: the same as packet_move_bytes, where packets may be lines.
         pinned_bytes: most bytes that a schedule moves through pinned memory: what takes a copy engine longer to begin
             with. 0: none, as where one call issues the copies to all peers.
         staged_pinned_bytes: the same for each peer where transports stage the data of all remote peers: a daemon's
@@ -292,6 +297,9 @@ class LaunchDefaults(Struct, frozen=True):
     packet_blocks: int
     pair_packet_blocks: int
     packet_move_bytes: int
+    line_bytes: int
+    line_blocks: int
+    line_move_bytes: int
     pinned_bytes: int
     staged_pinned_bytes: int
     own_box_bytes: int

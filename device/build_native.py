@@ -97,7 +97,7 @@ typedef struct {
 enum { PROXYCCL_MAX_PACKET_RANKS, PROXYCCL_PACKET_SLOTS_PER_RANK, ... };
 typedef struct {
   uint32_t rank; uint32_t world_size; uint32_t slot_packets; uint32_t epoch_packets; uint32_t call_epochs;
-  uint64_t packets; ProxycclControl *control; uint32_t *epochs; char *scratch; char *remote[...]; ...;
+  uint64_t share; ProxycclControl *control; uint32_t *epochs; char *scratch; char *remote[...]; ...;
 } ProxycclPacketTeam;
 typedef struct {
   const char *slots; uint64_t slot_bytes; uint32_t rank; uint32_t world_size; uint32_t divisor; uint32_t pieces;

@@ -9,7 +9,7 @@ from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.reduce_schedules import all_reduce_steps, prepare_all_reduce
 from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
-from proxyccl.channels.collectives.table import ALL_REDUCE_KERNELS, COLLECTIVES
+from proxyccl.channels.collectives.table import ALL_REDUCE_KERNELS, COLLECTIVES, LINE_KERNELS
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.group import Group
 from proxyccl.channels.launches import Launchable
@@ -44,12 +44,13 @@ class AllReduce(Collective):
         if chosen == "two_shot":
             arrays, reached_at = (source.ptr, target.ptr, source.size), group.symmetric.reached(target)
             return _prepare_two_shot(group, team, source.dtype, op, policy, *arrays, reached_at)
-        kernel = ALL_REDUCE_KERNELS[chosen]
-        shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
-        arrays = (source.ptr, target.ptr, source.size)
+        kernel, arrays = ALL_REDUCE_KERNELS[chosen], (source.ptr, target.ptr, source.size)
         if chosen in PACKET_ALGORITHMS and team.packets is not None:
-            blocks, threads, parameter = team.packets.launch(chosen, source.dtype, source.size)
-            return shipped.prepare(blocks, threads, parameter, *arrays)
+            launch = team.packets.launch(chosen, source.dtype, source.size, policy)
+            kernel = LINE_KERNELS[chosen] if launch.lines else kernel
+            shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
+            return shipped.prepare(launch.blocks, launch.threads, launch.parameter, *arrays)
+        shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
         return shipped.prepare(team.grid(source.nbytes, policy), team.threads, team.parameter(), *arrays)
 
 

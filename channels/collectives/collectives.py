@@ -6,7 +6,7 @@ from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.by_proxy import ByProxy
 from proxyccl.channels.collectives.call_cache import CallCache
 from proxyccl.channels.collectives.flows import Flows
-from proxyccl.channels.collectives.packet_team import MAX_RANKS
+from proxyccl.channels.collectives.packet_team import MAX_RANKS, carries_whole_lines
 from proxyccl.channels.collectives.request import CtaPolicy, Request, request
 from proxyccl.channels.collectives.selection import (
     ALGORITHMS_BY_COLLECTIVE,
@@ -32,11 +32,13 @@ class _Start(Message, frozen=True):
     Attributes:
         cta_policy: its standing policy.
         reaches_all: whether its kernels reach all ranks' memory.
+        whole_lines: whether its links carry lines of 128 bytes in one piece.
         tables: of rank 0, if it has measured ones.
     """
 
     cta_policy: CtaPolicy
     reaches_all: bool
+    whole_lines: bool
     tables: tuple[tuned.TableOfCase, ...] = ()
 
 
@@ -54,6 +56,7 @@ class Collectives:
     Attributes:
         group: the ranks.
         call_cache: calls that were made before.
+        defaults: the tables before any are measured or set; the same on all ranks.
         execution_plans: the executor of MSCCL++'s plans.
         lent_memory: memory of other allocators that peers reach.
         repeat_prepared: issues a call without a stream like `repeat`, but without Python: repeat_prepared(x, out,
@@ -75,26 +78,30 @@ class Collectives:
         self._by_proxy: ByProxy | None = None
         self._flows: Flows | None = None
         self._scratch: Memory | None = None
-        self._all_mapped = False
-        self._defaults = default_selector(group)
-        self._selector = self._defaults
+        self._all_mapped = self._whole_lines = False
+        self.defaults = default_selector(group)
+        self._selector = self.defaults
         group.keep(self)
 
     def start(self) -> None:
-        """Compares the ranks' policies, and takes the tables that rank 0 finds measured. All ranks call this together.
+        """Compares the ranks' policies and links, and takes the tables that rank 0 finds measured. All ranks call this
+        together.
 
         Raises:
             ArgumentError: the policies differ.
         """
         found = tuned.load(self.group) if self.group.rank == 0 else None
         reaches_all = self.group.topology.all_accessible()
-        own = _Start(self._cta_policy, reaches_all, () if found is None else tuned.rows_of(found))
+        whole_lines = reaches_all and carries_whole_lines(self.group)
+        own = _Start(self._cta_policy, reaches_all, whole_lines, () if found is None else tuned.rows_of(found))
         starts = self.group.exchange.all_gather(own, _START, "collectives")
         for rank, other in enumerate(starts):
             if other.cta_policy != starts[0].cta_policy:
                 policies = f"rank 0 has {starts[0].cta_policy!r}, rank {rank} {other.cta_policy!r}"
                 raise ArgumentError("cta_policy", f"must be the same on all ranks; {policies}")
         self._all_mapped = Team.all_mapped_of(self.group.world_size, [start.reaches_all for start in starts])
+        self._whole_lines = all(start.whole_lines for start in starts)
+        self._selector = self.defaults = default_selector(self.group, lines=self._whole_lines)
         if starts[0].tables:
             self.selector = tuned.selector_of(starts[0].tables)
 
@@ -107,7 +114,7 @@ class Collectives:
         """The team of all ranks. All ranks make it together when it is first used."""
         if self._team is None:
             with self.group.exchange.telling():
-                self._team = Team(self.group)
+                self._team = Team(self.group, whole_lines=self._whole_lines)
         return self._team
 
     def by_proxy(self) -> ByProxy:
@@ -185,7 +192,7 @@ class Collectives:
             return "proxy"
         chosen = self._selector.choose(collective, dtype, nbytes, symmetric=request.symmetric)
         if isinstance(chosen, ExecutionPlan):  # one that can't execute the call
-            chosen = self._defaults.choose(collective, dtype, nbytes, symmetric=request.symmetric)
+            chosen = self.defaults.choose(collective, dtype, nbytes, symmetric=request.symmetric)
         assert isinstance(chosen, str)
         return chosen
 

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.move_schedules import Exchange, prepare_move
-from proxyccl.channels.collectives.table import COLLECTIVES, PACKET_MOVES
+from proxyccl.channels.collectives.table import COLLECTIVES, LINE_KERNELS, PACKET_MOVES
 from proxyccl.channels.group import Group
 from proxyccl.channels.launches import Launchable
 from proxyccl.device.stream_operations import StreamOperations
@@ -57,10 +57,10 @@ class Move(Collective):
         team = collectives.team()
         packets = team.packets
         if self.name in PACKET_MOVES and packets is not None and share <= packets.move_bytes:
-            kernel = PACKET_MOVES[self.name]
-            blocks, threads, parameter = packets.move(share)
+            launch = packets.move(share, call.request.cta_policy)
+            kernel = (LINE_KERNELS if launch.lines else PACKET_MOVES)[self.name]
             shipped = group.runtime.shipped(kernel.file, kernel.name)
-            return shipped.prepare(blocks, threads, parameter, source.ptr, target.ptr, share)
+            return shipped.prepare(launch.blocks, launch.threads, launch.parameter, source.ptr, target.ptr, share)
         kernel = COLLECTIVES[self.name][0]
         root = () if call.root is None else (call.root,)
         staged = self.rereads_output and source.ptr == target.ptr

@@ -6,6 +6,9 @@ everything that it must know as one parameter (packet_team.h).
 
 from __future__ import annotations
 
+from msgspec import Struct
+
+from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
@@ -16,36 +19,135 @@ MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 SLOT_PACKETS = 2048
 """Packets that a block may take from a rank in one epoch: 16 KiB of data. Fewer if SCRATCH_BYTES are not enough."""
 SCRATCH_BYTES = 32 * 1024 * 1024
+"""Of packets, and of lines."""
 
 PACKET_BYTES = 16
 _PAYLOAD_BYTES = 8
 _WARP = 64  # lanes of a warp, on the target with the widest one
+_LINE_WARP = 32  # the same on the targets that have lines
+_LINE_THREADS, _LINE_UNITS, _UNIT_BYTES = 8, 15, 16  # of lines.h: threads that share two lines, and their units
+_LINE_PACKETS = 2  # the room that a thread's part of two lines takes
+
+
+def carries_whole_lines(group: Group) -> bool:
+    """Whether this rank's runtime has lines, and its links to all others carry them whole.
+
+    Links that add atomically do, as NVLink. Others may deliver the parts of a line one by one.
+    """
+    runtime = group.runtime
+    return runtime.launch_defaults.line_bytes > 0 and all(
+        runtime.adds_at_peer(info.device_id) for info in group.topology.ranks
+    )
+
+
+class PacketLaunch(Struct, frozen=True):
+    """The launch of a packet kernel.
+
+    Attributes:
+        lines: whether it is the kernel whose packets are lines.
+        blocks: of the grid.
+        threads: of a block.
+        parameter: the kernel's first, a ProxycclPacketTeam.
+    """
+
+    lines: bool
+    blocks: int
+    threads: int
+    parameter: bytes
 
 
 class PacketTeam:
     """All ranks make it together; each must have mapped every other.
 
+    Args:
+        group: all ranks.
+        whole_lines: whether all ranks' links carry lines of 128 bytes in one piece, so that packets may be lines.
+
     Attributes:
-        blocks: the most blocks of a packet kernel.
         move_bytes: the longest share that an all_gather or an all_to_all moves in packets.
+        scratch: the memory of packets, and that of lines if there are any.
+    """
+
+    def __init__(self, group: Group, *, whole_lines: bool) -> None:
+        defaults, ranks = group.runtime.launch_defaults, group.world_size
+        moved = defaults.line_move_bytes if whole_lines else defaults.packet_move_bytes
+        self.move_bytes = moved // max(1, ranks - 1)
+        self._threads = defaults.packet_threads
+        self._max_threads = max(defaults.threads, defaults.packet_threads)
+        self._ranks = ranks
+        blocks = defaults.pair_packet_blocks if ranks == 2 else defaults.packet_blocks
+        self.scratch = [PacketScratch(group, blocks, SLOT_PACKETS)]
+        self._line_bytes, self._efficient_blocks = defaults.line_bytes, defaults.efficient_blocks
+        if whole_lines:
+            most = SCRATCH_BYTES // (_slots(1, ranks) * _LINE_PACKETS * _LINE_WARP * PACKET_BYTES)
+            self.scratch.append(PacketScratch(group, min(defaults.line_blocks, most), _LINE_PACKETS * SLOT_PACKETS))
+
+    def launch(self, algorithm: str, dtype: DType, count: int, policy: CtaPolicy) -> PacketLaunch:
+        """The launch of an all-reduce of `count` elements."""
+        if algorithm == "recursive_doubling":
+            return self._packets(count * dtype.accumulator_itemsize)
+        share = -(-count // self._ranks) if algorithm == "two_shot_packets" else count
+        return self.move(share * dtype.itemsize, policy)
+
+    def move(self, share: int, policy: CtaPolicy) -> PacketLaunch:
+        """The launch of a call in which ranks send each other shares of this many bytes."""
+        if len(self.scratch) == 1 or share < self._line_bytes:
+            return self._packets(share)
+        blocks = self.scratch[1].blocks
+        return self._lines(share, min(blocks, self._efficient_blocks) if policy == "efficiency" else blocks)
+
+    def _packets(self, share: int) -> PacketLaunch:
+        payloads = -(-share // _PAYLOAD_BYTES)
+        scratch = self.scratch[0]
+        blocks = max(1, min(scratch.blocks, -(-payloads // self._threads)))
+        each = -(-payloads // blocks)
+        epochs = -(-each // scratch.slot_packets)
+        each = -(-each // epochs)
+        threads = min(self._max_threads, _round_up(each, _WARP))
+        return PacketLaunch(False, blocks, threads, scratch.parameter(payloads, epochs, each))
+
+    def _lines(self, share: int, most_blocks: int) -> PacketLaunch:
+        units = -(-share // _UNIT_BYTES)
+        packets = -(-units // _LINE_UNITS) * _LINE_THREADS
+        scratch = self.scratch[1]
+        share_of_block = _round_up(-(-packets // most_blocks), _LINE_WARP)
+        epochs = -(-share_of_block // (scratch.slot_packets // _LINE_PACKETS // _LINE_WARP * _LINE_WARP))
+        each = _round_up(-(-share_of_block // epochs), _LINE_WARP)
+        blocks = -(-packets // (epochs * each))
+        threads = _round_up(-(-each // -(-each // self._max_threads)), _LINE_WARP)
+        return PacketLaunch(True, blocks, threads, scratch.parameter(units, epochs, each))
+
+    def close(self) -> None:
+        """Frees the memory. Kernels of all ranks must have ended."""
+        for scratch in self.scratch:
+            scratch.close()
+
+
+class PacketScratch:
+    """Memory for packets on each rank, and its blocks' epochs. All ranks make it together.
+
+    Args:
+        group: the ranks.
+        blocks: the most blocks of a kernel.
+        most: packets of a slot, where SCRATCH_BYTES suffice.
+
+    Attributes:
+        blocks: the most blocks of a kernel.
+        slot_packets: packets of a slot.
         epochs: the blocks' counters of epochs, uint32 each, in device memory.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, blocks: int, most: int) -> None:
         runtime, ranks = group.runtime, group.world_size
-        defaults = runtime.launch_defaults
-        self.blocks = defaults.pair_packet_blocks if ranks == 2 else defaults.packet_blocks
-        self._threads, self.move_bytes = defaults.packet_threads, defaults.packet_move_bytes // max(1, ranks - 1)
-        self._max_threads = max(defaults.threads, defaults.packet_threads)
-        self._ranks = ranks
-        slots = 2 * self.blocks * lib.PROXYCCL_PACKET_SLOTS_PER_RANK * ranks
-        self._slot_packets = min(SLOT_PACKETS, SCRATCH_BYTES // (slots * PACKET_BYTES))
-        self._scratch = allocate(group, (slots * self._slot_packets * PACKET_BYTES,), "uint8")
+        self.blocks = blocks
+        slots = _slots(blocks, ranks)
+        self.slot_packets = min(most, SCRATCH_BYTES // (slots * PACKET_BYTES) // _LINE_THREADS * _LINE_THREADS)
+        self._scratch = allocate(group, (slots * self.slot_packets * PACKET_BYTES,), "uint8")
         self._memory = register(group, self._scratch)
-        self.epochs = runtime.allocate(self.blocks * ffi.sizeof("uint32_t"))
+        self.epochs = runtime.allocate(blocks * ffi.sizeof("uint32_t"))
 
         team = self._team = ffi.new("ProxycclPacketTeam *")
-        team.rank, team.world_size, team.slot_packets = group.rank, ranks, self._slot_packets
+        team.rank, team.world_size, team.slot_packets = group.rank, ranks, self.slot_packets
         team.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         team.epochs = ffi.cast("uint32_t *", self.epochs.ptr)
         team.scratch = ffi.cast("char *", self._scratch.ptr)
@@ -53,31 +155,21 @@ class PacketTeam:
             if peer != group.rank:
                 team.remote[peer] = ffi.cast("char *", self._memory.peer_ptr(peer))
 
-    def launch(self, algorithm: str, dtype: DType, count: int) -> tuple[int, int, bytes]:
-        """Blocks, threads and the kernels' first parameter for an all-reduce of `count` elements."""
-        return self._shape(self._packets(algorithm, dtype, count))
-
-    def move(self, share: int) -> tuple[int, int, bytes]:
-        """The same for shares of this many bytes that are only moved."""
-        return self._shape(-(-share // _PAYLOAD_BYTES))
-
-    def _shape(self, packets: int) -> tuple[int, int, bytes]:
-        blocks = max(1, min(self.blocks, -(-packets // self._threads)))
-        share = -(-packets // blocks)
-        epochs = -(-share // self._slot_packets)
+    def parameter(self, share: int, epochs: int, epoch_packets: int) -> bytes:
+        """A kernel's ProxycclPacketTeam (packet_team.h)."""
         team = ffi.new("ProxycclPacketTeam *", self._team[0])
-        team.packets, team.call_epochs, team.epoch_packets = packets, epochs, -(-share // epochs)
-        threads = min(self._max_threads, -(-team.epoch_packets // _WARP) * _WARP)
-        return blocks, threads, bytes(ffi.buffer(team))
+        team.share, team.call_epochs, team.epoch_packets = share, epochs, epoch_packets
+        return bytes(ffi.buffer(team))
 
     def close(self) -> None:
-        """Frees the memory. Kernels of all ranks must have ended."""
+        """Frees the memory."""
         self._scratch.free()
         self.epochs.close()
 
-    def _packets(self, algorithm: str, dtype: DType, count: int) -> int:
-        """Packets that a rank exchanges with each peer, once or in each step."""
-        if algorithm == "recursive_doubling":
-            return -(-count * dtype.accumulator_itemsize // _PAYLOAD_BYTES)
-        packets = -(-count * dtype.itemsize // _PAYLOAD_BYTES)
-        return -(-packets // self._ranks) if algorithm == "two_shot_packets" else packets
+
+def _slots(blocks: int, ranks: int) -> int:
+    return 2 * blocks * lib.PROXYCCL_PACKET_SLOTS_PER_RANK * ranks
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -36,17 +36,25 @@ ALL_REDUCE_KERNELS: dict[str, CollectiveKernel] = {
 REDUCTION_OF_SCHEDULES = CollectiveKernel("reduce_arrived.h", "reduce_arrived", reduces=True)
 """The kernel that reduces data that the proxies have moved."""
 
+LINE_KERNELS: dict[str, CollectiveKernel] = {
+    "one_shot": CollectiveKernel("all_reduce_one_shot.h", "all_reduce_one_shot_lines", reduces=True),
+    "two_shot_packets": CollectiveKernel("all_reduce_two_shot_packets.h", "all_reduce_two_shot_lines", reduces=True),
+    **{name: CollectiveKernel("packet_moves.h", f"{name}_lines") for name in ("all_gather", "all_to_all")},
+}
+"""By algorithm, or by collective, the kernels whose packets are lines, for longer messages."""
+
 PACKET_MOVES = {name: CollectiveKernel("packet_moves.h", f"{name}_packets") for name in ("all_gather", "all_to_all")}
 """The kernels that move short shares, by collective."""
 
+_REDUCED_IN_LINES = tuple(kernel for kernel in LINE_KERNELS.values() if kernel.reduces)
 _TRANSFERS = (CollectiveKernel("send_receive.h", "send_receive"),)
 
 COLLECTIVES: dict[str, tuple[CollectiveKernel, ...]] = {
-    "all_reduce": (*ALL_REDUCE_KERNELS.values(), REDUCTION_OF_SCHEDULES),
-    "reduce": (*ALL_REDUCE_KERNELS.values(), REDUCTION_OF_SCHEDULES),
+    "all_reduce": (*ALL_REDUCE_KERNELS.values(), *_REDUCED_IN_LINES, REDUCTION_OF_SCHEDULES),
+    "reduce": (*ALL_REDUCE_KERNELS.values(), *_REDUCED_IN_LINES, REDUCTION_OF_SCHEDULES),
     "reduce_scatter": (CollectiveKernel("reduce_scatter.h", "reduce_scatter", reduces=True), REDUCTION_OF_SCHEDULES),
-    "all_gather": (CollectiveKernel("moves.h", "all_gather"), PACKET_MOVES["all_gather"]),
-    "all_to_all": (CollectiveKernel("moves.h", "all_to_all"), PACKET_MOVES["all_to_all"]),
+    "all_gather": (CollectiveKernel("moves.h", "all_gather"), PACKET_MOVES["all_gather"], LINE_KERNELS["all_gather"]),
+    "all_to_all": (CollectiveKernel("moves.h", "all_to_all"), PACKET_MOVES["all_to_all"], LINE_KERNELS["all_to_all"]),
     "broadcast": (CollectiveKernel("moves.h", "broadcast"),),
     **dict.fromkeys(("send", "recv", "all_to_all_v", "gather", "scatter"), _TRANSFERS),
     "barrier": (CollectiveKernel("moves.h", "barrier"),),

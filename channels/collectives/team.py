@@ -40,6 +40,7 @@ class Team:
         group: whose ranks.
         members: the ranks of this rank's team, itself included; None for all. The kernels' ranks are indices into this
             list.
+        whole_lines: whether all ranks' links carry lines of 128 bytes in one piece (lines.h).
 
     Attributes:
         all_mapped: whether every member's memory is mapped by all: then each block has its own lane.
@@ -47,7 +48,7 @@ class Team:
         packets: the state of the packet algorithms; None if a peer is not mapped, or there are too many.
     """
 
-    def __init__(self, group: Group, *, members: list[int] | None = None) -> None:
+    def __init__(self, group: Group, *, members: list[int] | None = None, whole_lines: bool = False) -> None:
         runtime, rank = group.runtime, group.rank
         members = list(range(group.world_size)) if members is None else members
         ranks = len(members)
@@ -96,7 +97,7 @@ class Team:
         for number in range(min(ranks, lib.PROXYCCL_MAX_MAPPED_RANKS)):
             team.remote[number] = links[number].remote
         with_packets = self.all_mapped and ranks == group.world_size <= packet_team.MAX_RANKS
-        self.packets = PacketTeam(group) if with_packets else None
+        self.packets = PacketTeam(group, whole_lines=whole_lines) if with_packets else None
 
     @staticmethod
     def all_mapped_of(ranks: int, reaching: Iterable[bool]) -> bool:

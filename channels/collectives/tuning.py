@@ -25,11 +25,9 @@ from proxyccl.channels.collectives.selection import (
     Case,
     Selector,
     SizeTable,
-    default_selector,
     sending_no_sums,
 )
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
-from proxyccl.channels.group import Group
 from proxyccl.channels.memory import MOST_BYTES, allocate, deregister, register
 from proxyccl.channels.timeouts import as_seconds
 from proxyccl.device.arguments.integers import as_integer, find_items
@@ -251,16 +249,16 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
     return SizeTable(changes, last)
 
 
-def selector_from(group: Group, measured: Mapping[Case, Times]) -> Selector:
-    """The tables for these ranks, from measurements.
+def selector_from(collectives: Collectives, measured: Mapping[Case, Times]) -> Selector:
+    """The tables for the ranks, from measurements.
 
     If the largest measured size is the largest of `default_sizes`, the fastest algorithm there is used beyond it too.
     Otherwise the defaults are.
     """
-    defaults = default_selector(group)
+    defaults = collectives.defaults
     if not measured:
         return defaults
-    goes_on = max(measured[CASES[0]]) >= default_sizes(group.runtime.name)[-1]
+    goes_on = max(measured[CASES[0]]) >= default_sizes(collectives.group.runtime.name)[-1]
     return Selector(
         {case: table_from(times, None if goes_on else defaults.tables[case]) for case, times in measured.items()}
     )

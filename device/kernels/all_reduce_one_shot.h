@@ -1,5 +1,5 @@
-// One-shot all-reduce with packets, for small messages: every rank sends all its data to every other rank, and each
-// rank reduces all of it.
+// One-shot all-reduce with packets or lines, for small messages: every rank sends all its data to every other rank, and
+// each rank reduces all of it.
 //
 // One crossing of the link, (n-1) times the bytes. Each rank reduces in rank order, so all ranks get the same bits.
 // Slot r holds the data of rank r.
@@ -7,22 +7,32 @@
 #define PROXYCCL_ALL_REDUCE_ONE_SHOT_H
 
 #include "instance.h"
-#include "packets.h"
+#include "lines.h"
 
 namespace proxyccl {
 
-template <class T, class Op>
-PROXYCCL_DEVICE void all_reduce_one_shot(const ProxycclPacketTeam& team, const T* in, T* out, uint64_t count) {
-  PacketLanes lanes(team);
-  auto load = [&](uint64_t i) { return loadPayload(in, count, i).pack(); };
+template <class Form, class T, class Op>
+PROXYCCL_DEVICE void oneShot(const ProxycclPacketTeam& team, const T* in, T* out, uint64_t count) {
+  Lanes<Form> lanes(team);
   lanes.forEachEpoch([&](uint64_t first) {
-    lanes.forEachPacket([&](uint64_t p) { lanes.sendToAll(team.rank, p, load(first + p)); });
+    auto load = [&](uint64_t p) { return lanes.load(in, count, 0, first + p); };
+    lanes.forEachPacket([&](uint64_t p) { lanes.sendToAll(team.rank, p, load(p)); });
     lanes.forEachPacket([&](uint64_t p) {
-      PacketReduction<T, Op> reduction;
-      lanes.receiveFromAll(0, p, load(first + p), reduction);
-      storePayload(out, count, first + p, reduction.finish(team.world_size));
+      PacketReduction<T, Op, typename Form::Payload> reduction;
+      lanes.receiveFromAll(0, p, load(p), reduction);
+      lanes.store(out, count, 0, first + p, reduction.finish(team.world_size));
     });
   });
+}
+
+template <class T, class Op>
+PROXYCCL_DEVICE void all_reduce_one_shot(const ProxycclPacketTeam& team, const T* in, T* out, uint64_t count) {
+  oneShot<PacketForm, T, Op>(team, in, out, count);
+}
+
+template <class T, class Op>
+PROXYCCL_DEVICE void all_reduce_one_shot_lines(const ProxycclPacketTeam& team, const T* in, T* out, uint64_t count) {
+  oneShot<LineForm, T, Op>(team, in, out, count);
 }
 
 }  // namespace proxyccl

@@ -1,42 +1,47 @@
-// Two-shot all-reduce with packets, for medium messages: each rank reduces one share of the data for all ranks and
-// sends the result to all ranks, all in packets.
+// Two-shot all-reduce with packets or lines, for medium messages: each rank reduces one share of the data for all ranks
+// and sends the result to all ranks.
 //
-// Two crossings of the link, 2 (n-1)/n times the bytes and as much again for the flags. A share is reduced by one rank,
-// in rank order, accumulated in the wide type and rounded once. Slot r holds the data of rank r, slot n + r its result.
+// Two crossings of the link, 2 (n-1)/n times the bytes. A share is reduced by one rank, in rank order, accumulated in
+// the wide type and rounded once. Slot r holds the data of rank r, slot n + r its result.
 #ifndef PROXYCCL_ALL_REDUCE_TWO_SHOT_PACKETS_H
 #define PROXYCCL_ALL_REDUCE_TWO_SHOT_PACKETS_H
 
 #include "instance.h"
-#include "packets.h"
+#include "lines.h"
 
 namespace proxyccl {
 
-template <class T, class Op>
-PROXYCCL_DEVICE void all_reduce_two_shot_packets(const ProxycclPacketTeam& team, const T* in, T* out, uint64_t count) {
-  PacketLanes lanes(team);
+template <class Form, class T, class Op>
+PROXYCCL_DEVICE void twoShotPackets(const ProxycclPacketTeam& team, const T* in, T* out, uint64_t count) {
+  using Payload = typename Form::Payload;
+  Lanes<Form> lanes(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
   lanes.forEachEpoch([&](uint64_t first) {
-    // Padding is not loaded or stored: past the share's end lies the next rank's share, which other threads load and
-    // store.
-    auto inShare = [&](uint64_t p) { return first + p < team.packets; };
-    auto number = [&](uint32_t owner, uint64_t p) { return owner * team.packets + first + p; };
-    auto load = [&](uint32_t owner, uint64_t p) {
-      return inShare(p) ? loadPayload(in, count, number(owner, p)).pack() : LL16Packet::Payload{};
-    };
+    auto load = [&](uint32_t owner, uint64_t p) { return lanes.load(in, count, owner, first + p); };
     lanes.forEachPacket([&](uint64_t p) { lanes.sendToEach(rank, p, [&](uint32_t peer) { return load(peer, p); }); });
     lanes.forEachPacket([&](uint64_t p) {
-      PacketReduction<T, Op> reduction;
+      PacketReduction<T, Op, Payload> reduction;
       lanes.receiveFromAll(0, p, load(rank, p), reduction);
-      const PayloadOf<T> sum = reduction.finish(ranks);
-      lanes.sendToAll(ranks + rank, p, sum.pack());
-      if (inShare(p)) storePayload(out, count, number(rank, p), sum);
+      const Payload sum = reduction.finish(ranks);
+      lanes.sendToAll(ranks + rank, p, sum);
+      lanes.store(out, count, rank, first + p, sum);
     });
     lanes.forEachPacket([&](uint64_t p) {
-      lanes.receiveFromAll(ranks, p, {}, [&](uint32_t owner, LL16Packet::Payload sum) {
-        if (owner != rank && inShare(p)) storePayload(out, count, number(owner, p), PayloadOf<T>::unpack(sum));
+      lanes.receiveFromAll(ranks, p, {}, [&](uint32_t owner, const Payload& sum) {
+        if (owner != rank) lanes.store(out, count, owner, first + p, sum);
       });
     });
   });
+}
+
+template <class T, class Op>
+PROXYCCL_DEVICE void all_reduce_two_shot_packets(const ProxycclPacketTeam& team, const T* in, T* out, uint64_t count) {
+  twoShotPackets<PacketForm, T, Op>(team, in, out, count);
+}
+
+template <class T, class Op>
+PROXYCCL_DEVICE void all_reduce_two_shot_lines(const ProxycclPacketTeam& team, const T* in, T* out, uint64_t count) {
+  twoShotPackets<LineForm, T, Op>(team, in, out, count);
 }
 
 }  // namespace proxyccl

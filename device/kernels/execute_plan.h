@@ -104,7 +104,7 @@ PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t byte
       reduction(0, payload);
 #pragma unroll 1
       for (uint32_t source = 1; source < step.sources; ++source) reduction(source, receivePayload(step, source, p));
-      payload = reduction.finish(1).pack();
+      payload = reduction.finish(1);
     }
 #pragma unroll 1
     for (uint32_t d = step.sources; d < step.sources + step.destinations; ++d) {

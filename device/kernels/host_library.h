@@ -16,8 +16,10 @@
 
 #define FOR_EACH_ALGORITHM(T, type, Op, op)                                                             \
   PROXYCCL_REDUCTION(all_reduce_one_shot, all_reduce_one_shot_##type##_##op, T, Op)                     \
+  PROXYCCL_REDUCTION(all_reduce_one_shot_lines, all_reduce_one_shot_lines_##type##_##op, T, Op)         \
   PROXYCCL_REDUCTION(all_reduce_recursive_doubling, all_reduce_recursive_doubling_##type##_##op, T, Op) \
   PROXYCCL_REDUCTION(all_reduce_two_shot_packets, all_reduce_two_shot_packets_##type##_##op, T, Op)     \
+  PROXYCCL_REDUCTION(all_reduce_two_shot_lines, all_reduce_two_shot_lines_##type##_##op, T, Op)         \
   PROXYCCL_REDUCTION(all_reduce_two_shot, all_reduce_two_shot_##type##_##op, T, Op)                     \
   PROXYCCL_REDUCTION(all_reduce_by_proxy, all_reduce_by_proxy_##type##_##op, T, Op)                     \
   PROXYCCL_REDUCTION(all_reduce_ring, all_reduce_ring_##type##_##op, T, Op)                             \

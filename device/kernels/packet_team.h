@@ -16,13 +16,13 @@ typedef struct ProxycclPacketTeam {
   uint32_t rank;
   uint32_t world_size;
   uint32_t slot_packets;
-  /* The call's shape, computed by the host, because division is slow on a device. A rank exchanges `packets` packets
-   * with each peer. A block moves `epoch_packets` of them (at most slot_packets) in each of `call_epochs` epochs. The
-   * blocks may move more packets than there are: the last ones are padding. */
+  /* The call's shape, computed by the host, because division is slow on a device. A rank exchanges `share` payloads of
+   * packets, or units of lines, with each peer. A block moves `epoch_packets` of them (at most slot_packets) in each of
+   * `call_epochs` epochs. The blocks may move more packets than there are: the last ones are padding. */
   uint32_t epoch_packets;
   uint32_t call_epochs;
   uint32_t reserved;
-  uint64_t packets;
+  uint64_t share;
   ProxycclControl* control;
   uint32_t* epochs; /* one per block, in device memory; the block advances it, never the host, so a graph can replay */
   char* scratch;

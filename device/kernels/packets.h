@@ -1,5 +1,8 @@
 // The common part of the packet algorithms: their scratch memory, and values as packet payloads.
 //
+// A Form says how data and flags lie in that memory: PacketForm, an LL16Packet for each thread; or LineForm (lines.h).
+// A thread's part is a packet in both.
+//
 // Blocks are independent: each has its own epoch and its own packets on every rank, and exchanges packets only with the
 // peers' blocks with the same number. All ranks launch the same grid, so these blocks advance alike. A block that a
 // call does not use keeps its epoch, on all ranks.
@@ -59,34 +62,78 @@ PROXYCCL_DEVICE void storePayload(T* array, uint64_t count, uint64_t i, const Pa
     if (i * PayloadOf<T>::kCount + k < count) array[i * PayloadOf<T>::kCount + k] = payload.values[k];
 }
 
-// The reduction of one packet's values in rank order, so that all ranks get the same bits.
-template <class T, class Op>
+// The reduction of one payload's values in rank order, so that all ranks get the same bits.
+template <class T, class Op, class Payload = LL16Packet::Payload>
 class PacketReduction {
  public:
-  PROXYCCL_DEVICE void operator()(uint32_t rank, LL16Packet::Payload payload) {
-    const PayloadOf<T> values = PayloadOf<T>::unpack(payload);
+  PROXYCCL_DEVICE void operator()(uint32_t rank, const Payload& payload) {
+    const Values values = __builtin_bit_cast(Values, payload);
+#pragma unroll
     for (uint32_t k = 0; k < kCount; ++k) {
       const A value = Element<T>::widen(values.values[k]);
       sums_[k] = rank == 0 ? value : Op::combine(sums_[k], value);
     }
   }
-  PROXYCCL_DEVICE PayloadOf<T> finish(uint32_t ranks) const {
-    PayloadOf<T> result;
+  PROXYCCL_DEVICE Payload finish(uint32_t ranks) const {
+    Values result;
+#pragma unroll
     for (uint32_t k = 0; k < kCount; ++k) result.values[k] = finishReduction<T, Op>(sums_[k], ranks);
-    return result;
+    return __builtin_bit_cast(Payload, result);
   }
 
  private:
   using A = typename Element<T>::Accumulator;
-  static constexpr uint32_t kCount = PayloadOf<T>::kCount;
+  static constexpr uint32_t kCount = sizeof(Payload) / sizeof(T);
+  struct Values {
+    T values[kCount];
+  };
 
   A sums_[kCount] = {};
 };
 
+// A packet for each thread. The data of a share are consecutive payloads.
+struct PacketForm {
+  using Payload = LL16Packet::Payload;
+  using Words = LL16Packet::Words;
+  static constexpr uint32_t kAtOnce = 8;
+
+  // Calls body(p) for this thread's packets, which are the same in every epoch.
+  template <class Body>
+  static PROXYCCL_DEVICE void forEach(uint32_t packets, Body body) {
+    proxyccl::forEach(packets, threadIdx.x, blockDim.x, body);
+  }
+  // The data of packet p of a share, of which shares of `share` payloads each lie one after the other in array[count].
+  // Padding is not loaded or stored: past the share's end lies the next one, which other threads load and store.
+  template <class T>
+  static PROXYCCL_DEVICE Payload load(const T* array, uint64_t count, uint64_t share, uint32_t number, uint64_t p) {
+    return p < share ? loadPayload(array, count, number * share + p).pack() : Payload{};
+  }
+  template <class T>
+  static PROXYCCL_DEVICE void store(T* array, uint64_t count, uint64_t share, uint32_t number, uint64_t p,
+                                    const Payload& payload) {
+    if (p < share) storePayload(array, count, number * share + p, PayloadOf<T>::unpack(payload));
+  }
+
+  static PROXYCCL_DEVICE void write(LL16Packet* slot, uint64_t p, const Payload& payload, uint32_t flag) {
+    slot[p].write(payload, flag);
+  }
+  static PROXYCCL_DEVICE Words read(const LL16Packet* slot, uint64_t p, uint32_t) { return slot[p].load(); }
+  static PROXYCCL_DEVICE bool carries(const Words& words, uint64_t, uint32_t flag) { return words.carries(flag); }
+  static PROXYCCL_DEVICE uint64_t flagOf(const Words& words, uint64_t) { return words.low >> 32; }
+  static PROXYCCL_DEVICE Payload payloadOf(const Words& words, uint64_t) { return words.payload(); }
+  template <class Ready>
+  static PROXYCCL_DEVICE bool wait(ProxycclControl* control, const WaitFor& what, Ready ready) {
+    return waitUntil(control, what, ready);
+  }
+};
+
 // One block's packets.
-class PacketLanes {
+template <class Form>
+class Lanes {
  public:
-  PROXYCCL_DEVICE explicit PacketLanes(const ProxycclPacketTeam& team)
+  using Payload = typename Form::Payload;
+
+  PROXYCCL_DEVICE explicit Lanes(const ProxycclPacketTeam& team)
       : team_(team), slots_(PROXYCCL_PACKET_SLOTS_PER_RANK * team.world_size), epoch_(team.epochs[blockIdx.x]) {}
 
   // Calls body(first) for each epoch of the call, where `first` is the index, among the call's packets, of the block's
@@ -107,14 +154,24 @@ class PacketLanes {
   // Calls body(p) for this thread's packets of an epoch, which are the same in every epoch.
   template <class Body>
   PROXYCCL_DEVICE void forEachPacket(Body body) const {
-    forEach(team_.epoch_packets, threadIdx.x, blockDim.x, body);
+    Form::forEach(team_.epoch_packets, body);
   }
 
-  PROXYCCL_DEVICE void send(uint32_t peer, uint32_t slot, uint64_t p, LL16Packet::Payload payload) const {
-    slotIn(team_.remote[peer], slot)[p].write(payload, flag());
+  // The data of packet p of the call in share `number` of an array.
+  template <class T>
+  PROXYCCL_DEVICE Payload load(const T* array, uint64_t count, uint32_t number, uint64_t p) const {
+    return Form::load(array, count, team_.share, number, p);
+  }
+  template <class T>
+  PROXYCCL_DEVICE void store(T* array, uint64_t count, uint32_t number, uint64_t p, const Payload& payload) const {
+    Form::store(array, count, team_.share, number, p, payload);
+  }
+
+  PROXYCCL_DEVICE void send(uint32_t peer, uint32_t slot, uint64_t p, const Payload& payload) const {
+    Form::write(slotIn(team_.remote[peer], slot), p, payload, flag());
   }
   // Sends to every other rank, the next one first, so that not all ranks begin with the same one.
-  PROXYCCL_DEVICE void sendToAll(uint32_t slot, uint64_t p, LL16Packet::Payload payload) const {
+  PROXYCCL_DEVICE void sendToAll(uint32_t slot, uint64_t p, const Payload& payload) const {
     for (uint32_t i = 1; i < team_.world_size; ++i) send(peerAt(i), slot, p, payload);
   }
   // The same with payload(rank) for each rank. Several are loaded at once: a store between two loads would delay the
@@ -122,7 +179,7 @@ class PacketLanes {
   template <class PayloadFor>
   PROXYCCL_DEVICE void sendToEach(uint32_t slot, uint64_t p, PayloadFor payload) const {
     for (uint32_t first = 1; first < team_.world_size; first += kAtOnce) {
-      LL16Packet::Payload payloads[kAtOnce];
+      Payload payloads[kAtOnce];
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i)
         if (first + i < team_.world_size) payloads[i] = payload(peerAt(first + i));
@@ -132,39 +189,44 @@ class PacketLanes {
     }
   }
 
-  PROXYCCL_DEVICE LL16Packet::Payload receive(uint32_t peer, uint32_t slot, uint64_t p) const {
+  // By PacketForm alone.
+  PROXYCCL_DEVICE Payload receive(uint32_t peer, uint32_t slot, uint64_t p) const {
     return readPacket(&slotIn(team_.scratch, slot)[p], flag(), team_.control, peer);
   }
   // Calls use(rank, payload) for every rank in turn: with `own` for this rank, and with the packet in slot first_slot +
   // rank for every other. Packets of several ranks are loaded at once, because a load takes longer than the wait for
   // the data.
   template <class Use>
-  PROXYCCL_DEVICE void receiveFromAll(uint32_t first_slot, uint64_t p, LL16Packet::Payload own, Use&& use) const {
+  PROXYCCL_DEVICE void receiveFromAll(uint32_t first_slot, uint64_t p, const Payload& own, Use&& use) const {
     for (uint32_t first = 0; first < team_.world_size; first += kAtOnce) {
-      LL16Packet::Words words[kAtOnce];
+      typename Form::Words words[kAtOnce];
       WaitFor what = {PROXYCCL_WAIT_PACKET, first, PROXYCCL_NO_CHANNEL, flag()};
-      waitUntil(team_.control, what, [&](uint64_t* seen) {
+      Form::wait(team_.control, what, [&](uint64_t* seen) {
         bool complete = true;
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i)
-          if (isPeer(first + i)) words[i] = slotIn(team_.scratch, first_slot + first + i)[p].load();
+          if (isPeer(first + i)) words[i] = Form::read(slotIn(team_.scratch, first_slot + first + i), p, flag());
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i) {
-          if (!isPeer(first + i) || words[i].carries(flag())) continue;
+          if (!isPeer(first + i) || Form::carries(words[i], p, flag())) continue;
           complete = false;
           what.peer = first + i;
-          *seen = words[i].low >> 32;
+          *seen = Form::flagOf(words[i], p);
         }
         return complete;
       });
 #pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i)
-        if (first + i < team_.world_size) use(first + i, isPeer(first + i) ? words[i].payload() : own);
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        if (first + i >= team_.world_size) continue;
+        Payload payload = own;
+        if (isPeer(first + i)) payload = Form::payloadOf(words[i], p);
+        use(first + i, payload);
+      }
     }
   }
 
  private:
-  static constexpr uint32_t kAtOnce = 8;
+  static constexpr uint32_t kAtOnce = Form::kAtOnce;
   // Flags have 32 bits and wrap, and a packet's place may stay unused for longer than that. So before a flag repeats, a
   // block clears its packets of each parity: at the end of the epochs whose number is 0 or 1 modulo this.
   static constexpr uint32_t kClearInterval = 1u << 30;
@@ -198,6 +260,8 @@ class PacketLanes {
   uint32_t slots_;
   uint32_t epoch_;
 };
+
+using PacketLanes = Lanes<PacketForm>;
 
 }  // namespace proxyccl
 

@@ -7,13 +7,16 @@ import pytest
 
 from proxyccl import Communicator
 from proxyccl.device._native import ffi
-from support.devices import runtime_with_blocks
+from support.devices import runtime_with_blocks, runtime_with_lines
 from support.running import run_ranks
 
 pytestmark = pytest.mark.host_only(reason="writes the kernels' counters, which only the host runtime's CPU can")
 
 ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets")
+IN_LINES = ("one_shot", "two_shot_packets")
+FORMS = {"packets": runtime_with_blocks, "lines": runtime_with_lines}
 LONG = 50_000  # several epochs: both blocks' slots together hold 4096 packets of two int32, for two shots three times
+LONGER = 110_000  # the same in lines, which have 2 * 2048 / 8 * 15 units of four int32
 
 
 @pytest.mark.parametrize(
@@ -21,36 +24,42 @@ LONG = 50_000  # several epochs: both blocks' slots together hold 4096 packets o
     # The last meets what the others do: packets are cleared there too, as at 0 and at each multiple of 2**30.
     [pytest.param(start, marks=pytest.mark.full) for start in (0, 2**30 - 7, 2**31 - 5)] + [2**32 - 9],
 )
-def test_results_stay_right_when_epochs_wrap(start: int) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_results_stay_right_when_epochs_wrap(start: int, form: str) -> None:
+    algorithms = IN_LINES if form == "lines" else ALGORITHMS
+
     def body(comm: Communicator) -> list[int]:
         packets = comm.collectives.team().packets
         assert packets is not None
-        epochs = ffi.cast("uint32_t *", packets.epochs.ptr)
-        for block in range(packets.blocks):
+        scratch = packets.scratch[-1]
+        epochs = ffi.cast("uint32_t *", scratch.epochs.ptr)
+        for block in range(scratch.blocks):
             epochs[block] = start
         comm.barrier()
         generator = np.random.default_rng(start)
         for i in range(24):
             x = generator.integers(0, 1000, int(generator.integers(1, LONG)), dtype=np.int32)
             y = x + comm.rank
-            comm.all_reduce(y, algorithm=ALGORITHMS[i % 3])
+            comm.all_reduce(y, algorithm=algorithms[i % len(algorithms)])
             assert np.array_equal(y, 3 * x + 3), f"call {i}"
-        return [epochs[block] for block in range(packets.blocks)]
+        return [epochs[block] for block in range(scratch.blocks)]
 
-    ends = run_ranks(3, body, make_runtime=runtime_with_blocks)
+    ends = run_ranks(3, body, make_runtime=FORMS[form])
     assert ends == [ends[0]] * 3
     assert all((end - start) % 2**32 > 24 for end in ends[0])
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_calls_of_several_epochs_follow_each_other(algorithm: str, pytestconfig: pytest.Config) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "form"), [*((each, "packets") for each in ALGORITHMS), *((each, "lines") for each in IN_LINES)]
+)
+def test_calls_of_several_epochs_follow_each_other(algorithm: str, form: str, pytestconfig: pytest.Config) -> None:
     times = 40 if pytestconfig.getoption("--full") else 15
 
     def body(comm: Communicator) -> None:
-        x = np.arange(LONG, dtype=np.int32)
+        x = np.arange(LONGER if form == "lines" else LONG, dtype=np.int32)
         for _ in range(times):
             y = x + comm.rank
             comm.all_reduce(y, algorithm=algorithm)
             assert np.array_equal(y, 3 * x + 3)
 
-    run_ranks(3, body, make_runtime=runtime_with_blocks)
+    run_ranks(3, body, make_runtime=FORMS[form])

@@ -6,7 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from proxyccl import Communicator, Runtime
-from proxyccl.channels.collectives.packet_team import PacketTeam
+from proxyccl.channels.collectives.packet_team import PacketLaunch, PacketTeam
+from proxyccl.channels.collectives.request import CtaPolicy
 from support.cases.reference import Call
 from support.devices import runtime_with_blocks
 from support.running import run_ranks
@@ -15,8 +16,11 @@ SHAPES = (("uint8", 1), ("int32", 17), ("uint8", 603), ("float64", 50_000))  # t
 
 
 def runtime_with_packets(rank: int) -> Runtime:
+    """Up to 200 bytes in packets, more in lines."""
     runtime = runtime_with_blocks(rank)
-    runtime.launch_defaults = replace(runtime.launch_defaults, packet_move_bytes=1 << 20)  # type: ignore[misc]
+    runtime.launch_defaults = replace(  # type: ignore[misc]
+        runtime.launch_defaults, line_move_bytes=1 << 20, line_bytes=200
+    )
     return runtime
 
 
@@ -24,12 +28,13 @@ def runtime_with_packets(rank: int) -> Runtime:
 @pytest.mark.parametrize("collective", ["all_gather", "all_to_all"])
 def test_short_shares_arrive_in_packets(collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place and apart, also where the shares are not aligned to a packet's data, and next to calls of no bytes."""
-    moved: list[int] = []
+    in_lines: list[bool] = []
     move = PacketTeam.move
 
-    def record(self: PacketTeam, share: int) -> tuple[int, int, bytes]:
-        moved.append(share)
-        return move(self, share)
+    def record(self: PacketTeam, share: int, policy: CtaPolicy) -> PacketLaunch:
+        launch = move(self, share, policy)
+        in_lines.append(launch.lines)
+        return launch
 
     monkeypatch.setattr(PacketTeam, "move", record)
 
@@ -39,4 +44,5 @@ def test_short_shares_arrive_in_packets(collective: str, monkeypatch: pytest.Mon
                 Call(collective, dtype, "sum", None, count, i % 4, in_place).start(comm).finish()
 
     run_ranks(3, body, make_runtime=runtime_with_packets)
-    assert len(moved) >= 3 * 2 * len(SHAPES)
+    assert len(in_lines) >= 3 * 2 * len(SHAPES)
+    assert set(in_lines) == {False, True}

@@ -137,8 +137,9 @@ def test_by_default_short_types_send_no_sums_and_bytes_are_moved_by_kernels(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_on_gpus_packets_give_way_to_loads_earlier_than_to_stores(ranks: int, dtype: str) -> None:
-    selector, sizes = Selector.for_ranks(ranks, "cuda"), [1 << n for n in range(8, 24)]
+@pytest.mark.parametrize("lines", [False, True])
+def test_on_gpus_packets_give_way_to_loads_earlier_than_to_stores(ranks: int, dtype: str, lines: bool) -> None:
+    selector, sizes = Selector.for_ranks(ranks, "cuda", lines=lines), [1 << n for n in range(8, 26)]
 
     def first_two_shot(*, symmetric: bool) -> int:
         chosen = [selector.choose("all_reduce", DTYPES[dtype], n, symmetric=symmetric) for n in sizes]
@@ -146,7 +147,7 @@ def test_on_gpus_packets_give_way_to_loads_earlier_than_to_stores(ranks: int, dt
         assert set(chosen[first:]) == {"two_shot"}
         return sizes[first]
 
-    assert first_two_shot(symmetric=True) < first_two_shot(symmetric=False)
+    assert first_two_shot(symmetric=True) <= first_two_shot(symmetric=False)
 
 
 def chosen_by(comm: Communicator, algorithm: str) -> None:
@@ -399,6 +400,10 @@ def selector_of(comm: Communicator) -> Selector:
     return comm.collectives.selector
 
 
+def has_defaults(comm: Communicator) -> bool:
+    return comm.collectives.selector == comm.collectives.defaults
+
+
 def save_unlikely(ranks: int) -> tuple[Path, Selector]:
     """Tables for this many ranks that nobody would measure, and the path of their file."""
 
@@ -419,10 +424,7 @@ def test_later_communicators_of_as_many_ranks_start_with_the_measured_tables(cac
     assert path.is_relative_to(cache)
     assert run_ranks(2, selector_of) == [selector, selector]
     for other in world_sizes(1, 3):
-        assert all(
-            found == Selector.for_ranks(other, comm_runtime)
-            for found, comm_runtime in run_ranks(other, lambda comm: (selector_of(comm), comm.runtime.name))
-        )
+        assert all(run_ranks(other, has_defaults))
 
 
 def test_all_ranks_take_the_tables_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -465,16 +467,14 @@ def test_a_file_that_can_not_be_used_is_ignored_with_a_warning(
     path, _ = save_unlikely(2)
     path.write_text(spoil(path.read_text()))
     with pytest.warns(UserWarning, match=rf"{reason}.*; the default tables are used. Communicator.tune measures new"):
-        found, runtime = run_ranks(2, lambda comm: (selector_of(comm), comm.runtime.name))[0]
-    assert found == Selector.for_ranks(2, runtime)
+        assert run_ranks(2, has_defaults) == [True, True]
 
 
 def test_tables_that_others_could_have_changed_are_neither_read_nor_replaced(cache: Path) -> None:
     path, selector = save_unlikely(2)
     path.parent.chmod(0o777)
     with pytest.warns(UserWarning, match=f"other users can write to {path.parent} .*; the default tables are used"):
-        found = run_ranks(2, lambda comm: (selector_of(comm), comm.runtime.name))[0]
-    assert found == (Selector.for_ranks(2, found[1]), found[1])
+        assert run_ranks(2, has_defaults) == [True, True]
     with pytest.warns(UserWarning, match="used, but not kept: cache: other users can write to"):
         run_ranks(1, lambda comm: tuned.keep(comm.group, selector))
     assert list(path.parent.iterdir()) == [path]

@@ -60,7 +60,16 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "scenarios",
     [
-        ("all_reduce", "all_reduce_on_streams", "moves", "symmetric_memory", "transfers", "schedules", "agents"),
+        (
+            "all_reduce",
+            "lines",
+            "all_reduce_on_streams",
+            "moves",
+            "symmetric_memory",
+            "transfers",
+            "schedules",
+            "agents",
+        ),
         ("expert_parallel", "ring", "copy_streams", "pinned_memory", "channels", "grid", "timeout"),
         # A layer launches its kernels, and the copy streams' proxy carries out its schedules.
         pytest.param(("expert_layouts", "dispatch_combine"), marks=pytest.mark.full),

@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from msgspec.structs import replace
+
 from proxyccl import Communicator, Runtime, open_runtime
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtimes import open_driver
@@ -36,6 +38,13 @@ def rank_runtime(rank: int) -> Runtime:
 def runtime_with_blocks(rank: int) -> Runtime:
     """The same, with collectives of several blocks: on the host they have one unless asked for more."""
     return HostRuntime(blocks=2) if ON_HOST else rank_runtime(rank)
+
+
+def runtime_with_lines(rank: int) -> Runtime:
+    """The host runtime, with collectives of several blocks, and with lines for packets of whatever length."""
+    runtime = HostRuntime(blocks=2)
+    runtime.launch_defaults = replace(runtime.launch_defaults, line_bytes=1)  # type: ignore[misc]
+    return runtime
 
 
 def torch_device(comm: Communicator) -> Any:

@@ -6,6 +6,9 @@
 
 #define PROXYCCL_ON_HOST 0
 #define PROXYCCL_WARP_SIZE 32
+// A line of 128 bytes that one instruction of a warp stores arrives whole, also over NVLink, over which peers are
+// mapped.
+#define PROXYCCL_WHOLE_LINES 1
 #define PROXYCCL_DEVICE __device__ __forceinline__
 #define PROXYCCL_OUT_OF_LINE static __device__ __noinline__
 // When a kernel begins, everyone sees the stores of the kernels before it, and a value that was used has been loaded.

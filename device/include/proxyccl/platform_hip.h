@@ -6,6 +6,7 @@
 
 #define PROXYCCL_ON_HOST 0
 #define PROXYCCL_WARP_SIZE 64
+#define PROXYCCL_WHOLE_LINES 0
 #define PROXYCCL_DEVICE __device__ __forceinline__
 #define PROXYCCL_OUT_OF_LINE static __device__ __noinline__
 

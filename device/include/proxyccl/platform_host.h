@@ -12,6 +12,7 @@ struct ProxycclControl;
 
 #define PROXYCCL_ON_HOST 1
 #define PROXYCCL_WARP_SIZE 32
+#define PROXYCCL_WHOLE_LINES 0
 // The compiler chooses what to inline: forced inlining doubles the shipped kernels' compile time and does not make them
 // faster.
 #define PROXYCCL_DEVICE inline

@@ -18,7 +18,9 @@ REDUCTIONS = [(dtype, next(_OPERATIONS[DTYPES[dtype].bitwise])) for dtype in red
 ALGORITHMS = (
     "all_reduce_one_shot",
     "all_reduce_recursive_doubling",
+    "all_reduce_one_shot_lines",
     "all_reduce_two_shot_packets",
+    "all_reduce_two_shot_lines",
     "all_reduce_two_shot",
     "all_reduce_ring",
     "reduce_scatter",

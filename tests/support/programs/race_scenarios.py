@@ -24,7 +24,7 @@ from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.host import HostRuntime
 from proxyccl.transfer import Agent, State, strided
 from support.cases.span_calls import COLLECTIVES, SpanCalls
-from support.devices import runtime_with_blocks
+from support.devices import runtime_with_blocks, runtime_with_lines
 from support.ranks import Ranks
 from support.running import impatient, run_ranks
 
@@ -54,6 +54,19 @@ def all_reduce() -> None:
                 assert np.array_equal(x, 3 * np.arange(1001, dtype=np.float32) + 3)
 
     run(3, body)
+
+
+def lines() -> None:
+    """Packets that are lines: several calls reuse their places, also with parts of lines that no thread needs."""
+
+    def body(comm: Communicator) -> None:
+        for algorithm in ("one_shot", "two_shot_packets"):
+            for count in (1001, 60_000, 1001):
+                x = np.arange(count, dtype=np.float32) + comm.rank
+                comm.all_reduce(x, algorithm=algorithm)
+                assert np.array_equal(x, 3 * np.arange(count, dtype=np.float32) + 3)
+
+    run(3, body, make_runtime=runtime_with_lines)
 
 
 def all_reduce_on_streams() -> None:

@@ -1,0 +1,168 @@
+// Packets of whole lines: eight threads exchange 240 bytes of data in two lines of 128 bytes, of which the last 8 bytes
+// are the flag (NCCL's LL128 protocol). That is 15 bytes of data in 16, where an LL16Packet has 8. One instruction of a
+// warp stores a line, which arrives whole, so the flag says that all of it is there. Where lines may be torn, the flag
+// is stored after the data and loaded before it.
+//
+// Data is in units of 16 bytes. The eight threads, by their place 0 to 7, have unit `place` and, except the last, unit
+// 8 + `place`. Line 0 holds the units 0 to 6 and the first half of unit 7; line 1 the units 8 to 14 and the second half
+// of unit 7: each in the words of the thread that has it, so no thread gives another a value.
+#ifndef PROXYCCL_LINES_H
+#define PROXYCCL_LINES_H
+
+#include "packets.h"
+#include "proxyccl/element.h"
+#include "reduce_ranks.h"
+
+namespace proxyccl {
+
+// A unit of array[count]: values past the end are loaded as zero and not stored. The last one, and those of an array
+// that is not aligned, are moved value by value in a short loop, not unrolled, as there are many copies of it.
+template <class T>
+PROXYCCL_DEVICE Bytes16 loadUnit(const T* array, uint64_t count, uint64_t unit) {
+  constexpr uint32_t kWide = 16 / sizeof(T);
+  const uint64_t begin = unit * kWide;
+  if (isAligned16(array) && begin + kWide <= count)
+    return __builtin_bit_cast(Bytes16, Pack<T, kWide>::load(array + begin));
+  Bytes16 bytes = {};
+#pragma unroll 1
+  for (uint32_t k = 0; k < kWide && begin + k < count; ++k) {
+    const uint64_t bits = __builtin_bit_cast(typename PieceOf<sizeof(T)>::Type, array[begin + k]);
+    const uint32_t shift = 8 * sizeof(T) * k;
+    if (shift < 64)
+      bytes.low |= bits << shift;
+    else
+      bytes.high |= bits << (shift - 64);
+  }
+  return bytes;
+}
+template <class T>
+PROXYCCL_DEVICE void storeUnit(T* array, uint64_t count, uint64_t unit, Bytes16 bytes) {
+  constexpr uint32_t kWide = 16 / sizeof(T);
+  const uint64_t begin = unit * kWide;
+  if (isAligned16(array) && begin + kWide <= count)
+    return __builtin_bit_cast(Pack<T, kWide>, bytes).store(array + begin);
+#pragma unroll 1
+  for (uint32_t k = 0; k < kWide && begin + k < count; ++k) {
+    const uint32_t shift = 8 * sizeof(T) * k;
+    const uint64_t bits = shift < 64 ? bytes.low >> shift : bytes.high >> (shift - 64);
+    array[begin + k] = __builtin_bit_cast(T, static_cast<typename PieceOf<sizeof(T)>::Type>(bits));
+  }
+}
+
+// A packet is one thread's part of two lines; the data of a share are consecutive units. All threads of a warp call
+// each function together, for packets p that follow one another.
+struct LineForm {
+  // The thread's two units; the second is empty in the last of eight threads.
+  struct Payload {
+    Bytes16 units[2];
+  };
+  // The thread's words in both lines.
+  struct Words {
+    Bytes16 lines[2];
+  };
+  static constexpr uint32_t kAtOnce = 4;
+
+  // The number of packets and of threads is a multiple of a warp's, so a warp's threads take the same steps.
+  template <class Body>
+  static PROXYCCL_DEVICE void forEach(uint32_t packets, Body body) {
+#pragma unroll 1
+    for (uint32_t p = threadIdx.x; p < packets; p += blockDim.x) body(p);
+  }
+  template <class T>
+  static PROXYCCL_DEVICE Payload load(const T* array, uint64_t count, uint64_t share, uint32_t number, uint64_t p) {
+    Payload payload{};
+    forUnits(p, share,
+             [&](uint32_t u, uint64_t unit) { payload.units[u] = loadUnit(array, count, number * share + unit); });
+    return payload;
+  }
+  template <class T>
+  static PROXYCCL_DEVICE void store(T* array, uint64_t count, uint64_t share, uint32_t number, uint64_t p,
+                                    const Payload& payload) {
+    forUnits(p, share,
+             [&](uint32_t u, uint64_t unit) { storeUnit(array, count, number * share + unit, payload.units[u]); });
+  }
+
+  static PROXYCCL_DEVICE void write(LL16Packet* slot, uint64_t p, const Payload& payload, uint32_t flag) {
+    uint64_t* const words = wordsIn(slot, p);
+    const bool flagged = hasFlag(p);
+    const Bytes16 first = payload.units[0], second = payload.units[1];
+    auto store = [&] {
+      storePacket128(words, first.low, flagged ? flag : first.high);
+      storePacket128(words + kLineWords, flagged ? first.high : second.low, flagged ? flag : second.high);
+    };
+#if PROXYCCL_WHOLE_LINES
+    syncWarp();  // one instruction for a whole line, also after a branch that not all threads took
+    store();
+#else
+    if (!flagged) {
+      store();
+      fenceSystem();
+    }
+    syncWarp();
+    if (flagged) store();
+#endif
+  }
+  static PROXYCCL_DEVICE Words read(const LL16Packet* slot, uint64_t p, uint32_t) {
+    const uint64_t* const words = wordsIn(slot, p);
+    Words result;
+    auto load = [&] {
+      loadPacket128(words, &result.lines[0].low, &result.lines[0].high);
+      loadPacket128(words + kLineWords, &result.lines[1].low, &result.lines[1].high);
+    };
+#if PROXYCCL_WHOLE_LINES
+    load();
+#else
+    if (hasFlag(p)) {
+      load();
+      fenceSystem();
+    }
+    syncWarp();
+    if (!hasFlag(p)) load();
+#endif
+    return result;
+  }
+  static PROXYCCL_DEVICE bool carries(const Words& words, uint64_t p, uint32_t flag) {
+    return !hasFlag(p) || (words.lines[0].high == flag && words.lines[1].high == flag);
+  }
+  static PROXYCCL_DEVICE uint64_t flagOf(const Words& words, uint64_t) { return words.lines[0].high; }
+  static PROXYCCL_DEVICE Payload payloadOf(const Words& words, uint64_t p) {
+    const Bytes16 first = words.lines[0], second = words.lines[1];
+    return hasFlag(p) ? Payload{{{first.low, second.low}, {}}} : Payload{{first, second}};
+  }
+  // As waitUntil(), until all threads of the warp are ready or one of them gives up.
+  template <class Ready>
+  static PROXYCCL_DEVICE bool wait(ProxycclControl* control, const WaitFor& what, Ready ready) {
+    uint64_t seen = 0, started = 0;
+    for (uint32_t spins = 0;; ++spins) {
+      const bool is_ready = ready(&seen);
+      if (ballotWarp(!is_ready) == 0) return true;
+      if (spins % kSpinsPerCheck == kFirstCheck) {
+        if (!is_ready) started = checkWait(control, what, seen, started);
+        if (ballotWarp(!is_ready && started == 0) != 0) return false;
+      }
+      spinHint(spins);
+    }
+  }
+
+ private:
+  static constexpr uint32_t kThreads = 8, kUnits = 15, kLineWords = 2 * kThreads;
+
+  static PROXYCCL_DEVICE bool hasFlag(uint64_t p) { return p % kThreads == kThreads - 1; }
+  // The thread's words in line 0; those in line 1 are kLineWords further on.
+  static PROXYCCL_DEVICE uint64_t* wordsIn(const LL16Packet* slot, uint64_t p) {
+    return const_cast<uint64_t*>(reinterpret_cast<const uint64_t*>(slot + p / kThreads * 2 * kThreads + p % kThreads));
+  }
+  // Calls body(u, unit) for each unit of packet p that is in the share.
+  template <class Body>
+  static PROXYCCL_DEVICE void forUnits(uint64_t p, uint64_t share, Body body) {
+    const uint64_t unit = p / kThreads * kUnits + p % kThreads;
+    if (unit < share) body(0, unit);
+    if (!hasFlag(p) && unit + kThreads < share) body(1, unit + kThreads);
+  }
+};
+
+using LineLanes = Lanes<LineForm>;
+
+}  // namespace proxyccl
+
+#endif

@@ -1,0 +1,27 @@
+"""all_reduce in packets of whole lines, by which GPUs send data that is not short."""
+
+from __future__ import annotations
+
+import pytest
+
+from proxyccl import Communicator
+from support.cases.reference import Call
+from support.devices import runtime_with_lines
+from support.running import run_ranks
+
+pytestmark = pytest.mark.host_only(reason="GPUs send so without being told, where their links carry whole lines")
+
+COUNTS = (0, 1, 15, 241, 5003)  # less than a thread's part, a few, and several for each thread
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_elements_of_every_size_are_reduced_in_lines(ranks: int) -> None:
+    """In place and apart, in arrays of any alignment; each rank gets the bits of the reference's order."""
+
+    def body(comm: Communicator) -> None:
+        for algorithm in ("one_shot", "two_shot_packets"):
+            for dtype in ("int8", "bfloat16", "float32", "float64"):
+                for i, count in enumerate(COUNTS):
+                    Call("all_reduce", dtype, "sum", algorithm, count, i % 3, i % 2 == 0).run(comm)
+
+    run_ranks(ranks, body, make_runtime=runtime_with_lines)
