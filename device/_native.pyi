@@ -216,6 +216,7 @@ class _ProxycclArrived:
     pieces: int
     piece: int
     stages: PointerField[Uint64Pointer]
+    joined: PointerField[Uint64Pointer]
     transfers: int
     first: int
     gate: PointerField[Uint64Pointer]

@@ -90,7 +90,7 @@ class SchedulePointers(Struct, frozen=True):
 
     A stream writes a schedule's number to `bell`, and waits until `done` is at least 1. When a schedule has stages, the
     stream may wait in between until a stage has counted its receives, and write to `gate` how far gated sends may go.
-    In the end it writes 0 to all that it waited for, and to the gate.
+    In the end it, or its kernel, writes 0 to all that was waited for, and to the gate.
 
     Attributes:
         bell: a schedule's number.

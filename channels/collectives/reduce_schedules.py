@@ -203,7 +203,7 @@ def _one_crossing(
     own_wait = transfers if by_proxy.awaits_data else 0
     reduction = slots.reduce(source.ptr, target.ptr, source.size, [(0, source.size)], first=own_wait)
     wait = by_proxy.rings.stage(_JOINED, len(peers)) if own_wait else by_proxy.rings.stage(0, transfers)
-    return [copy_in, schedule, wait, reduction, *by_proxy.rings.end((0, _JOINED))]
+    return [copy_in, schedule, wait, reduction, *by_proxy.rings.end(() if own_wait else [_JOINED])]
 
 
 class _Slots:
@@ -263,7 +263,8 @@ class _Slots:
         transfers: int = 0,
         gated: bool = False,
     ) -> Launch:
-        """The kernel that reduces each piece. It waits for all but the first, and for that one too if it is told to.
+        """The kernel that reduces each piece, and resets its stage. It waits for all but the first piece, and if it is
+        told to for that one too: then all ranks have joined when it is launched, and it resets the stage of these.
 
         Args:
             own: this rank's elements.
@@ -282,6 +283,7 @@ class _Slots:
         arrived.pieces, arrived.piece, arrived.transfers = len(pieces), pieces[0][1], transfers
         arrived.first = first
         arrived.stages = ffi.cast("uint64_t *", words.stages[0])
+        arrived.joined = ffi.cast("uint64_t *", words.stages[_JOINED] if first else 0)
         arrived.gate = ffi.cast("uint64_t *", words.gate if gated else 0)
         arrived.blocks_done, arrived.here = self._meeting, self._meeting + STAGES
         arrived.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
@@ -369,7 +371,7 @@ class _Reduction:
             own, result, count, bounds, first=first if awaits else 0, transfers=transfers, gated=gated
         )
         wait = rings.stage(_JOINED, posts) if awaits else rings.stage(0, first)
-        return [wait, reduction, *rings.end((*range(len(bounds)), _JOINED))]
+        return [wait, reduction, *rings.end(() if awaits else [_JOINED], gated=gated)]
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -158,7 +158,7 @@ class RingSlots:
         if not waits:
             return [Schedule(sends=(send,)), *rings.end()]
         freed = ScheduleReceive(flow.channel, stage=0)
-        return [Schedule(sends=(send,), receives=(freed,)), *self._turn(), *rings.end([0])]
+        return [Schedule(sends=(send,), receives=(freed,)), *self._turn(), *rings.end([0], gated=True)]
 
     def _turn(self) -> tuple[WaitValue, WriteValue]:
         """A stream's operations around its turn within a schedule: waits for the receive, and opens the gate."""
@@ -179,7 +179,7 @@ class RingSlots:
             came_in,
             copy,
             opens,
-            *rings.end([0]),
+            *rings.end([0], gated=True),
         ]
 
 

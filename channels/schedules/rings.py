@@ -38,14 +38,15 @@ class ScheduleRings:
         """Waits, within a schedule, until the word of a stage is at least this."""
         return WaitValue(self.words.stages[number], least)
 
-    def end(self, stages: Collection[int] = ()) -> list[Operation]:
+    def end(self, stages: Collection[int] = (), *, gated: bool = False) -> list[Operation]:
         """Waits for the end of the schedule, and resets the words that it and the stream have written.
 
         Args:
-            stages: numbers of the stages that the schedule has; if any, the gate may have been used too.
+            stages: numbers of the stages that no kernel resets. Each is a write of the stream, which takes time.
+            gated: whether the gate was used.
         """
         words = self.words
-        used = [words.done, *(words.stages[stage] for stage in stages), *([words.gate] if stages else [])]
+        used = [words.done, *(words.stages[stage] for stage in stages), *([words.gate] if gated else [])]
         return [WaitValue(words.done, 1), *(WriteValue(word, 0) for word in used)]
 
     def prepare(self, steps: Sequence[Step]) -> StreamOperations:

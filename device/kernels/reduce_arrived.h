@@ -36,7 +36,9 @@ PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece, 
 }
 
 // Ends a block's work on a piece. The last block lets the proxy send the result. The gate only grows: whoever opened it
-// for the piece before did so before it ended its work on this one.
+// for the piece before did so before it ended its work on this one. Then that block resets the words of the piece,
+// which nobody counts up from then on: a write of the stream would take longer, and the gate's release would wait for a
+// store.
 PROXYCCL_DEVICE void endPiece(const ProxycclArrived& arrived, uint32_t piece) {
   syncThreadsSystem();
   if (threadIdx.x != 0) return;
@@ -44,6 +46,8 @@ PROXYCCL_DEVICE void endPiece(const ProxycclArrived& arrived, uint32_t piece) {
   storeRelaxedDevice<uint32_t>(&arrived.blocks_done[piece], 0);
   storeRelaxedDevice<uint32_t>(&arrived.here[piece], 0);
   if (arrived.gate != nullptr) storeReleaseSystem<uint64_t>(arrived.gate, piece + 1);
+  storeRelaxedSystem<uint64_t>(&arrived.stages[piece], 0);
+  if (piece == 0 && arrived.joined != nullptr) storeRelaxedSystem<uint64_t>(arrived.joined, 0);
 }
 
 #if !PROXYCCL_ON_HOST
