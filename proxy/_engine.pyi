@@ -239,6 +239,7 @@ class _ProxycclFabricParts:
     endpoint: int
     queue: int
     fabric: int
+    peers: int
     descriptor: int
 
 class ProxycclFabricParts(_ProxycclFabricParts, CData): ...

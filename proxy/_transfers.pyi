@@ -89,6 +89,10 @@ class ProxycclDeviceCopiesPointer(_ProxycclDeviceCopies, ItemPointer[ProxycclDev
 class _ProxycclStaging:
     copier: PointerField[ProxycclCopierPointer]
     memory: ArrayField[int, Uint64Pointer]
+    by_fabric: int
+    descriptor: int
+    key: int
+    base: int
     streams: ArrayField[int, Uint64Pointer]
     events: ArrayField[int, Uint64Pointer]
 
@@ -99,6 +103,7 @@ class _ProxycclFabricPort:
     endpoint: int
     queue: int
     fabric: int
+    peers: int
     descriptor: int
     depth: int
     max_message: int
@@ -127,6 +132,7 @@ class Lib:
     PROXYCCL_STAGE_BYTES: Final[int]
     PROXYCCL_BY_LINK: Final[int]
     PROXYCCL_BY_SOCKET: Final[int]
+    PROXYCCL_BY_FABRIC: Final[int]
     PROXYCCL_BY_MAPPING: Final[int]
     def proxyccl_agent_create(
         self,
@@ -181,6 +187,8 @@ class Lib:
         peer_secret: Passed[CharPointer] | bytes,
         process: int,
         pid: int,
+        address: Passed[CharPointer] | bytes,
+        address_bytes: int,
         /,
     ) -> ProxycclLinkPointer: ...
     def proxyccl_link_end(self, link: Passed[ProxycclLinkPointer], /) -> None: ...
@@ -224,7 +232,7 @@ class Lib:
         /,
     ) -> ProxycclTransferPointer: ...
     def proxyccl_transfer_set_label(self, transfer: Passed[ProxycclTransferPointer], label: int, /) -> None: ...
-    def proxyccl_transfer_release(self, transfer: Passed[ProxycclTransferPointer], /) -> None: ...
+    def proxyccl_transfer_release(self, transfer: Passed[ProxycclTransferPointer], /) -> int: ...
     def proxyccl_transfer_post(
         self,
         transfer: Passed[ProxycclTransferPointer],

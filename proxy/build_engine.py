@@ -155,7 +155,7 @@ typedef struct {
 typedef struct ProxycclFabricOffers ProxycclFabricOffers;
 typedef struct ProxycclFabricEndpoint ProxycclFabricEndpoint;
 typedef struct {
-  uintptr_t endpoint; uintptr_t queue; uintptr_t fabric; int32_t descriptor; ...;
+  uintptr_t endpoint; uintptr_t queue; uintptr_t fabric; uintptr_t peers; int32_t descriptor; ...;
 } ProxycclFabricParts;
 typedef struct { uintptr_t region; uint64_t key; uintptr_t descriptor; ...; } ProxycclFabricRegion;
 int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t reads,

@@ -266,7 +266,7 @@ class Agent:
     def _publish(self) -> None:
         """Tells the engine which memory peers may reach through sockets."""
         for copier in {self._devices.of(share) for share in self._reached.of(self._own.all)} - self._serving.keys():
-            self._serving[copier], kept = copier.staging()
+            self._serving[copier], kept = copier.staging(None if self._fabric is None else self._fabric.stages)
             self._keep_serving(kept)
         for serving in (None, *self._serving):
             starts, ends = self._own.ranges() if serving is None else self._own.ranges(VRAM, serving.runtime.device)
@@ -436,7 +436,7 @@ class Agent:
                 connected = connect(
                     name, peer.place, self._preparer.paths, min(self.timeout, _CONNECT_SECONDS), provider
                 )
-                link = Link(self._handle, name, peer.place.secret, connected)
+                link = Link(self._handle, name, peer.place.secret, connected, b"" if fabric is None else fabric.raw)
                 if fabric is not None and link.path.name.startswith("fabric"):
                     peer.number = fabric.insert(peer.place.fabric)
                 self._warn_of_slow(link, peer.place.host)

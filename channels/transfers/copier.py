@@ -18,6 +18,9 @@ from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi, lib
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from proxyccl.channels.transfers.stages import Stages
     from proxyccl.proxy._transfers import ProxycclDeviceCopiesPointer, ProxycclStagingPointer
 
 _STREAMS = 4
@@ -170,10 +173,15 @@ class Copier:
         blocks = min(blocks, len(pieces))
         return self._kernel.prepare(blocks, threads, table.memory.ptr, len(pieces)), table
 
-    def staging(self) -> tuple[ProxycclStagingPointer, object]:
-        """Pinned memory by way of which another process's memory is copied, and what to keep with it."""
+    def staging(self, registered: Callable[[int, int], Stages] | None = None) -> tuple[ProxycclStagingPointer, object]:
+        """Pinned memory by way of which another process's memory is copied, and what to keep with it.
+
+        Args:
+            registered: registers it (address, bytes) with the agent's endpoint of libfabric; None: there is none.
+        """
         count, nbytes = lib.PROXYCCL_STAGES, lib.PROXYCCL_STAGE_BYTES
         table = Table(self, count * nbytes)
+        stages = None if registered is None else registered(table.memory.ptr, count * nbytes)
         streams = [self._next_stream() for _ in range(count + 1)]
         events = [self.runtime.create_event(times=False) for _ in range(count + 1)]
         made = ffi.new(
@@ -183,9 +191,10 @@ class Copier:
                 "memory": [table.memory.ptr + number * nbytes for number in range(count)],
                 "streams": [stream.handle for stream in streams],
                 "events": [event.handle for event in events],
+                **({} if stages is None else stages.fields),
             },
         )
-        return made, (made, table, events, self)
+        return made, (made, stages, table, events, self)
 
     def _next_stream(self) -> Stream:
         with self._lock:

@@ -14,6 +14,7 @@ from proxyccl.channels.transfers.blocks import Rows, joined
 from proxyccl.channels.transfers.device_memory import runtime_name
 from proxyccl.channels.transfers.errors import NoPathError
 from proxyccl.channels.transfers.regions import DRAM, Region, outermost
+from proxyccl.channels.transfers.stages import Stages
 from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi
@@ -94,6 +95,7 @@ class AgentFabric:
 
     Attributes:
         address: for peers.
+        raw: the same in libfabric's form.
 
     Args:
         options: the provider and its settings.
@@ -111,6 +113,7 @@ class AgentFabric:
             self._endpoint.close()
             raise RuntimeUnavailableError(f"{self._endpoint.offer} does not read peers' memory")
         self.address = self._endpoint.address
+        self.raw = ADDRESS.decode(self.address, "this agent").address
         self._lock = threading.Lock()
         self._registered: dict[Region, FabricRegistration] = {}
         self._own = Keys()
@@ -122,6 +125,7 @@ class AgentFabric:
                 "endpoint": parts.endpoint,
                 "queue": parts.queue,
                 "fabric": parts.fabric,
+                "peers": parts.peers,
                 "descriptor": parts.descriptor,
                 "depth": self._endpoint.depth,
                 "max_message": offer.max_message,
@@ -189,6 +193,14 @@ class AgentFabric:
             for region in self._registered.keys() - set(regions):
                 self._own.remove(region)
                 self._endpoint.release(self._registered.pop(region))
+
+    def stages(self, address: int, nbytes: int) -> Stages:
+        """Registers memory by way of which a device's memory is copied; until nothing refers to the result.
+
+        Raises:
+            ArgumentError, ResourceError, RuntimeUnavailableError: as `FabricEndpoint.register`.
+        """
+        return Stages(self._endpoint, address, nbytes)
 
     def keys(self, regions: Iterable[Region]) -> list[Key]:
         """The keys of those regions that are registered."""

@@ -24,14 +24,24 @@ class Link:
         path: how the data moves.
         pid: the process that the kernel copies from and to; 0: it does not.
         carrier: the kind of socket, "unix" or "tcp".
+
+    Args:
+        agent: the engine's.
+        peer, connected: the other agent, and the socket to it.
+        secret: its secret.
+        address: of this agent's endpoint of libfabric, which the peer will use; b"": it will not.
     """
 
-    def __init__(self, agent: ProxycclAgentPointer, peer: str, secret: bytes, connected: Connected) -> None:
+    def __init__(
+        self, agent: ProxycclAgentPointer, peer: str, secret: bytes, connected: Connected, address: bytes
+    ) -> None:
         self.peer = peer
         self.path = connected.path
         self.pid = connected.pid
         self.carrier = connected.carrier
-        handle = lib.proxyccl_link_create(agent, connected.socket, secret, connected.process, connected.pid)
+        handle = lib.proxyccl_link_create(
+            agent, connected.socket, secret, connected.process, connected.pid, address, len(address)
+        )
         if not handle:
             if ffi.errno == errno.ECANCELED:
                 raise ClosedError("the agent was closed")

@@ -195,12 +195,39 @@ class Preparer:
                 requests = self._fabric.requests(rows, known.keys, known.number)
             except NoPathError as error:
                 reason = str(error)
+                if kinds[1] == VRAM:
+                    return known.keep(self._staged_by_fabric(self._fabric, link, writes, peer, rows, kinds, reason))
             else:
                 path = Path(fabric_path(self._fabric.provider, of_devices=True))
                 lists = sides(rows)
                 made = Transfer(self._handle, link, peer, writes, lists, path, self._devices, requests=requests)
                 return known.keep(made)
         return self._by_socket(link, writes, peer, rows, kinds, reason)
+
+    def _staged_by_fabric(
+        self, fabric: AgentFabric, link: Link, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str], reason: str
+    ) -> Transfer:
+        """By way of pinned memory on both sides, between which the peer's adapter moves the data."""
+        path = staged_path(Path(fabric_path(fabric.provider)), kinds, reason)
+        if kinds[0] == VRAM:
+            copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
+            rows = rows.copy()
+            rows[:, 0], _, _ = self._reached.map(copier, rows[:, 0])
+        else:
+            copier = self._devices.copier(0, "host")  # its CPU fills and empties the stages
+        self.warn_once("stages memory of devices through pinned memory", reason, 5)
+        return Transfer(
+            self._handle,
+            link,
+            peer,
+            writes,
+            sides(rows),
+            path,
+            self._devices,
+            (copier, None),
+            lib.PROXYCCL_BY_FABRIC,
+            stages=fabric.stages,
+        )
 
     def _staged(self, link: Link, writes: bool, peer: str, rows: Rows) -> Transfer:
         """Between this process's device memory and another process's memory of the host."""

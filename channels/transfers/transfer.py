@@ -28,12 +28,15 @@ from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi, lib
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from proxyccl.channels.transfers.blocks import Rows
     from proxyccl.channels.transfers.copier import Copier, Plan
     from proxyccl.channels.transfers.device_memory import Devices
     from proxyccl.channels.transfers.fabric import Requests
     from proxyccl.channels.transfers.link import Link
     from proxyccl.channels.transfers.paths import Path
+    from proxyccl.channels.transfers.stages import Stages
     from proxyccl.proxy._transfers import ProxycclAgentPointer, ProxycclTransferPointer
 
 
@@ -48,6 +51,9 @@ class State(Enum):
     REFUSED = lib.PROXYCCL_TRANSFER_REFUSED
     FAILED = lib.PROXYCCL_TRANSFER_FAILED
 
+
+_OUTSTANDING: list[object] = []
+"""Memory that a peer's adapter may still use, of transfers that were dropped while it did not answer."""
 
 _STATES = {state.value: state for state in State}
 _DONE = lib.PROXYCCL_TRANSFER_DONE
@@ -94,6 +100,7 @@ class Transfer:
         on_device: tuple[Copier, Plan | None] | None = None,
         way: int = lib.PROXYCCL_BY_LINK,
         requests: Requests | None = None,
+        stages: Callable[[int, int], Stages] | None = None,
     ) -> None:
         local, remote = lists
         self.peer = peer
@@ -107,7 +114,7 @@ class Transfer:
         self._turn: Turn | None = None
         over = ffi.NULL if link is None else link.handle
         copier, plan = on_device or (None, None)
-        staging, staged = (ffi.NULL, None) if copier is None or plan is not None else copier.staging()
+        staging, staged = (ffi.NULL, None) if copier is None or plan is not None else copier.staging(stages)
         if copier is not None and plan is not None:
             handle = lib.proxyccl_transfer_create_on_device(agent, over, copier.calls, plan.copies)
         elif requests is not None:
@@ -301,5 +308,6 @@ def set_label(transfer: Transfer, number: int) -> Transfer:
     return transfer
 
 
-def _release(handle: ProxycclTransferPointer, _lists: object) -> None:
-    lib.proxyccl_transfer_release(handle)
+def _release(handle: ProxycclTransferPointer, kept: object) -> None:
+    if lib.proxyccl_transfer_release(handle):
+        _OUTSTANDING.append(kept)

@@ -171,7 +171,7 @@ int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFab
 
 void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts) {
   *parts = (ProxycclFabricParts){(uintptr_t)endpoint->endpoint, (uintptr_t)endpoint->queue, (uintptr_t)endpoint->fabric,
-                                 endpoint->descriptor};
+                                 (uintptr_t)endpoint->peers, endpoint->descriptor};
 }
 
 int proxyccl_fabric_close(ProxycclFabricEndpoint *self) {

@@ -42,8 +42,8 @@ void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers);
 /* An endpoint with its domain, completion queue and address vector, enabled. */
 typedef struct ProxycclFabricEndpoint ProxycclFabricEndpoint;
 typedef struct ProxycclFabricParts {
-  uintptr_t endpoint, queue, fabric; /* fid_ep *, fid_cq *, fid_fabric * */
-  int32_t descriptor;                /* readable when the queue has something; -1: none */
+  uintptr_t endpoint, queue, fabric, peers; /* fid_ep *, fid_cq *, fid_fabric *, fid_av * */
+  int32_t descriptor;                       /* readable when the queue has something; -1: none */
 } ProxycclFabricParts;
 
 /* `waits`: its queue has a descriptor, if the provider can. `call` is set to the name of the call that failed. */

@@ -253,6 +253,7 @@ static void *run(void *argument) {
     device_look_at_all(agent);
     stages_look(agent);
     if (agent->fabric != NULL) fabric_poll(agent);
+    if (agent->feeds) stages_feed(agent);
     const uint64_t rest = fabric_rest(agent);
     const int looks = agent->looked_at != NULL || agent->stages != NULL;
     const int busy = agent->first != NULL || looks || rest != UINT64_MAX;
@@ -377,11 +378,13 @@ void proxyccl_agent_stop(ProxycclAgent *agent) {
     close(agent->listeners[i]);
     agent->listeners[i] = -1;
   }
+  for (ProxycclLink *link = agent->links; link != NULL; link = link->next) ++link->references; /* they stay meanwhile */
   for (ProxycclLink *link = agent->links; link != NULL; link = link->next) link_lose(link, "the agent was closed");
   while (agent->first != NULL) transfer_cancel(agent->first, 0); /* within the agent */
   while (agent->looked_at != NULL) transfer_cancel(agent->looked_at, 0);
   stages_finish(agent);
   fabric_stop(agent);
+  for (ProxycclLink *link = agent->links; link != NULL; link = link->next) --link->references;
   agent->log = NULL; /* its memory lives no longer than the agent's handle */
   reap(agent);
   pthread_mutex_unlock(&agent->lock);

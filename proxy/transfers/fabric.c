@@ -77,7 +77,10 @@ static void drop_rest(ProxycclTransfer *transfer) {
 
 static void end(ProxycclTransfer *transfer) {
   ProxycclLink *link = transfer->link;
-  if (transfer->abandoned) {
+  if (transfer->served != NULL) {
+    const int done = transfer->error == 0 && !transfer->abandoned && link->lost == NULL;
+    transfer_end(transfer, done ? PROXYCCL_TRANSFER_DONE : PROXYCCL_TRANSFER_FAILED);
+  } else if (transfer->abandoned) {
     transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
     if (transfer->orphaned) transfer_free(transfer);
   } else if (link->lost != NULL) {
@@ -178,10 +181,42 @@ void fabric_poll(ProxycclAgent *agent) {
 }
 
 void fabric_start(ProxycclTransfer *transfer) {
-  Fabric *fabric = transfer->agent->fabric;
+  ProxycclAgent *agent = transfer->agent;
+  Fabric *fabric = agent->fabric;
   transfer_queue(transfer, &fabric->last);
-  fabric_poll(transfer->agent);
-  if (fabric->outstanding > 0) agent_wake(transfer->agent); /* it may sleep without a descriptor */
+  fabric_poll(agent);                             /* one of a stage may end, and is freed then */
+  if (fabric->outstanding > 0) agent_wake(agent); /* it may sleep without a descriptor */
+}
+
+int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes) {
+  const Fabric *fabric = link->agent->fabric;
+  char whole[LONGEST_ADDRESS] = {0}; /* providers read as much as the form has */
+  if (fabric == NULL || link->addressed) return 0;
+  memcpy(whole, address, bytes);
+  return fi_av_insert((struct fid_av *)(uintptr_t)fabric->port.peers, whole, 1, &link->address, 0, NULL) == 1;
+}
+
+void fabric_forget(ProxycclLink *link) {
+  struct fid_av *peers = (struct fid_av *)(uintptr_t)link->agent->fabric->port.peers;
+  fi_addr_t address = link->address;
+  fi_av_remove(peers, &address, 1, 0);
+}
+
+int fabric_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin) {
+  ProxycclTransfer *request = transfer_make(stage->agent, stage->link);
+  if (request == NULL) return 0;
+  const uint64_t row[ROW] = {(uintptr_t)stage->memory,           origin->address, bytes,
+                             stage->device->staging->descriptor, origin->key,     0};
+  memcpy(stage->row, row, sizeof row);
+  stage->copying = 1;
+  request->served = stage;
+  request->rows = stage->row;
+  request->writes = writes;
+  request->count = 1;
+  request->bytes = bytes;
+  request->peer = stage->link->address;
+  transfer_restart(request);
+  return 1;
 }
 
 uint64_t fabric_rest(ProxycclAgent *agent) {
@@ -262,6 +297,15 @@ void fabric_poll(ProxycclAgent *agent) { (void)agent; }
 uint64_t fabric_rest(ProxycclAgent *agent) {
   (void)agent;
   return UINT64_MAX;
+}
+int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes) {
+  (void)link, (void)address, (void)bytes;
+  return 0;
+}
+void fabric_forget(ProxycclLink *link) { (void)link; }
+int fabric_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin) {
+  (void)stage, (void)writes, (void)bytes, (void)origin;
+  return 0;
 }
 void fabric_lose(ProxycclLink *link) { (void)link; }
 int fabric_finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {

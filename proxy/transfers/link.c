@@ -15,6 +15,7 @@
 #include "parts.h"
 
 enum {
+  ANSWER_STEPS = 3, /* of a FETCH or a STORE: between the peer and a stage, between that and the device, the end */
   VERSION = 1,
   LONGEST_NAME = 4096,
   TURN_BYTES = 2 << 20 /* sent or received before other links have their turn */
@@ -121,6 +122,7 @@ void link_lose(ProxycclLink *link, const char *reason) {
 }
 
 void link_free(ProxycclLink *link) {
+  if (link->addressed) fabric_forget(link);
   --link->agent->references;
   buffer_free(&link->messages);
   buffer_free(&link->out.head);
@@ -169,12 +171,36 @@ static void check_answer(const ProxycclLink *link, Answer *answer) {
   answer->bytes = lacking < answer->count ? lacking : 0;
 }
 
+/* Goes on with a FETCH or a STORE as far as possible now. */
+static void feed_by_fabric(ProxycclLink *link, Answer *answer) {
+  while (answer->error == 0 && answer->steps < ANSWER_STEPS && (answer->stage == NULL || !answer->stage->copying)) {
+    if (answer->stage != NULL && answer->stage->status != 0) {
+      answer->error = EIO;
+      return;
+    }
+    if (answer->steps < ANSWER_STEPS - 1) check_answer(link, answer);
+    if (answer->error != 0) return;
+    if (answer->stage == NULL && (answer->stage = stage_take_pinned(link, answer->device)) == NULL) return;
+    ++answer->steps;
+    if (answer->steps == ANSWER_STEPS) return;
+    if ((answer->steps == 1) == answer->fetches) {
+      if (!fabric_carry(answer->stage, !answer->fetches, answer->data, &answer->origin)) answer->error = ENOMEM;
+    } else {
+      stage_copy(answer->stage, answer->fetches, answer->blocks, answer->count);
+    }
+  }
+}
+
 /* Lets devices copy the data of the next answers into stages. */
 static void feed_answers(ProxycclLink *link) {
   uint32_t fed = 0;
   for (Answer *answer = link->answer; answer != NULL && fed < FED; answer = answer->next) {
     if (answer->device == NULL || answer->error != 0) continue;
     ++fed;
+    if (answer->by_fabric) {
+      feed_by_fabric(link, answer);
+      continue;
+    }
     if (answer->stage != NULL) continue;
     check_answer(link, answer);
     if (answer->error != 0) continue;
@@ -190,6 +216,7 @@ static void feed_answers(ProxycclLink *link) {
 }
 
 static int is_ready(const Answer *answer) {
+  if (answer->by_fabric) return answer->error != 0 || answer->steps == ANSWER_STEPS;
   return answer->stage == NULL ? answer->device == NULL || answer->error != 0 : !answer->stage->copying;
 }
 
@@ -251,11 +278,14 @@ static int begin_request(ProxycclLink *link) {
   }
   const uint64_t bytes =
       blocks_parts(transfer->remote, transfer->count, transfer->at, FRAME_BYTES, FRAME_BLOCKS, blocks, &count);
-  const Frame frame = {transfer->writes ? FRAME_WRITE : FRAME_READ, count, bytes};
+  const int by_fabric = transfer->origin != NULL;
+  const FrameKind kind =
+      transfer->writes ? (by_fabric ? FRAME_FETCH : FRAME_WRITE) : (by_fabric ? FRAME_STORE : FRAME_READ);
+  const Frame frame = {kind, count, bytes};
   link->awaited[(link->oldest + link->unanswered++) % WINDOW] =
-      (Awaited){transfer, transfer->at, transfer->writes ? 0 : bytes};
+      (Awaited){transfer, transfer->at, transfer->writes || by_fabric ? 0 : bytes};
   ++transfer->unanswered;
-  if (transfer->writes) {
+  if (transfer->writes && !by_fabric) {
     out->transfer = transfer;
     out->blocks = transfer->local;
     out->count = transfer->count;
@@ -270,7 +300,8 @@ static int begin_request(ProxycclLink *link) {
     *link->last = transfer;
     link->last = &transfer->next;
   }
-  return buffer_append(&out->head, &frame, sizeof frame) && buffer_append(&out->head, blocks, count * sizeof *blocks);
+  return buffer_append(&out->head, &frame, sizeof frame) && buffer_append(&out->head, blocks, count * sizeof *blocks) &&
+         (!by_fabric || buffer_append(&out->head, transfer->origin, sizeof *transfer->origin));
 }
 
 /* Begins the next frame: messages, as one; else an answer, or a request. 0: there is none. */
@@ -467,10 +498,12 @@ static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
                : -1;
   }
   if (frame->kind == FRAME_MESSAGE) return frame->bytes <= PROXYCCL_LONGEST_MESSAGE ? (int64_t)frame->bytes : -1;
-  if (frame->kind != FRAME_WRITE && frame->kind != FRAME_READ && frame->kind != FRAME_CHECK) return -1;
+  if (frame->kind == FRAME_ADDRESS) return frame->bytes <= LONGEST_ADDRESS ? (int64_t)frame->bytes : -1;
+  const int by_fabric = frame->kind == FRAME_FETCH || frame->kind == FRAME_STORE;
+  if (!by_fabric && frame->kind != FRAME_WRITE && frame->kind != FRAME_READ && frame->kind != FRAME_CHECK) return -1;
   if (frame->count < 1 || frame->count > FRAME_BLOCKS || frame->bytes > FRAME_BYTES || link->answers > WINDOW)
     return -1;
-  return (int64_t)(frame->count * sizeof(struct iovec));
+  return (int64_t)(frame->count * sizeof(struct iovec) + (by_fabric ? sizeof(Origin) : 0));
 }
 
 /* Queues an answer. NULL: there is no memory. */
@@ -509,6 +542,25 @@ static int permit(const ProxycclLink *link) {
   return prctl(PR_SET_PTRACER, only ? (unsigned long)peer.pid : PR_SET_PTRACER_ANY, 0, 0, 0) == 0 ? 0 : errno;
 }
 
+/* A FETCH or a STORE is complete. */
+static const char *take_by_fabric(ProxycclLink *link, const struct iovec *blocks, Device *device) {
+  const Receiving *in = &link->in;
+  Answer *made = answer(link, 0, 0, blocks, in->frame.count);
+  if (made == NULL) return "there is no memory";
+  made->by_fabric = 1;
+  made->fetches = in->frame.kind == FRAME_FETCH;
+  made->data = in->frame.bytes;
+  made->device = device;
+  memcpy(&made->origin, blocks + in->frame.count, sizeof made->origin);
+  if (in->block < in->frame.count) {
+    made->error = EACCES;
+    made->bytes = in->block;
+  } else if (device == NULL || !device->staging->by_fabric || !link->addressed) {
+    made->error = EHOSTUNREACH;
+  }
+  return NULL;
+}
+
 /* A body is complete. Returns why the link ends, or NULL. */
 static const char *take_body(ProxycclLink *link) {
   Receiving *in = &link->in;
@@ -527,6 +579,8 @@ static const char *take_body(ProxycclLink *link) {
     if (link->name == NULL) return "there is no memory";
     memcpy(link->name, in->body.bytes + PROXYCCL_SECRET_BYTES, link->name_bytes);
     link->greeted = 1;
+  } else if (frame->kind == FRAME_ADDRESS) {
+    link->addressed |= fabric_know(link, in->body.bytes, in->body.used);
   } else if (frame->kind == FRAME_MESSAGE) {
     if (agent_receive(agent, link->name, link->name_bytes, in->body.bytes, in->body.used) != 0)
       return "there is no memory";
@@ -538,6 +592,7 @@ static const char *take_body(ProxycclLink *link) {
     if (!blocks_have(blocks, frame->count, frame->bytes)) return "the peer sent an invalid request";
     Device *device;
     in->block = agent_lacks(agent, blocks, frame->count, &device);
+    if (frame->kind == FRAME_FETCH || frame->kind == FRAME_STORE) return take_by_fabric(link, blocks, device);
     if (frame->kind == FRAME_READ) {
       Answer *made = answer(link, 0, frame->bytes, blocks, frame->count);
       if (made == NULL) return "there is no memory";
@@ -775,13 +830,14 @@ int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms) {
   return answered.kind == FRAME_ANSWER ? (int)answered.count : EPROTO;
 }
 
-ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process,
-                                   int32_t pid) {
+ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process, int32_t pid,
+                                   const char *address, uint64_t address_bytes) {
   pthread_mutex_lock(&agent->lock);
   ProxycclLink *link = link_new(agent, socket, process, 0);
   if (link != NULL) {
     link->pid = pid;
-    if (link_append(link, FRAME_HELLO, VERSION, peer_secret, PROXYCCL_SECRET_BYTES, agent->name, strlen(agent->name))) {
+    if (link_append(link, FRAME_HELLO, VERSION, peer_secret, PROXYCCL_SECRET_BYTES, agent->name, strlen(agent->name)) ||
+        (address_bytes > 0 && link_append(link, FRAME_ADDRESS, 0, address, address_bytes, NULL, 0))) {
       link_lose(link, "there is no memory");
     }
     link_send(link);

@@ -24,6 +24,7 @@ enum {
   SHORT_NS = 20000,        /* … at most this long: it takes less than waking a thread */
   LONGEST_CANCEL_S = 30,   /* a device or an adapter that takes longer hangs */
   FED = 2,                 /* most answers of one link that have a stage */
+  LONGEST_ADDRESS = 512,   /* of an endpoint of libfabric */
   AHEAD_BYTES = 64 << 10,  /* read from a socket at once */
   UNGREETED = 64           /* most accepted links that have not sent their greeting */
 };
@@ -36,12 +37,14 @@ typedef struct Ranges {
 /* Memory by way of which a link serves a device's memory: one of the device's stages, or, if all are in use, memory
  * that is not pinned. */
 typedef struct Stage {
-  struct Stage *next; /* of those that are being copied */
+  struct Stage *next; /* of those that a device copies */
+  ProxycclAgent *agent;
   struct Device *device;
   uint32_t number; /* PROXYCCL_STAGES: not pinned */
   char *memory;
-  int copying;
-  int status;         /* the driver's, of copies that failed */
+  int copying;        /* by a device, or by a request to libfabric */
+  int status;         /* the driver's, of copies that failed, or -1 */
+  uint64_t row[6];    /* of that request */
   uint64_t turn;      /* of its copy */
   ProxycclLink *link; /* NULL: lost */
 } Stage;
@@ -66,7 +69,10 @@ typedef enum FrameKind {
   FRAME_READ,
   FRAME_ANSWER,
   FRAME_PERMIT,
-  FRAME_CHECK
+  FRAME_CHECK,
+  FRAME_ADDRESS,
+  FRAME_FETCH,
+  FRAME_STORE
 } FrameKind;
 
 /* The head of each frame on a socket. Both sides have the same byte order, as the greeting finds out.
@@ -75,15 +81,23 @@ typedef enum FrameKind {
  * process copy from and to the receiver's, and is answered.
  * MESSAGE: `bytes` bytes follow.
  * WRITE, READ: `count` blocks (address, bytes) of the receiver's memory follow; after those of WRITE their data.
+ * ADDRESS: `bytes` bytes follow, the address of the sender's endpoint of libfabric.
+ * FETCH, STORE: as WRITE and READ, but the data does not follow: the receiver reads it from memory of the sender's, or
+ * writes it there, by libfabric. After the blocks comes an Origin.
  * CHECK: `count` blocks follow. It asks what became of them, and is answered.
- * ANSWER: one for each WRITE, READ, PERMIT and CHECK, in their order. `count` is an errno: EACCES if a block is not
- * registered, EFAULT if it is not mapped, EPERM if it is protected; `bytes` is then the block's number. Without an
- * error `bytes` bytes of data follow, the READ's.
+ * ANSWER: one for each WRITE, READ, FETCH, STORE, PERMIT and CHECK, in their order. `count` is an errno: EACCES if a
+ * block is not registered, EFAULT if it is not mapped, EPERM if it is protected; `bytes` is then the block's number.
+ * Without an error `bytes` bytes of data follow, the READ's.
  */
 typedef struct Frame {
   uint32_t kind, count;
   uint64_t bytes;
 } Frame;
+
+/* Memory that a peer registered with libfabric. */
+typedef struct Origin {
+  uint64_t address, key;
+} Origin;
 
 /* A frame that the peer has not answered. */
 typedef struct Awaited {
@@ -100,8 +114,12 @@ typedef struct Answer {
   Device *device; /* whose memory a READ is of; NULL: the host's */
   Stage *stage;   /* with a READ's data, or a WRITE's that is copied from there; NULL: none, or not yet */
   struct iovec staged;
+  int by_fabric, fetches; /* of a FETCH or a STORE */
+  int steps;              /* begun, of those: ANSWER_STEPS when all are done */
+  Origin origin;
+  uint64_t data; /* its bytes */
   uint64_t count;
-  struct iovec blocks[]; /* of a READ */
+  struct iovec blocks[]; /* of a READ, a FETCH or a STORE */
 } Answer;
 
 /* The frame that is being sent: a head, then data from blocks. */
@@ -143,6 +161,8 @@ struct ProxycclLink {
   int serves;          /* the peer opened it */
   int greeted;         /* a serving link's greeting has arrived */
   int asked;           /* and so has the peer's wish to copy */
+  int addressed;       /* and its endpoint's address: */
+  uint64_t address;    /* an fi_addr_t */
   const char *lost;    /* atomic: why it ended */
   uint32_t references; /* its handle, and transfers */
   pid_t pid;           /* 0: everything moves through the socket */
@@ -174,6 +194,7 @@ typedef enum PartState {
 typedef struct Part {
   PartState state;
   ProxycclTransfer *mover; /* one frame */
+  Origin origin;           /* of the stage, by libfabric */
   struct iovec stage, local[FRAME_BLOCKS], remote[FRAME_BLOCKS];
   uint32_t blocks;
 } Part;
@@ -203,6 +224,8 @@ struct ProxycclTransfer {
   pid_t pid;                      /* the process that the kernel copies from and to; 0: none */
   Part *parts;                    /* PROXYCCL_STAGES of them, by socket with stages; else NULL */
   ProxycclTransfer *whole;        /* of a part's mover; else NULL */
+  const Origin *origin;           /* of a mover whose data the peer moves by libfabric; else NULL */
+  Stage *served;                  /* of a request by which this side does so; else NULL */
   const uint64_t *rows;           /* of requests to libfabric; else NULL */
   uint64_t peer;                  /* their fi_addr_t */
   int abandoned;                  /* it ends as canceled with the last of them, … */
@@ -248,6 +271,8 @@ struct ProxycclAgent {
   Device *devices;
   uint64_t memory;             /* the registered memory's version */
   Stage *stages, **last_stage; /* in turn */
+  int starved;                 /* an answer waits for a stage */
+  int feeds;                   /* serving links may go on with their answers */
   uint64_t turns;
 };
 
@@ -297,18 +322,24 @@ void transfer_restart(ProxycclTransfer *transfer); /* one without a message, whi
 int transfer_look(ProxycclTransfer *transfer);     /* begins it if its stream has come to it; 1: that it did */
 int transfer_is_looked_at(const ProxycclTransfer *transfer); /* it has a device or a stream that wakes nobody */
 int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns); /* see proxyccl_transfer_cancel */
+ProxycclTransfer *transfer_make(ProxycclAgent *agent, ProxycclLink *link);
 void transfer_free(ProxycclTransfer *transfer); /* its caller has a reference to the agent, and stays locked */
 void transfer_lose(ProxycclTransfer *transfer); /* a copy, whose link is lost */
 
 /* staged.c. All with the agent locked; they unlock meanwhile, except staged_moved. */
-int staged_create(ProxycclTransfer *transfer); /* 0: there is no memory */
-int staged_look(ProxycclTransfer *transfer);   /* goes on with it: 1 if it ended, or something of it did */
+int staged_create(ProxycclTransfer *transfer, int by_fabric); /* 0: there is no memory */
+int staged_look(ProxycclTransfer *transfer); /* goes on with it: 1 if it ended, or something of it did */
 void staged_moved(ProxycclTransfer *mover);
-void staged_finish(ProxycclTransfer *transfer); /* cancels its parts, and waits until nothing touches its memory */
+/* Cancels its parts, and waits until nothing touches its memory: 1. 0: something still does. */
+int staged_finish(ProxycclTransfer *transfer, uint64_t timeout_ns);
 void staged_free(ProxycclTransfer *transfer);
 
 /* fabric.c. All with the agent locked. */
 void fabric_start(ProxycclTransfer *transfer);
+int fabric_know(ProxycclLink *link, const void *address, uint64_t bytes); /* 0: the provider refuses it */
+void fabric_forget(ProxycclLink *link);
+/* Reads a stage's data from a peer's memory, or writes it there. 0: there is no memory. */
+int fabric_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin);
 void fabric_poll(ProxycclAgent *agent);
 uint64_t fabric_rest(ProxycclAgent *agent); /* ns until its thread must poll again; UINT64_MAX: when it is woken */
 void fabric_lose(ProxycclLink *link);       /* the link is lost */
@@ -318,8 +349,11 @@ void fabric_stop(ProxycclAgent *agent); /* likewise for all; the thread has ende
 void fabric_free(ProxycclAgent *agent);
 
 /* stages.c. All with the agent locked, by its thread. */
-Stage *stage_take(ProxycclLink *link, Device *device); /* NULL: there is no memory */
-void stage_give(Stage *stage);                         /* its link no longer needs it */
+Stage *stage_take(ProxycclLink *link, Device *device);        /* NULL: there is no memory */
+Stage *stage_take_pinned(ProxycclLink *link, Device *device); /* NULL: none is free; `feeds` tells of one */
+void stage_carried(ProxycclTransfer *request);                /* by libfabric; frees the request */
+void stages_feed(ProxycclAgent *agent);                       /* lets links go on with their answers */
+void stage_give(Stage *stage);                                /* its link no longer needs it */
 void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count); /* unlocks meanwhile */
 void stages_look(ProxycclAgent *agent);                                                   /* likewise */
 void stages_finish(ProxycclAgent *agent); /* waits for all copies; the thread has ended */

@@ -8,7 +8,7 @@
 #include "parts.h"
 #include "runtime_table.h"
 
-int staged_create(ProxycclTransfer *transfer) {
+int staged_create(ProxycclTransfer *transfer, int by_fabric) {
   transfer->parts = calloc(PROXYCCL_STAGES, sizeof *transfer->parts);
   if (transfer->parts == NULL) return 0;
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
@@ -21,6 +21,8 @@ int staged_create(ProxycclTransfer *transfer) {
     part->mover->local = &part->stage;
     part->mover->remote = part->remote;
     part->stage.iov_base = (void *)(uintptr_t)transfer->staging->memory[i];
+    part->origin = (Origin){transfer->staging->base + i * (uint64_t)PROXYCCL_STAGE_BYTES, transfer->staging->key};
+    if (by_fabric) part->mover->origin = &part->origin;
   }
   return 1;
 }
@@ -83,7 +85,7 @@ static void note_end(ProxycclTransfer *transfer, const ProxycclTransfer *mover) 
 }
 
 static int has_failed(const ProxycclTransfer *transfer) {
-  return transfer->error != 0 || transfer->refusal != 0 || transfer->link->lost != NULL;
+  return transfer->error != 0 || transfer->refusal != 0 || transfer->abandoned || transfer->link->lost != NULL;
 }
 
 /* Goes on with a part as far as possible now. 1: it did. */
@@ -117,7 +119,10 @@ static int step(ProxycclTransfer *transfer, uint32_t i) {
 }
 
 static void end(ProxycclTransfer *transfer) {
-  if (transfer->link->lost != NULL) {
+  if (transfer->abandoned) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
+    if (transfer->orphaned) transfer_free(transfer);
+  } else if (transfer->link->lost != NULL) {
     transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
   } else if (transfer->error != 0) {
     transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
@@ -159,17 +164,28 @@ void staged_moved(ProxycclTransfer *mover) {
   Part *part = transfer->parts;
   while (part->mover != mover) ++part;
   part->state = PART_MOVED;
+  pthread_cond_broadcast(&transfer->agent->changed);                         /* staged_finish may wait for it */
   if (transfer->queued || transfer->copying > 0 || transfer->cancel) return; /* somebody looks */
   transfer_queue(transfer, &transfer->agent->last_looked_at);
   agent_wake(transfer->agent);
 }
 
-void staged_finish(ProxycclTransfer *transfer) {
+int staged_finish(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   ProxycclAgent *agent = transfer->agent;
+  const struct timespec deadline = agent_deadline(timeout_ns);
+  int timed_out = 0, over = 1;
+  transfer->left = 0;
   ++transfer->copying; /* it stays */
+  link_wake(transfer->link);
   for (uint32_t i = 0; i < PROXYCCL_STAGES; ++i) {
     Part *part = &transfer->parts[i];
-    if (part->state == PART_MOVING) transfer_cancel(part->mover, 0);
+    if (part->state == PART_MOVING && part->mover->queued) transfer_cancel(part->mover, 0);
+    if (part->state == PART_MOVING && part->mover->origin == NULL) transfer_cancel(part->mover, 0);
+    while (part->state == PART_MOVING && !timed_out) { /* the peer may still read or write the stage */
+      timed_out = pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) != 0;
+    }
+    over = over && part->state != PART_MOVING;
+    if (part->state == PART_MOVING) continue;
     if (part->state == PART_COPYING) {
       pthread_mutex_unlock(&agent->lock);
       device_await(transfer->staging, i);
@@ -178,5 +194,7 @@ void staged_finish(ProxycclTransfer *transfer) {
     part->state = PART_IDLE;
   }
   --transfer->copying;
+  if (!over) return 0;
   if (transfer->queued) transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
+  return 1;
 }

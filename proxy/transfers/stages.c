@@ -7,10 +7,17 @@
 #include "parts.h"
 #include "runtime_table.h"
 
+static uint32_t free_number(const Device *device) {
+  uint32_t number = 0;
+  while (number < PROXYCCL_STAGES && device->taken[number]) ++number;
+  return number;
+}
+
 Stage *stage_take(ProxycclLink *link, Device *device) {
   Stage *stage = calloc(1, sizeof *stage);
   if (stage == NULL) return NULL;
-  while (stage->number < PROXYCCL_STAGES && device->taken[stage->number]) ++stage->number;
+  stage->number = free_number(device);
+  stage->agent = link->agent;
   stage->device = device;
   stage->link = link;
   if (stage->number < PROXYCCL_STAGES) {
@@ -23,9 +30,21 @@ Stage *stage_take(ProxycclLink *link, Device *device) {
   return stage;
 }
 
+Stage *stage_take_pinned(ProxycclLink *link, Device *device) {
+  Stage *stage = free_number(device) < PROXYCCL_STAGES ? stage_take(link, device) : NULL;
+  if (stage == NULL) link->agent->starved = 1;
+  return stage;
+}
+
+static void feed(ProxycclAgent *agent) {
+  agent->feeds = 1;
+  agent_wake(agent);
+}
+
 static void free_stage(Stage *stage) {
   if (stage->number < PROXYCCL_STAGES) {
     stage->device->taken[stage->number] = 0;
+    if (stage->agent->starved) feed(stage->agent);
   } else {
     free(stage->memory);
   }
@@ -35,6 +54,25 @@ static void free_stage(Stage *stage) {
 void stage_give(Stage *stage) {
   stage->link = NULL;
   if (!stage->copying) free_stage(stage);
+}
+
+void stage_carried(ProxycclTransfer *request) {
+  Stage *stage = request->served;
+  stage->copying = 0;
+  if (request->state != PROXYCCL_TRANSFER_DONE) stage->status = -1;
+  transfer_free(request);
+  if (stage->link == NULL) {
+    free_stage(stage);
+  } else {
+    feed(stage->agent); /* not from here: a caller may have ended it, and only the thread serves */
+  }
+}
+
+void stages_feed(ProxycclAgent *agent) {
+  agent->feeds = agent->starved = 0;
+  for (ProxycclLink *link = agent->links; link != NULL; link = link->next) {
+    if (link->answer != NULL) link_send(link);
+  }
 }
 
 void stage_copy(Stage *stage, int to_device, const struct iovec *blocks, uint64_t count) {

@@ -74,10 +74,12 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
     __atomic_store_n(&transfer->words[1], transfer->value, __ATOMIC_RELEASE);
     transfer->words = NULL;
   }
-  if (transfer->whole == NULL) log_end(transfer, state);
+  if (transfer->whole == NULL && transfer->served == NULL) log_end(transfer, state);
   set_state(transfer, state);
   if (transfer->whole != NULL) {
     staged_moved(transfer);
+  } else if (transfer->served != NULL) {
+    stage_carried(transfer);
   } else {
     pthread_cond_broadcast(&transfer->agent->changed);
   }
@@ -252,14 +254,19 @@ static int has_piece(const ProxycclTransfer *transfer) {
          !is_by_socket(transfer) && !transfer->cancel && transfer->left > 0 && may_copy(transfer);
 }
 
-ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link) {
+ProxycclTransfer *transfer_make(ProxycclAgent *agent, ProxycclLink *link) {
   ProxycclTransfer *transfer = calloc(1, sizeof *transfer);
   if (transfer == NULL) return NULL;
   transfer->agent = agent;
   transfer->link = link;
-  pthread_mutex_lock(&agent->lock);
   ++agent->references;
   if (link != NULL) ++link->references;
+  return transfer;
+}
+
+ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link) {
+  pthread_mutex_lock(&agent->lock);
+  ProxycclTransfer *transfer = transfer_make(agent, link);
   pthread_mutex_unlock(&agent->lock);
   return transfer;
 }
@@ -278,7 +285,7 @@ ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *l
   transfer->writes = writes;
   transfer->count = count;
   for (uint64_t i = 0; i < count; ++i) transfer->bytes += transfer->local[i].iov_len;
-  if (transfer->by_socket && staging != NULL && !staged_create(transfer)) {
+  if (transfer->by_socket && staging != NULL && !staged_create(transfer, way == PROXYCCL_BY_FABRIC)) {
     proxyccl_transfer_release(transfer);
     return NULL;
   }
@@ -397,8 +404,9 @@ int transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns) {
   const int by_socket = is_by_socket(transfer) && transfer->parts == NULL;
   if (transfer->copier != NULL) device_finish(transfer);
   if (!transfer->rung) transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
-  if (transfer->rung && transfer->parts != NULL) staged_finish(transfer);
-  if (transfer->rung && transfer->rows != NULL && !transfer->asks && !fabric_finish(transfer, timeout_ns)) {
+  if (transfer->rung &&
+      (transfer->parts != NULL ? !staged_finish(transfer, timeout_ns)
+                               : transfer->rows != NULL && !transfer->asks && !fabric_finish(transfer, timeout_ns))) {
     transfer->cancel = 0;
     transfer->abandoned = 1;
     return EBUSY;
@@ -425,16 +433,18 @@ void transfer_free(ProxycclTransfer *transfer) {
   free(transfer);
 }
 
-void proxyccl_transfer_release(ProxycclTransfer *transfer) {
+int proxyccl_transfer_release(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   pthread_mutex_lock(&agent->lock);
   ++agent->references; /* of this call */
-  if (transfer_cancel(transfer, LONGEST_CANCEL_S * 1000000000ull) == 0) {
+  const int error = transfer_cancel(transfer, LONGEST_CANCEL_S * 1000000000ull);
+  if (error == 0) {
     transfer_free(transfer);
   } else {
     transfer->orphaned = 1;
   }
   agent_unreference(agent);
+  return error;
 }
 
 ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_t timeout_ns) {

@@ -93,7 +93,10 @@ enum { PROXYCCL_STAGES = 4, PROXYCCL_STAGE_BYTES = 1 << 19 };
  * last stream and event are for memory that is not pinned. */
 typedef struct ProxycclStaging {
   const ProxycclCopier *copier;
-  uint64_t memory[PROXYCCL_STAGES], streams[PROXYCCL_STAGES + 1], events[PROXYCCL_STAGES + 1];
+  uint64_t memory[PROXYCCL_STAGES]; /* one after another */
+  int32_t by_fabric;                /* registered with the agent's endpoint of libfabric: */
+  uint64_t descriptor, key, base;   /* the local descriptor, the key, and the first byte's address for requests */
+  uint64_t streams[PROXYCCL_STAGES + 1], events[PROXYCCL_STAGES + 1];
 } ProxycclStaging;
 
 /* Makes an agent and its thread. It takes the listening sockets over, also when it fails. `secret`: the bytes that a
@@ -143,8 +146,10 @@ int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
 /* Makes a link of a connected stream socket, which it takes over, also when it fails. `peer_secret`: of the agent that
  * it leads to. `process`: a pidfd of the peer, taken over too, or -1. `pid`: the peer's process if process_vm_readv
- * works for it, else 0. NULL with errno. */
-ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process, int32_t pid);
+ * works for it, else 0. `address`: of this agent's endpoint of libfabric, which the peer will use; of 0 bytes: it will
+ * not. NULL with errno. */
+ProxycclLink *proxyccl_link_create(ProxycclAgent *agent, int socket, const char *peer_secret, int process, int32_t pid,
+                                   const char *address, uint64_t address_bytes);
 /* Ends it, and its active transfers as lost. */
 void proxyccl_link_end(ProxycclLink *link);
 /* Ends it, and gives the handle back. */
@@ -161,22 +166,23 @@ int proxyccl_link_tell(ProxycclLink *link, const char *message, uint64_t bytes);
 typedef enum ProxycclWay {
   PROXYCCL_BY_LINK,   /* the kernel, if the link has a process, else the socket */
   PROXYCCL_BY_SOCKET, /* although the link has a process: the remote blocks are a device's */
+  PROXYCCL_BY_FABRIC, /* likewise, and the peer's endpoint of libfabric reads and writes the local stages */
   PROXYCCL_BY_MAPPING /* the CPU: the remote blocks' addresses are those where this process has them mapped */
 } ProxycclWay;
 
 /* Makes a transfer of `count` blocks, none of them empty. `local` and `remote` are arrays of (address, bytes), of equal
  * bytes at each index, and outlive it. `link`: NULL for a transfer within the agent. `staging`: if the local blocks are
- * a device's, and the link is one with another process; its own, and outlives it. Otherwise NULL. NULL
- * with errno. */
+ * a device's, and the link is one with another process, and for PROXYCCL_BY_FABRIC; its own, and outlives it. Otherwise
+ * NULL. NULL with errno. */
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
                                            const uint64_t *remote, uint64_t count, const ProxycclStaging *staging,
                                            ProxycclWay way);
 /* An endpoint of libfabric, by which transfers read and write registered memory of peers. */
 typedef struct ProxycclFabricPort {
-  uint64_t endpoint, queue, fabric; /* fid_ep *, fid_cq *, fid_fabric * */
-  int32_t descriptor;               /* readable when the queue has something; -1: none */
-  uint32_t depth;                   /* most requests outstanding */
-  uint64_t max_message;             /* bytes that one request may carry */
+  uint64_t endpoint, queue, fabric, peers; /* fid_ep *, fid_cq *, fid_fabric *, fid_av * */
+  int32_t descriptor;                      /* readable when the queue has something; -1: none */
+  uint32_t depth;                          /* most requests outstanding */
+  uint64_t max_message;                    /* bytes that one request may carry */
 } ProxycclFabricPort;
 /* Gives an agent an endpoint, which outlives its thread. 0, ENOMEM, or ENOSYS in a build without libfabric. */
 int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port);
@@ -189,8 +195,9 @@ ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, Proxy
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);
 /* The number by which records name its peer and path. */
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
-/* Cancels it if it is active, and frees it. When it returns, nothing touches its local memory, but after 30 s. */
-void proxyccl_transfer_release(ProxycclTransfer *transfer);
+/* Cancels it if it is active, and frees it. 0, or after 30 s EBUSY, as of proxyccl_transfer_cancel: its staging must
+ * stay. */
+int proxyccl_transfer_release(ProxycclTransfer *transfer);
 /* Starts it. `message`: told to the peer when the data has arrived; NULL: none. `stream`: of the device that copies; it
  * then runs after the stream's earlier work, and before its later work. NULL: none. A short transfer without a stream
  * ends before it returns. 0, EBUSY if it is active, EMSGSIZE, or ENOMEM. */
@@ -201,9 +208,9 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
 int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words,
                                  uint64_t value);
 /* Ends it as canceled if it is active. A device's copies are waited for, and so is the stream's work before them, at
- * most 30 s; requests to libfabric, which can't be taken back, until the time-out. 0: its local memory is no longer
- * touched. EBUSY: some of these requests still may touch it. It stays active, and ends as canceled after the last of
- * them. */
+ * most 30 s; requests to libfabric, of this side or the peer's, which can't be taken back, until the time-out. 0: its
+ * local memory is no longer touched. EBUSY: some of these requests still may touch it. It stays active, and ends as
+ * canceled after the last of them. */
 int proxyccl_transfer_cancel(ProxycclTransfer *transfer, uint64_t timeout_ns);
 ProxycclTransferState proxyccl_transfer_state(const ProxycclTransfer *transfer);
 /* Copies a piece of it, if there is one that nobody copies yet, or looks whether the device is done. The state

@@ -1,4 +1,4 @@
-"""Memory of devices between hosts by libfabric: by the adapter where it reaches that memory, else staged.
+"""Memory of devices between hosts by libfabric: by the adapter where it reaches that memory, else by way of stages.
 
 The agents are on this host, but each takes the other for one of another host. The provider is libfabric's TCP, which
 reaches the memory of the host runtime's devices and not that of GPUs.
@@ -6,6 +6,10 @@ reaches the memory of the host runtime's devices and not that of GPUs.
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,17 +22,27 @@ from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.proxy import _engine
-from proxyccl.proxy.fabric.endpoint import FabricEndpoint
-from proxyccl.transfer import Agent, NotRegisteredError, State, strided
+from proxyccl.transfer import (
+    ActiveError,
+    Agent,
+    CanceledError,
+    DisconnectedError,
+    NotRegisteredError,
+    Region,
+    State,
+    TransferTimeoutError,
+    strided,
+)
 from support.devices import ON_HOST, rank_runtime
-from support.packages.fabric import library_or_skip
+from support.packages.fabric import environment, library_or_skip
+from support.paths import PROGRAMS, TESTS
 
 NBYTES = 3 << 20
 KINDS = [("device", "device"), ("device", "host"), ("host", "device")]
 STAGED = {
-    ("device", "device"): "copy engine, tcp and copy engine, staged",
+    ("device", "device"): "copy engine, fabric (tcp;ofi_rxm) and copy engine, staged",
     ("device", "host"): "copy engine and tcp, staged",
-    ("host", "device"): "tcp and copy engine, staged",
+    ("host", "device"): "fabric (tcp;ofi_rxm) and copy engine, staged",
 }
 
 pytestmark = pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport")
@@ -101,26 +115,112 @@ def test_blocks_arrive_where_they_belong(two: TwoHosts, operation: str, kinds: t
         np.testing.assert_array_equal(two.numpy(kinds[to], to), before[to])
 
 
-def test_memory_that_the_adapter_does_not_reach_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warning says why."""
-    if ON_HOST:
-        register = FabricEndpoint.register
+@pytest.fixture
+def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the host runtime's devices ones that adapters do not reach."""
+    register = fabric.AgentFabric._register
 
-        def refuse(self: FabricEndpoint, ptr: int, nbytes: int, **arguments: object) -> object:
-            if nbytes == NBYTES:
-                raise RuntimeUnavailableError("tcp does not reach memory of fake GPUs")
-            return register(self, ptr, nbytes)
+    def refuse(self: fabric.AgentFabric, region: Region, runtime: object) -> object:
+        if region.kind == "vram" and ON_HOST:
+            raise RuntimeUnavailableError("tcp does not reach memory of these GPUs")
+        return register(self, region, runtime)
 
-        monkeypatch.setattr(FabricEndpoint, "register", refuse)
-        monkeypatch.setattr(fabric, "DRAM", "all kinds are refused")
+    monkeypatch.setattr(fabric.AgentFabric, "_register", refuse)
+
+
+@pytest.mark.usefixtures("unreached")
+@pytest.mark.filterwarnings("ignore:agent .* stages memory of devices through:RuntimeWarning")
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_memory_that_the_adapter_does_not_reach_is_staged(operation: str, kinds: tuple[str, str]) -> None:
+    """Short blocks of all alignments, and a long one."""
+    two = TwoHosts()
+    near, far = two.regions[kinds[0]][0], two.regions[kinds[1]][1]
+    rows = strided(near.address, far.address, 1003, 600, 1501, 2003)
+    long = [[near.address + (2 << 20), far.address + (2 << 20), 1 << 20]]
+    rows = np.concatenate((rows, np.array(long, np.uint64)))
+    before = [two.numpy(kind, side) for side, kind in enumerate(kinds)]
+    to = 0 if operation == "read" else 1
+    for row in (rows - np.array([near.address, far.address, 0], np.uint64)).astype(int):
+        before[to][row[to] : row[to] + row[2]] = before[1 - to][row[1 - to] : row[1 - to] + row[2]]
+    transfer = two.a.prepare(operation, "b", rows)
+    assert transfer.path.name == STAGED[kinds]
+    assert "does not reach memory of" in transfer.path.reason
+    for _ in range(3):
+        transfer.start(b"arrived").wait()
+        two.b.wait_for_message(60)
+        assert two.b.messages() == [("a", b"arrived")]
+        np.testing.assert_array_equal(two.numpy(kinds[to], to), before[to])
+    two.close()
+
+
+@pytest.mark.usefixtures("unreached")
+def test_staged_transfers_that_end_otherwise() -> None:
+    """Canceled, many at once, and refused; a warning says why they are staged."""
     two = TwoHosts()
     near, far = two.regions["device"][0], two.regions["device"][1]
-    with pytest.warns(RuntimeWarning, match="stages memory of devices through a socket: .* does not reach memory of"):
-        transfer = two.a.prepare("read", "b", [(near.address, far.address, NBYTES)])
-    assert transfer.path.name == STAGED["device", "device"]
-    assert "does not reach memory of" in transfer.path.reason
-    transfer.start().wait()
-    np.testing.assert_array_equal(two.numpy("device", 0), two.numpy("device", 1))
+    with pytest.warns(RuntimeWarning, match="through pinned memory: .* does not reach memory of"):
+        transfers = [two.a.prepare("read", "b", [(near.address, far.address, NBYTES)]) for _ in range(3)]
+    writing = two.a.prepare("write", "b", [(near.address, far.address, NBYTES)])
+    for _ in range(3):
+        for transfer in transfers:
+            transfer.start()
+        for transfer in transfers[1:]:
+            transfer.cancel()
+            assert transfer.state in (State.CANCELED, State.DONE)
+        transfers[0].wait()
+        np.testing.assert_array_equal(two.numpy("device", 0), two.numpy("device", 1))
+        writing.start()
+        writing.cancel()
+        assert writing.state in (State.CANCELED, State.DONE)
+    for transfer in transfers:
+        transfer.start()
+    while not all(transfer.done() for transfer in transfers):
+        pass
+    two.b.deregister(far)
+    for transfer in (transfers[0], writing):
+        with pytest.raises(NotRegisteredError, match="agent b has deregistered its memory at"):
+            transfer.start().wait()
+    writing.start()
+    two.b.close()
+    with pytest.raises((DisconnectedError, NotRegisteredError)):
+        writing.wait()
+    two.close()
+
+
+@pytest.mark.usefixtures("unreached")
+@pytest.mark.filterwarnings("ignore:agent .* stages memory of devices through:RuntimeWarning")
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_peer_that_stops_and_is_killed(operation: str) -> None:
+    """While it is stopped, it may still move data by way of the stages: cancel says so."""
+    two = TwoHosts()
+    path = os.pathsep.join((str(TESTS), os.environ.get("PYTHONPATH", "")))
+    env = {**os.environ, **environment(), "PYTHONPATH": path, "PROXYCCL_TRANSFER_PATHS": "fabric,tcp"}
+    command = [sys.executable, str(PROGRAMS / "device_agent.py"), str(NBYTES), "allocated"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            peer = two.a.add(bytes.fromhex(process.stdout.readline().decode()))
+            rows = [(two.regions["device"][0].address, two.a.regions_of(peer)[0].address, NBYTES)]
+            transfers = [two.a.prepare(operation, peer, rows) for _ in range(2)]
+            for transfer in transfers:
+                assert transfer.path.name == STAGED["device", "device"]
+                transfer.start().wait()
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            for transfer in transfers:
+                transfer.start()
+                with pytest.raises(TransferTimeoutError):
+                    transfer.wait(0.1)  # its requests have been sent by then
+            with pytest.raises(ActiveError, match="still has requests outstanding"):
+                transfers[1].cancel(0.05)
+            assert transfers[0].state is State.ACTIVE
+        finally:
+            process.kill()
+        with pytest.raises(DisconnectedError):
+            transfers[0].wait(60)
+        with pytest.raises(CanceledError):
+            transfers[1].wait(60)
     two.close()
 
 
