@@ -16,7 +16,7 @@ pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the 
 
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-O1")
 LINKS = ("test_agents.py", "test_freed_memory.py", "test_strangers.py", "test_lost_peers.py")
-PATHS = ("test_fabric.py", "test_staged.py")
+PATHS = ("test_fabric.py", "test_fabric_on_devices.py", "test_staged.py")
 
 
 @pytest.mark.parametrize(
