@@ -39,5 +39,5 @@ def _compiled_outside(pytestconfig: pytest.Config) -> Iterator[None]:
     yield
     added = {path.name for path in cache_dir().iterdir()} - before
     assert not added or pytestconfig.getoption("--full"), (
-        "the kernels that a line above names were compiled in here: add them to support/soft_roce/kernels.py"
+        "the kernels that a line of the output names were compiled in here: add them to support/soft_roce/kernels.py"
     )
