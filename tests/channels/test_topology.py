@@ -32,13 +32,13 @@ def own(runtime: Runtime) -> RankInfo:
 
 def processes(*infos: RankInfo) -> list[RankInfo]:
     """The same, each in its own process."""
-    return [replace(info, pid=info.pid + rank) for rank, info in enumerate(infos)]
+    return [replace(info, pid=info.pid + rank, token=f"{info.token}-{rank}") for rank, info in enumerate(infos)]
 
 
 @pytest.mark.gpu_only
 def test_threads_on_one_gpu_are_refused(runtime: Runtime, own: RankInfo) -> None:
     with pytest.raises(ArgumentError, match=r"device: ranks 0 and 2 are threads of one process on the same GPU"):
-        Topology.find(1, [own, replace(own, pid=own.pid + 1), own], runtime, None)
+        Topology.find(1, [own, *processes(own), own], runtime, None)
 
 
 def test_ranks_of_one_host_are_a_node(runtime: Runtime, own: RankInfo) -> None:

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from proxyccl import Communicator, EPAll2AllLayer, ThreadBootstrap  # noqa: E402
+from support.devices import torch_device  # noqa: E402
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 6, 64, 4, 2
 
@@ -33,8 +34,8 @@ def test_a_compiled_function_calls_a_communicator() -> None:
             comm.all_reduce(doubled)
             return comm.all_gather(doubled + comm.rank) + 1
 
-        result, files = traced_files(function, torch.arange(5.0))
-    assert torch.equal(result, torch.arange(5.0) * 2 + 1)
+        result, files = traced_files(function, torch.arange(5.0, device=torch_device(comm)))
+        assert torch.equal(result.cpu(), torch.arange(5.0) * 2 + 1)
     assert files == {__file__}
 
 
@@ -48,7 +49,8 @@ def test_a_compiled_function_calls_a_layer_of_experts() -> None:
             rows, _, description = layer.dispatch(x + 0, ids)
             return layer.combine(rows, description, topk_weights=weights) + 0
 
-        result, files = traced_files(function, x, ids, torch.ones(TOKENS, TOPK))
+        arguments = [each.to(torch_device(comm)) for each in (x, ids, torch.ones(TOKENS, TOPK))]
+        result, files = traced_files(function, *arguments)
         layer.finalize()
-    assert torch.equal(result, TOPK * x)
+        assert torch.equal(result.cpu(), TOPK * x)
     assert files == {__file__}
