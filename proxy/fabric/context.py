@@ -30,6 +30,7 @@ class FabricContext:
         endpoint: the endpoint, and the first of those for staged data.
         registered_segment: the control segment's registration.
         write_targets: memory that peers' staged puts may write.
+        staged_peers: the number of peers for whom there are rings.
 
     Raises:
         ArgumentError: an option names something that does not exist.
@@ -41,6 +42,7 @@ class FabricContext:
         self.runtime = setup.runtime
         self.options = options
         self.write_targets = RemoteWriteTargets()
+        self.staged_peers = 0
         self.segment = setup.segment
         self.signals = setup.signals
         offers = fabric_offers(device_memory=setup.runtime.name != "host")

@@ -40,7 +40,8 @@ class FabricOptions:
         gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
             in host memory; "ordered" if the caller promises it. Otherwise the transport is "staged_fabric".
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;
-            two ranks use the smaller of their values. None for 4 MiB, or 2 MiB for each of more streams.
+            two ranks use the smaller of their values. None for 4 MiB, or 2 MiB for each of more streams; less for the
+            peers of a rank that has many.
         staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
             `staging_bytes`.
         streams: the connections over which staged data goes to a peer, each with a thread of its own, 1 to 16; two

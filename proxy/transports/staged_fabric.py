@@ -23,6 +23,8 @@ if TYPE_CHECKING:  # a rank imports them when it opens the endpoint
 ffi, lib = _engine.ffi, _engine.lib
 
 _LEAST_RING, _RING_PER_WIRE = 4 << 20, 2 << 20
+_FOR_FULL_RINGS = 512 << 20
+"""Pinned memory of a rank whose rings have their full size. A rank may have hundreds of peers: later ones have less."""
 
 
 def _error_text(connection: Any) -> str:
@@ -49,9 +51,15 @@ class _Wire:
         """Does nothing: the endpoint is the device's."""
 
 
+def default_ring(wires: int, peers: int) -> int:
+    """Bytes of a peer's ring in each direction, by the streams to it and the number of peers so far, with it."""
+    return max(_LEAST_RING, min(wires * _RING_PER_WIRE, _FOR_FULL_RINGS // (2 * peers)))
+
+
 def _make_endpoint(device: FabricContext) -> StagedEndpoint:
     options, endpoints = device.options, device.wire_endpoints()
-    ring_bytes = options.staging_bytes or max(_LEAST_RING, len(endpoints) * _RING_PER_WIRE)
+    device.staged_peers += 1
+    ring_bytes = options.staging_bytes or default_ring(len(endpoints), device.staged_peers)
     area = StagingArea(device.runtime, endpoints, ring_bytes, options.staging_chunk)
     keys = [(made.local_key, made.key, made.address) for made in area.registrations]
     return StagedEndpoint(
