@@ -1,7 +1,7 @@
 // Packets of whole lines: eight threads exchange 240 bytes of data in two lines of 128 bytes, of which the last 8 bytes
 // are the flag (NCCL's LL128 protocol). That is 15 bytes of data in 16, where an LL16Packet has 8. One instruction of a
 // warp stores a line, which arrives whole, so the flag says that all of it is there. Where lines may be torn, the flag
-// is stored after the data and loaded before it.
+// is stored after all data of the line and loaded before it.
 //
 // Data is in units of 16 bytes. The eight threads, by their place 0 to 7, have unit `place` and, except the last, unit
 // 8 + `place`. Line 0 holds the units 0 to 6 and the first half of unit 7; line 1 the units 8 to 14 and the second half
@@ -86,38 +86,45 @@ struct LineForm {
     uint64_t* const words = wordsIn(slot, p);
     const bool flagged = hasFlag(p);
     const Bytes16 first = payload.units[0], second = payload.units[1];
-    auto store = [&] {
-      storePacket128(words, first.low, flagged ? flag : first.high);
-      storePacket128(words + kLineWords, flagged ? first.high : second.low, flagged ? flag : second.high);
-    };
 #if PROXYCCL_WHOLE_LINES
     syncWarp();  // one instruction for a whole line, also after a branch that not all threads took
-    store();
+    storePacket128(words, first.low, flagged ? flag : first.high);
+    storePacket128(words + kLineWords, flagged ? first.high : second.low, flagged ? flag : second.high);
 #else
-    if (!flagged) {
-      store();
-      fenceSystem();
+    if (flagged) {
+      storeRelaxedSystem(words, first.low);
+      storeRelaxedSystem(words + kLineWords, first.high);
+    } else {
+      storePacket128(words, first.low, first.high);
+      storePacket128(words + kLineWords, second.low, second.high);
     }
+    fenceSystem();
     syncWarp();
-    if (flagged) store();
+    if (flagged) {
+      storeRelaxedSystem<uint64_t>(words + 1, flag);
+      storeRelaxedSystem<uint64_t>(words + kLineWords + 1, flag);
+    }
 #endif
   }
   static PROXYCCL_DEVICE Words read(const LL16Packet* slot, uint64_t p, uint32_t) {
     const uint64_t* const words = wordsIn(slot, p);
     Words result;
-    auto load = [&] {
-      loadPacket128(words, &result.lines[0].low, &result.lines[0].high);
-      loadPacket128(words + kLineWords, &result.lines[1].low, &result.lines[1].high);
-    };
 #if PROXYCCL_WHOLE_LINES
-    load();
+    loadLines(words, &result);
 #else
-    if (hasFlag(p)) {
-      load();
+    const bool flagged = hasFlag(p);
+    if (flagged) {
+      result.lines[0].high = loadRelaxedSystem(words + 1);
+      result.lines[1].high = loadRelaxedSystem(words + kLineWords + 1);
       fenceSystem();
     }
     syncWarp();
-    if (!hasFlag(p)) load();
+    if (flagged) {  // not by one load of a flag and of the data beside it
+      result.lines[0].low = loadRelaxedSystem(words);
+      result.lines[1].low = loadRelaxedSystem(words + kLineWords);
+    } else {
+      loadLines(words, &result);
+    }
 #endif
     return result;
   }
@@ -151,6 +158,10 @@ struct LineForm {
   // The thread's words in line 0; those in line 1 are kLineWords further on.
   static PROXYCCL_DEVICE uint64_t* wordsIn(const LL16Packet* slot, uint64_t p) {
     return const_cast<uint64_t*>(reinterpret_cast<const uint64_t*>(slot + p / kThreads * 2 * kThreads + p % kThreads));
+  }
+  static PROXYCCL_DEVICE void loadLines(const uint64_t* words, Words* result) {
+    loadPacket128(words, &result->lines[0].low, &result->lines[0].high);
+    loadPacket128(words + kLineWords, &result->lines[1].low, &result->lines[1].high);
   }
   // Calls body(u, unit) for each unit of packet p that is in the share.
   template <class Body>

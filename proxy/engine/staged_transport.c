@@ -159,6 +159,7 @@ struct StagedConnection {
   uint64_t wanted;         /* messages up to the last whose credit the peer waits for */
   uint64_t signals_taken, signals_stored;
   Signal signals[MESSAGES]; /* that are not stored, by number */
+  uint64_t waiting;         /* the first message whose signal is not stored; UINT64_MAX: all are */
   /* Credits, in the first wire's turns. */
   uint64_t returned;     /* their number */
   uint64_t returned_end; /* position after the last message with one */
@@ -481,10 +482,16 @@ static int may_be_held(StagedConnection *self, uint64_t placed) {
   return now - self->held_since < HELD_NS;
 }
 
+/* Messages that are complete: their data is placed, and their signals are stored. */
+static uint64_t completed(const StagedConnection *self) {
+  const uint64_t placed = word_load(&self->words->placed.count), waiting = word_load(&self->waiting);
+  return placed < waiting ? placed : waiting - 1;
+}
+
 static int return_credits(Wire *wire, uint32_t *progress) {
   StagedConnection *self = wire->staged;
   ProxycclConnection *link = wire->link;
-  const uint64_t placed = word_load(&self->words->placed.count), returned = self->returned;
+  const uint64_t placed = completed(self), returned = self->returned;
   if (returned == placed || link->transport->ready(link) == 0 || may_be_held(self, placed)) return 0;
   self->returned_end = self->ends[(placed - 1) % MESSAGES];
   self->held_since = 0;
@@ -603,8 +610,10 @@ static int place(StagedConnection *self, const Header *header, uint64_t data) {
   if (header->word != 0 && !may_signal(self, header->word)) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_WORD;
   if (header->bytes > 0)
     status = self->in->transport->put(self->in, &destination, 0, &self->device_receiving, data, header->bytes);
-  if (status == 0 && header->word != 0)
+  if (status == 0 && header->word != 0) {
+    if (self->signals_taken == self->signals_stored) word_store(&self->waiting, self->taken + 1);
     self->signals[self->signals_taken++ % MESSAGES] = (Signal){header->word, header->value, self->taken + 1};
+  }
   return copy_status(status, PROXYCCL_STAGED_COPY_IN);
 }
 
@@ -614,9 +623,11 @@ static void store_signals(StagedConnection *self) {
   const uint64_t placed = word_load(&self->words->placed.count);
   for (; self->signals_stored != self->signals_taken; ++self->signals_stored) {
     const Signal *signal = &self->signals[self->signals_stored % MESSAGES];
+    word_store(&self->waiting, signal->message);
     if (signal->message > placed) return;
     word_store((uint64_t *)(uintptr_t)signal->word, signal->value);
   }
+  word_store(&self->waiting, UINT64_MAX);
 }
 
 /* Polls a stream of copies, which calls the driver. While its word shows that they are not complete, only a failure
@@ -819,6 +830,7 @@ static ProxycclConnection *create_over(const ProxycclTransport *wire, const Prox
   if (self == NULL) return NULL;
   self->base.transport = transport;
   self->options = *options;
+  self->waiting = UINT64_MAX;
   self->words = (Words *)options->area;
   self->sending = (char *)options->area + first;
   self->receiving = (char *)options->area + second;

@@ -26,7 +26,7 @@ from proxyccl.transfer import (
     strided,
 )
 from support.agents import child, serve_memory
-from support.packages.fabric import library_or_skip
+from support.packages.fabric import library_or_skip, this_library
 
 NBYTES = 4 << 20
 
@@ -44,11 +44,10 @@ def library() -> str:
 
 
 @pytest.fixture(autouse=True)
-def by_tcp(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def by_tcp(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever adapters this machine has."""
-    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
-    monkeypatch.setenv("PROXYCCL_FABRIC_PROVIDER", "tcp")
-    monkeypatch.setenv("PROXYCCL_FABRIC_INTERFACE", "=lo")
+    with this_library(library, monkeypatch):
+        yield
 
 
 class OnFabric:

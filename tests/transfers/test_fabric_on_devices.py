@@ -6,6 +6,7 @@ reaches the memory of the host runtime's devices and not that of GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -34,7 +35,7 @@ from proxyccl.transfer import (
     strided,
 )
 from support.devices import ON_HOST, rank_runtime
-from support.packages.fabric import environment, library_or_skip
+from support.packages.fabric import environment, library_or_skip, this_library
 from support.paths import PROGRAMS, TESTS
 
 NBYTES = 3 << 20
@@ -54,11 +55,10 @@ def library() -> str:
 
 
 @pytest.fixture(autouse=True)
-def between_hosts(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
-    monkeypatch.setenv("PROXYCCL_FABRIC_PROVIDER", "tcp")
-    monkeypatch.setenv("PROXYCCL_FABRIC_INTERFACE", "=lo")
+def between_hosts(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(paths, "boot_id", lambda: "another host")
+    with this_library(library, monkeypatch):
+        yield
 
 
 class TwoHosts:
@@ -91,9 +91,8 @@ class TwoHosts:
 
 @pytest.fixture
 def two() -> Iterator[TwoHosts]:
-    made = TwoHosts()
-    yield made
-    made.close()
+    with contextlib.closing(TwoHosts()) as made:
+        yield made
 
 
 @pytest.mark.filterwarnings("ignore:agent .* through a socket:RuntimeWarning")

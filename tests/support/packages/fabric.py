@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import ctypes.util
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from proxyccl.proxy.fabric.library import load
 from support.packages.debian import UnavailableError
 from support.packages.fetched import FetchedPackages, installed_program
 
@@ -58,11 +62,25 @@ def _loads(library: Path) -> bool:
     return True
 
 
-@functools.cache  # called before a fetched library is loaded, because that is found by its name from then on
+@functools.cache
 def _is_installed() -> bool:
-    return _loads(Path(LIBRARY)) and installed_program("ip") is not None
+    """Looked up by its file: a fetched one, or that of MPI, is found by the name once this process has loaded it."""
+    return ctypes.util.find_library("fabric") is not None and installed_program("ip") is not None
 
 
 def environment() -> dict[str, str]:
     """This process's environment, in which a process finds the library."""
     return dict(os.environ) if _is_installed() else PACKAGES.environment()
+
+
+@contextlib.contextmanager
+def this_library(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Meanwhile this process uses that libfabric, whichever it has used before, and its TCP on the loopback. Children
+    that are to reach it do so too, and versions name the provider differently.
+    """
+    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
+    monkeypatch.setenv("PROXYCCL_FABRIC_PROVIDER", "tcp")
+    monkeypatch.setenv("PROXYCCL_FABRIC_INTERFACE", "=lo")
+    load.cache_clear()
+    yield
+    load.cache_clear()
