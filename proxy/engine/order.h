@@ -26,12 +26,13 @@ static inline void counter_set(uint64_t *counter, uint64_t value) {
 
 /* -- words that somebody waits for: a peer's semaphore, a flush word, a staged connection's counts --- */
 
-/* Pairings signal, flush, bell, post and ticket, release, where the CPU stores the word. Semaphore::wait, waitFlushed,
- * waitComplete, a waiting stream or a peer's worker acquires it: everything complete here is visible there. */
+/* Pairings signal, flush, bell, post, ticket and staged-signal, release, where the CPU stores the word.
+ * Semaphore::wait, waitFlushed, waitComplete, a waiting stream or a peer's worker acquires it: everything complete here
+ * is visible there. */
 static inline void word_store(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
-/* Pairings flush, staged-message, bell, post and gate, acquire. A stream, an adapter or the CPU stored the word
- * after the events that it reports. */
+/* Pairings flush, staged-message, staged-signal, bell, post and gate, acquire. A stream, an adapter or the CPU stored
+ * the word after the events that it reports. */
 static inline uint64_t word_load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
 /* Relaxed: only tells whether there is something to wait for. */
