@@ -1,8 +1,8 @@
 """Makes the results page: python results_page.py [DIRECTORY]
 
 It reads every JSON file of the programs there, whatever its name, and writes README.md and plots beside them. If a
-program has several results with the same number of ranks and the same runtime, it shows the latest. Plots need
-matplotlib (the extra `bench`); without it the page has only its tables, and says so.
+program has several results of the same part with the same number of ranks and the same runtime, it shows the latest.
+Plots need matplotlib (the extra `bench`); without it the page has only its tables, and says so.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from results_plots import PLOTS
 from results_sections import SECTIONS, Result, Section
 
 RESULTS = Path(__file__).parent / "results"
+_PARTS = ("title", "kind", "memory", "tcp")
+"""By these entries, results of one program, number of ranks and runtime are of different things."""
+Key = tuple[str, int, str, tuple[str, ...]]
 _INTRODUCTION = """\
 # Results
 
@@ -36,17 +39,18 @@ it.
 """
 
 
-def load(directory: Path) -> dict[tuple[str, int, str], Result]:
-    """The latest result of each program, number of ranks and runtime.
+def load(directory: Path) -> dict[Key, Result]:
+    """The latest result of each program, number of ranks, runtime and part.
 
     Raises:
         SystemExit: a file is not a result of one of the programs.
     """
-    latest: dict[tuple[str, int, str], Result] = {}
+    latest: dict[Key, Result] = {}
     for path in sorted(directory.glob("*.json")):
         try:
             result = json.loads(path.read_text())
-            key = (result["benchmark"], result.get("world_size", 1), result["runtime"])
+            program, runtime = result["benchmark"], result["runtime"]
+            key = (program, result.get("world_size", 1), runtime, tuple(str(result.get(name, "")) for name in _PARTS))
             newer = key not in latest or result["date"] > latest[key]["date"]
         except (ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"{path}: not a result of a benchmark program: {type(error).__name__}: {error}") from None
@@ -80,13 +84,13 @@ def contents(sections: Iterable[Section]) -> list[str]:
     ]
 
 
-def page(results: dict[tuple[str, int, str], Result], directory: Path) -> str:
+def page(results: dict[Key, Result], directory: Path) -> str:
     """The page's text. Writes the plots into the directory."""
     drawn = can_draw()
     sections = []
     lines = []
     for name, section_of in SECTIONS.items():
-        for (benchmark, _, _), result in results.items():
+        for (benchmark, *_), result in results.items():
             if benchmark != name:
                 continue
             sections.append(section_of(result))
@@ -108,7 +112,7 @@ def main() -> int:
     results = load(directory)
     if not results:
         parser.error(f"no results (*.json) in {directory}")
-    unknown = sorted({benchmark for benchmark, _, _ in results} - set(SECTIONS))
+    unknown = sorted({benchmark for benchmark, *_ in results} - set(SECTIONS))
     if unknown:
         print(f"left out, because the page has no section for them: {', '.join(unknown)}", file=sys.stderr)
     path = directory / "README.md"

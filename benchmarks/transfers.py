@@ -43,7 +43,7 @@ MIXED_SIZES = [(1, 8), (1, 64 << 20), (10000, 45 << 10)]
 MOST_BYTES = 1 << 29
 MOST_DEVICE_BYTES = 1 << 30
 HUGE_PAGE = 2 << 20
-IDLE_SECONDS = 1.0
+IDLE_SECONDS, TARGET_SECONDS = 1.0, 60.0
 MOST_SECONDS, MOST_SECONDS_TIMES = 0.5, 5
 """A case ends after this many seconds, if it ran this many times."""
 
@@ -95,7 +95,10 @@ def target(directory: Path, devices: bool) -> None:
 
 
 def initiator(directory: Path, devices: bool, mixed: bool) -> None:
+    given_up = time.monotonic() + TARGET_SECONDS
     while not (directory / "metadata").exists():
+        if time.monotonic() > given_up:
+            sys.exit(f"the target has not begun within {TARGET_SECONDS} s")
         time.sleep(0.01)
     data = json.loads((directory / "metadata").read_text())
     side = Side("initiator", devices, 0)

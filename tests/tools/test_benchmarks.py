@@ -337,6 +337,16 @@ def test_results_of_another_runtime_are_shown_beside(tmp_path: Path) -> None:
         assert text in page
 
 
+def test_other_parts_of_a_program_are_shown_beside(tmp_path: Path) -> None:
+    result = {**all_reduce_result(2, 1.0), "benchmark": "programs", "rows": [], "failed": {}}
+    (tmp_path / "a.json").write_text(json.dumps({**result, "date": "2000-01-02T00:00:00+00:00"}))
+    (tmp_path / "b.json").write_text(json.dumps({**result, "title": "Calls after a rest"}))
+    assert make_page(tmp_path).returncode == 0
+    page = (tmp_path / "README.md").read_text()
+    assert "## Programs on 2 GPUs" in page
+    assert "## Calls after a rest on 2 GPUs" in page
+
+
 def test_the_page_begins_with_what_matters_and_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(daemon_result(cores=2)))
     (tmp_path / "b.json").write_text(json.dumps(all_reduce_result(4, 4.0)))
