@@ -19,6 +19,9 @@ from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.kernel import Launch
 from proxyccl.device.stream_operations import StreamOperations
 
+_MOST_SCHEDULED_RANKS = 128
+"""Schedules have channels to all ranks and ids of their memory, of which a proxy has enough for some 170 ranks."""
+
 
 class AllReduce(Collective):
     """The reduction on every rank."""
@@ -33,7 +36,7 @@ class AllReduce(Collective):
         policy = call.request.cta_policy
         chosen = collectives.choose(self.table, call.request, source.dtype, call.nbytes)
         if chosen == "hierarchical":
-            by_schedule = collectives.goes_by_schedule(chosen)
+            by_schedule = collectives.goes_by_schedule(chosen) and group.world_size <= _MOST_SCHEDULED_RANKS
             prepare = _prepare_levels_by_schedule if by_schedule else _prepare_by_levels
             return prepare(collectives, source, target, op, policy)
         team = collectives.team()

@@ -1,4 +1,4 @@
-"""The ends of the processes of a host's other ranks. A rank watches few of them: those that it need not tell about it.
+"""The ends of the processes of a host's other ranks, of which a rank watches few.
 
 Whoever notices an end tells all ranks of the host through their segments. So it is enough that each process is watched
 by some others, and a rank's descriptors do not grow with the number of ranks. A rank watches the next one, and those

@@ -25,7 +25,7 @@ from proxyccl import (
     WaitTimeoutError,
 )
 from proxyccl.channels import memory, symmetric
-from proxyccl.channels.collectives import call_cache, level_schedules, reduce_schedules
+from proxyccl.channels.collectives import all_reduce, call_cache, level_schedules, reduce_schedules
 from proxyccl.channels.schedules import rings as schedule_rings
 from proxyccl.device._native import lib
 from proxyccl.device.arrays.dtypes import as_dtype
@@ -623,10 +623,16 @@ def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPa
 
 @NO_PROXY
 @pytest.mark.host_only("its kernels move data between nodes too, unless that is forbidden")
-@pytest.mark.parametrize(("dtype", "op"), [("bfloat16", "sum"), ("int64", "avg")])
+@pytest.mark.parametrize(("dtype", "op", "most"), [("bfloat16", "sum", 4), ("int64", "avg", 4), ("int64", "avg", 3)])
 def test_a_hierarchy_has_schedules_between_nodes_where_kernels_do_not_reach(
-    dtype: str, op: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str, op: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """More ranks than schedules are for have kernels, which wait for the proxy's copies."""
+    by_schedule, hierarchies = all_reduce._prepare_levels_by_schedule, []
+    monkeypatch.setattr(all_reduce, "_MOST_SCHEDULED_RANKS", most)
+    monkeypatch.setattr(
+        all_reduce, "_prepare_levels_by_schedule", lambda *call: hierarchies.append(call) or by_schedule(*call)
+    )
     make = HostRuntime.__init__
 
     def without_proxied_kernels(self: HostRuntime, *args: object, **options: object) -> None:
@@ -644,3 +650,4 @@ def test_a_hierarchy_has_schedules_between_nodes_where_kernels_do_not_reach(
             Call("all_gather", dtype, None, None, count, turn % 5, in_place=turn % 2 == 0, seed=turn).run(comm)
 
     run_ranks(4, body, local_world_size=2)
+    assert bool(hierarchies) == (most == 4)
