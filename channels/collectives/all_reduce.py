@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
@@ -19,6 +20,7 @@ from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.kernel import Launch
 from proxyccl.device.stream_operations import StreamOperations
 
+_BetweenStep = TypeVar("_BetweenStep")
 _MOST_SCHEDULED_RANKS = 128
 """Schedules have channels to all ranks and ids of their memory, of which a proxy has enough for some 170 ranks."""
 
@@ -37,7 +39,7 @@ class AllReduce(Collective):
         chosen = collectives.choose(self.table, call.request, source.dtype, call.nbytes)
         if chosen == "hierarchical":
             by_schedule = collectives.goes_by_schedule(chosen) and group.world_size <= _MOST_SCHEDULED_RANKS
-            prepare = _prepare_levels_by_schedule if by_schedule else _prepare_by_levels
+            prepare = _prepare_levels_by_schedule if by_schedule else _prepare_levels_by_kernels
             return prepare(collectives, source, target, op, policy)
         team = collectives.team()
         if chosen in PACKET_ALGORITHMS and team.packets is None:
@@ -88,81 +90,90 @@ def _part(view: ArrayView, first: int, count: int) -> ArrayView:
 def _prepare_levels_by_schedule(
     collectives: Collectives, source: ArrayView, target: ArrayView, op: str, policy: CtaPolicy
 ) -> Launchable:
-    """As `_prepare_by_levels`, with schedules between the nodes: kernels that wait for a proxy's copies would hold them
-    up.
-    """
-    group, topology, by_proxy = collectives.group, collectives.group.topology, collectives.by_proxy()
-    inside, _ = collectives.levels()
+    """By `_levels`, with schedules between the nodes: kernels that wait for a proxy's copies would hold them up."""
+    topology, by_proxy = collectives.group.topology, collectives.by_proxy()
     rails = [members[topology.local_rank] for members in topology.node_members()]
-    partial = "sum" if op == "avg" else op  # the rank that has all parts divides
-    shipped, dtype = group.runtime.shipped, source.dtype
-    if inside.fits_one_round(source.nbytes) and source.nbytes <= by_proxy.memories.pinned_bytes:
-        kernel = ALL_REDUCE_KERNELS["proxy"]
-        reduction = shipped(kernel.file, kernel.name, dtype.name, partial)
-        within = reduction.prepare(1, inside.threads, inside.parameter(), source.ptr, target.ptr, source.size)
-        return by_proxy.rings.prepare([within, *all_reduce_steps(by_proxy, target, target, op, rails)])
-    share = source.size // topology.local_world_size
-    even = share * topology.local_world_size
-    steps: list[Step] = []
-    if share:
-        scatter_kernel, gather_kernel = COLLECTIVES["reduce_scatter"][0], COLLECTIVES["all_gather"][0]
-        own, team = _part(target, topology.local_rank * share, share), inside.parameter()
-        scatter = shipped(scatter_kernel.file, scatter_kernel.name, dtype.name, partial)
-        gather = shipped(gather_kernel.file, gather_kernel.name)
-        steps += [
-            scatter.prepare(
-                inside.grid(even * dtype.itemsize, policy), inside.threads, team, source.ptr, own.ptr, share
-            ),
-            *all_reduce_steps(by_proxy, own, own, op, rails),
-            gather.prepare(inside.grid(own.nbytes, policy), inside.threads, team, own.ptr, target.ptr, own.nbytes),
-        ]
-    if even < source.size:
-        rest = (_part(source, even, source.size - even), _part(target, even, source.size - even))
-        steps += all_reduce_steps(by_proxy, *rest, op, range(group.world_size))
-    return by_proxy.rings.prepare(steps)
+
+    def between(part: ArrayView) -> Sequence[Step]:
+        return all_reduce_steps(by_proxy, part, part, op, rails)
+
+    short = source.nbytes <= by_proxy.memories.pinned_bytes
+    return by_proxy.rings.prepare(_levels(collectives, source, target, op, policy, short, between, between))
 
 
-def _prepare_by_levels(
+def _prepare_levels_by_kernels(
     collectives: Collectives, source: ArrayView, target: ArrayView, op: str, policy: CtaPolicy
 ) -> Launchable:
+    """By `_levels`, with kernels through the proxy between the nodes."""
+    group, (_, across) = collectives.group, collectives.levels()
+
+    def between_whole(part: ArrayView) -> Sequence[Launch]:
+        return [_one_round(group, across, op, part.ptr, part)]
+
+    def between(part: ArrayView) -> Sequence[Launch]:
+        return [_prepare_two_shot(group, across, part.dtype, op, policy, part.ptr, part.ptr, part.size)]
+
+    short = across.fits_one_round(source.nbytes)
+    steps = _levels(collectives, source, target, op, policy, short, between_whole, between)
+    return StreamOperations(group.runtime, steps)
+
+
+def _one_round(group: Group, team: Team, op: str, source: int, target: ArrayView) -> Launch:
+    """The launch that reduces an array among a team's ranks in one crossing."""
+    kernel = ALL_REDUCE_KERNELS["proxy"]
+    shipped = group.runtime.shipped(kernel.file, kernel.name, target.dtype.name, op)
+    return shipped.prepare(1, team.threads, team.parameter(), source, target.ptr, target.size)
+
+
+def _levels(
+    collectives: Collectives,
+    source: ArrayView,
+    target: ArrayView,
+    op: str,
+    policy: CtaPolicy,
+    short: bool,
+    between_whole: Callable[[ArrayView], Sequence[_BetweenStep]],
+    between: Callable[[ArrayView], Sequence[_BetweenStep]],
+) -> list[Launch | _BetweenStep]:
     """Each share is reduced inside the node, then between the ranks with the same number on all nodes, then gathered
     inside the node, so a node's data crosses to the others once.
 
     Data that fits one round is reduced whole by every rank, inside the node and then between nodes. That saves a
     crossing, and such short shares are not worth one. So are the elements that do not divide into even shares.
+
+    Args:
+        collectives: of all ranks.
+        source, target, op, policy: of the call.
+        short: whether the data fits one round between the nodes.
+        between_whole: the steps that reduce, in place, an array that each rank of a node has.
+        between: the same for the rank's share.
     """
-    group, dtype = collectives.group, source.dtype
-    topology = group.topology
-    inside, across = collectives.levels()
+    topology, shipped, dtype = collectives.group.topology, collectives.group.runtime.shipped, source.dtype
+    inside, _ = collectives.levels()
     partial = "sum" if op == "avg" else op  # the rank that has all parts divides
 
-    def whole(begin: int) -> list[Launch]:
-        """The launches that reduce the elements from `begin` on in one round."""
-        offset, kernel = begin * dtype.itemsize, ALL_REDUCE_KERNELS["proxy"]
+    def whole(begin: int) -> list[Launch | _BetweenStep]:
+        """The steps that reduce the elements from `begin` on in one round."""
+        part, ptr = _part(target, begin, source.size - begin), source.ptr + begin * dtype.itemsize
+        return [_one_round(collectives.group, inside, partial, ptr, part), *between_whole(part)]
 
-        def one_round(team: Team, operator: str, ptr: int) -> Launch:
-            shipped = group.runtime.shipped(kernel.file, kernel.name, dtype.name, operator)
-            return shipped.prepare(1, team.threads, team.parameter(), ptr, target.ptr + offset, source.size - begin)
-
-        return [one_round(inside, partial, source.ptr + offset), one_round(across, op, target.ptr + offset)]
-
-    if inside.fits_one_round(source.nbytes) and across.fits_one_round(source.nbytes):
-        return StreamOperations(group.runtime, whole(0))
+    if short and inside.fits_one_round(source.nbytes):
+        return whole(0)
 
     share = source.size // topology.local_world_size
-    even, nbytes = share * topology.local_world_size, share * dtype.itemsize
-    own = target.ptr + topology.local_rank * nbytes
-
-    shipped = group.runtime.shipped
-    scatter_kernel, gather_kernel = COLLECTIVES["reduce_scatter"][0], COLLECTIVES["all_gather"][0]
-    scatter = shipped(scatter_kernel.file, scatter_kernel.name, dtype.name, partial)
-    gather = shipped(gather_kernel.file, gather_kernel.name)
-    team = inside.parameter()
-    launches = [
-        scatter.prepare(inside.grid(even * dtype.itemsize, policy), inside.threads, team, source.ptr, own, share),
-        _prepare_two_shot(group, across, dtype, op, policy, own, own, share),
-        gather.prepare(inside.grid(nbytes, policy), inside.threads, team, own, target.ptr, nbytes),
-    ]
+    even = share * topology.local_world_size
+    steps: list[Launch | _BetweenStep] = []
+    if share:
+        own, team = _part(target, topology.local_rank * share, share), inside.parameter()
+        scatter_kernel, gather_kernel = COLLECTIVES["reduce_scatter"][0], COLLECTIVES["all_gather"][0]
+        scatter = shipped(scatter_kernel.file, scatter_kernel.name, dtype.name, partial)
+        gather = shipped(gather_kernel.file, gather_kernel.name)
+        grid = inside.grid(even * dtype.itemsize, policy)
+        steps += [
+            scatter.prepare(grid, inside.threads, team, source.ptr, own.ptr, share),
+            *between(own),
+            gather.prepare(inside.grid(own.nbytes, policy), inside.threads, team, own.ptr, target.ptr, own.nbytes),
+        ]
     if even < source.size:
-        launches += whole(even)
-    return StreamOperations(group.runtime, launches)
+        steps += whole(even)
+    return steps
