@@ -67,6 +67,7 @@ def test_a_reduction_takes_elements_in_order_whatever_their_shape() -> None:
         for call in (comm.all_reduce, comm.reduce):
             x = shaped(comm, (4, 6) if comm.rank == 0 else (24,))
             call(x)
+            comm.synchronize()
             if call == comm.all_reduce or comm.rank == 0:
                 assert (on_host(x) == 2).all()
 

@@ -52,6 +52,7 @@ def test_rows_counts_and_sums(ranks: Ranks, *, float8: bool, asynchronous: bool)
     def body(comm: Communicator) -> None:
         sent, arrived = Sent.of(comm), Arrived.at(comm)
         pair = quantized if float8 else lambda tokens: tokens
+        tokens = pair(sent.mixture.tokens)  # before the event, which a dispatch waits for
         options: dict[str, Any] = {"async_finish": asynchronous}
         if asynchronous:
             options["previous_event"] = sent.buffer.capture()
@@ -62,14 +63,14 @@ def test_rows_counts_and_sums(ranks: Ranks, *, float8: bool, asynchronous: bool)
                 same(value, wanted)
 
         received, ids, weights, per_expert, handle, event = sent.dispatch(
-            pair(sent.mixture.tokens), expert_alignment=4, config=deep_ep.Config(8, 8, 256), **options
+            tokens, expert_alignment=4, config=deep_ep.Config(8, 8, 256), **options
         )
         if asynchronous:
             event.current_stream_wait()
         assert (ids, weights) == (None, None)
         assert per_expert == [-(-count // 4) * 4 for count in arrived.per_expert]
         check(received)
-        again, *nothing, event = sent.buffer.dispatch(pair(sent.mixture.tokens), handle=handle, **options)
+        again, *nothing, event = sent.buffer.dispatch(tokens, handle=handle, **options)
         if asynchronous:
             event.current_stream_wait()
         assert nothing == [None] * 4

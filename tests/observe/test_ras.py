@@ -19,6 +19,7 @@ import pytest
 from proxyccl import ArgumentError, Communicator, CommunicatorError, ResourceError
 from proxyccl.tools import ras
 from support.daemons import running_daemon
+from support.device_arrays import barrier
 from support.ranks import Ranks
 from support.running import TIMEOUT, wait_for
 
@@ -149,7 +150,7 @@ def test_a_failure_is_an_error_and_an_abort(port: int) -> None:
         if comm.rank == 1:
             comm.abort("enough")
         with pytest.raises(CommunicatorError):
-            comm.barrier()
+            barrier(comm)
 
     with Ranks(2) as ranks:
         ranks.run(agreeing_calls)

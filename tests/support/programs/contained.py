@@ -75,10 +75,11 @@ def agents(comm: Communicator) -> None:
 
 def lose(comm: Communicator) -> None:
     """Rank 1 is killed, and rank 0 learns of it long before its time-out."""
-    comm.barrier()
-    if comm.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
     try:
+        comm.barrier()
+        comm.synchronize()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         comm.all_reduce(comm.empty(3000, np.float32).fill(1))
         comm.synchronize()
     except PeerLostError as error:
