@@ -278,8 +278,8 @@ def _by_lines(ranks: int, *, symmetric: bool) -> tuple[tuple[int, str], ...]:
         return ()
     if ranks == 2:
         return (6 * _MIB, "one_shot"), ((8 if symmetric else 12) * _MIB, "two_shot_packets")
-    longest = 8 if ranks == 3 else 3 if symmetric else 6
-    return (768 * _KIB // ranks, "one_shot"), (longest * _MIB, "two_shot_packets")
+    longest = 8 if ranks == 3 else 4 if symmetric else 6
+    return (1536 * _KIB // ranks, "one_shot"), (longest * _MIB, "two_shot_packets")
 
 
 def _by_packets(ranks: int, runtime: str, *, symmetric: bool, short: bool) -> tuple[tuple[int, str], ...]:
