@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from proxyccl.channels.group import Group
 from proxyccl.channels.handles import Channel, ChannelSet, DeviceHandle
 from proxyccl.channels.memory import RegisteredMemory
+from proxyccl.channels.pinned_memory import PinnedRange
 from proxyccl.channels.segment.rendezvous import wait_at_most
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import as_integer
@@ -171,7 +172,11 @@ class ProxyChannel(_RingChannel):
 
 
 def connect_handles(
-    group: Group, dst: RegisteredMemory, src: RegisteredMemory, peers: list[int], count: int
+    group: Group,
+    dst: RegisteredMemory | PinnedRange,
+    src: RegisteredMemory | PinnedRange,
+    peers: list[int],
+    count: int,
 ) -> tuple[dict[int, list[ProxyChannel]], object]:
     """`count` channels to each of `peers`; all ranks call this together.
 

@@ -261,6 +261,8 @@ class LaunchDefaults(Struct, frozen=True):
         offered_bytes: most bytes of an all_reduce in place whose inputs the ranks offer each other to load.
         proxied_kernel_bytes: longest share that a kernel moves to peers of other nodes, through the proxy, by default.
             A schedule moves a longer one: its ranks meet first, and nothing is staged. 0: no kernel moves any.
+        pinned_kernel_bytes: most bytes that a kernel sends to peers of other nodes through pinned memory, by default,
+            where transports stage the data of all remote peers. 0: none goes through pinned memory.
         packet_threads: a packet kernel takes one more block for each of these numbers of packets; beyond
             packet_blocks its blocks grow, up to `threads`.
         packet_blocks: most blocks of a packet kernel.
@@ -293,6 +295,7 @@ class LaunchDefaults(Struct, frozen=True):
     meeting_bytes: int
     offered_bytes: int
     proxied_kernel_bytes: int
+    pinned_kernel_bytes: int
     packet_threads: int
     packet_blocks: int
     pair_packet_blocks: int

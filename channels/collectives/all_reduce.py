@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.proxied_kernels import sends_through_pinned_memory
 from proxyccl.channels.collectives.reduce_schedules import all_reduce_steps, prepare_all_reduce
 from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
@@ -38,7 +39,7 @@ class AllReduce(Collective):
         policy = call.request.cta_policy
         chosen = collectives.choose(self.table, call.request, source.dtype, call.nbytes)
         if chosen == "hierarchical":
-            by_schedule = collectives.goes_by_schedule(chosen) and group.world_size <= _MOST_SCHEDULED_RANKS
+            by_schedule = _reduces_by_schedule(collectives, source.nbytes)
             prepare = _prepare_levels_by_schedule if by_schedule else _prepare_levels_by_kernels
             return prepare(collectives, source, target, op, policy)
         team = collectives.team()
@@ -87,15 +88,28 @@ def _part(view: ArrayView, first: int, count: int) -> ArrayView:
     return ArrayView(ptr, (count,), view.dtype, view.device, view.writable, view.owner)
 
 
+def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:
+    """Whether a hierarchy has schedules between the nodes, for so many bytes: kernels that wait for a proxy's copies would
+    hold them up, and long data takes a way through pinned memory that schedules save.
+    """
+    group, topology = collectives.group, collectives.group.topology
+    if group.world_size > _MOST_SCHEDULED_RANKS or not group.topology.has_levels():
+        return False
+    sent = nbytes // topology.local_world_size * (topology.node_count - 1)
+    through_pinned = sends_through_pinned_memory(group)
+    too_long = through_pinned and sent > group.runtime.launch_defaults.pinned_kernel_bytes
+    return too_long or collectives.goes_by_schedule("hierarchical")
+
+
 def _prepare_levels_by_schedule(
     collectives: Collectives, source: ArrayView, target: ArrayView, op: str, policy: CtaPolicy
 ) -> Launchable:
-    """By `_levels`, with schedules between the nodes: kernels that wait for a proxy's copies would hold them up."""
+    """By `_levels`, with schedules between the nodes."""
     topology, by_proxy = collectives.group.topology, collectives.by_proxy()
     rails = [members[topology.local_rank] for members in topology.node_members()]
 
-    def between(part: ArrayView) -> Sequence[Step]:
-        return all_reduce_steps(by_proxy, part, part, op, rails)
+    def between(source: ArrayView, part: ArrayView) -> Sequence[Step]:
+        return all_reduce_steps(by_proxy, source, part, op, rails)
 
     short = source.nbytes <= by_proxy.memories.pinned_bytes
     return by_proxy.rings.prepare(_levels(collectives, source, target, op, policy, short, between, between))
@@ -107,11 +121,11 @@ def _prepare_levels_by_kernels(
     """By `_levels`, with kernels through the proxy between the nodes."""
     group, (_, across) = collectives.group, collectives.levels()
 
-    def between_whole(part: ArrayView) -> Sequence[Launch]:
-        return [_one_round(group, across, op, part.ptr, part)]
+    def between_whole(source: ArrayView, part: ArrayView) -> Sequence[Launch]:
+        return [_one_round(group, across, op, source.ptr, part)]
 
-    def between(part: ArrayView) -> Sequence[Launch]:
-        return [_prepare_two_shot(group, across, part.dtype, op, policy, part.ptr, part.ptr, part.size)]
+    def between(source: ArrayView, part: ArrayView) -> Sequence[Launch]:
+        return [_prepare_two_shot(group, across, part.dtype, op, policy, source.ptr, part.ptr, part.size)]
 
     short = across.fits_one_round(source.nbytes)
     steps = _levels(collectives, source, target, op, policy, short, between_whole, between)
@@ -132,30 +146,34 @@ def _levels(
     op: str,
     policy: CtaPolicy,
     short: bool,
-    between_whole: Callable[[ArrayView], Sequence[_BetweenStep]],
-    between: Callable[[ArrayView], Sequence[_BetweenStep]],
+    between_whole: Callable[[ArrayView, ArrayView], Sequence[_BetweenStep]],
+    between: Callable[[ArrayView, ArrayView], Sequence[_BetweenStep]],
 ) -> list[Launch | _BetweenStep]:
     """Each share is reduced inside the node, then between the ranks with the same number on all nodes, then gathered
     inside the node, so a node's data crosses to the others once.
 
     Data that fits one round is reduced whole by every rank, inside the node and then between nodes. That saves a
-    crossing, and such short shares are not worth one. So are the elements that do not divide into even shares.
+    crossing, and such short shares are not worth one. So are the elements that do not divide into even shares. Where
+    nodes have one rank, only the step between them is left.
 
     Args:
         collectives: of all ranks.
         source, target, op, policy: of the call.
         short: whether the data fits one round between the nodes.
-        between_whole: the steps that reduce, in place, an array that each rank of a node has.
+        between_whole: the steps that reduce an array that each rank of a node has; takes the input and the output,
+            which may be one.
         between: the same for the rank's share.
     """
     topology, shipped, dtype = collectives.group.topology, collectives.group.runtime.shipped, source.dtype
+    if topology.local_world_size == 1:
+        return list(between(source, target))
     inside, _ = collectives.levels()
     partial = "sum" if op == "avg" else op  # the rank that has all parts divides
 
     def whole(begin: int) -> list[Launch | _BetweenStep]:
         """The steps that reduce the elements from `begin` on in one round."""
         part, ptr = _part(target, begin, source.size - begin), source.ptr + begin * dtype.itemsize
-        return [_one_round(collectives.group, inside, partial, ptr, part), *between_whole(part)]
+        return [_one_round(collectives.group, inside, partial, ptr, part), *between_whole(part, part)]
 
     if short and inside.fits_one_round(source.nbytes):
         return whole(0)
@@ -171,7 +189,7 @@ def _levels(
         grid = inside.grid(even * dtype.itemsize, policy)
         steps += [
             scatter.prepare(grid, inside.threads, team, source.ptr, own.ptr, share),
-            *between(own),
+            *between(own, own),
             gather.prepare(inside.grid(own.nbytes, policy), inside.threads, team, own.ptr, target.ptr, own.nbytes),
         ]
     if even < source.size:

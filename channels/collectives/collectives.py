@@ -7,6 +7,7 @@ from proxyccl.channels.collectives.by_proxy import ByProxy
 from proxyccl.channels.collectives.call_cache import CallCache
 from proxyccl.channels.collectives.flows import Flows
 from proxyccl.channels.collectives.packet_team import MAX_RANKS, carries_whole_lines
+from proxyccl.channels.collectives.proxied_kernels import proxied_kernel_bytes
 from proxyccl.channels.collectives.request import CtaPolicy, Request, request
 from proxyccl.channels.collectives.selection import (
     ALGORITHMS_BY_COLLECTIVE,
@@ -223,7 +224,7 @@ class Collectives:
 
     def _kernels_reach_all(self) -> bool:
         """Whether kernels move data to every peer, through the proxy where it is not mapped."""
-        return self._all_mapped or self.group.runtime.launch_defaults.proxied_kernel_bytes > 0
+        return self._all_mapped or proxied_kernel_bytes(self.group) > 0
 
     @property
     def selector(self) -> Selector:

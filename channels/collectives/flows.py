@@ -139,7 +139,7 @@ class Flows:
         memory = register(group, self._scratch)
         self._kept = memory
         ends = 2 * self._lanes  # of each peer: a lane's two flows
-        self._links = Links(group, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
+        self._links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
         counters_bytes = _round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
         raw = self._links.raw
         self._memory = runtime.allocate(counters_bytes + len(raw))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import RegisteredMemory
+from proxyccl.channels.pinned_memory import PinnedRange
 from proxyccl.channels.proxy_channel import ProxyChannel, connect_handles
 from proxyccl.channels.sm_channel import SmSemaphores
 from proxyccl.device._native import ffi
@@ -17,6 +18,7 @@ class Links:
     Args:
         group: whose ranks.
         memory: the scratch memory that peers write to.
+        proxied: the same, for proxies.
         members: the ranks of the table's columns.
         via_proxy: those that are reached through the proxy; all others except this rank are mapped.
         lanes: links to each peer.
@@ -32,6 +34,7 @@ class Links:
         self,
         group: Group,
         memory: RegisteredMemory,
+        proxied: RegisteredMemory | PinnedRange,
         members: Sequence[int],
         via_proxy: list[int],
         lanes: int,
@@ -42,7 +45,7 @@ class Links:
         self.proxy_channels: dict[int, list[ProxyChannel]] = {}
         self._kept: object = None
         if proxied_anywhere:
-            self.proxy_channels, self._kept = connect_handles(group, memory, memory, via_proxy, lanes)
+            self.proxy_channels, self._kept = connect_handles(group, proxied, proxied, via_proxy, lanes)
         self.sleepers = group.links.proxy.sleepers if self.proxy_channels else None
         self.table = ffi.new("ProxycclLink[]", lanes * len(members))
         for lane in range(lanes):

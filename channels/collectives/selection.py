@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
+from proxyccl.channels.collectives.proxied_kernels import proxied_kernel_bytes
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.segment.calls import register_names
 from proxyccl.device.arguments.integers import as_integer
@@ -245,7 +246,7 @@ def default_selector(group: Group, *, lines: bool = False) -> Selector:
         group.runtime.name,
         levels=topology.has_levels(),
         lines=lines,
-        proxied_kernel_bytes=group.runtime.launch_defaults.proxied_kernel_bytes if topology.node_count > 1 else 0,
+        proxied_kernel_bytes=proxied_kernel_bytes(group) if topology.node_count > 1 else 0,
     )
 
 

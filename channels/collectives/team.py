@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from proxyccl.channels.collectives import packet_team
 from proxyccl.channels.collectives.links import Links
 from proxyccl.channels.collectives.packet_team import PacketTeam
+from proxyccl.channels.collectives.proxied_kernels import sends_through_pinned_memory
 from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
+from proxyccl.channels.pinned_memory import PinnedRange
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.sleepers import ProxiedStruct
@@ -23,6 +25,14 @@ _FLAG = Codec(bool, 16, "flag")
 _SHORTEST_PROXIED_PIECE = 512 * 1024
 """Bytes below which a piece that the proxy sends is not worth its signal: as much as a copy engine moves during the
 next two driver calls."""
+_ONE_ROUND_BYTES = 32 * 1024
+"""Up to here an all_reduce by proxy takes one crossing. Between two ranks it sends no more than two crossings do, so
+there it takes one if it can."""
+_PINNED_BUFFER_BYTES = 1 << 20
+"""Of each buffer of scratch memory that is pinned."""
+_PINNED_BYTES_PER_BLOCK = 64 * 1024
+"""A kernel that sends through pinned memory takes one more block for each of these numbers of bytes: more blocks would
+read it faster, but must meet."""
 _PROXIED_PARTS = 4
 """The least number of pieces into which data for the proxy is cut."""
 
@@ -43,6 +53,7 @@ class Team:
         whole_lines: whether all ranks' links carry lines of 128 bytes in one piece (lines.h).
 
     Attributes:
+        pinned: whether data for proxies is in pinned memory: no copy engine moves it.
         all_mapped: whether every member's memory is mapped by all: then each block has its own lane.
         blocks: the most blocks of a kernel of this team.
         packets: the state of the packet algorithms; None if a peer is not mapped, or there are too many.
@@ -62,21 +73,24 @@ class Team:
         defaults = runtime.launch_defaults
         self.blocks = defaults.blocks if self.all_mapped else defaults.copy_blocks
         self._efficient_blocks = min(self.blocks, defaults.efficient_blocks)
-        self._bytes_per_block, self._meeting_bytes = defaults.bytes_per_block, defaults.meeting_bytes
-        self._offered_bytes = defaults.offered_bytes
+        # Decided alike by all ranks of the group, which make the memory together.
+        self.pinned = not all(flags) and sends_through_pinned_memory(group)
+        self._bytes_per_block = _PINNED_BYTES_PER_BLOCK if self.pinned else defaults.bytes_per_block
+        self._meeting_bytes, self._offered_bytes = defaults.meeting_bytes, defaults.offered_bytes
         self.threads = max(defaults.threads, ranks)
         lanes = self.blocks if self.all_mapped else 1
 
-        buffers = (
-            lib.PROXYCCL_ROUND_BUFFERS * defaults.exchange_bytes
-            + lib.PROXYCCL_PIPELINE_BUFFERS * defaults.pipeline_bytes
-        )
+        exchange_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.exchange_bytes
+        pipeline_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.pipeline_bytes
+        buffers = lib.PROXYCCL_ROUND_BUFFERS * exchange_bytes + lib.PROXYCCL_PIPELINE_BUFFERS * pipeline_bytes
         outputs = _round_up(2 * lanes * ranks * packet_team.PACKET_BYTES, 128)
         self._writes_outputs = self.all_mapped and members == list(range(group.world_size))
-        self._scratch = allocate(group, (buffers + outputs if self.all_mapped else 2 * buffers + outputs,), "uint8")
+        by_proxy = 2 * buffers + outputs
+        self._scratch = allocate(group, (buffers + outputs if self.all_mapped or self.pinned else by_proxy,), "uint8")
         memory = register(group, self._scratch)
+        proxied = self._pinned = PinnedRange(group, by_proxy) if self.pinned else None
         self._kept = memory
-        self._links = Links(group, memory, members, via_proxy, lanes, proxied_anywhere=not all(flags))
+        self._links = Links(group, memory, proxied or memory, members, via_proxy, lanes, proxied_anywhere=not all(flags))
         self.proxy_channels = self._links.proxy_channels
         links = self._links.table
 
@@ -92,7 +106,10 @@ class Team:
         team.epochs = ffi.cast("uint32_t *", self._memory.ptr + epochs_offset)
         team.links = ffi.cast("ProxycclLink *", self._memory.ptr + counters_bytes)
         team.scratch = ffi.cast("char *", self._scratch.ptr)
-        team.exchange_bytes, team.pipeline_bytes = defaults.exchange_bytes, defaults.pipeline_bytes
+        team.proxied = ffi.cast("char *", (proxied or self._scratch).ptr)
+        team.exchange_bytes, team.pipeline_bytes = exchange_bytes, pipeline_bytes
+        slot = exchange_bytes // ranks // 128 * 128
+        team.one_round_bytes = slot if ranks == 2 and not self.all_mapped else min(_ONE_ROUND_BYTES, slot)
         team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes
         for number in range(min(ranks, lib.PROXYCCL_MAX_MAPPED_RANKS)):
             team.remote[number] = links[number].remote
@@ -165,8 +182,7 @@ class Team:
 
     def fits_one_round(self, nbytes: int) -> bool:
         """Whether `all_reduce_by_proxy` reduces this many bytes in one crossing."""
-        slot = self._team.exchange_bytes // self._team.world_size // 128 * 128
-        return nbytes <= min(lib.PROXYCCL_ONE_ROUND_BYTES, slot)
+        return nbytes <= self._team.one_round_bytes
 
     def _call(self, nbytes: int, reached_at: Sequence[int] | None) -> ProxycclTeamPointer:
         team = ffi.new("ProxycclTeam *", self._team[0])
@@ -181,5 +197,7 @@ class Team:
         self._scratch.free()
         self._memory.close()
         self._links.close()
+        if self._pinned is not None:
+            self._pinned.close()
         if self.packets is not None:
             self.packets.close()

@@ -87,6 +87,7 @@ class HostRuntime:
             meeting_bytes=16 * 1024,
             offered_bytes=16 * 1024,
             proxied_kernel_bytes=128 * 1024,
+            pinned_kernel_bytes=0,
             packet_threads=64,
             packet_blocks=blocks,
             pair_packet_blocks=blocks,

@@ -57,7 +57,9 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
   auto outbox = [&](uint32_t kind, uint64_t k, uint32_t peer) {
     return lane.outbox(buffer(kind, k), peer, slot(rank, peer), slot(peer, rank));
   };
-  auto inbox = [&](uint32_t kind, uint64_t k, uint32_t peer) { return lane.inbox(buffer(kind, k), slot(peer, rank)); };
+  auto inbox = [&](uint32_t kind, uint64_t k, uint32_t peer) {
+    return lane.inbox(buffer(kind, k), peer, slot(peer, rank));
+  };
 
   auto scatter = [&](uint64_t k) {
     for (uint32_t i = 1; i < ranks; ++i) {
@@ -119,8 +121,7 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
 
 template <class T, class Op>
 PROXYCCL_DEVICE void all_reduce_by_proxy(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
-  const uint64_t one_round = minimum(PROXYCCL_ONE_ROUND_BYTES, team.exchange_bytes / team.world_size & ~127ull);
-  if (count * sizeof(T) <= one_round) {
+  if (count * sizeof(T) <= team.one_round_bytes) {
     allReduceInOneRound<T, Op>(team, in, out, count);
   } else {
     allReduceInPieces<T, Op>(team, in, out, count);

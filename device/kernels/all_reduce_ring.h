@@ -55,7 +55,7 @@ PROXYCCL_DEVICE void all_reduce_ring(const ProxycclTeam& team, const T* in, T* o
       if (step == 0) {
         pass(step, to, size(s), [&](uint64_t i) { return Element<T>::widen(mine[i]); });
       } else {
-        const A* partial = reinterpret_cast<const A*>(lane.inbox(buffer, step - 1));
+        const A* partial = reinterpret_cast<const A*>(lane.inbox(buffer, previous, step - 1));
         pass(step, to, size(s), [&](uint64_t i) { return Op::combine(partial[i], Element<T>::widen(mine[i])); });
       }
     }
@@ -64,7 +64,7 @@ PROXYCCL_DEVICE void all_reduce_ring(const ProxycclTeam& team, const T* in, T* o
       T* to = reinterpret_cast<T*>(lane.outbox(buffer, next, slot, slot));
       T* result = out + begin(s);
       const T* mine = in + begin(s);
-      const char* received = lane.inbox(buffer, slot - 1);
+      const char* received = lane.inbox(buffer, previous, slot - 1);
       if (step == 0) {
         const A* partial = reinterpret_cast<const A*>(received);
         pass(slot, to, size(s), [&](uint64_t i) {
@@ -76,7 +76,7 @@ PROXYCCL_DEVICE void all_reduce_ring(const ProxycclTeam& team, const T* in, T* o
       }
     }
     const uint32_t last = (rank + 2) % ranks;
-    copyBytes(out + begin(last), lane.inbox(buffer, 2 * steps - 1), size(last) * sizeof(T), lane.thread(),
+    copyBytes(out + begin(last), lane.inbox(buffer, previous, 2 * steps - 1), size(last) * sizeof(T), lane.thread(),
               lane.threads());
   }
   finishKernel(team, round - first_round);

@@ -72,7 +72,7 @@ class Lane {
       if (base == nullptr) {
         const ProxycclLink& link = linkTo(peer);
         proxied = link.proxied;
-        base = proxied ? team.scratch + team.staging_offset : link.remote;
+        base = proxied ? team.proxied + team.staging_offset : link.remote;
       }
       outboxes().proxied[peer] = proxied;
       outboxes().base[peer] = base + offset_;
@@ -103,7 +103,10 @@ class Lane {
   }
 
   PROXYCCL_DEVICE uint64_t slotBytes() const { return buffers_.slot_bytes; }
-  PROXYCCL_DEVICE char* inbox(uint32_t buffer, uint32_t slot) const { return team_.scratch + slotOffset(buffer, slot); }
+  // Where data of `peer` arrives for this rank's slot `slot`.
+  PROXYCCL_DEVICE char* inbox(uint32_t buffer, uint32_t peer, uint32_t slot) const {
+    return (outboxes().proxied[peer] ? team_.proxied : team_.scratch) + slotOffset(buffer, slot);
+  }
 
   // Where to write data for slot `remote_slot` of `peer`. Data for the proxy is staged in `local_slot`, which no other
   // send of the lane uses.
@@ -216,7 +219,7 @@ class Exchange {
   PROXYCCL_DEVICE void oweAwait() { ++owed_; }
 
   PROXYCCL_DEVICE const char* inbox(uint32_t peer) const {
-    return lane_.inbox(buffer(round_ - 1), slot(team_.rank, peer));
+    return lane_.inbox(buffer(round_ - 1), peer, slot(team_.rank, peer));
   }
 
   // Rounds for this lane's share of `total` elements of `size` bytes. In each it calls send(offset, length), which

@@ -27,13 +27,13 @@ typedef struct ProxycclLink {
  *   all_reduce_two_shot.h and its twin by proxy);
  * - outputs [lanes][world_size]: where peers' outputs lie (outputs.h);
  * - from staging_offset on, the same buffers for data that the proxy is to send; absent if all peers are mapped.
+ * Peers that are not mapped use these places in `proxied`.
  */
 enum {
   PROXYCCL_ROUND_BUFFERS = 2, /* by the parity of `round` */
   PROXYCCL_PIPELINE_DEPTH = 3,
   PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* the pipeline has two phases */
-  PROXYCCL_MAX_MAPPED_RANKS = 72,                          /* most members of a team whose members are all mapped */
-  PROXYCCL_ONE_ROUND_BYTES = 32 * 1024                     /* up to here an all_reduce by proxy takes one crossing */
+  PROXYCCL_MAX_MAPPED_RANKS = 72                           /* most members of a team whose members are all mapped */
 };
 
 /* In device memory. Advanced by the last block of each kernel, never by the host: a captured graph replays. */
@@ -54,9 +54,12 @@ typedef struct ProxycclTeam {
   ProxycclTeamCounters* counters;
   uint32_t* epochs; /* one a lane, in device memory, advanced by its block: kernels that used outputs.h */
   char* scratch;
+  char* proxied; /* the scratch memory through which peers are reached that are not mapped: `scratch`, or pinned memory
+                    of the host, where CPUs move what the proxy would stage */
   uint64_t exchange_bytes; /* bytes from all peers that a buffer for rounds holds */
   uint64_t pipeline_bytes; /* the same of a pipeline's */
   uint64_t outputs_offset, staging_offset;
+  uint64_t one_round_bytes; /* up to here an all_reduce by proxy takes one crossing */
   /* The shape of a call in pieces, worked out by the host, because division is slow on a device. In elements: a rank
    * reduces a share, in pieces. */
   uint64_t share, piece, pieces;

@@ -1,0 +1,90 @@
+"""Pinned memory of each rank between which the proxies' CPUs copy: what a GPU's copy engine takes longer to begin with."""
+
+from __future__ import annotations
+
+from proxyccl.channels.group import Group
+from proxyccl.device.runtime import PinnedMemory
+from proxyccl.proxy.codec import Codec, Message, Uint64
+from proxyccl.proxy.transports.table import TRANSPORTS
+
+
+class _Offer(Message, frozen=True):
+    """A rank's description of its memory.
+
+    Attributes:
+        handle: maps it in ranks of the same host.
+        exposed: by remote transport, the address and the key by which peers name it.
+    """
+
+    handle: bytes
+    exposed: dict[str, tuple[Uint64, Uint64]]
+
+
+_OFFER = Codec(_Offer, 64 << 10, "pinned memory offer")
+
+
+class PinnedRange:
+    """Pinned memory of one size on every rank. All ranks make it together.
+
+    Args:
+        group: the ranks.
+        nbytes: its size.
+
+    Attributes:
+        ptr: the device's address of this rank's.
+        nbytes: its size.
+        private: whether other processes can't map it: never.
+    """
+
+    private = False
+
+    def __init__(self, group: Group, nbytes: int) -> None:
+        self._group, self._remote = group, group.links.remote
+        self._memory = group.runtime.allocate_pinned(nbytes)
+        self.ptr, self.nbytes = self._memory.ptr, nbytes
+        self._exposed = {name: self._remote.expose_pinned(self._memory, name) for name in self._remote.transports}
+        exposed = {name: (memory.address, memory.key) for name, memory in self._exposed.items()}
+        self._offers = group.exchange.all_gather(_Offer(self._memory.handle, exposed), _OFFER, "pinned memory")
+        self._opened: list[PinnedMemory] = []
+        self._own_id: int | None = None
+        self._ids: dict[int, int] = {}
+
+    @staticmethod
+    def serves_remote(group: Group) -> bool:
+        """Whether there are remote pairs of ranks and the data of all of them is staged; the same on all ranks."""
+        used = group.topology.all_transports
+        remote = [functions for name in used if (functions := TRANSPORTS[name].remote) is not None]
+        return bool(remote) and all(functions.expose_pinned is not None for functions in remote)
+
+    def source_id(self, peer: int) -> int:
+        """The memory id of this rank's in its proxy, for triggers to any peer."""
+        if self._own_id is None:
+            self._own_id = self._group.links.proxy.add_pinned_memory(self._memory)
+        return self._own_id
+
+    def peer_id(self, peer: int) -> int:
+        """The memory id of a peer's in this rank's proxy.
+
+        Raises:
+            ResourceError: no ids are left.
+        """
+        if peer not in self._ids:
+            self._ids[peer] = self._add(peer)
+        return self._ids[peer]
+
+    def _add(self, peer: int) -> int:
+        group, offer = self._group, self._offers[peer]
+        transport = group.links.transport(peer)
+        if TRANSPORTS[transport].is_remote:
+            address, key = offer.exposed[transport]
+            return group.links.proxy.add_remote_memory(address, self.nbytes, key)
+        with group.mapping_of(peer):
+            self._opened.append(group.runtime.open_pinned(offer.handle))
+        return group.links.proxy.add_pinned_memory(self._opened[-1])
+
+    def close(self) -> None:
+        """Unmaps it. Neither triggers nor schedules of any rank may still use it."""
+        for exposed in self._exposed.values():
+            self._remote.withdraw(exposed)
+        for memory in (self._memory, *self._opened):
+            memory.close()
