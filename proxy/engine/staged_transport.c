@@ -149,6 +149,7 @@ struct StagedConnection {
   Header *last;       /* header of the last message that was made */
   uint64_t piece;     /* most bytes in a message of the put that is being made; 0: none is */
   int rewinds;        /* whether that put's last message leads back to the first wire */
+  int has_copied;     /* whether the CPU has copied a long piece since the last poll */
   /* Receiving. */
   uint64_t received;                       /* position after the last message that was taken */
   uint64_t arrived[PROXYCCL_STAGED_WIRES]; /* the highest that were read */
@@ -281,9 +282,11 @@ static int is_calm(const StagedConnection *self) {
 
 static uint64_t quotient_up(uint64_t dividend, uint64_t divisor) { return (dividend + divisor - 1) / divisor; }
 
-/* Decides how the next put is cut, into parts of one length: for several wires, and no longer than a message may be. */
-static void begin_put(StagedConnection *self, uint64_t bytes) {
-  const uint64_t longest = self->options.chunk_bytes, wires = self->options.wire_count;
+/* Decides how the next put is cut, into parts of one length: for several wires, and no longer than a message may be, or
+ * than the CPU copies. */
+static void begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
+  const uint64_t chunk = self->options.chunk_bytes, wires = self->options.wire_count;
+  const uint64_t longest = by_cpu && chunk > PROXYCCL_CPU_COPY_BYTES ? PROXYCCL_CPU_COPY_BYTES : chunk;
   uint64_t parts = bytes / SHORTEST_PIECE;
   if (parts > MOST_PARTS) parts = MOST_PARTS;
   if (parts > wires) parts = wires;
@@ -293,17 +296,21 @@ static void begin_put(StagedConnection *self, uint64_t bytes) {
   self->rewinds = is_calm(self);
 }
 
-/* A piece of a put. */
+/* A piece of a put. Of long pieces that the CPU copies it makes one a poll: the wires carry it meanwhile, and what has
+ * arrived is taken. */
 static int make_put(StagedConnection *self, Operation *operation) {
+  const int by_cpu = operation->source_host != 0;
   uint64_t bytes;
   int status;
-  if (self->piece == 0) begin_put(self, operation->bytes);
+  if (by_cpu && self->has_copied) return WAITS;
+  if (self->piece == 0) begin_put(self, operation->bytes, by_cpu);
   const uint64_t most = operation->bytes < self->piece ? operation->bytes : self->piece;
   Header *header = make_piece(self, operation->source, operation->source_host, most, &bytes, &status);
   if (status != 0 || bytes == 0) return status;
   header->address = operation->destination;
   header->target = operation->destination_key;
   operation_advance(operation, bytes);
+  self->has_copied = by_cpu && is_long(self, bytes);
   if (operation->bytes > 0) return 0;
   self->piece = 0;
   if (self->rewinds) {
@@ -721,6 +728,7 @@ static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   StagedConnection *self = self_of(base);
   int status = reclaim(self, progress);
   ++self->polls;
+  self->has_copied = 0;
   complete_gets(self, progress);
   if (status == 0) status = issue(self);
   if (status != 0) return status;
