@@ -93,7 +93,7 @@ def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:
     hold them up, and long data takes a way through pinned memory that schedules save.
     """
     group, topology = collectives.group, collectives.group.topology
-    if group.world_size > _MOST_SCHEDULED_RANKS or not group.topology.has_levels():
+    if group.world_size > _MOST_SCHEDULED_RANKS:
         return False
     sent = nbytes // topology.local_world_size * (topology.node_count - 1)
     through_pinned = sends_through_pinned_memory(group)
@@ -108,8 +108,8 @@ def _prepare_levels_by_schedule(
     topology, by_proxy = collectives.group.topology, collectives.by_proxy()
     rails = [members[topology.local_rank] for members in topology.node_members()]
 
-    def between(source: ArrayView, part: ArrayView) -> Sequence[Step]:
-        return all_reduce_steps(by_proxy, source, part, op, rails)
+    def between(part: ArrayView) -> Sequence[Step]:
+        return all_reduce_steps(by_proxy, part, part, op, rails)
 
     short = source.nbytes <= by_proxy.memories.pinned_bytes
     return by_proxy.rings.prepare(_levels(collectives, source, target, op, policy, short, between, between))
@@ -121,11 +121,11 @@ def _prepare_levels_by_kernels(
     """By `_levels`, with kernels through the proxy between the nodes."""
     group, (_, across) = collectives.group, collectives.levels()
 
-    def between_whole(source: ArrayView, part: ArrayView) -> Sequence[Launch]:
-        return [_one_round(group, across, op, source.ptr, part)]
+    def between_whole(part: ArrayView) -> Sequence[Launch]:
+        return [_one_round(group, across, op, part.ptr, part)]
 
-    def between(source: ArrayView, part: ArrayView) -> Sequence[Launch]:
-        return [_prepare_two_shot(group, across, part.dtype, op, policy, source.ptr, part.ptr, part.size)]
+    def between(part: ArrayView) -> Sequence[Launch]:
+        return [_prepare_two_shot(group, across, part.dtype, op, policy, part.ptr, part.ptr, part.size)]
 
     short = across.fits_one_round(source.nbytes)
     steps = _levels(collectives, source, target, op, policy, short, between_whole, between)
@@ -146,34 +146,30 @@ def _levels(
     op: str,
     policy: CtaPolicy,
     short: bool,
-    between_whole: Callable[[ArrayView, ArrayView], Sequence[_BetweenStep]],
-    between: Callable[[ArrayView, ArrayView], Sequence[_BetweenStep]],
+    between_whole: Callable[[ArrayView], Sequence[_BetweenStep]],
+    between: Callable[[ArrayView], Sequence[_BetweenStep]],
 ) -> list[Launch | _BetweenStep]:
     """Each share is reduced inside the node, then between the ranks with the same number on all nodes, then gathered
     inside the node, so a node's data crosses to the others once.
 
     Data that fits one round is reduced whole by every rank, inside the node and then between nodes. That saves a
-    crossing, and such short shares are not worth one. So are the elements that do not divide into even shares. Where
-    nodes have one rank, only the step between them is left.
+    crossing, and such short shares are not worth one. So are the elements that do not divide into even shares.
 
     Args:
         collectives: of all ranks.
         source, target, op, policy: of the call.
         short: whether the data fits one round between the nodes.
-        between_whole: the steps that reduce an array that each rank of a node has; takes the input and the output,
-            which may be one.
+        between_whole: the steps that reduce, in place, an array that each rank of a node has.
         between: the same for the rank's share.
     """
     topology, shipped, dtype = collectives.group.topology, collectives.group.runtime.shipped, source.dtype
-    if topology.local_world_size == 1:
-        return list(between(source, target))
     inside, _ = collectives.levels()
     partial = "sum" if op == "avg" else op  # the rank that has all parts divides
 
     def whole(begin: int) -> list[Launch | _BetweenStep]:
         """The steps that reduce the elements from `begin` on in one round."""
         part, ptr = _part(target, begin, source.size - begin), source.ptr + begin * dtype.itemsize
-        return [_one_round(collectives.group, inside, partial, ptr, part), *between_whole(part, part)]
+        return [_one_round(collectives.group, inside, partial, ptr, part), *between_whole(part)]
 
     if short and inside.fits_one_round(source.nbytes):
         return whole(0)
@@ -189,7 +185,7 @@ def _levels(
         grid = inside.grid(even * dtype.itemsize, policy)
         steps += [
             scatter.prepare(grid, inside.threads, team, source.ptr, own.ptr, share),
-            *between(own, own),
+            *between(own),
             gather.prepare(inside.grid(own.nbytes, policy), inside.threads, team, own.ptr, target.ptr, own.nbytes),
         ]
     if even < source.size:

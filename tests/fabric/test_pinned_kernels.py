@@ -1,0 +1,87 @@
+"""Collectives whose kernels send to other nodes through pinned memory, as on GPUs whose data would be staged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from proxyccl import Communicator
+from proxyccl.channels.collectives import team
+from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.host import HostRuntime
+from proxyccl.proxy import _engine
+from proxyccl.proxy.fabric.options import FabricOptions
+from support.cases.reference import Call
+from support.running import run_ranks
+
+pytestmark = [
+    pytest.mark.host_only(reason="sets what a GPU's runtime says of itself"),
+    pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport"),
+]
+
+LONGEST = 6 << 10  # that a kernel sends by default
+BUFFER = 16 << 10
+
+
+@pytest.fixture(autouse=True)
+def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = HostRuntime.__init__
+
+    def with_pinned_kernels(self: HostRuntime, *args: object, **options: object) -> None:
+        make(self, *args, **options)  # type: ignore[arg-type]
+        self.launch_defaults = structs.replace(
+            self.launch_defaults, proxied_kernel_bytes=0, pinned_kernel_bytes=LONGEST, one_crossing_bytes=4096
+        )
+
+    monkeypatch.setattr(HostRuntime, "__init__", with_pinned_kernels)
+    monkeypatch.setattr(team, "_PINNED_BUFFER_BYTES", BUFFER)
+
+
+def run(ranks: int, each: int, library: str, call: Call, *, by_kernels: bool) -> None:
+    """Checks the call by default, and by kernels in any case."""
+    staged = {(a, b): "staged_fabric" for a in range(ranks) for b in range(a) if a // each != b // each}
+
+    def body(comm: Communicator) -> None:
+        collectives, dtype = comm.collectives, as_dtype(call.dtype)
+        if call.collective != "all_reduce":
+            request = collectives.request(call.collective, None, None, False)
+            nbytes = max(call.sizes(ranks)) * dtype.itemsize
+            chosen = collectives.choose(call.collective, request, dtype, nbytes)
+            assert collectives.goes_by_schedule(chosen) == (not by_kernels)
+        call.run(comm)
+        assert collectives.has_by_proxy == (not by_kernels)
+        algorithm = "two_shot" if call.collective == "all_reduce" else "kernels"
+        for turn in range(3):
+            replace(call, algorithm=algorithm, seed=turn, rounded_parts=0).run(comm)
+        assert collectives.team().pinned
+        comm.barrier()
+
+    fabric = FabricOptions(provider="tcp", interface="=lo", streams=2)
+    run_ranks(ranks, body, local_world_size=each, transport=staged, fabric=fabric)
+
+
+@pytest.mark.parametrize("longer", [False, True])
+@pytest.mark.parametrize(("ranks", "each"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize("collective", ["all_gather", "all_to_all", "reduce_scatter"])
+def test_short_shares_go_by_kernels(collective: str, ranks: int, each: int, longer: bool, library: str) -> None:
+    longest = LONGEST // (ranks - each) // 2
+    call = Call(collective, "float16", "max", None, longest + 1 if longer else longest - 3, 1, in_place=longer)
+    run(ranks, each, library, call, by_kernels=not longer)
+
+
+@pytest.mark.parametrize("longer", [False, True])
+@pytest.mark.parametrize(("ranks", "each"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize("dtype", ["int32", "bfloat16"])
+def test_all_reductions_go_by_kernels(dtype: str, ranks: int, each: int, longer: bool, library: str) -> None:
+    nbytes = LONGEST * each // (ranks // each - 1) if each > 1 else LONGEST // (ranks - 1) * ranks
+    count = nbytes // as_dtype(dtype).itemsize
+    parts = 2 if each > 1 else 0
+    call = Call("all_reduce", dtype, "avg", None, count + each if longer else count - 5, rounded_parts=parts)
+    run(ranks, each, library, call, by_kernels=not longer)
+
+
+def test_long_puts_of_pinned_memory_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    monkeypatch.setattr(team, "_PINNED_BUFFER_BYTES", 1 << 20)
+    run(2, 1, library, Call("all_gather", "int64", count=100_003), by_kernels=False)
