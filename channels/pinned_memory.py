@@ -1,4 +1,4 @@
-"""Pinned memory of each rank between which the proxies' CPUs copy: what a GPU's copy engine takes longer to begin with."""
+"""Pinned memory of each rank, which the CPUs of proxies copy sooner than a copy engine would begin."""
 
 from __future__ import annotations
 

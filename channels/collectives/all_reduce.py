@@ -127,7 +127,7 @@ def _prepare_levels_by_kernels(
     def between(part: ArrayView) -> Sequence[Launch]:
         return [_prepare_two_shot(group, across, part.dtype, op, policy, part.ptr, part.ptr, part.size)]
 
-    short = across.fits_one_round(source.nbytes)
+    short = across.takes_one_crossing(source.nbytes)
     steps = _levels(collectives, source, target, op, policy, short, between_whole, between)
     return StreamOperations(group.runtime, steps)
 
@@ -171,7 +171,7 @@ def _levels(
         part, ptr = _part(target, begin, source.size - begin), source.ptr + begin * dtype.itemsize
         return [_one_round(collectives.group, inside, partial, ptr, part), *between_whole(part)]
 
-    if short and inside.fits_one_round(source.nbytes):
+    if short and inside.takes_one_crossing(source.nbytes):
         return whole(0)
 
     share = source.size // topology.local_world_size

@@ -25,9 +25,10 @@ _FLAG = Codec(bool, 16, "flag")
 _SHORTEST_PROXIED_PIECE = 512 * 1024
 """Bytes below which a piece that the proxy sends is not worth its signal: as much as a copy engine moves during the
 next two driver calls."""
-_ONE_ROUND_BYTES = 32 * 1024
-"""Up to here an all_reduce by proxy takes one crossing. Between two ranks it sends no more than two crossings do, so
-there it takes one if it can."""
+_ONE_CROSSING_BYTES = 32 * 1024
+"""Up to here an all_reduce by proxy takes one crossing. Between two nodes of one rank it always does: two crossings send
+as much."""
+_NO_LIMIT = (1 << 64) - 1
 _PINNED_BUFFER_BYTES = 1 << 20
 """Of each buffer of scratch memory that is pinned."""
 _PINNED_BYTES_PER_BLOCK = 64 * 1024
@@ -108,8 +109,7 @@ class Team:
         team.scratch = ffi.cast("char *", self._scratch.ptr)
         team.proxied = ffi.cast("char *", (proxied or self._scratch).ptr)
         team.exchange_bytes, team.pipeline_bytes = exchange_bytes, pipeline_bytes
-        slot = exchange_bytes // ranks // 128 * 128
-        team.one_round_bytes = slot if ranks == 2 and not self.all_mapped else min(_ONE_ROUND_BYTES, slot)
+        team.one_crossing_bytes = _ONE_CROSSING_BYTES if self.all_mapped or ranks > 2 else _NO_LIMIT
         team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes
         for number in range(min(ranks, lib.PROXYCCL_MAX_MAPPED_RANKS)):
             team.remote[number] = links[number].remote
@@ -180,9 +180,9 @@ class Team:
     def _struct(self, team: ProxycclTeamPointer) -> bytes:
         return ProxiedStruct.of(bytes(ffi.buffer(team)), self._links.sleepers)
 
-    def fits_one_round(self, nbytes: int) -> bool:
+    def takes_one_crossing(self, nbytes: int) -> bool:
         """Whether `all_reduce_by_proxy` reduces this many bytes in one crossing."""
-        return nbytes <= self._team.one_round_bytes
+        return nbytes <= self._team.one_crossing_bytes
 
     def _call(self, nbytes: int, reached_at: Sequence[int] | None) -> ProxycclTeamPointer:
         team = ffi.new("ProxycclTeam *", self._team[0])

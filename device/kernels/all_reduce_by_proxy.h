@@ -25,19 +25,26 @@
 
 namespace proxyccl {
 
-// One crossing, (n-1) times the bytes: for data so short that crossings dominate, over links without packets. Where all
-// peers are mapped, one block does it.
+// One crossing, (n-1) times the bytes: for data so short that crossings dominate, over links without packets, and between
+// two ranks. Where all peers are mapped, one block does it.
 template <class T, class Op>
-PROXYCCL_DEVICE void allReduceInOneRound(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
+PROXYCCL_DEVICE void allReduceInOneCrossing(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   Exchange exchange(team);
   const Lane& lane = exchange.lane();
   const uint32_t rank = team.rank, ranks = team.world_size;
-  for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in, count * sizeof(T));
-  exchange.swap();
-  reduceRanks<T, Op>(
-      ranks, team.divisor, count, isAligned16(in) && isAligned16(out), lane.thread(), lane.threads(),
-      [&](uint32_t source) { return source == rank ? in : reinterpret_cast<const T*>(exchange.inbox(source)); },
-      [&](uint64_t i, const auto& sum) { sum.store(out + i); });
+  exchange.forEachRound(
+      count, sizeof(T),
+      [&](uint64_t offset, uint64_t size) {
+        for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size * sizeof(T));
+      },
+      [&](uint64_t offset, uint64_t size) {
+        const T* mine = in + offset;
+        T* result = out + offset;
+        reduceRanks<T, Op>(
+            ranks, team.divisor, size, isAligned16(mine) && isAligned16(result), lane.thread(), lane.threads(),
+            [&](uint32_t source) { return source == rank ? mine : reinterpret_cast<const T*>(exchange.inbox(source)); },
+            [&](uint64_t i, const auto& sum) { sum.store(result + i); });
+      });
   exchange.finish();
 }
 
@@ -121,8 +128,8 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
 
 template <class T, class Op>
 PROXYCCL_DEVICE void all_reduce_by_proxy(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
-  if (count * sizeof(T) <= team.one_round_bytes) {
-    allReduceInOneRound<T, Op>(team, in, out, count);
+  if (count * sizeof(T) <= team.one_crossing_bytes) {
+    allReduceInOneCrossing<T, Op>(team, in, out, count);
   } else {
     allReduceInPieces<T, Op>(team, in, out, count);
   }

@@ -20,8 +20,10 @@ PROXYCCL_DEVICE void finishKernel(const ProxycclTeam& team, uint64_t rounds) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   ProxycclTeamCounters& counters = *team.counters;
-  if (fetchAddAcqRelDevice<uint32_t>(&counters.blocks_done, 1) != gridDim.x - 1) return;
-  storeRelaxedDevice<uint32_t>(&counters.blocks_done, 0);
+  if (gridDim.x > 1) {
+    if (fetchAddAcqRelDevice<uint32_t>(&counters.blocks_done, 1) != gridDim.x - 1) return;
+    storeRelaxedDevice<uint32_t>(&counters.blocks_done, 0);
+  }
   storeRelaxedDevice<uint64_t>(&counters.round, counters.round + rounds);
 }
 

@@ -59,7 +59,7 @@ typedef struct ProxycclTeam {
   uint64_t exchange_bytes; /* bytes from all peers that a buffer for rounds holds */
   uint64_t pipeline_bytes; /* the same of a pipeline's */
   uint64_t outputs_offset, staging_offset;
-  uint64_t one_round_bytes; /* up to here an all_reduce by proxy takes one crossing */
+  uint64_t one_crossing_bytes; /* up to here an all_reduce by proxy takes one crossing */
   /* The shape of a call in pieces, worked out by the host, because division is slow on a device. In elements: a rank
    * reduces a share, in pieces. */
   uint64_t share, piece, pieces;
