@@ -80,8 +80,8 @@ typedef struct { ...; } ProxycclTeamCounters;
 typedef struct {
   uint32_t rank; uint32_t world_size; uint32_t divisor; uint32_t lanes; ProxycclControl *control; ProxycclLink *links;
   ProxycclTeamCounters *counters; uint32_t *epochs; char *scratch; char *proxied; uint64_t exchange_bytes;
-  uint64_t pipeline_bytes; uint64_t outputs_offset; uint64_t staging_offset; uint64_t one_crossing_bytes; uint64_t share;
-  uint64_t piece; uint64_t pieces; uint64_t slot_bytes; uint32_t meet; uint32_t offers;
+  uint64_t pipeline_bytes; uint64_t outputs_offset; uint64_t staging_offset; uint64_t one_crossing_bytes;
+  uint64_t share; uint64_t piece; uint64_t pieces; uint64_t slot_bytes; uint32_t meet; uint32_t offers;
   char *remote[...]; char *reached_at[...]; ...;
 } ProxycclTeam;
 enum { PROXYCCL_ROUND_BUFFERS, PROXYCCL_PIPELINE_BUFFERS, PROXYCCL_MAX_MAPPED_RANKS, PROXYCCL_MAX_BLOCK_THREADS, ... };

@@ -89,8 +89,8 @@ def _part(view: ArrayView, first: int, count: int) -> ArrayView:
 
 
 def _reduces_by_schedule(collectives: Collectives, nbytes: int) -> bool:
-    """Whether a hierarchy has schedules between the nodes, for so many bytes: kernels that wait for a proxy's copies would
-    hold them up, and long data takes a way through pinned memory that schedules save.
+    """Whether a hierarchy of this many bytes has schedules between the nodes. Kernels that wait for a proxy's copies
+    would hold them up; kernels that send through pinned memory are faster while the data is short.
     """
     group, topology = collectives.group, collectives.group.topology
     if group.world_size > _MOST_SCHEDULED_RANKS:

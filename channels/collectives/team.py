@@ -26,8 +26,8 @@ _SHORTEST_PROXIED_PIECE = 512 * 1024
 """Bytes below which a piece that the proxy sends is not worth its signal: as much as a copy engine moves during the
 next two driver calls."""
 _ONE_CROSSING_BYTES = 32 * 1024
-"""Up to here an all_reduce by proxy takes one crossing. Between two nodes of one rank it always does: two crossings send
-as much."""
+"""Up to here an all_reduce by proxy takes one crossing. Between two nodes of one rank it always does: two crossings
+send as much."""
 _NO_LIMIT = (1 << 64) - 1
 _PINNED_BUFFER_BYTES = 1 << 20
 """Of each buffer of scratch memory that is pinned."""
@@ -86,12 +86,13 @@ class Team:
         buffers = lib.PROXYCCL_ROUND_BUFFERS * exchange_bytes + lib.PROXYCCL_PIPELINE_BUFFERS * pipeline_bytes
         outputs = _round_up(2 * lanes * ranks * packet_team.PACKET_BYTES, 128)
         self._writes_outputs = self.all_mapped and members == list(range(group.world_size))
-        by_proxy = 2 * buffers + outputs
-        self._scratch = allocate(group, (buffers + outputs if self.all_mapped or self.pinned else by_proxy,), "uint8")
+        both_ways = 2 * buffers + outputs
+        self._scratch = allocate(group, (buffers + outputs if self.all_mapped or self.pinned else both_ways,), "uint8")
         memory = register(group, self._scratch)
-        proxied = self._pinned = PinnedRange(group, by_proxy) if self.pinned else None
+        self._pinned = PinnedRange(group, both_ways) if self.pinned else None
         self._kept = memory
-        self._links = Links(group, memory, proxied or memory, members, via_proxy, lanes, proxied_anywhere=not all(flags))
+        proxied, by_any = self._pinned or memory, not all(flags)
+        self._links = Links(group, memory, proxied, members, via_proxy, lanes, proxied_anywhere=by_any)
         self.proxy_channels = self._links.proxy_channels
         links = self._links.table
 
@@ -107,7 +108,7 @@ class Team:
         team.epochs = ffi.cast("uint32_t *", self._memory.ptr + epochs_offset)
         team.links = ffi.cast("ProxycclLink *", self._memory.ptr + counters_bytes)
         team.scratch = ffi.cast("char *", self._scratch.ptr)
-        team.proxied = ffi.cast("char *", (proxied or self._scratch).ptr)
+        team.proxied = ffi.cast("char *", proxied.ptr)
         team.exchange_bytes, team.pipeline_bytes = exchange_bytes, pipeline_bytes
         team.one_crossing_bytes = _ONE_CROSSING_BYTES if self.all_mapped or ranks > 2 else _NO_LIMIT
         team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes
