@@ -732,6 +732,7 @@ static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   complete_gets(self, progress);
   if (status == 0) status = issue(self);
   if (status != 0) return status;
+  *progress += (uint32_t)self->has_copied; /* there may be more to copy */
   status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
   if (status == 0) status = poll_copies(self, self->out, &self->words->copied.count, self->marked, progress);
   if (status != 0) return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
