@@ -207,7 +207,9 @@ class Selector:
                     if lines
                     else _by_packets(ranks, runtime, symmetric=case.symmetric, short=short)
                 )
-                limits = {"two_shot": packets, "proxy": ((longest, "two_shot"),)}.get(beyond, ())
+                # GPUs' all_reduce through pinned memory sends twice its shares, or to one peer everything.
+                reduced = longest if runtime == "host" else longest // 2
+                limits = {"two_shot": packets, "proxy": ((reduced, "two_shot"),)}.get(beyond, ())
                 tables[case] = SizeTable(limits, beyond)
         return cls(tables)
 

@@ -124,7 +124,7 @@ class GpuRuntime:
             meeting_bytes=1024 * 1024,
             offered_bytes=4 * 1024 * 1024,
             proxied_kernel_bytes=0,
-            pinned_kernel_bytes=512 * 1024,
+            pinned_kernel_bytes=256 * 1024,
             packet_threads=128,
             packet_blocks=min(64, processors),
             pair_packet_blocks=min(128, processors),
