@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from proxyccl.device.host import HostRuntime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.options import FabricOptions
 from support.cases.reference import Call
+from support.packages.fabric import this_library
 from support.running import run_ranks
 
 pytestmark = [
@@ -26,7 +28,7 @@ BUFFER = 16 << 10
 
 
 @pytest.fixture(autouse=True)
-def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _like_a_gpu(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     make = HostRuntime.__init__
 
     def with_pinned_kernels(self: HostRuntime, *args: object, **options: object) -> None:
@@ -37,9 +39,11 @@ def _like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(HostRuntime, "__init__", with_pinned_kernels)
     monkeypatch.setattr(team, "_PINNED_BUFFER_BYTES", BUFFER)
+    with this_library(library, monkeypatch):
+        yield
 
 
-def run(ranks: int, each: int, library: str, call: Call, *, by_kernels: bool) -> None:
+def run(ranks: int, each: int, call: Call, *, by_kernels: bool) -> None:
     """Checks the call by default, and by kernels in any case."""
     staged = {(a, b): "staged_fabric" for a in range(ranks) for b in range(a) if a // each != b // each}
 
@@ -58,30 +62,31 @@ def run(ranks: int, each: int, library: str, call: Call, *, by_kernels: bool) ->
         assert collectives.team().pinned
         comm.barrier()
 
-    fabric = FabricOptions(provider="tcp", interface="=lo", streams=2)
+    fabric = FabricOptions.from_environment(streams=2)
     run_ranks(ranks, body, local_world_size=each, transport=staged, fabric=fabric)
 
 
 @pytest.mark.parametrize("longer", [False, True])
-@pytest.mark.parametrize(("ranks", "each"), [(2, 1), (3, 1), (4, 2)])
-@pytest.mark.parametrize("collective", ["all_gather", "all_to_all", "reduce_scatter"])
-def test_short_shares_go_by_kernels(collective: str, ranks: int, each: int, longer: bool, library: str) -> None:
+@pytest.mark.parametrize(
+    ("collective", "ranks", "each"),
+    [("all_gather", 2, 1), ("all_to_all", 3, 1), ("all_gather", 4, 2), ("all_to_all", 4, 2), ("reduce_scatter", 4, 2)],
+)
+def test_short_shares_go_by_kernels(collective: str, ranks: int, each: int, longer: bool) -> None:
     longest = LONGEST // (ranks - each) // 2
     call = Call(collective, "float16", "max", None, longest + 1 if longer else longest - 3, 1, in_place=longer)
-    run(ranks, each, library, call, by_kernels=not longer)
+    run(ranks, each, call, by_kernels=not longer)
 
 
 @pytest.mark.parametrize("longer", [False, True])
-@pytest.mark.parametrize(("ranks", "each"), [(2, 1), (3, 1), (4, 2)])
-@pytest.mark.parametrize("dtype", ["int32", "bfloat16"])
-def test_all_reductions_go_by_kernels(dtype: str, ranks: int, each: int, longer: bool, library: str) -> None:
+@pytest.mark.parametrize(("dtype", "ranks", "each"), [("int32", 2, 1), ("bfloat16", 3, 1), ("bfloat16", 4, 2)])
+def test_all_reductions_go_by_kernels(dtype: str, ranks: int, each: int, longer: bool) -> None:
     nbytes = LONGEST * each // (ranks // each - 1) if each > 1 else LONGEST // (ranks - 1) * ranks
     count = nbytes // as_dtype(dtype).itemsize
     parts = 2 if each > 1 else 0
     call = Call("all_reduce", dtype, "avg", None, count + each if longer else count - 5, rounded_parts=parts)
-    run(ranks, each, library, call, by_kernels=not longer)
+    run(ranks, each, call, by_kernels=not longer)
 
 
-def test_long_puts_of_pinned_memory_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+def test_long_puts_of_pinned_memory_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team, "_PINNED_BUFFER_BYTES", 1 << 20)
-    run(2, 1, library, Call("all_gather", "int64", count=100_003), by_kernels=False)
+    run(2, 1, Call("all_gather", "int64", count=100_003), by_kernels=False)
