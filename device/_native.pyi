@@ -149,10 +149,12 @@ class _ProxycclTeam:
     counters: PointerField[ProxycclTeamCountersPointer]
     epochs: PointerField[Uint32Pointer]
     scratch: PointerField[CharPointer]
+    proxied: PointerField[CharPointer]
     exchange_bytes: int
     pipeline_bytes: int
     outputs_offset: int
     staging_offset: int
+    one_crossing_bytes: int
     share: int
     piece: int
     pieces: int
@@ -636,7 +638,6 @@ class Lib:
     PROXYCCL_PIPELINE_BUFFERS: Final[int]
     PROXYCCL_MAX_MAPPED_RANKS: Final[int]
     PROXYCCL_MAX_BLOCK_THREADS: Final[int]
-    PROXYCCL_ONE_ROUND_BYTES: Final[int]
     PROXYCCL_FLOW_SLOTS: Final[int]
     PROXYCCL_FLOW_HEADER_BYTES: Final[int]
     PROXYCCL_MAX_TRANSFERS: Final[int]
