@@ -49,13 +49,6 @@ class PinnedRange:
         self._own_id: int | None = None
         self._ids: dict[int, int] = {}
 
-    @staticmethod
-    def serves_remote(group: Group) -> bool:
-        """Whether there are remote pairs of ranks and the data of all of them is staged; the same on all ranks."""
-        used = group.topology.all_transports
-        remote = [functions for name in used if (functions := TRANSPORTS[name].remote) is not None]
-        return bool(remote) and all(functions.expose_pinned is not None for functions in remote)
-
     def source_id(self, peer: int) -> int:
         """The memory id of this rank's in its proxy, for triggers to any peer."""
         if self._own_id is None:

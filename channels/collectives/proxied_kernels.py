@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from proxyccl.channels.group import Group
-from proxyccl.channels.pinned_memory import PinnedRange
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from proxyccl.channels.group import Group
 
 
 def sends_through_pinned_memory(group: Group) -> bool:
     """Whether kernels send to other nodes through pinned memory; the same on all ranks."""
-    return group.runtime.launch_defaults.pinned_kernel_bytes > 0 and PinnedRange.serves_remote(group)
+    return group.runtime.launch_defaults.pinned_kernel_bytes > 0 and group.topology.stages_remote_pairs
 
 
 def proxied_kernel_bytes(group: Group) -> int:

@@ -13,7 +13,6 @@ from msgspec import Struct
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import RegisteredMemory, allocate, register
-from proxyccl.channels.pinned_memory import PinnedRange
 from proxyccl.channels.schedules.pinned_boxes import PinnedBoxes
 from proxyccl.channels.segment.announcements import NO_MEMORY
 from proxyccl.channels.symmetric import Announced
@@ -97,7 +96,7 @@ class ScheduleMemories:
         self.reduction_words = group.runtime.allocate(2 * STAGES * _WORD_BYTES)
         if not self.staged_together:
             group.symmetric.serve(group.links.proxy)
-        if not self.staged_together or (self.pinned_bytes > 0 and PinnedRange.serves_remote(group)):
+        if not self.staged_together or (self.pinned_bytes > 0 and group.topology.stages_remote_pairs):
             self._boxes = PinnedBoxes(group)
 
     def source(self, ptr: int, nbytes: int) -> ScheduleSpan | None:
