@@ -174,6 +174,7 @@ class _ProxycclTransfer:
     lane_bytes: int
     peer: int
     lanes: int
+    first_lane: int
 
 class ProxycclTransfer(_ProxycclTransfer, CData): ...
 class ProxycclTransferPointer(_ProxycclTransfer, ItemPointer[ProxycclTransfer]): ...
@@ -189,6 +190,9 @@ class _ProxycclFlows:
     scratch: PointerField[CharPointer]
     slot_bytes: int
     staging_offset: int
+    pinned: PointerField[CharPointer]
+    pinned_slot_bytes: int
+    pinned_staging_offset: int
     transfers: ArrayField[ProxycclTransfer, ProxycclTransferPointer]
 
 class ProxycclFlows(_ProxycclFlows, CData): ...
