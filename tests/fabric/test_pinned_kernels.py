@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from proxyccl import Communicator
+from proxyccl import Communicator, WaitTimeoutError
 from proxyccl.channels.collectives import flows, team
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.host import HostRuntime
@@ -17,7 +18,7 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric.options import FabricOptions
 from support.cases.reference import Call
 from support.packages.fabric import this_library
-from support.running import run_ranks
+from support.running import TIMEOUT, impatient, run_ranks
 
 pytestmark = [
     pytest.mark.host_only(reason="sets what a GPU's runtime says of itself"),
@@ -122,3 +123,20 @@ def test_short_transfers_go_through_pinned_memory_and_keep_their_order(
         assert comm.collectives.flows().has_pinned_lane
 
     run_nodes(ranks, each, body)
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    failed = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        share, out = np.ones(100, np.float32), np.empty(200, np.float32)
+        comm.all_gather(share, out=out)
+        impatient(comm)
+        if comm.rank == 1:
+            assert failed.wait(TIMEOUT)
+            return
+        with pytest.raises(WaitTimeoutError, match="from rank 1"):
+            comm.all_gather(share, out=out)
+        failed.set()
+
+    run_nodes(2, 1, body)
