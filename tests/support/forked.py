@@ -35,15 +35,19 @@ class Forks:
     Args:
         environment: the template's, without variables of one test.
         prefix: the beginning of a command that starts a program elsewhere, and becomes that program.
+        template: the program that becomes the template. Its argument is that of this file.
 
     Attributes:
         processor_seconds: of the processes that have ended.
     """
 
-    def __init__(self, environment: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], prefix: Sequence[str] = (), template: Path = Path(__file__)
+    ) -> None:
         self.processor_seconds = 0.0
         self._environment = {name: value for name, value in environment.items() if not name.startswith("PROXYCCL_")}
         self._prefix = prefix
+        self._template = str(template)
         self._connection: socket.socket | None = None
         self._ended: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -54,12 +58,12 @@ class Forks:
 
         This process must not have a thread yet.
         """
-        _import_all()
+        import_all()
         connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         pid = os.fork()
         if pid == 0:
             connection.close()
-            _be_the_template(theirs)
+            be_the_template(theirs)
         theirs.close()
         self._connect(connection, lambda: os.waitpid(pid, 0))
 
@@ -100,7 +104,7 @@ class Forks:
             connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 template = subprocess.Popen(
-                    [*self._prefix, sys.executable, __file__, str(theirs.fileno())],
+                    [*self._prefix, sys.executable, self._template, str(theirs.fileno())],
                     env=self._environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -183,7 +187,8 @@ def _code(program: str) -> types.CodeType:
     return compile(Path(program).read_bytes(), program, "exec")
 
 
-def _import_all() -> None:
+def import_all() -> None:
+    """Imports the library."""
     import tempfile  # noqa: F401
 
     import ml_dtypes  # noqa: F401
@@ -233,8 +238,11 @@ def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str]:
             connection.send(pickle.dumps(pid))
 
 
-def _be_the_template(connection: socket.socket) -> NoReturn:
-    """Serves the connection. Each child runs its program and ends as an interpreter does."""
+def be_the_template(connection: socket.socket | None = None) -> NoReturn:
+    """Serves the connection, by default the one that the argument names. Each child runs its program and ends as an
+    interpreter does.
+    """
+    connection = connection or socket.socket(fileno=int(sys.argv[1]))
     gc.collect()
     gc.freeze()
     sys.argv, environment, working_directory = _serve(connection)
@@ -250,5 +258,5 @@ def _be_the_template(connection: socket.socket) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _import_all()
-    _be_the_template(socket.socket(fileno=int(sys.argv[1])))
+    import_all()
+    be_the_template()

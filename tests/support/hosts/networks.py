@@ -27,6 +27,7 @@ INTERFACE = "eth0"
 _STEP_SECONDS = 30
 _BY_NAME = {"PROXYCCL_HOSTS": "name"}  # they are one machine, and have one PID namespace
 _TESTS = str(ROOT / "tests")
+_TEMPLATE = Path(__file__).with_name("template.py")
 
 
 class Hosts:
@@ -55,7 +56,7 @@ class Hosts:
             self._ip(switch, "link", "set", "bridge", "up")
             for number in range(count):
                 self._add(switch, number, ipv4=ipv4)
-                self._forks.append(Forks(self._with_tests(self._environment), self.inside(number)))
+                self._forks.append(Forks(self._with_tests(self._environment), self.inside(number), _TEMPLATE))
             if secure_shell is not None:
                 self._secure_shell = SecureShell([self.inside(host) for host in range(count)], secure_shell)
         except BaseException:

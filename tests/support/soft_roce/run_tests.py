@@ -1,6 +1,7 @@
 """Runs pytest with its arguments, in the machine with Soft-RoCE: python run_tests.py ARGUMENTS...
 
-The tests and the processes that they start import the library once, before they part: it takes seconds in there.
+The tests and the processes that they start import the library and pyverbs once, before they part: it takes seconds in
+there.
 """
 
 import sys
@@ -8,11 +9,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from proxyccl.proxy.verbs import context, device_memory, pyverbs_api  # noqa: F401  (what ranks with a device import)
 from support.forked import FORKS
 
 
 def main() -> int:
     """Runs them."""
+    pyverbs_api.load()
     FORKS.begin_here()
     import pytest  # the template does without
 
