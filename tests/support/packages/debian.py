@@ -104,6 +104,9 @@ class Apt:
             "Dir::State::status": status,
             "Dir::State::lists": available / "lists",
             "Dir::Cache": directory / "cache",
+            # Read in a tenth of the time that the lists take. Images of Docker turn it off.
+            "Dir::Cache::srcpkgcache": available / "srcpkgcache.bin",
+            "Dir::Cache::pkgcache": "pkgcache.bin",
             "Dir::Etc::sourcelist": available / "sources.list",
             "Dir::Etc::sourceparts": "-",
             "Dir::Etc::preferences": "-",
