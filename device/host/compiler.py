@@ -88,8 +88,8 @@ def load_shipped(
 
 
 def _may_include(options: tuple[str, ...]) -> bool:
-    """Whether options may bring in headers of others. Only levels, such as -O1 and -g, are known not to."""
-    return not all(re.fullmatch(r"-(O|g)\w?", option) for option in options)
+    """Whether options may bring in headers of others. Levels, such as -O1 and -g, and sanitizers are known not to."""
+    return not all(re.fullmatch(r"-(O|g)\w?|-fsanitize=\w+", option) for option in options)
 
 
 def _loaded(key: str, command: list[str], build: Callable[[], bytes], load: Callable[[Path], T]) -> T:
