@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -139,15 +140,18 @@ def rdma_devices(root: Path = SYSFS) -> list[RdmaDevice]:
     Args:
         root: where sysfs is mounted. pyverbs knows only this machine's, so any other is read without it.
     """
+    return list(_devices(root))
+
+
+def _devices(root: Path) -> Iterator[RdmaDevice]:
     directory = root / DEVICES
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
-    if not paths or root != SYSFS:
-        return [_read_device(path) for path in paths]
-    try:
-        api = load()
-    except RuntimeUnavailableError:
-        return [_read_device(path) for path in paths]
-    return [_ask_device(api, path) for path in paths]
+    api = None
+    if paths and root == SYSFS:
+        with contextlib.suppress(RuntimeUnavailableError):
+            api = load()
+    for path in paths:
+        yield _read_device(path) if api is None else _ask_device(api, path)
 
 
 def _ask_device(api: Pyverbs, path: Path) -> RdmaDevice:
@@ -352,9 +356,11 @@ def _states(devices: Iterable[RdmaDevice]) -> str:
 
 def inactive_ports(root: Path = SYSFS) -> str | None:
     """The ports of this machine and their states, in words, if none of them is active; otherwise None."""
-    devices = rdma_devices(root)
-    if any(_state(device, port) == "active" for device, port in _ports(devices)):
-        return None
+    devices = []
+    for device in _devices(root):  # every rank asks, and most need to know of one
+        if any(_state(device, port) == "active" for port in device.ports):
+            return None
+        devices.append(device)
     return _states(devices)
 
 
