@@ -9,12 +9,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
+from proxyccl.channels.liveness.watcher import WatchThread
 from proxyccl.proxy.verbs import context, device_memory, pyverbs_api  # noqa: F401  (what ranks with a device import)
 from support.forked import FORKS
 
 
 def main() -> int:
     """Runs them."""
+    WatchThread.INTERVAL_MS = 100  # a look takes as much longer in there as everything
     pyverbs_api.load()
     FORKS.begin_here()
     import pytest  # the template does without
