@@ -5,6 +5,7 @@ only for the same memory. HIP's runtime on the host plays the GPU; the ranks are
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist  # noqa: E402
 
 from support.fakes import torch_on_hip  # noqa: E402
 from support.paths import ROOT  # noqa: E402
-from support.torch_groups import options, run  # noqa: E402
+from support.torch_groups import TIMEOUT, options, run  # noqa: E402
 
 HIP = ROOT / "build/rocm-on-host"
 RANKS = 2
@@ -266,6 +267,8 @@ def test_transfers_are_repeated_with_what_their_memory_holds_then(batched: bool)
 
 
 def test_a_repeated_transfer_of_an_aborted_group_raises_as_others() -> None:
+    all_have_transferred = threading.Barrier(RANKS)
+
     def body(group: Any) -> None:
         peer = 1 - group.rank()
         x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
@@ -274,6 +277,7 @@ def test_a_repeated_transfer_of_an_aborted_group_raises_as_others() -> None:
         for _ in range(3):
             transfer([x], peer, 0).wait()
         torch_on_hip.on_cpu(x)
+        all_have_transferred.wait(TIMEOUT.total_seconds())  # an abort ends the peer's transfer too
         repeats = Repeats(group)
         group.abort()
         with pytest.raises(dist.DistBackendError, match="AbortedError"):
@@ -364,11 +368,14 @@ def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited() -> 
 
 
 def test_a_repeated_call_of_an_aborted_group_raises_as_others() -> None:
+    all_have_called = threading.Barrier(RANKS)
+
     def body(group: Any) -> None:
         x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
         for _ in range(3):
             all_reduce(group, x)
         torch_on_hip.on_cpu(x)
+        all_have_called.wait(TIMEOUT.total_seconds())  # an abort ends the peer's calls too
         repeats = Repeats(group)
         group.abort()
         for waits in (True, False):
