@@ -19,11 +19,11 @@ from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Message, ProtocolError, Uint64
-from proxyccl.proxy.fabric.endpoint import ADDRESS, DeviceMemory, FabricEndpoint, FabricRegistration
+from proxyccl.proxy.fabric.device_memory import register_memory
+from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint, FabricRegistration
 from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
-from proxyccl.proxy.gpu_writes import require_ordered
 
 _ADAPTERS = Path("/sys/class/infiniband")
 """Adapters with RDMA, EFA among them."""
@@ -170,7 +170,13 @@ class AgentFabric:
                 if not region.nbytes or region in self._registered:
                     continue
                 try:
-                    made = self._register(region, runtimes.get(region))
+                    made = register_memory(
+                        self._endpoint,
+                        runtimes.get(region),
+                        self._options.gpu_writes,
+                        region.address,
+                        region.nbytes,
+                    )
                 except RuntimeUnavailableError as error:
                     if region.kind == DRAM:
                         raise
@@ -178,14 +184,6 @@ class AgentFabric:
                     continue
                 self._registered[region] = made
                 self._own.add([(region, region.address, self._endpoint.descriptor(made))])
-
-    def _register(self, region: Region, runtime: Runtime | None) -> FabricRegistration:
-        if runtime is None or runtime.name == "host":
-            return self._endpoint.register(region.address, region.nbytes)
-        require_ordered(runtime, self._options.gpu_writes, "PROXYCCL_FABRIC_GPU_WRITES")
-        device = DeviceMemory(runtime.name, region.device)
-        with runtime.current():
-            return self._endpoint.register(region.address, region.nbytes, device=device)
 
     def keep(self, regions: Iterable[Region]) -> None:
         """Deregisters all other regions."""

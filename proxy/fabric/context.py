@@ -7,11 +7,11 @@ import os
 from collections.abc import Hashable
 
 from proxyccl.device.errors import RuntimeUnavailableError
-from proxyccl.proxy.fabric.endpoint import DeviceMemory, FabricEndpoint, FabricRegistration
+from proxyccl.proxy.fabric.device_memory import register_memory
+from proxyccl.proxy.fabric.endpoint import FabricEndpoint, FabricRegistration
 from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
-from proxyccl.proxy.gpu_writes import require_ordered
 from proxyccl.proxy.idle_choice import cores_allowed
 from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.staging import MOST_WIRES, RemoteWriteTargets
@@ -64,14 +64,8 @@ class FabricContext:
         return made
 
     def register(self, ptr: int, nbytes: int, allocation: Hashable = None) -> FabricRegistration:
-        """Registers memory that the runtime knows, unless it is a device's that does not order RDMA writes
-        (`require_ordered`). Arguments and errors as for `FabricEndpoint.register`.
-        """
-        number = None if self.runtime.name == "host" else self.runtime.pointer_device(ptr)
-        if number is not None:
-            require_ordered(self.runtime, self.options.gpu_writes, "PROXYCCL_FABRIC_GPU_WRITES")
-        device = None if number is None else DeviceMemory(self.runtime.name, number)
-        return self.endpoint.register(ptr, nbytes, device=device, allocation=allocation)
+        """Registers memory that the runtime knows (`register_memory`)."""
+        return register_memory(self.endpoint, self.runtime, self.options.gpu_writes, ptr, nbytes, allocation)
 
     def unsupported_reason(self) -> str:
         """Why the provider can't reach the runtime's device memory, or that the device does not order RDMA writes;

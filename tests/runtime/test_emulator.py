@@ -781,7 +781,9 @@ def test_a_compiler_that_takes_a_second_is_announced(
     assert f"proxyccl: compiling awaited for the CPU, at first use; kept in {tmp_path}" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("options", "runs"), [(("-O1", "-g", "-fsanitize=undefined"), 0), (("-DUNUSED",), 1)], ids=["known", "others"])
+@pytest.mark.parametrize(
+    ("options", "runs"), [(("-O1", "-g", "-fsanitize=undefined"), 0), (("-DUNUSED",), 1)], ids=["known", "others"]
+)
 def test_only_options_that_may_include_files_make_a_cached_kernel_run_the_compiler(
     options: tuple[str, ...], runs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,6 @@ from proxyccl.transfer import (
     CanceledError,
     DisconnectedError,
     NotRegisteredError,
-    Region,
     State,
     TransferTimeoutError,
     strided,
@@ -117,14 +116,14 @@ def test_blocks_arrive_where_they_belong(two: TwoHosts, operation: str, kinds: t
 @pytest.fixture
 def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the host runtime's devices ones that adapters do not reach."""
-    register = fabric.AgentFabric._register
+    register = fabric.register_memory
 
-    def refuse(self: fabric.AgentFabric, region: Region, runtime: object) -> object:
-        if region.kind == "vram" and ON_HOST:
+    def refuse(endpoint: object, runtime: object, *memory: object) -> object:
+        if runtime is not None and ON_HOST:
             raise RuntimeUnavailableError("tcp does not reach memory of these GPUs")
-        return register(self, region, runtime)
+        return register(endpoint, runtime, *memory)
 
-    monkeypatch.setattr(fabric.AgentFabric, "_register", refuse)
+    monkeypatch.setattr(fabric, "register_memory", refuse)
 
 
 @pytest.mark.usefixtures("unreached")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -39,6 +40,7 @@ def gpu(orders: bool) -> Runtime:
             name="cuda",
             device_name="GPU",
             orders_rdma_writes=orders,
+            current=contextlib.nullcontext,
             allocate=lambda nbytes: memory,
             dmabuf=lambda ptr, nbytes: None,
             pointer_device=lambda ptr: 0 if ptr == memory.ptr else None,
