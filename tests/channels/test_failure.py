@@ -46,7 +46,7 @@ from support.device_arrays import barrier, on_device, on_host
 from support.devices import processes, rank_runtime
 from support.paths import PROGRAMS
 from support.processes import Ended, is_job_daemon, processes_with, run_processes, shared_memory_names
-from support.ranks import Gate, Ranks, collect_garbage, live_threads, open_descriptors
+from support.ranks import Gate, Ranks, collect_garbage, settled, settles
 from support.running import SHORT, TIMEOUT, impatient, run_mpi, run_ranks, wait_for
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
@@ -935,9 +935,8 @@ def _until_it_fails(comm: Communicator) -> None:
 @pytest.mark.parametrize("body", [_in_every_way, pytest.param(_until_it_fails, marks=pytest.mark.hip_full)])
 def test_communicators_give_back_descriptors_and_threads(body: Callable[[Communicator], None]) -> None:
     run_ranks(3, body)  # warm-up: a process keeps some resources
-    descriptors, threads = open_descriptors(), live_threads()
+    before = settled()
     for _ in range(3):
         run_ranks(3, body)
         collect_garbage()  # garbage in a GPU's memory is freed at the next wait for the device
-    assert open_descriptors() <= descriptors
-    assert live_threads() <= threads
+    assert settles(before)

@@ -28,7 +28,7 @@ from proxyccl.channels.symmetric import SymmetricMemory
 from support.device_arrays import on_device, on_host
 from support.paths import PROGRAMS
 from support.processes import run_processes
-from support.ranks import open_descriptors
+from support.ranks import settled, settles
 from support.running import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.hip
@@ -248,9 +248,9 @@ def test_what_is_lost_in_the_middle_of_a_shrink_leaves_nothing_behind(monkeypatc
     monkeypatch.setattr(Collectives, "start", fails)
     monkeypatch.setattr(group, "meet_survivors", meets_once)
     run_ranks(2, body)  # a process keeps some descriptors
-    descriptors = open_descriptors()
+    before = settled()
     run_ranks(2, body)
-    assert open_descriptors() <= descriptors
+    assert settles(before)
 
 
 def test_ranks_that_exclude_different_ones_are_told() -> None:

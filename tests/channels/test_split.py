@@ -24,7 +24,7 @@ from proxyccl.channels.joining.topology import Topology
 from support.device_arrays import on_device, on_host
 from support.paths import TESTS
 from support.processes import run_processes
-from support.ranks import live_threads, open_descriptors
+from support.ranks import live_threads, open_descriptors, settled, settles
 from support.running import TIMEOUT, run_ranks
 
 PROGRAM = TESTS / "support" / "programs" / "split.py"
@@ -45,15 +45,6 @@ def ended(check: Callable[[], None]) -> BaseException:
             return error
         time.sleep(0.005)
     raise AssertionError("it goes on")
-
-
-def settled() -> tuple[int, int]:
-    """The descriptors and threads of this process, once they have not changed for a while."""
-    seen: list[tuple[int, int]] = []
-    while len(seen) < 10 or len(set(seen[-10:])) > 1:
-        seen.append((open_descriptors(), live_threads()))
-        time.sleep(0.02)
-    return seen[-1]
 
 
 def test_members_are_numbered_by_the_list_and_others_take_no_part() -> None:
@@ -192,11 +183,9 @@ def test_closing_closes_the_parts_in_any_order() -> None:
             part.close()
 
     run_ranks(2, body)
-    descriptors, threads = settled()
+    before = settled()
     run_ranks(2, body)
-    found = settled()
-    assert found[0] <= descriptors
-    assert found[1] <= threads
+    assert settles(before)
 
 
 def test_a_part_may_end_by_itself_while_the_whole_is_closed() -> None:

@@ -171,3 +171,24 @@ class Gate:
     def wait(self) -> None:
         """Waits until it is open, for at most a test's time."""
         self._open.wait(4 * TIMEOUT)
+
+
+def settled() -> tuple[int, int]:
+    """The descriptors and threads of this process, once they have not changed for a while."""
+    seen: list[tuple[int, int]] = []
+    while len(seen) < 10 or len(set(seen[-10:])) > 1:
+        seen.append((open_descriptors(), live_threads()))
+        time.sleep(0.02)
+    return seen[-1]
+
+
+def settles(resources: tuple[int, int]) -> bool:
+    """Whether this process comes to hold no more than these: after a failure a rank's memory is kept, and looked after
+    by a thread, until its peers have closed too.
+    """
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        if all(now <= then for now, then in zip((open_descriptors(), live_threads()), resources, strict=True)):
+            return True
+        time.sleep(0.02)
+    return False
