@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -161,6 +162,7 @@ def test_a_wait_that_nobody_answers_ends_by_name() -> None:
     def wait_for_the_end(comm: Communicator) -> None:
         while True:
             comm.group.failure.check()
+            time.sleep(0.005)
 
     with Ranks(2) as pair:
         pair.run(body)

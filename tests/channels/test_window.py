@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -100,6 +102,7 @@ def test_a_signal_that_does_not_come_ends_the_communicator() -> None:
         with pytest.raises(AbortedError, match="signal of a window from rank 1: expected 1, saw 0"):  # noqa: PT012  then
             while True:
                 comm.check()
+                time.sleep(0.005)
         stream.synchronize()  # it is released
         with pytest.raises(AbortedError):
             window.signal(1 - comm.rank)
