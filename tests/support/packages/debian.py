@@ -154,8 +154,11 @@ class Apt:
         return str(found[0])
 
 
-def unpack(packages: list[Path], root: Path) -> None:
-    """Unpacks packages over one another. /bin, /lib and /sbin are links into /usr there, as Debian has them."""
+def unpack(packages: list[Path], root: Path, members: Sequence[str] = ()) -> None:
+    """Unpacks packages over one another. /bin, /lib and /sbin are links into /usr there, as Debian has them.
+
+    `members` are patterns of the paths to unpack, by default all.
+    """
     for folder in ("bin", "lib", "lib64", "sbin"):
         (root / "usr" / folder).mkdir(parents=True, exist_ok=True)
         if not (root / folder).is_symlink():
@@ -164,7 +167,8 @@ def unpack(packages: list[Path], root: Path) -> None:
     into = ["tar", "--extract", "--keep-directory-symlink", "--no-same-owner", "--touch", "--file", "-"]
     for package in packages:
         with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as contents:
-            run([*into, "--directory", str(root)], 300, stdin=contents.stdout)
+            chosen = ["--wildcards", *members] if members else []
+            run([*into, "--directory", str(root), *chosen], 300, stdin=contents.stdout)
         if contents.returncode:
             raise UnavailableError(f"{package.name} can't be read")
 

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from kernel_image import uncompressed
-from kernel_modules import MODULES, in_load_order
+from kernel_modules import MODULES, PLACES, in_load_order
 
 from support.packages.debian import (
     INSTALLED,
@@ -54,7 +54,7 @@ def fill(directory: Path) -> None:
         unpack(apt.download_with_dependencies(*PACKAGES), root)
         # Without its dependencies, which it needs only for making an initramfs.
         unpacked = Path(temporary, "kernel")
-        unpack([apt.download(apt.dependency(KERNEL, r"linux-image-\S+"))], unpacked)
+        unpack([apt.download(apt.dependency(KERNEL, r"linux-image-\S+"))], unpacked, PLACES)
         (image,) = unpacked.glob("boot/vmlinuz-*")
         (directory / "kernel").write_bytes(uncompressed(image.read_bytes()))
         (tree,) = unpacked.glob("lib/modules/*")

@@ -14,6 +14,15 @@ MODULES = (
     *("rdma_rxe", "ib_uverbs", "rdma_ucm"),
     *("crc32_generic", "crc32_pclmul"),  # rdma_rxe asks for CRC-32 by the algorithm's name
 )
+PLACES = (
+    *("./boot/vmlinuz-*", "*/modules.builtin"),
+    *(
+        f"*/kernel/{folder}"
+        for folder in ("arch", "crypto", "drivers/infiniband", "drivers/virtio", "fs", "lib", "net")
+    ),
+    *(f"*/kernel/drivers/{name}*" for name in ("char/virtio", "net/net_failover", "net/veth", "net/virtio_net")),
+)
+"""Where a kernel's package has its image and those modules with all that they need: a third of it."""
 
 
 def named(path_or_name: str) -> str:
