@@ -358,6 +358,7 @@ class _ProxycclExperts:
     senders: int
     kept_calls: int
     dropping_ids: int
+    batch_tokens: int
     segment_bytes: int
     return_segment_bytes: int
     counts_offset: int
@@ -366,6 +367,7 @@ class _ProxycclExperts:
     weights_offset: int
     routing_bytes: int
     slab_bytes: int
+    least_message: int
     announced: int
     inbox: int
     rail: int
@@ -384,11 +386,14 @@ class _ProxycclExperts:
     returned: int
     summed: int
     loadable: int
+    crossed: int
     control: PointerField[ProxycclControlPointer]
     workspace: PointerField[CharPointer]
     peers: PointerField[PointerTo[CharPointer]]
+    routing_channels: PointerField[ProxycclProxyChannelPointer]
     out_channels: PointerField[ProxycclProxyChannelPointer]
     back_channels: PointerField[ProxycclProxyChannelPointer]
+    arrivals: PointerField[Uint32Pointer]
     bases: PointerField[Uint32Pointer]
     received_rows: PointerField[ProxycclReceivedRowsPointer]
     chosen_rows: PointerField[Uint32Pointer]

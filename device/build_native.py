@@ -151,15 +151,18 @@ typedef struct {
   uint32_t blocks; uint32_t segments; uint32_t segment_tokens;
   uint32_t local_combine; uint32_t weight_bytes; uint32_t chosen_per_rank; uint32_t padded_rows;
   uint32_t expert_alignment; uint32_t choice_packets; uint32_t weight_packets; uint32_t output_buffers;
-  uint32_t output_rows; uint32_t senders; uint32_t kept_calls; uint32_t dropping_ids;
+  uint32_t output_rows; uint32_t senders; uint32_t kept_calls; uint32_t dropping_ids; uint32_t batch_tokens;
   uint64_t segment_bytes; uint64_t return_segment_bytes; uint64_t counts_offset; uint64_t slots_offset;
   uint64_t places_offset; uint64_t weights_offset; uint64_t routing_bytes; uint64_t slab_bytes;
+  uint64_t least_message;
   uint64_t announced; uint64_t inbox;
   uint64_t rail; uint64_t outbox; uint64_t returns; uint64_t return_rails; uint64_t partial_in; uint64_t partial_out;
   uint64_t partial_bytes; uint64_t outputs; uint64_t output_bytes; uint64_t output_scales;
   uint64_t routed; uint64_t sent; uint64_t read; uint64_t returned; uint64_t summed; uint64_t loadable;
-  ProxycclControl *control; char *workspace; char *const *peers; const ProxycclProxyChannel *out_channels;
-  const ProxycclProxyChannel *back_channels; uint32_t *bases; ProxycclReceivedRows *received_rows;
+  uint64_t crossed;
+  ProxycclControl *control; char *workspace; char *const *peers; const ProxycclProxyChannel *routing_channels;
+  const ProxycclProxyChannel *out_channels;
+  const ProxycclProxyChannel *back_channels; uint32_t *arrivals; uint32_t *bases; ProxycclReceivedRows *received_rows;
   uint32_t *chosen_rows; ProxycclExpertCounters *counters; ...;
 } ProxycclExperts;
 typedef struct {

@@ -28,9 +28,14 @@ def dispatch_file(kernel: str) -> str:
 
 FEW_TOKENS = 32
 """Tokens of a block. With more, choices are not announced, and on one node some blocks of a dispatch only send."""
+MESSAGE_BYTES = 2 << 20
+"""Between nodes: rows that are worth a message of their own, as its parts fill a network's wires."""
+BATCH_TOKENS = 1024
+"""Their tokens, at most: each segment of a batch looks at the tokens of those before it."""
 _TOKENS_PER_BLOCK = 4
 _TOKENS_PER_PACKET = 64  # of a mask
 _LINE = 128
+_LEAST_COPY = 64 << 10  # shorter copies of another process take turns with kernels
 _PIECES = 4  # kMaxPieces of experts/expert_team.h: weights after a row of a combine
 
 
@@ -112,6 +117,7 @@ class Geometry:
     Args:
         shape: of the workspace.
         nodes, local_size: the kernels' nodes, and the ranks of each.
+        copied: whether GPUs' copies move the data between nodes.
         output_room: the size of an output buffer that is to hold this many bytes.
 
     Attributes:
@@ -126,6 +132,7 @@ class Geometry:
         *,
         nodes: int,
         local_size: int,
+        copied: bool = False,
         output_room: Callable[[int], int] = aligned,
     ) -> None:
         config, layout, blocks, ranks = shape.config, shape.layout, shape.blocks, nodes * local_size
@@ -144,7 +151,10 @@ class Geometry:
         # A row may also hold a token's weights: `collect` returns them.
         row_bytes = aligned(max(config.hidden * config.token.itemsize, config.topk * 8), 16)
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
-        e.partial_bytes = blocks * e.return_segment_bytes
+        return_bytes = blocks * e.return_segment_bytes
+        e.batch_tokens = min(max(1, MESSAGE_BYTES // row_bytes), BATCH_TOKENS)
+        e.least_message = _LEAST_COPY if copied else 0
+        e.partial_bytes = return_bytes + e.least_message
         if nodes == 1 < local_size and blocks > 1 and e.segment_tokens > FEW_TOKENS and not e.output_buffers:
             self._cut(config, blocks - self._apart(config))
         e.senders = blocks - self._apart(config) if blocks > 1 else 0
@@ -155,9 +165,9 @@ class Geometry:
         e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
         e.places_offset = routing.take(4 * e.segment_tokens)
         e.weights_offset = routing.take(e.weight_bytes * slots)
-        e.routing_bytes = routing.end
+        e.routing_bytes = max(routing.end, aligned(-(-e.least_message // e.segments)))  # all travel as one message
         e.segment_bytes = e.segment_tokens * row_bytes
-        e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes))
+        e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes) + e.least_message)
 
         groups = shape.threads  # at most, as only a kernel knows how many threads make a group
         areas, crossing = Areas(), 2 * nodes if nodes > 1 else 0
@@ -166,13 +176,14 @@ class Geometry:
         e.read = areas.take(8 * local_size * e.segments)
         e.returned = areas.take(8 * local_size * blocks)
         e.summed = areas.take(8 * local_size * blocks)
+        e.crossed = areas.take(8 * nodes * blocks if crossing else 0)
         e.announced = areas.take(2 * 16 * ranks * (1 + e.choice_packets + e.weight_packets) if e.choice_packets else 0)
         inboxes = 2 if self.announces in ("ids", "masks") else e.kept_calls
         e.inbox = areas.take(inboxes * local_size * e.slab_bytes)
         e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
         places = min(local_size, config.topk) if layout.chosen_per_rank else config.topk  # of a token's rows
-        e.returns = areas.take(e.kept_calls * (local_size if shape.local_combine else places) * e.partial_bytes)
-        e.return_rails = areas.take(nodes * places * e.partial_bytes if crossing else 0)
+        e.returns = areas.take(e.kept_calls * (local_size if shape.local_combine else places) * return_bytes)
+        e.return_rails = areas.take(nodes * places * return_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
         e.loadable = areas.take(2 * 8 * local_size * blocks)
         e.output_scales = aligned(e.output_rows * config.hidden)  # after rows in float8

@@ -9,6 +9,7 @@ from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.group import Group
 from proxyccl.channels.joining.topology import Topology
 from proxyccl.proxy.codec import Codec
+from proxyccl.proxy.transports.table import TRANSPORTS
 
 _FLAG = Codec(bool, 16, "flag")
 
@@ -67,6 +68,13 @@ class Nodes:
     def rails(self) -> list[int]:
         """By node, the rank with this rank's number there."""
         return [of_node[self.local_rank] for of_node in self.members]
+
+    def copied(self, group: Group) -> bool:
+        """Whether GPUs' copies, and no network device alone, move data between nodes; the same on all ranks."""
+        if self.count == 1 or group.runtime.name == "host":
+            return False
+        remote = [functions for name in group.topology.all_transports if (functions := TRANSPORTS[name].remote)]
+        return all(functions.expose_pinned is not None for functions in remote)
 
     def counterpart(self, node: int) -> int:
         """The rank of one of the configuration's nodes that has this rank's number within its node."""

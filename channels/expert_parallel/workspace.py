@@ -40,7 +40,9 @@ class ExpertWorkspace:
             raise ResourceError(f"an expert-parallel layer serves at most {lib.PROXYCCL_MAX_EXPERT_RANKS} ranks")
         self._group, self._nodes, self._shape = group, nodes, shape
         room = own_segment_bytes if shape.layout.stays and group.runtime.name != "host" else aligned
-        geometry = Geometry(shape, nodes=nodes.count, local_size=nodes.local_size, output_room=room)
+        geometry = Geometry(
+            shape, nodes=nodes.count, local_size=nodes.local_size, copied=nodes.copied(group), output_room=room
+        )
         self.experts, self.announces = geometry.experts, geometry.announces
         self.experts.rank, self.experts.local_rank, self.experts.node = group.rank, nodes.local_rank, nodes.own
         self._share(geometry.workspace_bytes)
@@ -56,7 +58,7 @@ class ExpertWorkspace:
         self._kept: object = None
         if nodes.count > 1:
             rails = [peer for peer in nodes.rails if peer != group.rank]
-            self._channels, self._kept = connect_handles(group, memory, memory, rails, 2 * self._shape.blocks)
+            self._channels, self._kept = connect_handles(group, memory, memory, rails, 2 * self._shape.blocks + 1)
         self.sleepers = group.links.proxy.sleepers if self._channels else None
         outputs = KeptOutputs if self._shape.layout.stays else OutputBuffers
         self.outputs = outputs(group.runtime, self._workspace.memory, e) if e.output_buffers else None
@@ -73,6 +75,8 @@ class ExpertWorkspace:
         peers_at = tables.take(8 * nodes.local_size)
         bases_at = tables.take(max(8 * e.segments * self._shape.config.num_experts, first_rows))
         counters_at = tables.take(ffi.sizeof("ProxycclExpertCounters"))
+        arrivals_at = tables.take(4 * (nodes.count * blocks + 1))
+        routing_at = tables.take(nodes.count * handle)
         out_at, back_at = tables.take(nodes.count * blocks * handle), tables.take(nodes.count * blocks * handle)
         image = bytearray(tables.end)
 
@@ -86,19 +90,22 @@ class ExpertWorkspace:
         peers = [self._memory.peer_ptr(peer) for peer in nodes.members[nodes.own]]
         put(peers_at, bytes(ffi.buffer(ffi.new("uint64_t[]", peers))))
         for n, rail in enumerate(nodes.rails):
-            for i, channel in enumerate(self._channels.get(rail, ())):
-                area, block = (out_at, i) if i < blocks else (back_at, i - blocks)
-                put(area + (n * blocks + block) * handle, channel.device_handle)
+            handles = [channel.device_handle for channel in self._channels.get(rail, ())]
+            put(out_at + n * blocks * handle, b"".join(handles[:blocks]))
+            put(back_at + n * blocks * handle, b"".join(handles[blocks : 2 * blocks]))
+            put(routing_at + n * handle, b"".join(handles[2 * blocks :]))
         self._tables = self._group.runtime.allocate(tables.end)
         self._group.runtime.copy(self._tables.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(image))), len(image))
 
         at = self._tables.ptr
         e.places, e.members = ffi.cast("uint32_t *", at + places_at), ffi.cast("uint32_t *", at + members_at)
         e.peers = ffi.cast("char **", at + peers_at)
+        e.routing_channels = ffi.cast("ProxycclProxyChannel *", at + routing_at)
         e.out_channels = ffi.cast("ProxycclProxyChannel *", at + out_at)
         e.back_channels = ffi.cast("ProxycclProxyChannel *", at + back_at)
         e.bases = ffi.cast("uint32_t *", at + bases_at)
         e.counters = ffi.cast("ProxycclExpertCounters *", at + counters_at)
+        e.arrivals = ffi.cast("uint32_t *", at + arrivals_at)
 
     def _make_received_rows(self) -> None:
         """Makes the pinned memory in which a dispatch tells the CPU how many rows came."""

@@ -50,7 +50,7 @@ from support.running import run_mpi
 
 WORLDS: list[tuple[int, dict[str, int]]] = [(size, {}) for size in (1, 2, 3, 5, 8)]
 WORLDS += [(2, {"local_world_size": 1}), (4, {"local_world_size": 1}), (6, {"local_world_size": 2})]
-WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4})]
+WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4, "batch_tokens": 3})]
 WORLDS += [(3, {"announced_slots": 0})]  # one node, whose ranks always send each other counts
 WORLDS += [(4, {"few_tokens": 0})]  # … and some of whose blocks only send
 REPRESENTED = [(8, {}), (4, {"local_world_size": 1})]  # by 5 on one node, and 2 that are nodes each
@@ -96,7 +96,8 @@ class World:
 )
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     size, options = request.param[0], dict(request.param[1])
-    constants = {name.upper(): options.pop(name) for name in {"announced_slots", "few_tokens"} & options.keys()}
+    changed = {"announced_slots", "few_tokens", "batch_tokens"} & options.keys()
+    constants = {name.upper(): options.pop(name) for name in changed}
     with Ranks(size, make_runtime=runtime_with_blocks, **options) as ranks:
         yield World(ranks, options.get("local_world_size", size), constants)
 

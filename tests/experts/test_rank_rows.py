@@ -222,7 +222,8 @@ def check_padded_rows(comm: Communicator, case: Case) -> None:
 
 
 WORLDS: list[tuple[int, dict[str, int]]] = [(size, {}) for size in (1, 2, 3, 5)]
-WORLDS += [(3, {"announced_slots": 0}), (4, {"few_tokens": 0, "announced_slots": 0}), (4, {"local_world_size": 2})]
+WORLDS += [(3, {"announced_slots": 0}), (4, {"few_tokens": 0, "announced_slots": 0})]
+WORLDS += [(4, {"local_world_size": 2, "batch_tokens": 3})]
 REPRESENTED = [(5, {})]  # by 3 ranks of one node
 
 
@@ -237,7 +238,8 @@ REPRESENTED = [(5, {})]  # by 3 ranks of one node
 )
 def world(request: pytest.FixtureRequest) -> Iterator[Callable[[Callable[[Communicator], None]], None]]:
     size, options = request.param[0], dict(request.param[1])
-    constants = {name.upper(): options.pop(name) for name in {"announced_slots", "few_tokens"} & options.keys()}
+    changed = {"announced_slots", "few_tokens", "batch_tokens"} & options.keys()
+    constants = {name.upper(): options.pop(name) for name in changed}
     with Ranks(size, make_runtime=runtime_with_blocks, **options) as ranks, pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
             patch.setattr(geometry, name, value)

@@ -57,6 +57,23 @@ class Choices {
     return isFirst(slot, static_cast<uint32_t>(found)) ? found : none;
   }
 
+  // Whether test(rank) is true for the rank of any slot of a token. Not for repeated dispatches.
+  template <class Test>
+  PROXYCCL_DEVICE bool anyRank(uint32_t token, Test test) const {
+    const uint32_t per_rank = byRank() ? e_.chosen_per_rank : e_.experts_per_rank;
+    const uint64_t experts = static_cast<uint64_t>(e_.world_size) * per_rank;
+    bool found = false;
+#pragma unroll 1
+    for (uint32_t begin = 0; begin < e_.topk; begin += kAtOnce) {
+      int64_t ids[kAtOnce];
+      loadIds(token * e_.topk, begin, ids);
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i)
+        if (static_cast<uint64_t>(ids[i]) < experts) found |= test(static_cast<uint32_t>(ids[i]) / per_rank);
+    }
+    return found;
+  }
+
   // Whether a value of weight_bytes travels with each slot: its weight or, with a row for each rank, its
   // ProxycclExpertChoice.
   PROXYCCL_DEVICE bool areCarried() const { return byRank() || call_.weights != nullptr; }

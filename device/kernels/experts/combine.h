@@ -177,7 +177,7 @@ class Combine {
         own_(Segment::of(call.tokens, blockIdx.x, experts.blocks)),
         dealt_pieces_(dealtPieces()) {
     for (uint32_t s = threadIdx.x; s < experts.world_size; s += blockDim.x)
-      team_.segmentOf(s) = Segment::of(static_cast<uint32_t>(call.layout.tokens[s]), block_, experts.blocks);
+      setSegment(s, static_cast<uint32_t>(call.layout.tokens[s]));
     team_.loadLookup();
   }
 
@@ -281,23 +281,39 @@ class Combine {
       team_.await(team_.summed(threadIdx.x, block_), number_, team_.nearRank(threadIdx.x));
   }
 
-  // Called by a group when there are no more items. The last group acquires the sums of all others and posts them; the
-  // proxy reads them after the release of that post.
+  // Called by a group when there are no more items. The last group of a batch's last block has acquired the sums of all
+  // others and posts them.
   PROXYCCL_DEVICE void post(const Group& group, uint32_t* finished) const {
     if (team_->nodes == 1 || group.lane != 0) return;
     if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
     for (uint32_t node = 0; node < team_->nodes; ++node) {
       if (node == team_->node) continue;
-      const uint64_t first = partialRow(0);
-      team_.post(team_->back_channels, node, partial(team_->partial_in, team_->node) + first,
-                 partial(team_->partial_out, node) + first, rowsFrom(node) * stride_);
+      const uint32_t source = team_.member(node, team_->local_rank);
+      const Batch& batch = team_.batchFrom(source);
+      if (!team_.completes(team_.arrivals(node, batch.first), batch.segments())) continue;
+      const int32_t* places = placesOf(source) + batch.begin;
+      const uint64_t first = partialRow(batch.first, 0), rows = rowsPlaced(places, batch.tokens);
+      team_.post(team_.channel(team_->back_channels, node, batch.first),
+                 partial(team_->partial_in, team_->node) + first, partial(team_->partial_out, node) + first,
+                 rows * stride_);
     }
   }
 
-  // Called by the block when it has posted: waits for the other nodes' sums.
+  // Called by the block when it has posted: waits for the other nodes' sums. The first block of a batch tells the
+  // others.
   PROXYCCL_DEVICE void awaitNodes() const {
     __syncthreads();
-    if (threadIdx.x < team_->nodes && threadIdx.x != team_->node) team_.awaitPost(team_->back_channels, threadIdx.x);
+    if (threadIdx.x < team_->nodes && threadIdx.x != team_->node) {
+      const uint32_t node = threadIdx.x;
+      const Batch& batch = team_.batchFrom(team_->rank);
+      const uint64_t flag = team_.crossed(node, batch.first);
+      if (batch.first != block_) {
+        team_.await(flag, number_, team_.member(node, team_->local_rank));
+      } else {
+        team_.awaitPost(team_.channel(team_->back_channels, node, block_));
+        if (batch.segments() > 1) team_.raise(team_->local_rank, flag, number_);
+      }
+    }
     __syncthreads();
   }
 
@@ -378,8 +394,17 @@ class Combine {
   PROXYCCL_DEVICE uint64_t partial(uint64_t area, uint32_t node) const {
     return area + (number_ % 2 * team_->nodes + node) * team_->partial_bytes;
   }
-  PROXYCCL_DEVICE uint64_t partialRow(uint32_t place) const {
-    return block_ * team_->return_segment_bytes + place * stride_;
+  PROXYCCL_DEVICE uint64_t partialRow(uint32_t segment, uint32_t place) const {
+    return segment * team_->return_segment_bytes + place * stride_;
+  }
+  // Sets this block's segment of a source's tokens.
+  PROXYCCL_DEVICE void setSegment(uint32_t source, uint32_t tokens) const {
+    team_.segmentOf(source) = Segment::of(tokens, block_, team_->blocks);
+    if (team_->nodes > 1) team_.batchFrom(source) = team_.batchOf(tokens, block_);
+  }
+  // Where the rows of a source's tokens lie in their batches.
+  PROXYCCL_DEVICE const int32_t* placesOf(uint32_t source) const {
+    return call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens;
   }
   // Offset of the row of slot k of token i of a source, which comes from a rank of the node, in the workspace of the
   // rank that sums it. There is a place for each slot or, where a token has one row per rank, for each rank of the
@@ -399,12 +424,6 @@ class Combine {
   // With local_combine: the offset of the sum from a rank of the node.
   PROXYCCL_DEVICE uint64_t sumRow(uint32_t local, uint32_t i) const {
     return team_->returns + (local * team_->blocks + block_) * team_->return_segment_bytes + i * stride_;
-  }
-  PROXYCCL_DEVICE uint64_t rowsFrom(uint32_t node) const {
-    const uint32_t source = team_.member(node, team_->local_rank);
-    const Segment& segment = team_.segmentOf(source);
-    return rowsPlaced(call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens + segment.begin,
-                      segment.tokens);
   }
 
   // Called by a group: lists this rank's rows for an item of a source. Returns where their sum goes; null if there is
@@ -454,12 +473,11 @@ class Combine {
     const uint64_t token = segment.begin + i;
     char* target = call_.output + token * row_bytes_;
     if (team_->nodes > 1) {
-      const int32_t place = node == team_->node
-                                ? static_cast<int32_t>(i)
-                                : call_.layout.places[static_cast<uint64_t>(source) * team_->max_tokens + token];
+      const bool near = node == team_->node;
+      const int32_t place = near ? static_cast<int32_t>(i) : placesOf(source)[token];
       if (place == PROXYCCL_NO_ROW) return nullptr;
-      target = team_->workspace + partial(node == team_->node ? team_->partial_in : team_->partial_out, node) +
-               partialRow(static_cast<uint32_t>(place));
+      target = team_->workspace + partial(near ? team_->partial_in : team_->partial_out, node) +
+               partialRow(near ? block_ : team_.batchFrom(source).first, static_cast<uint32_t>(place));
     }
     const uint32_t begun = team_->nodes == 1 ? countAdded() : 0;
     if (team_->local_combine) {
@@ -534,13 +552,13 @@ class Combine {
   PROXYCCL_DEVICE char* listNodeSums(const Group& group, uint32_t item) const {
     const uint32_t i = own_.tokenOf(item);
     const uint64_t token = own_.begin + i;
-    const uint32_t begun = countAdded();
+    const uint32_t begun = countAdded(), first = team_.batchFrom(team_->rank).first;
     group.list(begun + team_->nodes, [&](uint32_t n, RowEntry* entry) {
       if (n < begun) return addedRow(n, token, entry);
       const uint32_t node = n - begun;
       const int32_t place = call_.layout.sent_places[static_cast<uint64_t>(node) * team_->max_tokens + token];
       entry->at = team_->workspace + partial(team_->partial_in, node) +
-                  partialRow(node == team_->node ? i : static_cast<uint32_t>(place));
+                  (node == team_->node ? partialRow(block_, i) : partialRow(first, static_cast<uint32_t>(place)));
       entry->weight = 1;
       return place != PROXYCCL_NO_ROW;
     });

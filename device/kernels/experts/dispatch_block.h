@@ -85,8 +85,8 @@ class Dispatch {
   // -- counts (experts/dispatch_counts.h) ---
   // Called by the block: counts its slots by expert, and sends counts, slots and weights to all ranks.
   PROXYCCL_DEVICE void route() const;
-  // Called by one thread per node: waits for the routing from this rank's counterpart on that node, and raises its
-  // flags on this rank's node.
+  // Called by one thread per node of each block: the first block waits for the routing from this rank's counterpart on
+  // that node, and raises its flag on this rank's node.
   PROXYCCL_DEVICE void forwardRouting() const;
   // gather() with counts. bases()[expert * ranks + source] is the first row of this block's slots of a source for an
   // expert of this rank.
@@ -198,7 +198,8 @@ class Dispatch {
     __shared__ uint16_t targets[PROXYCCL_KEPT_TARGETS];
     return targets;
   }
-  // For each node, numbers the segment's tokens that go there: their rows lie one after the other.
+  // Called by the block: for each node, numbers the segment's tokens that go there, after those of the batch's earlier
+  // segments. Their rows lie one after the other.
   PROXYCCL_DEVICE void placeTokens() const;
   // Called by the block, before counts are added to the memory that it clears.
   PROXYCCL_DEVICE void clearOutgoing() const;
@@ -343,8 +344,8 @@ class Dispatch {
   // there.
   PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t part, uint32_t round) const;
 
-  // Called by a group: waits for the rows from this rank's counterparts on other nodes, and raises their flags on this
-  // rank's node.
+  // Called by a group of each block: the first block of a batch waits for its rows from this rank's counterpart on
+  // another node, and raises their flag on this rank's node.
   PROXYCCL_DEVICE void forwardRows(const Group& group) const;
   // Called by a group: waits until an item of a source has arrived. `arrived` has a bit for each source whose items are
   // all known to have arrived, so that a group waits for them once.
@@ -528,6 +529,10 @@ class Dispatch {
     return team_.rowAt(segment_, place, rowStride(call_.row_bytes));
   }
 
+  // The same of a row on its way between nodes.
+  PROXYCCL_DEVICE uint64_t batchRowAt(const Batch& batch, uint32_t place) const {
+    return team_.rowAt(batch.first, place, rowStride(call_.row_bytes));
+  }
   const ExpertTeam team_;
   const ProxycclDispatch& call_;
   const uint64_t number_;
@@ -566,6 +571,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::begin() const {
       ownRows() = {0, 0};
     }
   }
+  if (crossesNodes() && threadIdx.x == 0) team_.batchFrom(team_->rank) = team_.batchOf(call_.tokens, segment_);
   team_.loadLookup();
   if constexpr (kMasks)
     if (routes) announced_.send(Group(), call_);
@@ -614,6 +620,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::setSegments(uint32_t thread, uint32_t threa
     }
     tokensOf()[s] = tokens;
     team_.segmentOf(s) = Segment::of(tokens, segment_, team_->segments);
+    if (crossesNodes()) team_.batchFrom(s) = team_.batchOf(tokens, segment_);
   }
 }
 

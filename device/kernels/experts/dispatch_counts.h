@@ -68,9 +68,13 @@ PROXYCCL_DEVICE void Dispatch<Mode>::route() const {
   }
   syncThreadsSystem();
   if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.routed(team_->rank, segment_), number_);
-  if (threadIdx.x < team_->nodes && threadIdx.x != team_->node)
-    team_.post(team_->out_channels, threadIdx.x, team_.rail(number_, team_->node) + team_.routingAt(segment_),
-               team_.outbox(number_, threadIdx.x) + team_.routingAt(segment_), team_->routing_bytes);
+  if (!crossesNodes()) return;
+  __shared__ bool posts;
+  if (threadIdx.x == 0) posts = team_.completes(team_.routingArrivals(), team_->segments);
+  __syncthreads();
+  if (posts && threadIdx.x < team_->nodes && threadIdx.x != team_->node)
+    team_.post(team_.routingChannel(threadIdx.x), team_.rail(number_, team_->node), team_.outbox(number_, threadIdx.x),
+               team_->segments * team_->routing_bytes);
 }
 
 template <class Mode>
@@ -160,27 +164,30 @@ PROXYCCL_DEVICE void Dispatch<Mode>::countSlots(uint32_t n, uint32_t* counts, ui
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::placeTokens() const {
-  const uint32_t node = threadIdx.x;
-  if (node >= team_->nodes) return;
-  int32_t place = 0;
-  for (uint32_t i = 0; i < own_.tokens; ++i) {
-    const int32_t* ids = ownIds(i);
-    bool goes = false;
-    for (uint32_t k = 0; k < topk_; ++k) {
-      const uint32_t expert = static_cast<uint32_t>(ids[k]);
-      goes |= expert < team_.experts() && team_.nodeOf(expert / team_->experts_per_rank) == node;
+  const Group group;
+  const uint32_t begin = team_.batchFrom(team_->rank).begin, end = own_.begin + own_.tokens;
+  for (uint32_t node = group.number; node < team_->nodes; node += Group::count()) {
+    uint32_t placed = 0;
+    for (uint32_t first = begin; first < end; first += kGroupLanes) {
+      const uint32_t token = first + group.lane;
+      const bool goes =
+          token < end && choices_.anyRank(token, [&](uint32_t rank) { return team_.nodeOf(rank) == node; });
+      const uint64_t all = group.ballot(goes);
+      const uint32_t place = placed + countBits(all & ((1ull << group.lane) - 1));
+      if (token >= own_.begin && token < end)
+        sentPlaces(node)[token - own_.begin] = goes ? static_cast<int32_t>(place) : PROXYCCL_NO_ROW;
+      placed += countBits(all);
     }
-    sentPlaces(node)[i] = goes ? place++ : PROXYCCL_NO_ROW;
   }
 }
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::forwardRouting() const {
   const uint32_t node = threadIdx.x;
-  if (node >= team_->nodes || node == team_->node) return;
-  team_.awaitPost(team_->out_channels, node);
+  if (blockIdx.x != 0 || node >= team_->nodes || node == team_->node) return;
+  team_.awaitPost(team_.routingChannel(node));
   for (uint32_t l = 0; l < team_->local_size; ++l)
-    team_.raise(l, team_.routed(team_.member(node, team_->local_rank), segment_), number_);
+    team_.raise(l, team_.routed(team_.member(node, team_->local_rank), 0), number_);
 }
 
 template <class Mode>
@@ -198,7 +205,8 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::gatherCounts(const Group& group, Gathered* 
     wanted_tokens = 0;
   }
   for (uint32_t i = threadIdx.x; i < ranks * segments; i += blockDim.x)
-    team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
+    if (isNear(i / segments) || i % segments == 0)  // routing from another node comes at once
+      team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
   __syncthreads();
   for (uint32_t i = group.number; i < ranks * segments; i += Group::count()) {
     const uint32_t source = i / segments, segment = i % segments;

@@ -37,15 +37,14 @@ PROXYCCL_DEVICE void Dispatch<Mode>::receive(const Group& group, uint32_t* next_
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::forwardRows(const Group& group) const {
-  const uint32_t groups = Group::count();
   for (uint32_t node = 0; node < team_->nodes; ++node) {
     if (node == team_->node) continue;
-    if (group.lane == 0) team_.awaitPost(team_->out_channels, node);
-    group.sync();
     const uint32_t source = team_.member(node, team_->local_rank);
-    for (uint32_t i = group.lane; i < team_->local_size * groups; i += kGroupLanes)
-      team_.raise(i / groups, team_.sent(source, i % groups * team_->segments + segment_),
-                  flagValue(number_, kAllItems));
+    if (team_.batchFrom(source).first != segment_) continue;
+    if (group.lane == 0) team_.awaitPost(team_.channel(team_->out_channels, node, segment_));
+    group.sync();
+    for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
+      team_.raise(l, team_.sent(source, segment_), flagValue(number_, kAllItems));
   }
 }
 
@@ -54,7 +53,13 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitItem(const Group& group, uint32_t item
                                                uint64_t* arrived) const {
   if (!kAnnounced) {
     const uint32_t number = item * team_->segments + segment_, parts = team_.parts();
-    if (group.lane == 0) team_.awaitSent(source, number % parts, number_, number / parts + 1);
+    if (group.lane == 0) {
+      if (isNear(source)) {
+        team_.awaitSent(source, number % parts, number_, number / parts + 1);
+      } else {
+        team_.awaitSent(source, team_.batchFrom(source).first, number_, kAllItems);
+      }
+    }
     group.sync();
     return;
   }
@@ -102,7 +107,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::receiveItem(const Group& group, uint32_t it
       if (source != team_->rank) {
         awaitItem(group, item, source, arrived);
         const char* slab = kAnnounced ? inbox(team_->local_rank, team_.localOf(source)) : slabOf(source);
-        from = slab + rowAt(place);
+        from = slab + (isNear(source) ? rowAt(place) : batchRowAt(team_.batchFrom(source), place));
       }
       const Piece piece(call_.row_bytes, segment, item);
       const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // where the scales begin in the row

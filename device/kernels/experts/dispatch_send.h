@@ -18,13 +18,16 @@ PROXYCCL_DEVICE void Dispatch<Mode>::send(const Group& group, uint32_t block, ui
     for (uint32_t part = group.number * blocks + block; part < parts; part += blocks * Group::count())
       sendItem(group, part, round);
   if (!crossesNodes() || group.lane != 0) return;
-  // The last group to arrive has acquired all others' rows, and the proxy reads them after that group's release.
+  // The last group of the last block to arrive has acquired all others' rows.
   if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
+  const Batch& batch = team_.batchFrom(team_->rank);
+  if (!team_.completes(team_.arrivals(team_->node, batch.first), batch.segments())) return;
   for (uint32_t node = 0; node < team_->nodes; ++node) {
     if (node == team_->node) continue;
-    const uint64_t first = rowAt(0), rows = rowsPlaced(sentPlaces(node), own_.tokens);
-    team_.post(team_->out_channels, node, team_.rail(number_, team_->node) + first, team_.outbox(number_, node) + first,
-               rows * rowStride(call_.row_bytes));
+    const int32_t* places = call_.layout.sent_places + static_cast<uint64_t>(node) * team_->max_tokens + batch.begin;
+    const uint64_t first = batchRowAt(batch, 0), rows = rowsPlaced(places, batch.tokens);
+    team_.post(team_.channel(team_->out_channels, node, batch.first), team_.rail(number_, team_->node) + first,
+               team_.outbox(number_, node) + first, rows * rowStride(call_.row_bytes));
   }
 }
 
@@ -46,7 +49,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::sendItem(const Group& group, uint32_t part,
     int32_t destination = PROXYCCL_NO_ROW;
     if (expert < team_.experts()) {
       const uint32_t rank = expert / team_->experts_per_rank, place = team_.placeOf(rank);
-      if (place >> 16 != team_->node) {
+      if (!kAnnounced && place >> 16 != team_->node) {
         destination = kOtherNode | static_cast<int32_t>(place >> 16);
       } else if (rank != team_->rank) {  // own rows are read from the input
         destination = static_cast<int32_t>(place & 0xffff);
@@ -61,11 +64,15 @@ PROXYCCL_DEVICE void Dispatch<Mode>::sendItem(const Group& group, uint32_t part,
 #pragma unroll 1
     for (uint32_t other = 0; other < k; ++other)
       if (space.row[other] == destination) return false;
-    const uint32_t node = static_cast<uint32_t>(destination & ~kOtherNode);
     entry->number = destination;
-    entry->at = destination & kOtherNode ? team_->workspace + team_.outbox(number_, node) + rowAt(sentPlaces(node)[i])
-                                         : inbox(static_cast<uint32_t>(destination), team_->local_rank) +
-                                               team_.rowAt(at, i, rowStride(call_.row_bytes));
+    if (!kAnnounced && destination & kOtherNode) {
+      const uint32_t node = static_cast<uint32_t>(destination & ~kOtherNode);
+      entry->at = team_->workspace + team_.outbox(number_, node) +
+                  batchRowAt(team_.batchFrom(team_->rank), sentPlaces(node)[i]);
+    } else {
+      entry->at =
+          inbox(static_cast<uint32_t>(destination), team_->local_rank) + team_.rowAt(at, i, rowStride(call_.row_bytes));
+    }
     return true;
   });
   const Piece piece(call_.row_bytes, segment, item);

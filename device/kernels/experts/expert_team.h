@@ -64,10 +64,14 @@ struct Group {
   PROXYCCL_DEVICE bool any(uint32_t n, Test test) const {
     bool found = false;
     for (uint32_t i = lane; i < n; i += kGroupLanes) found |= test(i);
+    return ballot(found) != 0;
+  }
+  // A bit for each thread of the group.
+  PROXYCCL_DEVICE uint64_t ballot(bool bit) const {
 #if PROXYCCL_ON_HOST
-    return found;
+    return bit;
 #else
-    return ballotWarp(found) != 0;
+    return ballotWarp(bit);
 #endif
   }
 
@@ -106,11 +110,7 @@ struct Group {
     for (uint32_t first = 0; first < n; first += kGroupLanes) {
       RowEntry entry = {};
       const bool found = first + lane < n && find(first + lane, &entry);
-#if PROXYCCL_ON_HOST
-      const uint64_t all = found;
-#else
-      const uint64_t all = ballotWarp(found);
-#endif
+      const uint64_t all = ballot(found);
       if (found) {
         const uint32_t slot = count + countBits(all & ((1ull << lane) - 1));
         space.at[slot] = entry.at;
@@ -150,6 +150,12 @@ struct Segment {
   PROXYCCL_DEVICE uint32_t items() const { return tokens << pieces_log2; }
   PROXYCCL_DEVICE uint32_t tokenOf(uint32_t item) const { return item >> pieces_log2; }  // within the segment
   PROXYCCL_DEVICE uint32_t pieceOf(uint32_t item) const { return item & (pieces() - 1); }
+};
+
+// Consecutive segments of a source, [first, end), whose rows travel to another node as one message; and their tokens.
+struct Batch {
+  uint32_t first, end, begin, tokens;
+  PROXYCCL_DEVICE uint32_t segments() const { return end - first; }
 };
 
 // Bytes from one row to the next in a slab, so that wide accesses are aligned. Slabs have room for the layer's longest
@@ -278,6 +284,10 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t loadable(uint64_t call, uint32_t local, uint32_t block) const {
     return e_.loadable + 8ull * ((call % 2 * e_.local_size + local) * e_.blocks + block);
   }
+  // Raised, on this rank alone, when a batch of a combine's sums has come from a node. Indexed by its first block.
+  PROXYCCL_DEVICE uint64_t crossed(uint32_t node, uint32_t block) const {
+    return e_.crossed + 8ull * (node * e_.blocks + block);
+  }
   PROXYCCL_DEVICE void raise(uint32_t local, uint64_t flag, uint64_t value) const {
     storeReleaseSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
@@ -295,16 +305,47 @@ class ExpertTeam {
     await(sent(source, part), flagValue(call, items), source, kTwoCalls);
   }
 
-  // -- transfers to other nodes ---
-  PROXYCCL_DEVICE void post(const ProxycclProxyChannel* channels, uint32_t node, uint64_t dst, uint64_t src,
-                            uint64_t bytes) const {
-    const ProxyChannelDeviceHandle channel{channels[node * e_.blocks + blockIdx.x]};
+  // -- transfers to other nodes, where as many segments as blocks have tokens ---
+  // The batch of this block's segment of a source. The caller fills it in, with batchOf().
+  static PROXYCCL_DEVICE Batch& batchFrom(uint32_t source) {
+    __shared__ Batch batches[PROXYCCL_MAX_EXPERT_RANKS];
+    return batches[source];
+  }
+  // The batch that a segment of a source with this many tokens belongs to. Few tokens are one batch: one long message
+  // fills the network better than several.
+  PROXYCCL_DEVICE Batch batchOf(uint32_t source_tokens, uint32_t segment) const {
+    const uint32_t segments = e_.blocks, wanted = source_tokens / e_.batch_tokens;
+    const uint32_t batches = wanted == 0 ? 1 : wanted < segments ? wanted : segments;
+    const uint32_t number = Segment::numberOf(segments, segment, batches);
+    const uint32_t first = segments * number / batches, end = segments * (number + 1) / batches;
+    const uint32_t begin = source_tokens * first / segments;
+    return {first, end, begin, source_tokens * end / segments - begin};
+  }
+  // Called by one thread of each of `blocks` blocks when its part of a message is stored: whether it was the last one.
+  // It has acquired the parts of all others then, and the proxy reads them after that thread's post.
+  PROXYCCL_DEVICE bool completes(uint32_t* arrivals, uint32_t blocks) const {
+    if (fetchAddAcqRelDevice<uint32_t>(arrivals, 1) + 1 != blocks) return false;
+    storeRelaxedDevice<uint32_t>(arrivals, 0);
+    return true;
+  }
+  // Of the routing; and of the batch that begins with this segment, for a node.
+  PROXYCCL_DEVICE uint32_t* routingArrivals() const { return e_.arrivals + e_.nodes * e_.blocks; }
+  PROXYCCL_DEVICE uint32_t* arrivals(uint32_t node, uint32_t first) const {
+    return e_.arrivals + node * e_.blocks + first;
+  }
+  // The channel to a node for the routing; and for the batch that begins with this segment, of out_channels or
+  // back_channels. The routing's is its own, because a batch may leave before it.
+  PROXYCCL_DEVICE const ProxycclProxyChannel& routingChannel(uint32_t node) const { return e_.routing_channels[node]; }
+  PROXYCCL_DEVICE const ProxycclProxyChannel& channel(const ProxycclProxyChannel* channels, uint32_t node,
+                                                      uint32_t first) const {
+    return channels[node * e_.blocks + first];
+  }
+  PROXYCCL_DEVICE void post(const ProxycclProxyChannel& to, uint64_t dst, uint64_t src, uint64_t bytes) const {
+    const ProxyChannelDeviceHandle channel{to};
     if (bytes == 0) return channel.signal();
-    channel.putWithSignal(dst, src, bytes);
+    channel.putWithSignal(dst, src, bytes < e_.least_message ? e_.least_message : bytes);
   }
-  PROXYCCL_DEVICE void awaitPost(const ProxycclProxyChannel* channels, uint32_t node) const {
-    ProxyChannelDeviceHandle{channels[node * e_.blocks + blockIdx.x]}.wait();
-  }
+  PROXYCCL_DEVICE static void awaitPost(const ProxycclProxyChannel& from) { ProxyChannelDeviceHandle{from}.wait(); }
 
  private:
   struct Lookup {

@@ -8,7 +8,8 @@
  *
  * Every rank has a workspace, with the same layout on all, and the ranks of its node map it. It holds flags (8-byte
  * words that peers store and this rank polls) and slabs. A slab holds the data of one source for one rank or node: for
- * each segment its routing, then for each segment its tokens' rows.
+ * each segment its routing, then for each segment its tokens' rows. Between nodes consecutive segments form a batch:
+ * their rows lie one after the other from the first segment's place on, and travel as one message.
  *
  * With a row for each rank, these kernels' experts are ranks, and experts_per_rank is 1. A dispatch counts the ranks
  * that a token goes to, each once (experts/choices.h). The token's choice there, a ProxycclExpertChoice, takes the
@@ -137,20 +138,24 @@ typedef struct ProxycclExperts {
   uint32_t kept_calls; /* 2: inbox and returns are double-buffered, so that a call sends before peers have read the
                           previous one; else 1 */
   uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
+  uint32_t batch_tokens;         /* across nodes: so many of a source's tokens are worth a message of their own */
   uint64_t segment_bytes;        /* of the rows of a segment, at most */
   uint64_t return_segment_bytes; /* the same for a combine, with one row per token */
   uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* in a segment's routing */
   uint64_t routing_bytes, slab_bytes;                                  /* of a segment; of a slab */
+  uint64_t least_message; /* across nodes: bytes to which shorter messages are lengthened */
   /* In a workspace. */
   uint64_t announced, inbox, rail, outbox, returns, return_rails, partial_in, partial_out, partial_bytes;
-  uint64_t outputs, output_bytes, output_scales;           /* the last two: of a buffer, in a buffer */
-  uint64_t routed, sent, read, returned, summed, loadable; /* flags; see experts/expert_team.h */
+  uint64_t outputs, output_bytes, output_scales;                    /* the last two: of a buffer, in a buffer */
+  uint64_t routed, sent, read, returned, summed, loadable, crossed; /* flags; see experts/expert_team.h */
   ProxycclControl* control;
   char* workspace;
-  char* const* peers;                        /* [local_size]: the workspaces of the node */
-  const ProxycclProxyChannel* out_channels;  /* [nodes][blocks], for dispatch: across nodes segments == blocks */
-  const ProxycclProxyChannel* back_channels; /* [nodes][blocks], for combine */
-  uint32_t* bases; /* [segments][2][experts]; with output buffers at least [blocks][2][world_size][segments] */
+  char* const* peers;                           /* [local_size]: the workspaces of the node */
+  const ProxycclProxyChannel* routing_channels; /* [nodes] */
+  const ProxycclProxyChannel* out_channels;     /* [nodes][blocks], for dispatch: across nodes segments == blocks */
+  const ProxycclProxyChannel* back_channels;    /* [nodes][blocks], for combine */
+  uint32_t* arrivals; /* [nodes][blocks] and one: blocks that are done with their part of a message to a node */
+  uint32_t* bases;    /* [segments][2][experts]; with output buffers at least [blocks][2][world_size][segments] */
   ProxycclReceivedRows* received_rows;
   /* Pinned: choices of each of this rank's experts, stored before the ticket. With a row for each rank
    * [chosen_per_rank], with expert_alignment [experts_per_rank]. */
