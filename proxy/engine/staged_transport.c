@@ -59,7 +59,8 @@ typedef struct {
 enum {
   AWAITED = 1, /* a flush waits for the message's credit; otherwise that may come later, with others */
   REWINDS = 2, /* the next message goes by the first wire */
-  FILLS = 4    /* it has no data, and fills the rest of the ring: bytes that no wire moves */
+  FILLS = 4,   /* it has no data, and fills the rest of the ring: bytes that no wire moves */
+  ALERTS = 8   /* a long put follows: the receiver wakes the threads of all wires */
 };
 
 _Static_assert(sizeof(Header) == PROXYCCL_STAGED_ALIGN, "messages are aligned to their headers");
@@ -103,6 +104,7 @@ enum {
   SERVED_NS = 50000,      /* for this long the worker leaves a wire to its thread, which is awake: it made progress */
   LONG_PART = 1024,       /* a message is long if its data is longer than this part of the ring */
   SHORTEST_PIECE = 65536, /* bytes that are worth a message of their own */
+  RESTED_NS = 500000,     /* so long after the last long put, threads of wires sleep */
   MOST_PARTS = 8,         /* into which a put is cut for several wires, if they are shorter than the longest message */
   FILLED_PART = 256, /* a rest of the ring that is smaller than this part of it is filled, not used for a short piece */
   LOOKS_AT_ALL = 64, /* the worker looks at all wires once in this many polls: providers answer peers in their polls */
@@ -149,6 +151,7 @@ struct StagedConnection {
   Header *last;       /* header of the last message that was made */
   uint64_t piece;     /* most bytes in a message of the put that is being made; 0: none is */
   int rewinds;        /* whether that put's last message leads back to the first wire */
+  uint64_t put_ns;    /* when the last long put began */
   int has_copied;     /* whether the CPU has copied a long piece since the last poll */
   /* Receiving. */
   uint64_t received;                       /* position after the last message that was taken */
@@ -282,9 +285,25 @@ static int is_calm(const StagedConnection *self) {
 
 static uint64_t quotient_up(uint64_t dividend, uint64_t divisor) { return (dividend + divisor - 1) / divisor; }
 
+static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint64_t *marked);
+static void take_turn(Wire *wire, uint32_t *progress);
+
+/* Tells the peer to wake the threads of its wires while the first parts are copied here. A thread that is woken when
+ * its part has come is too late: the worker takes it, and so all parts would pass one thread. */
+static int alert(StagedConnection *self) {
+  Wire *wire = &self->wires[self->next_wire];
+  Header *header = open_message(self, 0);
+  uint32_t progress = 0;
+  if (header == NULL) return 0; /* much is under way */
+  header->flags = ALERTS;
+  const int status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
+  if (status == 0) take_turn(wire, &progress);
+  return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
+}
+
 /* Decides how the next put is cut, into parts of one length: for several wires, and no longer than a message may be, or
  * than the CPU copies. */
-static void begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
+static int begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   const uint64_t chunk = self->options.chunk_bytes, wires = self->options.wire_count;
   const uint64_t longest = by_cpu && chunk > PROXYCCL_CPU_COPY_BYTES ? PROXYCCL_CPU_COPY_BYTES : chunk;
   uint64_t parts = bytes / SHORTEST_PIECE;
@@ -294,6 +313,10 @@ static void begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   self->piece = quotient_up(quotient_up(bytes, parts), PROXYCCL_STAGED_ALIGN) * PROXYCCL_STAGED_ALIGN;
   if (self->piece > longest) self->piece = longest;
   self->rewinds = is_calm(self);
+  if (wires == 1 || bytes < 2 * SHORTEST_PIECE) return 0;
+  const uint64_t last = self->put_ns;
+  self->put_ns = now_ns();
+  return self->put_ns - last < RESTED_NS ? 0 : alert(self);
 }
 
 /* A piece of a put. Of long pieces that the CPU copies it makes one a poll: the wires carry it meanwhile, and what has
@@ -303,7 +326,7 @@ static int make_put(StagedConnection *self, Operation *operation) {
   uint64_t bytes;
   int status;
   if (by_cpu && self->has_copied) return WAITS;
-  if (self->piece == 0) begin_put(self, operation->bytes, by_cpu);
+  if (self->piece == 0 && (status = begin_put(self, operation->bytes, by_cpu)) != 0) return status;
   const uint64_t most = operation->bytes < self->piece ? operation->bytes : self->piece;
   Header *header = make_piece(self, operation->source, operation->source_host, most, &bytes, &status);
   if (status != 0 || bytes == 0) return status;
@@ -664,6 +687,7 @@ static int take(StagedConnection *self, uint32_t *progress) {
     ++self->taken_by[wire];
     self->from_wire = header.flags & REWINDS ? 0 : wire_after(self, wire, bytes);
     if (is_long(self, bytes)) wake(&self->wires[self->from_wire]);
+    for (uint32_t i = 0; header.flags & ALERTS && i < self->options.wire_count; ++i) wake(&self->wires[i]);
     self->ends[self->taken++ % MESSAGES] = self->received;
     if (header.flags & AWAITED) word_store(&self->wanted, self->taken);
     ++*progress;

@@ -9,6 +9,7 @@ import ctypes
 import errno
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -381,6 +382,24 @@ def test_short_messages_follow_one_another_on_one_wire_and_a_long_put_begins_the
         here.push(SIGNAL)
         ends.wait(lambda: there.words[0] == 5, "the signal after it")
         assert arrived() == [before[0] + 2, 1]
+
+
+def test_a_long_put_after_a_rest_alerts_the_threads_of_wires_first() -> None:
+    size = 1 << 17
+    with Ends(size, ring_bytes=1 << 20, chunk_bytes=size, wires=2) as ends:
+        here, there = ends
+
+        def arrived(number: int) -> int:
+            return int(seen_as(there.area, np.uint64)[ARRIVED + 128 // 8 * number])
+
+        here.push(PUT | SIGNAL, size)
+        ends.wait(lambda: there.words[0] == 1, "the put")
+        assert (arrived(0), arrived(1)) == (2, 1)
+        assert (there.destination.numpy() == here.source.numpy()).all()
+        time.sleep(0.001)  # the rest
+        here.push(PUT | SIGNAL, size)
+        ends.wait(lambda: there.words[0] == 2, "the second put")
+        assert (arrived(0), arrived(1)) == (4, 2)
 
 
 def test_several_wires_have_a_thread_each_until_their_service_ends() -> None:
