@@ -450,8 +450,8 @@ def test_triggers_move_the_data_only_where_the_proxy_is_asked_to() -> None:
 
 
 def test_a_token_crosses_once_for_all_its_experts() -> None:
-    case = Case((8, 8), hidden=64, topk=4)
-    wider = replace(case, hidden=128)
+    case = Case((8, 8), hidden=3584, topk=4)  # rows that fill the shortest message
+    wider = replace(case, hidden=7168)
     crossing = [
         int((case.expert_ids(rank) // case.experts_per_rank == 1 - rank).any(axis=1).sum()) for rank in range(2)
     ]
@@ -459,7 +459,7 @@ def test_a_token_crosses_once_for_all_its_experts() -> None:
     for rank, ((triggers, moved), (more_triggers, more_moved)) in enumerate(pairs):
         assert more_triggers == triggers
         # Two dispatches in one direction, two combines in the other; the rest does not depend on the width.
-        assert more_moved - moved == 2 * sum(crossing) * 64 * 4, rank
+        assert more_moved - moved == 2 * sum(crossing) * 3584 * 4, rank
 
 
 # -- refusals ---
