@@ -79,7 +79,7 @@ class Announcement {
   PROXYCCL_DEVICE bool awaitAllBut(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
     // One packet per thread takes less code, and a short kernel's code is in no cache yet: this saves 1 us of a
     // dispatch of 128 tokens.
-    if (e_.world_size * front() <= threads) return awaitEach<1>(known, thread, threads, keep);
+    if (packetsBut(known) <= threads) return awaitEach<1>(known, thread, threads, keep);
     return awaitEach<4>(known, thread, threads, keep);
   }
 
@@ -87,27 +87,30 @@ class Announcement {
   const uint32_t flag_;
 
  private:
-  // The same with this many loads in flight per thread.
+  // The number of front packets of all ranks but one, and the place of number `i` of them.
+  PROXYCCL_DEVICE uint32_t packetsBut(uint32_t known) const {
+    return (e_.world_size - (known < e_.world_size ? 1 : 0)) * front();
+  }
+  PROXYCCL_DEVICE uint32_t placeBut(uint32_t known, uint32_t i) const { return i / front() < known ? i : i + front(); }
+  // awaitAllBut() with this many loads in flight per thread.
   template <uint32_t kAtOnce, class Keep>
   PROXYCCL_DEVICE bool awaitEach(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
-    const uint32_t all = e_.world_size * front();
+    const uint32_t all = packetsBut(known);
     const LL16Packet* incoming = packets(e_.workspace);
 #pragma unroll 1
     for (uint32_t first = thread; first < all; first += kAtOnce * threads) {
       LL16Packet::Words words[kAtOnce];
       WaitFor what = {PROXYCCL_WAIT_PACKET, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, flag_};
-      auto isAwaited = [&](uint32_t packet) { return packet < all && packet / front() != known; };
       const bool complete = waitUntil(e_.control, what, [&](uint64_t* seen) {
         bool there = true;
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i)
-          if (first + i * threads < all) words[i] = incoming[first + i * threads].load();
+          if (first + i * threads < all) words[i] = incoming[placeBut(known, first + i * threads)].load();
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i) {
-          const uint32_t packet = first + i * threads;
-          if (!isAwaited(packet) || words[i].carries(flag_)) continue;
+          if (first + i * threads >= all || words[i].carries(flag_)) continue;
           there = false;
-          what.peer = packet / front();
+          what.peer = placeBut(known, first + i * threads) / front();
           *seen = words[i].low >> 32;
         }
         return there;
@@ -115,8 +118,9 @@ class Announcement {
       if (!complete) return false;
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
-        const uint32_t packet = first + i * threads;
-        if (isAwaited(packet)) keep(packet / front(), packet % front(), bitsOf(words[i].payload()));
+        if (first + i * threads >= all) continue;
+        const uint32_t place = placeBut(known, first + i * threads);
+        keep(place / front(), place % front(), bitsOf(words[i].payload()));
       }
     }
     return true;
