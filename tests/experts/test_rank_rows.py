@@ -302,6 +302,20 @@ def test_masks_of_several_words_and_rows_of_several_pieces(options: dict[str, An
         ranks.run(body)
 
 
+def test_several_blocks_write_the_tables_of_few_tokens_with_many_slots() -> None:
+    case = Case((128, 77, 128), topk=8, hidden=4, num_sm=8)
+
+    def body(comm: Communicator) -> None:
+        options: dict[str, Any] = {"output_buffers": 2, "max_recv_tokens": 400}
+        check_rank_rows(comm, case, **options)
+        with case.layer(comm, **options) as layer:
+            experts = layer.ctx.workspace.experts
+            assert (layer.ctx.workspace.announces, experts.blocks) == ("masks", 8)  # of which two write 3072 entries
+
+    with Ranks(3, make_runtime=functools.partial(runtime_with_blocks, blocks=8)) as ranks:
+        ranks.run(body)
+
+
 @pytest.mark.parametrize("max_recv_tokens", [None, 2000])
 def test_blocks_announce_shares_of_many_tokens(max_recv_tokens: int | None) -> None:
     case = Case((700, 333, 0), topk=3, hidden=4)

@@ -35,9 +35,9 @@ def rank_runtime(rank: int) -> Runtime:
     return open_runtime(RUNTIME, local_rank=rank)
 
 
-def runtime_with_blocks(rank: int) -> Runtime:
+def runtime_with_blocks(rank: int, blocks: int = 2) -> Runtime:
     """The same, with collectives of several blocks: on the host they have one unless asked for more."""
-    return HostRuntime(blocks=2) if ON_HOST else rank_runtime(rank)
+    return HostRuntime(blocks=blocks) if ON_HOST else rank_runtime(rank)
 
 
 def runtime_with_lines(rank: int) -> Runtime:

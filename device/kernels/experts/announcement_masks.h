@@ -87,14 +87,13 @@ class MaskAnnouncement : public Announcement {
     const Choices choices(e_, call);
     const uint32_t others = blockDim.x - kGroupLanes, begin = share.begin * kTokensOfPair;
     const uint32_t end = atMost(share.end * kTokensOfPair, e_.max_tokens), given = atMost(end, call.tokens);
+    // Each slot is the work of one thread, so that a group's packets lie one after the other.
 #pragma unroll 1
-    for (uint32_t token = begin + threadIdx.x; token < given; token += others)
-      choices.forEachSlot(token, [&](const Choices::Slot& slot) {
-        const int32_t first = slot.is_first ? PROXYCCL_FIRST_CHOICE : 0;
-        const ProxycclExpertChoice choice = {slot.rank < e_.world_size ? static_cast<int32_t>(slot.id) | first : -1,
-                                             slot.weight};
-        sendPacket(peers, front() + token * e_.topk + slot.k, __builtin_bit_cast(uint64_t, choice));
-      });
+    for (uint32_t slot = begin * e_.topk + threadIdx.x; slot < given * e_.topk; slot += others) {
+      auto choice = __builtin_bit_cast(ProxycclExpertChoice, choices.carried(slot));
+      if (static_cast<uint32_t>(choices.id(slot)) < e_.world_size) choice.expert |= PROXYCCL_FIRST_CHOICE;
+      sendPacket(peers, front() + slot, __builtin_bit_cast(uint64_t, choice));
+    }
     sendPackets(peers, front() + (given > begin ? given : begin) * e_.topk, front() + end * e_.topk, threadIdx.x,
                 others, [](uint32_t) { return 0; });
   }
@@ -137,17 +136,33 @@ class MaskAnnouncement : public Announcement {
     float weight;
     bool is_first;  // of its token's slots for that rank
   };
-  // Called by each of `threads` threads: calls body(source, slot, choice) for every slot of all sources for which
-  // wanted(source, slot). Waits for their packets.
   template <class Wanted, class Body>
   PROXYCCL_DEVICE void forEachChoice(uint32_t thread, uint32_t threads, Wanted wanted, Body body) const {
-    const uint32_t slots = e_.max_tokens * e_.topk, all = e_.world_size * slots;
+    constexpr uint32_t kAtOnce = 4;
+    const uint32_t slots = e_.max_tokens * e_.topk;
 #pragma unroll 1
-    for (uint32_t n = thread; n < all; n += threads) {
-      const uint32_t source = n / slots, slot = n % slots;
-      if (slot < tokens(source) * e_.topk && wanted(source, slot))
-        body(source, slot, choiceOf(awaitPacket(source, front() + slot)));
-    }
+    for (uint32_t slot = thread; slot < slots; slot += threads)
+#pragma unroll 1
+      for (uint32_t first = 0; first < e_.world_size; first += kAtOnce) {
+        LL16Packet::Words words[kAtOnce];
+        uint32_t awaited = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+          if (first + i >= e_.world_size || slot >= tokens(first + i) * e_.topk || !wanted(first + i, slot)) continue;
+          awaited |= 1u << i;
+          words[i] = packetOfSlot(first + i, slot).load();
+        }
+#pragma unroll 1
+        for (uint32_t source = first; awaited != 0; awaited >>= 1, ++source) {
+          if (!(awaited & 1)) continue;
+          LL16Packet::Words own = words[0];
+#pragma unroll
+          for (uint32_t i = 1; i < kAtOnce; ++i)
+            if (source - first == i) own = words[i];
+          body(source, slot,
+               choiceOf(own.carries(flag_) ? bitsOf(own.payload()) : awaitPacket(source, front() + slot)));
+        }
+      }
   }
   // The same for the slots of tokens that come here, and body(expert), with several loads in flight per thread: one
   // after the other, those of many tokens would take as long as the rows.

@@ -235,10 +235,17 @@ class Dispatch {
   static PROXYCCL_DEVICE uint32_t describingGroups() { return Group::count() < 4 ? Group::count() : 4; }
   // With counts, called by `threads` threads: writes the descriptor's entries.
   PROXYCCL_DEVICE void describeAll(uint32_t thread, uint32_t threads) const;
-  // With masks, for few tokens: block 0 writes the descriptor's entries, and the other blocks, if any, store the rows,
-  // because loads wait behind stores that a link holds up. Then the same for many tokens.
+  // With masks, for few tokens: the first blocks write the descriptor's entries, and the other blocks, if any, store
+  // the rows, because loads wait behind stores that a link holds up. Then the same for many tokens.
   PROXYCCL_DEVICE void storeFewRows(const Group& group, uint32_t* next_item) const;
   PROXYCCL_DEVICE void storeManyRows(const Group& group) const;
+  // How many blocks write the entries of few tokens, of which there is one for each slot of all ranks.
+  PROXYCCL_DEVICE uint32_t describingBlocks() const {
+    const uint32_t wanted = (team_->world_size * team_->max_tokens * topk_ + kSlotsOfBlock - 1) / kSlotsOfBlock;
+    const uint32_t most = team_->blocks < 4 ? 1 : team_->blocks / 4;
+    return wanted < most ? wanted : most;
+  }
+  static constexpr uint32_t kSlotsOfBlock = 2048;
   // describeSlots() with counts; and with masks for the slots of all blocks, by `threads` threads.
   PROXYCCL_DEVICE void describeCounted() const;
   PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;

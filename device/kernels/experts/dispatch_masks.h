@@ -161,10 +161,11 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeManyRows(const Group& group) const {
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* next_item) const {
-  const uint32_t storing = team_->blocks > 1 ? team_->blocks - 1 : 1, holding = Group::count() - 1;
-  const bool describes = blockIdx.x == 0, stores = !describes || team_->blocks == 1;
+  const uint32_t describing = describingBlocks(), holding = Group::count() - 1;
+  const uint32_t storing = team_->blocks > 1 ? team_->blocks - describing : 1;
+  const bool describes = blockIdx.x < describing, stores = !describes || team_->blocks == 1;
   // Pieces are dealt out to the groups of all blocks: tokens go to different numbers of ranks.
-  const uint32_t place = (blockIdx.x + storing - 1) % storing, first = group.number * storing + place;
+  const uint32_t place = stores ? team_->blocks - 1 - blockIdx.x : 0, first = group.number * storing + place;
   const uint32_t pieces = stores && holdsRows() ? call_.tokens * piecesOfRow() : 0;
   const bool waits = group.number == holding;
   Bytes16 held[kHeldWords];
@@ -207,18 +208,20 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
   }
   if (group.number == 1) awaitPreviousReaders(group);
   if (describes) {
-    if (tellsChosen()) countChosen();
+    const bool tells = blockIdx.x == 0;
+    if (tells && tellsChosen()) countChosen();
     placeArriving(threadIdx.x, blockDim.x);
     __syncthreads();
     const Gathered gathered = arriving();
-    if (waits) {
+    if (!waits) {
+      const uint32_t of_block = blockDim.x - kGroupLanes, threads = describing * of_block;
+      const uint32_t thread = blockIdx.x * of_block + threadIdx.x;
+      describeMasked(thread, threads);
+      describeSent(threads - 1 - thread, threads);
+      clearPastEnd(gathered.rows, thread, threads);
+    } else if (tells) {
       writeMaskCounts(group, gathered.rows);
       if (group.lane == 0 && call_.phases & PROXYCCL_EXPERT_GATHER) publishReceivedRows(gathered);
-    } else {
-      const uint32_t threads = blockDim.x - kGroupLanes;
-      describeMasked(threadIdx.x, threads);
-      describeSent(threads - 1 - threadIdx.x, threads);
-      clearPastEnd(gathered.rows, threadIdx.x, threads);
     }
   }
   if (threadIdx.x == 0) countCall();
