@@ -105,7 +105,7 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::listPiece(const Group& group, uint32_t piece) const {
   const uint32_t token = piece / piecesOfRow(), ranks = team_->world_size;
   group.list(ranks, [&](uint32_t i, RowEntry* entry) {
-    const uint32_t rank = (team_->rank + 1 + i) % ranks;
+    const uint32_t rank = (team_->rank + i) % ranks;
     entry->number = static_cast<int32_t>(rank << 16 | announced_.to(rank).countBefore(token));
     return announced_.to(rank).has(token);
   });
