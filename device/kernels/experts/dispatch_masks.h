@@ -105,7 +105,9 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::listPiece(const Group& group, uint32_t piece) const {
   const uint32_t token = piece / piecesOfRow(), ranks = team_->world_size;
   group.list(ranks, [&](uint32_t i, RowEntry* entry) {
-    const uint32_t rank = (team_->rank + i) % ranks;
+    // Own rows, which would wait for those that a link holds up; then each group begins with another peer.
+    const uint32_t peer = i == 0 ? 0 : 1 + (i - 1 + group.number) % (ranks - 1);
+    const uint32_t rank = (team_->rank + peer) % ranks;
     entry->number = static_cast<int32_t>(rank << 16 | announced_.to(rank).countBefore(token));
     return announced_.to(rank).has(token);
   });
