@@ -174,8 +174,7 @@ class Combine {
         by_rank_(experts.chosen_per_rank != 0 && experts.local_size < experts.topk),
         row_bytes_(call.hidden * sizeof(T)),
         stride_(rowStride(row_bytes_) + kMaxPieces * sizeof(float)),
-        own_(Segment::of(call.tokens, blockIdx.x, experts.blocks)),
-        dealt_pieces_(dealtPieces()) {
+        own_(Segment::of(call.tokens, blockIdx.x, experts.blocks)) {
     for (uint32_t s = threadIdx.x; s < experts.world_size; s += blockDim.x)
       setSegment(s, static_cast<uint32_t>(call.layout.tokens[s]));
     team_.loadLookup();
@@ -194,10 +193,9 @@ class Combine {
   PROXYCCL_DEVICE void run(CombineStage stage, const Group& group, uint32_t* next_item) const {
     const uint32_t ranks = team_->world_size, most = team_.mostItems();
     const uint32_t sources = stage == CombineStage::send ? ranks : stage == CombineStage::sum_node ? team_->nodes : 1;
-    const bool dealt = stage == CombineStage::sum_node && dealsItems();
     for (;;) {
       const uint32_t next = group.next(next_item);
-      if (next >= (dealt ? ownDealt() : most * sources)) return;
+      if (next >= most * sources) return;
       // Sends to ranks in turn. Tokens of other nodes come first, because their sums travel further.
       uint32_t item = next % most, source = team_->rank;
       if (stage == CombineStage::send) {
@@ -206,11 +204,7 @@ class Combine {
       } else if (stage == CombineStage::sum_node) {
         source = team_.member((team_->node + 1 + next / most) % team_->nodes, team_->local_rank);
       }
-      Segment segment = team_.segmentOf(source);
-      if (dealt) {
-        item = 0;
-        segment = {dealtToken(next), 1, 0};
-      }
+      const Segment& segment = team_.segmentOf(source);
       if (item >= segment.items()) continue;
       const GroupSpace& space = group.space();
       // A row that is sent unsummed is a sum of one row: the same code copies it, with as many loads in flight.
@@ -221,13 +215,11 @@ class Combine {
       } else if (stage == CombineStage::send) {
         to = listOwnRows(group, item, source);
       } else if (stage == CombineStage::sum_node) {
-        const uint32_t place = dealt ? next : segment.tokenOf(item);
-        to = listNodeRows(group, item, source, segment, dealt || cachesRows() ? cachedRows() + place * topk_ : nullptr);
+        to = listNodeRows(group, item, source);
       } else {
         to = listNodeSums(group, item);
       }
-      const Piece piece =
-          dealt ? Piece(row_bytes_, dealtItem(next) % dealt_pieces_, dealt_pieces_) : Piece(row_bytes_, segment, item);
+      const Piece piece(row_bytes_, segment, item);
       const uint32_t sums = alone ? space.count : to != nullptr;
 #pragma unroll 1
       for (uint32_t n = 0; n < sums; ++n) {
@@ -267,9 +259,6 @@ class Combine {
   // Called by the block before it waits: looks up the rows of its tokens, while the flags that it will wait for are on
   // their way. They may be used after the next barrier.
   PROXYCCL_DEVICE void cacheRows() const {
-#pragma unroll 1
-    for (uint32_t s = threadIdx.x; s < ownDealt() * topk_; s += blockDim.x)
-      cachedRows()[s] = findSlotRow(team_->rank, dealtToken(s / topk_), s % topk_);
     if (!cachesRows()) return;
 #pragma unroll 1
     for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x)
@@ -324,29 +313,6 @@ class Combine {
   }
 
  private:
-  // -- few tokens whose rows are loaded ---
-  // Pieces of all rows are dealt out to the blocks, so that each group has one: a second one would come after a second
-  // wait for loads. A row has as many pieces as that allows.
-  PROXYCCL_DEVICE uint32_t dealtPieces() const {
-    const uint32_t groups = team_->blocks * Group::count(), tokens = call_.tokens;
-    if (!hasBuffers() || call_.rows_buffer == 0 || tokens == 0) return 0;
-    return groups / tokens < kMaxPieces ? groups / tokens : kMaxPieces;
-  }
-  // The number of the items dealt out to this block; item `n` of them; and its token.
-  PROXYCCL_DEVICE uint32_t ownDealt() const {
-    return (call_.tokens * dealt_pieces_ + team_->blocks - 1 - block_) / team_->blocks;
-  }
-  PROXYCCL_DEVICE uint32_t dealtItem(uint32_t n) const { return n * team_->blocks + block_; }
-  PROXYCCL_DEVICE uint32_t dealtToken(uint32_t n) const { return dealtItem(n) / dealt_pieces_; }
-  // Called when all ranks have announced where their rows are: whether items are dealt out. Blocks of a rank that sends
-  // its rows send those of their segments.
-  PROXYCCL_DEVICE bool dealsItems() const {
-    bool loads = dealt_pieces_ != 0;
-#pragma unroll 1
-    for (uint32_t l = 0; loads && l < team_->local_size; ++l) loads = buffers()[l] != 0;
-    return loads;
-  }
-
   // Called by one thread: waits until a rank of the node has announced where its rows are, and keeps that for the
   // block. Returns whether they can be loaded.
   PROXYCCL_DEVICE bool awaitLoadable(uint32_t local) const {
@@ -381,9 +347,7 @@ class Combine {
     }
     return {team_.localOf(rank), row};
   }
-  PROXYCCL_DEVICE bool cachesRows() const {
-    return hasBuffers() && dealt_pieces_ == 0 && own_.tokens * topk_ <= PROXYCCL_CACHED_ROWS;
-  }
+  PROXYCCL_DEVICE bool cachesRows() const { return hasBuffers() && own_.tokens * topk_ <= PROXYCCL_CACHED_ROWS; }
   static PROXYCCL_DEVICE SlotRow* cachedRows() {
     __shared__ SlotRow rows[PROXYCCL_CACHED_ROWS];
     return rows;
@@ -465,10 +429,10 @@ class Combine {
     return true;
   }
 
-  // Called by a group: lists the rows, or sums, of this rank's node for an item of a segment of a source, which is this
-  // rank or a counterpart. `cached`, if not null, has what findSlotRow() gives for the token's slots.
-  PROXYCCL_DEVICE char* listNodeRows(const Group& group, uint32_t item, uint32_t source, const Segment& segment,
-                                     const SlotRow* cached) const {
+  // Called by a group: lists the rows, or sums, of this rank's node for an item of a source, which is this rank or a
+  // counterpart.
+  PROXYCCL_DEVICE char* listNodeRows(const Group& group, uint32_t item, uint32_t source) const {
+    const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item), node = team_.nodeOf(source);
     const uint64_t token = segment.begin + i;
     char* target = call_.output + token * row_bytes_;
@@ -494,7 +458,7 @@ class Combine {
         if (n < begun) return addedRow(n, token, entry);
         const uint32_t k = slotInOrder(token, n - begun);
         if (k == topk_) return false;
-        const SlotRow slot = cached != nullptr ? cached[k] : findSlotRow(source, token, k);
+        const SlotRow slot = cachesRows() ? cachedRows()[i * topk_ + k] : findSlotRow(source, token, k);
         if (slot.local == kNotHere) return false;
         if (slot.local == team_->local_rank) {
           if (!ownRow(slot.row, entry)) return false;
@@ -585,7 +549,6 @@ class Combine {
   const bool by_rank_;                 // whether `returns` has a place for each rank
   const uint64_t row_bytes_, stride_;  // the stride has room for the pieces' weights
   const Segment own_;
-  const uint32_t dealt_pieces_;  // of a row, if items may be dealt out; else 0
 };
 
 template <class T>

@@ -172,12 +172,6 @@ struct Piece {
     end = piece + 1 == segment.pieces() ? row_bytes : (words * (piece + 1) >> segment.pieces_log2) * 16;
     if (begin > end) begin = end;
   }
-  // Piece `number` of `pieces`.
-  PROXYCCL_DEVICE Piece(uint64_t row_bytes, uint32_t number, uint32_t pieces) {
-    const uint64_t words = (row_bytes + 15) / 16;
-    begin = words * number / pieces * 16;
-    end = number + 1 == pieces ? row_bytes : words * (number + 1) / pieces * 16;
-  }
 };
 
 // Out of line: many places wait, and loading code takes as long as a short call.
