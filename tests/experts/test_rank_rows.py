@@ -303,16 +303,16 @@ def test_masks_of_several_words_and_rows_of_several_pieces(options: dict[str, An
 
 
 def test_several_blocks_write_the_tables_of_few_tokens_with_many_slots() -> None:
-    case = Case((128, 77, 128), topk=8, hidden=4, num_sm=8)
+    case = Case((128, 77, 128), topk=8, hidden=4, num_sm=16)
 
     def body(comm: Communicator) -> None:
         options: dict[str, Any] = {"output_buffers": 2, "max_recv_tokens": 400}
         check_rank_rows(comm, case, **options)
         with case.layer(comm, **options) as layer:
             experts = layer.ctx.workspace.experts
-            assert (layer.ctx.workspace.announces, experts.blocks) == ("masks", 8)  # of which two write 3072 entries
+            assert (layer.ctx.workspace.announces, experts.blocks) == ("masks", 16)  # of which two write 3072 entries
 
-    with Ranks(3, make_runtime=functools.partial(runtime_with_blocks, blocks=8)) as ranks:
+    with Ranks(3, make_runtime=functools.partial(runtime_with_blocks, blocks=16)) as ranks:
         ranks.run(body)
 
 

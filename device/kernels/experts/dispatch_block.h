@@ -242,10 +242,10 @@ class Dispatch {
   // How many blocks write the entries of few tokens, of which there is one for each slot of all ranks.
   PROXYCCL_DEVICE uint32_t describingBlocks() const {
     const uint32_t wanted = (team_->world_size * team_->max_tokens * topk_ + kSlotsOfBlock - 1) / kSlotsOfBlock;
-    const uint32_t most = team_->blocks < 4 ? 1 : team_->blocks / 4;
+    const uint32_t most = team_->blocks < 8 ? 1 : team_->blocks / 8;
     return wanted < most ? wanted : most;
   }
-  static constexpr uint32_t kSlotsOfBlock = 2048;
+  static constexpr uint32_t kSlotsOfBlock = 1024;
   // describeSlots() with counts; and with masks for the slots of all blocks, by `threads` threads.
   PROXYCCL_DEVICE void describeCounted() const;
   PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
@@ -275,7 +275,7 @@ class Dispatch {
   PROXYCCL_DEVICE bool findMasked(uint32_t token, uint32_t i, uint32_t* rank, int32_t* row) const;
   // The words of the block's rows that a thread holds before it knows where they go: loads take about as long as
   // announcements.
-  static constexpr uint32_t kHeldWords = PROXYCCL_ON_HOST ? 64 : 10;
+  static constexpr uint32_t kHeldWords = PROXYCCL_ON_HOST ? 64 : 14;
   PROXYCCL_DEVICE bool holdsRows() const {
     const uint64_t misaligned = reinterpret_cast<uintptr_t>(call_.input) | call_.row_bytes;
     return !kQuantizes && call_.scale_bytes == 0 && misaligned % 16 == 0;
