@@ -156,12 +156,13 @@ class RemoteLinks:
 
         near = self._runtime.numa_node()
         first = self._control.semaphore_offset(0)
-        lower = range(self._exchange.rank)
+        of_host = [rank for rank in range(self._exchange.world_size) if self._topology.same_host(rank)]
         self._context = self._proxy().open_remote(
             self._options,
             range(first, first + self._control.semaphores_bytes),
             near=process_numa_node() if near is None else near,
-            local_rank=sum(self._topology.same_host(rank) for rank in lower),  # nodes may share devices
+            local_rank=of_host.index(self._exchange.rank),  # nodes may share devices
+            host_ranks=len(of_host),
         )
         return self._context
 

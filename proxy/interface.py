@@ -368,7 +368,13 @@ class Proxy(Protocol):
         ...
 
     def open_remote(
-        self, options: TransportOptions, signals: range, *, near: int | None = None, local_rank: int = 0
+        self,
+        options: TransportOptions,
+        signals: range,
+        *,
+        near: int | None = None,
+        local_rank: int = 0,
+        host_ranks: int = 1,
     ) -> RemoteContext:
         """The rank's remote links. Called once; the caller closes it after the proxy.
 
@@ -377,6 +383,7 @@ class Proxy(Protocol):
             signals: range of the control segment, in bytes, with the words that peers' proxies may signal.
             near: NUMA node that the device should be near to; None if all are equally near.
             local_rank: the rank's number on its host.
+            host_ranks: number of ranks of its host, which share its cores.
 
         Raises:
             ArgumentError: `signals` leaves the control segment.

@@ -16,6 +16,7 @@ class RemoteSetup(Struct, frozen=True):
         signals: the range in it, in bytes, of the words that peers' proxies may signal.
         near: NUMA node near which the device should be; None: all are equally near.
         local_rank: the rank's number on its host.
+        host_ranks: number of ranks of its host.
     """
 
     runtime: Runtime
@@ -23,3 +24,4 @@ class RemoteSetup(Struct, frozen=True):
     signals: range
     near: int | None
     local_rank: int
+    host_ranks: int

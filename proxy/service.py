@@ -261,10 +261,16 @@ class ProxyService:
         return self._add_connection(transport, find_transport(transport).connect(self._engine, options), peer)
 
     def open_remote(
-        self, options: TransportOptions, signals: range, *, near: int | None = None, local_rank: int = 0
+        self,
+        options: TransportOptions,
+        signals: range,
+        *,
+        near: int | None = None,
+        local_rank: int = 0,
+        host_ranks: int = 1,
     ) -> ServiceRemote:
         """See `Proxy.open_remote`."""
-        setup = RemoteSetup(self.runtime, self._shared.memory, signals, near, local_rank)
+        setup = RemoteSetup(self.runtime, self._shared.memory, signals, near, local_rank, host_ranks)
         return ServiceRemote(self.connect, setup, options)
 
     def _make_wires(self, count: int) -> WireWorkers:

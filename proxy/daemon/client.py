@@ -343,10 +343,17 @@ class DaemonClient:
         return self._daemon.ask(ReserveElsewhere(), ChannelReserved).channel
 
     def open_remote(
-        self, options: TransportOptions, signals: range, *, near: int | None = None, local_rank: int = 0
+        self,
+        options: TransportOptions,
+        signals: range,
+        *,
+        near: int | None = None,
+        local_rank: int = 0,
+        host_ranks: int = 1,
     ) -> DaemonRemote:
         """Has the daemon open a network device for this rank. Arguments and errors as for `Proxy.open_remote`."""
-        return DaemonRemote(self._daemon, OpenRemote.of(options, signals, near, local_rank), self._timeout)
+        request = OpenRemote.of(options, signals, near, local_rank, host_ranks)
+        return DaemonRemote(self._daemon, request, self._timeout)
 
     def reserve_channel(self, connection: Connection) -> int:
         """A channel id for a connection's ring. Triggers on it are refused until `set_channel`."""

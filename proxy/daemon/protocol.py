@@ -277,6 +277,7 @@ class OpenRemote(Request, frozen=True):
         signals: begin and end, in bytes, of the words in the control segment that peers may signal.
         near: NUMA node that the device should be near to.
         local_rank: the rank's number on its host.
+        host_ranks: number of ranks of its host.
     """
 
     rdma: dict[str, str | int | None]
@@ -284,6 +285,7 @@ class OpenRemote(Request, frozen=True):
     signals: tuple[SegmentOffset, SegmentOffset]
     near: Annotated[int, Meta(ge=0, le=2**16)] | None
     local_rank: Rank
+    host_ranks: Annotated[int, Meta(ge=1, le=2**16)]
 
     def __post_init__(self) -> None:
         for name, kind, given in (("rdma", RdmaOptions, self.rdma), ("fabric", FabricOptions, self.fabric)):
@@ -299,9 +301,12 @@ class OpenRemote(Request, frozen=True):
         return TransportOptions(RdmaOptions(**rdma), FabricOptions(**fabric))
 
     @classmethod
-    def of(cls, options: TransportOptions, signals: range, near: int | None, local_rank: int) -> OpenRemote:
+    def of(
+        cls, options: TransportOptions, signals: range, near: int | None, local_rank: int, host_ranks: int
+    ) -> OpenRemote:
         """The request for these options."""
-        return cls(asdict(options.rdma), asdict(options.fabric), (signals.start, signals.stop), near, local_rank)
+        words = (signals.start, signals.stop)
+        return cls(asdict(options.rdma), asdict(options.fabric), words, near, local_rank, host_ranks)
 
 
 class RemoteUnsupportedReason(Request, frozen=True):

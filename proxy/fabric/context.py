@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Hashable
 
 from proxyccl.device.errors import RuntimeUnavailableError
@@ -12,13 +11,13 @@ from proxyccl.proxy.fabric.endpoint import FabricEndpoint, FabricRegistration
 from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
-from proxyccl.proxy.idle_choice import cores_allowed
+from proxyccl.proxy.idle_choice import usable_cores
 from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.staging import MOST_WIRES, RemoteWriteTargets
 
 _PROBE_BYTES = 4096
-_CORES_PER_STREAM = 4
-"""A rank with several streams needs cores for its program, its proxy and both ends of the streams."""
+_CORES_PER_STREAM = 2
+"""A rank with several streams needs cores for its program and its proxy too, and the system for its own work."""
 
 
 class FabricContext:
@@ -49,6 +48,7 @@ class FabricContext:
         self.endpoint = FabricEndpoint(choose_offer(offers, options, local_rank=setup.local_rank), options)
         self.registered_segment = self.endpoint.register(setup.segment.host_ptr, setup.segment.nbytes)
         self._wire_endpoints = [self.endpoint]
+        self._host_ranks = setup.host_ranks
 
     def wire_endpoints(self) -> list[FabricEndpoint]:
         """The endpoints for staged data: `FabricOptions.streams`, all of one offer. The first call makes them.
@@ -58,7 +58,7 @@ class FabricContext:
             RuntimeUnavailableError: the provider can't open them; the message says why.
         """
         offer, made = self.endpoint.offer, self._wire_endpoints
-        streams = self.options.streams or (_streams_of_machine() if offer.is_stream else 1)
+        streams = self.options.streams or (default_streams(usable_cores(), self._host_ranks) if offer.is_stream else 1)
         while len(made) < streams:
             made.append(FabricEndpoint(offer, self.options))
         return made
@@ -92,7 +92,11 @@ class FabricContext:
                 steps.callback(endpoint.close)
 
 
-def _streams_of_machine() -> int:
-    """A launcher may have bound this process to one core, so the machine's cores count."""
-    cores, allowed = os.cpu_count() or 1, cores_allowed()
-    return max(1, min(MOST_WIRES, int(cores if allowed is None else min(cores, allowed)) // _CORES_PER_STREAM))
+def default_streams(cores: int, host_ranks: int) -> int:
+    """The number of streams for staged data over sockets. Each has a thread, for all of a rank's peers.
+
+    Args:
+        cores: of the host. A launcher may have bound a rank to one of them, so its own don't count.
+        host_ranks: the ranks that share them.
+    """
+    return max(1, min(MOST_WIRES, cores // (host_ranks * _CORES_PER_STREAM)))

@@ -46,7 +46,7 @@ class FabricOptions:
             `staging_bytes`.
         streams: the connections over which staged data goes to a peer, each with a thread of its own, 1 to 16; two
             ranks use the smaller of their values. None for the provider's and the machine's: 1 where the provider is
-            not one over sockets, or cores are few.
+            not one over sockets, else as many as the rank's share of half of the machine's cores.
 
     Raises:
         ArgumentError: a value is out of range; the error names the field.

@@ -2,6 +2,8 @@
 
 import runpy
 
+from proxyccl.proxy.fabric.context import default_streams
+from proxyccl.proxy.staging import MOST_WIRES
 from proxyccl.proxy.transports.staged_fabric import default_ring
 from proxyccl.proxy.transports.table import TRANSPORTS
 from support.paths import ROOT
@@ -10,6 +12,16 @@ from support.paths import ROOT
 def test_both_tables_have_the_same_transports() -> None:
     in_engine = runpy.run_path(str(ROOT / "proxy/build_engine.py"))["TRANSPORTS"]
     assert sorted(in_engine) == sorted(TRANSPORTS)
+
+
+def test_the_streams_of_a_hosts_ranks_have_half_of_its_cores() -> None:
+    """Each has a thread. With more, threads wait for each other's cores, while they hold up their messages."""
+    for cores in (1, 2, 3, 16, 64, 256):
+        for ranks in (1, 2, 3, 8):
+            streams = default_streams(cores, ranks)
+            assert 1 <= streams <= MOST_WIRES
+            assert streams == 1 or streams * ranks <= cores / 2
+    assert [default_streams(64, ranks) for ranks in (1, 2, 4, 8)] == [16, 16, 8, 4]
 
 
 def test_rings_of_many_peers_are_shorter() -> None:
