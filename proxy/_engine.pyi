@@ -402,6 +402,15 @@ class _ProxycclStagedOptions:
 class ProxycclStagedOptions(_ProxycclStagedOptions, CData): ...
 class ProxycclStagedOptionsPointer(_ProxycclStagedOptions, ItemPointer[ProxycclStagedOptions]): ...
 
+class _ProxycclWireThread:
+    asleep: PointerField[Uint32Pointer]
+    turn: int
+    looked_ns: int
+    padding: ArrayField[int, Uint64Pointer]
+
+class ProxycclWireThread(_ProxycclWireThread, CData): ...
+class ProxycclWireThreadPointer(_ProxycclWireThread, ItemPointer[ProxycclWireThread]): ...
+
 class _ProxycclFabricOptions:
     endpoint: int
     queue: int
@@ -782,7 +791,7 @@ class Lib:
         self, connection: Passed[ProxycclConnectionPointer], number: int, /
     ) -> ProxycclConnectionPointer: ...
     def proxyccl_staged_wire_set_thread(
-        self, wire: Passed[ProxycclConnectionPointer], asleep: Passed[Uint32Pointer], /
+        self, wire: Passed[ProxycclConnectionPointer], thread: Passed[ProxycclWireThreadPointer], /
     ) -> None: ...
     def proxyccl_staged_fabric_error_text(self, connection: Passed[ProxycclConnectionPointer], /) -> CharPointer: ...
     def proxyccl_fabric_built(self) -> int: ...
@@ -1143,6 +1152,14 @@ class FFI(BaseFFI):
     ) -> Array[ProxycclStagedOptions, ProxycclStagedOptionsPointer]: ...
     @overload
     def new(
+        self, cdecl: Literal["ProxycclWireThread *"], init: Initial[ProxycclWireThread] = ..., /
+    ) -> ProxycclWireThreadPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclWireThread[]"], init: int | Sequence[Initial[ProxycclWireThread]], /
+    ) -> Array[ProxycclWireThread, ProxycclWireThreadPointer]: ...
+    @overload
+    def new(
         self, cdecl: Literal["ProxycclFabricOptions *"], init: Initial[ProxycclFabricOptions] = ..., /
     ) -> ProxycclFabricOptionsPointer: ...
     @overload
@@ -1301,6 +1318,8 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclStagedOptions *"], value: CData | int, /
     ) -> ProxycclStagedOptionsPointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclWireThread *"], value: CData | int, /) -> ProxycclWireThreadPointer: ...
+    @overload
     def cast(
         self, cdecl: Literal["ProxycclFabricOptions *"], value: CData | int, /
     ) -> ProxycclFabricOptionsPointer: ...
@@ -1366,6 +1385,7 @@ class FFI(BaseFFI):
             "ProxycclRemoteWriteTarget",
             "ProxycclStagedWire",
             "ProxycclStagedOptions",
+            "ProxycclWireThread",
             "ProxycclFabricOptions",
             "ProxycclFabricOffers *",
             "ProxycclFabricEndpoint *",

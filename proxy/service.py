@@ -286,13 +286,13 @@ class ProxyService:
                 worker = len(self._connections) % len(self._workers)
                 connection = Connection(len(self._connections), worker, peer, transport, made.pointer, made.owned)
                 number = connection.number // len(self._workers)
-                if number < lib.PROXYCCL_MAX_CONNECTIONS:
-                    self._observed.add_connection(worker, number, peer, transport)
-                if lib.proxyccl_worker_add_connection(self._workers[worker].pointer, made.pointer):
-                    raise ResourceError(f"a proxy thread serves at most {lib.PROXYCCL_MAX_CONNECTIONS} connections")
-                self._connections.append(connection)
+                if number == lib.PROXYCCL_MAX_CONNECTIONS:
+                    raise ResourceError(f"a proxy thread serves at most {number} connections")
+                self._observed.add_connection(worker, number, peer, transport)
                 if self._wires is not None:
                     self._wires.add(made.wires)
+                lib.proxyccl_worker_add_connection(self._workers[worker].pointer, made.pointer)  # it has room
+                self._connections.append(connection)
         except ProxyCCLError:
             lib.proxyccl_connection_destroy(made.pointer)
             for resource in made.owned:

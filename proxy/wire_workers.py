@@ -1,7 +1,7 @@
 """The threads that poll the wires of a service's staged connections (engine/staged_transport.h).
 
-The service's own workers poll these wires too. So nothing waits for these threads, and they sleep while they have
-nothing to do. They make long transfers faster: one thread's sockets do not fill a network.
+The service's own workers poll these wires too, while their thread sleeps. So nothing waits for these threads, and they
+sleep soon when they have nothing to do. They make long transfers faster: one thread's sockets do not fill a network.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from proxyccl.proxy.transports.engine_connection import EngineRuntime
 from proxyccl.proxy.workers import OnEvent, OwnThreads, Workers
 
 ffi, lib = _engine.ffi, _engine.lib
+
+
+_IDLE = IdlePolicy(yield_us=50.0)
+"""A worker wakes them, and takes over meanwhile. Awake threads take cores from those with work."""
 
 
 class WireWorkers:
@@ -55,19 +59,22 @@ class WireWorkers:
             undo.callback(lib.proxyccl_service_destroy, self._service)
             self._observed = ObservedSegment(count)
             undo.callback(self._observed.close)
-            threads = OwnThreads(count, IdlePolicy(), cores, f"{name}-wire")
+            threads = OwnThreads(count, _IDLE, cores, f"{name}-wire")
             self._workers = Workers(engine, self._service, self._observed, threads)
             undo.pop_all()
+        self._shared = [ffi.new("ProxycclWireThread *") for _ in range(count)]
+        for number, shared in enumerate(self._shared):
+            shared.asleep = ffi.cast("uint32_t *", self._workers[number].thread.asleep.ptr)
         self._workers.start(on_event, on_lost)
 
     def add(self, wires: Sequence[Any]) -> None:
         """Has them poll a connection's wires, each the one with its number. One without room leaves it to the service's
-        workers.
+        workers, which may not know the connection yet.
         """
         for number, wire in zip(range(len(self._workers)), wires, strict=False):
-            worker = self._workers[number]
-            if lib.proxyccl_worker_add_connection(worker.pointer, wire) == 0:
-                lib.proxyccl_staged_wire_set_thread(wire, ffi.cast("uint32_t *", worker.thread.asleep.ptr))
+            lib.proxyccl_staged_wire_set_thread(wire, self._shared[number])
+            if lib.proxyccl_worker_add_connection(self._workers[number].pointer, wire):
+                lib.proxyccl_staged_wire_set_thread(wire, ffi.NULL)
 
     def close(self, timeout: float) -> bool:
         """Ends the threads, and frees everything. False if one did not end in time; another call waits again."""

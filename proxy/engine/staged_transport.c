@@ -18,9 +18,10 @@
  * use wires whose threads are awake. Both sides know from each message which wire's count tells of the next one. A
  * message is taken after all before it whatever wire they went by. A wire of sockets costs a core for each few
  * gigabytes a second. So other threads may give wires their turns: they post messages and credits, and poll. The worker
- * wakes them when long messages are made or taken, and leaves a wire to a thread that has just made progress there:
- * while it sent a long message itself, no copy would begin. Any other wire it serves itself, so it waits for no other
- * thread, and short messages need none.
+ * wakes them when long messages are made or taken, and leaves a wire to a thread that is awake and looks at it: while
+ * the worker sent a long message, no copy would begin. Any other wire it serves itself, so it waits for no other
+ * thread, and short messages need none. The wires to all peers with one number are an endpoint's, whose locks the
+ * provider holds during system calls. So they share a turn, and who finds it taken goes on.
  *
  * A get is a message without data, the request. It is credited like any other. The peer notes it, and sends the data in
  * its own messages, the answer, when everything that arrived before the request is placed. Requests are answered in
@@ -101,7 +102,7 @@ typedef struct {
 
 enum {
   HELD_NS = 50000,        /* longest time for which a credit is held back */
-  SERVED_NS = 50000,      /* for this long the worker leaves a wire to its thread, which is awake: it made progress */
+  SERVED_NS = 50000,      /* for this long the worker leaves a wire to its thread, which is awake and has looked */
   LONG_PART = 1024,       /* a message is long if its data is longer than this part of the ring */
   SHORTEST_PIECE = 65536, /* bytes that are worth a message of their own */
   RESTED_NS = 500000,     /* so long after the last long put, threads of wires sleep */
@@ -119,7 +120,8 @@ typedef struct {
   StagedConnection *staged;
   ProxycclConnection *link;
   uint32_t number;
-  int turn;                   /* pairing wire-turn: 1 while a thread has it */
+  ProxycclWireThread *thread; /* its own if it has none */
+  ProxycclWireThread own;
   int status;                 /* pairing wire-turn: of the failure that ended it */
   int resting;                /* pairing wire-turn: 1 if nothing is outstanding on the link */
   uint64_t made;              /* pairing wire-message: its own messages */
@@ -127,8 +129,6 @@ typedef struct {
   uint64_t posted;            /* its own messages; a word, as its reader may not have the turn */
   uint64_t sent;              /* its own messages whose requests are complete */
   uint64_t seen;              /* messages that had arrived by it at the other thread's last poll */
-  uint64_t served_ns;         /* relaxed: when the other thread last made progress here; 0: never */
-  uint32_t *asleep;           /* relaxed: the other thread's word (waking.h), or NULL */
 } Wire;
 
 struct StagedConnection {
@@ -228,8 +228,7 @@ static uint32_t wire_after(const StagedConnection *self, uint32_t wire, uint64_t
 
 /* Wakes a wire's thread. */
 static void wake(const Wire *wire) {
-  uint32_t *asleep = __atomic_load_n(&wire->asleep, __ATOMIC_RELAXED);
-  if (asleep != NULL) proxyccl_wake_one(asleep);
+  if (wire->thread->asleep != NULL) proxyccl_wake_one(wire->thread->asleep);
 }
 
 /* Makes a message at the ring's head. Returns its header, or NULL if there is no room. */
@@ -452,10 +451,10 @@ static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint
 }
 
 /* Pairing wire-turn, acquire: the effects of the last thread to have the turn. 0 if another thread has it. */
-static int turn_taken(Wire *wire) { return __atomic_exchange_n(&wire->turn, 1, __ATOMIC_ACQUIRE) == 0; }
+static int turn_taken(Wire *wire) { return __atomic_exchange_n(&wire->thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
 
 /* Pairing wire-turn, release. */
-static void turn_give(Wire *wire) { __atomic_store_n(&wire->turn, 0, __ATOMIC_RELEASE); }
+static void turn_give(Wire *wire) { __atomic_store_n(&wire->thread->turn, 0, __ATOMIC_RELEASE); }
 
 /* Pairing wire-turn, for what the worker learns without the turn. */
 static void shown_store(int *shown, int value) { __atomic_store_n(shown, value, __ATOMIC_RELEASE); }
@@ -531,7 +530,8 @@ static int return_credits(Wire *wire, uint32_t *progress) {
   return link->transport->signal(link, &peer_area(self, wire).words->credited.count, placed, returned);
 }
 
-/* A wire's turn, unless another thread is at it. A failure shows in its status. */
+/* A wire's turn, unless another thread is at it, or at the same endpoint for another peer: the provider would have this
+ * one wait. A failure shows in the wire's status. */
 static void take_turn(Wire *wire, uint32_t *progress) {
   if (!turn_taken(wire)) return;
   if (wire->status == 0) {
@@ -551,15 +551,19 @@ static int concerns_worker(const StagedConnection *self, const Wire *wire) {
   return wire->number == 0 && (self->made != self->freed || word_peek(&self->returned) != self->taken);
 }
 
-/* Whether a wire's thread is awake and at work there. */
-static int is_served(const Wire *wire, uint64_t now) { return now - word_peek(&wire->served_ns) < SERVED_NS; }
+/* Whether a wire's thread is awake and looks at its wires. */
+static int is_served(const Wire *wire, uint64_t now) {
+  const ProxycclWireThread *thread = wire->thread;
+  return thread->asleep != NULL && __atomic_load_n(thread->asleep, __ATOMIC_RELAXED) == 0 &&
+         now - word_peek(&thread->looked_ns) < SERVED_NS;
+}
 
 static int wires_turns(StagedConnection *self, uint32_t *progress) {
   const int all = self->polls % LOOKS_AT_ALL == 0;
   const uint64_t now = self->options.wire_count > 1 ? now_ns() : 0;
   for (uint32_t i = 0; i < self->options.wire_count; ++i) {
     Wire *wire = &self->wires[i];
-    if (all || self->options.wire_count == 1 || (concerns_worker(self, wire) && !is_served(wire, now)))
+    if ((all || self->options.wire_count == 1 || concerns_worker(self, wire)) && !is_served(wire, now))
       take_turn(wire, progress);
     const int status = shown_load(&wire->status);
     if (status != 0) return status;
@@ -807,12 +811,16 @@ static int wire_poll(ProxycclConnection *base, uint32_t *progress) {
   const uint64_t arrived = word_peek(&wire->staged->words->arrived[wire->number].count);
   made += arrived != wire->seen;
   wire->seen = arrived;
-  if (made > 0) counter_set(&wire->served_ns, now_ns());
+  counter_set(&wire->thread->looked_ns, now_ns());
   *progress += made;
   return 0;
 }
 
-static int wire_idle(const ProxycclConnection *base) { return shown_load(&((const Wire *)base)->resting); }
+/* The thread may sleep while requests are outstanding: the worker looks at such a wire too. */
+static int wire_idle(const ProxycclConnection *base) {
+  (void)base;
+  return 1;
+}
 
 static const ProxycclTransport of_wires = {.name = "wire", .poll = wire_poll, .idle = wire_idle};
 
@@ -820,8 +828,9 @@ ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *base, uint32_t numb
   return &self_of(base)->wires[number].base;
 }
 
-void proxyccl_staged_wire_set_thread(ProxycclConnection *wire, uint32_t *asleep) {
-  __atomic_store_n(&((Wire *)wire)->asleep, asleep, __ATOMIC_RELAXED);
+void proxyccl_staged_wire_set_thread(ProxycclConnection *base, ProxycclWireThread *thread) {
+  Wire *wire = (Wire *)base;
+  wire->thread = thread != NULL ? thread : &wire->own;
 }
 
 /* -- making them --- */
@@ -847,6 +856,7 @@ static int make_wire(StagedConnection *self, uint32_t number, const ProxycclTran
                      const ProxycclRuntimeTable *runtime) {
   Wire *wire = &self->wires[number];
   wire->base.transport = &of_wires;
+  wire->thread = &wire->own;
   wire->staged = self;
   wire->number = number;
   wire->resting = 1;

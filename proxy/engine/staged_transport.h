@@ -73,8 +73,18 @@ typedef struct ProxycclConnection ProxycclConnection;
  * connection polls its wires itself too, so nobody need. */
 ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *connection, uint32_t number);
 
-/* Tells a wire the word by which its thread is woken (waking.h), which must outlive the use of the wire. */
-void proxyccl_staged_wire_set_thread(ProxycclConnection *wire, uint32_t *asleep);
+/* What a thread of wires shares with the workers of their connections. It serves the wires with one number, which may
+ * be one endpoint's. */
+typedef struct ProxycclWireThread {
+  uint32_t *asleep;     /* its word (waking.h); NULL: there is no thread */
+  int turn;             /* pairing wire-turn: 1 while somebody is at one of the wires */
+  uint64_t looked_ns;   /* relaxed: when the thread last looked at one; 0: never */
+  uint64_t padding[13]; /* other threads' begin in another pair of cache lines */
+} ProxycclWireThread;
+
+/* Tells a wire its thread, which must outlive the use of the wire; NULL: it has none, as in the beginning. Neither the
+ * thread nor the connection's worker may know the wire yet. */
+void proxyccl_staged_wire_set_thread(ProxycclConnection *wire, ProxycclWireThread *thread);
 
 /* The wire's message about the error that ended a connection of `staged_fabric`; empty if there is none. */
 const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *connection);
