@@ -37,12 +37,14 @@ class StagedWire(Struct, frozen=True):
         area_key: key of this rank's area for the wire's own requests.
         peer_area: address by which the wire names the peer's area.
         peer_area_key: the key that goes with it.
+        number: of this rank's end. Wires to several peers that have the same end are served by one thread.
     """
 
     options: Any
     area_key: int
     peer_area: int
     peer_area_key: int
+    number: int
 
 
 class StagedOptions(Struct, frozen=True):

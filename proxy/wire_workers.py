@@ -31,7 +31,7 @@ class WireWorkers:
         engine: the runtime of the service.
         control: address of the ProxycclControl whose abort word ends them.
         counters: the service's table of counters.
-        count: wires of a connection; further ones are left to the service's workers.
+        count: of threads; wires with higher numbers begin with the first thread again.
         cores: cores that the threads may run on; None for any.
         name: the prefix of their names.
         on_event: as in `Workers.start`.
@@ -67,13 +67,14 @@ class WireWorkers:
             shared.asleep = ffi.cast("uint32_t *", self._workers[number].thread.asleep.ptr)
         self._workers.start(on_event, on_lost)
 
-    def add(self, wires: Sequence[Any]) -> None:
-        """Has them poll a connection's wires, each the one with its number. One without room leaves it to the service's
-        workers, which may not know the connection yet.
+    def add(self, wires: Sequence[tuple[int, Any]]) -> None:
+        """Has them poll a connection's wires, each the ones with its number. One without room leaves a wire to the
+        service's workers, which may not know the connection yet.
         """
-        for number, wire in zip(range(len(self._workers)), wires, strict=False):
-            lib.proxyccl_staged_wire_set_thread(wire, self._shared[number])
-            if lib.proxyccl_worker_add_connection(self._workers[number].pointer, wire):
+        for number, wire in wires:
+            thread = number % len(self._workers)
+            lib.proxyccl_staged_wire_set_thread(wire, self._shared[thread])
+            if lib.proxyccl_worker_add_connection(self._workers[thread].pointer, wire):
                 lib.proxyccl_staged_wire_set_thread(wire, ffi.NULL)
 
     def close(self, timeout: float) -> bool:

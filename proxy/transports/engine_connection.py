@@ -67,12 +67,13 @@ class EngineConnection(Struct, frozen=True):
     Attributes:
         pointer: a ProxycclConnection.
         owned: the objects that it copies with, to close after it, in this order.
-        wires: parts of it that other threads may poll too, as connections.
+        wires: parts of it that other threads may poll too, as connections; those of all connections with the same
+            number by the same thread.
     """
 
     pointer: Any
     owned: tuple[Stream | Event, ...] = ()
-    wires: tuple[Any, ...] = ()
+    wires: tuple[tuple[int, Any], ...] = ()
 
 
 def fill(native_options: Any, options: Any, names: tuple[str, ...]) -> None:

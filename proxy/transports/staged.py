@@ -24,6 +24,7 @@ class _Wire:
     def __init__(self, device: VerbsContext) -> None:
         self._endpoint = device.device.endpoint()
         self.address = self._endpoint.address
+        self.number = 0
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
         self._endpoint.connect(theirs.endpoint, timeout, given_up)

@@ -66,7 +66,8 @@ def _connect(
         native_options.copy_out, native_options.copy_in = out[0], into[0]
         pointer = create(engine, transport, native_options, needs=needs)
         undo.pop_all()
-    polled = [lib.proxyccl_staged_wire(pointer, i) for i in range(len(wires))] if len(wires) > 1 else []
+    numbers = [wire.number for wire in options.wires] if len(wires) > 1 else []
+    polled = [(number, lib.proxyccl_staged_wire(pointer, i)) for i, number in enumerate(numbers)]
     return EngineConnection(pointer, (out_stream, in_stream, out_event, in_event), tuple(polled))
 
 
@@ -84,6 +85,11 @@ class Wire(Protocol):
     @property
     def address(self) -> bytes:
         """Its address for the peer."""
+        ...
+
+    @property
+    def number(self) -> int:
+        """See `StagedWire`."""
         ...
 
     def connect(self, theirs: EndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
@@ -165,7 +171,7 @@ class StagedEndpoint:
         """See `TransportEndpoint`."""
         base, words = self._device.segment.host_ptr, self._device.signals
         wires = [
-            StagedWire(wire.options(end), key, end.area, end.rkey)
+            StagedWire(wire.options(end), key, end.area, end.rkey, wire.number)
             for wire, key, end in zip(self._wires, self._keys, theirs.wires(), strict=False)
         ]
         return self._area.engine_options(

@@ -32,10 +32,10 @@ def _error_text(connection: Any) -> str:
 
 
 class _Wire:
-    """See `staged_connection.Wire`. Wires with the same number, to all peers, share an endpoint."""
+    """See `staged_connection.Wire`. Its number is that of its endpoint, which wires to all peers share."""
 
-    def __init__(self, endpoint: FabricEndpoint) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoint: FabricEndpoint, number: int) -> None:
+        self._endpoint, self.number = endpoint, number
         self._options: FabricConnectionOptions | None = None
         self.address = endpoint.address
 
@@ -56,17 +56,32 @@ def default_ring(wires: int, peers: int) -> int:
     return max(_LEAST_RING, min(wires * _RING_PER_WIRE, _FOR_FULL_RINGS // (2 * peers)))
 
 
+def first_wire(wires: int, peers: int) -> int:
+    """The number of a peer's first wire, by the wires to it and the number of peers so far, with it.
+
+    Short puts take a connection's first wires alone. So the first ones of later peers are as far as possible from those
+    of the peers before: 0, a half of the wires, a quarter, three quarters, …
+    """
+    place, step, left = 0.0, 0.5, peers - 1
+    while left:
+        left, odd = divmod(left, 2)
+        place, step = place + odd * step, step / 2
+    return int(place * wires)
+
+
 def _make_endpoint(device: FabricContext) -> StagedEndpoint:
     options, endpoints = device.options, device.wire_endpoints()
     device.staged_peers += 1
+    first = first_wire(len(endpoints), device.staged_peers)
+    wires = [*enumerate(endpoints)][first:] + [*enumerate(endpoints)][:first]
     ring_bytes = options.staging_bytes or default_ring(len(endpoints), device.staged_peers)
-    area = StagingArea(device.runtime, endpoints, ring_bytes, options.staging_chunk)
+    area = StagingArea(device.runtime, [endpoint for _, endpoint in wires], ring_bytes, options.staging_chunk)
     keys = [(made.local_key, made.key, made.address) for made in area.registrations]
     return StagedEndpoint(
         device,
         area,
         keys,
-        lambda: [_Wire(endpoint) for endpoint in endpoints],
+        lambda: [_Wire(endpoint, number) for number, endpoint in wires],
         credits_tell=device.endpoint.offer.is_stream,
     )
 

@@ -4,7 +4,7 @@ import runpy
 
 from proxyccl.proxy.fabric.context import default_streams
 from proxyccl.proxy.staging import MOST_WIRES
-from proxyccl.proxy.transports.staged_fabric import default_ring
+from proxyccl.proxy.transports.staged_fabric import default_ring, first_wire
 from proxyccl.proxy.transports.table import TRANSPORTS
 from support.paths import ROOT
 
@@ -29,3 +29,9 @@ def test_rings_of_many_peers_are_shorter() -> None:
     mib = 1 << 20
     assert [default_ring(16, peers) // mib for peers in (1, 8, 16, 64, 1000)] == [32, 32, 16, 4, 4]
     assert default_ring(1, 1) == 4 * mib
+
+
+def test_short_puts_to_several_peers_take_different_wires() -> None:
+    assert [first_wire(8, peers) for peers in range(1, 10)] == [0, 4, 2, 6, 1, 5, 3, 7, 0]
+    assert {first_wire(3, peers) for peers in range(1, 20)} == {0, 1, 2}
+    assert {first_wire(1, peers) for peers in range(1, 20)} == {0}

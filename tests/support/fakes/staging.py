@@ -126,7 +126,8 @@ class End(OwnTriggers):
         """Of the connection to the other end."""
         return StagedOptions(
             wires=tuple(
-                StagedWire(wire.options(), wire.area_key, other.area.host_ptr, wire.peer_key) for wire in self.wires
+                StagedWire(wire.options(), wire.area_key, other.area.host_ptr, wire.peer_key, number)
+                for number, wire in enumerate(self.wires)
             ),
             credits_tell=self.credits_tell,
             area=self.area.host_ptr,
