@@ -33,6 +33,7 @@ from support.fakes.staging import COPY, EVENT_QUERY, End, Ends, LateStreams, see
 from support.fakes.verbs import bytes_of_value
 from support.fakes.wires import AddingVerbsWire, FabricWire, FakeWire, JoinedFabricWire, UnorderedFabricWire, VerbsWire
 from support.ranks import Gate
+from support.running import TIMEOUT
 
 lib = _engine.lib
 PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
@@ -424,6 +425,22 @@ def test_a_thread_serves_a_wire_while_the_worker_is_busy() -> None:
             ends.wait(lambda: all(seen_as(there.area, np.uint64)[count] == 1 for count in counts), "two messages")
             ends.let_poll(there)
         ends.wait(lambda: there.words[0] == 1, "the signal")
+
+
+def test_nobody_waits_while_a_wires_thread_is_at_the_same_endpoint_for_another_peer() -> None:
+    with Ends(ring_bytes=1 << 16, chunk_bytes=100, wires=2) as ends:
+        here, there = ends
+        workers, threads = here.service._workers, here.service._wires
+        assert threads is not None
+        with workers.paused(TIMEOUT), threads._workers.paused(TIMEOUT):  # between their turns
+            threads._shared[1].turn = 1
+        here.push(PUT | SIGNAL, 300)  # by the first wire, the second, and the first again
+        ends.wait(lambda: int(seen_as(there.area, np.uint64)[ARRIVED]) == 2, "the messages of the other wire")
+        assert int(seen_as(there.area, np.uint64)[ARRIVED + 128 // 8]) == 0
+        assert there.words[0] == 0
+        threads._shared[1].turn = 0
+        ends.wait(lambda: there.words[0] == 1, "the signal")
+        assert (there.destination.numpy()[:300] == here.source.numpy()[:300]).all()
 
 
 def test_a_wire_that_stands_still_holds_up_later_messages_alone() -> None:
