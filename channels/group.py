@@ -143,7 +143,7 @@ class Group:
         self._watcher: Watcher
         self.runtime.in_flight.follow(self.launches)
         self._description = Description.of_this_program(self.rank, self.world_size, self.job, meeting.ways)
-        self.links = PeerLinks(
+        self.links: PeerLinks = PeerLinks(
             self.runtime,
             self.control,
             self._segments,
@@ -154,6 +154,7 @@ class Group:
             proxy_options=meeting.proxy_options,
             transport_options=meeting.transport_options,
             description=self._description,
+            whole=None if parent is None else parent.links,
         )
         self._published: Published | None = None
         try:

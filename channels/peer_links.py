@@ -51,9 +51,11 @@ class PeerLinks:
         proxy_options: of the proxy.
         transport_options: of transports between hosts.
         description: the proxy's description for observers.
+        whole: the links of the group of which this one has a part; None: it has all ranks that there are.
 
     Attributes:
         topology: the placement of the ranks; complete after `bring_up`.
+        host_ranks: number of ranks of this host, also those of the whole.
         remote: this rank's links to other hosts.
         schedule_ids: memory ids of the proxy that peers' registered ranges take for schedules.
     """
@@ -71,6 +73,7 @@ class PeerLinks:
         proxy_options: ProxyOptions,
         transport_options: TransportOptions,
         description: Description,
+        whole: PeerLinks | None = None,
     ) -> None:
         self._runtime = runtime
         self._control = control
@@ -89,7 +92,11 @@ class PeerLinks:
         self._transports: dict[int, str] = {}
         self.topology = topology
         self.schedule_ids = 0
-        self.remote = RemoteLinks(runtime, control, exchange, topology, lambda: self.proxy, transport_options)
+        here = sum(topology.same_host(rank) for rank in range(topology.world_size))
+        self.host_ranks: int = here if whole is None else max(here, whole.host_ranks)
+        self.remote = RemoteLinks(
+            runtime, control, exchange, topology, lambda: self.proxy, transport_options, self.host_ranks
+        )
 
     def bring_up(self) -> None:
         """Opens the devices of remote links, where any two ranks need them. All ranks call it together."""

@@ -54,6 +54,7 @@ class RemoteLinks:
         topology: the placement of the ranks.
         proxy: returns this rank's proxy.
         options: the devices to use, and their settings.
+        host_ranks: number of ranks with which this one shares its host's cores, itself included.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class RemoteLinks:
         topology: Topology,
         proxy: Callable[[], Proxy],
         options: TransportOptions,
+        host_ranks: int,
     ) -> None:
         self._runtime = runtime
         self._control = control
@@ -71,6 +73,7 @@ class RemoteLinks:
         self._topology = topology
         self._proxy = proxy
         self._options = options
+        self._host_ranks = host_ranks
         self._context: RemoteContext | None = None
         self._transports: dict[int, str] = {}
         self._own: dict[int, EndpointInfo] = {}
@@ -156,13 +159,13 @@ class RemoteLinks:
 
         near = self._runtime.numa_node()
         first = self._control.semaphore_offset(0)
-        of_host = [rank for rank in range(self._exchange.world_size) if self._topology.same_host(rank)]
+        lower = range(self._exchange.rank)
         self._context = self._proxy().open_remote(
             self._options,
             range(first, first + self._control.semaphores_bytes),
             near=process_numa_node() if near is None else near,
-            local_rank=of_host.index(self._exchange.rank),  # nodes may share devices
-            host_ranks=len(of_host),
+            local_rank=sum(self._topology.same_host(rank) for rank in lower),  # nodes may share devices
+            host_ranks=self._host_ranks,
         )
         return self._context
 

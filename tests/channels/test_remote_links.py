@@ -51,9 +51,10 @@ def on_all_ranks(body: Callable[[RemoteLinks, Context], object]) -> list[Any]:
             SimpleNamespace(numa_node=lambda: 0),  # type: ignore[arg-type]
             SimpleNamespace(semaphore_offset=lambda _: 0, semaphores_bytes=8),  # type: ignore[arg-type]
             Exchange(bootstraps[rank], TIMEOUT),
-            SimpleNamespace(same_host=lambda peer: peer == rank),  # type: ignore[arg-type]
+            SimpleNamespace(same_host=lambda _: False),  # type: ignore[arg-type]
             lambda: SimpleNamespace(open_remote=lambda *_, **__: context),  # type: ignore[arg-type,return-value]
             TransportOptions(),
+            host_ranks=1,
         )
         transports = {peer: "copy" if peer // 2 == rank // 2 else "fabric" for peer in range(RANKS) if peer != rank}
         links.probe(transports)

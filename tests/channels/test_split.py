@@ -73,6 +73,7 @@ def test_parts_are_made_at_once_and_of_parts() -> None:
         alone = half.split([half.rank])
         pair = half.split([1, 0], timeout=7)
         assert pair.timeout == 7
+        assert alone.group.links.host_ranks == 4  # they share cores, whatever group they are in
         assert (total(alone, 3), total(pair, comm.rank), total(again, 1)) == (3, 1 if comm.rank < 2 else 5, 2)
         array = half.empty(4).fill(1)
         half.register(array)
