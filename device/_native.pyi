@@ -220,14 +220,19 @@ class _ProxycclArrived:
     world_size: int
     divisor: int
     pieces: int
+    chunks: int
+    chunk: int
     piece: int
     stages: PointerField[Uint64Pointer]
     joined: PointerField[Uint64Pointer]
     transfers: int
     first: int
     gate: PointerField[Uint64Pointer]
-    blocks_done: PointerField[Uint32Pointer]
+    chunks_done: PointerField[Uint32Pointer]
     here: PointerField[Uint32Pointer]
+    taken: PointerField[Uint32Pointer]
+    blocks_done: PointerField[Uint32Pointer]
+    opened: PointerField[Uint32Pointer]
     control: PointerField[ProxycclControlPointer]
 
 class ProxycclArrived(_ProxycclArrived, CData): ...

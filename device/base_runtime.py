@@ -252,6 +252,9 @@ class LaunchDefaults(Struct, frozen=True):
         blocks: most blocks that a shipped collective uses.
         efficient_blocks: the same under the policy that spares multiprocessors: so few that it takes little longer.
         copy_blocks: most blocks that a proxied collective uses.
+        small_threads: threads in a block of the kernel of a reduction by proxy (`PROXYCCL_SMALL_KERNEL`).
+        small_blocks: most blocks of it.
+        small_bytes: least bytes of a rank that a block reduces at a time.
         awaits_data: whether the kernel of a short reduction by proxy is launched when all ranks have joined, and waits
             for their data itself.
         bytes_per_block: a collective takes one more block for each of these numbers of bytes that a rank contributes.
@@ -288,6 +291,9 @@ class LaunchDefaults(Struct, frozen=True):
     blocks: int
     efficient_blocks: int
     copy_blocks: int
+    small_threads: int
+    small_blocks: int
+    small_bytes: int
     awaits_data: bool
     bytes_per_block: int
     exchange_bytes: int

@@ -102,8 +102,9 @@ typedef struct {
 } ProxycclPacketTeam;
 typedef struct {
   const char *slots; uint64_t slot_bytes; uint32_t rank; uint32_t world_size; uint32_t divisor; uint32_t pieces;
-  uint64_t piece; uint64_t *stages; uint64_t *joined; uint64_t transfers; uint64_t first; uint64_t *gate;
-  uint32_t *blocks_done; uint32_t *here; ProxycclControl *control; ...;
+  uint32_t chunks; uint64_t chunk; uint64_t piece; uint64_t *stages; uint64_t *joined; uint64_t transfers;
+  uint64_t first; uint64_t *gate; uint32_t *chunks_done; uint32_t *here; uint32_t *taken; uint32_t *blocks_done;
+  uint32_t *opened; ProxycclControl *control; ...;
 } ProxycclArrived;
 
 enum { PROXYCCL_STEP_SYNC, PROXYCCL_STEP_BARRIER, PROXYCCL_STEP_SIGNAL, PROXYCCL_STEP_RELAXED_SIGNAL,

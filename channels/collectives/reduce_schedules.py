@@ -1,4 +1,4 @@
-"""Reductions by proxy: schedules move the data, and a kernel with few blocks reduces each piece when it has arrived.
+"""Reductions by proxy: schedules move the data, and a small kernel reduces each piece when it has arrived.
 
 Each rank reduces one share of the elements. The share is cut into pieces: one is reduced while the next is in flight,
 and in an all_reduce its result goes back to all ranks while the next is reduced. A short all_reduce takes one crossing:
@@ -23,6 +23,12 @@ from proxyccl.proxy.schedule import STAGES, Schedule, SchedulePost, ScheduleRece
 
 _SLOT_ALIGNMENT = 128
 _PIECE_ALIGNMENT = 128  # elements
+_CHUNK_ALIGNMENT = 32  # elements, 16 bytes or more
+_FEW_BLOCKS = 32
+_LONGEST_CHUNK = 8
+"""Times the shortest: so blocks that begin late leave little to wait for."""
+_MOST_PER_BLOCK = 16
+"""Times the shortest chunk: a piece takes few blocks until each has more than this, as a busy GPU has room for few."""
 _SHORTEST_PIECE = 2 << 20
 _MOST_PIECES = 3
 """The link is busy without a pause from two pieces on; each more is another pause between copies."""
@@ -280,16 +286,21 @@ class _Slots:
         arrived.slots, arrived.slot_bytes = ffi.cast("char *", self._memory.ptr), self._slot_bytes
         arrived.rank, arrived.world_size = self._members.index(group.rank), len(self._members)
         arrived.divisor = group.world_size
-        arrived.pieces, arrived.piece, arrived.transfers = len(pieces), pieces[0][1], transfers
+        piece, shortest = pieces[0][1], -(-defaults.small_bytes // self._dtype.itemsize)
+        few, many = min(_FEW_BLOCKS, -(-piece // shortest)), -(-piece // (_MOST_PER_BLOCK * shortest))
+        blocks = min(defaults.small_blocks, max(few, many))
+        chunk = _round_up(max(shortest, min(-(-piece // blocks), _LONGEST_CHUNK * shortest)), _CHUNK_ALIGNMENT)
+        arrived.pieces, arrived.piece, arrived.transfers = len(pieces), piece, transfers
+        arrived.chunks, arrived.chunk = -(-piece // chunk), chunk
         arrived.first = first
         arrived.stages = ffi.cast("uint64_t *", words.stages[0])
         arrived.joined = ffi.cast("uint64_t *", words.stages[_JOINED] if first else 0)
         arrived.gate = ffi.cast("uint64_t *", words.gate if gated else 0)
-        arrived.blocks_done, arrived.here = self._meeting, self._meeting + STAGES
+        arrived.chunks_done, arrived.here = self._meeting, self._meeting + STAGES
+        arrived.taken = self._meeting + 2 * STAGES
+        arrived.blocks_done, arrived.opened = arrived.taken + 1, arrived.taken + 2
         arrived.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
-        nbytes = pieces[0][1] * self._dtype.itemsize
-        blocks = max(1, min(defaults.copy_blocks, -(-nbytes // defaults.bytes_per_block)))
-        return self._kernel.prepare(blocks, defaults.threads, bytes(ffi.buffer(arrived)), own, result, count)
+        return self._kernel.prepare(blocks, defaults.small_threads, bytes(ffi.buffer(arrived)), own, result, count)
 
 
 class _Reduction:

@@ -112,11 +112,15 @@ class GpuRuntime:
         self.in_flight = InFlight(self)
         bundles = driver.engine_functions().copy_many != 0
         processors = self.info.multiprocessors  # a block on each at the most: blocks wait for one another
+        small = driver.runtime == "cuda"  # PROXYCCL_SMALL_BLOCKS (instance.h)
         self.launch_defaults = LaunchDefaults(
             threads=512,
             blocks=min(132, processors),
             efficient_blocks=min(64, processors),
             copy_blocks=min(32, processors),
+            small_threads=32 if small else 512,
+            small_blocks=processors if small else min(32, processors),
+            small_bytes=2 * 1024 if small else 16 * 1024,
             awaits_data=True,
             bytes_per_block=16 * 1024,
             exchange_bytes=8 * 1024 * 1024,

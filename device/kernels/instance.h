@@ -29,12 +29,20 @@ using TeamOf = typename TeamParameter<Template>::Type;
 }  // namespace proxyccl
 
 #define PROXYCCL_TEAM_KERNEL extern "C" __global__ void __launch_bounds__(PROXYCCL_MAX_BLOCK_THREADS, 1)
+#define PROXYCCL_REDUCTION_KERNEL PROXYCCL_TEAM_KERNEL
 
-#define PROXYCCL_REDUCTION(kernel, name, T, Op)                                                              \
-  PROXYCCL_TEAM_KERNEL name(const ::proxyccl::TeamOf<decltype(&::proxyccl::kernel<T, ::proxyccl::Op>)> team, \
-                            const T* in, T* out, uint64_t count) {                                           \
-    ::proxyccl::kernel<T, ::proxyccl::Op>(team, in, out, count);                                             \
-  }                                                                                                          \
+// 1 if kernels that leave room for others are declared by PROXYCCL_SMALL_KERNEL: their blocks are single warps.
+#ifdef PROXYCCL_SMALL_KERNEL
+#define PROXYCCL_SMALL_BLOCKS 1
+#else
+#define PROXYCCL_SMALL_BLOCKS 0
+#endif
+
+#define PROXYCCL_REDUCTION(kernel, name, T, Op)                                                                   \
+  PROXYCCL_REDUCTION_KERNEL name(const ::proxyccl::TeamOf<decltype(&::proxyccl::kernel<T, ::proxyccl::Op>)> team, \
+                                 const T* in, T* out, uint64_t count) {                                           \
+    ::proxyccl::kernel<T, ::proxyccl::Op>(team, in, out, count);                                                  \
+  }                                                                                                               \
   PROXYCCL_EXPORT_KERNEL(name)
 
 #endif

@@ -34,6 +34,7 @@ class CopyMany:
         functions: the runtime's, with the call.
         counts: copies of each call.
         status: what it returns instead of copying; 0 to copy.
+        awaits_data: whether kernels of short reductions are launched when all ranks have joined.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,7 @@ class CopyMany:
         copy = _COPY(functions.copy)
         self.counts: list[int] = []
         self.status = 0
+        self.awaits_data = False
 
         @_COPY_MANY
         def copy_many(
@@ -59,7 +61,7 @@ class CopyMany:
 
 @pytest.fixture
 def copy_many(monkeypatch: pytest.MonkeyPatch) -> CopyMany:
-    """Also lets a rank's own part go by way of the next rank's memory."""
+    """Also lets a rank's own part go by way of the next rank's memory, and blocks reduce chunks of some bytes."""
     made = CopyMany()
     defaults = HostRuntime().launch_defaults
     monkeypatch.setattr(HostRuntime, "engine_functions", lambda _: made.functions)
@@ -67,7 +69,8 @@ def copy_many(monkeypatch: pytest.MonkeyPatch) -> CopyMany:
 
     def with_own_box(self: HostRuntime, *args: object, **options: object) -> None:
         make(self, *args, **options)  # type: ignore[arg-type]
-        self.launch_defaults = replace(defaults, own_box_bytes=4096)
+        small = {"small_blocks": 3, "small_bytes": 256, "awaits_data": made.awaits_data}
+        self.launch_defaults = replace(defaults, own_box_bytes=4096, **small)
 
     monkeypatch.setattr(HostRuntime, "__init__", with_own_box)
     return made
@@ -82,10 +85,10 @@ def test_moves_and_reductions_in_bundles(
     data of one crossing, and before them.
     """
     monkeypatch.setattr(reduce_schedules, "_SHORTEST_PIECE", 1024)
+    copy_many.awaits_data = waits
 
     def body(comm: Communicator) -> None:
         by_proxy = comm.collectives.by_proxy()
-        by_proxy.awaits_data = waits
         by_proxy.one_crossing_bytes, by_proxy.memories.pinned_bytes = 2048, 1024
         calls = SpanCalls(comm, 20_000 * comm.world_size)
         for seed in range(18):

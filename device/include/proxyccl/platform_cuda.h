@@ -10,6 +10,9 @@
 // mapped.
 #define PROXYCCL_WHOLE_LINES 1
 #define PROXYCCL_DEVICE __device__ __forceinline__
+// A kernel whose blocks are one warp of 32 registers a thread: what a matrix product that fills the GPU (384 threads of
+// 168 registers on each multiprocessor of sm_90) leaves free. It starts beside one at once.
+#define PROXYCCL_SMALL_KERNEL extern "C" __global__ void __maxnreg__(32)
 #define PROXYCCL_OUT_OF_LINE static __device__ __noinline__
 // When a kernel begins, everyone sees the stores of the kernels before it, and a value that was used has been loaded.
 // The fence of a release takes 2 to 2.7 us on an H100 even if nothing is in flight.
@@ -79,6 +82,8 @@ PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>
 PROXYCCL_DEVICE void store128(void* p, uint64_t low, uint64_t high) {
   asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(low), "l"(high) : "memory");
 }
+// Brings a line of 128 bytes into the device's cache.
+PROXYCCL_DEVICE void prefetchToDevice(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // Brings a line into the multiprocessor's cache, for a plain load that follows.
 PROXYCCL_DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 PROXYCCL_DEVICE void fenceSystem() { __threadfence_system(); }
