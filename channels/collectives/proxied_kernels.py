@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def sends_through_pinned_memory(group: Group) -> bool:
     """Whether kernels send to other nodes through pinned memory; the same on all ranks."""
-    return group.runtime.launch_defaults.pinned_kernel_bytes > 0 and group.topology.stages_remote_pairs
+    return group.runtime.launch_defaults.pinned_kernel_bytes > 0 and group.topology.stages_remote_pairs()
 
 
 def proxied_kernel_bytes(group: Group) -> int:

@@ -9,7 +9,6 @@ from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.group import Group
 from proxyccl.channels.joining.topology import Topology
 from proxyccl.proxy.codec import Codec
-from proxyccl.proxy.transports.table import TRANSPORTS
 
 _FLAG = Codec(bool, 16, "flag")
 
@@ -73,8 +72,7 @@ class Nodes:
         """Whether GPUs' copies, and no network device alone, move data between nodes; the same on all ranks."""
         if self.count == 1 or group.runtime.name == "host":
             return False
-        remote = [functions for name in group.topology.all_transports if (functions := TRANSPORTS[name].remote)]
-        return all(functions.expose_pinned is not None for functions in remote)
+        return not group.topology.has_remote_pairs() or group.topology.stages_remote_pairs()
 
     def counterpart(self, node: int) -> int:
         """The rank of one of the configuration's nodes that has this rank's number within its node."""

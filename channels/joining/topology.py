@@ -292,7 +292,6 @@ class Topology(Struct, frozen=True, dict=True):
         """
         return any(TRANSPORTS[transport].is_remote for transport in self.all_transports)
 
-    @property
     def stages_remote_pairs(self) -> bool:
         """Whether there are remote pairs, and the data of all of them is staged; the same on all ranks."""
         remote = [functions for name in self.all_transports if (functions := TRANSPORTS[name].remote) is not None]

@@ -97,7 +97,7 @@ class ScheduleMemories:
         self.reduction_words = group.runtime.allocate((2 * STAGES + REDUCTION_WORDS) * _WORD_BYTES)
         if not self.staged_together:
             group.symmetric.serve(group.links.proxy)
-        if not self.staged_together or (self.pinned_bytes > 0 and group.topology.stages_remote_pairs):
+        if not self.staged_together or (self.pinned_bytes > 0 and group.topology.stages_remote_pairs()):
             self._boxes = PinnedBoxes(group)
 
     def source(self, ptr: int, nbytes: int) -> ScheduleSpan | None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from proxyccl import ArgumentError, Communicator, CommunicatorError, ResourceError
+from proxyccl.proxy.processes import is_stopped
 from proxyccl.tools import ras
 from support.daemons import running_daemon
 from support.device_arrays import barrier
@@ -193,6 +194,8 @@ def test_a_stopped_and_a_killed_process_are_missing(port: int, tmp_path: Path) -
             ranks[1].send_signal(number)
             if dead:
                 ranks[1].wait()
+            else:
+                wait_for(lambda: is_stopped(ranks[1].pid), "it is stopped")
             (found,) = status(port)["communicators"]
             assert [rank["rank"] for rank in found["ranks"]] == [0]
             (missing,) = found["missing_ranks"]

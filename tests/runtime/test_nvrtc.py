@@ -95,11 +95,11 @@ def test_shipped_reductions_compile(nvrtc: Nvrtc, dtype: str, op: str) -> None:
 
 
 def leaves_registers(ptx: str) -> bool:
-    """Whether every kernel leaves registers for a whole block.
+    """Whether every kernel leaves registers for a whole block, whose size it names, or is one of few registers.
 
     A launch with more threads than a kernel's registers allow is refused, but compilation does not fail.
     """
-    return ptx.count(".visible .entry") == ptx.count(".maxntid 512") > 0
+    return ptx.count(".visible .entry") == ptx.count(".maxntid 512") + ptx.count(".maxnreg 32") > 0
 
 
 @pytest.mark.full  # the interpreter below has the same packets, accesses and arithmetic

@@ -627,7 +627,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::setSegments(uint32_t thread, uint32_t threa
     }
     tokensOf()[s] = tokens;
     team_.segmentOf(s) = Segment::of(tokens, segment_, team_->segments);
-    if (crossesNodes()) team_.batchFrom(s) = team_.batchOf(tokens, segment_);
+    // begin() has set this rank's, by which other groups may still send.
+    if (crossesNodes() && s != team_->rank) team_.batchFrom(s) = team_.batchOf(tokens, segment_);
   }
 }
 
