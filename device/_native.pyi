@@ -174,7 +174,6 @@ class _ProxycclTransfer:
     lane_bytes: int
     peer: int
     lanes: int
-    first_lane: int
 
 class ProxycclTransfer(_ProxycclTransfer, CData): ...
 class ProxycclTransferPointer(_ProxycclTransfer, ItemPointer[ProxycclTransfer]): ...
@@ -190,9 +189,6 @@ class _ProxycclFlows:
     scratch: PointerField[CharPointer]
     slot_bytes: int
     staging_offset: int
-    pinned: PointerField[CharPointer]
-    pinned_slot_bytes: int
-    pinned_staging_offset: int
     transfers: ArrayField[ProxycclTransfer, ProxycclTransferPointer]
 
 class ProxycclFlows(_ProxycclFlows, CData): ...

@@ -87,13 +87,11 @@ typedef struct {
 enum { PROXYCCL_ROUND_BUFFERS, PROXYCCL_PIPELINE_BUFFERS, PROXYCCL_MAX_MAPPED_RANKS, PROXYCCL_MAX_BLOCK_THREADS, ... };
 enum { PROXYCCL_FLOW_SLOTS, PROXYCCL_FLOW_HEADER_BYTES, PROXYCCL_MAX_TRANSFERS, ... };
 typedef struct {
-  const char *src; char *dst; uint64_t bytes; uint64_t lane_bytes; uint32_t peer; uint32_t lanes;
-  uint32_t first_lane; ...;
+  const char *src; char *dst; uint64_t bytes; uint64_t lane_bytes; uint32_t peer; uint32_t lanes; ...;
 } ProxycclTransfer;
 typedef struct {
   uint32_t rank; uint32_t world_size; uint32_t lanes; uint32_t count; ProxycclControl *control; ProxycclLink *links;
-  uint64_t *pieces; char *scratch; uint64_t slot_bytes; uint64_t staging_offset; char *pinned;
-  uint64_t pinned_slot_bytes; uint64_t pinned_staging_offset; ProxycclTransfer transfers[...]; ...;
+  uint64_t *pieces; char *scratch; uint64_t slot_bytes; uint64_t staging_offset; ProxycclTransfer transfers[...]; ...;
 } ProxycclFlows;
 enum { PROXYCCL_MAX_PACKET_RANKS, PROXYCCL_PACKET_SLOTS_PER_RANK, ... };
 typedef struct {

@@ -12,11 +12,9 @@ from msgspec import Struct
 
 from proxyccl.channels._prepared_calls import PreparedCalls
 from proxyccl.channels.collectives.links import Links
-from proxyccl.channels.collectives.proxied_kernels import sends_through_pinned_memory
 from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
-from proxyccl.channels.pinned_memory import PinnedRange
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays.array import Array, ArrayView
 from proxyccl.device.arrays.libraries import libraries
@@ -35,9 +33,6 @@ _THREADS = 256
 """Per block: with this number all blocks of a launch are resident at once on any GPU with at least 132
 multiprocessors."""
 _LEAST_SLOT_BYTES = 1024
-_PINNED_SLOT_BYTES = 64 * 1024
-_MOST_PINNED_RANKS = 128
-"""A lane through pinned memory takes two channels for each peer, of which a proxy has some."""
 
 _FLAG = Codec(bool, 16, "flag")
 
@@ -144,16 +139,9 @@ class Flows:
         memory = register(group, self._scratch)
         self._kept = memory
         ends = 2 * self._lanes  # of each peer: a lane's two flows
-        self._links = [Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))]
-        self._proxied, self._pinned_bytes = frozenset(via_proxy), 0
-        self._pinned: PinnedRange | None = None
-        pinned_inbox = ranks * lib.PROXYCCL_FLOW_SLOTS * _PINNED_SLOT_BYTES
-        if not all(flags) and sends_through_pinned_memory(group) and ranks <= _MOST_PINNED_RANKS:
-            pinned = self._pinned = PinnedRange(group, 2 * pinned_inbox)
-            self._links += [Links(group, memory, pinned, range(ranks), via_proxy, 2, proxied_anywhere=True)]
-            self._pinned_bytes = defaults.pinned_kernel_bytes
-        raw = b"".join(links.raw for links in self._links)
-        counters_bytes = _round_up(2 * (self._lanes + 1) * ranks * ffi.sizeof("uint64_t"), 128)
+        self._links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
+        counters_bytes = _round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
+        raw = self._links.raw
         self._memory = runtime.allocate(counters_bytes + len(raw))
         runtime.copy(self._memory.ptr + counters_bytes, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
         flows = self._flows = ffi.new("ProxycclFlows *")
@@ -163,8 +151,6 @@ class Flows:
         flows.links = ffi.cast("ProxycclLink *", self._memory.ptr + counters_bytes)
         flows.scratch = ffi.cast("char *", self._scratch.ptr)
         flows.slot_bytes, flows.staging_offset = slot_bytes, inbox
-        flows.pinned = ffi.cast("char *", 0 if self._pinned is None else self._pinned.ptr)
-        flows.pinned_slot_bytes, flows.pinned_staging_offset = _PINNED_SLOT_BYTES, pinned_inbox
         self._kernel = load_kernel(runtime)
         self._failure = group.failure
         self._events = runtime.stream_events()
@@ -181,11 +167,6 @@ class Flows:
         self.prepared_calls.set_stream(0)  # calls name their streams
         group.launches.add_prepared_calls(self.prepared_calls)
         self._idle_streams: list[Stream] = []
-
-    @property
-    def has_pinned_lane(self) -> bool:
-        """Whether short transfers to other nodes go through pinned memory."""
-        return self._pinned is not None
 
     def run(self, transfers: Sequence[Transfer], stream: StreamLike, owners: tuple[object, ...]) -> FlowCall:
         """Issues transfers, none of them empty, and returns them prepared; with more than `MOST_TRANSFERS`, or several
@@ -267,24 +248,17 @@ class Flows:
             entry.src = ffi.cast("char *", transfer.source.ptr if transfer.source else 0)
             entry.dst = ffi.cast("char *", transfer.target.ptr if transfer.target else 0)
             entry.bytes, entry.peer = nbytes, transfer.peer
-            # Both sides compute the same.
-            pinned = transfer.peer in self._proxied and nbytes <= self._pinned_bytes
-            entry.lanes = 1 if pinned else min(self._lanes, -(-nbytes // self._bytes_per_lane))
-            entry.first_lane = self._lanes if pinned else 0
+            entry.lanes = min(self._lanes, -(-nbytes // self._bytes_per_lane))  # both sides compute the same
             entry.lane_bytes = _round_up(-(-nbytes // entry.lanes), 128)
             blocks += entry.lanes
         threads = min(_THREADS, self._runtime.launch_defaults.threads)
-        parameter = ProxiedStruct.of(bytes(ffi.buffer(flows)), self._links[0].sleepers)
-        return self._kernel.prepare(blocks, threads, parameter)
+        return self._kernel.prepare(blocks, threads, ProxiedStruct.of(bytes(ffi.buffer(flows)), self._links.sleepers))
 
     def close(self) -> None:
         """Frees the memory. Kernels of all ranks must have ended."""
         self._scratch.free()
         self._memory.close()
-        for links in self._links:
-            links.close()
-        if self._pinned is not None:
-            self._pinned.close()
+        self._links.close()
         self.prepared_calls.clear()
         while self._unused:
             self._events.give(self._unused.popleft())

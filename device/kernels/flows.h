@@ -22,8 +22,7 @@ typedef struct ProxycclTransfer {
   uint64_t bytes;
   uint64_t lane_bytes; /* of each lane; the last may have fewer */
   uint32_t peer;
-  uint32_t lanes;      /* blocks that work on it, the same on both sides */
-  uint32_t first_lane; /* of these, the flow's: 0, or the lane after all others, which is pinned */
+  uint32_t lanes; /* blocks that work on it, the same on both sides */
 } ProxycclTransfer;
 
 /* A kernel parameter, passed by value. */
@@ -33,18 +32,13 @@ typedef struct ProxycclFlows {
   uint32_t lanes;
   uint32_t count; /* of transfers */
   ProxycclControl* control;
-  /* [lanes][2][world_size]: of each pair of ranks first the flow from the lower to the higher. If there is pinned
-   * memory, one more lane goes through it. */
+  /* [lanes][2][world_size]: of each pair of ranks first the flow from the lower to the higher. */
   ProxycclLink* links;
-  uint64_t* pieces; /* likewise, in device memory: pieces that have passed this rank's end */
+  uint64_t* pieces; /* [lanes][2][world_size], in device memory: pieces that have passed this rank's end */
   /* Scratch memory, the same on each rank: [lanes][world_size][PROXYCCL_FLOW_SLOTS] slots for data from a rank, and
    * from staging_offset as many for data that the proxy is to send to it; absent if all peers are mapped. */
   char* scratch;
   uint64_t slot_bytes, staging_offset;
-  /* The same for short transfers to peers that are not mapped, with one lane: pinned memory of the host, where CPUs
-   * move what the proxy would stage. Null if there is none. */
-  char* pinned;
-  uint64_t pinned_slot_bytes, pinned_staging_offset;
   ProxycclTransfer transfers[PROXYCCL_MAX_TRANSFERS];
 } ProxycclFlows;
 

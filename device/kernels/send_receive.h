@@ -24,25 +24,20 @@ class FlowEnd {
     link_ = &flows.links[end];
     pieces_ = &flows.pieces[end];
     piece_ = *pieces_;
-    const bool pinned = lane == flows.lanes;
-    scratch_ = pinned ? flows.pinned : flows.scratch;
-    slot_bytes_ = pinned ? flows.pinned_slot_bytes : flows.slot_bytes;
-    staging_offset_ = pinned ? flows.pinned_staging_offset : flows.staging_offset;
     // The receiver's slots are numbered by their sender, the staging slots by their receiver.
-    const uint64_t first = pinned ? 0 : static_cast<uint64_t>(lane) * flows.world_size;
-    incoming_ = (first + transfer.peer) * PROXYCCL_FLOW_SLOTS;
-    outgoing_ = (first + flows.rank) * PROXYCCL_FLOW_SLOTS;
+    incoming_ = (static_cast<uint64_t>(lane) * flows.world_size + transfer.peer) * PROXYCCL_FLOW_SLOTS;
+    outgoing_ = (static_cast<uint64_t>(lane) * flows.world_size + flows.rank) * PROXYCCL_FLOW_SLOTS;
     __syncthreads();  // all have read piece_ before finish() changes it
   }
 
   PROXYCCL_DEVICE void send(const char* src, uint64_t bytes) {
     while (bytes > 0) {
       const uint64_t size = minimum(bytes, capacity());
-      const uint64_t slot = piece_ % PROXYCCL_FLOW_SLOTS * slot_bytes_;
-      const uint64_t remote = outgoing_ * slot_bytes_ + slot;
-      const uint64_t staged = staging_offset_ + incoming_ * slot_bytes_ + slot;
+      const uint64_t slot = piece_ % PROXYCCL_FLOW_SLOTS * flows_.slot_bytes;
+      const uint64_t remote = outgoing_ * flows_.slot_bytes + slot;
+      const uint64_t staged = flows_.staging_offset + incoming_ * flows_.slot_bytes + slot;
       if (piece_ >= PROXYCCL_FLOW_SLOTS) await();
-      char* const target = link_->proxied ? scratch_ + staged : link_->remote + remote;
+      char* const target = link_->proxied ? flows_.scratch + staged : link_->remote + remote;
       if (threadIdx.x == 0) *reinterpret_cast<uint64_t*>(target) = transfer_.bytes;
       copyBytes(target + PROXYCCL_FLOW_HEADER_BYTES, src, size, threadIdx.x, blockDim.x);
       syncThreadsSystem();
@@ -62,7 +57,7 @@ class FlowEnd {
   PROXYCCL_DEVICE void receive(char* dst, uint64_t bytes) {
     while (bytes > 0) {
       const uint64_t size = minimum(bytes, capacity());
-      const char* const slot = scratch_ + (incoming_ + piece_ % PROXYCCL_FLOW_SLOTS) * slot_bytes_;
+      const char* const slot = flows_.scratch + (incoming_ + piece_ % PROXYCCL_FLOW_SLOTS) * flows_.slot_bytes;
       await();
       if (threadIdx.x == 0) check(*reinterpret_cast<const uint64_t*>(slot));
       copyBytes(dst, slot + PROXYCCL_FLOW_HEADER_BYTES, size, threadIdx.x, blockDim.x);
@@ -81,7 +76,7 @@ class FlowEnd {
   }
 
  private:
-  PROXYCCL_DEVICE uint64_t capacity() const { return slot_bytes_ - PROXYCCL_FLOW_HEADER_BYTES; }
+  PROXYCCL_DEVICE uint64_t capacity() const { return flows_.slot_bytes - PROXYCCL_FLOW_HEADER_BYTES; }
 
   PROXYCCL_DEVICE void await() const {
     if (threadIdx.x == 0) {
@@ -109,8 +104,6 @@ class FlowEnd {
   const ProxycclLink* link_;
   uint64_t* pieces_;
   uint64_t piece_;
-  char* scratch_;
-  uint64_t slot_bytes_, staging_offset_;
   uint64_t incoming_, outgoing_;
 };
 
@@ -126,9 +119,9 @@ PROXYCCL_TEAM_KERNEL send_receive(const ProxycclFlows flows) {
   if (transfer.peer == flows.rank)
     copyBytes(transfer.dst + offset, transfer.src + offset, bytes, threadIdx.x, blockDim.x);
   else if (transfer.src != nullptr)
-    FlowEnd(flows, transfer, transfer.first_lane + lane, true).send(transfer.src + offset, bytes);
+    FlowEnd(flows, transfer, lane, true).send(transfer.src + offset, bytes);
   else
-    FlowEnd(flows, transfer, transfer.first_lane + lane, false).receive(transfer.dst + offset, bytes);
+    FlowEnd(flows, transfer, lane, false).receive(transfer.dst + offset, bytes);
 }
 
 PROXYCCL_EXPORT_KERNEL(send_receive)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from proxyccl import Communicator, WaitTimeoutError
-from proxyccl.channels.collectives import flows, team
+from proxyccl.channels.collectives import team
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy import _engine
@@ -45,15 +45,9 @@ def _like_a_gpu(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         yield
 
 
-def run_nodes(ranks: int, each: int, body: Callable[[Communicator], None]) -> None:
-    """Runs the body in ranks of nodes that have some each, between which data is staged."""
-    staged = {(a, b): "staged_fabric" for a in range(ranks) for b in range(a) if a // each != b // each}
-    fabric = FabricOptions.from_environment(streams=2)
-    run_ranks(ranks, body, local_world_size=each, transport=staged, fabric=fabric)
-
-
 def run(ranks: int, each: int, call: Call, *, by_kernels: bool) -> None:
     """Checks the call by default, and by kernels in any case."""
+    staged = {(a, b): "staged_fabric" for a in range(ranks) for b in range(a) if a // each != b // each}
 
     def body(comm: Communicator) -> None:
         collectives, dtype = comm.collectives, as_dtype(call.dtype)
@@ -70,7 +64,8 @@ def run(ranks: int, each: int, call: Call, *, by_kernels: bool) -> None:
         assert collectives.team().pinned
         comm.barrier()
 
-    run_nodes(ranks, each, body)
+    fabric = FabricOptions.from_environment(streams=2)
+    run_ranks(ranks, body, local_world_size=each, transport=staged, fabric=fabric)
 
 
 @pytest.mark.parametrize("longer", [False, True])
@@ -97,32 +92,6 @@ def test_all_reductions_go_by_kernels(dtype: str, ranks: int, each: int, longer:
 def test_long_puts_of_pinned_memory_are_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team, "_PINNED_BUFFER_BYTES", 1 << 20)
     run(2, 1, Call("all_gather", "int64", count=100_003), by_kernels=False)
-
-
-@pytest.mark.parametrize(("ranks", "each"), [(2, 1), (4, 2)])
-def test_short_transfers_go_through_pinned_memory_and_keep_their_order(
-    ranks: int, each: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flows, "_PINNED_SLOT_BYTES", 1024)
-    sizes = [5, LONGEST, 3 * LONGEST, 1, LONGEST + 1, 4000, LONGEST]
-
-    def values(sender: int, receiver: int, number: int) -> np.ndarray:
-        random = np.random.default_rng([sender, receiver, number])
-        return random.integers(0, 256, sizes[number], dtype=np.uint8)
-
-    def body(comm: Communicator) -> None:
-        peers = [peer for peer in range(ranks) if peer != comm.rank]
-        outs = {(peer, number): np.zeros(size, np.uint8) for peer in peers for number, size in enumerate(sizes)}
-        for number in range(len(sizes)):
-            with comm.transfers() as transfers:
-                for peer in peers:
-                    transfers.send(values(comm.rank, peer, number), peer)
-                    transfers.recv(outs[peer, number], peer)
-        for (peer, number), out in outs.items():
-            np.testing.assert_array_equal(out, values(peer, comm.rank, number))
-        assert comm.collectives.flows().has_pinned_lane
-
-    run_nodes(ranks, each, body)
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
