@@ -23,7 +23,7 @@ from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.connection import DaemonAddress, NodeDaemon
 from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
 from proxyccl.proxy.daemon.protocol import Prepare, socket_path
-from proxyccl.proxy.idle_choice import choose_idle, usable_cores
+from proxyccl.proxy.idle_choice import choose_idle, core_share, usable_cores
 from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService
@@ -51,11 +51,12 @@ class PeerLinks:
         proxy_options: of the proxy.
         transport_options: of transports between hosts.
         description: the proxy's description for observers.
-        whole: the links of the group of which this one has a part; None: it has all ranks that there are.
+        whole: the links of the group of which this one has a part; None for a group of its own, also after a shrink.
 
     Attributes:
         topology: the placement of the ranks; complete after `bring_up`.
         host_ranks: number of ranks of this host, also those of the whole.
+        container_ranks: of these, the ranks in this rank's container.
         remote: this rank's links to other hosts.
         schedule_ids: memory ids of the proxy that peers' registered ranges take for schedules.
     """
@@ -94,9 +95,10 @@ class PeerLinks:
         self.schedule_ids = 0
         here = sum(topology.same_host(rank) for rank in range(topology.world_size))
         self.host_ranks: int = here if whole is None else max(here, whole.host_ranks)
-        self.remote = RemoteLinks(
-            runtime, control, exchange, topology, lambda: self.proxy, transport_options, self.host_ranks
-        )
+        beside = len(self._of_container())
+        self.container_ranks: int = beside if whole is None else max(beside, whole.container_ranks)
+        share = core_share(self.host_ranks, self.container_ranks)
+        self.remote = RemoteLinks(runtime, control, exchange, topology, lambda: self.proxy, transport_options, share)
 
     def bring_up(self) -> None:
         """Opens the devices of remote links, where any two ranks need them. All ranks call it together."""

@@ -54,7 +54,7 @@ class RemoteLinks:
         topology: the placement of the ranks.
         proxy: returns this rank's proxy.
         options: the devices to use, and their settings.
-        host_ranks: number of ranks with which this one shares its host's cores, itself included.
+        core_share: as for `Proxy.open_remote`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RemoteLinks:
         topology: Topology,
         proxy: Callable[[], Proxy],
         options: TransportOptions,
-        host_ranks: int,
+        core_share: int,
     ) -> None:
         self._runtime = runtime
         self._control = control
@@ -73,7 +73,7 @@ class RemoteLinks:
         self._topology = topology
         self._proxy = proxy
         self._options = options
-        self._host_ranks = host_ranks
+        self._core_share = core_share
         self._context: RemoteContext | None = None
         self._transports: dict[int, str] = {}
         self._own: dict[int, EndpointInfo] = {}
@@ -165,7 +165,7 @@ class RemoteLinks:
             range(first, first + self._control.semaphores_bytes),
             near=process_numa_node() if near is None else near,
             local_rank=sum(self._topology.same_host(rank) for rank in lower),  # nodes may share devices
-            host_ranks=self._host_ranks,
+            core_share=self._core_share,
         )
         return self._context
 

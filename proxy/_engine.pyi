@@ -405,7 +405,6 @@ class ProxycclStagedOptionsPointer(_ProxycclStagedOptions, ItemPointer[ProxycclS
 class _ProxycclWireThread:
     asleep: PointerField[Uint32Pointer]
     turn: int
-    looked_ns: int
     padding: ArrayField[int, Uint64Pointer]
 
 class ProxycclWireThread(_ProxycclWireThread, CData): ...

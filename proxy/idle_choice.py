@@ -40,6 +40,17 @@ def usable_cores(cores: int | None = None) -> int:
     return found if allowed is None else max(1, min(found, math.floor(allowed)))
 
 
+def core_share(host_ranks: int, container_ranks: int) -> int:
+    """The cores that a rank's threads may keep busy: an equal share of the machine's, and of its control groups' limit.
+
+    Args:
+        host_ranks: the ranks on the machine. A launcher may have bound this one to few cores, so these don't count.
+        container_ranks: of these, the ranks in this process's container, which share its limit.
+    """
+    share, allowed = (os.cpu_count() or 1) // host_ranks, cores_allowed()
+    return max(1, share if allowed is None else min(share, math.floor(allowed) // container_ranks))
+
+
 def cores_allowed(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> float | None:
     """The CPU time that control groups allow this process, in cores; None for no limit, or none that can be read.
 

@@ -374,7 +374,7 @@ class Proxy(Protocol):
         *,
         near: int | None = None,
         local_rank: int = 0,
-        host_ranks: int = 1,
+        core_share: int = 1,
     ) -> RemoteContext:
         """The rank's remote links. Called once; the caller closes it after the proxy.
 
@@ -383,7 +383,7 @@ class Proxy(Protocol):
             signals: range of the control segment, in bytes, with the words that peers' proxies may signal.
             near: NUMA node that the device should be near to; None if all are equally near.
             local_rank: the rank's number on its host.
-            host_ranks: number of ranks of its host, which share its cores.
+            core_share: cores that the rank's threads may keep busy.
 
         Raises:
             ArgumentError: `signals` leaves the control segment.

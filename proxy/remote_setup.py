@@ -16,7 +16,7 @@ class RemoteSetup(Struct, frozen=True):
         signals: the range in it, in bytes, of the words that peers' proxies may signal.
         near: NUMA node near which the device should be; None: all are equally near.
         local_rank: the rank's number on its host.
-        host_ranks: number of ranks of its host.
+        core_share: cores that the rank's threads may keep busy.
     """
 
     runtime: Runtime
@@ -24,4 +24,4 @@ class RemoteSetup(Struct, frozen=True):
     signals: range
     near: int | None
     local_rank: int
-    host_ranks: int
+    core_share: int

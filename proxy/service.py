@@ -267,10 +267,10 @@ class ProxyService:
         *,
         near: int | None = None,
         local_rank: int = 0,
-        host_ranks: int = 1,
+        core_share: int = 1,
     ) -> ServiceRemote:
         """See `Proxy.open_remote`."""
-        setup = RemoteSetup(self.runtime, self._shared.memory, signals, near, local_rank, host_ranks)
+        setup = RemoteSetup(self.runtime, self._shared.memory, signals, near, local_rank, core_share)
         return ServiceRemote(self.connect, setup, options)
 
     def _make_wires(self, count: int) -> WireWorkers:
@@ -282,7 +282,7 @@ class ProxyService:
             with self._lock:
                 self._require_open()
                 if made.wires and self._wires is None:
-                    self._wires = self._make_wires(len(made.wires))
+                    self._wires = self._make_wires(made.ends)
                 worker = len(self._connections) % len(self._workers)
                 connection = Connection(len(self._connections), worker, peer, transport, made.pointer, made.owned)
                 number = connection.number // len(self._workers)

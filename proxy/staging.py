@@ -52,6 +52,7 @@ class StagedOptions(Struct, frozen=True):
 
     Attributes:
         wires: at least one, and at most `MOST_WIRES`; the peer has them in the same order.
+        ends: number of this side's endpoints, of which the peer may use fewer.
         credits_tell: whether a message that the peer has credited is complete on its wire.
         area: address of this rank's area: `staged_area_bytes` of zeroed pinned memory, registered.
         device_area: the GPU's address of the area.
@@ -63,6 +64,7 @@ class StagedOptions(Struct, frozen=True):
     """
 
     wires: tuple[StagedWire, ...]
+    ends: int
     credits_tell: bool
     area: int
     device_area: int
@@ -185,6 +187,7 @@ class StagingArea(Generic[Registration]):
         ring_bytes = min(self.ring_bytes, peer_ring_bytes)
         return StagedOptions(
             wires=tuple(wires),
+            ends=len(self.registrations),
             credits_tell=credits_tell,
             area=self._memory.host_ptr,
             device_area=self._memory.ptr,

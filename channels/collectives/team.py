@@ -26,8 +26,8 @@ _SHORTEST_PROXIED_PIECE = 512 * 1024
 """Bytes below which a piece that the proxy sends is not worth its signal: as much as a copy engine moves during the
 next two driver calls."""
 _ONE_CROSSING_BYTES = 32 * 1024
-"""Up to here an all_reduce by proxy takes one crossing. Between two nodes of one rank it always does: two crossings
-send as much."""
+"""Up to here at most an all_reduce by proxy takes one crossing. A team of two that are not mapped always does: two
+crossings send as much."""
 _NO_LIMIT = (1 << 64) - 1
 _PINNED_BUFFER_BYTES = 1 << 20
 """Of each buffer of scratch memory that is pinned."""
@@ -110,7 +110,10 @@ class Team:
         team.scratch = ffi.cast("char *", self._scratch.ptr)
         team.proxied = ffi.cast("char *", proxied.ptr)
         team.exchange_bytes, team.pipeline_bytes = exchange_bytes, pipeline_bytes
-        team.one_crossing_bytes = _ONE_CROSSING_BYTES if self.all_mapped or ranks > 2 else _NO_LIMIT
+        most = min(_ONE_CROSSING_BYTES, exchange_bytes // ranks // 128 * 128)
+        if self.pinned:  # a rank sends as much to each other one
+            most = min(most, defaults.pinned_kernel_bytes // max(1, ranks - 1))
+        team.one_crossing_bytes = most if self.all_mapped or ranks > 2 else _NO_LIMIT
         team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes
         for number in range(min(ranks, lib.PROXYCCL_MAX_MAPPED_RANKS)):
             team.remote[number] = links[number].remote

@@ -31,7 +31,7 @@ FEW_TOKENS = 32
 MESSAGE_BYTES = 2 << 20
 """Between nodes: rows that are worth a message of their own, as its parts fill a network's wires."""
 BATCH_TOKENS = 1024
-"""Their tokens, at most: each segment of a batch looks at the tokens of those before it."""
+"""From this number of tokens on rows are worth one too: each segment of a batch looks at the tokens before its own."""
 _TOKENS_PER_BLOCK = 4
 _TOKENS_PER_PACKET = 64  # of a mask
 _LINE = 128

@@ -170,13 +170,7 @@ class AgentFabric:
                 if not region.nbytes or region in self._registered:
                     continue
                 try:
-                    made = register_memory(
-                        self._endpoint,
-                        runtimes.get(region),
-                        self._options.gpu_writes,
-                        region.address,
-                        region.nbytes,
-                    )
+                    made = self._register(region, runtimes.get(region))
                 except RuntimeUnavailableError as error:
                     if region.kind == DRAM:
                         raise
@@ -184,6 +178,12 @@ class AgentFabric:
                     continue
                 self._registered[region] = made
                 self._own.add([(region, region.address, self._endpoint.descriptor(made))])
+
+    def _register(self, region: Region, runtime: Runtime | None) -> FabricRegistration:
+        """Raises as `register_memory`, and RuntimeUnavailableError if the driver does not know a device's memory."""
+        if runtime is not None and runtime.name != "host" and runtime.pointer_device(region.address) is None:
+            raise RuntimeUnavailableError(f"device {region.device}: its driver does not know the memory")
+        return register_memory(self._endpoint, runtime, self._options.gpu_writes, region.address, region.nbytes)
 
     def keep(self, regions: Iterable[Region]) -> None:
         """Deregisters all other regions."""

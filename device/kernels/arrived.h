@@ -26,7 +26,7 @@ typedef struct ProxycclArrived {
   uint32_t* here;        /* … and 1 once its transfers are complete, for blocks that do not read `stages` */
   uint32_t* taken;       /* zero between kernels: chunks that blocks have taken, … */
   uint32_t* blocks_done; /* … blocks that have ended, … */
-  uint32_t* opened;      /* … and pieces for which the gate is open */
+  uint32_t* opened;      /* … and pieces before the last for which the gate is open */
   ProxycclControl* control;
 } ProxycclArrived;
 

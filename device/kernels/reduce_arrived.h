@@ -4,7 +4,8 @@
 // that are late would keep others from starting. It waits for the other pieces, which are in flight, as a launch for
 // each would take longer. On CUDA its blocks are single warps of few registers, so they start beside a matrix product
 // that fills all multiprocessors. Blocks take chunks in turn: those for which a busy GPU has no room start when others
-// have ended. They wait for the proxy, and for the block with a piece's first chunk, which hears from it.
+// have ended. They wait for the proxy; for the block with a piece's first chunk, which hears from it; and to open the
+// gate, for the block that ends the piece before: always for blocks that took earlier chunks, and so run.
 #ifndef PROXYCCL_REDUCE_ARRIVED_H
 #define PROXYCCL_REDUCE_ARRIVED_H
 
@@ -81,7 +82,8 @@ PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece, 
 // Lets the proxy send a piece's result, after those of the pieces before it.
 PROXYCCL_DEVICE void openGate(const ProxycclArrived& arrived, uint32_t piece) {
   if (arrived.gate == nullptr) return;
-  awaitProxy(arrived, piece, [&](uint64_t* seen) { return (*seen = loadAcquireDevice(arrived.opened)) >= piece; });
+  auto isNext = [&](uint64_t* seen) { return (*seen = loadAcquireDevice(arrived.opened)) >= piece; };
+  if (!awaitProxy(arrived, piece, isNext)) return;  // an earlier piece may not be reduced
   storeReleaseSystem<uint64_t>(arrived.gate, piece + 1);
   if (piece + 1 < arrived.pieces) storeReleaseDevice<uint32_t>(arrived.opened, piece + 1);
 }

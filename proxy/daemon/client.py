@@ -349,10 +349,10 @@ class DaemonClient:
         *,
         near: int | None = None,
         local_rank: int = 0,
-        host_ranks: int = 1,
+        core_share: int = 1,
     ) -> DaemonRemote:
         """Has the daemon open a network device for this rank. Arguments and errors as for `Proxy.open_remote`."""
-        request = OpenRemote.of(options, signals, near, local_rank, host_ranks)
+        request = OpenRemote.of(options, signals, near, local_rank, core_share)
         return DaemonRemote(self._daemon, request, self._timeout)
 
     def reserve_channel(self, connection: Connection) -> int:

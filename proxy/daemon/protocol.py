@@ -38,7 +38,7 @@ from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Trigger
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.workers import MAX_RINGS
 
-VERSION = 14
+VERSION = 15
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = MAX_RINGS + 1
 """Descriptors in a frame: the control segment's and the rings'."""
@@ -277,7 +277,7 @@ class OpenRemote(Request, frozen=True):
         signals: begin and end, in bytes, of the words in the control segment that peers may signal.
         near: NUMA node that the device should be near to.
         local_rank: the rank's number on its host.
-        host_ranks: number of ranks of its host.
+        core_share: cores that the rank's threads may keep busy.
     """
 
     rdma: dict[str, str | int | None]
@@ -285,7 +285,7 @@ class OpenRemote(Request, frozen=True):
     signals: tuple[SegmentOffset, SegmentOffset]
     near: Annotated[int, Meta(ge=0, le=2**16)] | None
     local_rank: Rank
-    host_ranks: Annotated[int, Meta(ge=1, le=2**16)]
+    core_share: Annotated[int, Meta(ge=1, le=2**16)]
 
     def __post_init__(self) -> None:
         for name, kind, given in (("rdma", RdmaOptions, self.rdma), ("fabric", FabricOptions, self.fabric)):
@@ -302,11 +302,11 @@ class OpenRemote(Request, frozen=True):
 
     @classmethod
     def of(
-        cls, options: TransportOptions, signals: range, near: int | None, local_rank: int, host_ranks: int
+        cls, options: TransportOptions, signals: range, near: int | None, local_rank: int, core_share: int
     ) -> OpenRemote:
         """The request for these options."""
         words = (signals.start, signals.stop)
-        return cls(asdict(options.rdma), asdict(options.fabric), words, near, local_rank, host_ranks)
+        return cls(asdict(options.rdma), asdict(options.fabric), words, near, local_rank, core_share)
 
 
 class RemoteUnsupportedReason(Request, frozen=True):

@@ -85,7 +85,7 @@ class SessionRemote:
             range(*request.signals),
             near=request.near,
             local_rank=request.local_rank,
-            host_ranks=request.host_ranks,
+            core_share=request.core_share,
         )
         return Done()
 

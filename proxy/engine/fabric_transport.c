@@ -332,9 +332,10 @@ static int ask(FabricConnection *self) {
 
 static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   FabricConnection *self = self_of(base);
-  int status = end_run(self); /* before a look, which takes system calls */
-  if (status == 0 || status == WAITS) status = is_to_look(self) ? take_completions(self, progress) : 0;
+  const int posted = end_run(self); /* before a look, which takes system calls */
+  int status = is_to_look(self) ? take_completions(self, progress) : 0;
   if (status == 0) status = retire(self);
+  if (status == 0 && posted != WAITS) status = posted; /* the queue may have had the provider's message */
   if (status == 0) status = issue(self);
   if (status == 0) status = end_run(self);
   if (status == 0) status = ask(self);

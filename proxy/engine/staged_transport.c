@@ -18,10 +18,10 @@
  * use wires whose threads are awake. Both sides know from each message which wire's count tells of the next one. A
  * message is taken after all before it whatever wire they went by. A wire of sockets costs a core for each few
  * gigabytes a second. So other threads may give wires their turns: they post messages and credits, and poll. The worker
- * wakes them when long messages are made or taken, and leaves a wire to a thread that is awake and looks at it: while
- * the worker sent a long message, no copy would begin. Any other wire it serves itself, so it waits for no other
- * thread, and short messages need none. The wires to all peers with one number are an endpoint's, whose locks the
- * provider holds during system calls. So they share a turn, and who finds it taken goes on.
+ * wakes them when long messages are made or taken, and leaves a wire to a thread that is awake and has just looked at
+ * it: while the worker sent a long message, no copy would begin. Any other wire it serves itself, so short messages
+ * need no other thread. The wires of one endpoint, to all peers, share its locks, which the provider holds during
+ * system calls. So they share a turn, and who finds it taken goes on.
  *
  * A get is a message without data, the request. It is credited like any other. The peer notes it, and sends the data in
  * its own messages, the answer, when everything that arrived before the request is placed. Requests are answered in
@@ -61,7 +61,7 @@ enum {
   AWAITED = 1, /* a flush waits for the message's credit; otherwise that may come later, with others */
   REWINDS = 2, /* the next message goes by the first wire */
   FILLS = 4,   /* it has no data, and fills the rest of the ring: bytes that no wire moves */
-  ALERTS = 8   /* a long put follows: the receiver wakes the threads of all wires */
+  ALERTS = 8   /* a put of `address` parts follows: the receiver wakes the threads of their wires */
 };
 
 _Static_assert(sizeof(Header) == PROXYCCL_STAGED_ALIGN, "messages are aligned to their headers");
@@ -103,9 +103,9 @@ typedef struct {
 enum {
   HELD_NS = 50000,        /* longest time for which a credit is held back */
   SERVED_NS = 50000,      /* for this long the worker leaves a wire to its thread, which is awake and has looked */
-  LONG_PART = 1024,       /* a message is long if its data is longer than this part of the ring */
-  SHORTEST_PIECE = 65536, /* bytes that are worth a message of their own */
-  RESTED_NS = 500000,     /* so long after the last long put, threads of wires sleep */
+  LONG_PART = 1024,       /* a message is long if its data is longer than this part of the ring, … */
+  SHORTEST_PIECE = 65536, /* … or has these bytes, which are worth a message of their own */
+  RESTED_NS = 500000,     /* so long after the last long put, threads of wires certainly sleep */
   MOST_PARTS = 8,         /* into which a put is cut for several wires, if they are shorter than the longest message */
   FILLED_PART = 256, /* a rest of the ring that is smaller than this part of it is filled, not used for a short piece */
   LOOKS_AT_ALL = 64, /* the worker looks at all wires once in this many polls: providers answer peers in their polls */
@@ -129,6 +129,7 @@ typedef struct {
   uint64_t posted;            /* its own messages; a word, as its reader may not have the turn */
   uint64_t sent;              /* its own messages whose requests are complete */
   uint64_t seen;              /* messages that had arrived by it at the other thread's last poll */
+  uint64_t looked_ns;         /* relaxed: when that was; 0: never */
 } Wire;
 
 struct StagedConnection {
@@ -218,7 +219,7 @@ static ProxycclRemoteWriteTarget target_load(const ProxycclRemoteWriteTarget *ta
 
 /* Whether a message with this many bytes of data is long. Both sides have the ring's size. */
 static int is_long(const StagedConnection *self, uint64_t bytes) {
-  return bytes > self->options.ring_bytes / LONG_PART;
+  return bytes >= SHORTEST_PIECE || bytes > self->options.ring_bytes / LONG_PART;
 }
 
 /* The wire of the message after one with this many bytes of data. */
@@ -285,16 +286,17 @@ static int is_calm(const StagedConnection *self) {
 static uint64_t quotient_up(uint64_t dividend, uint64_t divisor) { return (dividend + divisor - 1) / divisor; }
 
 static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint64_t *marked);
-static void take_turn(Wire *wire, uint32_t *progress);
+static int take_turn(Wire *wire, uint32_t *progress);
 
-/* Tells the peer to wake the threads of its wires while the first parts are copied here. A thread that is woken when
- * its part has come is too late: the worker takes it, and so all parts would pass one thread. */
-static int alert(StagedConnection *self) {
+/* Tells the peer to wake the threads of a put's wires while the first parts are copied here. A thread that is woken
+ * when its part has come is too late: the worker takes it, and so all parts would pass one thread. */
+static int alert(StagedConnection *self, uint64_t parts) {
   Wire *wire = &self->wires[self->next_wire];
   Header *header = open_message(self, 0);
   uint32_t progress = 0;
   if (header == NULL) return 0; /* much is under way */
   header->flags = ALERTS;
+  header->address = parts;
   const int status = mark(self->out, &self->words->copied.count, self->made, &self->marked);
   if (status == 0) take_turn(wire, &progress);
   return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
@@ -315,7 +317,7 @@ static int begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   if (wires == 1 || bytes < 2 * SHORTEST_PIECE) return 0;
   const uint64_t last = self->put_ns;
   self->put_ns = now_ns();
-  return self->put_ns - last < RESTED_NS ? 0 : alert(self);
+  return self->put_ns - last < RESTED_NS ? 0 : alert(self, parts);
 }
 
 /* A piece of a put. Of long pieces that the CPU copies it makes one a poll: the wires carry it meanwhile, and what has
@@ -332,7 +334,7 @@ static int make_put(StagedConnection *self, Operation *operation) {
   header->address = operation->destination;
   header->target = operation->destination_key;
   operation_advance(operation, bytes);
-  self->has_copied = by_cpu && is_long(self, bytes);
+  self->has_copied |= by_cpu && is_long(self, bytes);
   if (operation->bytes > 0) return 0;
   self->piece = 0;
   if (self->rewinds) {
@@ -531,9 +533,9 @@ static int return_credits(Wire *wire, uint32_t *progress) {
 }
 
 /* A wire's turn, unless another thread is at it, or at the same endpoint for another peer: the provider would have this
- * one wait. A failure shows in the wire's status. */
-static void take_turn(Wire *wire, uint32_t *progress) {
-  if (!turn_taken(wire)) return;
+ * one wait. Returns 0 then. A failure shows in the wire's status. */
+static int take_turn(Wire *wire, uint32_t *progress) {
+  if (!turn_taken(wire)) return 0;
   if (wire->status == 0) {
     int status = post(wire, progress);
     if (status == 0 && wire->number == 0) status = return_credits(wire, progress);
@@ -542,6 +544,7 @@ static void take_turn(Wire *wire, uint32_t *progress) {
     shown_store(&wire->status, status);
   }
   turn_give(wire);
+  return 1;
 }
 
 /* Whether the worker has a reason to look at a wire: a message to post or to take, credits either way, or requests. */
@@ -551,16 +554,16 @@ static int concerns_worker(const StagedConnection *self, const Wire *wire) {
   return wire->number == 0 && (self->made != self->freed || word_peek(&self->returned) != self->taken);
 }
 
-/* Whether a wire's thread is awake and looks at its wires. */
+/* Whether a wire's thread is awake and has just looked at it. */
 static int is_served(const Wire *wire, uint64_t now) {
   const ProxycclWireThread *thread = wire->thread;
   return thread->asleep != NULL && __atomic_load_n(thread->asleep, __ATOMIC_RELAXED) == 0 &&
-         now - word_peek(&thread->looked_ns) < SERVED_NS;
+         word_peek(&wire->looked_ns) + SERVED_NS > now; /* it may have looked since `now` */
 }
 
 static int wires_turns(StagedConnection *self, uint32_t *progress) {
   const int all = self->polls % LOOKS_AT_ALL == 0;
-  const uint64_t now = self->options.wire_count > 1 ? now_ns() : 0;
+  const uint64_t now = self->wires[0].thread->asleep != NULL ? now_ns() : 0;
   for (uint32_t i = 0; i < self->options.wire_count; ++i) {
     Wire *wire = &self->wires[i];
     if ((all || self->options.wire_count == 1 || concerns_worker(self, wire)) && !is_served(wire, now))
@@ -691,7 +694,8 @@ static int take(StagedConnection *self, uint32_t *progress) {
     ++self->taken_by[wire];
     self->from_wire = header.flags & REWINDS ? 0 : wire_after(self, wire, bytes);
     if (is_long(self, bytes)) wake(&self->wires[self->from_wire]);
-    for (uint32_t i = 0; header.flags & ALERTS && i < self->options.wire_count; ++i) wake(&self->wires[i]);
+    for (uint32_t i = 0; header.flags & ALERTS && i < header.address && i < self->options.wire_count; ++i)
+      wake(&self->wires[(self->from_wire + i) % self->options.wire_count]);
     self->ends[self->taken++ % MESSAGES] = self->received;
     if (header.flags & AWAITED) word_store(&self->wanted, self->taken);
     ++*progress;
@@ -807,11 +811,10 @@ static void staged_destroy(ProxycclConnection *base) {
 static int wire_poll(ProxycclConnection *base, uint32_t *progress) {
   Wire *wire = (Wire *)base;
   uint32_t made = 0;
-  take_turn(wire, &made);
+  if (take_turn(wire, &made)) counter_set(&wire->looked_ns, now_ns());
   const uint64_t arrived = word_peek(&wire->staged->words->arrived[wire->number].count);
   made += arrived != wire->seen;
   wire->seen = arrived;
-  counter_set(&wire->thread->looked_ns, now_ns());
   *progress += made;
   return 0;
 }

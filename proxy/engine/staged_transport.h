@@ -73,13 +73,12 @@ typedef struct ProxycclConnection ProxycclConnection;
  * connection polls its wires itself too, so nobody need. */
 ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *connection, uint32_t number);
 
-/* What a thread of wires shares with the workers of their connections. It serves the wires with one number, which may
- * be one endpoint's. */
+/* The state that a thread of wires shares with the workers of their connections. It serves the wires of an endpoint, or
+ * of several. */
 typedef struct ProxycclWireThread {
   uint32_t *asleep;     /* its word (waking.h); NULL: there is no thread */
   int turn;             /* pairing wire-turn: 1 while somebody is at one of the wires */
-  uint64_t looked_ns;   /* relaxed: when the thread last looked at one; 0: never */
-  uint64_t padding[13]; /* other threads' begin in another pair of cache lines */
+  uint64_t padding[14]; /* other threads' begin in another pair of cache lines */
 } ProxycclWireThread;
 
 /* Tells a wire its thread, which must outlive the use of the wire; NULL: it has none, as in the beginning. Neither the

@@ -11,7 +11,6 @@ from proxyccl.proxy.fabric.endpoint import FabricEndpoint, FabricRegistration
 from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
-from proxyccl.proxy.idle_choice import usable_cores
 from proxyccl.proxy.remote_setup import RemoteSetup
 from proxyccl.proxy.staging import MOST_WIRES, RemoteWriteTargets
 
@@ -48,7 +47,7 @@ class FabricContext:
         self.endpoint = FabricEndpoint(choose_offer(offers, options, local_rank=setup.local_rank), options)
         self.registered_segment = self.endpoint.register(setup.segment.host_ptr, setup.segment.nbytes)
         self._wire_endpoints = [self.endpoint]
-        self._host_ranks = setup.host_ranks
+        self._core_share = setup.core_share
 
     def wire_endpoints(self) -> list[FabricEndpoint]:
         """The endpoints for staged data: `FabricOptions.streams`, all of one offer. The first call makes them.
@@ -58,7 +57,7 @@ class FabricContext:
             RuntimeUnavailableError: the provider can't open them; the message says why.
         """
         offer, made = self.endpoint.offer, self._wire_endpoints
-        streams = self.options.streams or (default_streams(usable_cores(), self._host_ranks) if offer.is_stream else 1)
+        streams = self.options.streams or (default_streams(self._core_share) if offer.is_stream else 1)
         while len(made) < streams:
             made.append(FabricEndpoint(offer, self.options))
         return made
@@ -92,11 +91,10 @@ class FabricContext:
                 steps.callback(endpoint.close)
 
 
-def default_streams(cores: int, host_ranks: int) -> int:
+def default_streams(core_share: int) -> int:
     """The number of streams for staged data over sockets. Each has a thread, for all of a rank's peers.
 
     Args:
-        cores: of the host. A launcher may have bound a rank to one of them, so its own don't count.
-        host_ranks: the ranks that share them.
+        core_share: cores that the rank's threads may keep busy.
     """
-    return max(1, min(MOST_WIRES, cores // (host_ranks * _CORES_PER_STREAM)))
+    return max(1, min(MOST_WIRES, core_share // _CORES_PER_STREAM))

@@ -69,11 +69,13 @@ class EngineConnection(Struct, frozen=True):
         owned: the objects that it copies with, to close after it, in this order.
         wires: parts of it that other threads may poll too, as connections; those of all connections with the same
             number by the same thread.
+        ends: one more than the highest number of any connection's.
     """
 
     pointer: Any
     owned: tuple[Stream | Event, ...] = ()
     wires: tuple[tuple[int, Any], ...] = ()
+    ends: int = 0
 
 
 def fill(native_options: Any, options: Any, names: tuple[str, ...]) -> None:

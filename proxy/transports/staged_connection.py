@@ -66,9 +66,9 @@ def _connect(
         native_options.copy_out, native_options.copy_in = out[0], into[0]
         pointer = create(engine, transport, native_options, needs=needs)
         undo.pop_all()
-    numbers = [wire.number for wire in options.wires] if len(wires) > 1 else []
+    numbers = [wire.number for wire in options.wires] if options.ends > 1 else []
     polled = [(number, lib.proxyccl_staged_wire(pointer, i)) for i, number in enumerate(numbers)]
-    return EngineConnection(pointer, (out_stream, in_stream, out_event, in_event), tuple(polled))
+    return EngineConnection(pointer, (out_stream, in_stream, out_event, in_event), tuple(polled), options.ends)
 
 
 def _status_text(status: int) -> str:

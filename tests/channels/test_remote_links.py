@@ -54,7 +54,7 @@ def on_all_ranks(body: Callable[[RemoteLinks, Context], object]) -> list[Any]:
             SimpleNamespace(same_host=lambda _: False),  # type: ignore[arg-type]
             lambda: SimpleNamespace(open_remote=lambda *_, **__: context),  # type: ignore[arg-type,return-value]
             TransportOptions(),
-            host_ranks=1,
+            core_share=1,
         )
         transports = {peer: "copy" if peer // 2 == rank // 2 else "fabric" for peer in range(RANKS) if peer != rank}
         links.probe(transports)

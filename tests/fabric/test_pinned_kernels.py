@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -45,9 +45,15 @@ def _like_a_gpu(library: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         yield
 
 
+def run_nodes(ranks: int, each: int, body: Callable[[Communicator], None]) -> None:
+    """Runs the body in ranks of nodes that have some each, between which data is staged."""
+    staged = {(a, b): "staged_fabric" for a in range(ranks) for b in range(a) if a // each != b // each}
+    fabric = FabricOptions.from_environment(streams=2)
+    run_ranks(ranks, body, local_world_size=each, transport=staged, fabric=fabric)
+
+
 def run(ranks: int, each: int, call: Call, *, by_kernels: bool) -> None:
     """Checks the call by default, and by kernels in any case."""
-    staged = {(a, b): "staged_fabric" for a in range(ranks) for b in range(a) if a // each != b // each}
 
     def body(comm: Communicator) -> None:
         collectives, dtype = comm.collectives, as_dtype(call.dtype)
@@ -64,8 +70,7 @@ def run(ranks: int, each: int, call: Call, *, by_kernels: bool) -> None:
         assert collectives.team().pinned
         comm.barrier()
 
-    fabric = FabricOptions.from_environment(streams=2)
-    run_ranks(ranks, body, local_world_size=each, transport=staged, fabric=fabric)
+    run_nodes(ranks, each, body)
 
 
 @pytest.mark.parametrize("longer", [False, True])

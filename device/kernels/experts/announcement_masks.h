@@ -136,6 +136,8 @@ class MaskAnnouncement : public Announcement {
     float weight;
     bool is_first;  // of its token's slots for that rank
   };
+  // Called by each of `threads` threads: calls body(source, slot, choice) for every slot of all sources for which
+  // wanted(source, slot). Waits for their packets, several of which it loads at once.
   template <class Wanted, class Body>
   PROXYCCL_DEVICE void forEachChoice(uint32_t thread, uint32_t threads, Wanted wanted, Body body) const {
     constexpr uint32_t kAtOnce = 4;

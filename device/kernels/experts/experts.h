@@ -2,9 +2,10 @@
  * arguments.
  *
  * Plain C. A slot is one expert choice of one token. Each rank's tokens are cut into segments of consecutive tokens;
- * block b of every rank handles segment b of every source, so blocks wait for other blocks only for the counts. A large
- * dispatch has fewer segments than blocks; the other blocks only send. A small one sends no counts: it announces its
- * choices to all ranks (experts/announcement.h), and every block counts for itself.
+ * block b of every rank handles segment b of every source, so blocks wait for other blocks only for the counts and,
+ * between nodes, for messages with several segments (batches). A large dispatch has fewer segments than blocks; the
+ * other blocks only send. A small one sends no counts: it announces its choices to all ranks (experts/announcement.h),
+ * and every block counts for itself.
  *
  * Every rank has a workspace, with the same layout on all, and the ranks of its node map it. It holds flags (8-byte
  * words that peers store and this rank polls) and slabs. A slab holds the data of one source for one rank or node: for
@@ -80,7 +81,7 @@ enum {
  *   uint32 counts[experts]            slots of the segment for each expert
  *   uint32 chosen[ranks * chosen_per_rank]  with a row for each rank: choices of the segment, for each expert
  *   ProxycclExpertSlot slots[segment_tokens * topk]
- *   int32 places[segment_tokens]      across nodes: where in the segment's rows each token lies, or PROXYCCL_NO_ROW
+ *   int32 places[segment_tokens]      across nodes: where in its batch's rows each token lies, or PROXYCCL_NO_ROW
  *   weights[segment_tokens * topk] */
 typedef struct ProxycclExpertSegment {
   uint32_t tokens;        /* of the whole source */
@@ -168,7 +169,7 @@ typedef struct ProxycclExpertLayout {
   int32_t* tokens;      /* [world_size]: of each rank */
   int32_t* counts;      /* [world_size][experts] */
   int32_t* rows;        /* [world_size][max_tokens][topk]: this rank's row of each slot */
-  int32_t* places;      /* [world_size][max_tokens]: across nodes, where the token lies in its segment's rows */
+  int32_t* places;      /* [world_size][max_tokens]: across nodes, where the token lies in its batch's rows */
   int32_t* sent_places; /* [nodes][max_tokens]: the same of this rank's tokens, for each node */
   int32_t* expert_ids;  /* [nodes][max_tokens][topk]: of this rank's tokens and its counterparts' */
   int32_t* first_rows;  /* [rows]: the first row of the same token on this rank */

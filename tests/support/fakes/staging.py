@@ -129,6 +129,7 @@ class End(OwnTriggers):
                 StagedWire(wire.options(), wire.area_key, other.area.host_ptr, wire.peer_key, number)
                 for number, wire in enumerate(self.wires)
             ),
+            ends=len(self.wires),
             credits_tell=self.credits_tell,
             area=self.area.host_ptr,
             device_area=self.area.ptr,
