@@ -563,7 +563,8 @@ static int is_served(const Wire *wire, uint64_t now) {
 
 static int wires_turns(StagedConnection *self, uint32_t *progress) {
   const int all = self->polls % LOOKS_AT_ALL == 0;
-  const uint64_t now = self->wires[0].thread->asleep != NULL ? now_ns() : 0;
+  const int shared = self->options.wire_count > 1 || self->wires[0].thread->asleep != NULL;
+  const uint64_t now = shared ? now_ns() : 0;
   for (uint32_t i = 0; i < self->options.wire_count; ++i) {
     Wire *wire = &self->wires[i];
     if ((all || self->options.wire_count == 1 || concerns_worker(self, wire)) && !is_served(wire, now))
