@@ -93,7 +93,7 @@ class PeerLinks:
         self._transports: dict[int, str] = {}
         self.topology = topology
         self.schedule_ids = 0
-        here = sum(topology.same_host(rank) for rank in range(topology.world_size))
+        here = len(self._of_host())
         self.host_ranks: int = here if whole is None else max(here, whole.host_ranks)
         beside = len(self._of_container())
         self.container_ranks: int = beside if whole is None else max(beside, whole.container_ranks)

@@ -19,7 +19,7 @@ from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Message, ProtocolError, Uint64
-from proxyccl.proxy.fabric.device_memory import register_memory
+from proxyccl.proxy.fabric.device_memory import register_device_memory
 from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint, FabricRegistration
 from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
@@ -180,10 +180,14 @@ class AgentFabric:
                 self._own.add([(region, region.address, self._endpoint.descriptor(made))])
 
     def _register(self, region: Region, runtime: Runtime | None) -> FabricRegistration:
-        """Raises as `register_memory`, and RuntimeUnavailableError if the driver does not know a device's memory."""
-        if runtime is not None and runtime.name != "host" and runtime.pointer_device(region.address) is None:
+        """Raises as `register_device_memory`, and RuntimeUnavailableError for memory that the driver does not know."""
+        if runtime is None or runtime.name == "host":
+            return self._endpoint.register(region.address, region.nbytes)
+        number = runtime.pointer_device(region.address)
+        if number is None:
             raise RuntimeUnavailableError(f"device {region.device}: its driver does not know the memory")
-        return register_memory(self._endpoint, runtime, self._options.gpu_writes, region.address, region.nbytes)
+        gpu_writes = self._options.gpu_writes
+        return register_device_memory(self._endpoint, runtime, number, gpu_writes, region.address, region.nbytes)
 
     def keep(self, regions: Iterable[Region]) -> None:
         """Deregisters all other regions."""

@@ -54,8 +54,8 @@ typedef struct ProxycclTeam {
   ProxycclTeamCounters* counters;
   uint32_t* epochs; /* one a lane, in device memory, advanced by its block: kernels that used outputs.h */
   char* scratch;
-  char* proxied; /* the scratch memory through which peers are reached that are not mapped: `scratch`, or pinned memory
-                    of the host, where CPUs move what the proxy would stage */
+  char* proxied;           /* the scratch memory for peers that are not mapped: `scratch`, or pinned memory
+                              of the host, where CPUs move what the proxy would stage */
   uint64_t exchange_bytes; /* bytes from all peers that a buffer for rounds holds */
   uint64_t pipeline_bytes; /* the same of a pipeline's */
   uint64_t outputs_offset, staging_offset;

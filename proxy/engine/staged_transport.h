@@ -76,7 +76,7 @@ ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *connection, uint32_
 /* The state that a thread of wires shares with the workers of their connections. It serves the wires of an endpoint, or
  * of several. */
 typedef struct ProxycclWireThread {
-  uint32_t *asleep;     /* its word (waking.h); NULL: there is no thread */
+  uint32_t *asleep;     /* its word (waking.h); NULL without a thread */
   int turn;             /* pairing wire-turn: 1 while somebody is at one of the wires */
   uint64_t padding[14]; /* other threads' begin in another pair of cache lines */
 } ProxycclWireThread;

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Hashable
 
 from proxyccl.device.errors import RuntimeUnavailableError
-from proxyccl.proxy.fabric.device_memory import register_memory
+from proxyccl.proxy.fabric.device_memory import register_device_memory
 from proxyccl.proxy.fabric.endpoint import FabricEndpoint, FabricRegistration
 from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
@@ -63,8 +63,12 @@ class FabricContext:
         return made
 
     def register(self, ptr: int, nbytes: int, allocation: Hashable = None) -> FabricRegistration:
-        """Registers memory that the runtime knows (`register_memory`)."""
-        return register_memory(self.endpoint, self.runtime, self.options.gpu_writes, ptr, nbytes, allocation)
+        """Registers memory of the host, or of a device as `register_device_memory`."""
+        number = None if self.runtime.name == "host" else self.runtime.pointer_device(ptr)
+        if number is None:
+            return self.endpoint.register(ptr, nbytes, allocation=allocation)
+        gpu_writes = self.options.gpu_writes
+        return register_device_memory(self.endpoint, self.runtime, number, gpu_writes, ptr, nbytes, allocation)
 
     def unsupported_reason(self) -> str:
         """Why the provider can't reach the runtime's device memory, or that the device does not order RDMA writes;

@@ -1,4 +1,4 @@
-"""Registers memory of the host or of a device with an endpoint."""
+"""Registers a device's memory with an endpoint."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from proxyccl.proxy.fabric.endpoint import DeviceMemory, FabricEndpoint, FabricR
 from proxyccl.proxy.gpu_writes import require_ordered
 
 
-def register_memory(
+def register_device_memory(
     endpoint: FabricEndpoint,
-    runtime: Runtime | None,
+    runtime: Runtime,
+    number: int,
     gpu_writes: str,
     ptr: int,
     nbytes: int,
     allocation: Hashable = None,
 ) -> FabricRegistration:
-    """Registers memory, unless it is a device's that does not order RDMA writes.
+    """Registers memory of a device, unless that does not order RDMA writes.
 
     Args:
         endpoint: registers it.
-        runtime: knows the memory; None for the host's.
+        runtime: of the device.
+        number: the device's (`pointer_device`).
         gpu_writes: as in `FabricOptions`.
         ptr, nbytes, allocation: as for `FabricEndpoint.register`.
 
@@ -29,9 +31,6 @@ def register_memory(
         RuntimeUnavailableError: the device does not order them (`require_ordered`). Other errors are those of
             `FabricEndpoint.register`.
     """
-    number = None if runtime is None or runtime.name == "host" else runtime.pointer_device(ptr)
-    if runtime is None or number is None:
-        return endpoint.register(ptr, nbytes, allocation=allocation)
     require_ordered(runtime, gpu_writes, "PROXYCCL_FABRIC_GPU_WRITES")
     with runtime.current():
         return endpoint.register(ptr, nbytes, device=DeviceMemory(runtime.name, number), allocation=allocation)

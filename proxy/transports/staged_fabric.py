@@ -73,7 +73,8 @@ def _make_endpoint(device: FabricContext) -> StagedEndpoint:
     options, endpoints = device.options, device.wire_endpoints()
     device.staged_peers += 1
     first = first_wire(len(endpoints), device.staged_peers)
-    wires = [*enumerate(endpoints)][first:] + [*enumerate(endpoints)][:first]
+    numbered = [*enumerate(endpoints)]
+    wires = numbered[first:] + numbered[:first]
     ring_bytes = options.staging_bytes or default_ring(len(endpoints), device.staged_peers)
     area = StagingArea(device.runtime, [endpoint for _, endpoint in wires], ring_bytes, options.staging_chunk)
     keys = [(made.local_key, made.key, made.address) for made in area.registrations]

@@ -22,6 +22,7 @@ from proxyccl.channels.transfers import fabric, paths
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import RuntimeUnavailableError
+from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
 from proxyccl.transfer import (
     ActiveError,
@@ -116,14 +117,14 @@ def test_blocks_arrive_where_they_belong(two: TwoHosts, operation: str, kinds: t
 @pytest.fixture
 def unreached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the host runtime's devices ones that adapters do not reach."""
-    register = fabric.register_memory
+    register = fabric.AgentFabric._register
 
-    def refuse(endpoint: object, runtime: object, *memory: object) -> object:
+    def refuse(self: fabric.AgentFabric, region: fabric.Region, runtime: Runtime | None) -> object:
         if runtime is not None and ON_HOST:
             raise RuntimeUnavailableError("tcp does not reach memory of these GPUs")
-        return register(endpoint, runtime, *memory)
+        return register(self, region, runtime)
 
-    monkeypatch.setattr(fabric, "register_memory", refuse)
+    monkeypatch.setattr(fabric.AgentFabric, "_register", refuse)
 
 
 @pytest.mark.usefixtures("unreached")

@@ -139,7 +139,7 @@ typedef struct ProxycclExperts {
   uint32_t kept_calls; /* 2: inbox and returns are double-buffered, so that a call sends before peers have read the
                           previous one; else 1 */
   uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
-  uint32_t batch_tokens;         /* across nodes: so many of a source's tokens are worth a message of their own */
+  uint32_t batch_tokens;         /* across nodes: a source's tokens that are worth a message of their own */
   uint64_t segment_bytes;        /* of the rows of a segment, at most */
   uint64_t return_segment_bytes; /* the same for a combine, with one row per token */
   uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* in a segment's routing */
