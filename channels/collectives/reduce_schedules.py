@@ -24,11 +24,11 @@ from proxyccl.proxy.schedule import STAGES, Schedule, SchedulePost, ScheduleRece
 _SLOT_ALIGNMENT = 128
 _PIECE_ALIGNMENT = 128  # elements
 _CHUNK_ALIGNMENT = 32  # elements, 16 bytes or more
-_FEW_BLOCKS = 32
+_FEW_BLOCKS = 32  # of two ranks' elements
 _LONGEST_CHUNK = 8
 """Times the shortest: so blocks that begin late leave little to wait for."""
 _MOST_PER_BLOCK = 16
-"""Times the shortest chunk: a piece takes few blocks until each has more than this, as a busy GPU has room for few."""
+"""Times the shortest chunk, of two ranks: there are few blocks until each has more, as a busy GPU has few places."""
 _SHORTEST_PIECE = 2 << 20
 _MOST_PIECES = 3
 """The link is busy without a pause from two pieces on; each more is another pause between copies."""
@@ -287,7 +287,9 @@ class _Slots:
         arrived.rank, arrived.world_size = self._members.index(group.rank), len(self._members)
         arrived.divisor = group.world_size
         piece, shortest = pieces[0][1], -(-defaults.small_bytes // self._dtype.itemsize)
-        few, many = min(_FEW_BLOCKS, -(-piece // shortest)), -(-piece // (_MOST_PER_BLOCK * shortest))
+        ranks = len(self._members)  # whose elements are read, and one result written
+        few = min(_FEW_BLOCKS * ranks // 2, -(-piece // shortest))
+        many = -(-piece * ranks // (2 * _MOST_PER_BLOCK * shortest))
         blocks = min(defaults.small_blocks, max(few, many))
         chunk = _round_up(max(shortest, min(-(-piece // blocks), _LONGEST_CHUNK * shortest)), _CHUNK_ALIGNMENT)
         arrived.pieces, arrived.piece, arrived.transfers = len(pieces), piece, transfers

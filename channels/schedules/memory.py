@@ -28,6 +28,8 @@ Side = Literal["source", "target", "scratch"]
 _POLL_SECONDS = 0.0001
 _SMALLEST_STAGE = 1 << 20
 _WORD_BYTES = 4
+_MOST_BOXED = 8
+"""Most peers for each of which a rank copies more of its own part by way of the next rank, which has memory for it."""
 REDUCTION_WORDS = 3
 
 
@@ -88,7 +90,7 @@ class ScheduleMemories:
         staged_bytes = defaults.staged_pinned_bytes * (group.world_size - 1)
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
         own_box = group.world_size > 1 and not self.staged_together  # one host: all ranks have the same driver
-        self.own_box_bytes = defaults.own_box_bytes if own_box else 0
+        self.own_box_bytes = defaults.own_box_bytes * min(group.world_size - 1, _MOST_BOXED) if own_box else 0
         # Here and not when it is first used, which may be in a capture. This rank's is the one before's.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)

@@ -119,7 +119,7 @@ class GpuRuntime:
             efficient_blocks=min(64, processors),
             copy_blocks=min(32, processors),
             small_threads=32 if small else 512,
-            small_blocks=processors if small else min(32, processors),
+            small_blocks=2 * processors if small else min(32, processors),
             small_bytes=2 * 1024 if small else 16 * 1024,
             awaits_data=True,
             bytes_per_block=16 * 1024,
@@ -138,7 +138,7 @@ class GpuRuntime:
             line_move_bytes=4 * 1024 * 1024,
             pinned_bytes=0 if bundles else 32 * 1024,
             staged_pinned_bytes=32 * 1024,
-            own_box_bytes=512 * 1024 if bundles else 0,
+            own_box_bytes=768 * 1024 if bundles else 0,
             one_crossing_bytes=8 * 1024 * 1024,
         )
         self.context = DeviceContext(driver, driver.context(device))

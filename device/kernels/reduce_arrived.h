@@ -114,19 +114,94 @@ PROXYCCL_DEVICE void endBlock(const ProxycclArrived& arrived) {
   if (arrived.joined != nullptr) storeRelaxedSystem<uint64_t>(arrived.joined, 0);
 }
 
+// Where each rank's elements of a chunk lie: this rank's own in its array, those of others in slots.
+template <class T>
+struct ChunkSource {
+  const T* own;
+  const char* slots;
+  uint64_t slot_bytes;
+  uint32_t rank;
+
+  PROXYCCL_DEVICE const T* operator()(uint32_t of) const {
+    if (of == rank) return own;
+    return reinterpret_cast<const T*>(slots + (of < rank ? of : of - 1) * slot_bytes);
+  }
+};
+
 #if !PROXYCCL_ON_HOST
-// Reduces `units` units of 16 bytes, all aligned. A thread has several of them in flight from each rank: few threads
-// would otherwise wait for memory most of the time.
-template <class T, class Op, class Source>
-PROXYCCL_DEVICE void reduceUnits(const ProxycclArrived& arrived, uint32_t units, Source source, T* out) {
-  constexpr uint32_t kUnits = PROXYCCL_SMALL_BLOCKS ? 1 : sizeof(T) == 1 ? 2 : 4;
-  Bytes16* const to = reinterpret_cast<Bytes16*>(out);
+// Reduces `units` units of 16 bytes, all aligned, of a number of ranks that the compiler knows: sums need no register
+// until all values are there. A thread has several units in flight, as few threads would otherwise wait for memory most
+// of the time. Out of line, as what the caller keeps in registers would leave too few for that.
+template <class T, class Op, uint32_t kRanks, uint32_t kUnits>
+PROXYCCL_OUT_OF_LINE void reduceUnitsOf(uint32_t divisor, uint32_t units, const ChunkSource<T> source, Bytes16* to) {
+  constexpr uint32_t kWide = 16 / sizeof(T);
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < units; i += kUnits * blockDim.x) {
+    Bytes16 values[kUnits][kRanks];
+#pragma unroll
+    for (uint32_t u = 0; u < kUnits; ++u)
+#pragma unroll
+      for (uint32_t rank = 0; rank < kRanks; ++rank) {
+        const bool inside = u == 0 || i + u * blockDim.x < units;
+        values[u][rank] = inside ? reinterpret_cast<const Bytes16*>(source(rank))[i + u * blockDim.x] : Bytes16{};
+      }
+#pragma unroll
+    for (uint32_t u = 0; u < kUnits; ++u) {
+      Unit<T> result;
+#pragma unroll
+      for (uint32_t v = 0; v < kWide; ++v) {
+        auto sum = Element<T>::widen(__builtin_bit_cast(Unit<T>, values[u][0]).values[v]);
+#pragma unroll
+        for (uint32_t rank = 1; rank < kRanks; ++rank)
+          sum = Op::combine(sum, Element<T>::widen(__builtin_bit_cast(Unit<T>, values[u][rank]).values[v]));
+        result.values[v] = finishReduction<T, Op>(sum, divisor);
+      }
+      if (u == 0 || i + u * blockDim.x < units) result.store(reinterpret_cast<T*>(to + i + u * blockDim.x));
+    }
+  }
+}
+
+// The same of any number of ranks.
+template <class T, class Op>
+PROXYCCL_OUT_OF_LINE void reduceUnits(uint32_t ranks, uint32_t divisor, uint32_t units, const ChunkSource<T> source,
+                                      Bytes16* to) {
+#if PROXYCCL_SMALL_BLOCKS
+  constexpr uint32_t kWide = 16 / sizeof(T), kAtOnce = 4;  // ranks whose values are in flight
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < units; i += blockDim.x) {
+    typename Element<T>::Accumulator sums[kWide];
+#pragma unroll 1
+    for (uint32_t first = 0; first < ranks; first += kAtOnce) {
+      Bytes16 values[kAtOnce];
+#pragma unroll
+      for (uint32_t r = 0; r < kAtOnce; ++r)
+        values[r] = reinterpret_cast<const Bytes16*>(source(first + r < ranks ? first + r : first))[i];
+#pragma unroll
+      for (uint32_t r = 0; r < kAtOnce; ++r) {
+        const Unit<T> unit = __builtin_bit_cast(Unit<T>, values[r]);
+#pragma unroll
+        for (uint32_t v = 0; v < kWide; ++v) {
+          const auto value = Element<T>::widen(unit.values[v]);
+          if (first + r == 0)
+            sums[v] = value;
+          else if (first + r < ranks)
+            sums[v] = Op::combine(sums[v], value);
+        }
+      }
+    }
+    Unit<T> result;
+#pragma unroll
+    for (uint32_t v = 0; v < kWide; ++v) result.values[v] = finishReduction<T, Op>(sums[v], divisor);
+    result.store(reinterpret_cast<T*>(to + i));
+  }
+#else
+  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;
 #pragma unroll 1
   for (uint32_t first = threadIdx.x; first < units; first += kUnits * blockDim.x) {
     auto inside = [=](uint32_t u) { return first + u * blockDim.x < units; };
     Bytes16 results[kUnits];
     combineUnits<T, Op, kUnits, Loads::kAhead>(
-        arrived.world_size, arrived.divisor,
+        ranks, divisor,
         [&](uint32_t rank) {
           return [=, from = reinterpret_cast<const Bytes16*>(source(rank)) + first](uint32_t u) {
             return inside(u) ? from[u * blockDim.x] : Bytes16{};
@@ -137,42 +212,15 @@ PROXYCCL_DEVICE void reduceUnits(const ProxycclArrived& arrived, uint32_t units,
     for (uint32_t u = 0; u < kUnits; ++u)
       if (inside(u)) store128(to + first + u * blockDim.x, results[u].low, results[u].high);
   }
-}
-
-// The same of two ranks, whose sums need no register until all values are there.
-template <class T, class Op>
-PROXYCCL_DEVICE void reduceUnitsOfTwo(uint32_t divisor, uint32_t units, const Bytes16* first, const Bytes16* second,
-                                      Bytes16* to) {
-  constexpr uint32_t kUnits = PROXYCCL_SMALL_BLOCKS ? 2 : 4, kWide = 16 / sizeof(T);
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < units; i += kUnits * blockDim.x) {
-    Bytes16 a[kUnits], b[kUnits];
-#pragma unroll
-    for (uint32_t u = 0; u < kUnits; ++u) {
-      const bool inside = u == 0 || i + u * blockDim.x < units;
-      a[u] = inside ? first[i + u * blockDim.x] : Bytes16{};
-      b[u] = inside ? second[i + u * blockDim.x] : Bytes16{};
-    }
-#pragma unroll
-    for (uint32_t u = 0; u < kUnits; ++u) {
-      const Unit<T> x = __builtin_bit_cast(Unit<T>, a[u]), y = __builtin_bit_cast(Unit<T>, b[u]);
-      Unit<T> result;
-#pragma unroll
-      for (uint32_t v = 0; v < kWide; ++v)
-        result.values[v] = finishReduction<T, Op>(
-            Op::combine(Element<T>::widen(x.values[v]), Element<T>::widen(y.values[v])), divisor);
-      const Bytes16 bytes = __builtin_bit_cast(Bytes16, result);
-      if (u == 0 || i + u * blockDim.x < units) store128(to + i + u * blockDim.x, bytes.low, bytes.high);
-    }
-  }
+#endif
 }
 #endif
 
 #if PROXYCCL_SMALL_BLOCKS
 // Brings a chunk of all ranks into the device's cache. A warp has too few registers for as many loads in flight as
 // would keep the memory busy; this takes none.
-template <class T, class Source>
-PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, Source source) {
+template <class T>
+PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, const ChunkSource<T>& source) {
   constexpr uint32_t kLine = 128;
 #pragma unroll 1
   for (uint32_t rank = 0; rank < arrived.world_size; ++rank) {
@@ -184,21 +232,32 @@ PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, 
 #endif
 
 // out[0, count) = the combination, in rank order, of source(rank)[0, count) of all ranks. By a block.
-template <class T, class Op, class Source>
-PROXYCCL_DEVICE void reduceChunk(const ProxycclArrived& arrived, uint64_t count, Source source, T* out) {
+template <class T, class Op>
+PROXYCCL_DEVICE void reduceChunk(const ProxycclArrived& arrived, uint64_t count, const ChunkSource<T>& source, T* out) {
   uint64_t done = 0;
 #if !PROXYCCL_ON_HOST
   if (isAligned16(source(arrived.rank)) && isAligned16(out)) {
-    constexpr uint32_t kWide = 16 / sizeof(T);
+    constexpr uint32_t kWide = 16 / sizeof(T), kOfTwo = PROXYCCL_SMALL_BLOCKS ? 2 : 4;
     const uint32_t units = static_cast<uint32_t>(count / kWide);
 #if PROXYCCL_SMALL_BLOCKS
-    fetchChunk<T>(arrived, 16 * units, source);
+    fetchChunk(arrived, 16 * units, source);
 #endif
-    auto of = [&](uint32_t rank) { return reinterpret_cast<const Bytes16*>(source(rank)); };
-    if (arrived.world_size == 2)
-      reduceUnitsOfTwo<T, Op>(arrived.divisor, units, of(0), of(1), reinterpret_cast<Bytes16*>(out));
-    else
-      reduceUnits<T, Op>(arrived, units, source, out);
+    Bytes16* const to = reinterpret_cast<Bytes16*>(out);
+    switch (arrived.world_size) {
+      case 2:
+        reduceUnitsOf<T, Op, 2, kOfTwo>(arrived.divisor, units, source, to);
+        break;
+#if PROXYCCL_SMALL_BLOCKS
+      case 3:
+        reduceUnitsOf<T, Op, 3, 1>(arrived.divisor, units, source, to);
+        break;
+      case 4:
+        reduceUnitsOf<T, Op, 4, 1>(arrived.divisor, units, source, to);
+        break;
+#endif
+      default:
+        reduceUnits<T, Op>(arrived.world_size, arrived.divisor, units, source, to);
+    }
     done = count / kWide * kWide;
   }
 #endif
@@ -220,11 +279,7 @@ PROXYCCL_DEVICE void reduce_arrived(const ProxycclArrived& arrived, const T* in,
       if (!awaitPiece(arrived, awaited, taken == awaited * arrived.chunks)) return;
     const uint64_t end = minimum((piece + 1) * arrived.piece, count);
     const uint64_t begin = minimum(piece * arrived.piece + chunk * arrived.chunk, end);
-    auto source = [&](uint32_t rank) {
-      if (rank == arrived.rank) return in + begin;
-      const uint32_t slot = rank < arrived.rank ? rank : rank - 1;
-      return reinterpret_cast<const T*>(arrived.slots + slot * arrived.slot_bytes) + begin;
-    };
+    const ChunkSource<T> source = {in + begin, arrived.slots + begin * sizeof(T), arrived.slot_bytes, arrived.rank};
     reduceChunk<T, Op>(arrived, minimum(arrived.chunk, end - begin), source, out + begin);
     endChunk(arrived, piece);
   }

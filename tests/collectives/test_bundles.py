@@ -17,6 +17,8 @@ from support.cases.span_calls import COLLECTIVES, SpanCalls
 from support.device_arrays import barrier, on_device, on_host
 from support.running import run_ranks
 
+pytestmark = pytest.mark.host_only(reason="it replaces the host runtime's copies")
+
 RANKS = 3
 _COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
 _WORDS = ctypes.POINTER(ctypes.c_uint64)
