@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from proxyccl.channels.inventory import Inventory
@@ -139,6 +139,7 @@ class Group:
             lambda: self.timeout,
         )
         self._closing = threading.RLock()
+        self._end_rank: Callable[[], None] | None = None  # as soon as it is open
         self._released = False
         self._watcher: Watcher
         self.runtime.in_flight.follow(self.launches)
@@ -286,6 +287,7 @@ class Group:
         self.failure.watch(self._watcher, observer, stopped_proxy)
         self.exchange.guard(self.failure, self._watcher)
         self._published = self._publish()
+        self._end_rank = self.runtime.begin_rank()
         with _open_lock:
             orphan = self._parent is not None and self._parent.failure.closed
             if not orphan:
@@ -568,6 +570,8 @@ class Group:
                 for child in list(self._children):  # also one that was just released
                     child._release(healthy=healthy)
                 self._free(healthy=healthy)
+                if self._end_rank is not None:
+                    self._end_rank()
         if self._parent is not None:
             with _open_lock, contextlib.suppress(ValueError):  # it may have been released before
                 self._parent._children.remove(self)

@@ -399,6 +399,10 @@ class BaseRuntime(Protocol):
         """
         ...
 
+    def begin_rank(self) -> Callable[[], None]:
+        """A rank opens a group on the device. Returns a call for its end, after that of all its kernels."""
+        ...
+
     def warm_up(self, peers: Collection[str]) -> None:
         """Makes the driver do now, for copies to peers, what it otherwise does at the first copy.
 

@@ -18,6 +18,7 @@ from proxyccl.device.errors import (
     RuntimeUnavailableError,
 )
 from proxyccl.device.gpu.context import DeviceContext
+from proxyccl.device.gpu.kept_pins import KeptPins
 from proxyccl.device.gpu.unused_memory import UnusedMemory, is_held
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.memory.handle_kinds import DEVICE_MEMORY, NOT_PASSED, passes_namespaces
@@ -163,9 +164,11 @@ class GpuMemoryManager:
         in_flight: the launches to wait for before memory is freed.
 
     Attributes:
+        kept_pins: pinned memory without users, of the process.
         unused: memory without remaining references; freed when the device is waited for next.
     """
 
+    kept_pins: ClassVar[KeptPins] = KeptPins()
     _pinned: ClassVar[_Once] = LeaseCache(_undo)
     _imported: ClassVar[_Once] = LeaseCache(_undo)
 
@@ -231,13 +234,18 @@ class GpuMemoryManager:
         with self._context.current():
             self._pinned.acquire(key, pin)
             ptr = self._driver.host_device_pointer(start) + shared.ptr - start
-        pinned, context = self._pinned, self._context
+        pinned, context, kept = self._pinned, self._context, self.kept_pins
+        addresses = [shared.addresses()]  # until it is unpinned: other memory would be given them, still pinned
 
         def unpin() -> None:
             context.call(pinned.release, key)
-            shared.close()  # not before: its addresses would be given to other memory, still pinned
+            addresses.clear()
 
-        return GpuPinnedMemory(ptr, shared, self.unused, unpin)
+        def release() -> None:
+            shared.close()
+            kept.release(nbytes, unpin)
+
+        return GpuPinnedMemory(ptr, shared, self.unused, release)
 
     def pin_range(self, ptr: int, nbytes: int) -> GpuMemory:
         """Pins memory of the host that somebody else allocated, and unpins it when the result closes.

@@ -217,6 +217,12 @@ class GpuRuntime:
         """Maps and pins the memory of a file that another process handed over."""
         return self._memory.pin(SharedMemory.adopt(descriptor, nbytes))
 
+    def begin_rank(self) -> Callable[[], None]:
+        """While ranks of several devices have open groups, memory without users stays pinned (`KeptPins`)."""
+        kept, device = self._memory.kept_pins, (self.name, self.device)
+        kept.begin_rank(*device)
+        return functools.partial(kept.end_rank, *device)
+
     def warm_up(self, peers: Collection[str]) -> None:
         """Opens the peers' memory to this device, once, and makes each call of a copy with a signal once."""
         cold = {self.device_id, *peers} - self._warm

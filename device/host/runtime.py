@@ -7,7 +7,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -177,6 +177,10 @@ class HostRuntime:
     def adopt_pinned(self, descriptor: int, nbytes: int) -> SharedMemory:
         """Maps memory that a process of this machine handed over."""
         return SharedMemory.adopt(descriptor, nbytes)
+
+    def begin_rank(self) -> Callable[[], None]:
+        """Nothing to count: there is no driver that waits for other devices."""
+        return lambda: None
 
     def warm_up(self, peers: Collection[str]) -> None:
         """Nothing to do: there is no driver."""

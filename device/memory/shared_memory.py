@@ -59,10 +59,11 @@ class _Mapping:
     """A file mapped into this process, unmapped with the last `SharedMemory` that uses it.
 
     A file is mapped once in a process, so ranks that are threads see one address. A second mapping would be the same
-    memory unknown to a race detector, which knows memory by its address.
+    memory unknown to a race detector, which knows memory by its address. Addresses that are pinned may outlast their
+    users (`SharedMemory.addresses`); the descriptor does not.
     """
 
-    _lock = threading.Lock()
+    _lock = threading.RLock()  # garbage may be collected, and memory closed, anywhere
     _by_file: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _Mapping]] = weakref.WeakValueDictionary()
 
     def __init__(self, descriptor: int, info: os.stat_result, origin: _Origin | None) -> None:
@@ -73,19 +74,22 @@ class _Mapping:
             os.close(descriptor)
             raise ResourceError(f"can't map {nbytes} bytes of shared memory: {os.strerror(status)}")
         self.identity = info.st_dev, info.st_ino
-        self.origin = origin
-        if origin is not None:
-            os.close(descriptor)
-            descriptor = -1
-        self.descriptor = descriptor
         self.address = int(ffi.cast("uintptr_t", address[0]))
         self.nbytes = nbytes
+        self._users = 0
+        self._descriptors: list[int] = []  # of its own file: one, while it has users
+        self._name_by(descriptor, origin)
         # Not at exit: the communicators are closed later than that, and their proxies still use it.
-        weakref.finalize(self, _Mapping._release, self.address, nbytes, descriptor).atexit = False
+        weakref.finalize(self, _Mapping._release, self.address, nbytes, self._descriptors).atexit = False
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor of its file, or -1 for a file of another process."""
+        return self._descriptors[0] if self._descriptors else -1
 
     @classmethod
     def of(cls, descriptor: int, origin: _Origin | None = None) -> _Mapping:
-        """The mapping of a descriptor's file; it takes over the descriptor.
+        """The mapping of a descriptor's file, for one more user; it takes over the descriptor.
 
         For a file of another process, no descriptor stays open here: the owner's process and descriptor are enough to
         name it.
@@ -93,16 +97,33 @@ class _Mapping:
         info = os.fstat(descriptor)
         with cls._lock:
             mapping = cls._by_file.get((info.st_dev, info.st_ino))
-            if mapping is not None:
+            if mapping is None:
+                mapping = cls._by_file[info.st_dev, info.st_ino] = cls(descriptor, info, origin)
+            elif mapping._users:
                 os.close(descriptor)
             else:
-                mapping = cls._by_file[info.st_dev, info.st_ino] = cls(descriptor, info, origin)
+                mapping._name_by(descriptor, origin)
+            mapping._users += 1
             return mapping
 
+    def leave(self) -> None:
+        """A user ends. After the last one nothing names the file."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0 and self._descriptors:
+                os.close(self._descriptors.pop())
+
+    def _name_by(self, descriptor: int, origin: _Origin | None) -> None:
+        self.origin = origin
+        if origin is None:
+            self._descriptors.append(descriptor)
+        else:
+            os.close(descriptor)
+
     @staticmethod
-    def _release(address: int, nbytes: int, descriptor: int) -> None:
+    def _release(address: int, nbytes: int, descriptors: list[int]) -> None:
         lib.proxyccl_host_memory_unmap(ffi.cast("void *", address), nbytes)
-        if descriptor >= 0:
+        for descriptor in descriptors:
             os.close(descriptor)
 
 
@@ -192,18 +213,25 @@ class SharedMemory:
         """Whether a range lies in this memory."""
         return self.ptr <= ptr and ptr + nbytes <= self.ptr + self.nbytes
 
+    def addresses(self) -> object:
+        """An object that keeps its addresses from being given to other memory, also after `close`."""
+        if self._mapping is None:
+            raise ClosedError("the memory is closed")
+        return self._mapping
+
     def close(self) -> None:
         """Releases the mapping. The memory is freed with its last mapping in any process."""
-        self._mapping = None
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            mapping.leave()
 
 
 def export_range(ptr: int, nbytes: int) -> bytes | None:
     """A handle of a range of memory that this process has mapped as `SharedMemory`; None if it lies in none."""
     with _Mapping._lock:
-        mappings = list(_Mapping._by_file.values())
-    for mapping in mappings:
-        if mapping.address <= ptr and ptr + nbytes <= mapping.address + mapping.nbytes:
-            return SharedMemory(mapping, ptr - mapping.address, nbytes).handle
+        for mapping in list(_Mapping._by_file.values()):
+            if mapping._users and mapping.address <= ptr and ptr + nbytes <= mapping.address + mapping.nbytes:
+                return SharedMemory(mapping, ptr - mapping.address, nbytes).handle
     return None
 
 

@@ -242,3 +242,39 @@ for attempt in range(2):
     assert compiled.startswith("gfx942: 1 compiled in ")
     assert (status, name) == ("0", "expert_spread")
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_memory_stays_pinned_while_ranks_of_several_devices_have_open_groups() -> None:
+    out = run(
+        """
+import os
+from pathlib import Path
+pinned, unpin = [], []
+driver = open_runtime("hip", 0).driver
+register, unregister = type(driver).register_host, type(driver).unregister_host
+type(driver).register_host = lambda self, ptr, nbytes: (pinned.append(ptr), register(self, ptr, nbytes))
+type(driver).unregister_host = lambda self, ptr: (unpin.append(ptr), unregister(self, ptr))
+runtimes = [open_runtime("hip", device) for device in range(2)]
+
+def mapped(ptr):
+    return any(line.startswith(f"{ptr:x}-") for line in Path("/proc/self/maps").read_text().splitlines())
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+before = descriptors()
+ends = [runtime.begin_rank() for runtime in runtimes]
+memory = runtimes[0].allocate_pinned(1 << 20)
+ptr, same = memory.host_ptr, runtimes[1].open_pinned(memory.handle)
+memory.close()
+print(len(pinned), unpin, descriptors() - before)
+again = runtimes[0].open_pinned(same.handle)
+same.close(), again.close()
+print(len(pinned), unpin, descriptors() - before, mapped(ptr))
+ends[0]()
+print(unpin == pinned, mapped(ptr))
+runtimes[0].allocate_pinned(1 << 20).close()
+print(len(pinned), unpin == pinned)
+"""
+    )
+    assert out.splitlines() == ["1 [] 1", "1 [] 0 True", "True False", "2 True"]
