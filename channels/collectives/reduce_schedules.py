@@ -24,7 +24,7 @@ from proxyccl.proxy.schedule import STAGES, Schedule, SchedulePost, ScheduleRece
 _SLOT_ALIGNMENT = 128
 _PIECE_ALIGNMENT = 128  # elements
 _CHUNK_ALIGNMENT = 32  # elements, 16 bytes or more
-_FEW_BLOCKS = 32  # of two ranks' elements
+_FEW_BLOCKS, _MOST_MEASURED = 32, 4  # of two ranks' elements; they grow with the ranks up to as many as were measured
 _LONGEST_CHUNK = 8
 """Times the shortest: so blocks that begin late leave little to wait for."""
 _MOST_PER_BLOCK = 16
@@ -287,8 +287,8 @@ class _Slots:
         arrived.rank, arrived.world_size = self._members.index(group.rank), len(self._members)
         arrived.divisor = group.world_size
         piece, shortest = pieces[0][1], -(-defaults.small_bytes // self._dtype.itemsize)
-        ranks = len(self._members)  # whose elements are read, and one result written
-        few = min(_FEW_BLOCKS * ranks // 2, -(-piece // shortest))
+        ranks = len(self._members)  # blocks grow with what is read
+        few = min(_FEW_BLOCKS * min(ranks, _MOST_MEASURED) // 2, -(-piece // shortest))
         many = -(-piece * ranks // (2 * _MOST_PER_BLOCK * shortest))
         blocks = min(defaults.small_blocks, max(few, many))
         chunk = _round_up(max(shortest, min(-(-piece // blocks), _LONGEST_CHUNK * shortest)), _CHUNK_ALIGNMENT)

@@ -28,8 +28,6 @@ Side = Literal["source", "target", "scratch"]
 _POLL_SECONDS = 0.0001
 _SMALLEST_STAGE = 1 << 20
 _WORD_BYTES = 4
-_MOST_BOXED = 8
-"""Most peers for each of which a rank copies more of its own part by way of the next rank, which has memory for it."""
 REDUCTION_WORDS = 3
 
 
@@ -90,7 +88,7 @@ class ScheduleMemories:
         staged_bytes = defaults.staged_pinned_bytes * (group.world_size - 1)
         self.pinned_bytes = staged_bytes if self.staged_together else defaults.pinned_bytes
         own_box = group.world_size > 1 and not self.staged_together  # one host: all ranks have the same driver
-        self.own_box_bytes = defaults.own_box_bytes * min(group.world_size - 1, _MOST_BOXED) if own_box else 0
+        self.own_box_bytes = defaults.own_box_bytes * (group.world_size - 1) if own_box else 0
         # Here and not when it is first used, which may be in a capture. This rank's is the one before's.
         self._box = allocate(group, self.own_box_bytes, "uint8") if self.own_box_bytes else None
         self._own_box = _at_next(group, self._box)
@@ -133,7 +131,7 @@ class ScheduleMemories:
         return ScheduleSpan(self._boxes, self._boxes.offset(side), self._boxes.ptr + self._boxes.offset(side))
 
     def own_copy(self, dst: int, src: int, nbytes: int) -> list[CopyBytes]:
-        """A stream's copies within the device: few bytes to the next rank's device and back, by copy engines, where a
+        """A stream's copies within the device: short ones to the next rank's device and back, by copy engines, where a
         direct copy would be a kernel that waits for a multiprocessor. One stream at a time has them."""
         if self._own_box is None or dst == src or not 0 < nbytes <= self.own_box_bytes:
             return [CopyBytes(dst, src, nbytes)]

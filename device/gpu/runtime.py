@@ -119,7 +119,7 @@ class GpuRuntime:
             efficient_blocks=min(64, processors),
             copy_blocks=min(32, processors),
             small_threads=32 if small else 512,
-            small_blocks=2 * processors if small else min(32, processors),
+            small_blocks=2 * processors if small else min(32, processors),  # these wait only for blocks that run
             small_bytes=2 * 1024 if small else 16 * 1024,
             awaits_data=True,
             bytes_per_block=16 * 1024,

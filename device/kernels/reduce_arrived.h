@@ -122,16 +122,16 @@ struct ChunkSource {
   uint64_t slot_bytes;
   uint32_t rank;
 
-  PROXYCCL_DEVICE const T* operator()(uint32_t of) const {
-    if (of == rank) return own;
-    return reinterpret_cast<const T*>(slots + (of < rank ? of : of - 1) * slot_bytes);
+  PROXYCCL_DEVICE const T* operator()(uint32_t source) const {
+    if (source == rank) return own;
+    return reinterpret_cast<const T*>(slots + (source < rank ? source : source - 1) * slot_bytes);
   }
 };
 
 #if !PROXYCCL_ON_HOST
 // Reduces `units` units of 16 bytes, all aligned, of a number of ranks that the compiler knows: sums need no register
-// until all values are there. A thread has several units in flight, as few threads would otherwise wait for memory most
-// of the time. Out of line, as what the caller keeps in registers would leave too few for that.
+// until all values are there. A thread has several loads in flight, as few threads would otherwise wait for memory most
+// of the time. Out of line, as the caller's variables would leave the threads of a small block too few registers.
 template <class T, class Op, uint32_t kRanks, uint32_t kUnits>
 PROXYCCL_OUT_OF_LINE void reduceUnitsOf(uint32_t divisor, uint32_t units, const ChunkSource<T> source, Bytes16* to) {
   constexpr uint32_t kWide = 16 / sizeof(T);

@@ -92,6 +92,7 @@ def test_moves_and_reductions_in_bundles(
     def body(comm: Communicator) -> None:
         by_proxy = comm.collectives.by_proxy()
         by_proxy.one_crossing_bytes, by_proxy.memories.pinned_bytes = 2048, 1024
+        assert by_proxy.memories.own_box_bytes == 4096 * (RANKS - 1)
         calls = SpanCalls(comm, 20_000 * comm.world_size)
         for seed in range(18):
             share = (0, 1, 300, 2000, 20_000)[seed % 5]

@@ -2,7 +2,8 @@
 //
 // Each platform_*.h defines:
 //   PROXYCCL_DEVICE           a function that runs on the device, inlined
-//   PROXYCCL_OUT_OF_LINE      one that is long or rarely runs: not inlined, to keep run-time compilation short
+//   PROXYCCL_OUT_OF_LINE      one that is long or rarely runs, or needs registers of its own: not inlined, which also
+//                             keeps run-time compilation short
 //   PROXYCCL_ON_HOST          1 where GPU threads are fibers on a CPU, else 0
 //   PROXYCCL_WARP_SIZE        lanes that run together
 //   PROXYCCL_LOAD/STORE/ADD/FETCH_ADD/EXCHANGE/COMPARE_EXCHANGE(pointer, …, ORDER, SCOPE)
