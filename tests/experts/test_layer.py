@@ -39,16 +39,16 @@ from support.cases.expert_layer import (
     same_layout,
     same_numbers,
 )
+from support.cases.expert_worlds import World, WorldOptions, open_world, params, world_name
 from support.cases.reference import numpy_dtype, unit_roundoff
 from support.device_arrays import on_device, on_host
-from support.devices import most_ranks, runtime_with_blocks
 from support.paths import PROGRAMS
 from support.ranks import Ranks, collect_garbage
 from support.running import run_mpi
 
 # -- worlds: links, nodes and sizes ---
 
-WORLDS: list[tuple[int, dict[str, int]]] = [(size, {}) for size in (1, 2, 3, 5, 8)]
+WORLDS: list[WorldOptions] = [(size, {}) for size in (1, 2, 3, 5, 8)]
 WORLDS += [(2, {"local_world_size": 1}), (4, {"local_world_size": 1}), (6, {"local_world_size": 2})]
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4, "batch_tokens": 3})]
 WORLDS += [(3, {"announced_slots": 0})]  # one node, whose ranks always send each other counts
@@ -56,50 +56,15 @@ WORLDS += [(4, {"few_tokens": 0})]  # … and some of whose blocks only send
 REPRESENTED = [(8, {}), (4, {"local_world_size": 1})]  # by 5 on one node, and 2 that are nodes each
 
 
-def world_name(world: tuple[int, dict[str, int]]) -> str:
-    size, options = world
-    return "-".join([str(size), *(f"{name}{value}" for name, value in options.items())])
-
-
-class World:
-    """Ranks, the number of them on a node, and constants of the module `geometry` that are changed for them."""
-
-    def __init__(self, ranks: Ranks, local_world_size: int, constants: dict[str, int]) -> None:
-        self.ranks = ranks
-        self.local_world_size = local_world_size
-        self.constants = constants
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks.world_size
-
-    @property
-    def one_node(self) -> bool:
-        return self.local_world_size == self.world_size
-
-    def check(self, case: Case) -> None:
-        plan = plan_of(replace(case, local_world_size=self.local_world_size))
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in self.constants.items():
-                patch.setattr(geometry, name, value)
-            self.ranks.run(lambda comm: check(comm, plan))
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(world, marks=pytest.mark.full if world in REPRESENTED else [])
-        for world in WORLDS
-        if world[0] <= most_ranks()
-    ],
-    ids=world_name,
-)
+@pytest.fixture(scope="module", params=params(WORLDS, REPRESENTED), ids=world_name)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    size, options = request.param[0], dict(request.param[1])
-    changed = {"announced_slots", "few_tokens", "batch_tokens"} & options.keys()
-    constants = {name.upper(): options.pop(name) for name in changed}
-    with Ranks(size, make_runtime=runtime_with_blocks, **options) as ranks:
-        yield World(ranks, options.get("local_world_size", size), constants)
+    with open_world(request.param) as opened:
+        yield opened
+
+
+def check_in(world: World, case: Case) -> None:
+    plan = plan_of(replace(case, local_world_size=world.local_world_size))
+    world.run(lambda comm: check(comm, plan))
 
 
 @st.composite
@@ -128,7 +93,7 @@ def test_random_configurations(world: World, pytestconfig: pytest.Config) -> Non
     @settings(max_examples=12 if pytestconfig.getoption("--full") else 5, deadline=None)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
-        world.check(data.draw(cases(world)))
+        check_in(world, data.draw(cases(world)))
 
     check()
 
@@ -136,13 +101,13 @@ def test_random_configurations(world: World, pytestconfig: pytest.Config) -> Non
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_routings(world: World, routing: str) -> None:
     tokens = tuple(17 - 2 * rank for rank in range(world.world_size))
-    world.check(Case(tokens, experts_per_rank=3, topk=4, hidden=24, routing=routing, dtype="bfloat16"))
+    check_in(world, Case(tokens, experts_per_rank=3, topk=4, hidden=24, routing=routing, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("routing", ["one expert", "mostly dropped"])
 def test_aligned_experts(world: World, routing: str) -> None:
     tokens = tuple(17 - 2 * rank for rank in range(world.world_size))
-    world.check(Case(tokens, experts_per_rank=3, topk=4, hidden=24, routing=routing, alignment=8))
+    check_in(world, Case(tokens, experts_per_rank=3, topk=4, hidden=24, routing=routing, alignment=8))
 
 
 @pytest.mark.parametrize("alignment", [None, 4])
@@ -157,15 +122,15 @@ def test_weights_come_back_to_their_slots(world: World, alignment: int | None) -
             expected = np.where(kept, plan.weights[comm.rank], 0).astype(np.float32)
             same(layer.combine_weights(weights, desc), expected, "weights")
 
-    world.ranks.run(body)
+    world.run(body)
 
 
 def test_no_tokens_anywhere(world: World) -> None:
-    world.check(Case((0,) * world.world_size))
+    check_in(world, Case((0,) * world.world_size))
 
 
 def test_tokens_on_one_rank_alone(world: World) -> None:
-    world.check(Case((*[0] * (world.world_size - 1), 9), topk=3))
+    check_in(world, Case((*[0] * (world.world_size - 1), 9), topk=3))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -368,7 +333,7 @@ def test_ep_barrier_all(world: World) -> None:
             layer.ep_barrier_all(stream)
             comm.synchronize(stream)
 
-    world.ranks.run(body)
+    world.run(body)
 
 
 # -- the caller's side ---

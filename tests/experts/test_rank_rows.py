@@ -15,9 +15,10 @@ from proxyccl import ArgumentError, CapacityError, Communicator, EPAll2AllLayer
 from proxyccl.channels.expert_parallel import geometry
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.device._native import lib
+from support.cases.expert_worlds import World, WorldOptions, open_world, params, world_name
 from support.cases.reference import computed_once, numpy_dtype
 from support.device_arrays import on_device, on_host, overwrite
-from support.devices import most_ranks, runtime_with_blocks
+from support.devices import runtime_with_blocks
 from support.ranks import Ranks
 from support.running import run_ranks
 
@@ -221,29 +222,16 @@ def check_padded_rows(comm: Communicator, case: Case) -> None:
             )
 
 
-WORLDS: list[tuple[int, dict[str, int]]] = [(size, {}) for size in (1, 2, 3, 5)]
+WORLDS: list[WorldOptions] = [(size, {}) for size in (1, 2, 3, 5)]
 WORLDS += [(3, {"announced_slots": 0}), (4, {"few_tokens": 0, "announced_slots": 0})]
 WORLDS += [(4, {"local_world_size": 2, "batch_tokens": 3})]
 REPRESENTED = [(5, {})]  # by 3 ranks of one node
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(world, marks=pytest.mark.full if world in REPRESENTED else [])
-        for world in WORLDS
-        if world[0] <= most_ranks()
-    ],
-    ids=lambda world: "-".join([str(world[0]), *(f"{name}{value}" for name, value in world[1].items())]),
-)
-def world(request: pytest.FixtureRequest) -> Iterator[Callable[[Callable[[Communicator], None]], None]]:
-    size, options = request.param[0], dict(request.param[1])
-    changed = {"announced_slots", "few_tokens", "batch_tokens"} & options.keys()
-    constants = {name.upper(): options.pop(name) for name in changed}
-    with Ranks(size, make_runtime=runtime_with_blocks, **options) as ranks, pytest.MonkeyPatch.context() as patch:
-        for name, value in constants.items():
-            patch.setattr(geometry, name, value)
-        yield ranks
+@pytest.fixture(scope="module", params=params(WORLDS, REPRESENTED), ids=world_name)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with open_world(request.param) as opened:
+        yield opened
 
 
 TOKENS = (7, 0, 13, 1, 5)
@@ -257,7 +245,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
-def test_a_row_for_each_rank(world: Ranks, case: Case) -> None:
+def test_a_row_for_each_rank(world: World, case: Case) -> None:
     case = Case(**{**case.__dict__, "tokens": TOKENS[: world.world_size]})
     world.run(lambda comm: check_rank_rows(comm, case))
 
@@ -274,8 +262,8 @@ def test_a_row_for_each_rank(world: Ranks, case: Case) -> None:
     ],
     ids=repr,
 )
-def test_a_row_for_each_rank_with(world: Ranks, options: dict[str, Any]) -> None:
-    if world.run(lambda comm: comm.local_world_size)[0] < world.world_size and "enable_local_combine" in options:
+def test_a_row_for_each_rank_with(world: World, options: dict[str, Any]) -> None:
+    if not world.one_node and "enable_local_combine" in options:
         pytest.skip("sums of ranks are for one node")
     case = Case(TOKENS[: world.world_size])
     world.run(lambda comm: check_rank_rows(comm, case, **options))
@@ -353,7 +341,7 @@ def test_more_ranks_than_a_block_had_threads() -> None:
 
 
 @pytest.mark.parametrize("case", CASES[:4], ids=range(4))
-def test_padded_rows(world: Ranks, case: Case) -> None:
+def test_padded_rows(world: World, case: Case) -> None:
     case = Case(**{**case.__dict__, "tokens": TOKENS[: world.world_size]})
     world.run(lambda comm: check_padded_rows(comm, case))
 
