@@ -304,9 +304,9 @@ class Watcher:
         self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
 
     def check_for_end(self, peer: int) -> None:
-        """Files that a peer is lost if its process, or its link from another host, ends within ENDING_MS.
+        """Files that a peer is lost if its process, or its link from another host, ends or begins to within ENDING_MS.
 
-        For a rank whose transfer to that peer has failed: the kernel tears down a dying process's verbs objects and
+        For a rank that could not reach that peer: the kernel tears down a dying process's files, verbs objects and
         libfabric connections before it makes the process's descriptor readable, and possibly before it closes the link.
         """
         if self._parent is not None:
@@ -316,7 +316,8 @@ class Watcher:
             return
         if self._processes.knows(peer):
             try:
-                ended = _is_readable(self._processes.descriptor_of(peer), self.ENDING_MS)
+                descriptor = self._processes.descriptor_of(peer)
+                ended = _is_readable(descriptor, self.ENDING_MS) or self._processes.is_ending(peer)
             except ProcessLookupError:
                 ended = True
             except ResourceError:  # it can't be told; the ranks that watch it will

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,8 @@ from proxyccl.channels.liveness.process_watch import ProcessWatch
 from proxyccl.channels.segment.process_descriptors import PeerProcess, has_ended
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.process.namespaces import proc_view
+from proxyccl.proxy.processes import start_of
+from support.running import wait_for
 
 Processes = list[subprocess.Popen[bytes]]
 
@@ -102,3 +105,31 @@ def test_those_that_were_watched_still_are_if_no_descriptor_is_left(
     assert watching.watched == {3, 4, 6, 10}
     watching.follow()
     assert watching.watched == {5, 6, 10}
+
+
+ENDS_ITS_FIRST_THREAD = """
+import ctypes, os, sys, threading
+sys.stdin.readline()
+threading.Thread(target=sys.stdin.read, daemon=True).start()
+ctypes.CDLL(None).syscall({exit}, 0)
+"""
+EXIT = {"x86_64": 60, "aarch64": 93}
+"""The number of the system call that ends one thread."""
+
+
+@pytest.mark.skipif(os.uname().machine not in EXIT, reason="another system's numbers of calls")
+def test_a_process_whose_first_thread_has_ended_is_ending() -> None:
+    program = [sys.executable, "-c", ENDS_ITS_FIRST_THREAD.format(exit=EXIT[os.uname().machine])]
+    with subprocess.Popen(program, stdin=subprocess.PIPE) as process:
+        started = start_of(process.pid)
+        assert started is not None
+        watch = ProcessWatch(0, {1: PeerProcess(process.pid, proc_view(), bytes(16), started)}, lambda _: False)
+        descriptor = watch.descriptor_of(1)
+        assert not watch.is_ending(1)
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        wait_for(lambda: watch.is_ending(1), "its first thread ends")
+        assert not has_ended(descriptor)
+        process.communicate(b"")
+        watch.close()
