@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from proxyccl.channels.inventory import Inventory
@@ -96,11 +96,13 @@ class Group:
     """
 
     def __init__(self, meeting: Meeting, parent: Group | None = None, mapped: HandleCache | None = None) -> None:
+        self._end_pins = meeting.runtime.keep_pins()  # soon peers may run kernels that wait for this rank
         try:
             with meeting.exchange.telling():
                 self._begin(meeting, parent, mapped)
         except BaseException:
             meeting.control.set_presence(Presence.LEFT)  # peers need not wait for kernels of this rank
+            self._end_pins()
             raise
 
     def _begin(self, meeting: Meeting, parent: Group | None, mapped: HandleCache | None) -> None:
@@ -139,7 +141,6 @@ class Group:
             lambda: self.timeout,
         )
         self._closing = threading.RLock()
-        self._end_rank: Callable[[], None] | None = None  # as soon as it is open
         self._released = False
         self._watcher: Watcher
         self.runtime.in_flight.follow(self.launches)
@@ -287,7 +288,6 @@ class Group:
         self.failure.watch(self._watcher, observer, stopped_proxy)
         self.exchange.guard(self.failure, self._watcher)
         self._published = self._publish()
-        self._end_rank = self.runtime.begin_rank()
         with _open_lock:
             orphan = self._parent is not None and self._parent.failure.closed
             if not orphan:
@@ -569,9 +569,10 @@ class Group:
                 self._close_for_use()
                 for child in list(self._children):  # also one that was just released
                     child._release(healthy=healthy)
-                self._free(healthy=healthy)
-                if self._end_rank is not None:
-                    self._end_rank()
+                try:
+                    self._free(healthy=healthy)
+                finally:
+                    self._end_pins()
         if self._parent is not None:
             with _open_lock, contextlib.suppress(ValueError):  # it may have been released before
                 self._parent._children.remove(self)

@@ -400,8 +400,11 @@ class BaseRuntime(Protocol):
         """
         ...
 
-    def begin_rank(self) -> Callable[[], None]:
-        """A rank opens a group on the device. Returns a call for its end, after that of all its kernels."""
+    def keep_pins(self) -> Callable[[], None]:
+        """Keeps memory of other devices pinned, where unpinning waits for the kernels of all devices of the process.
+
+        Returns the call that ends this; it is made when the kernels have ended.
+        """
         ...
 
     def warm_up(self, peers: Collection[str]) -> None:

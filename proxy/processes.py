@@ -16,8 +16,9 @@ def stat_of(path: Path) -> list[str]:
     return path.read_text().rpartition(")")[2].split()
 
 
-def start_of(pid: int) -> int | None:
-    """When a process started, in ticks since the system's start; None if there is none, or a zombie.
+def start_of(pid: int, *, zombies: bool = False) -> int | None:
+    """When a process started, in ticks since the system's start; None if there is none, or unless `zombies` one whose
+    first thread has ended. Others may still run.
 
     Together with the process id it identifies one process: the system reuses ids.
     """
@@ -25,7 +26,7 @@ def start_of(pid: int) -> int | None:
         fields = stat_of(Path(f"/proc/{pid}/stat"))
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return None if fields[0] in ("Z", "X") else int(fields[19])
+    return None if fields[0] in ("Z", "X") and not zombies else int(fields[19])
 
 
 def cpu_time_of(pid: int, thread: int) -> int | None:

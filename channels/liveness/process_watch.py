@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from proxyccl.channels.segment import process_descriptors
 from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.device.memory.descriptors import naming_exhaustion
-from proxyccl.proxy.processes import start_of
 
 
 class ProcessWatch:
@@ -92,11 +91,8 @@ class ProcessWatch:
         return peer in self._processes
 
     def is_ending(self, peer: int) -> bool:
-        """Whether the first thread of a rank's process has ended, and nobody reaches its files. The descriptor becomes
-        readable when all threads have: on a busy machine a second later and more.
-        """
-        process = self._processes[peer]
-        return process.is_visible and process.started is not None and start_of(process.pid) != process.started
+        """Whether a rank's process has begun to end (`PeerProcess.is_ending`)."""
+        return self._processes[peer].is_ending
 
     def descriptor_of(self, peer: int) -> int:
         """A descriptor of a rank's process, watched or not, until `close`. Any thread may call this.

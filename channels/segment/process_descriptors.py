@@ -52,6 +52,13 @@ class PeerProcess(Struct, frozen=True):
         """Whether `pid` is its number here too."""
         return self.view != 0 and self.view == proc_view()
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether its first thread has ended, and its files can no longer be opened. A descriptor becomes readable when
+        all threads have ended: on a busy machine a second later and more.
+        """
+        return self.is_visible and self.started is not None and start_of(self.pid) != self.started
+
 
 def acquire(process: PeerProcess) -> int:
     """A descriptor that becomes readable when the process ends. Each call is paired with a `release`.
@@ -78,7 +85,7 @@ def _open(process: PeerProcess) -> int:
             raise ResourceError(
                 f"process {process.pid} can't be watched: pidfd_open: {error.strerror} (seccomp, or an old kernel)"
             ) from None
-        if process.started is not None and start_of(process.pid) != process.started:
+        if process.started is not None and start_of(process.pid, zombies=True) != process.started:
             os.close(descriptor)
             raise ProcessLookupError(f"process {process.pid} has ended")
         return descriptor

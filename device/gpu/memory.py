@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import struct
 from collections.abc import Callable, Hashable
 from typing import ClassVar
+
+from msgspec import Struct
 
 from proxyccl.device.base_runtime import Allocations
 from proxyccl.device.driver import DeviceInfo
@@ -18,7 +21,7 @@ from proxyccl.device.errors import (
     RuntimeUnavailableError,
 )
 from proxyccl.device.gpu.context import DeviceContext
-from proxyccl.device.gpu.kept_pins import KeptPins
+from proxyccl.device.gpu.pin_holds import PinHolds
 from proxyccl.device.gpu.unused_memory import UnusedMemory, is_held
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.memory.handle_kinds import DEVICE_MEMORY, NOT_PASSED, passes_namespaces
@@ -26,6 +29,9 @@ from proxyccl.device.memory.lease_cache import LeaseCache
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.process import forks
 from proxyccl.device.process.namespaces import proc_view
+
+_MOST_KEPT_BYTES, _MOST_KEPT_PINS = 1 << 30, 4096
+"""Most pinned memory without users; beyond them the oldest is unpinned, whatever that waits for."""
 
 
 class GpuMemory:
@@ -154,6 +160,22 @@ def _undo(done: tuple[int, Callable[[int], None]]) -> None:
     undo(value)
 
 
+class _Pin(Struct, frozen=True):
+    """Pinned memory of the host, from an address on.
+
+    Attributes:
+        addresses: keeps the addresses, which other memory would be given, still pinned; None if somebody else does.
+    """
+
+    context: DeviceContext
+    start: int
+    nbytes: int
+    addresses: object
+
+    def unpin(self) -> None:
+        self.context.call(self.context.driver.unregister_host, self.start)
+
+
 class GpuMemoryManager:
     """Allocates, pins, exports and maps memory for one device.
 
@@ -164,12 +186,13 @@ class GpuMemoryManager:
         in_flight: the launches to wait for before memory is freed.
 
     Attributes:
-        kept_pins: pinned memory without users, of the process.
         unused: memory without remaining references; freed when the device is waited for next.
     """
 
-    kept_pins: ClassVar[KeptPins] = KeptPins()
-    _pinned: ClassVar[_Once] = LeaseCache(_undo)
+    _pin_holds: ClassVar[PinHolds] = PinHolds()
+    _pinned: ClassVar[LeaseCache[Hashable, _Pin]] = LeaseCache(
+        _Pin.unpin, keep=_MOST_KEPT_PINS, weigh=lambda pin: pin.nbytes, keep_weight=_MOST_KEPT_BYTES
+    )
     _imported: ClassVar[_Once] = LeaseCache(_undo)
 
     def __init__(self, context: DeviceContext, device: int, info: DeviceInfo, in_flight: InFlight) -> None:
@@ -221,31 +244,40 @@ class GpuMemoryManager:
         """Frees memory without remaining references, unless it is held. Waits for the work that may use it."""
         self.unused.free()
 
+    def keep_pins(self) -> Callable[[], None]:
+        """Memory without users stays pinned on other devices' behalf, until the call that this returns (`PinHolds`)."""
+        holds, here = self._pin_holds, (self._driver.runtime, self._device)
+        holds.begin(*here)
+
+        def end() -> None:
+            holds.end(*here)
+            if not holds.elsewhere(*here):
+                self._pinned.discard_idle()
+
+        return end
+
     def pin(self, shared: SharedMemory) -> GpuPinnedMemory:
         """Pins shared memory of the host and maps it for the device. It closes with the result."""
         # Pinned once a process, whole and for all devices; ranks that are threads see the same address.
         start, nbytes = shared.mapped_range
-        key = (self._driver.runtime, start)
-
-        def pin() -> tuple[int, Callable[[int], None]]:
-            self._driver.register_host(start, nbytes)
-            return start, self._driver.unregister_host
-
-        with self._context.current():
-            self._pinned.acquire(key, pin)
+        key, here = (self._driver.runtime, start), (self._driver.runtime, self._device)
+        pinned, holds, addresses = self._pinned, self._pin_holds, shared.addresses()
+        with contextlib.ExitStack() as undo, self._context.current():
+            undo.callback(shared.close)
+            pinned.acquire(key, lambda: self._pin(start, nbytes, addresses))
+            undo.callback(pinned.release, key, keep=False)
             ptr = self._driver.host_device_pointer(start) + shared.ptr - start
-        pinned, context, kept = self._pinned, self._context, self.kept_pins
-        addresses = [shared.addresses()]  # until it is unpinned: other memory would be given them, still pinned
-
-        def unpin() -> None:
-            context.call(pinned.release, key)
-            addresses.clear()
+            undo.pop_all()
 
         def release() -> None:
             shared.close()
-            kept.release(nbytes, unpin)
+            pinned.release(key, keep=holds.elsewhere(*here))
 
         return GpuPinnedMemory(ptr, shared, self.unused, release)
+
+    def _pin(self, start: int, nbytes: int, addresses: object) -> _Pin:
+        self._driver.register_host(start, nbytes)
+        return _Pin(self._context, start, nbytes, addresses)
 
     def pin_range(self, ptr: int, nbytes: int) -> GpuMemory:
         """Pins memory of the host that somebody else allocated, and unpins it when the result closes.
@@ -254,17 +286,12 @@ class GpuMemoryManager:
             ResourceError: the driver refuses, for example because a part of it is pinned.
         """
         key = (self._driver.runtime, ptr, nbytes)
-
-        def pin() -> tuple[int, Callable[[int], None]]:
-            self._driver.register_host(ptr, nbytes)
-            return ptr, self._driver.unregister_host
-
         with self._context.current():
             try:
-                self._pinned.acquire(key, pin)
+                self._pinned.acquire(key, lambda: self._pin(ptr, nbytes, None))
             except DriverError as error:
                 raise ResourceError(f"{nbytes} bytes at {ptr:#x} can't be pinned: {error}") from None
-        release = functools.partial(self._context.call, self._pinned.release, key)
+        release = functools.partial(self._pinned.release, key, keep=False)
         return GpuMemory(ptr, nbytes, self.unused.append, release)
 
     def export(self, ptr: int, nbytes: int) -> bytes:

@@ -217,11 +217,9 @@ class GpuRuntime:
         """Maps and pins the memory of a file that another process handed over."""
         return self._memory.pin(SharedMemory.adopt(descriptor, nbytes))
 
-    def begin_rank(self) -> Callable[[], None]:
-        """While ranks of several devices have open groups, memory without users stays pinned (`KeptPins`)."""
-        kept, device = self._memory.kept_pins, (self.name, self.device)
-        kept.begin_rank(*device)
-        return functools.partial(kept.end_rank, *device)
+    def keep_pins(self) -> Callable[[], None]:
+        """Other devices' memory without users stays pinned, as unpinning waits for this device's kernels too."""
+        return self._memory.keep_pins()
 
     def warm_up(self, peers: Collection[str]) -> None:
         """Opens the peers' memory to this device, once, and makes each call of a copy with a signal once."""

@@ -178,8 +178,8 @@ class HostRuntime:
         """Maps memory that a process of this machine handed over."""
         return SharedMemory.adopt(descriptor, nbytes)
 
-    def begin_rank(self) -> Callable[[], None]:
-        """Nothing to count: there is no driver that waits for other devices."""
+    def keep_pins(self) -> Callable[[], None]:
+        """Nothing to keep: there is no driver that waits for other devices."""
         return lambda: None
 
     def warm_up(self, peers: Collection[str]) -> None:

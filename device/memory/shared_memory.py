@@ -76,7 +76,7 @@ class _Mapping:
         self.identity = info.st_dev, info.st_ino
         self.address = int(ffi.cast("uintptr_t", address[0]))
         self.nbytes = nbytes
-        self._users = 0
+        self._users = 1
         self._descriptors: list[int] = []  # of its own file: one, while it has users
         self._name_by(descriptor, origin)
         # Not at exit: the communicators are closed later than that, and their proxies still use it.
@@ -84,7 +84,7 @@ class _Mapping:
 
     @property
     def descriptor(self) -> int:
-        """The descriptor of its file, or -1 for a file of another process."""
+        """The descriptor of its file; -1 for a file of another process, and when it has no users."""
         return self._descriptors[0] if self._descriptors else -1
 
     @classmethod
@@ -99,19 +99,19 @@ class _Mapping:
             mapping = cls._by_file.get((info.st_dev, info.st_ino))
             if mapping is None:
                 mapping = cls._by_file[info.st_dev, info.st_ino] = cls(descriptor, info, origin)
-            elif mapping._users:
+                return mapping
+            mapping._users += 1
+            if mapping._users > 1:
                 os.close(descriptor)
             else:
                 mapping._name_by(descriptor, origin)
-            mapping._users += 1
             return mapping
 
     def leave(self) -> None:
-        """A user ends. After the last one nothing names the file."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._descriptors:
-                os.close(self._descriptors.pop())
+        """A user ends. After the last one the descriptor is closed."""
+        self._users -= 1
+        if self._users == 0 and self._descriptors:
+            os.close(self._descriptors.pop())
 
     def _name_by(self, descriptor: int, origin: _Origin | None) -> None:
         self.origin = origin
@@ -221,9 +221,10 @@ class SharedMemory:
 
     def close(self) -> None:
         """Releases the mapping. The memory is freed with its last mapping in any process."""
-        mapping, self._mapping = self._mapping, None
-        if mapping is not None:
-            mapping.leave()
+        with _Mapping._lock:
+            mapping, self._mapping = self._mapping, None
+            if mapping is not None:
+                mapping.leave()
 
 
 def export_range(ptr: int, nbytes: int) -> bytes | None:

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from msgspec.structs import replace
 
 from proxyccl.channels.liveness.process_watch import ProcessWatch
-from proxyccl.channels.segment.process_descriptors import PeerProcess, has_ended
+from proxyccl.channels.segment.process_descriptors import PeerProcess, acquire, has_ended
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.process.namespaces import proc_view
 from proxyccl.proxy.processes import start_of
@@ -123,7 +124,8 @@ def test_a_process_whose_first_thread_has_ended_is_ending() -> None:
     with subprocess.Popen(program, stdin=subprocess.PIPE) as process:
         started = start_of(process.pid)
         assert started is not None
-        watch = ProcessWatch(0, {1: PeerProcess(process.pid, proc_view(), bytes(16), started)}, lambda _: False)
+        named = PeerProcess(process.pid, proc_view(), bytes(16), started)
+        watch = ProcessWatch(0, {1: named}, lambda _: False)
         descriptor = watch.descriptor_of(1)
         assert not watch.is_ending(1)
         assert process.stdin is not None
@@ -131,5 +133,8 @@ def test_a_process_whose_first_thread_has_ended_is_ending() -> None:
         process.stdin.flush()
         wait_for(lambda: watch.is_ending(1), "its first thread ends")
         assert not has_ended(descriptor)
+        late = acquire(replace(named, token=bytes(15) + b"1"))  # whoever did not watch it: its memory is still reached
+        assert not has_ended(late)
+        watch.release(late)
         process.communicate(b"")
         watch.close()

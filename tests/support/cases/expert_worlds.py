@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class World:
-    """Ranks, for which constants are changed while they run. A fixture may be alive in other tests meanwhile, as
+    """Ranks, and constants that are changed for them, in `run` alone: a fixture stays alive while other tests run, as
     pytest-xdist chooses their order.
     """
 
@@ -31,6 +31,7 @@ class World:
 
     @property
     def one_node(self) -> bool:
+        """Whether all ranks are one node's."""
         return self.local_world_size == self.world_size
 
     def run(self, body: Callable[[Communicator], T]) -> list[T]:
@@ -56,6 +57,7 @@ def params(worlds: Sequence[WorldOptions], represented: Sequence[WorldOptions]) 
 
 @contextmanager
 def open_world(world: WorldOptions) -> Iterator[World]:
+    """Ranks as threads, closed at the end."""
     size, options = world
     constants = {name.upper(): value for name, value in options.items() if name in _CONSTANTS}
     others = {name: value for name, value in options.items() if name not in _CONSTANTS}
