@@ -24,7 +24,8 @@ from proxyccl.proxy.schedule import STAGES, Schedule, SchedulePost, ScheduleRece
 _SLOT_ALIGNMENT = 128
 _PIECE_ALIGNMENT = 128  # elements
 _CHUNK_ALIGNMENT = 32  # elements, 16 bytes or more
-_FEW_BLOCKS, _MOST_MEASURED = 32, 4  # of two ranks' elements; they grow with the ranks up to as many as were measured
+_FEW_BLOCKS = 32  # for two ranks' elements, and as many again for each two more, up to those of _MOST_RANKS
+_MOST_RANKS = 4  # as were measured
 _LONGEST_CHUNK = 8
 """Times the shortest: so blocks that begin late leave little to wait for."""
 _MOST_PER_BLOCK = 16
@@ -288,7 +289,7 @@ class _Slots:
         arrived.divisor = group.world_size
         piece, shortest = pieces[0][1], -(-defaults.small_bytes // self._dtype.itemsize)
         ranks = len(self._members)  # blocks grow with what is read
-        few = min(_FEW_BLOCKS * min(ranks, _MOST_MEASURED) // 2, -(-piece // shortest))
+        few = min(_FEW_BLOCKS * min(ranks, _MOST_RANKS) // 2, -(-piece // shortest))
         many = -(-piece * ranks // (2 * _MOST_PER_BLOCK * shortest))
         blocks = min(defaults.small_blocks, max(few, many))
         chunk = _round_up(max(shortest, min(-(-piece // blocks), _LONGEST_CHUNK * shortest)), _CHUNK_ALIGNMENT)

@@ -200,6 +200,7 @@ class GpuMemoryManager:
         self._device = device
         self._info = info
         self._in_flight = in_flight
+        self._here = self._driver.runtime, device
         self.unused = UnusedMemory.on(self._driver.runtime, device)
         self._new = self._driver.allocate
 
@@ -246,13 +247,13 @@ class GpuMemoryManager:
 
     def keep_pins(self) -> Callable[[], None]:
         """Memory without users stays pinned on other devices' behalf, until the call that this returns (`PinHolds`)."""
-        holds, here = self._pin_holds, (self._driver.runtime, self._device)
-        holds.begin(*here)
+        holds, here, pinned = self._pin_holds, self._here, self._pinned
+        holds.begin(here)
 
         def end() -> None:
-            holds.end(*here)
-            if not holds.elsewhere(*here):
-                self._pinned.discard_idle()
+            holds.end(here)
+            if not holds.elsewhere(here):
+                pinned.discard_idle()
 
         return end
 
@@ -260,8 +261,8 @@ class GpuMemoryManager:
         """Pins shared memory of the host and maps it for the device. It closes with the result."""
         # Pinned once a process, whole and for all devices; ranks that are threads see the same address.
         start, nbytes = shared.mapped_range
-        key, here = (self._driver.runtime, start), (self._driver.runtime, self._device)
-        pinned, holds, addresses = self._pinned, self._pin_holds, shared.addresses()
+        key, addresses = (self._driver.runtime, start), shared.addresses()
+        pinned, holds, here = self._pinned, self._pin_holds, self._here
         with contextlib.ExitStack() as undo, self._context.current():
             undo.callback(shared.close)
             pinned.acquire(key, lambda: self._pin(start, nbytes, addresses))
@@ -271,7 +272,7 @@ class GpuMemoryManager:
 
         def release() -> None:
             shared.close()
-            pinned.release(key, keep=holds.elsewhere(*here))
+            pinned.release(key, keep=holds.elsewhere(here))
 
         return GpuPinnedMemory(ptr, shared, self.unused, release)
 

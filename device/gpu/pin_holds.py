@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+Device = tuple[str, int]
+"""A runtime's name, and the device's number there."""
+
 
 class PinHolds:
     """Counts the open groups of each device.
@@ -16,20 +19,20 @@ class PinHolds:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # garbage may be collected, and memory freed, anywhere
-        self._groups: Counter[tuple[str, int]] = Counter()
+        self._groups: Counter[Device] = Counter()
 
-    def begin(self, runtime: str, device: int) -> None:
+    def begin(self, device: Device) -> None:
         """A group of a device begins. Each call is paired with an `end`."""
         with self._lock:
-            self._groups[runtime, device] += 1
+            self._groups[device] += 1
 
-    def end(self, runtime: str, device: int) -> None:
+    def end(self, device: Device) -> None:
         """It has ended, and so have its kernels."""
         with self._lock:
-            self._groups[runtime, device] -= 1
+            self._groups[device] -= 1
             self._groups = +self._groups
 
-    def elsewhere(self, runtime: str, device: int) -> bool:
+    def elsewhere(self, device: Device) -> bool:
         """Whether another device has an open group."""
         with self._lock:
-            return any(other != (runtime, device) for other in self._groups)
+            return any(other != device for other in self._groups)

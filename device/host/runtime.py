@@ -179,7 +179,7 @@ class HostRuntime:
         return SharedMemory.adopt(descriptor, nbytes)
 
     def keep_pins(self) -> Callable[[], None]:
-        """Nothing to keep: there is no driver that waits for other devices."""
+        """Does nothing: memory of the host is not pinned."""
         return lambda: None
 
     def warm_up(self, peers: Collection[str]) -> None:
