@@ -34,6 +34,9 @@ KERNELS = {"PROXYCCL_CXXFLAGS": "-O0"}
 `collectives/test_same_bits.py` has a test of those; `make test-all` runs everything with them.
 """
 
+LOADING = {"CUDA_MODULE_LOADING": "EAGER"} if PLACE == "thread" else {}
+"""Otherwise torch's first launch of a kernel waits for the device, and with it the proxy that the device waits for."""
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _private_directories(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -78,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.register_profile("busy", deadline=None)
         settings.load_profile("busy")
-    for name, value in {**OPEN_MPI, **NUMPY, **KERNELS}.items():
+    for name, value in {**OPEN_MPI, **NUMPY, **KERNELS, **LOADING}.items():
         os.environ.setdefault(name, value)
 
 

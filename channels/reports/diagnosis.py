@@ -94,7 +94,7 @@ def diagnose(reports: Iterable[Report], of_daemons: Sequence[DaemonReport] = ())
     for report in sorted(reports, key=lambda report: report.written):
         latest[report.communicator, report.rank] = report
     groups: list[dict[str, dict[int, Report]]] = []
-    for report in latest.values():
+    for report in sorted(latest.values(), key=lambda report: (report.rank, report.written)):
         names = {report.communicator, *report.beside}
         joined: dict[str, dict[int, Report]] = {report.communicator: {}}
         for group in [group for group in groups if _names(group) & names]:

@@ -470,6 +470,15 @@ def test_reports_that_are_far_apart_are_said_to_be(hang: Path) -> None:
 
 
 def test_the_newest_report_of_a_rank_counts(hang: Path) -> None:
-    reports = sample(hang)
+    reports = [  # the last rank's is the first, and each rank has a proxy process, as with GPUs
+        replace(
+            report,
+            written=f"2026-01-01T00:00:0{3 - rank}.000+00:00",
+            daemon=replace(report.members[rank], pid=1 << 23 | rank),
+        )
+        for rank, report in sample(hang).items()
+    ]
     older = replace(reports[0], written="2020-01-01T00:00:00.000+00:00", waits=[])
-    assert diagnose([*reports.values(), older]) == diagnose(reports.values())
+    (diagnosis,) = diagnose([*reports, older])
+    assert [diagnosis] == diagnose(reports)
+    assert [re.findall(r"rank \d", note) for note in diagnosis.notes] == [["rank 0"], ["rank 1"], ["rank 2"]]

@@ -13,6 +13,7 @@ from proxyccl.device.memory import memory_pool
 from proxyccl.device.memory.memory_pool import MemoryPool
 from support.fakes.torch import PluggableAllocator
 
+_TRIES = 32  # of each size
 _allocator = PluggableAllocator(memory_pool.library(), memory_pool.ALLOCATE, memory_pool.FREE)
 
 
@@ -49,18 +50,31 @@ class ForeignMemory:
     def replaced(self) -> ForeignMemory:
         """Other memory at the same address, after this was freed."""
         assert self.closed
-        on_cuda, elsewhere = self._runtime.name == "cuda", []
-        places = None if on_cuda else _take_places_before(self.ptr, self.nbytes)
-        while True:
-            made = ForeignMemory(self._runtime, self.nbytes)
-            if made.ptr == self.ptr or not on_cuda or len(elsewhere) == 64:
-                break
-            elsewhere.append(made)
-        for memory in elsewhere:
-            memory.close()
+        if self._runtime.name == "cuda":
+            return self._replaced_by_driver()
+        places = _take_places_before(self.ptr, self.nbytes)
+        made = ForeignMemory(self._runtime, self.nbytes)
         del places
-        assert made.ptr == self.ptr, "the driver gives the address to nobody"
+        assert made.ptr == self.ptr, "the system gives the address to nobody"
         return made
+
+    def _replaced_by_driver(self) -> ForeignMemory:
+        """It gives the lowest address with room, so larger memory fills larger gaps below."""
+        elsewhere: list[ForeignMemory] = []
+        try:
+            for nbytes in (1 << 30, 1 << 28, 1 << 26, 1 << 24, self.nbytes):
+                for _ in range(_TRIES):
+                    made = ForeignMemory(self._runtime, nbytes)
+                    if (made.ptr, nbytes) == (self.ptr, self.nbytes):
+                        return made
+                    elsewhere.append(made)
+                    if nbytes > self.nbytes and made.ptr + nbytes > self.ptr:
+                        elsewhere.pop().close()
+                        break
+            raise AssertionError(f"the driver gave {self.ptr:#x} to nobody, but {[hex(m.ptr) for m in elsewhere]}")
+        finally:
+            for memory in elsewhere:
+                memory.close()
 
 
 def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
