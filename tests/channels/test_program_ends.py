@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
 import sys
 import threading
 
@@ -46,15 +46,23 @@ def test_an_exit_in_another_thread_ends_that_thread_alone(monkeypatch: pytest.Mo
     assert raised == [SystemExit]  # itself, of which Python's own hook says nothing
 
 
-def test_an_exit_in_a_fork_by_another_thread_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
-    program_end.watch()
+FORKS = """
+import os, sys, threading
+from proxyccl.channels.liveness import program_end
 
-    def fork() -> None:
-        if (child := os.fork()) == 0:
-            sys.exit(3)
-        os.waitpid(child, 0)
+def fork():
+    if (child := os.fork()) == 0:
+        sys.exit(3)
+    os.waitpid(child, 0)
 
-    thread = threading.Thread(target=fork)
-    thread.start()
-    thread.join()
-    assert "Traceback" not in capfd.readouterr().err
+program_end.watch()
+thread = threading.Thread(target=fork)
+thread.start()
+thread.join()
+"""
+
+
+def test_an_exit_in_a_fork_by_another_thread_is_quiet() -> None:
+    """In a program without a GPU's driver: a fork of one that has it may wait forever in the driver at its exit."""
+    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -80,20 +80,24 @@ def test_outputs_stay_and_their_memory_comes_back(pair: Ranks) -> None:
 @on_gpus
 def test_memory_waits_for_the_streams_on_which_it_was_recorded(pair: Ranks) -> None:
     def body(comm: Communicator) -> None:
-        buffer, stream = deep_ep.Buffer(comm, explicitly_destroy=True), torch.cuda.Stream()
+        buffer, runtime = deep_ep.Buffer(comm, explicitly_destroy=True), comm.runtime
+        stream, opener, gate = torch.cuda.Stream(), runtime.create_stream(), comm.empty(1, "int64").fill(0)
         others = [dispatch(comm, buffer, 3)[0] for _ in range(2)]
         del others[0]
-        for _ in range(2):
+        for turn in (1, 2):
             rows, handle = dispatch(comm, buffer, 5)
             assert lies_in_buffer(rows, handle)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(200_000_000)  # cycles, a tenth of a second
+                runtime.wait_value(gate.ptr, turn, stream.cuda_stream)
                 copied = rows.clone()
-            rows.record_stream(stream)
-            del rows
-            meanwhile, handle = dispatch(comm, buffer, 9)
-            assert not lies_in_buffer(meanwhile, handle)
+            try:
+                rows.record_stream(stream)
+                del rows
+                meanwhile, handle = dispatch(comm, buffer, 9)
+                assert not lies_in_buffer(meanwhile, handle)
+            finally:
+                runtime.write_value(gate.ptr, turn, opener)
             stream.synchronize()
             assert holds(copied, 5)
             assert holds(meanwhile, 9)

@@ -59,10 +59,10 @@ class ForeignMemory:
         return made
 
     def _replaced_by_driver(self) -> ForeignMemory:
-        """It gives the lowest address with room, so larger memory fills larger gaps below."""
+        """It mostly gives low addresses first. Larger memory fills the larger gaps below, if there are any."""
         elsewhere: list[ForeignMemory] = []
         try:
-            for nbytes in (1 << 30, 1 << 28, 1 << 26, 1 << 24, self.nbytes):
+            for nbytes in (self.nbytes, 1 << 30, 1 << 28, 1 << 26, 1 << 24, self.nbytes):
                 for _ in range(_TRIES):
                     made = ForeignMemory(self._runtime, nbytes)
                     if (made.ptr, nbytes) == (self.ptr, self.nbytes):
@@ -71,7 +71,7 @@ class ForeignMemory:
                     if nbytes > self.nbytes and made.ptr + nbytes > self.ptr:
                         elsewhere.pop().close()
                         break
-            raise AssertionError(f"the driver gave {self.ptr:#x} to nobody, but {[hex(m.ptr) for m in elsewhere]}")
+            raise AssertionError(f"the driver gives the address {self.ptr:#x} to nobody")
         finally:
             for memory in elsewhere:
                 memory.close()
