@@ -96,13 +96,11 @@ class Group:
     """
 
     def __init__(self, meeting: Meeting, parent: Group | None = None, mapped: HandleCache | None = None) -> None:
-        self._end_pins = meeting.runtime.keep_pins()  # soon peers may run kernels that wait for this rank
         try:
             with meeting.exchange.telling():
                 self._begin(meeting, parent, mapped)
         except BaseException:
             meeting.control.set_presence(Presence.LEFT)  # peers need not wait for kernels of this rank
-            self._end_pins()
             raise
 
     def _begin(self, meeting: Meeting, parent: Group | None, mapped: HandleCache | None) -> None:
@@ -244,6 +242,26 @@ class Group:
 
     def open(self, observer: Observer) -> None:
         """Opens the group: from now on failures are noticed, passed on and reported."""
+        self._end_pins = self.runtime.keep_pins()  # from now on its kernels may wait for ranks that are threads here
+        try:
+            self._begin_watching(observer)
+        except BaseException:
+            self._end_pins()
+            raise
+        with _open_lock:
+            orphan = self._parent is not None and self._parent.failure.closed
+            if not orphan:
+                _open_groups.append(self)
+                if self._parent is not None:
+                    self._parent._children.append(self)
+        if self._parent is None:  # the others find it started
+            self.links.start_early()
+        if orphan:
+            self.failure.abort("the communicator that it was split from was closed")
+            self._release(healthy=False)
+            raise ClosedError("the communicator was closed meanwhile")
+
+    def _begin_watching(self, observer: Observer) -> None:
         context = ContextWatch(self.launches.default_stream, self.failure.file_lost_context)
 
         def each_turn() -> None:
@@ -288,18 +306,6 @@ class Group:
         self.failure.watch(self._watcher, observer, stopped_proxy)
         self.exchange.guard(self.failure, self._watcher)
         self._published = self._publish()
-        with _open_lock:
-            orphan = self._parent is not None and self._parent.failure.closed
-            if not orphan:
-                _open_groups.append(self)
-                if self._parent is not None:
-                    self._parent._children.append(self)
-        if self._parent is None:  # the others find it started
-            self.links.start_early()
-        if orphan:
-            self.failure.abort("the communicator that it was split from was closed")
-            self._release(healthy=False)
-            raise ClosedError("the communicator was closed meanwhile")
 
     def _publish(self) -> Published:
         ranks = self.topology.ranks
@@ -562,20 +568,22 @@ class Group:
 
     def _release(self, *, healthy: bool) -> None:
         """Frees the group's resources, once: as after a failure, if it is not healthy or a rank has failed."""
-        with self._closing:
-            if not self._released:
-                self._released = True
-                healthy = healthy and not self.failure.aborted
-                self._close_for_use()
-                for child in list(self._children):  # also one that was just released
-                    child._release(healthy=healthy)
-                try:
-                    self._free(healthy=healthy)
-                finally:
-                    self._end_pins()
-        if self._parent is not None:
-            with _open_lock, contextlib.suppress(ValueError):  # it may have been released before
-                self._parent._children.remove(self)
+        try:
+            with self._closing:
+                if not self._released:
+                    self._released = True
+                    healthy = healthy and not self.failure.aborted
+                    self._close_for_use()
+                    for child in list(self._children):  # also one that was just released
+                        child._release(healthy=healthy)
+                    try:
+                        self._free(healthy=healthy)
+                    finally:
+                        self._end_pins()
+        finally:
+            if self._parent is not None:
+                with _open_lock, contextlib.suppress(ValueError):  # it may have been released before
+                    self._parent._children.remove(self)
 
     def _free(self, *, healthy: bool) -> None:
         self.exchange.end()

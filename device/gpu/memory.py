@@ -12,7 +12,7 @@ from typing import ClassVar
 from msgspec import Struct
 
 from proxyccl.device.base_runtime import Allocations
-from proxyccl.device.driver import DeviceInfo
+from proxyccl.device.driver import DeviceInfo, Driver
 from proxyccl.device.errors import (
     AlreadyMappedError,
     ArgumentError,
@@ -167,13 +167,14 @@ class _Pin(Struct, frozen=True):
         addresses: keeps the addresses, which other memory would be given, still pinned; None if somebody else does.
     """
 
-    context: DeviceContext
+    driver: Driver
     start: int
     nbytes: int
     addresses: object
 
     def unpin(self) -> None:
-        self.context.call(self.context.driver.unregister_host, self.start)
+        """In the current context: that of the device which pinned the memory may be lost by now."""
+        self.driver.unregister_host(self.start)
 
 
 class GpuMemoryManager:
@@ -246,24 +247,25 @@ class GpuMemoryManager:
         self.unused.free()
 
     def keep_pins(self) -> Callable[[], None]:
-        """Memory without users stays pinned on other devices' behalf, until the call that this returns (`PinHolds`)."""
-        holds, here, pinned = self._pin_holds, self._here, self._pinned
+        """Other devices' memory without users stays pinned, until the call that this returns (`PinHolds`)."""
+        holds, here, pinned, context = self._pin_holds, self._here, self._pinned, self._context
         holds.begin(here)
 
         def end() -> None:
-            holds.end(here)
-            if not holds.elsewhere(here):
-                pinned.discard_idle()
+            with holds.unchanged(), context.current():
+                holds.end(here)
+                if not holds.elsewhere(here):
+                    pinned.discard_idle()
 
         return end
 
     def pin(self, shared: SharedMemory) -> GpuPinnedMemory:
-        """Pins shared memory of the host and maps it for the device. It closes with the result."""
+        """Pins shared memory of the host and maps it for the device. It closes with the result, or on a failure."""
         # Pinned once a process, whole and for all devices; ranks that are threads see the same address.
         start, nbytes = shared.mapped_range
         key, addresses = (self._driver.runtime, start), shared.addresses()
-        pinned, holds, here = self._pinned, self._pin_holds, self._here
-        with contextlib.ExitStack() as undo, self._context.current():
+        pinned, holds, here, context = self._pinned, self._pin_holds, self._here, self._context
+        with contextlib.ExitStack() as undo, context.current():
             undo.callback(shared.close)
             pinned.acquire(key, lambda: self._pin(start, nbytes, addresses))
             undo.callback(pinned.release, key, keep=False)
@@ -272,13 +274,14 @@ class GpuMemoryManager:
 
         def release() -> None:
             shared.close()
-            pinned.release(key, keep=holds.elsewhere(here))
+            with holds.unchanged(), context.current():
+                pinned.release(key, keep=holds.elsewhere(here))
 
         return GpuPinnedMemory(ptr, shared, self.unused, release)
 
     def _pin(self, start: int, nbytes: int, addresses: object) -> _Pin:
         self._driver.register_host(start, nbytes)
-        return _Pin(self._context, start, nbytes, addresses)
+        return _Pin(self._driver, start, nbytes, addresses)
 
     def pin_range(self, ptr: int, nbytes: int) -> GpuMemory:
         """Pins memory of the host that somebody else allocated, and unpins it when the result closes.
@@ -292,7 +295,7 @@ class GpuMemoryManager:
                 self._pinned.acquire(key, lambda: self._pin(ptr, nbytes, None))
             except DriverError as error:
                 raise ResourceError(f"{nbytes} bytes at {ptr:#x} can't be pinned: {error}") from None
-        release = functools.partial(self._pinned.release, key, keep=False)
+        release = functools.partial(self._context.call, functools.partial(self._pinned.release, key, keep=False))
         return GpuMemory(ptr, nbytes, self.unused.append, release)
 
     def export(self, ptr: int, nbytes: int) -> bytes:

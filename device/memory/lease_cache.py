@@ -100,8 +100,10 @@ class LeaseCache(Generic[Key, Value]):
             entry.users -= 1
             if entry.users:
                 return
+            weight = 0 if entry.value is None else self._weigh(entry.value)
+            keep = keep and weight <= self._keep_weight  # a heavier one alone would push out all others
             if keep and entry.value is not None:
-                self._idle[key] = self._weigh(entry.value)
+                self._idle[key] = weight
         if not keep:
             self._discard_unused(key, entry)
         self._discard_idle(self._keep, self._keep_weight)
@@ -138,14 +140,18 @@ class LeaseCache(Generic[Key, Value]):
 
     def _discard_idle(self, keep: int, keep_weight: float) -> bool:
         """Discards idle values until at most this number of them, and this weight, remain."""
-        discarded = False
-        while True:
-            with self._lock:
-                if len(self._idle) <= keep and sum(self._idle.values()) <= keep_weight:
-                    return discarded
-                key, _ = self._idle.popitem(last=False)
-                entry = self._entries[key]
-            discarded |= self._discard_unused(key, entry)
+        discarded: list[bool] = []
+
+        def discard(key: Key, entry: _Entry[Value]) -> None:
+            discarded.append(self._discard_unused(key, entry))
+
+        with contextlib.ExitStack() as steps, self._lock:  # one that fails does not keep the others
+            total = sum(self._idle.values())
+            while len(self._idle) > keep or total > keep_weight:
+                key, weight = self._idle.popitem(last=False)
+                total -= weight
+                steps.callback(discard, key, self._entries[key])
+        return any(discarded)
 
     def _discard_unused(self, key: Key, entry: _Entry[Value]) -> bool:
         with entry.lock:

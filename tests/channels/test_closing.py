@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxyccl import Communicator, MismatchError, ThreadBootstrap, WaitTimeoutError
+from proxyccl import Communicator, MismatchError, ResourceError, ThreadBootstrap, WaitTimeoutError
+from proxyccl.channels import group
 from proxyccl.channels.segment.control import Presence
+from proxyccl.device.host import HostRuntime
 from support.device_arrays import on_device, on_host
 from support.devices import require_devices
 from support.paths import TESTS
 from support.processes import run_processes
-from support.running import TIMEOUT, impatient, run_ranks
+from support.running import TIMEOUT, impatient, run_ranks, wait_for
 
 PROGRAM = TESTS / "support" / "programs" / "failure.py"
 
@@ -192,3 +194,39 @@ def test_what_a_rank_announces_reaches_its_peers() -> None:
         watcher.announce(Presence.PRESENT)
 
     run_ranks(2, body)
+
+
+@pytest.mark.host_only("replaces the host runtime's method")
+@pytest.mark.parametrize("end", [Communicator.close, lambda comm: comm.abort("for the test")], ids=["close", "abort"])
+def test_pins_are_kept_for_each_open_communicator(
+    monkeypatch: pytest.MonkeyPatch, end: Callable[[Communicator], None]
+) -> None:
+    """And for none that failed to open."""
+    kept: list[object] = []
+
+    def keep_pins(runtime: HostRuntime) -> Callable[[], None]:
+        kept.append(runtime)
+        return lambda: kept.remove(runtime)
+
+    def no_watcher(*_: object, **__: object) -> None:
+        raise ResourceError("no descriptor is left")
+
+    monkeypatch.setattr(HostRuntime, "keep_pins", keep_pins)
+    all_have_counted = threading.Barrier(2)
+
+    def body(comm: Communicator) -> None:
+        part = comm.split([0, 1])
+        part.all_gather_bytes(b"")
+        if all_have_counted.wait(TIMEOUT) == 0:
+            assert len(kept) == 4
+            monkeypatch.setattr(group, "Watcher", no_watcher)
+        all_have_counted.wait(TIMEOUT)
+        with pytest.raises(ResourceError, match="no descriptor is left"):
+            comm.split([0, 1])
+        if all_have_counted.wait(TIMEOUT) == 0:
+            assert len(kept) == 4
+        all_have_counted.wait(TIMEOUT)
+        end(comm)
+
+    run_ranks(2, body)
+    wait_for(lambda: not kept, "the communicators are released")
