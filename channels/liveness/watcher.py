@@ -304,7 +304,7 @@ class Watcher:
         self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
 
     def check_for_end(self, peer: int) -> None:
-        """Files that a peer is lost if its process ends or begins to, or its link from another host ends, in ENDING_MS.
+        """Files that a peer is lost if, within ENDING_MS, its process or its link from another host ends or begins to.
 
         For a rank that could not reach that peer: the kernel tears down a dying process's files, verbs objects and
         libfabric connections before it makes the process's descriptor readable, and possibly before it closes the link.
@@ -320,7 +320,7 @@ class Watcher:
                 ended = _is_readable(descriptor, self.ENDING_MS) or self._processes.is_ending(peer)
             except ProcessLookupError:
                 ended = True
-            except ResourceError:  # it can't be told; the ranks that watch it will
+            except (ResourceError, OSError):  # it can't be told; the ranks that watch it will
                 return
             with self._looking:
                 if ended and not (self._closed or self._own.aborted):

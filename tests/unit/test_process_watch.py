@@ -10,12 +10,16 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
+from proxyccl import open_runtime
 from proxyccl.channels.liveness.process_watch import ProcessWatch
+from proxyccl.channels.liveness.watcher import Watcher
+from proxyccl.channels.segment.control import create_segment
 from proxyccl.channels.segment.process_descriptors import PeerProcess, acquire, has_ended
+from proxyccl.device._native import lib
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.process.namespaces import proc_view
 from proxyccl.proxy.processes import start_of
-from support.running import wait_for
+from support.running import TIMEOUT, wait_for
 
 Processes = list[subprocess.Popen[bytes]]
 
@@ -118,23 +122,51 @@ EXIT = {"x86_64": 60, "aarch64": 93}
 """The number of the system call that ends one thread."""
 
 
-@pytest.mark.skipif(os.uname().machine not in EXIT, reason="another system's numbers of calls")
-def test_a_process_whose_first_thread_has_ended_is_ending() -> None:
+@pytest.fixture
+def ending() -> Iterator[PeerProcess]:
+    """A process whose first thread has ended; another one still runs."""
+    if os.uname().machine not in EXIT:
+        pytest.skip("another system's numbers of calls")
     program = [sys.executable, "-c", ENDS_ITS_FIRST_THREAD.format(exit=EXIT[os.uname().machine])]
     with subprocess.Popen(program, stdin=subprocess.PIPE) as process:
         started = start_of(process.pid)
         assert started is not None
         named = PeerProcess(process.pid, proc_view(), bytes(16), started)
-        watch = ProcessWatch(0, {1: named}, lambda _: False)
-        descriptor = watch.descriptor_of(1)
-        assert not watch.is_ending(1)
+        assert not named.is_ending
         assert process.stdin is not None
         process.stdin.write(b"\n")
         process.stdin.flush()
-        wait_for(lambda: watch.is_ending(1), "its first thread ends")
-        assert not has_ended(descriptor)
-        late = acquire(replace(named, token=bytes(15) + b"1"))  # whoever did not watch it: its memory is still reached
-        assert not has_ended(late)
-        watch.release(late)
+        wait_for(lambda: named.is_ending, "its first thread ends")
+        yield named
         process.communicate(b"")
-        watch.close()
+
+
+def test_a_process_whose_first_thread_has_ended_is_ending(ending: PeerProcess) -> None:
+    watch = ProcessWatch(0, {1: ending}, lambda _: False)
+    assert watch.is_ending(1)
+    assert not has_ended(watch.descriptor_of(1))
+    late = acquire(replace(ending, token=bytes(15) + b"1"))  # whoever did not watch it: its memory is still reached
+    assert not has_ended(late)
+    watch.release(late)
+    watch.close()
+
+
+@pytest.mark.parametrize("readable", [True, False], ids=["", "no-descriptor-is-left"])
+def test_who_fails_to_reach_an_ending_process_files_it_as_lost(
+    ending: PeerProcess, monkeypatch: pytest.MonkeyPatch, readable: bool
+) -> None:
+    def none(_: ProcessWatch, __: int) -> bool:
+        raise OSError(24, "Too many open files")
+
+    own, peer = (create_segment(open_runtime("host"), 1, TIMEOUT) for _ in range(2))
+    monkeypatch.setattr(Watcher, "ENDING_MS", 1)
+    if not readable:
+        monkeypatch.setattr(ProcessWatch, "is_ending", none)
+    watcher = Watcher(0, own, {1: peer}, {1: ending}, {})
+    watcher.check_for_end(1)
+    assert own.aborted == readable
+    if readable:
+        assert (own.record().code, own.record().peer) == (lib.PROXYCCL_ERROR_PEER_LOST, 1)
+    watcher.close()
+    own.close()
+    peer.close()
