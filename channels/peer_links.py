@@ -16,6 +16,7 @@ from proxyccl.channels.liveness.failure import FailureState
 from proxyccl.channels.remote import RemoteLinks
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device.errors import WaitTimeoutError
+from proxyccl.device.process.cores import core_share, usable_cores
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.cores import cores_of, decode_cores, parse_cores
 from proxyccl.proxy.daemon.choice import ChosenDaemon
@@ -23,7 +24,7 @@ from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.connection import DaemonAddress, NodeDaemon
 from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
 from proxyccl.proxy.daemon.protocol import Prepare, socket_path
-from proxyccl.proxy.idle_choice import choose_idle, core_share, usable_cores
+from proxyccl.proxy.idle_choice import choose_idle
 from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService
@@ -51,11 +52,11 @@ class PeerLinks:
         proxy_options: of the proxy.
         transport_options: of transports between hosts.
         description: the proxy's description for observers.
-        whole: the links of the group of which this one has a part; None for a group of its own, also after a shrink.
+        whole: the links of the group from which this one was split; None if it was not.
 
     Attributes:
         topology: the placement of the ranks; complete after `bring_up`.
-        host_ranks: number of ranks of this host, also those of the whole.
+        host_ranks: number of ranks of this host, with those outside this part of the whole.
         container_ranks: of these, the ranks in this rank's container.
         remote: this rank's links to other hosts.
         schedule_ids: memory ids of the proxy that peers' registered ranges take for schedules.
@@ -93,10 +94,8 @@ class PeerLinks:
         self._transports: dict[int, str] = {}
         self.topology = topology
         self.schedule_ids = 0
-        here = len(self._of_host())
-        self.host_ranks: int = here if whole is None else max(here, whole.host_ranks)
-        beside = len(self._of_container())
-        self.container_ranks: int = beside if whole is None else max(beside, whole.container_ranks)
+        self.host_ranks: int = len(self._of_host()) if whole is None else whole.host_ranks
+        self.container_ranks: int = len(self._of_container()) if whole is None else whole.container_ranks
         share = core_share(self.host_ranks, self.container_ranks)
         self.remote = RemoteLinks(runtime, control, exchange, topology, lambda: self.proxy, transport_options, share)
 

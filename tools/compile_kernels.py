@@ -25,8 +25,8 @@ from proxyccl.device.build.compile_cache import (
 )
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.host.shipped_libraries import ships_kernels
+from proxyccl.device.process.cores import usable_cores
 from proxyccl.device.runtimes import find_runtime, open_compiler, open_driver, open_runtime
-from proxyccl.proxy.idle_choice import usable_cores
 
 Shipped = tuple[str, str, str | None, str | None]
 """File, kernel, element type and operation, as `Runtime.shipped` takes them."""

@@ -32,6 +32,7 @@ from proxyccl.device.errors import (
 from proxyccl.device.host.compiler import compiler_version, find_compiler
 from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.memory.sockets import directory, usable_directory
+from proxyccl.device.process.cores import cores_allowed
 from proxyccl.device.process.cpu import cpu_name, describe_cpu
 from proxyccl.device.process.private_directories import require_private
 from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_runtime
@@ -39,7 +40,7 @@ from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric import library, requirements
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
-from proxyccl.proxy.idle_choice import choose_idle, cores_allowed
+from proxyccl.proxy.idle_choice import choose_idle
 from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.verbs import pyverbs_api

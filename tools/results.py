@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from proxyccl.device.process.cores import usable_cores
 from proxyccl.device.process.cpu import cpu_name
-from proxyccl.proxy.idle_choice import usable_cores
 
 Fields = dict[str, Any]
 

@@ -17,10 +17,10 @@ import msgspec
 from proxyccl.channels.collectives.selection import Case, Selector, SizeTable
 from proxyccl.device.build.compile_cache import cache_dir
 from proxyccl.device.errors import ArgumentError, ProtocolError, UntrustedPathError
+from proxyccl.device.process.cores import usable_cores
 from proxyccl.device.process.cpu import cpu_name
 from proxyccl.device.process.private_directories import open_private, read_private, write_private
 from proxyccl.proxy.codec import Codec, Message, Uint64
-from proxyccl.proxy.idle_choice import usable_cores
 
 if TYPE_CHECKING:
     from proxyccl.channels.group import Group

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from proxyccl.proxy import idle_choice
-from proxyccl.proxy.idle_choice import choose_idle, cores_allowed, usable_cores
+from proxyccl.proxy.idle_choice import choose_idle
 from proxyccl.proxy.thread import IdlePolicy
 
 FEW, ENOUGH = IdlePolicy(), IdlePolicy.where_cores_suffice()
@@ -37,11 +35,6 @@ def test_the_quota_is_for_the_own_container_alone(monkeypatch: pytest.MonkeyPatc
     assert choose_idle(64, 8, 8) == FEW
     assert choose_idle(64, 8, 8, (1, 1)) == ENOUGH
     assert choose_idle(15, 8, 8, (1, 1)) == choose_idle(64, 8, 8, (2, 1)) == FEW
-    assert [usable_cores(cores) for cores in (1, 2, 64)] == [1, 2, 2]
-    monkeypatch.setattr(idle_choice, "cores_allowed", lambda: 0.5)
-    assert usable_cores(64) == 1
-    monkeypatch.setattr(idle_choice, "cores_allowed", lambda: None)
-    assert usable_cores(64) == 64
 
 
 def test_policies_are_ordered_by_how_soon_they_wake() -> None:
@@ -50,28 +43,3 @@ def test_policies_are_ordered_by_how_soon_they_wake() -> None:
     awake = IdlePolicy.always_awake()
     assert IdlePolicy.most_awake([ENOUGH, awake, FEW]) == awake
     assert str(awake) == "always awake"
-
-
-def test_the_smallest_quota_of_a_group_and_its_parents_counts(tmp_path: Path) -> None:
-    own, root = tmp_path / "own", tmp_path / "mounted"
-    own.write_text("0::/job/rank\n")
-    assert cores_allowed(root, own) is None
-    (root / "job/rank").mkdir(parents=True)
-    (root / "job/rank/cpu.max").write_text("max 100000\n")
-    assert cores_allowed(root, own) is None
-    (root / "job/cpu.max").write_text("250000 100000\n")
-    assert cores_allowed(root, own) == 2.5
-    (root / "cpu.max").write_text("800000 100000\n")
-    assert cores_allowed(root, own) == 2.5
-    assert cores_allowed(root, tmp_path / "no such file") is None
-
-
-def test_quotas_of_the_first_version_count_too(tmp_path: Path) -> None:
-    own, group = tmp_path / "own", tmp_path / "mounted/cpu,cpuacct/job"
-    own.write_text("5:memory:/job\n4:cpu,cpuacct:/job\n")
-    group.mkdir(parents=True)
-    (group / "cpu.cfs_period_us").write_text("50000\n")
-    (group / "cpu.cfs_quota_us").write_text("-1\n")
-    assert cores_allowed(tmp_path / "mounted", own) is None
-    (group / "cpu.cfs_quota_us").write_text("100000\n")
-    assert cores_allowed(tmp_path / "mounted", own) == 2

@@ -4,7 +4,7 @@ import runpy
 
 import pytest
 
-from proxyccl.proxy import idle_choice
+from proxyccl.device.process import cores as cores_of
 from proxyccl.proxy.fabric.context import default_streams
 from proxyccl.proxy.staging import MOST_WIRES
 from proxyccl.proxy.transports.staged_fabric import default_ring, first_wire
@@ -19,22 +19,14 @@ def test_both_tables_have_the_same_transports() -> None:
 
 def test_the_streams_of_a_hosts_ranks_have_half_of_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has a thread. With more, threads wait for each other's cores, while they hold up their messages."""
-    monkeypatch.setattr(idle_choice, "cores_allowed", lambda: None)
+    monkeypatch.setattr(cores_of, "cores_allowed", lambda: None)
     for cores in (1, 2, 3, 16, 64, 256):
         monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
         for ranks in (1, 2, 3, 8):
-            streams = default_streams(idle_choice.core_share(ranks, ranks))
+            streams = default_streams(cores_of.core_share(ranks, ranks))
             assert 1 <= streams <= MOST_WIRES
             assert streams == 1 or streams * ranks <= cores / 2
     assert [default_streams(cores) for cores in (64, 32, 16, 8, 1)] == [16, 16, 8, 4, 1]
-
-
-def test_a_limit_is_shared_by_the_ranks_of_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 128)
-    monkeypatch.setattr(idle_choice, "cores_allowed", lambda: 16.5)
-    assert [idle_choice.core_share(8, beside) for beside in (1, 2, 8)] == [16, 8, 2]
-    assert idle_choice.core_share(64, 1) == 2
-    assert idle_choice.core_share(1000, 100) == 1
 
 
 def test_rings_of_many_peers_are_shorter() -> None:

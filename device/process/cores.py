@@ -1,0 +1,83 @@
+"""The cores that there are for a process's threads: as many as the machine and its control groups allow."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from pathlib import Path, PurePosixPath
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def usable_cores(cores: int | None = None) -> int:
+    """The number of threads for which there are cores: no more than control groups allow this process.
+
+    Args:
+        cores: those that there are; None for all of the machine's.
+    """
+    allowed = cores_allowed()
+    found = cores if cores is not None else os.cpu_count() or 1
+    return found if allowed is None else max(1, min(found, math.floor(allowed)))
+
+
+def core_share(host_ranks: int, container_ranks: int) -> int:
+    """The cores that a rank's threads may keep busy: an equal share of the machine's, and of its control groups' limit.
+
+    Args:
+        host_ranks: the ranks on the machine. A launcher may have bound this one to few cores, so these don't count.
+        container_ranks: of these, the ranks in this process's container, which share its limit.
+    """
+    share, allowed = (os.cpu_count() or 1) // host_ranks, cores_allowed()
+    return max(1, share if allowed is None else min(share, math.floor(allowed) // container_ranks))
+
+
+def cores_allowed(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> float | None:
+    """The cores that control groups allow this process, by their quotas of CPU time and their sets of cores; None for
+    no limit, or none that can be read.
+
+    Args:
+        root: where control groups are mounted.
+        own: the file that names those of the process.
+    """
+    limits = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                limits += [_limit(directory) for directory in _upwards(root, path)]
+                limits.append(_cores_of(_upwards(root, path)[0] / "cpuset.cpus.effective"))
+            elif "cpu" in controllers.split(","):
+                limits += [_old_limit(directory) for directory in _upwards(root / controllers, path)]
+            elif "cpuset" in controllers.split(","):
+                limits.append(_cores_of(_upwards(root / controllers, path)[0] / "cpuset.effective_cpus"))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _upwards(mounted: Path, path: str) -> list[Path]:
+    """A group's directory and those of its parents, whose limits hold for it too."""
+    group = PurePosixPath(path).relative_to("/")
+    return [mounted / group, *(mounted / parent for parent in group.parents)]
+
+
+def _limit(directory: Path) -> float | None:
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = (directory / "cpu.max").read_text().split()
+        return int(quota) / int(period)  # "max" stands for no limit
+    return None
+
+
+def _old_limit(directory: Path) -> float | None:
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        quota = int((directory / "cpu.cfs_quota_us").read_text())
+        return quota / int((directory / "cpu.cfs_period_us").read_text()) if quota > 0 else None
+    return None
+
+
+def _cores_of(effective: Path) -> int | None:
+    """The number of cores in a list such as 0-3,8, of which the parents' sets are part already."""
+    with contextlib.suppress(OSError, ValueError):
+        bounds = [part.split("-") for part in effective.read_text().strip().split(",")]
+        return sum(int(bound[-1]) - int(bound[0]) + 1 for bound in bounds)
+    return None
