@@ -29,9 +29,9 @@ def dispatch_file(kernel: str) -> str:
 FEW_TOKENS = 32
 """Tokens of a block. With more, choices are not announced, and on one node some blocks of a dispatch only send."""
 MESSAGE_BYTES = 2 << 20
-"""Between nodes: rows that are worth a message of their own, as its parts fill a network's wires."""
+"""Between nodes: bytes of rows from which on they are a message of their own, as its parts fill a network's wires."""
 BATCH_TOKENS = 1024
-"""From this number of tokens on rows are worth one too: each segment of a batch looks at the tokens before its own."""
+"""The same in tokens: each segment of a batch looks at the tokens before its own."""
 _TOKENS_PER_BLOCK = 4
 _TOKENS_PER_PACKET = 64  # of a mask
 _LINE = 128
@@ -152,8 +152,10 @@ class Geometry:
         row_bytes = aligned(max(config.hidden * config.token.itemsize, config.topk * 8), 16)
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
         return_bytes = blocks * e.return_segment_bytes
-        e.batch_tokens = min(max(1, MESSAGE_BYTES // row_bytes), BATCH_TOKENS)
         e.least_message = _LEAST_COPY if copied else 0
+        # A batch's lengthened message must end before the next one's rows; batches differ by up to half.
+        shortest = -(-2 * e.least_message // row_bytes)
+        e.batch_tokens = max(1, shortest, min(MESSAGE_BYTES // row_bytes, BATCH_TOKENS))
         e.partial_bytes = return_bytes + e.least_message
         if nodes == 1 < local_size and blocks > 1 and e.segment_tokens > FEW_TOKENS and not e.output_buffers:
             self._cut(config, blocks - self._apart(config))

@@ -88,7 +88,6 @@ class Choices {
   struct Slot {
     uint32_t k;
     int64_t id;
-    float weight;   // 0 if there are none
     uint32_t rank;  // of its expert; world_size if the id names none
     bool is_first;  // of the token's slots for that rank
   };
@@ -102,12 +101,7 @@ class Choices {
 #pragma unroll 1
     for (uint32_t begin = 0; begin < e_.topk; begin += kAtOnce) {
       int64_t ids[kAtOnce];
-      float weights[kAtOnce] = {};
       loadIds(first, begin, ids);
-      if (call_.weights != nullptr)
-#pragma unroll
-        for (uint32_t i = 0; i < kAtOnce; ++i)
-          if (begin + i < e_.topk) weights[i] = weight(first + begin + i);
 #pragma unroll
       for (uint32_t i = 0; i < kAtOnce; ++i) {
         if (begin + i >= e_.topk) continue;
@@ -115,7 +109,7 @@ class Choices {
         const uint32_t rank =
             exists ? static_cast<uint32_t>(static_cast<uint32_t>(ids[i]) * reciprocal >> 32) : e_.world_size;
         const uint64_t bit = exists ? 1ull << rank : 0;
-        body(Slot{begin + i, ids[i], weights[i], rank, (bit & ~seen) != 0});
+        body(Slot{begin + i, ids[i], rank, (bit & ~seen) != 0});
         seen |= bit;
       }
     }

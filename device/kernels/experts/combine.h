@@ -300,7 +300,8 @@ class Combine {
         team_.await(flag, number_, team_.member(node, team_->local_rank));
       } else {
         team_.awaitPost(team_.channel(team_->back_channels, node, block_));
-        if (batch.segments() > 1) team_.raise(team_->local_rank, flag, number_);
+        if (batch.segments() > 1)  // on this device alone, so its release need not reach the system
+          storeReleaseDevice<uint64_t>(reinterpret_cast<uint64_t*>(team_->workspace + flag), number_);
       }
     }
     __syncthreads();

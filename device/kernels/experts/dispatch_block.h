@@ -236,16 +236,16 @@ class Dispatch {
   // With counts, called by `threads` threads: writes the descriptor's entries.
   PROXYCCL_DEVICE void describeAll(uint32_t thread, uint32_t threads) const;
   // With masks, for few tokens: the first blocks write the descriptor's entries, and the other blocks, if any, store
-  // the rows, because loads wait behind stores that a link holds up. Then the same for many tokens.
+  // the rows, because loads wait for stores that a link holds up. Then the same for many tokens.
   PROXYCCL_DEVICE void storeFewRows(const Group& group, uint32_t* next_item) const;
   PROXYCCL_DEVICE void storeManyRows(const Group& group) const;
   // How many blocks write the entries of few tokens, of which there is one for each slot of all ranks.
   PROXYCCL_DEVICE uint32_t describingBlocks() const {
     const uint32_t wanted = (team_->world_size * team_->max_tokens * topk_ + kSlotsOfBlock - 1) / kSlotsOfBlock;
-    const uint32_t most = team_->blocks < 8 ? 1 : team_->blocks / 8;
+    const uint32_t most = team_->blocks < 8 ? 1 : team_->blocks / 8;  // the others must fill the links
     return wanted < most ? wanted : most;
   }
-  static constexpr uint32_t kSlotsOfBlock = 1024;
+  static constexpr uint32_t kSlotsOfBlock = 1024;  // twice as many take as long as the rows of 128 tokens
   // describeSlots() with counts; and with masks for the slots of all blocks, by `threads` threads.
   PROXYCCL_DEVICE void describeCounted() const;
   PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
@@ -274,7 +274,7 @@ class Dispatch {
   // Finds where candidate i < world_size for a row of a token of this rank is: another rank's first, this rank's last.
   PROXYCCL_DEVICE bool findMasked(uint32_t token, uint32_t i, uint32_t* rank, int32_t* row) const;
   // The words of the block's rows that a thread holds before it knows where they go: loads take about as long as
-  // announcements.
+  // announcements. A group holds half a row of 14 KiB, so that none has two pieces of 128 such rows.
   static constexpr uint32_t kHeldWords = PROXYCCL_ON_HOST ? 64 : 14;
   PROXYCCL_DEVICE bool holdsRows() const {
     const uint64_t misaligned = reinterpret_cast<uintptr_t>(call_.input) | call_.row_bytes;
@@ -535,11 +535,11 @@ class Dispatch {
   PROXYCCL_DEVICE uint64_t rowAt(uint32_t place) const {
     return team_.rowAt(segment_, place, rowStride(call_.row_bytes));
   }
-
   // The same of a row on its way between nodes.
   PROXYCCL_DEVICE uint64_t batchRowAt(const Batch& batch, uint32_t place) const {
     return team_.rowAt(batch.first, place, rowStride(call_.row_bytes));
   }
+
   const ExpertTeam team_;
   const ProxycclDispatch& call_;
   const uint64_t number_;

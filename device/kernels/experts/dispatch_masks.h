@@ -65,14 +65,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::countChosen() const {
     const uint32_t expert = chosen_expert - team_->rank * per_rank;
     if (expert < per_rank) atomicAdd(&chosen()[expert], 1u);
   };
-  if constexpr (kSharedMasks) {
-    announced_.forEachArriving(threadIdx.x, blockDim.x, count);
-  } else {
-    announced_.forEachChoice(
-        threadIdx.x, blockDim.x,
-        [&](uint32_t source, uint32_t slot) { return announced_.from(source).has(slot / topk_); },
-        [&](uint32_t, uint32_t, const auto& choice) { count(choice.expert); });
-  }
+  announced_.forEachArriving(threadIdx.x, blockDim.x, count);
 }
 
 template <class Mode>
@@ -105,7 +98,7 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::listPiece(const Group& group, uint32_t piece) const {
   const uint32_t token = piece / piecesOfRow(), ranks = team_->world_size;
   group.list(ranks, [&](uint32_t i, RowEntry* entry) {
-    // Own rows, which would wait for those that a link holds up; then each group begins with another peer.
+    // Own rows come first, as they would wait for those that a link holds up; then each group begins with another peer.
     const uint32_t peer = i == 0 ? 0 : 1 + (i - 1 + group.number) % (ranks - 1);
     const uint32_t rank = (team_->rank + peer) % ranks;
     entry->number = static_cast<int32_t>(rank << 16 | announced_.to(rank).countBefore(token));

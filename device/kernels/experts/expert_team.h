@@ -252,11 +252,13 @@ class ExpertTeam {
   }
 
   // -- flags, as offsets in a workspace ---
-  // Raised when block `block` of `source` has sent its counts.
+  // Raised when block `block` of `source` has sent its counts. For a source on another node, block 0's says that those
+  // of all its blocks have come.
   PROXYCCL_DEVICE uint64_t routed(uint32_t source, uint32_t block) const {
     return e_.routed + 8ull * (source * e_.segments + block);
   }
-  // Says how many items of a part of a source's dispatch have arrived.
+  // Says how many items of a part of a source's dispatch have arrived. For a source on another node, the flag of a
+  // batch's first segment says that the whole batch has.
   PROXYCCL_DEVICE uint64_t sent(uint32_t source, uint32_t part) const {
     return e_.sent + 8ull * (static_cast<uint64_t>(source) * parts() + part);
   }
@@ -299,7 +301,7 @@ class ExpertTeam {
     await(sent(source, part), flagValue(call, items), source, kTwoCalls);
   }
 
-  // -- transfers to other nodes, where as many segments as blocks have tokens ---
+  // -- transfers to other nodes; each block has a segment then ---
   // The batch of this block's segment of a source. The caller fills it in, with batchOf().
   static PROXYCCL_DEVICE Batch& batchFrom(uint32_t source) {
     __shared__ Batch batches[PROXYCCL_MAX_EXPERT_RANKS];
@@ -316,7 +318,7 @@ class ExpertTeam {
     return {first, end, begin, source_tokens * end / segments - begin};
   }
   // Called by one thread of each of `blocks` blocks when its part of a message is stored: whether it was the last one.
-  // It has acquired the parts of all others then, and the proxy reads them after that thread's post.
+  // It has acquired the parts of all others then, and the proxy reads them after a post that comes later in the block.
   PROXYCCL_DEVICE bool completes(uint32_t* arrivals, uint32_t blocks) const {
     if (fetchAddAcqRelDevice<uint32_t>(arrivals, 1) + 1 != blocks) return false;
     storeRelaxedDevice<uint32_t>(arrivals, 0);

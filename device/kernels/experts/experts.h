@@ -155,8 +155,10 @@ typedef struct ProxycclExperts {
   const ProxycclProxyChannel* routing_channels; /* [nodes] */
   const ProxycclProxyChannel* out_channels;     /* [nodes][blocks], for dispatch: across nodes segments == blocks */
   const ProxycclProxyChannel* back_channels;    /* [nodes][blocks], for combine */
-  uint32_t* arrivals; /* [nodes][blocks] and one: blocks that are done with their part of a message to a node */
-  uint32_t* bases;    /* [segments][2][experts]; with output buffers at least [blocks][2][world_size][segments] */
+  /* [nodes][blocks] and one: blocks that are done with their part of a message, by the first segment of its batch: of a
+   * dispatch in this node's row, of a combine in that of the node it goes to; the last one of the routing. */
+  uint32_t* arrivals;
+  uint32_t* bases; /* [segments][2][experts]; with output buffers at least [blocks][2][world_size][segments] */
   ProxycclReceivedRows* received_rows;
   /* Pinned: choices of each of this rank's experts, stored before the ticket. With a row for each rank
    * [chosen_per_rank], with expert_alignment [experts_per_rank]. */
