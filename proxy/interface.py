@@ -372,9 +372,9 @@ class Proxy(Protocol):
         options: TransportOptions,
         signals: range,
         *,
-        near: int | None = None,
-        local_rank: int = 0,
-        core_share: int = 1,
+        near: int | None,
+        local_rank: int,
+        core_share: int,
     ) -> RemoteContext:
         """The rank's remote links. Called once; the caller closes it after the proxy.
 

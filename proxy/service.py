@@ -265,9 +265,9 @@ class ProxyService:
         options: TransportOptions,
         signals: range,
         *,
-        near: int | None = None,
-        local_rank: int = 0,
-        core_share: int = 1,
+        near: int | None,
+        local_rank: int,
+        core_share: int,
     ) -> ServiceRemote:
         """See `Proxy.open_remote`."""
         setup = RemoteSetup(self.runtime, self._shared.memory, signals, near, local_rank, core_share)

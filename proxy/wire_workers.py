@@ -21,17 +21,19 @@ ffi, lib = _engine.ffi, _engine.lib
 
 
 _IDLE = IdlePolicy(yield_us=50.0)
-"""A worker wakes them, and takes over meanwhile. Awake threads take cores from those with work."""
+"""A worker wakes them, and takes over meanwhile (for as long as SERVED_NS of staged_transport.c). Awake threads take
+cores from those with work.
+"""
 
 
 class WireWorkers:
-    """A worker and a thread for each number of wires.
+    """A worker and a thread for each endpoint, which serve its wires to all peers.
 
     Args:
         engine: the runtime of the service.
         control: address of the ProxycclControl whose abort word ends them.
         counters: the service's table of counters.
-        count: of threads; wires with higher numbers begin with the first thread again.
+        count: of threads, which is that of endpoints.
         cores: cores that the threads may run on; None for any.
         name: the prefix of their names.
         on_event: as in `Workers.start`.
@@ -72,9 +74,8 @@ class WireWorkers:
         service's workers, which may not know the connection yet.
         """
         for number, wire in wires:
-            thread = number % len(self._workers)
-            lib.proxyccl_staged_wire_set_thread(wire, self._shared[thread])
-            if lib.proxyccl_worker_add_connection(self._workers[thread].pointer, wire):
+            lib.proxyccl_staged_wire_set_thread(wire, self._shared[number])
+            if lib.proxyccl_worker_add_connection(self._workers[number].pointer, wire):
                 lib.proxyccl_staged_wire_set_thread(wire, ffi.NULL)
 
     def close(self, timeout: float) -> bool:

@@ -13,23 +13,26 @@ from msgspec import Struct
 
 from proxyccl.channels.collectives.by_proxy import ByProxy, others, rounds
 from proxyccl.channels.collectives.table import REDUCTION_OF_SCHEDULES
+from proxyccl.channels.schedules.memory import BLOCKS_DONE, CHUNKS_DONE, HERE, OPENED, TAKEN
 from proxyccl.channels.schedules.rings import Step
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.kernel import Launch
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
-from proxyccl.proxy.schedule import STAGES, Schedule, SchedulePost, ScheduleReceive, ScheduleSend
+from proxyccl.proxy.schedule import Schedule, SchedulePost, ScheduleReceive, ScheduleSend
 
 _SLOT_ALIGNMENT = 128
 _PIECE_ALIGNMENT = 128  # elements
 _CHUNK_ALIGNMENT = 32  # elements, 16 bytes or more
-_FEW_BLOCKS = 32  # for two ranks' elements, and as many again for each two more, up to those of _MOST_RANKS
+_FEW_BLOCKS = 16  # for the elements of each rank, up to _MOST_RANKS
 _MOST_RANKS = 4  # as were measured
 _LONGEST_CHUNK = 8
-"""Times the shortest: so blocks that begin late leave little to wait for."""
-_MOST_PER_BLOCK = 16
-"""Times the shortest chunk, of two ranks: there are few blocks until each has more, as a busy GPU has few places."""
+"""Times the shortest, of up to _MOST_RANKS ranks: so blocks that begin late leave little to wait for. Those of more
+ranks are shorter, as each block fetches its chunk of all ranks into the device's cache.
+"""
+_MOST_PER_BLOCK = 32
+"""Times the shortest chunk, of all ranks: until each block has more, there are few, as a busy GPU has few places."""
 _SHORTEST_PIECE = 2 << 20
 _MOST_PIECES = 3
 """The link is busy without a pause from two pieces on; each more is another pause between copies."""
@@ -239,7 +242,7 @@ class _Slots:
         may_be_pinned: bool = False,
     ) -> None:
         self._group, self._dtype, self._words = by_proxy.group, dtype, by_proxy.rings.words
-        self._meeting = ffi.cast("uint32_t *", by_proxy.memories.reduction_words.ptr)
+        self._of_blocks = ffi.cast("uint32_t *", by_proxy.memories.reduction_words.ptr)
         self._members, self._peers = members, others(by_proxy.group, members)
         self._slot_bytes = _round_up(nbytes, _SLOT_ALIGNMENT)
         self.nbytes = len(self._peers) * self._slot_bytes
@@ -289,19 +292,20 @@ class _Slots:
         arrived.divisor = group.world_size
         piece, shortest = pieces[0][1], -(-defaults.small_bytes // self._dtype.itemsize)
         ranks = len(self._members)  # blocks grow with what is read
-        few = min(_FEW_BLOCKS * min(ranks, _MOST_RANKS) // 2, -(-piece // shortest))
-        many = -(-piece * ranks // (2 * _MOST_PER_BLOCK * shortest))
+        few = min(_FEW_BLOCKS * min(ranks, _MOST_RANKS), -(-piece // shortest))
+        many = -(-piece * ranks // (_MOST_PER_BLOCK * shortest))
         blocks = min(defaults.small_blocks, max(few, many))
-        chunk = _round_up(max(shortest, min(-(-piece // blocks), _LONGEST_CHUNK * shortest)), _CHUNK_ALIGNMENT)
+        longest = _LONGEST_CHUNK * shortest * _MOST_RANKS // max(ranks, _MOST_RANKS)
+        chunk = _round_up(max(shortest, min(-(-piece // blocks), longest)), _CHUNK_ALIGNMENT)
         arrived.pieces, arrived.piece, arrived.transfers = len(pieces), piece, transfers
         arrived.chunks, arrived.chunk = -(-piece // chunk), chunk
         arrived.first = first
         arrived.stages = ffi.cast("uint64_t *", words.stages[0])
         arrived.joined = ffi.cast("uint64_t *", words.stages[_JOINED] if first else 0)
         arrived.gate = ffi.cast("uint64_t *", words.gate if gated else 0)
-        arrived.chunks_done, arrived.here = self._meeting, self._meeting + STAGES
-        arrived.taken = self._meeting + 2 * STAGES
-        arrived.blocks_done, arrived.opened = arrived.taken + 1, arrived.taken + 2
+        arrived.chunks_done, arrived.here = self._of_blocks + CHUNKS_DONE, self._of_blocks + HERE
+        arrived.taken, arrived.opened = self._of_blocks + TAKEN, self._of_blocks + OPENED
+        arrived.blocks_done = self._of_blocks + BLOCKS_DONE
         arrived.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         return self._kernel.prepare(blocks, defaults.small_threads, bytes(ffi.buffer(arrived)), own, result, count)
 

@@ -340,7 +340,8 @@ class _WaitGraph:
             for edge in edges:
                 reasons += self._signals(report, edge)
             # A kernel that waits for a stage waits for whatever its proxy waits for.
-            if not any(wait.kind in (*OWN_PROXY_WAITS, lib.PROXYCCL_WAIT_STAGE) for wait in report.waits):
+            explained = *OWN_PROXY_WAITS, lib.PROXYCCL_WAIT_STAGE, lib.PROXYCCL_WAIT_GRID
+            if not any(wait.kind in explained for wait in report.waits):
                 reasons.append(f"no kernel of {name}{self._inside(communicator)} waits; {where(report)}")
         return reasons
 

@@ -28,7 +28,8 @@ Side = Literal["source", "target", "scratch"]
 _POLL_SECONDS = 0.0001
 _SMALLEST_STAGE = 1 << 20
 _WORD_BYTES = 4
-REDUCTION_WORDS = 3
+CHUNKS_DONE, HERE, TAKEN, BLOCKS_DONE, OPENED = 0, STAGES, 2 * STAGES, 2 * STAGES + 1, 2 * STAGES + 2
+"""Places of the words in which the blocks of a reduction meet (ProxycclArrived); of the first two, one a stage."""
 
 
 class ScheduleMemory(Protocol):
@@ -77,8 +78,7 @@ class ScheduleMemories:
         pinned_bytes: most bytes of one side that go through pinned memory, where the CPU moves them. Where transports
             stage data, few bytes from or to each peer.
         own_box_bytes: most bytes that a stream copies within the device by way of the next rank's memory.
-        reduction_words: device memory in which the blocks of a reduction meet: two words for each stage, then
-            `REDUCTION_WORDS` more; zero between kernels.
+        reduction_words: device memory for the words from `CHUNKS_DONE` to `OPENED`; zero between kernels.
     """
 
     def __init__(self, group: Group) -> None:
@@ -94,7 +94,7 @@ class ScheduleMemories:
         self._own_box = _at_next(group, self._box)
         self._stages: dict[Side, list[Array]] = {}
         self._boxes: PinnedBoxes | None = None
-        self.reduction_words = group.runtime.allocate((2 * STAGES + REDUCTION_WORDS) * _WORD_BYTES)
+        self.reduction_words = group.runtime.allocate((OPENED + 1) * _WORD_BYTES)
         if not self.staged_together:
             group.symmetric.serve(group.links.proxy)
         if not self.staged_together or (self.pinned_bytes > 0 and group.topology.stages_remote_pairs()):

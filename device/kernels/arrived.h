@@ -15,7 +15,7 @@ typedef struct ProxycclArrived {
   uint32_t pieces;
   uint32_t chunks;       /* of a piece: blocks take one after another */
   uint64_t chunk;        /* elements of each but the last; a multiple of 16 bytes */
-  uint64_t piece;        /* the same of pieces */
+  uint64_t piece;        /* elements of each piece but the last; a multiple of 16 bytes if there are several */
   uint64_t* stages;      /* by piece, how many of its transfers are complete; host memory that the proxy writes, and the
                             kernel resets */
   uint64_t* joined;      /* the same of the ranks that have joined, which are all; null: the stream resets it */

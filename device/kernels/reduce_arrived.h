@@ -4,8 +4,9 @@
 // that are late would keep others from starting. It waits for the other pieces, which are in flight, as a launch for
 // each would take longer. On CUDA its blocks are single warps of few registers, so they start beside a matrix product
 // that fills all multiprocessors. Blocks take chunks in turn: those for which a busy GPU has no room start when others
-// have ended. They wait for the proxy; for the block with a piece's first chunk, which hears from it; and to open the
-// gate, for the block that ends the piece before: always for blocks that took earlier chunks, and so run.
+// have ended. The block with a piece's first chunk waits for the proxy, and the piece's other blocks wait for that one.
+// The block that ends a piece waits for the one that ends the piece before, and opens the gate. So a block waits only
+// for blocks that took earlier chunks, which run.
 #ifndef PROXYCCL_REDUCE_ARRIVED_H
 #define PROXYCCL_REDUCE_ARRIVED_H
 
@@ -23,7 +24,7 @@ namespace proxyccl {
 
 // A single warp needs neither a multiprocessor's barriers nor its shared memory: a busy one may have none to give.
 //
-// A barrier of the block, after which one thread's release covers what all have written.
+// A barrier of the block, after which one thread's release covers the writes of all its threads.
 PROXYCCL_DEVICE void meetInBlock() {
 #if PROXYCCL_SMALL_BLOCKS
   syncWarp();
@@ -51,9 +52,10 @@ PROXYCCL_DEVICE uint32_t takeChunk(const ProxycclArrived& arrived) {
   return ofFirstThread(threadIdx.x == 0 ? fetchAddRelaxedDevice<uint32_t>(arrived.taken, 1) : 0);
 }
 
+// Waits for the proxy, by PROXYCCL_WAIT_STAGE, or for other blocks, by PROXYCCL_WAIT_GRID.
 template <class Ready>
-PROXYCCL_DEVICE bool awaitProxy(const ProxycclArrived& arrived, uint64_t expected, Ready ready) {
-  const WaitFor what = {PROXYCCL_WAIT_STAGE, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, expected};
+PROXYCCL_DEVICE bool awaitOthers(const ProxycclArrived& arrived, uint32_t kind, uint64_t expected, Ready ready) {
+  const WaitFor what = {kind, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, expected};
   return waitUntil(arrived.control, what, ready);
 }
 
@@ -68,12 +70,12 @@ PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece, 
   if (threadIdx.x == 0) {
     uint32_t* const here = &arrived.here[piece];
     if (first) {
-      complete = awaitProxy(arrived, transfers, [&](uint64_t* seen) {
+      complete = awaitOthers(arrived, PROXYCCL_WAIT_STAGE, transfers, [&](uint64_t* seen) {
         return (*seen = loadAcquireSystem(&arrived.stages[piece])) >= transfers;
       });
       if (complete && gridDim.x > 1) storeReleaseDevice<uint32_t>(here, 1);
     } else {
-      complete = awaitProxy(arrived, transfers, [&](uint64_t*) { return loadAcquireDevice(here) != 0; });
+      complete = awaitOthers(arrived, PROXYCCL_WAIT_GRID, 1, [&](uint64_t*) { return loadAcquireDevice(here) != 0; });
     }
   }
   return ofFirstThread(complete) != 0;
@@ -83,7 +85,7 @@ PROXYCCL_DEVICE bool awaitPiece(const ProxycclArrived& arrived, uint32_t piece, 
 PROXYCCL_DEVICE void openGate(const ProxycclArrived& arrived, uint32_t piece) {
   if (arrived.gate == nullptr) return;
   auto isNext = [&](uint64_t* seen) { return (*seen = loadAcquireDevice(arrived.opened)) >= piece; };
-  if (!awaitProxy(arrived, piece, isNext)) return;  // an earlier piece may not be reduced
+  if (!awaitOthers(arrived, PROXYCCL_WAIT_GRID, piece, isNext)) return;  // an earlier piece may not be reduced
   storeReleaseSystem<uint64_t>(arrived.gate, piece + 1);
   if (piece + 1 < arrived.pieces) storeReleaseDevice<uint32_t>(arrived.opened, piece + 1);
 }
@@ -128,7 +130,20 @@ struct ChunkSource {
   }
 };
 
-#if !PROXYCCL_ON_HOST
+#if PROXYCCL_SMALL_BLOCKS
+// Brings a chunk of all ranks into the device's cache. A warp has too few registers for as many loads in flight as
+// would keep the memory busy; this takes none.
+template <class T>
+PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, const ChunkSource<T>& source) {
+  constexpr uint32_t kLine = 128;
+#pragma unroll 1
+  for (uint32_t rank = 0; rank < arrived.world_size; ++rank) {
+    const char* const from = reinterpret_cast<const char*>(source(rank));
+#pragma unroll 1
+    for (uint32_t at = kLine * threadIdx.x; at < bytes; at += kLine * PROXYCCL_WARP_SIZE) prefetchToDevice(from + at);
+  }
+}
+
 // Reduces `units` units of 16 bytes, all aligned, of a number of ranks that the compiler knows: sums need no register
 // until all values are there. A thread has several loads in flight, as few threads would otherwise wait for memory most
 // of the time. Out of line, as the caller's variables would leave the threads of a small block too few registers.
@@ -163,9 +178,8 @@ PROXYCCL_OUT_OF_LINE void reduceUnitsOf(uint32_t divisor, uint32_t units, const 
 
 // The same of any number of ranks.
 template <class T, class Op>
-PROXYCCL_OUT_OF_LINE void reduceUnits(uint32_t ranks, uint32_t divisor, uint32_t units, const ChunkSource<T> source,
-                                      Bytes16* to) {
-#if PROXYCCL_SMALL_BLOCKS
+PROXYCCL_OUT_OF_LINE void reduceUnitsOfAny(uint32_t ranks, uint32_t divisor, uint32_t units,
+                                           const ChunkSource<T> source, Bytes16* to) {
   constexpr uint32_t kWide = 16 / sizeof(T), kAtOnce = 4;  // ranks whose values are in flight
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < units; i += blockDim.x) {
@@ -194,7 +208,27 @@ PROXYCCL_OUT_OF_LINE void reduceUnits(uint32_t ranks, uint32_t divisor, uint32_t
     for (uint32_t v = 0; v < kWide; ++v) result.values[v] = finishReduction<T, Op>(sums[v], divisor);
     result.store(reinterpret_cast<T*>(to + i));
   }
-#else
+}
+
+template <class T, class Op>
+PROXYCCL_DEVICE void reduceUnits(uint32_t ranks, uint32_t divisor, uint32_t units, const ChunkSource<T>& source,
+                                 Bytes16* to) {
+  switch (ranks) {
+    case 2:
+      return reduceUnitsOf<T, Op, 2, 2>(divisor, units, source, to);
+    case 3:
+      return reduceUnitsOf<T, Op, 3, 1>(divisor, units, source, to);
+    case 4:
+      return reduceUnitsOf<T, Op, 4, 1>(divisor, units, source, to);
+    default:
+      reduceUnitsOfAny<T, Op>(ranks, divisor, units, source, to);
+  }
+}
+#elif !PROXYCCL_ON_HOST
+// Reduces `units` units of 16 bytes, all aligned. Out of line, as the code is long.
+template <class T, class Op>
+PROXYCCL_OUT_OF_LINE void reduceUnits(uint32_t ranks, uint32_t divisor, uint32_t units, const ChunkSource<T> source,
+                                      Bytes16* to) {
   constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;
 #pragma unroll 1
   for (uint32_t first = threadIdx.x; first < units; first += kUnits * blockDim.x) {
@@ -212,22 +246,6 @@ PROXYCCL_OUT_OF_LINE void reduceUnits(uint32_t ranks, uint32_t divisor, uint32_t
     for (uint32_t u = 0; u < kUnits; ++u)
       if (inside(u)) store128(to + first + u * blockDim.x, results[u].low, results[u].high);
   }
-#endif
-}
-#endif
-
-#if PROXYCCL_SMALL_BLOCKS
-// Brings a chunk of all ranks into the device's cache. A warp has too few registers for as many loads in flight as
-// would keep the memory busy; this takes none.
-template <class T>
-PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, const ChunkSource<T>& source) {
-  constexpr uint32_t kLine = 128;
-#pragma unroll 1
-  for (uint32_t rank = 0; rank < arrived.world_size; ++rank) {
-    const char* const from = reinterpret_cast<const char*>(source(rank));
-#pragma unroll 1
-    for (uint32_t at = kLine * threadIdx.x; at < bytes; at += kLine * PROXYCCL_WARP_SIZE) prefetchToDevice(from + at);
-  }
 }
 #endif
 
@@ -235,29 +253,14 @@ PROXYCCL_DEVICE void fetchChunk(const ProxycclArrived& arrived, uint32_t bytes, 
 template <class T, class Op>
 PROXYCCL_DEVICE void reduceChunk(const ProxycclArrived& arrived, uint64_t count, const ChunkSource<T>& source, T* out) {
   uint64_t done = 0;
+#if PROXYCCL_SMALL_BLOCKS
+  fetchChunk(arrived, static_cast<uint32_t>(count * sizeof(T)), source);
+#endif
 #if !PROXYCCL_ON_HOST
   if (isAligned16(source(arrived.rank)) && isAligned16(out)) {
-    constexpr uint32_t kWide = 16 / sizeof(T), kOfTwo = PROXYCCL_SMALL_BLOCKS ? 2 : 4;
+    constexpr uint32_t kWide = 16 / sizeof(T);
     const uint32_t units = static_cast<uint32_t>(count / kWide);
-#if PROXYCCL_SMALL_BLOCKS
-    fetchChunk(arrived, 16 * units, source);
-#endif
-    Bytes16* const to = reinterpret_cast<Bytes16*>(out);
-    switch (arrived.world_size) {
-      case 2:
-        reduceUnitsOf<T, Op, 2, kOfTwo>(arrived.divisor, units, source, to);
-        break;
-#if PROXYCCL_SMALL_BLOCKS
-      case 3:
-        reduceUnitsOf<T, Op, 3, 1>(arrived.divisor, units, source, to);
-        break;
-      case 4:
-        reduceUnitsOf<T, Op, 4, 1>(arrived.divisor, units, source, to);
-        break;
-#endif
-      default:
-        reduceUnits<T, Op>(arrived.world_size, arrived.divisor, units, source, to);
-    }
+    reduceUnits<T, Op>(arrived.world_size, arrived.divisor, units, source, reinterpret_cast<Bytes16*>(out));
     done = count / kWide * kWide;
   }
 #endif

@@ -347,9 +347,9 @@ class DaemonClient:
         options: TransportOptions,
         signals: range,
         *,
-        near: int | None = None,
-        local_rank: int = 0,
-        core_share: int = 1,
+        near: int | None,
+        local_rank: int,
+        core_share: int,
     ) -> DaemonRemote:
         """Has the daemon open a network device for this rank. Arguments and errors as for `Proxy.open_remote`."""
         request = OpenRemote.of(options, signals, near, local_rank, core_share)

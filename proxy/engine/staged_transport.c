@@ -5,7 +5,7 @@
  *   copied   its copy is complete
  *   posted   its wire has it, and after it the peer's count of messages that arrived by that wire
  *   sent     its requests are complete
- * taken    the peer has issued its copy
+ *   taken    the peer has issued its copy
  *   placed   the copy is complete: the peer's worker stores its signal
  *   credited the sender knows that: at once if it waits for that, else with later ones, after a moment, or when a
  *            quarter of the ring waits for credits
@@ -21,7 +21,7 @@
  * wakes them when long messages are made or taken, and leaves a wire to a thread that is awake and has just looked at
  * it: while the worker sent a long message, no copy would begin. Any other wire it serves itself, so short messages
  * need no other thread. The wires of one endpoint, to all peers, share its locks, which the provider holds during
- * system calls. So they share a turn, and who finds it taken goes on.
+ * system calls. So they share a turn, and a thread that finds it taken goes on.
  *
  * A get is a message without data, the request. It is credited like any other. The peer notes it, and sends the data in
  * its own messages, the answer, when everything that arrived before the request is placed. Requests are answered in
@@ -47,14 +47,14 @@ enum { MESSAGES = PROXYCCL_STAGED_MESSAGES };
 /* The header of a message, which carries a piece of a put or of an answer, a signal after it, both or neither; or it
  * is a request. */
 typedef struct {
-  uint64_t address; /* of the put's data or of the requested data, the receiver's own */
+  uint64_t address; /* of the put's data or of the requested data, the receiver's own; with ALERTS a number of parts */
   uint64_t target;  /* key of the receiver's range that contains it */
   uint64_t bytes;   /* of data in the message */
   uint64_t word;    /* address of a semaphore word, the receiver's own; 0: no signal */
   uint64_t value;
   uint64_t asked;   /* requested bytes; 0: it is not a request */
   uint64_t answers; /* 1: the data belongs to the oldest request that is not answered; 0: to `address` */
-  uint64_t flags;   /* AWAITED, REWINDS */
+  uint64_t flags;   /* any of those below */
 } Header;
 
 enum {
@@ -105,10 +105,11 @@ enum {
   SERVED_NS = 50000,      /* for this long the worker leaves a wire to its thread, which is awake and has looked */
   LONG_PART = 1024,       /* a message is long if its data is longer than this part of the ring, … */
   SHORTEST_PIECE = 65536, /* … or has these bytes, which are worth a message of their own */
-  RESTED_NS = 500000,     /* so long after the last long put, threads of wires certainly sleep */
+  RESTED_NS = 500000,     /* threads of wires sleep this long after the last long put */
   MOST_PARTS = 8,         /* into which a put is cut for several wires, if they are shorter than the longest message */
   FILLED_PART = 256, /* a rest of the ring that is smaller than this part of it is filled, not used for a short piece */
-  LOOKS_AT_ALL = 64, /* the worker looks at all wires once in this many polls: providers answer peers in their polls */
+  LOOKS_AT_ALL = 64, /* the worker looks at all wires without a thread that is awake once in this many polls: providers
+                        answer peers in their polls */
   LOOKS_AT_COPIES = 16 /* it asks the driver about copies that are not complete once in this many polls */
 };
 
@@ -129,7 +130,7 @@ typedef struct {
   uint64_t posted;            /* its own messages; a word, as its reader may not have the turn */
   uint64_t sent;              /* its own messages whose requests are complete */
   uint64_t seen;              /* messages that had arrived by it at the other thread's last poll */
-  uint64_t looked_ns;         /* relaxed: when that was; 0: never */
+  uint64_t looked_ns;         /* relaxed: when the other thread had its last turn here; 0: never */
 } Wire;
 
 struct StagedConnection {
@@ -288,9 +289,13 @@ static uint64_t quotient_up(uint64_t dividend, uint64_t divisor) { return (divid
 static int mark(ProxycclConnection *copies, uint64_t *word, uint64_t count, uint64_t *marked);
 static int take_turn(Wire *wire, uint32_t *progress);
 
-/* Tells the peer to wake the threads of a put's wires while the first parts are copied here. A thread that is woken
- * when its part has come is too late: the worker takes it, and so all parts would pass one thread. */
-static int alert(StagedConnection *self, uint64_t parts) {
+/* Tells the peer to wake the threads of a put's wires while the first parts are copied here, if they sleep. A thread
+ * that is woken when its part has come is too late: the worker takes it, and so all parts would pass one thread. */
+static int alert_after_rest(StagedConnection *self, uint64_t bytes, uint64_t parts) {
+  if (self->options.wire_count == 1 || bytes < 2 * SHORTEST_PIECE) return 0;
+  const uint64_t last = self->put_ns;
+  self->put_ns = now_ns();
+  if (self->put_ns - last < RESTED_NS) return 0;
   Wire *wire = &self->wires[self->next_wire];
   Header *header = open_message(self, 0);
   uint32_t progress = 0;
@@ -302,9 +307,9 @@ static int alert(StagedConnection *self, uint64_t parts) {
   return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
 }
 
-/* Decides how the next put is cut, into parts of one length: for several wires, and no longer than a message may be, or
- * than the CPU copies. */
-static int begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
+/* Cuts the next put into parts of one length: for several wires, and no longer than a message may be, or than the CPU
+ * copies. Returns their number. */
+static uint64_t begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   const uint64_t chunk = self->options.chunk_bytes, wires = self->options.wire_count;
   const uint64_t longest = by_cpu && chunk > PROXYCCL_CPU_COPY_BYTES ? PROXYCCL_CPU_COPY_BYTES : chunk;
   uint64_t parts = bytes / SHORTEST_PIECE;
@@ -314,10 +319,7 @@ static int begin_put(StagedConnection *self, uint64_t bytes, int by_cpu) {
   self->piece = quotient_up(quotient_up(bytes, parts), PROXYCCL_STAGED_ALIGN) * PROXYCCL_STAGED_ALIGN;
   if (self->piece > longest) self->piece = longest;
   self->rewinds = is_calm(self);
-  if (wires == 1 || bytes < 2 * SHORTEST_PIECE) return 0;
-  const uint64_t last = self->put_ns;
-  self->put_ns = now_ns();
-  return self->put_ns - last < RESTED_NS ? 0 : alert(self, parts);
+  return parts;
 }
 
 /* A piece of a put. Of long pieces that the CPU copies it makes one a poll: the wires carry it meanwhile, and what has
@@ -327,7 +329,11 @@ static int make_put(StagedConnection *self, Operation *operation) {
   uint64_t bytes;
   int status;
   if (by_cpu && self->has_copied) return WAITS;
-  if (self->piece == 0 && (status = begin_put(self, operation->bytes, by_cpu)) != 0) return status;
+  if (self->piece == 0) {
+    const uint64_t parts = begin_put(self, operation->bytes, by_cpu);
+    status = alert_after_rest(self, operation->bytes, parts);
+    if (status != 0) return status;
+  }
   const uint64_t most = operation->bytes < self->piece ? operation->bytes : self->piece;
   Header *header = make_piece(self, operation->source, operation->source_host, most, &bytes, &status);
   if (status != 0 || bytes == 0) return status;
@@ -555,19 +561,17 @@ static int concerns_worker(const StagedConnection *self, const Wire *wire) {
 }
 
 /* Whether a wire's thread is awake and has just looked at it. */
-static int is_served(const Wire *wire, uint64_t now) {
+static int is_served(const Wire *wire) {
   const ProxycclWireThread *thread = wire->thread;
-  return thread->asleep != NULL && __atomic_load_n(thread->asleep, __ATOMIC_RELAXED) == 0 &&
-         word_peek(&wire->looked_ns) + SERVED_NS > now; /* it may have looked since `now` */
+  if (thread->asleep == NULL || __atomic_load_n(thread->asleep, __ATOMIC_RELAXED) != 0) return 0;
+  return word_peek(&wire->looked_ns) + SERVED_NS > now_ns();
 }
 
 static int wires_turns(StagedConnection *self, uint32_t *progress) {
   const int all = self->polls % LOOKS_AT_ALL == 0;
-  const int shared = self->options.wire_count > 1 || self->wires[0].thread->asleep != NULL;
-  const uint64_t now = shared ? now_ns() : 0;
   for (uint32_t i = 0; i < self->options.wire_count; ++i) {
     Wire *wire = &self->wires[i];
-    if ((all || self->options.wire_count == 1 || concerns_worker(self, wire)) && !is_served(wire, now))
+    if ((all || self->options.wire_count == 1 || concerns_worker(self, wire)) && !is_served(wire))
       take_turn(wire, progress);
     const int status = shown_load(&wire->status);
     if (status != 0) return status;

@@ -73,8 +73,8 @@ typedef struct ProxycclConnection ProxycclConnection;
  * connection polls its wires itself too, so nobody need. */
 ProxycclConnection *proxyccl_staged_wire(ProxycclConnection *connection, uint32_t number);
 
-/* The state that a thread of wires shares with the workers of their connections. It serves the wires of an endpoint, or
- * of several. */
+/* The state that a thread of wires shares with the workers of their connections. The thread serves the wires of an
+ * endpoint. */
 typedef struct ProxycclWireThread {
   uint32_t *asleep;     /* its word (waking.h); NULL without a thread */
   int turn;             /* pairing wire-turn: 1 while somebody is at one of the wires */

@@ -14,6 +14,7 @@
 //   dynamicShared
 //   kSpinsPerCheck, kFirstCheck: how often, and from which spin on, a wait checks the abort word and the clock
 //   PROXYCCL_LOADS_NEED_NO_RELEASE, if storeReleaseLoadsSystem is a relaxed store there
+//   PROXYCCL_SMALL_KERNEL, if kernels of single warps start beside a matrix product; with it prefetchToDevice()
 //   syncThreadsSystem, syncThreadsDevice: __syncthreads after which one thread's release at that scope covers what the
 //   whole block wrote
 //

@@ -10,8 +10,8 @@
 // mapped.
 #define PROXYCCL_WHOLE_LINES 1
 #define PROXYCCL_DEVICE __device__ __forceinline__
-// A kernel whose blocks are one warp of 32 registers a thread: what a matrix product that fills the GPU (384 threads of
-// 168 registers on each multiprocessor of sm_90) leaves free. It starts beside one at once.
+// A kernel whose blocks are one warp of 32 registers a thread. A matrix product that fills the GPU (384 threads of 168
+// registers on each multiprocessor of sm_90) leaves that much free, so such a kernel starts beside it at once.
 #define PROXYCCL_SMALL_KERNEL extern "C" __global__ void __maxnreg__(32)
 #define PROXYCCL_OUT_OF_LINE static __device__ __noinline__
 // When a kernel begins, everyone sees the stores of the kernels before it, and a value that was used has been loaded.
