@@ -50,7 +50,6 @@ def test_weights_go_from_an_fsdp_trainer_to_samplers() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[-1].startswith("OK: ")
-    assert sum("bit for bit" in line for line in lines) == 8
-    assert sum("sampler 1 has ended" in line for line in lines) == 2
+    assert done.stdout.splitlines()[-1].startswith("OK: ")
+    assert done.stdout.count("bit for bit") == 8  # in one line if two print at the same time
+    assert done.stdout.count("sampler 1 has ended") == 2
