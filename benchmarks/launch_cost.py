@@ -9,6 +9,7 @@ slowest rank. Tables show the median over bursts. Contenders alternate.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
@@ -29,6 +30,7 @@ from proxyccl.tools.tables import Column, Table
 _COUNT = 256  # elements: few, so that the kernels are as short as possible
 _BURST = 100
 _BURSTS = 60
+_MANY = 400  # as a training step of many layers has
 
 OURS_TORCH = "all_reduce, torch tensor"
 PEERS = ("torch.add, out given", "NCCL all_reduce", "torch symmetric memory one-shot")
@@ -44,11 +46,16 @@ def calls(job: GpuJob) -> dict[str, Callable[[], object]]:
     x, y, out = (torch.zeros(_COUNT, device=job.device) for _ in range(3))
     array = job.comm.empty(_COUNT, "float32").fill(0)
     comm, handle, group = job.comm, job.stream.cuda_stream, job.group_name
+    many = [torch.zeros(_COUNT, device=job.device) for _ in range(_MANY)]
+    for tensor in 3 * many:  # the first calls prepare the later ones
+        comm.all_reduce(tensor, stream=handle)
+    in_turn = itertools.cycle(many)
     symmetric, reason = symmetric_memory(job, _COUNT, torch.float32)
     if reason and job.first:
         print(f"# torch symmetric memory: {reason}")
     found = {
         OURS_TORCH: lambda: comm.all_reduce(x),
+        f"all_reduce, {_MANY} torch tensors in turn": lambda: comm.all_reduce(next(in_turn)),
         "all_reduce, Array": lambda: comm.all_reduce(array),
         "all_reduce, torch tensor, stream given": lambda: comm.all_reduce(x, stream=handle),
         "all_reduce, Array, stream given": lambda: comm.all_reduce(array, stream=handle),

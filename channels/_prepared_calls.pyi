@@ -1,7 +1,10 @@
 """The extension of prepared_calls_module.c: prepared_calls.c, and experts' repeated calls (expert_parallel/*.c)."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+MOST_KEPT: Final[int]
+"""The most calls that a `PreparedCalls` keeps. Beyond them the one that was not used for longest goes."""
 
 class _Lock(Protocol):
     def acquire(self) -> object: ...
@@ -62,7 +65,8 @@ class PreparedCalls:
         holds: int = 0,
         guard: int = 0,
     ) -> None:
-        """Keeps a call, in the place of another that falls on it. Nothing is kept of arrays that can't be described.
+        """Keeps a call, in place of one with the same arrays and options. Nothing is kept of arrays that can't be
+        described.
 
         Args:
             x, out: its arrays, to which no reference is kept.

@@ -13,7 +13,7 @@
 #include "launch.h"
 #include "stream_order.h"
 
-enum { PLACES = 512, MOST_DIMENSIONS = 6, MOST_OPTIONS = 6, LONGEST_FORMAT = 8 };
+enum { CHAINS = 512, MOST_KEPT = 2048, MOST_DIMENSIONS = 6, MOST_OPTIONS = 6, LONGEST_FORMAT = 8 };
 
 /* An array's identity for a call: equal for two arrays only if every call treats them alike. No padding: compared by
  * memcmp. */
@@ -41,13 +41,16 @@ typedef struct {
   Py_buffer views[2];
 } Given;
 
-typedef struct {
+/* A call that is kept: in the chain of its hash, and in the order of use. */
+typedef struct Entry {
+  struct Entry *next, *older, *newer;
+  uint64_t hash;
   Arrays arrays;
   Py_ssize_t count;
   PyObject* options[MOST_OPTIONS];
   Hold holds; /* whether the arrays are still those that they were; NULL if nothing need tell */
   const void* guard;
-  PreparedCall prepared; /* `kept` is NULL: nothing is kept here */
+  PreparedCall prepared;
 } Entry;
 
 /* The attributes of tensors that are read. */
@@ -64,7 +67,9 @@ typedef struct {
   uintptr_t stream;                 /* the one that calls are on */
   const ProxycclStreamOrder* order; /* NULL: `turn` orders streams */
   uintptr_t event, thread_stream;
-  Entry* entries;
+  Entry** chains;
+  Entry *oldest, *newest; /* by when they were used */
+  Py_ssize_t kept;
 } PreparedCalls;
 
 /* A tensor's attribute, or with `call` the result of its method. NULL without an error. */
@@ -187,14 +192,18 @@ static int describe_call(const PreparedCalls* self, PyObject* x, PyObject* out, 
   return described;
 }
 
-static Entry* place_of(const PreparedCalls* self, const Arrays* arrays, PyObject* options) {
+static uint64_t hash_of(const Arrays* arrays, PyObject* options) {
   uint64_t hash = 0;
   for (Py_ssize_t i = 0; i < arrays->count; ++i) {
     const Described* each = &arrays->each[i];
     hash = hash * 31 + ((uintptr_t)each->first ^ (uintptr_t)each->identity ^ (uint64_t)each->bytes);
   }
   for (Py_ssize_t i = 0; i < PyTuple_Size(options); ++i) hash = hash * 31 + (uintptr_t)PyTuple_GetItem(options, i);
-  return &self->entries[(hash * 0x9E3779B97F4A7C15u) >> 55]; /* 9 bits: PLACES */
+  return hash * 0x9E3779B97F4A7C15u;
+}
+
+static Entry** chain_of(const PreparedCalls* self, uint64_t hash) {
+  return &self->chains[hash >> 55]; /* 9 bits: CHAINS */
 }
 
 static int has_options(const Entry* entry, PyObject* options) {
@@ -204,24 +213,53 @@ static int has_options(const Entry* entry, PyObject* options) {
   return 1;
 }
 
-static void empty(Entry* entry) {
-  if (entry->prepared.kept == NULL) return;
-  Entry old = *entry;
-  memset(entry, 0, sizeof *entry); /* first: releasing an object may run Python */
-  for (Py_ssize_t i = 0; i < old.count; ++i) Py_DECREF(old.options[i]);
-  for (Py_ssize_t i = 0; i < old.arrays.count; ++i) {
-    Py_XDECREF((PyObject*)old.arrays.each[i].type);
-    Py_XDECREF(old.arrays.each[i].identity);
-  }
-  PyMem_Free(old.arrays.each);
-  Py_DECREF(old.prepared.kept);
-}
-
 static int is_of(const Entry* entry, const Arrays* arrays, PyObject* options) {
-  return entry->prepared.kept != NULL && entry->arrays.count == arrays->count &&
-         entry->arrays.inputs == arrays->inputs &&
+  return entry->arrays.count == arrays->count && entry->arrays.inputs == arrays->inputs &&
          memcmp(entry->arrays.each, arrays->each, (size_t)arrays->count * sizeof(Described)) == 0 &&
          has_options(entry, options);
+}
+
+/* The call that is kept for these arrays and options; NULL if there is none. */
+static Entry* find(const PreparedCalls* self, const Arrays* arrays, PyObject* options, uint64_t hash) {
+  Entry* entry = *chain_of(self, hash);
+  while (entry != NULL && !(entry->hash == hash && is_of(entry, arrays, options))) entry = entry->next;
+  return entry;
+}
+
+static void leave_order(PreparedCalls* self, Entry* entry) {
+  *(entry->older != NULL ? &entry->older->newer : &self->oldest) = entry->newer;
+  *(entry->newer != NULL ? &entry->newer->older : &self->newest) = entry->older;
+}
+
+static void become_newest(PreparedCalls* self, Entry* entry) {
+  entry->older = self->newest, entry->newer = NULL;
+  *(self->newest != NULL ? &self->newest->newer : &self->oldest) = entry;
+  self->newest = entry;
+}
+
+static void insert(PreparedCalls* self, Entry* entry) {
+  Entry** chain = chain_of(self, entry->hash);
+  entry->next = *chain;
+  *chain = entry;
+  become_newest(self, entry);
+  self->kept += 1;
+}
+
+/* Takes a call out, and only then frees it: releasing an object may run Python. */
+static void drop(PreparedCalls* self, Entry* entry) {
+  Entry** at = chain_of(self, entry->hash);
+  while (*at != entry) at = &(*at)->next;
+  *at = entry->next;
+  leave_order(self, entry);
+  self->kept -= 1;
+  for (Py_ssize_t i = 0; i < entry->count; ++i) Py_DECREF(entry->options[i]);
+  for (Py_ssize_t i = 0; i < entry->arrays.count; ++i) {
+    Py_XDECREF((PyObject*)entry->arrays.each[i].type);
+    Py_XDECREF(entry->arrays.each[i].identity);
+  }
+  Py_DECREF(entry->prepared.kept);
+  PyMem_Free(entry->arrays.each);
+  PyMem_Free(entry);
 }
 
 /* With the lock held: has calls be on a stream from now on. Returns 1 if they are, 0 if not, -1 with an exception. */
@@ -260,14 +298,20 @@ static int issue_here(PreparedCalls* self, const PreparedCall* prepared) {
 
 /* With the lock held. Returns 1 if the call was issued, 0 if it is not kept, -1 with an exception. */
 static int issue_kept(PreparedCalls* self, const Arrays* arrays, PyObject* options, PyObject* on) {
-  const Entry* entry = place_of(self, arrays, options);
-  if (!is_of(entry, arrays, options)) return 0;
+  const uint64_t hash = hash_of(arrays, options);
+  Entry* entry = find(self, arrays, options, hash);
+  if (entry == NULL) return 0;
   if (on != NULL) {
     const int turned = turn_to(self, on);
     if (turned <= 0) return turned;
-    if (!is_of(entry, arrays, options)) return 0; /* that may have run Python */
+    entry = find(self, arrays, options, hash); /* that may have run Python */
+    if (entry == NULL) return 0;
   }
   if (!self->repeats || (entry->holds != NULL && !entry->holds(entry->guard))) return 0;
+  if (entry != self->newest) {
+    leave_order(self, entry);
+    become_newest(self, entry);
+  }
   const PreparedCall prepared = entry->prepared;
   Py_INCREF(prepared.kept); /* the entry may be dropped during the call */
   const int issued = issue_here(self, &prepared);
@@ -352,42 +396,48 @@ static PyObject* keep(PreparedCalls* self, PyObject* arguments) {
     PyErr_Format(PyExc_ValueError, "expected 1 to %d options, not %zd", MOST_OPTIONS, count);
     return NULL;
   }
-  Entry made = {.count = count,
-                .holds = (Hold)(uintptr_t)holds,
-                .guard = (const void*)(uintptr_t)guard,
-                .prepared = {.issue = (Issue)(uintptr_t)issue,
-                             .callers = (void*)(uintptr_t)callers,
-                             .call = (void*)(uintptr_t)call,
-                             .launch = (void*)(uintptr_t)launch,
-                             .kept = kept}};
   Given given;
   if (!describe_call(self, x, out, &given)) Py_RETURN_NONE;
-  made.arrays = given.arrays;
   const size_t size = (size_t)given.arrays.count * sizeof(Described);
-  made.arrays.each = PyMem_Malloc(size);
-  if (made.arrays.each == NULL) {
+  Entry* made = PyMem_Calloc(1, sizeof(Entry));
+  Described* each = PyMem_Malloc(size);
+  if (made == NULL || each == NULL) {
+    PyMem_Free(made);
+    PyMem_Free(each);
     release(&given);
     return PyErr_NoMemory();
   }
-  memcpy(made.arrays.each, given.arrays.each, size);
+  memcpy(each, given.arrays.each, size);
   for (Py_ssize_t i = 0; i < given.arrays.count; ++i) {
-    Py_INCREF((PyObject*)made.arrays.each[i].type);
-    Py_XINCREF(made.arrays.each[i].identity);
+    Py_INCREF((PyObject*)each[i].type);
+    Py_XINCREF(each[i].identity);
   }
+  made->arrays = (Arrays){.inputs = given.arrays.inputs, .count = given.arrays.count, .each = each};
   release(&given); /* a description does not reference the array */
+  made->hash = hash_of(&made->arrays, options);
+  made->count = count;
   for (Py_ssize_t i = 0; i < count; ++i) {
-    made.options[i] = PyTuple_GetItem(options, i);
-    Py_INCREF(made.options[i]);
+    made->options[i] = PyTuple_GetItem(options, i);
+    Py_INCREF(made->options[i]);
   }
+  made->holds = (Hold)(uintptr_t)holds, made->guard = (const void*)(uintptr_t)guard;
+  made->prepared = (PreparedCall){.issue = (Issue)(uintptr_t)issue,
+                                  .callers = (void*)(uintptr_t)callers,
+                                  .call = (void*)(uintptr_t)call,
+                                  .launch = (void*)(uintptr_t)launch,
+                                  .kept = kept};
   Py_INCREF(kept);
-  Entry* entry = place_of(self, &made.arrays, options);
-  empty(entry);
-  *entry = made;
+  Entry* before = find(self, &made->arrays, options, made->hash);
+  insert(self, made);
+  if (before != NULL)
+    drop(self, before);
+  else if (self->kept > MOST_KEPT)
+    drop(self, self->oldest);
   Py_RETURN_NONE;
 }
 
 static PyObject* clear(PreparedCalls* self, PyObject* Py_UNUSED(nothing)) {
-  for (int i = 0; i < PLACES; ++i) empty(&self->entries[i]);
+  while (self->oldest != NULL) drop(self, self->oldest);
   Py_RETURN_NONE;
 }
 
@@ -422,8 +472,7 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
   Py_VISIT(self->refuse);
   Py_VISIT(self->turn);
   Py_VISIT(self->tensor_types);
-  for (int i = 0; self->entries != NULL && i < PLACES; ++i) {
-    const Entry* entry = &self->entries[i];
+  for (const Entry* entry = self->oldest; entry != NULL; entry = entry->newer) {
     for (Py_ssize_t k = 0; k < entry->count; ++k) Py_VISIT(entry->options[k]);
     for (Py_ssize_t k = 0; k < entry->arrays.count; ++k) {
       Py_VISIT((PyObject*)entry->arrays.each[k].type);
@@ -437,7 +486,7 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
 static int let_go(PyObject* object) {
   PreparedCalls* self = (PreparedCalls*)object;
   self->repeats = 0;
-  for (int i = 0; self->entries != NULL && i < PLACES; ++i) empty(&self->entries[i]);
+  while (self->oldest != NULL) drop(self, self->oldest);
   Py_CLEAR(self->acquire);
   Py_CLEAR(self->release);
   Py_CLEAR(self->refuse);
@@ -448,7 +497,7 @@ static int let_go(PyObject* object) {
 static int let_all_go(PyObject* object) {
   PreparedCalls* self = (PreparedCalls*)object;
   let_go(object);
-  PyMem_Free(self->entries);
+  PyMem_Free(self->chains);
   Py_XDECREF((PyObject*)self->identified);
   Py_XDECREF(self->identity_name);
   Py_XDECREF(self->tensor_types);
@@ -485,8 +534,8 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   }
   self->acquire = PyObject_GetAttrString(lock, "acquire");
   self->release = self->acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
-  self->entries = self->release == NULL ? NULL : PyMem_Calloc(PLACES, sizeof(Entry));
-  if (self->entries != NULL) return object;
+  self->chains = self->release == NULL ? NULL : PyMem_Calloc(CHAINS, sizeof(Entry*));
+  if (self->chains != NULL) return object;
   if (self->release != NULL) PyErr_NoMemory();
   Py_DECREF(object);
   return NULL;
@@ -530,5 +579,6 @@ int proxyccl_require_prepared_calls(PyObject* object) {
 
 int proxyccl_add_prepared_calls(PyObject* module) {
   if (calls_type == NULL) calls_type = (PyTypeObject*)PyType_FromSpec(&spec);
+  if (PyModule_AddIntConstant(module, "MOST_KEPT", MOST_KEPT) != 0) return -1;
   return calls_type == NULL ? -1 : PyModule_AddObjectRef(module, "PreparedCalls", (PyObject*)calls_type);
 }

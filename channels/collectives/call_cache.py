@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from proxyccl.channels._prepared_calls import MOST_KEPT
 from proxyccl.channels.group import Group
 from proxyccl.channels.launches import Launchable
 from proxyccl.channels.segment.call_log import encode_fields
@@ -22,8 +23,6 @@ from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 Key = tuple[Any, ...]
-
-_KEPT = 512
 
 
 def call_key(options: tuple[Any, ...], x: Any, out: Any) -> Key | None:
@@ -153,7 +152,7 @@ class CallCache:
         with self._lock:
             if changes != self._changes:
                 return
-            if len(cache) >= _KEPT and key not in cache:
+            if len(cache) >= MOST_KEPT and key not in cache:
                 del cache[next(iter(cache))]
             cache[key] = value
 

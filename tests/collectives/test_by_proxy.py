@@ -601,7 +601,7 @@ def test_registered_arrays_of_many_ranks_leave_memory_ids_for_stages(monkeypatch
 
 def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schedule_rings, "_MOST_DROPPED", 8)
-    monkeypatch.setattr(call_cache, "_KEPT", 4)
+    monkeypatch.setattr(call_cache, "MOST_KEPT", 4)
 
     def body(comm: Communicator) -> None:
         removed: list[int] = []

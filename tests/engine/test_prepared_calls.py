@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxyccl.channels._prepared_calls import PreparedCalls
+from proxyccl.channels._prepared_calls import MOST_KEPT, PreparedCalls
 from proxyccl.device._native import lib
 from proxyccl.proxy._engine import ffi
 
@@ -366,13 +366,27 @@ def test_arrays_are_not_kept_and_calls_go_with_their_object() -> None:
     assert (call(), owner()) == (None, None)
 
 
-def test_more_calls_than_are_kept(engine: Engine) -> None:
-    arrays = [np.full(4, i) for i in range(2000)]
-    for i, x in enumerate(arrays):
-        engine.keep(x, x, ("all_reduce", i))
-        assert engine.calls.repeat(x, x, ("all_reduce", i))
-    found = sum(engine.calls.repeat(x, x, ("all_reduce", i)) for i, x in enumerate(arrays))
-    assert 0 < found < len(arrays)
+def test_of_more_calls_than_are_kept_the_one_that_was_not_used_for_longest_goes(engine: Engine) -> None:
+    arrays = [np.full(4, i) for i in range(MOST_KEPT)]
+    for x in arrays:
+        engine.keep(x, x)
+    assert all(engine.calls.repeat(x, x, OPTIONS) for x in [*arrays, arrays[0]])
+    more = np.ones(4)
+    engine.keep(more, more)
+    assert [engine.calls.repeat(x, x, OPTIONS) for x in (*arrays[:3], more)] == [True, False, True, True]
+
+
+def test_a_call_that_is_kept_again_replaces_the_first(engine: Engine) -> None:
+    x, kept = np.ones(4), [Identified(None), Identified(None)]
+    first = weakref.ref(kept[0])
+    for each in kept:
+        engine.keep(x, x, kept=each)
+    kept[0] = kept[1]
+    assert first() is None
+    engine.status = 7
+    with pytest.raises(RefusedError):
+        engine.calls.repeat(x, x, OPTIONS)
+    assert engine.refused == [(7, kept[1])]
 
 
 @pytest.mark.parametrize("options", [(), tuple(range(7))])
