@@ -10,6 +10,7 @@ import os
 import threading
 from typing import TypeVar
 
+from proxyccl.channels._prepared_calls import MOST_KEPT
 from proxyccl.channels.symmetric import SymmetricMemory
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
@@ -21,7 +22,10 @@ _VARIABLE = "PROXYCCL_LEND_BYTES"
 _LEAST_BYTES = 1 << 20  # of an array; shorter ones gain little
 _SHARE = 16  # of the device's memory, at most
 _MOST_RANGES = 64
-_REMEMBERED = 256  # arrays that were met once, and of those that `is_in_place` knows
+_REMEMBERED = MOST_KEPT
+"""Arrays that were met once, and of those that `is_in_place` knows: a step of a program meets as many before it begins
+again.
+"""
 _SURE, _IN_VAIN = 4, 32  # looks at an array
 
 

@@ -186,6 +186,22 @@ def test_nothing_is_lent_that_is_small_or_scarce_or_not_to_be_lent(ranks: Ranks)
     ranks.run(body)
 
 
+def test_memory_is_lent_though_many_arrays_are_met_in_turn(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        lent, memory = lender(comm), memory_for(comm)
+        whole = memory.array().view()
+        views = [replace(whole, ptr=whole.ptr + 256 * i, shape=(1 << 20,)) for i in range(1000)]
+        for view in views:
+            assert not lent.meet(view)
+        assert lent.meet(views[0])
+        wait_for(lambda: registered(comm, views[0]), "the peers have mapped it")
+        comm.all_gather_bytes(b"")
+        memory.close()
+        wait_for(unmapped_by_all(comm), "it is withdrawn")
+
+    ranks.run(body)
+
+
 def test_memory_that_is_registered_too_stays_lent_after_that(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         source, lent, memory = comm.empty(CALL.count, CALL.dtype), lender(comm), memory_for(comm)
