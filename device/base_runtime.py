@@ -281,9 +281,8 @@ class LaunchDefaults(Struct, frozen=True):
             with. 0: none, as where one call issues the copies to all peers.
         staged_pinned_bytes: the same for each peer where transports stage the data of all remote peers: a daemon's
             short copies wait for the kernels of its clients.
-        own_box_bytes: times the number of peers, most bytes that a schedule's stream copies within its device by way of
-            a peer's memory: by copy engines, where the driver's copy would be a kernel that waits for a multiprocessor.
-            0: none.
+        own_box_bytes: most bytes for each peer that a schedule's stream copies within its device by way of a peer's
+            memory: by copy engines, where the driver's copy would be a kernel that waits for a multiprocessor. 0: none.
         one_crossing_bytes: bytes that a rank receives from all others up to which a reduction by proxy sends
             everything to every rank, in one crossing. That is faster than two crossings of shares.
     """

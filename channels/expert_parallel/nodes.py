@@ -69,7 +69,7 @@ class Nodes:
         return [of_node[self.local_rank] for of_node in self.members]
 
     def copied(self, group: Group) -> bool:
-        """Whether GPUs' copies, and no network device alone, move data between nodes; the same on all ranks."""
+        """Whether copies of GPUs, rather than a network device alone, move data between nodes. All ranks agree."""
         if self.count == 1 or group.runtime.name == "host":
             return False
         return not group.topology.has_remote_pairs() or group.topology.stages_remote_pairs()

@@ -175,8 +175,9 @@ class Gate:
 
 def settled() -> tuple[int, int]:
     """The descriptors and threads of this process, once they have not changed for a while."""
-    seen: list[tuple[int, int]] = []
-    while len(seen) < 10 or len(set(seen[-10:])) > 1:
+    deadline, seen = time.monotonic() + TIMEOUT, [(-1, -1)]
+    while len(set(seen[-10:])) > 1 or len(seen) < 10:
+        assert time.monotonic() < deadline, f"descriptors and threads do not settle: {seen[-10:]}"
         seen.append((open_descriptors(), live_threads()))
         time.sleep(0.02)
     return seen[-1]
