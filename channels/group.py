@@ -242,7 +242,8 @@ class Group:
 
     def open(self, observer: Observer) -> None:
         """Opens the group: from now on failures are noticed, passed on and reported."""
-        self._end_pins = self.runtime.keep_pins()  # from now on its kernels may wait for ranks that are threads here
+        # All ranks come here before a kernel of one waits for another: they meet once more (`Collectives.start`).
+        self._end_pins = self.runtime.keep_pins()
         try:
             self._begin_watching(observer)
         except BaseException:

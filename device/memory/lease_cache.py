@@ -147,7 +147,7 @@ class LeaseCache(Generic[Key, Value]):
 
         with contextlib.ExitStack() as steps, self._lock:  # one that fails does not keep the others
             total = sum(self._idle.values())
-            while len(self._idle) > keep or total > keep_weight:
+            while self._idle and (len(self._idle) > keep or total > keep_weight):
                 key, weight = self._idle.popitem(last=False)
                 total -= weight
                 steps.callback(discard, key, self._entries[key])
