@@ -200,7 +200,9 @@ void device_finish(ProxycclTransfer *transfer) {
 int device_queue(const ProxycclStaging *staging, uint32_t stage, void *memory, int to_device,
                  const struct iovec *blocks, uint64_t count) {
   const ProxycclCopier *copier = staging->copier;
-  void *stream = (void *)(uintptr_t)staging->streams[stage], *event = (void *)(uintptr_t)staging->events[stage];
+  /* All copies to the device are on one stream: what a canceled write has sent must not come after a later write. */
+  void *stream = (void *)(uintptr_t)staging->streams[to_device ? 0 : stage];
+  void *event = (void *)(uintptr_t)staging->events[stage];
   uint64_t at = (uintptr_t)memory;
   int status = 0;
   const Entered before = enter(copier);

@@ -89,8 +89,9 @@ typedef struct ProxycclDeviceCopies {
 enum { PROXYCCL_STAGES = 4, PROXYCCL_STAGE_BYTES = 1 << 19 };
 
 /* Pinned memory by way of which a device's memory is copied from and to another process: each stage is
- * PROXYCCL_STAGE_BYTES, at an address that the device and the CPU share, with a stream and an event of its own. The
- * last stream and event are for memory that is not pinned. */
+ * PROXYCCL_STAGE_BYTES, at an address that the device and the CPU share, with an event and, for copies from the device,
+ * a stream of its own; copies to the device are all on the first. The last stream and event are for memory that is not
+ * pinned. */
 typedef struct ProxycclStaging {
   const ProxycclCopier *copier;
   uint64_t memory[PROXYCCL_STAGES]; /* one after another */
