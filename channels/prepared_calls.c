@@ -69,7 +69,7 @@ typedef struct {
   uintptr_t event, thread_stream;
   Entry** chains;
   Entry *oldest, *newest; /* by when they were used */
-  Py_ssize_t kept;
+  Py_ssize_t count;       /* of them */
 } PreparedCalls;
 
 /* A tensor's attribute, or with `call` the result of its method. NULL without an error. */
@@ -242,7 +242,7 @@ static void insert(PreparedCalls* self, Entry* entry) {
   entry->next = *chain;
   *chain = entry;
   become_newest(self, entry);
-  self->kept += 1;
+  self->count += 1;
 }
 
 /* Takes a call out, and only then frees it: releasing an object may run Python. */
@@ -251,7 +251,7 @@ static void drop(PreparedCalls* self, Entry* entry) {
   while (*at != entry) at = &(*at)->next;
   *at = entry->next;
   leave_order(self, entry);
-  self->kept -= 1;
+  self->count -= 1;
   for (Py_ssize_t i = 0; i < entry->count; ++i) Py_DECREF(entry->options[i]);
   for (Py_ssize_t i = 0; i < entry->arrays.count; ++i) {
     Py_XDECREF((PyObject*)entry->arrays.each[i].type);
@@ -431,7 +431,7 @@ static PyObject* keep(PreparedCalls* self, PyObject* arguments) {
   insert(self, made);
   if (before != NULL)
     drop(self, before);
-  else if (self->kept > MOST_KEPT)
+  else if (self->count > MOST_KEPT)
     drop(self, self->oldest);
   Py_RETURN_NONE;
 }

@@ -46,8 +46,8 @@ def cores_allowed(root: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> float | No
         for line in own.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
-                limits += [_limit(directory) for directory in _upwards(root, path)]
-                limits.append(_cores_of(_upwards(root, path)[0] / "cpuset.cpus.effective"))
+                groups = _upwards(root, path)
+                limits += [*map(_limit, groups), _cores_of(groups[0] / "cpuset.cpus.effective")]
             elif "cpu" in controllers.split(","):
                 limits += [_old_limit(directory) for directory in _upwards(root / controllers, path)]
             elif "cpuset" in controllers.split(","):
