@@ -68,12 +68,18 @@ PROXYCCL_DEVICE void exchangeBytes(const ProxycclTeam& team, const char* in, cha
   const Outputs outputs(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
   if (meet(team, exchange, outputs)) {
-    exchange.forLanePart(bytes, [&](uint64_t offset, uint64_t size) {
-      for (uint32_t i = 1; i < ranks; ++i) {
-        const uint32_t peer = (rank + i) % ranks;
-        exchange.copy(outputs.of(peer) + rank * bytes + offset, in + peer * bytes + offset, size);
+    // All ranks in turn, a piece each: the rank's own data does not cross a link, and would leave the links idle at the
+    // end.
+    constexpr uint64_t kPiece = 64 * 1024;
+    exchange.forLanePart(bytes, [&](uint64_t begin, uint64_t size) {
+      for (uint64_t offset = begin; offset < begin + size; offset += kPiece) {
+        const uint64_t length = minimum(kPiece, begin + size - offset);
+        for (uint32_t i = 1; i < ranks; ++i) {
+          const uint32_t peer = (rank + i) % ranks;
+          exchange.copy(outputs.of(peer) + rank * bytes + offset, in + peer * bytes + offset, length);
+        }
+        exchange.copy(out + rank * bytes + offset, in + rank * bytes + offset, length);
       }
-      exchange.copy(out + rank * bytes + offset, in + rank * bytes + offset, size);
     });
     exchange.swap();
   } else {

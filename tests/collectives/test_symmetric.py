@@ -67,6 +67,16 @@ def test_slices_at_different_offsets_of_different_ranks(ranks: Ranks, call: Call
         assert all(result == results[0] for result in results), "ranks got different bits"
 
 
+def test_all_to_all_in_several_pieces_a_block(ranks: Ranks) -> None:
+    call = Call("all_to_all", count=LONG // 4 + 100_003, in_place=False)
+
+    def body(comm: Communicator) -> None:
+        room = room_for(call, comm.world_size)
+        make_call(comm, call, symmetric(comm, room), symmetric(comm, room))
+
+    ranks.run(body)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_type_is_reduced_in_peers_arrays(ranks: Ranks, dtype: str) -> None:
     op = operations_of(dtype, "two_shot")[0]
