@@ -44,11 +44,40 @@ PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_
   forEachInTurn(bytes - done, thread, threads, [&](size_t i) { dst[done + i] = src[done + i]; });
 }
 
+// 16 bytes of two words that follow each other: those from number `first` on, at most 15.
+PROXYCCL_DEVICE Bytes16 bytesFrom(uint32_t first, const Bytes16& word, const Bytes16& next) {
+  const bool near = first < 8;
+  const uint64_t low = near ? word.low : word.high, middle = near ? word.high : next.low,
+                 high = near ? next.low : next.high;
+  const uint32_t bits = first % 8 * 8;  // a shift by 64 is undefined, so the shift to the left takes two steps
+  return {low >> bits | middle << 1 << (63 - bits), middle >> bits | high << 1 << (63 - bits)};
+}
+
+// The same as copyWords() if the addresses are not equally far from a word: whole words of 16 bytes at the destination,
+// each from two of the source. A link carries these faster than more and narrower stores. A thread has one word in
+// flight: with more, kernels that call this would have to spill registers. All accesses are within the two ranges.
+PROXYCCL_DEVICE void copyShifted(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
+  const uintptr_t target = reinterpret_cast<uintptr_t>(dst), source = reinterpret_cast<uintptr_t>(src);
+  const uint32_t shift = (source - target) % 16;
+  size_t head = -target % 16;
+  if (head < shift) head += 16;  // the first word of the source begins within it
+  const size_t held = bytes > head ? (bytes - (head - shift)) / 16 : 0;  // words of the source
+  const size_t words = held > 1 ? held - 1 : 0;
+  if (words == 0) head = bytes;
+  Bytes16* to = reinterpret_cast<Bytes16*>(dst + head);
+  const Bytes16* from = reinterpret_cast<const Bytes16*>(src + (head - shift));
+#pragma unroll 1
+  for (size_t i = thread; i < words; i += threads) to[i] = bytesFrom(shift, from[i], from[i + 1]);
+  const size_t done = head + words * 16;
+  forEachInTurn(head, thread, threads, [&](size_t i) { dst[i] = src[i]; });
+  forEachInTurn(bytes - done, thread, threads, [&](size_t i) { dst[done + i] = src[done + i]; });
+}
+
 /// Copies bytes. A group of threads calls it together, and each copies its part: which one is unspecified, so the group
 /// meets before and after. It orders nothing.
 /// @param dst      destination; the ranges must not overlap
 /// @param src      source
-/// @param bytes    number of bytes, of any alignment; it uses the widest accesses that both addresses allow
+/// @param bytes    number of bytes, of any alignment; few of them take the widest accesses that both addresses allow
 /// @param thread   the calling thread's number in the group: 0 to threads - 1
 /// @param threads  threads in the group
 PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, uint32_t thread, uint32_t threads) {
@@ -60,6 +89,8 @@ PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, ui
 #else
   const uintptr_t misaligned = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
   if (misaligned % 16 == 0) return copyWords<Bytes16>(to, from, bytes, thread, threads);
+  const uint32_t width = misaligned % 8 == 0 ? 8 : misaligned % 4 == 0 ? 4 : 1;
+  if (bytes / width > 4 * static_cast<size_t>(threads)) return copyShifted(to, from, bytes, thread, threads);
   if (misaligned % 8 == 0) return copyWords<uint64_t>(to, from, bytes, thread, threads);
   if (misaligned % 4 == 0) return copyWords<uint32_t>(to, from, bytes, thread, threads);
   copyWords<char>(to, from, bytes, thread, threads);
