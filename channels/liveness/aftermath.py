@@ -20,7 +20,7 @@ from proxyccl.device.gpu.unused_memory import UnusedMemory, add_hold, is_held, r
 from proxyccl.device.process.threads import Thread
 
 _logger = logging.getLogger("proxyccl")
-_POLL_SECONDS = 0.02
+_POLL_SECONDS, _LATE_POLL_SECONDS = 0.02, 0.5
 
 
 class Aftermath:
@@ -100,8 +100,8 @@ class Aftermath:
                 _logger.warning("rank %d: memory that peers reach is released at the next free: %s", self._rank, error)
 
     def _await_end(self) -> None:
-        while self.holds():
-            time.sleep(_POLL_SECONDS)
+        while self.holds() or not self.over:
+            time.sleep(_LATE_POLL_SECONDS if self._late else _POLL_SECONDS)
 
     @property
     def over(self) -> bool:

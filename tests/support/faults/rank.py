@@ -225,11 +225,13 @@ def main(case: Case) -> int:
         begin_fault(case, rng)
     status = run(case, rng, victim=victim)
     signal.setitimer(signal.ITIMER_REAL, 0)  # the interpreter's end takes the handler away
-    gc.collect()  # the program's arrays live as long as it holds them
-    # Memory that peers reach is kept until they have closed the failed communicator, too.
+    # The program's arrays live as long as it holds them, and memory that peers reach is kept until they have closed the
+    # failed communicator, too. Both may be in cycles.
     deadline = time.monotonic() + case.timeout + _LETS_GO_SECONDS
+    gc.collect()
     while (after := descriptors()) > before + LASTING_DESCRIPTORS and time.monotonic() < deadline:
         time.sleep(0.02)
+        gc.collect()
     say("descriptors", before=before, after=after, open=[show_descriptor(number) for number in range(64)])
     return status
 
