@@ -121,6 +121,7 @@ def test_a_command_prints_what_the_page_says(block: Block, tmp_path: Path) -> No
             (tmp_path / program.text.partition("\n")[0].split()[-1]).write_text(program.text)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     own = {"PROXYCCL_CACHE": str(tmp_path / "cache"), "PATH": path, "COLUMNS": "500"}
+    own["PYTHONUNBUFFERED"] = ""  # unbuffered, a line and its end are two writes, and ranks' lines mix
     for part in block.text.replace("\\\n", "").removeprefix("$ ").split("\n$ "):
         command, *expected = part.splitlines()
         missing = [program for program in ("gdb", "g++") if program in command and shutil.which(program) is None]

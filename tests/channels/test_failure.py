@@ -619,7 +619,6 @@ def _no_memory_to_begin(thread: threading.Thread, start: Callable[[threading.Thr
 def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
     refuse: Callable[[threading.Thread], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threads, "_BEGIN_SECONDS", 0.1)
     start, queued, exhausted = threading.Thread.start, threading.Event(), threading.Event()
 
     def start_some(thread: threading.Thread) -> None:
@@ -638,6 +637,7 @@ def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
             return caught(lambda: comm.synchronize(stream))
         assert queued.wait(TIMEOUT)
         exhausted.set()
+        monkeypatch.setattr(threads, "_BEGIN_SECONDS", 0.1)  # not before: a busy machine begins a thread later
         comm.abort("of the test")
         return caught(comm.synchronize)
 

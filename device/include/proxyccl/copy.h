@@ -77,7 +77,7 @@ PROXYCCL_DEVICE void copyShifted(char* dst, const char* src, size_t bytes, uint3
 /// meets before and after. It orders nothing.
 /// @param dst      destination; the ranges must not overlap
 /// @param src      source
-/// @param bytes    number of bytes, of any alignment; few of them take the widest accesses that both addresses allow
+/// @param bytes    number of bytes; both addresses may have any alignment
 /// @param thread   the calling thread's number in the group: 0 to threads - 1
 /// @param threads  threads in the group
 PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, uint32_t thread, uint32_t threads) {
