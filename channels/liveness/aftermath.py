@@ -100,7 +100,7 @@ class Aftermath:
                 _logger.warning("rank %d: memory that peers reach is released at the next free: %s", self._rank, error)
 
     def _await_end(self) -> None:
-        while self.holds() or not self.over:
+        while self.holds() or not self.over:  # after the bound nothing is held, but peers may still reach the memory
             time.sleep(_LATE_POLL_SECONDS if self._late else _POLL_SECONDS)
 
     @property

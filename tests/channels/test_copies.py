@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from proxyccl import Communicator
 from support.device_arrays import on_device, on_host
-from support.ranks import Ranks
+from support.running import run_ranks
 
 pytestmark = pytest.mark.hip
 
@@ -30,14 +28,8 @@ PART = 1088
 THREADS = 8
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(1) as group:
-        yield group
-
-
 @pytest.mark.parametrize("shifted", [False, True], ids=["bytes", "shifted"])
-def test_bytes_are_copied_whatever_the_alignment(ranks: Ranks, shifted: bool) -> None:
+def test_bytes_are_copied_whatever_the_alignment(shifted: bool) -> None:
     source = np.random.default_rng(0).integers(0, 256, PART, np.uint8)
 
     def body(comm: Communicator) -> None:
@@ -50,4 +42,4 @@ def test_bytes_are_copied_whatever_the_alignment(ranks: Ranks, shifted: bool) ->
                 expected[block, block // 16 : block // 16 + size] = source[block % 16 : block % 16 + size]
             assert np.array_equal(on_host(target), expected), size
 
-    ranks.run(body)
+    run_ranks(1, body)

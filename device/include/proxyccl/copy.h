@@ -92,8 +92,8 @@ PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, ui
   const uint32_t width = misaligned % 8 == 0 ? 8 : misaligned % 4 == 0 ? 4 : 1;
   // Fewer are faster as they are: all of a thread's loads are in flight at once.
   if (bytes > static_cast<size_t>(4 * width) * threads) return copyShifted(to, from, bytes, thread, threads);
-  if (misaligned % 8 == 0) return copyWords<uint64_t>(to, from, bytes, thread, threads);
-  if (misaligned % 4 == 0) return copyWords<uint32_t>(to, from, bytes, thread, threads);
+  if (width == 8) return copyWords<uint64_t>(to, from, bytes, thread, threads);
+  if (width == 4) return copyWords<uint32_t>(to, from, bytes, thread, threads);
   copyWords<char>(to, from, bytes, thread, threads);
 #endif
 }
