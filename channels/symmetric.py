@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 
 from msgspec import Struct, field
@@ -100,23 +101,29 @@ class _Handled(Struct):
     told: bool = False
 
 
-def _retire(symmetric: weakref.ref[SymmetricMemory], announced: Announced) -> None:
-    """Withdraws a range, unless its group is gone.
+def _note_end(symmetric: weakref.ref[SymmetricMemory], announced: Announced) -> None:
+    """Leaves the withdrawal of a range to the next update of its group.
+
+    No more, as garbage is collected anywhere: in a thread that has any lock, or waits for the node daemon's answer.
 
     An array does not keep its group alive: a failed group's exception may keep the array, through its traceback's
-    frames.
+    frames. Then the groups that inherited the range are left.
     """
     alive = symmetric()
-    if alive is not None:
-        alive.withdraw(announced)
+    if alive is not None and alive.note_end(announced):
+        return
+    heirs, announced.heirs = announced.heirs, []
+    for heir, same in heirs:
+        _note_end(heir, same)
 
 
 class SymmetricArrayMemory:
     """Memory of `Communicator.empty`: freed when it was withdrawn and no peer maps it."""
 
-    def __init__(self, memory: Memory, retire: Callable[[], None]) -> None:
+    def __init__(self, memory: Memory, symmetric: SymmetricMemory, announced: Announced) -> None:
         self.ptr, self.nbytes = memory.ptr, memory.nbytes
-        self._finalizer = forks.finalizer(self, retire)
+        self._process, self._symmetric, self._announced = forks.here(), weakref.ref(symmetric), announced
+        self._finalizer = forks.finalizer(self, _note_end, self._symmetric, announced)
 
     @property
     def closed(self) -> bool:
@@ -125,7 +132,11 @@ class SymmetricArrayMemory:
 
     def close(self) -> None:
         """Withdraws it. No queued work may use it."""
-        self._finalizer()
+        alive = self._symmetric()
+        if alive is None:
+            self._finalizer()
+        elif self._finalizer.detach() is not None and self._process.is_here:
+            alive.withdraw(self._announced)
 
 
 class SymmetricMemory:
@@ -160,6 +171,7 @@ class SymmetricMemory:
         self._announced: dict[int, Announced] = {}
         self._free = list(range(ENTRIES - 1, -1, -1))
         self._withdrawn: dict[int, object] = {}  # by entry; released when all peers have unmapped it
+        self._ended: deque[Announced] = deque()  # their arrays have; without the lock
         self._watched: AllocationGuard | None = None  # of all that others may free …
         self._watched_anew = False  # … unless that has changed
         self._pool: MemoryPool | None = None
@@ -189,6 +201,7 @@ class SymmetricMemory:
         Raises:
             ResourceError: the device has no room.
         """
+        self.withdraw_ended()
         try:
             memory = self._runtime.allocate(nbytes)
         except ResourceError:
@@ -198,7 +211,7 @@ class SymmetricMemory:
         announced = self.announce(memory.ptr, nbytes, memory, reserved=reserved)
         if announced is None:
             return memory
-        return SymmetricArrayMemory(memory, functools.partial(_retire, weakref.ref(self), announced))
+        return SymmetricArrayMemory(memory, self, announced)
 
     def announce(
         self, ptr: int, nbytes: int, memory: object = None, *, reserved: bool = False, lent: bool = False
@@ -216,6 +229,7 @@ class SymmetricMemory:
         """
         if not self._offered or self._world_size == 1 or nbytes == 0:
             return None
+        self.withdraw_ended()
         known = self.find(ptr, nbytes)
         if known is not None:
             with self._lock:
@@ -258,13 +272,32 @@ class SymmetricMemory:
             if not closed:
                 self._end(announced)
         for heir, same in heirs:
-            _retire(heir, same)
+            alive = heir()
+            if alive is not None:
+                alive.withdraw(same)
         if not closed:
             self._changed(announced)
             self._remove_from_proxy(announced)
 
+    def note_end(self, announced: Announced) -> bool:
+        """Has the next update withdraw a range. It takes no lock. False if the group is closed."""
+        if self._closed:
+            return False
+        self._ended.append(announced)
+        return True
+
+    def withdraw_ended(self) -> None:
+        """Withdraws the ranges whose arrays have ended."""
+        while self._ended:
+            try:
+                ended = self._ended.popleft()
+            except IndexError:  # another thread was faster
+                return
+            self.withdraw(ended)
+
     def inherit(self, other: SymmetricMemory) -> None:
         """Announces what another group's rank has announced, until it is withdrawn there, and follows its pool."""
+        other.withdraw_ended()  # a failed group has no more updates
         with other._lock:
             of_pool = {id(segment) for segment in other._segments.values()}
             ranges = [each for each in other._announced.values() if id(each) not in of_pool and not each.lent]
@@ -503,6 +536,7 @@ class SymmetricMemory:
         Args:
             wait: wait for another thread that does this; otherwise leave it to that thread.
         """
+        self.withdraw_ended()
         if self._withdrawn:
             self.let_go_withdrawn()
         if self._pool is not None:
@@ -584,3 +618,4 @@ class SymmetricMemory:
             self._segments.clear()
             self._announced.clear()
             self._withdrawn.clear()
+        self.withdraw_ended()  # for the groups that inherited them

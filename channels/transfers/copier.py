@@ -64,10 +64,11 @@ class Table:
 
     Attributes:
         memory: the memory; its contents are undefined.
+        nbytes: of it, at least.
     """
 
     def __init__(self, copier: Copier, nbytes: int) -> None:
-        self._copier = copier
+        self._copier, self.nbytes = copier, nbytes
         self._size = max(_TABLE_BYTES, 1 << (nbytes - 1).bit_length())
         self.memory = copier.take_table(self._size)
 
@@ -173,15 +174,15 @@ class Copier:
         blocks = min(blocks, len(pieces))
         return self._kernel.prepare(blocks, threads, table.memory.ptr, len(pieces)), table
 
-    def staging(self, registered: Callable[[int, int], Stages] | None = None) -> tuple[ProxycclStagingPointer, object]:
+    def staging(self, registered: Callable[[Table], Stages] | None = None) -> tuple[ProxycclStagingPointer, object]:
         """Pinned memory by way of which another process's memory is copied, and what to keep with it.
 
         Args:
-            registered: registers it (address, bytes) with the agent's endpoint of libfabric; None: there is none.
+            registered: registers it with the agent's endpoint of libfabric; None: there is none.
         """
         count, nbytes = lib.PROXYCCL_STAGES, lib.PROXYCCL_STAGE_BYTES
         table = Table(self, count * nbytes)
-        stages = None if registered is None else registered(table.memory.ptr, count * nbytes)
+        stages = None if registered is None else registered(table)
         streams = [self._next_stream() for _ in range(count + 1)]
         events = [self.runtime.create_event(times=False) for _ in range(count + 1)]
         made = ffi.new(

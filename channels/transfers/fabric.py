@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from proxyccl.channels.transfers.blocks import Rows, joined
+from proxyccl.channels.transfers.copier import Table
 from proxyccl.channels.transfers.device_memory import runtime_name
 from proxyccl.channels.transfers.errors import NoPathError
 from proxyccl.channels.transfers.regions import DRAM, Region, outermost
@@ -117,6 +119,7 @@ class AgentFabric:
         self._lock = threading.Lock()
         self._registered: dict[Region, FabricRegistration] = {}
         self._own = Keys()
+        self._ended: deque[tuple[FabricRegistration, object]] = deque()  # of stages
         self._unreached: dict[int, str] = {}  # why it does not reach the memory of a device
         parts, offer = self._endpoint.parts, self._endpoint.offer
         self.port = ffi.new(
@@ -191,18 +194,28 @@ class AgentFabric:
 
     def keep(self, regions: Iterable[Region]) -> None:
         """Deregisters all other regions."""
+        self._release_ended()
         with self._lock:
             for region in self._registered.keys() - set(regions):
                 self._own.remove(region)
                 self._endpoint.release(self._registered.pop(region))
 
-    def stages(self, address: int, nbytes: int) -> Stages:
+    def stages(self, table: Table) -> Stages:
         """Registers memory by way of which a device's memory is copied; until nothing refers to the result.
 
         Raises:
             ArgumentError, ResourceError, RuntimeUnavailableError: as `FabricEndpoint.register`.
         """
-        return Stages(self._endpoint, address, nbytes)
+        self._release_ended()
+        return Stages(self._endpoint, table.memory.ptr, table.nbytes, table, self._ended)
+
+    def _release_ended(self) -> None:
+        while self._ended:
+            try:
+                registration, _ = self._ended.popleft()
+            except IndexError:  # another thread was faster
+                return
+            self._endpoint.release(registration)
 
     def keys(self, regions: Iterable[Region]) -> list[Key]:
         """The keys of those regions that are registered."""

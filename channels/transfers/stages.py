@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections import deque
 
-from proxyccl.device.errors import ArgumentError
-from proxyccl.proxy.fabric.endpoint import FabricEndpoint
+from proxyccl.device.process import forks
+from proxyccl.proxy.fabric.endpoint import FabricEndpoint, FabricRegistration
 
 
 class Stages:
     """Registered memory of the host, for `Copier.staging`.
 
+    Args:
+        endpoint: registers it.
+        address: of the memory.
+        nbytes: its size.
+        memory: its owner.
+        ended: gets the registration at the end, to be released, and the owner, which must not use the memory for
+            anything else before: a peer's late write may still land there. A finalizer releases nothing itself, as
+            its thread may have any lock.
+
     Attributes:
         fields: of a ProxycclStaging.
     """
 
-    def __init__(self, endpoint: FabricEndpoint, address: int, nbytes: int) -> None:
+    def __init__(
+        self,
+        endpoint: FabricEndpoint,
+        address: int,
+        nbytes: int,
+        memory: object,
+        ended: deque[tuple[FabricRegistration, object]],
+    ) -> None:
         made = endpoint.register(address, nbytes)
-        self._endpoint, self._made = endpoint, made
+        forks.finalizer(self, ended.append, (made, memory))
         self.fields = {
             "by_fabric": 1,
             "descriptor": endpoint.descriptor(made),
             "key": made.key,
             "base": made.address,
         }
-
-    def __del__(self) -> None:
-        with contextlib.suppress(AttributeError, ArgumentError):  # it was never registered, or the endpoint was closed
-            self._endpoint.release(self._made)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from proxyccl.channels.transfers.blocks import Rows
-    from proxyccl.channels.transfers.copier import Copier, Plan
+    from proxyccl.channels.transfers.copier import Copier, Plan, Table
     from proxyccl.channels.transfers.device_memory import Devices
     from proxyccl.channels.transfers.fabric import Requests
     from proxyccl.channels.transfers.link import Link
@@ -100,7 +100,7 @@ class Transfer:
         on_device: tuple[Copier, Plan | None] | None = None,
         way: int = lib.PROXYCCL_BY_LINK,
         requests: Requests | None = None,
-        stages: Callable[[int, int], Stages] | None = None,
+        stages: Callable[[Table], Stages] | None = None,
     ) -> None:
         local, remote = lists
         self.peer = peer

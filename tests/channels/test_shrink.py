@@ -29,7 +29,7 @@ from support.device_arrays import on_device, on_host
 from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.ranks import settled, settles
-from support.running import TIMEOUT, run_ranks
+from support.running import TIMEOUT, run_ranks, wait_for
 
 pytestmark = pytest.mark.hip
 
@@ -299,7 +299,7 @@ def test_arrays_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
         ranges = [(array.ptr, array.nbytes) for array in (kept, gone)]
         assert all(symmetric.find(*range_) for range_ in [*ranges, (registered.ptr, registered.nbytes)])
         del gone
-        assert symmetric.find(*ranges[1]) is None
+        wait_for(lambda: symmetric.find(*ranges[1]) is None, "it is withdrawn")
         comm.close()
         assert np.all(shrunk.all_reduce(kept).numpy() == 2)
         assert symmetric.find(*ranges[0]) is not None
@@ -307,6 +307,29 @@ def test_arrays_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
     run_ranks(2, body)
     assert withdrawn
+
+
+def test_arrays_that_ended_after_the_failure_are_not_kept() -> None:
+    meet = threading.Barrier(2)
+
+    def body(comm: Communicator) -> None:
+        kept, freed, gone = comm.empty(100), comm.empty(100), comm.empty(100)
+        comm.register(kept)
+        ranges = [(array.ptr, array.nbytes) for array in (kept, freed, gone)]
+        meet.wait(TIMEOUT)  # no rank is in a call that the failure would end
+        if comm.rank == 0:
+            comm.abort("of the test")
+        wait_for(lambda: comm.group.failure.aborted, "the failure is known")
+        del gone
+        shrunk = comm.shrink()
+        announced = [shrunk.group.symmetric.find(*each) is not None for each in ranges]
+        freed.free()
+        kept.free()  # it stays registered
+        announced += [shrunk.group.symmetric.find(*each) is not None for each in ranges]
+        assert announced == [True, True, False, True, False, False]
+        shrunk.close()
+
+    run_ranks(2, body)
 
 
 def test_new_ranks_join_those_that_are_there() -> None:

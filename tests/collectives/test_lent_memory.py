@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -146,6 +149,54 @@ def test_calls_by_proxy_use_it_when_peers_have_added_it(ranks: Ranks) -> None:
         barrier(comm)
         memory.close()
         wait_for(unmapped_by_all(comm), "it is withdrawn")
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        pytest.param(["channels.symmetric", "channels.lent_memory", "channels.collectives.call_cache"], id="channels"),
+        pytest.param(
+            ["proxy.service", "proxy.memory_table", "proxy.daemon.client", "proxy.daemon.connection"],
+            marks=pytest.mark.daemon,
+            id="proxy",
+        ),
+    ],
+)
+def test_an_array_may_end_at_any_line(ranks: Ranks, modules: list[str]) -> None:
+    traced = {sys.modules[f"proxyccl.{name}"].__file__ for name in modules}
+
+    def body(comm: Communicator) -> None:
+        lent = lender(comm)
+        small, source = comm.empty(256, CALL.dtype), comm.empty(CALL.count, CALL.dtype)
+        arrays = [comm.empty(256 * comm.world_size, CALL.dtype) for _ in range(300)]
+        for array in arrays:
+            comm.all_gather(small, out=array, algorithm="proxy")  # so proxies know it too
+        comm.synchronize()
+        lines: set[tuple[str, int]] = set()
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:  # as garbage, which may be collected there
+            line = frame.f_code.co_filename, frame.f_lineno
+            if line[0] not in traced:
+                return None
+            if event == "line" and line not in lines and arrays:
+                lines.add(line)
+                arrays.pop()
+            return trace
+
+        tracing = sys.gettrace()
+        for seed in range(4):
+            sys.settrace(trace)
+            try:
+                target = comm.empty(CALL.count * comm.world_size, CALL.dtype)
+                lent.is_in_place(target.ptr, target.nbytes)
+                gather(comm, seed, source, target, "proxy" if seed % 2 else None)
+                target.free()
+            finally:
+                sys.settrace(tracing)
+            barrier(comm)
+        assert arrays, "one for each line"
 
     ranks.run(body)
 

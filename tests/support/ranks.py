@@ -19,7 +19,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from proxyccl import AbortedError, Communicator, Runtime, ThreadBootstrap
-from support.devices import require_devices
+from proxyccl.device.gpu.unused_memory import UnusedMemory
+from proxyccl.device.runtimes import open_runtime
+from support.devices import RUNTIME, require_devices
 from support.running import TIMEOUT
 
 T = TypeVar("T")
@@ -173,12 +175,23 @@ class Gate:
         self._open.wait(4 * TIMEOUT)
 
 
+def _resources() -> tuple[int, int]:
+    """Descriptors and threads of this process, without those of garbage. In a GPU's memory that is freed when the
+    device is waited for next; which round of a test it is collected in depends on threads that are about to end.
+    """
+    collect_garbage()
+    for runtime, device in list(UnusedMemory._on):
+        if runtime == RUNTIME:
+            open_runtime(runtime, device).synchronize()
+    return open_descriptors(), live_threads()
+
+
 def settled() -> tuple[int, int]:
     """The descriptors and threads of this process, once they have not changed for a while."""
     deadline, seen = time.monotonic() + TIMEOUT, [(-1, -1)]
     while len(set(seen[-10:])) > 1 or len(seen) < 10:
         assert time.monotonic() < deadline, f"descriptors and threads do not settle: {seen[-10:]}"
-        seen.append((open_descriptors(), live_threads()))
+        seen.append(_resources())
         time.sleep(0.02)
     return seen[-1]
 
@@ -189,7 +202,7 @@ def settles(resources: tuple[int, int]) -> bool:
     """
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
-        if all(now <= then for now, then in zip((open_descriptors(), live_threads()), resources, strict=True)):
+        if all(now <= then for now, then in zip(_resources(), resources, strict=True)):
             return True
         time.sleep(0.02)
     return False
