@@ -704,6 +704,7 @@ class Lib:
     PROXYCCL_ADDED: Final[int]
     PROXYCCL_HOST_SUCCESS: Final[int]
     PROXYCCL_HOST_INVALID_VALUE: Final[int]
+    PROXYCCL_HOST_OUT_OF_MEMORY: Final[int]
     PROXYCCL_HOST_NOT_FOUND: Final[int]
     PROXYCCL_HOST_NOT_READY: Final[int]
     PROXYCCL_HOST_IN_HANDLER: Final[int]

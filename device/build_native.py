@@ -198,9 +198,10 @@ void proxyccl_expert_combine_fill(ProxycclCombine *call, uint32_t phases, uint32
 void proxyccl_expert_combine_order(ProxycclCombine *call, uintptr_t added, uintptr_t also_added, uintptr_t ids,
                                    uint32_t id_bytes);
 
-enum { PROXYCCL_HOST_SUCCESS, PROXYCCL_HOST_INVALID_VALUE, PROXYCCL_HOST_NOT_FOUND, PROXYCCL_HOST_NOT_READY,
-       PROXYCCL_HOST_IN_HANDLER, PROXYCCL_HOST_LAUNCH_FAILED, PROXYCCL_HOST_MAX_THREADS_PER_BLOCK,
-       PROXYCCL_HOST_MAX_RESIDENT_BLOCKS, PROXYCCL_HOST_MAX_SHARED_BYTES, PROXYCCL_HOST_BUFFER_ID, ... };
+enum { PROXYCCL_HOST_SUCCESS, PROXYCCL_HOST_INVALID_VALUE, PROXYCCL_HOST_OUT_OF_MEMORY, PROXYCCL_HOST_NOT_FOUND,
+       PROXYCCL_HOST_NOT_READY, PROXYCCL_HOST_IN_HANDLER, PROXYCCL_HOST_LAUNCH_FAILED,
+       PROXYCCL_HOST_MAX_THREADS_PER_BLOCK, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS, PROXYCCL_HOST_MAX_SHARED_BYTES,
+       PROXYCCL_HOST_BUFFER_ID, ... };
 enum { PROXYCCL_HOST_QUEUED, PROXYCCL_HOST_INLINE, PROXYCCL_HOST_IN_CALLER, ... };
 int proxyccl_host_stream_create(void **stream, int kind);
 int proxyccl_host_stream_destroy(void *stream);

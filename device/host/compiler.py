@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 _LIMIT = 600.0  # seconds that a compiler may take
 _PATIENCE = 1.0  # seconds that a process compiles in silence
+_LARGEST_FRAME = 96 << 10  # bytes of a function's variables: a kernel's thread has a stack of 128 KiB (platform_host.h)
 
 
 def find_compiler() -> list[str]:
@@ -113,6 +114,7 @@ def preprocessed(source: str, options: tuple[str, ...], include_dirs: tuple[str,
 
 def _command(options: tuple[str, ...], include_dirs: tuple[str, ...]) -> list[str]:
     flags = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{INCLUDE_DIR}", f"-I{CUDA_NAMES_DIR}"]
+    flags.append(f"-Werror=frame-larger-than={_LARGEST_FRAME}")
     flags += [f"-I{directory}" for directory in include_dirs]
     return [*find_compiler(), *flags, *options, "-x", "c++", "-"]
 

@@ -148,41 +148,55 @@ struct Block {
   uint64_t started, ended;  // addresses by which the sanitizer knows that all fibers start after, and end before, this
 };
 
-// The stacks of one OS thread, reused by its blocks.
+// The stacks of one OS thread, reused by its blocks. Those that a larger block adds are one mapping, as the system
+// limits how many a process has (vm.max_map_count), and many blocks of many threads may be in progress.
 class StackPool {
  public:
   ~StackPool() {
-    for (FiberState* fiber : fibers_) {
+    for (FiberState* fiber : fibers_)
       if (__tsan_destroy_fiber) __tsan_destroy_fiber(fiber->sanitizer);
-      munmap(base(fiber), kStackBytes);
-    }
+    for (const Mapping& mapping : mappings_) munmap(mapping.begin, mapping.bytes);
   }
 
-  FiberState* get(uint32_t index) {
-    while (fibers_.size() <= index) fibers_.push_back(create());
-    return fibers_[index];
+  // `fibers` becomes the first `count` of them.
+  void get(uint32_t count, std::vector<FiberState*>* fibers) {
+    if (count > fibers_.size()) add(count - fibers_.size());
+    fibers->assign(fibers_.begin(), fibers_.begin() + count);
   }
 
   static char* base(FiberState* fiber) { return reinterpret_cast<char*>(fiber) + kFiberSlot - kStackBytes; }
 
  private:
-  static FiberState* create() {
-    // Twice the size holds an aligned stack; the rest goes back.
-    void* mapping =
-        mmap(nullptr, 2 * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapping == MAP_FAILED) throw std::bad_alloc();
-    char* low = static_cast<char*>(mapping);
-    char* aligned = reinterpret_cast<char*>((reinterpret_cast<uint64_t>(low) + kStackBytes - 1) & ~(kStackBytes - 1));
-    if (aligned > low) munmap(low, static_cast<size_t>(aligned - low));
-    char* high = low + 2 * kStackBytes;
-    if (high > aligned + kStackBytes) munmap(aligned + kStackBytes, static_cast<size_t>(high - aligned - kStackBytes));
-    auto* fiber = new (aligned + kStackBytes - kFiberSlot) FiberState();
-    *reinterpret_cast<uint64_t*>(aligned + kCanaryOffset) = kCanary;
-    if (__tsan_create_fiber) fiber->sanitizer = __tsan_create_fiber(0);
-    return fiber;
+  struct Mapping {
+    char* begin;
+    size_t bytes;
+  };
+
+  void add(size_t count) {
+    // One more than needed, as stacks are aligned. Pages that are not touched take no memory, unless they are huge.
+    const size_t bytes = (count + 1) * kStackBytes;
+    void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    madvise(mapped, bytes, MADV_NOHUGEPAGE);
+    char* begin = static_cast<char*>(mapped);
+    try {
+      fibers_.reserve(fibers_.size() + count);
+      mappings_.push_back({begin, bytes});
+    } catch (const std::bad_alloc&) {
+      munmap(mapped, bytes);
+      throw;
+    }
+    char* stack = reinterpret_cast<char*>((reinterpret_cast<uint64_t>(begin) + kStackBytes - 1) & ~(kStackBytes - 1));
+    for (size_t i = 0; i < count; ++i, stack += kStackBytes) {
+      auto* fiber = new (stack + kStackBytes - kFiberSlot) FiberState();
+      *reinterpret_cast<uint64_t*>(stack + kCanaryOffset) = kCanary;
+      if (__tsan_create_fiber) fiber->sanitizer = __tsan_create_fiber(0);
+      fibers_.push_back(fiber);
+    }
   }
 
   std::vector<FiberState*> fibers_;
+  std::vector<Mapping> mappings_;
 };
 
 void switchTo(void** save, void* to, void* sanitizer) {
@@ -331,6 +345,7 @@ void spin(Fiber* base, uint32_t spins) {
   if (spins == 0) block->idle_rounds = 0;        // a new wait: the previous one succeeded
   if (++block->idle_turns >= block->runnable) {  // every fiber has spun since anything happened
     block->idle_turns = 0;
+    if (*block->launch->abandoned) leaveToHost(fiber);
     backOff(block->idle_rounds++);
     if (timeToLook(block->idle_rounds)) {
       block->interrupted = fiber;  // a fiber's stack is too small for the code that is called then
@@ -398,7 +413,14 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   thread_local Block block;
 
   const uint32_t count = launch.block.x * launch.block.y * launch.block.z;
-  if (shared.size() < launch.shared_bytes + 64) shared.resize(launch.shared_bytes + 64);
+  try {
+    if (shared.size() < launch.shared_bytes + 64) shared.resize(launch.shared_bytes + 64);
+    stacks.get(count, &block.fibers);
+    block.warps.assign((count + kWarp - 1) / kWarp, Warp{0, 0});
+  } catch (const std::bad_alloc&) {
+    *launch.abandoned = true;
+    return BlockResult::kNoMemory;
+  }
   void* dynamic_shared = reinterpret_cast<void*>((reinterpret_cast<uint64_t>(shared.data()) + 63) & ~uint64_t{63});
 
   // Kernels' __shared__ variables are thread-local, and the loader allocates them at the first access. If a fiber made
@@ -409,8 +431,6 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   }
 
   block.launch = &launch;
-  block.fibers.resize(count);
-  block.warps.assign((count + kWarp - 1) / kWarp, Warp{0, 0});
   block.live = count;
   block.runnable = 0;
   block.at_barrier = block.idle_turns = block.idle_rounds = 0;
@@ -419,8 +439,7 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   if (__tsan_get_current_fiber) block.host_sanitizer = __tsan_get_current_fiber();
 
   for (uint32_t i = 0; i < count; ++i) {
-    FiberState* fiber = stacks.get(i);
-    block.fibers[i] = fiber;
+    FiberState* fiber = block.fibers[i];
     fiber->api = &kApi;
     fiber->default_control = launch.default_control;
     fiber->thread_idx = {i % launch.block.x, i / launch.block.x % launch.block.y,

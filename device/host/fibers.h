@@ -1,6 +1,7 @@
 // Runs one block of a launch on the calling OS thread. Internal to the host runtime.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 
@@ -16,9 +17,11 @@ struct Launch {
   Dim3 grid, block;
   uint32_t shared_bytes;
   ProxycclControl* default_control;  // the module's
+  // Whether a block could not begin. The others end when they next spin: they may wait for it.
+  std::atomic<bool>* abandoned;
 };
 
-enum class BlockResult { kDone, kDeadlock, kStackOverflow };
+enum class BlockResult { kDone, kDeadlock, kStackOverflow, kNoMemory };
 
 // Called between two polls of a wait, after `rounds` polls without success: lets a helper with work to do run.
 // Otherwise it gives up the core: first by yielding, which costs the waiter least, then by sleeping, so that many

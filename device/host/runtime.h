@@ -25,6 +25,7 @@ extern "C" {
 enum {
   PROXYCCL_HOST_SUCCESS = 0,
   PROXYCCL_HOST_INVALID_VALUE = 1,
+  PROXYCCL_HOST_OUT_OF_MEMORY = 2, /* or of threads */
   PROXYCCL_HOST_NOT_FOUND = 500,
   PROXYCCL_HOST_NOT_READY = 600,
   PROXYCCL_HOST_IN_HANDLER = 601, /* a signal handler may not use the object that it interrupts */

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from proxyccl.device._native import lib
-from proxyccl.device.errors import KernelError
+from proxyccl.device.errors import KernelError, ProxyCCLError
 
 _MESSAGES = {
     lib.PROXYCCL_HOST_INVALID_VALUE: "a value is out of range",
+    lib.PROXYCCL_HOST_OUT_OF_MEMORY: "this process can start no more threads, or map no more memory",
     lib.PROXYCCL_HOST_NOT_FOUND: "not found",
     lib.PROXYCCL_HOST_NOT_READY: "not ready",
     lib.PROXYCCL_HOST_IN_HANDLER: "a signal's handler can't use a stream while it interrupts a call that waits; "
@@ -16,7 +17,7 @@ _MESSAGES = {
 }
 
 
-def check_status(status: int, call: str) -> None:
-    """Raises KernelError, which names the call, unless the status is that of success."""
+def check_status(status: int, call: str, kind: type[ProxyCCLError] = KernelError) -> None:
+    """Raises an error of that kind, which names the call, unless the status is that of success."""
     if status:
-        raise KernelError(f"{call}: {_MESSAGES.get(status, f'status {status}')}")
+        raise kind(f"{call}: {_MESSAGES.get(status, f'status {status}')}")

@@ -13,7 +13,9 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -39,14 +41,21 @@ class BlockThreads {
   // In a fork's child: the threads are the parent's.
   static void startAnew() { current() = new BlockThreads(); }
 
-  void submit(std::function<void()> task) {
+  // Has each task run by a thread of its own. Throws if there can't be as many: then none of them runs.
+  void submit(std::vector<std::function<void()>> tasks) {
     std::lock_guard<std::mutex> lock(mutex_);
-    tasks_.push_back(std::move(task));
-    if (idle_ >= tasks_.size()) {
-      ready_.notify_one();
-    } else {
-      std::thread([this] { work(); }).detach();
+    const size_t before = tasks_.size();
+    try {
+      tasks_.insert(tasks_.end(), std::make_move_iterator(tasks.begin()), std::make_move_iterator(tasks.end()));
+      while (idle_ + starting_ < tasks_.size()) {
+        std::thread([this] { work(); }).detach();
+        ++starting_;
+      }
+    } catch (const std::exception&) {
+      tasks_.resize(before);  // no thread has looked yet
+      throw;
     }
+    for (size_t i = before; i < tasks_.size(); ++i) ready_.notify_one();
   }
 
  private:
@@ -58,6 +67,7 @@ class BlockThreads {
   void work() {
     pthread_setname_np(pthread_self(), "proxyccl-blocks");  // what top and a debugger show
     std::unique_lock<std::mutex> lock(mutex_);
+    --starting_;
     for (;;) {
       while (tasks_.empty()) {
         ++idle_;
@@ -75,7 +85,7 @@ class BlockThreads {
   std::mutex mutex_;
   std::condition_variable ready_;
   std::deque<std::function<void()>> tasks_;
-  size_t idle_ = 0;
+  size_t starting_ = 0, idle_ = 0;
 };
 
 [[maybe_unused]] const int kForksStartAnew = pthread_atfork(nullptr, nullptr, BlockThreads::startAnew);
@@ -111,13 +121,14 @@ struct Module {
 };
 
 // Runs all blocks of a launch, the first in this thread, and returns when the last has ended.
-int runLaunch(const Launch& launch) {
+int runLaunch(Launch launch) {
   const uint32_t blocks = launch.grid.x * launch.grid.y * launch.grid.z;
   const uint32_t resident = std::min<uint32_t>(blocks, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS);
   // Each thread begins with its own block. If all blocks came from the queue, one thread might run several in turn, in
   // an order that hides their races from a sanitizer.
   std::atomic<uint32_t> next{resident};
-  std::atomic<bool> failed{false};
+  std::atomic<bool> failed{false}, abandoned{false};
+  launch.abandoned = &abandoned;
   auto work = [&](uint32_t first) {
     for (uint32_t block = first; block < blocks; block = next.fetch_add(1))
       if (runBlock(launch, block) != BlockResult::kDone) failed = true;
@@ -126,15 +137,22 @@ int runLaunch(const Launch& launch) {
   std::mutex mutex;
   std::condition_variable done;
   uint32_t running = resident - 1;
-  for (uint32_t first = 1; first < resident; ++first)
-    BlockThreads::instance().submit([&, first] {
-      work(first);
-      std::lock_guard<std::mutex> lock(mutex);
-      if (--running == 0) done.notify_one();
-    });
+  try {
+    std::vector<std::function<void()>> others;
+    for (uint32_t first = 1; first < resident; ++first)
+      others.emplace_back([&, first] {
+        work(first);
+        std::lock_guard<std::mutex> lock(mutex);
+        if (--running == 0) done.notify_one();
+      });
+    if (!others.empty()) BlockThreads::instance().submit(std::move(others));
+  } catch (const std::exception&) {
+    return PROXYCCL_HOST_OUT_OF_MEMORY;
+  }
   work(0);
   std::unique_lock<std::mutex> lock(mutex);
   waitFor(lock, done, [&] { return running == 0; });
+  if (abandoned) return PROXYCCL_HOST_OUT_OF_MEMORY;
   return failed ? PROXYCCL_HOST_LAUNCH_FAILED : PROXYCCL_HOST_SUCCESS;
 }
 
@@ -315,7 +333,11 @@ EventHolder& asEvent(void* event) { return *static_cast<EventHolder*>(event); }
 using namespace proxyccl::host;
 
 int proxyccl_host_stream_create(void** stream, int kind) {
-  *stream = new Stream(kind);
+  try {
+    *stream = new Stream(kind);
+  } catch (const std::exception&) {
+    return PROXYCCL_HOST_OUT_OF_MEMORY;
+  }
   return PROXYCCL_HOST_SUCCESS;
 }
 int proxyccl_host_stream_destroy(void* stream) {
@@ -485,6 +507,7 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
                    {grid_x, grid_y, grid_z},
                    {block_x, block_y, block_z},
                    shared_bytes,
-                   kernel->module->default_control};
+                   kernel->module->default_control,
+                   nullptr};
   return asStream(stream)->enqueue([launch, arguments] { return runLaunch(launch); });
 }

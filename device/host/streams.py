@@ -8,6 +8,7 @@ from typing import Any
 
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import StreamLike
+from proxyccl.device.errors import ResourceError
 from proxyccl.device.host.status import check_status
 from proxyccl.device.owned import Owned, OwnedStream
 from proxyccl.device.process.interrupts import SLICE_MS
@@ -18,11 +19,14 @@ class HostStream(OwnedStream):
 
     Args:
         kind: the thread that runs it: one of PROXYCCL_HOST_QUEUED, INLINE and IN_CALLER (runtime.h).
+
+    Raises:
+        ResourceError: its thread can't be started.
     """
 
     def __init__(self, kind: int) -> None:
         out = ffi.new("void **")
-        check_status(lib.proxyccl_host_stream_create(out, kind), "stream create")
+        check_status(lib.proxyccl_host_stream_create(out, kind), "stream create", ResourceError)
         self._stream = out[0]
         self.handle = int(ffi.cast("uintptr_t", self._stream))
         # A stream without references finishes its work and ends its thread.

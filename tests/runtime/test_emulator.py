@@ -287,6 +287,18 @@ def test_more_blocks_than_are_resident_all_run(runtime: HostRuntime, kernels: Mo
     assert np.all(seen == 2)
 
 
+def test_stacks_of_a_block_are_one_mapping(runtime: HostRuntime, kernels: Module) -> None:
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    blocks = 16
+    syncer, values, wrong = zeros(2), zeros(blocks), zeros(1)
+    before = mappings()
+    kernels.grid_barrier(blocks, 256, syncer, values, wrong, 1)  # blocks that wait for each other, so as many threads
+    runtime.synchronize()
+    assert mappings() - before < 256  # a thread of the system takes some too
+
+
 def test_16_bit_floats_convert_as_ieee_says(runtime: HostRuntime, kernels: Module) -> None:
     halves = np.arange(1 << 16, dtype=np.uint16)
     exact = halves.view(np.float16).astype(np.float32)
@@ -833,3 +845,88 @@ def test_streams_come_and_go_while_others_wait_for_all() -> None:
             ended.set()
         for done in waiting:
             done.result(WAIT)
+
+
+def run_in_little_memory(mebibytes: int, work: str) -> list[str]:
+    """Lines that a program prints. Its `work` has so much memory left, and `kernel(blocks, threads, out)`, whose blocks
+    meet.
+    """
+    program = """
+        import resource
+        import numpy as np
+        from proxyccl.device.errors import KernelError, ResourceError
+        from proxyccl.device.host import HostRuntime
+
+        runtime, out = HostRuntime(), np.zeros(2, np.uint32)
+        kernel = runtime.compile(
+            'extern "C" __global__ void meet(volatile uint32_t* out) {'
+            "  atomicAdd(const_cast<uint32_t*>(out), 1u);"
+            "  for (uint32_t spins = 0; out[0] < gridDim.x * blockDim.x; ++spins) proxyccl::spinHint(spins);"
+            "  atomicAdd(const_cast<uint32_t*>(out) + 1, 1u);"
+            "}"
+        )
+        kernel(1, 1, out)
+        runtime.synchronize()
+        size = next(line for line in open("/proc/self/status") if line.startswith("VmSize"))
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        def limit(mebibytes):
+            resource.setrlimit(resource.RLIMIT_AS, ((int(size.split()[1]) << 10) + (mebibytes << 20), limits[1]))
+    """
+    program = textwrap.dedent(program) + f"limit({mebibytes})\n" + textwrap.dedent(work)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+NO_ROOM = "this process can start no more threads, or map no more memory"
+
+
+def test_a_launch_or_a_stream_without_threads_fails_and_runs_nothing() -> None:
+    work = """
+        out[:] = 0
+        for make in (lambda: kernel(64, 32, out), lambda: [runtime.create_stream() for _ in range(64)]):
+            try:
+                make()
+                runtime.synchronize()
+            except (KernelError, ResourceError) as error:
+                print(type(error).__name__, error)
+        print(*out)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        kernel(64, 32, out)
+        runtime.synchronize()
+        print(*out)
+    """
+    assert run_in_little_memory(24, work) == [
+        f"KernelError stream synchronize: {NO_ROOM}",
+        f"ResourceError stream create: {NO_ROOM}",
+        "0 0",
+        "2048 2048",
+    ]
+
+
+def test_a_block_without_stacks_ends_those_that_wait_for_it() -> None:
+    work = """
+        out[:] = 0
+        try:
+            kernel(4, 1024, out)
+            runtime.synchronize()
+        except KernelError as error:
+            print(error)
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        out[:] = 0
+        kernel(4, 1024, out)
+        runtime.synchronize()
+        print(*out)
+    """
+    assert run_in_little_memory(300, work) == [f"stream synchronize: {NO_ROOM}", "4096 4096"]
+
+
+def test_variables_beyond_the_stack_are_a_compile_error(runtime: HostRuntime) -> None:
+    with pytest.raises(CompileError, match="frame size"):
+        runtime.compile(
+            'extern "C" __global__ void large(int* out) {\n'
+            "  volatile char space[140000];\n"
+            "  space[*out] = 1;\n"
+            "  *out = space[0];\n"
+            "}"
+        )

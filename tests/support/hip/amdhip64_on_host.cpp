@@ -21,6 +21,7 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -102,7 +103,9 @@ struct Stream {
   bool destroyed = false;  // while its last work is in progress
   bool of_thread = false;  // a thread's own default stream
 
-  explicit Stream(int device_) : device(device_) { proxyccl_host_stream_create(&host, 0); }
+  explicit Stream(int device_) : device(device_) {
+    if (proxyccl_host_stream_create(&host, 0) != 0) throw std::runtime_error("no thread for a stream");
+  }
   ~Stream() { proxyccl_host_stream_destroy(host); }
 };
 
