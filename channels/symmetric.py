@@ -33,6 +33,7 @@ from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.memory.handle_cache import HandleCache
 from proxyccl.device.memory.memory_pool import MemoryPool
 from proxyccl.device.process import forks
+from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.runtime import Allocations, Memory, Runtime
 from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.memory_table import windows_of
@@ -171,7 +172,7 @@ class SymmetricMemory:
         self._announced: dict[int, Announced] = {}
         self._free = list(range(ENTRIES - 1, -1, -1))
         self._withdrawn: dict[int, object] = {}  # by entry; released when all peers have unmapped it
-        self._ended: deque[Announced] = deque()  # their arrays have; without the lock
+        self._ended: deque[Announced] = deque()  # ranges of arrays that are gone; needs no lock
         self._watched: AllocationGuard | None = None  # of all that others may free …
         self._watched_anew = False  # … unless that has changed
         self._pool: MemoryPool | None = None
@@ -201,7 +202,6 @@ class SymmetricMemory:
         Raises:
             ResourceError: the device has no room.
         """
-        self.withdraw_ended()
         try:
             memory = self._runtime.allocate(nbytes)
         except ResourceError:
@@ -288,11 +288,7 @@ class SymmetricMemory:
 
     def withdraw_ended(self) -> None:
         """Withdraws the ranges whose arrays have ended."""
-        while self._ended:
-            try:
-                ended = self._ended.popleft()
-            except IndexError:  # another thread was faster
-                return
+        for ended in take_each(self._ended):
             self.withdraw(ended)
 
     def inherit(self, other: SymmetricMemory) -> None:

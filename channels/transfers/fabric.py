@@ -18,6 +18,7 @@ from proxyccl.channels.transfers.errors import NoPathError
 from proxyccl.channels.transfers.regions import DRAM, Region, outermost
 from proxyccl.channels.transfers.stages import Stages
 from proxyccl.device.errors import ProxyCCLError, RuntimeUnavailableError
+from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Message, ProtocolError, Uint64
@@ -210,11 +211,7 @@ class AgentFabric:
         return Stages(self._endpoint, table.memory.ptr, table.nbytes, table, self._ended)
 
     def _release_ended(self) -> None:
-        while self._ended:
-            try:
-                registration, _ = self._ended.popleft()
-            except IndexError:  # another thread was faster
-                return
+        for registration, _ in take_each(self._ended):
             self._endpoint.release(registration)
 
     def keys(self, regions: Iterable[Region]) -> list[Key]:

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import ClassVar, Protocol
 
+from proxyccl.device.process.left_behind import take_each
+
 Free = Callable[[], None]
 
 
@@ -67,7 +69,7 @@ class UnusedMemory:
     @classmethod
     def keep_all(cls) -> int:
         """Never frees the allocations queued now, on any device. Returns their number."""
-        kept = [free for unused in list(cls._on.values()) for free in unused._take()]
+        kept = [free for unused in list(cls._on.values()) for free in take_each(unused._allocations)]
         cls._kept += kept
         return len(kept)
 
@@ -84,20 +86,12 @@ class UnusedMemory:
 
     def free(self) -> None:
         """Frees everything, except allocations while they are held. The caller has waited for the device."""
-        with contextlib.suppress(IndexError):  # several threads may do this
-            while True:
-                self._others.popleft()()
-        taken = self._take()
+        for free in take_each(self._others):
+            free()
+        taken = list(take_each(self._allocations))
         # Queried after that: memory is released only after the failure.
         if taken and is_held():
             self._allocations.extend(taken)
             return
         for free in taken:
             free()
-
-    def _take(self) -> list[Free]:
-        taken: list[Free] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                taken.append(self._allocations.popleft())
-        return taken

@@ -176,10 +176,9 @@ class Gate:
 
 
 def _resources() -> tuple[int, int]:
-    """Descriptors and threads of this process, without those of garbage. In a GPU's memory that is freed when the
-    device is waited for next; which round of a test it is collected in depends on threads that are about to end.
+    """Descriptors and threads of this process. A wait for the devices frees what garbage had in their memory until the
+    previous call: in which round of a test it is collected depends on threads that are about to end.
     """
-    collect_garbage()
     for runtime, device in list(UnusedMemory._on):
         if runtime == RUNTIME:
             open_runtime(runtime, device).synchronize()

@@ -1,0 +1,22 @@
+"""Work that finalizers leave to later calls.
+
+Garbage is collected anywhere: the thread may have any lock. So a finalizer only appends to a deque.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def take_each(left: deque[T]) -> Iterator[T]:
+    """Removes the items, one after another, until there are none. Several threads may do this at once."""
+    while left:
+        try:
+            item = left.popleft()
+        except IndexError:  # another thread was faster
+            return
+        yield item
