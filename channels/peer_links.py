@@ -37,6 +37,10 @@ _LOADS_LAZILY = (
     'proxy="thread": the driver loads kernels at their first launch, and the copies of this proxy wait meanwhile, '
     'which may end in a time-out; set CUDA_MODULE_LOADING=EAGER before the program starts, or use proxy="process"'
 )
+_SHARES_QUEUES = (
+    'proxy="thread": with %s the copies of this proxy share a queue of the device with streams that wait for them, '
+    'which ends in a time-out; set it to 32 before the program starts, or use proxy="process"'
+)
 
 
 class PeerLinks:
@@ -133,6 +137,8 @@ class PeerLinks:
         if self._place.where == "thread":
             if self._runtime.loads_lazily:
                 warnings.warn(_LOADS_LAZILY, RuntimeWarning, stacklevel=2)
+            if (limit := self._runtime.queue_limit) is not None:
+                warnings.warn(_SHARES_QUEUES % limit, RuntimeWarning, stacklevel=2)
             return self._service()
         return self._daemon_client()
 

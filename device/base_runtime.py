@@ -424,6 +424,13 @@ class BaseRuntime(Protocol):
         ...
 
     @property
+    def queue_limit(self) -> str | None:
+        """The setting by which streams share fewer of the device's queues than usual, such as
+        ``CUDA_DEVICE_MAX_CONNECTIONS=1``; None if there is none.
+        """
+        ...
+
+    @property
     def orders_rdma_writes(self) -> bool:
         """Whether kernels that see a word written by RDMA, anywhere, also see earlier RDMA writes to the device."""
         ...

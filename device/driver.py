@@ -97,6 +97,13 @@ class Driver(Protocol):
         """Whether a kernel's first launch may load it, and hold up every other call of the process meanwhile."""
         ...
 
+    @property
+    def queue_limit(self) -> str | None:
+        """The setting by which streams share fewer of a device's queues than usual, such as
+        ``CUDA_DEVICE_MAX_CONNECTIONS=1``; None if there is none.
+        """
+        ...
+
     def versions(self) -> str:
         """Versions of the driver, its binding and the compiler, in words."""
         ...

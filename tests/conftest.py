@@ -34,8 +34,14 @@ KERNELS = {"PROXYCCL_CXXFLAGS": "-O0"}
 `collectives/test_same_bits.py` has a test of those; `make test-all` runs everything with them.
 """
 
-LOADING = {"CUDA_MODULE_LOADING": "EAGER"} if PLACE == "thread" else {}
-"""Otherwise torch's first launch of a kernel waits for the device, and with it the proxy that the device waits for."""
+IN_RANKS = {
+    "CUDA_MODULE_LOADING": "EAGER",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "32",
+}
+"""Settings for proxies that are threads of their ranks. Otherwise torch's first launch of a kernel waits for the
+device, and with it the proxy that the device waits for; or the proxy's copy queues after a stream that waits for it.
+"""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -81,7 +87,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.register_profile("busy", deadline=None)
         settings.load_profile("busy")
-    for name, value in {**OPEN_MPI, **NUMPY, **KERNELS, **LOADING}.items():
+    for name, value in {**OPEN_MPI, **NUMPY, **KERNELS, **(IN_RANKS if PLACE == "thread" else {})}.items():
         os.environ.setdefault(name, value)
 
 

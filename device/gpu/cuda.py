@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from typing import Any
 
 from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls, StreamOrderCalls
@@ -14,8 +15,12 @@ from proxyccl.device.gpu.cuda_compiler import CudaCompiler, compiler_version
 from proxyccl.device.gpu.cuda_virtual_memory import VirtualMemory
 
 _OLDEST_DRIVER = 12000
-_BATCHES_SINCE = 13000  # cuMemcpyBatchAsync without its earlier parameter for failures
 """CUDA 12.0: the first whose driver API has every call under the name used here."""
+_BATCHES_SINCE = 13000
+"""CUDA 13.0: `cuMemcpyBatchAsync` without its earlier parameter for failures."""
+
+_QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS")
+_QUEUES_UNLESS_SET = 8
 
 _PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD
 _HOST_REGISTER = cu.CU_MEMHOSTREGISTER_PORTABLE | cu.CU_MEMHOSTREGISTER_DEVICEMAP
@@ -75,6 +80,15 @@ class CudaDriver:
         """The mode that the driver took from CUDA_MODULE_LOADING when it was initialised."""
         mode = ok("cuModuleGetLoadingMode", cu.cuModuleGetLoadingMode())
         return bool(mode == cu.CUmoduleLoadingMode.CU_MODULE_LAZY_LOADING)
+
+    @property
+    def queue_limit(self) -> str | None:
+        """The environment's: the driver tells nobody how many it took when it was initialised."""
+        for name in _QUEUES:
+            value = os.environ.get(name, "")
+            if value.isdecimal() and int(value) < _QUEUES_UNLESS_SET:
+                return f"{name}={value}"
+        return None
 
     def versions(self) -> str:
         """Versions of the driver, and of the compiler."""

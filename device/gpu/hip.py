@@ -75,6 +75,8 @@ class HipDriver:
     legacy_stream = 0
     loads_lazily = False
     """ROCm defers loading too, but is not known to hold up other calls meanwhile."""
+    queue_limit = None
+    """Not known to matter."""
 
     def __init__(self) -> None:
         _initialise()

@@ -250,6 +250,11 @@ class GpuRuntime:
         return self.driver.loads_lazily
 
     @property
+    def queue_limit(self) -> str | None:
+        """The driver's statement about this process."""
+        return self.driver.queue_limit
+
+    @property
     def orders_rdma_writes(self) -> bool:
         """The driver's statement about the device."""
         return self.info.orders_rdma_writes

@@ -194,6 +194,10 @@ class HostRuntime:
         return False
 
     @property
+    def queue_limit(self) -> None:
+        """None: each stream is a queue."""
+
+    @property
     def orders_rdma_writes(self) -> bool:
         """True: data and words lie in the host's memory, which the adapter writes in order."""
         return True

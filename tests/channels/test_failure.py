@@ -698,6 +698,14 @@ def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: boo
         assert re.search(rf": .* {here}, .* on rank {error.peer}$", str(error)), error
 
 
+@pytest.mark.gpu_only
+@pytest.mark.hip_full
+def test_failed_calls_leave_the_device_usable() -> None:
+    """Once, a lane that gave up a wait read beyond its slots in one of fifty such calls, which ended the context."""
+    result = run_mpi(3, PROGRAMS / "differing_calls.py", "--count", "60")  # fewer ranks never did
+    assert result.returncode == 0, result.stderr
+
+
 # -- exhausted resources ---
 
 

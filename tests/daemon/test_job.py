@@ -240,6 +240,13 @@ def test_a_thread_beside_kernels_that_are_loaded_lazily_is_warned_of(monkeypatch
         run_ranks(1, lambda comm: comm.proxy, proxy="thread")
 
 
+@pytest.mark.host_only(reason="a driver's answer is given here")
+def test_a_thread_beside_few_queues_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostRuntime, "queue_limit", "CUDA_DEVICE_MAX_CONNECTIONS=1")
+    with pytest.warns(RuntimeWarning, match="with CUDA_DEVICE_MAX_CONNECTIONS=1 the copies"):
+        run_ranks(1, lambda comm: comm.proxy, proxy="thread")
+
+
 # -- what goes wrong ---
 
 

@@ -1,0 +1,55 @@
+"""Rank 1 makes another call than the others, again and again on new communicators; all devices must stay usable.
+
+Processes may share a GPU, and three of them need the loop over peers that two do not:
+
+    mpirun -n 3 python3 -m mpi4py tests/support/programs/differing_calls.py --count 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+import numpy as np
+from mpi4py import MPI
+
+from proxyccl import Communicator, MismatchError, Runtime
+from support.device_arrays import on_device
+from support.devices import rank_runtime
+
+
+def differ(runtime: Runtime, turn: int) -> None:
+    """One communicator, whose waits are given up once the ranks find the difference."""
+    with Communicator.from_mpi(runtime=runtime) as comm:
+        x = on_device(comm, np.ones(12, np.float32))
+        comm.all_reduce(x)
+        if comm.rank != 1:
+            comm.all_reduce(x, "sum", algorithm="two_shot")
+        elif turn % 2:
+            comm.broadcast(x, 0)
+        else:
+            comm.all_reduce(x, "max", algorithm="two_shot")
+        comm.synchronize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Ranks make different calls, again and again.")
+    parser.add_argument("--count", type=int, default=100, help="communicators that fail (%(default)s)")
+    count = parser.parse_args().count
+    runtime = rank_runtime(MPI.COMM_WORLD.rank)
+    for turn in range(count):
+        try:
+            differ(runtime, turn)
+        except MismatchError:
+            runtime.synchronize()  # raises if the context is lost
+        else:
+            raise AssertionError(f"turn {turn}: no difference was found")
+    if MPI.COMM_WORLD.rank == 0:
+        print(f"{count} differences were found; the devices are usable")
+
+
+if __name__ == "__main__":
+    main()
