@@ -13,7 +13,10 @@ WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numpr
 # As tests/conftest.py sets it, for kernels that are compiled before the tests.
 FAST_COMPILER := PROXYCCL_CXXFLAGS=-O0
 # The tests with a marker. Every worker imports the files that it is given: those without one stay out.
-marked = -m "$(1)$(2)" $(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
+marked = $(SLOW) -m "$(1)$(if $(SLOW), and slow)$(2)" $(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
+# SLOW=--slow: those alone that take seconds, which run at no other time.
+SLOW ?=
+slow_alone = $(if $(SLOW),--slow -m slow)
 GPU_RUNTIME ?= cuda
 RUN = $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py
 C_SOURCES = $(shell find device proxy channels faces tools benchmarks tests -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
@@ -33,7 +36,7 @@ RDMA_PYTEST := -p pytest_timeout -p no:cacheprovider  # an emulated CPU need not
 # Tests start a thousand processes: they shall not compile every module again, where that is turned off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba rocm-on-host rocm-on-cuda fake-verbs fake-fabric bare-writes test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs signatures lint docs docs-test wheel clean
+.PHONY: demo test test-slow test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba rocm-on-host rocm-on-cuda fake-verbs fake-fabric bare-writes test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs signatures lint docs docs-test wheel clean
 
 demo:
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.built
@@ -43,31 +46,44 @@ demo:
 # so two things are done at a time, on the host and elsewhere. All but the machine is nice to it, where everything takes 15
 # times as long.
 test:
-	$(MAKE) --no-print-directory --jobs 3 $(VENV)/.installed rocm-on-host fetched
+	$(MAKE) --no-print-directory --jobs 3 $(VENV)/.installed fetched
 	$(MAKE) --no-print-directory --jobs 3 test-on-host test-elsewhere
 
-# And what that leaves out: the further cases of matrices (marked full), the whole suite through the daemon, with kernels as
+# Those that take seconds of a core each (marked slow): sanitizers, compilers for GPUs, models, hosts, processes. And what runs
+# once more on the HIP runtime.
+test-slow:
+	$(MAKE) --no-print-directory --jobs 4 $(VENV)/.installed rocm-on-host fetched fetched-hiprtc
+	$(MAKE) --no-print-directory --jobs 2 slow-on-host slow-elsewhere
+slow-on-host:
+	nice -n 5 $(MAKE) --no-print-directory test-host SLOW=--slow
+slow-elsewhere:
+	+@$(call in_one_piece,test-rdma,SLOW=--slow)
+	+@$(call in_one_piece,test-daemon,SLOW=--slow nice -n 5)
+	+@$(call in_one_piece,test-hip,nice -n 5)
+
+# And what both leave out: the further cases of matrices (marked full), the whole suite through the daemon, with kernels as
 # users compile them, more ranks on the HIP runtime, two cores for the proxies over RDMA.
-test-all: test
+test-all: test test-slow
 	$(WORKERS_PYTEST) --full -m full
 	PROXYCCL_PROXY=daemon PROXYCCL_CXXFLAGS=-O3 $(WORKERS_PYTEST) --full
 	$(MAKE) test-hip HIP_PROXY=process FULL=--full
 	$(ON_HIP) $(WORKERS_PYTEST) tests/collectives --full -k "ranks_as_processes or same_bits"
 	$(MAKE) test-rdma RDMA_CORES=2 FULL=--full
 
-.PHONY: fetched test-on-host test-elsewhere prepare-tests
+.PHONY: fetched fetched-hiprtc test-on-host test-elsewhere slow-on-host slow-elsewhere prepare-tests
 # The largest things that tests fetch, while pip waits for the network too. If one can't be fetched, its tests say so.
 fetched:
 	@mkdir -p build
 	@$(PYTHON) $(SOFT_ROCE)/fetch_machine.py build/soft-roce > build/fetched.log || test $$? = 2
-	@$(PYTHON) tests/support/hip/fetch_hiprtc.py build/hiprtc >> build/fetched.log || test $$? = 2
+fetched-hiprtc:
+	@mkdir -p build
+	@$(PYTHON) tests/support/hip/fetch_hiprtc.py build/hiprtc > build/fetched-hiprtc.log || test $$? = 2
 test-on-host:
 	nice -n 5 $(MAKE) --no-print-directory lint prepare-tests
 	nice -n 5 $(MAKE) --no-print-directory test-host
 test-elsewhere: # the output of each part in one piece, when it has ended
 	+@$(call in_one_piece,test-rdma)
 	+@$(call in_one_piece,test-daemon,nice -n 5)
-	+@$(call in_one_piece,test-hip,nice -n 5)
 in_one_piece = $2 $(MAKE) --no-print-directory $1 WORKERS=$(call at_most_8,$(CORES)) > build/$1.log 2>&1; \
   status=$$?; cat build/$1.log; exit $$status
 
@@ -77,7 +93,7 @@ prepare-tests: $(VENV)/.installed
 	@$(BIN)/pytest --collect-only -qq > build/collected.log 2>&1 || { cat build/collected.log; exit 1; }
 
 test-host: $(VENV)/.installed
-	$(WORKERS_PYTEST)
+	$(WORKERS_PYTEST) $(slow_alone)
 
 # Once more with the proxies in one node daemon: of each worker's ranks.
 test-daemon: $(VENV)/.installed
@@ -87,12 +103,12 @@ test-daemon: $(VENV)/.installed
 # default in a process of the job's own, which test-all tests.
 HIP_PROXY ?= thread
 test-hip: $(VENV)/.installed rocm-on-host
-	PROXYCCL_PROXY=$(HIP_PROXY) $(ON_HIP) $(WORKERS_PYTEST) $(FULL) $(call marked,hip,$(if $(FULL),, and not hip_full))
+	PROXYCCL_PROXY=$(HIP_PROXY) $(ON_HIP) $(WORKERS_PYTEST) --slow $(FULL) $(call marked,hip,$(if $(FULL),, and not hip_full))
 
 # The models alone. DEPTH multiplies the executions at random, and from 2 on adds larger models and bounds.
 DEPTH ?= 1
 test-models: $(VENV)/.installed
-	PROXYCCL_MODELS_DEPTH=$(DEPTH) $(WORKERS_PYTEST) --timeout $(if $(filter 1,$(DEPTH)),300,7200) tests/models
+	PROXYCCL_MODELS_DEPTH=$(DEPTH) $(WORKERS_PYTEST) --timeout $(if $(filter 1,$(DEPTH)),300,7200) --slow tests/models
 
 # Random verified work with faults at random: make test-faults COUNT=1000 SEED=1. Each case follows from its seed. As many
 # cases of agents that come and go follow. JOBS cases
@@ -114,7 +130,7 @@ test-rdma: $(VENV)/.installed
 	@if reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_machine.py build/soft-roce); then \
 	  $(BIN)/python tests/support/packages/fetch_fabric.py build/fabric; \
 	  PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(FAST_COMPILER) $(BIN)/python $(SOFT_ROCE)/kernels.py build/rdma-cache && \
-	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- $(WITH_RDMA_CACHE) $(BIN)/python $(SOFT_ROCE)/run_tests.py $(RDMA_PYTEST) $(FULL) tests/rdma/soft_roce$(if $(FULL), && \
+	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- $(WITH_RDMA_CACHE) $(BIN)/python $(SOFT_ROCE)/run_tests.py $(RDMA_PYTEST) $(slow_alone) $(FULL) tests/rdma/soft_roce$(if $(FULL), && \
 	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- $(WITH_RDMA_CACHE) $(BIN)/python tests/rdma/soft_roce/two_machines.py); \
 	elif [ $$? = 2 ] && [ "$$PROXYCCL_REQUIRE_RDMA" != 1 ]; then \
 	  echo "test-rdma is skipped: $$reason"; \
@@ -141,7 +157,7 @@ test-torch: $(TORCH_VENVS:%=%/.installed) rocm-on-host
 
 # The tests of kernels in Triton with the oldest Triton that is supported; make test has the newest.
 test-triton: .venv-triton-older/.installed
-	.venv-triton-older/bin/python -m pytest -p no:cacheprovider tests/triton_kernels
+	.venv-triton-older/bin/python -m pytest -p no:cacheprovider --slow tests/triton_kernels
 
 # The tests of kernels in Numba, in an environment of its own. They compile and link for GPUs; without one no kernel runs.
 test-numba: .venv-numba/.installed
@@ -161,7 +177,7 @@ $(OWN_VENVS:%=%/.installed): | $(VENV)/.installed
 	touch $@
 
 coverage: $(VENV)/.installed
-	$(WORKERS_PYTEST) --ignore tests/runtime/test_sanitizer.py --cov --cov-report=term
+	$(WORKERS_PYTEST) --slow --ignore tests/runtime/test_sanitizer.py --cov --cov-report=term
 
 # On a machine with GPUs. Where its own Python has the packages: make test-gpu PYTEST="python3 -m pytest"
 test-gpu: $(if $(filter $(BIN)/%,$(PYTEST)),$(VENV)/.installed)
@@ -272,7 +288,7 @@ lint: $(VENV)/.installed
 # The same on an NVIDIA GPU. Where its own Python has the packages: make test-hip-on-cuda PYTEST="python3 -m pytest"
 test-hip-on-cuda: rocm-on-cuda
 	ROCM_PATH=$(CURDIR)/$(ROCM_ON_CUDA) PROXYCCL_RUNTIME=hip \
-	  PROXYCCL_NVRTC=$$($(patsubst %/pytest,%/python,$(firstword $(PYTEST))) -c '$(FIND_NVRTC)') $(PYTEST) tests
+	  PROXYCCL_NVRTC=$$($(patsubst %/pytest,%/python,$(firstword $(PYTEST))) -c '$(FIND_NVRTC)') $(PYTEST) --slow tests
 
 rocm-on-host: $(ROCM_ON_HOST)/lib/libamdhip64.so $(ROCM_ON_HOST)/lib/libhiprtc.so
 rocm-on-cuda: $(ROCM_ON_CUDA)/lib/libamdhip64.so $(ROCM_ON_CUDA)/lib/libhiprtc.so

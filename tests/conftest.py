@@ -76,7 +76,8 @@ def _own_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run the tests marked full too")
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
+    parser.addoption("--full", action="store_true", help="run the tests marked slow or full too")
     parser.addoption("--processor-seconds", metavar="FILE", help="write what each test and shared fixture cost")
 
 
@@ -110,6 +111,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return False
         further = item.get_closest_marker("full") or (IN_DAEMON and item.get_closest_marker("no_proxy"))
         if further and not config.getoption("--full"):
+            return False
+        if item.get_closest_marker("slow") and not (config.getoption("--slow") or config.getoption("--full")):
             return False
         return item.get_closest_marker("gpu_only" if ON_HOST else "host_only") is None
 

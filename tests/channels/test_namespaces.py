@@ -24,6 +24,8 @@ from support.packages.debian import UnavailableError
 from support.paths import ROOT
 from support.running import run_ranks
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = str(ROOT / "tests/support/programs/contained.py")
 SECONDS = 250
 

@@ -12,6 +12,8 @@ import pytest
 
 from support.paths import PROGRAMS, TESTS
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 250
 DONE = {
     "work": "ways:\npaths: {{'copy': [{peer}]}}\nseen: [0, 1]\ndone\n",

@@ -279,6 +279,7 @@ def test_schedules_and_kernels_triggers_take_turns(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.slow
 @NO_PROXY  # ranks that are killed, below, are processes too
 @pytest.mark.hip_full
 @pytest.mark.parametrize(
@@ -568,6 +569,7 @@ def test_memory_that_was_freed_is_not_named_again(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.slow
 @NO_PROXY
 @pytest.mark.hip_full
 def test_many_arrays_leave_memory_ids_for_stages() -> None:

@@ -244,6 +244,7 @@ def test_results_have_the_documented_shapes(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size",
     [
@@ -256,6 +257,7 @@ def test_ranks_as_processes(world_size: int) -> None:
     run_program(world_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local_world_size", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_ranks_as_processes_on_rehearsed_nodes(local_world_size: int) -> None:
     run_program(2 * (processes(4) // 2), PROXYCCL_LOCAL_WORLD_SIZE=str(local_world_size))

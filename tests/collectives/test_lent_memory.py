@@ -153,6 +153,7 @@ def test_calls_by_proxy_use_it_when_peers_have_added_it(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "modules",
     [

@@ -245,6 +245,7 @@ def test_what_is_freed_behind_its_withdrawal_costs_no_look_at_the_driver(
     assert all(each is None for each in made)
 
 
+@pytest.mark.slow
 @pytest.mark.hip_full
 def test_ranks_as_processes() -> None:
     """Peers map segments in other processes, including those of registered arrays that were freed."""

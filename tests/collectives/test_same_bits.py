@@ -17,6 +17,8 @@ from support.device_arrays import barrier, on_device, on_host
 from support.devices import runtime_with_blocks, world_sizes
 from support.ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 COUNT = 1003  # all combinations of three ranks' values; packets, vectors and shares that are not whole
 TURNS = (*ALGORITHMS, "hierarchical", "kernels")

@@ -625,6 +625,7 @@ def assert_equals_one_process(result: dict[str, Any]) -> None:
     assert result["proxy"]["triggers"] > 0
 
 
+@pytest.mark.slow
 def test_mixture_of_experts_equals_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     example = importlib.import_module("moe_digits")

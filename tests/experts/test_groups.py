@@ -15,6 +15,7 @@ from support.running import run_mpi
 PROGRAM = PROGRAMS / "expert_group.py"
 
 
+@pytest.mark.slow
 def test_an_mpi_communicator_is_a_group() -> None:
     done = run_mpi(processes(3), PROGRAM, "mpi")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -477,6 +477,7 @@ def test_a_layer_may_be_finalized_with_calls_under_way(local_world_size: int) ->
     run_ranks(2, body, local_world_size=local_world_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local_world_size", [pytest.param(2, marks=pytest.mark.full), 1])
 def test_finalized_layers_give_back_what_they_took(local_world_size: int) -> None:
     """Ids of memory are few: 254 layers between nodes have them all."""
@@ -508,6 +509,7 @@ def test_a_forgotten_layer_keeps_what_its_peers_reach() -> None:
 # -- groups, configuration and buffers ---
 
 
+@pytest.mark.slow
 @pytest.mark.host_only(reason="with arrays of the host")
 @pytest.mark.parametrize("local_world_size", [pytest.param(4, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("kind", ["mpi", "torch"])

@@ -14,6 +14,7 @@ from support.once import run_make
 from support.paths import ROOT
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.host_only(reason="ranks on hosts without GPUs"),
     pytest.mark.own_proxy(reason="says where the proxies run"),
 ]

@@ -73,6 +73,7 @@ def run(ranks: int, each: int, call: Call, *, by_kernels: bool) -> None:
     run_nodes(ranks, each, body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longer", [False, True])
 @pytest.mark.parametrize(
     ("collective", "ranks", "each"),

@@ -9,7 +9,7 @@ from proxyccl.proxy import _engine
 from support.faults.agents import run
 from support.packages.fabric import library_or_skip
 
-pytestmark = pytest.mark.host_only(reason="agents move the host's memory, whatever the runtime")
+pytestmark = [pytest.mark.slow, pytest.mark.host_only(reason="agents move the host's memory, whatever the runtime")]
 
 
 @pytest.mark.parametrize("path", PATHS)

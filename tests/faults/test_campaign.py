@@ -18,7 +18,7 @@ from support.faults.case import FAULTS, Case
 from support.faults.report import Outcome, Report
 from support.processes import processes_with
 
-pytestmark = pytest.mark.host_only(reason="its ranks are on the host runtime")
+pytestmark = [pytest.mark.slow, pytest.mark.host_only(reason="its ranks are on the host runtime")]
 
 WITH_FAULTS = (
     "kill",

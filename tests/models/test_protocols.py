@@ -19,7 +19,7 @@ from support.models.checkers import checkers
 from support.once import made_once, shared_directory
 from support.paths import ROOT, TESTS
 
-pytestmark = pytest.mark.host_only(reason="needs no device")
+pytestmark = [pytest.mark.slow, pytest.mark.host_only(reason="needs no device")]
 
 MODELS = TESTS / "models/protocols"
 TIMEOUT = 280.0

@@ -21,7 +21,7 @@ from support.models.planted_bugs import Bug, copy_sources, plant, replace
 from support.once import made_once, shared_directory
 from support.paths import ROOT, TESTS
 
-pytestmark = pytest.mark.host_only(reason="explores the host's platform header")
+pytestmark = [pytest.mark.slow, pytest.mark.host_only(reason="explores the host's platform header")]
 
 MODELS = TESTS / "models/weak_memory"
 DEPTH = int(os.environ.get("PROXYCCL_MODELS_DEPTH", "1"))

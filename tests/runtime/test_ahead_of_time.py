@@ -96,6 +96,7 @@ def test_the_command_compiles_all_kernels_of_a_layer(monkeypatch: pytest.MonkeyP
     assert asked <= set(EXPERT_KERNELS)
 
 
+@pytest.mark.slow
 @COMPILER_ALONE
 @pytest.mark.parametrize(
     "names",

@@ -35,6 +35,8 @@ from support.kernels.device_sources import (
 from support.kernels.mscclpp import MSCCLPP_KERNELS
 from support.paths import ROOT, TESTS
 
+pytestmark = pytest.mark.slow
+
 try:
     from proxyccl.device.gpu.hip_compiler import compile_options
 except RuntimeUnavailableError as error:

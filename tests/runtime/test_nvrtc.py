@@ -26,7 +26,7 @@ from support.kernels.device_sources import (
 from support.kernels.mscclpp import MSCCLPP_KERNELS
 from support.kernels.nvrtc import CUBIN, PTX, Nvrtc
 
-pytestmark = pytest.mark.host_only(reason="needs only a compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.host_only(reason="needs only a compiler")]
 
 
 @pytest.fixture(scope="session")

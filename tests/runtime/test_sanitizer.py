@@ -21,7 +21,11 @@ from support.instrumented import build_instrumented, sanitizer_library
 from support.once import made_once, shared_directory
 from support.paths import PROGRAMS
 
-pytestmark = [pytest.mark.host_only(reason="the host runtime's own"), pytest.mark.own_proxy(reason="sees one process")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.host_only(reason="the host runtime's own"),
+    pytest.mark.own_proxy(reason="sees one process"),
+]
 
 PROGRAM = PROGRAMS / "under_tsan.py"
 SANITIZE = ("-fsanitize=thread", "-g1")  # reports need lines and functions, and no variables

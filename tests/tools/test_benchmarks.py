@@ -26,6 +26,8 @@ from support.kernels.nvrtc import CUBIN, Nvrtc
 from support.paths import ROOT
 from support.running import find_mpiexec, run_alone, run_mpi
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = ROOT / "benchmarks"
 
 

@@ -80,6 +80,7 @@ def test_info_shows_the_measured_tables_of_this_machine(tmp_path: Path, monkeypa
     assert f"ignored: invalid tuning file from {path}" in broken.detail
 
 
+@pytest.mark.slow
 def test_tune_keeps_tables_that_info_shows(tmp_path: Path) -> None:
     for compiled in cache_dir().glob("*.so"):  # tables of its own, but not kernels
         shutil.copy(compiled, tmp_path)
@@ -196,6 +197,7 @@ def bench(tmp_path: Path, ranks: int, *arguments: str) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_bench_all_reduce_runs_each_algorithm_beside_mpi(tmp_path: Path) -> None:
     ranks = processes(2)
     rows = bench(tmp_path, ranks, "all_reduce", "--algorithm", "each")["results"]
@@ -207,6 +209,7 @@ def test_bench_all_reduce_runs_each_algorithm_beside_mpi(tmp_path: Path) -> None
         assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"] * 2 * (ranks - 1) / ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("collective", "dtype"),
     [

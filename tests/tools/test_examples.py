@@ -22,6 +22,8 @@ from support.kernels.nvrtc import CUBIN, Nvrtc
 from support.paths import EXAMPLES, PROGRAMS
 from support.running import run_alone, run_mpi
 
+pytestmark = pytest.mark.slow
+
 NOT_PROGRAMS = {"demo.py", "traffic.py"}
 ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # only the examples in Triton read it
 

@@ -12,7 +12,7 @@ import pytest
 from support.instrumented import build_instrumented, sanitizer_library
 from support.paths import PROGRAMS, ROOT
 
-pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
+pytestmark = [pytest.mark.slow, pytest.mark.host_only("agents move the host's memory, whatever the runtime")]
 
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1", "-O1")
 LINKS = ("test_agents.py", "test_freed_memory.py", "test_strangers.py", "test_lost_peers.py")

@@ -23,7 +23,7 @@ from support.kernels.triton_compiling import compile_accesses, without_interpret
 from support.once import made_once, shared_directory
 from support.paths import PROGRAMS
 
-pytestmark = pytest.mark.host_only(reason="needs only a compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.host_only(reason="needs only a compiler")]
 
 NATIVE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
 """Whether Triton has atomic loads and stores, and compiles for AMD without ROCm."""

@@ -198,6 +198,7 @@ def test_a_group_of_a_class_that_a_backend_derives_from_torchs_is_torchs() -> No
     assert library_of_group(object()) is None
 
 
+@pytest.mark.slow
 def test_mpi_communicators_and_their_parts_are_bootstraps() -> None:
     world_size = processes(3)
     result = run_mpi(world_size, PROGRAMS / "bootstrap.py")

@@ -111,6 +111,7 @@ def cases(draw: st.DrawFn) -> tuple[dict[str, Memory], dict[str, Memory], dict[s
     return sources, targets, nodes, tensor
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_every_target_gets_its_parts(case: tuple[dict[str, Memory], dict[str, Memory], dict[str, int], Any]) -> None:

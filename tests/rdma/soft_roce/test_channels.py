@@ -30,6 +30,7 @@ def bytes_of(rank: int, size: int) -> np.ndarray:
     return np.random.default_rng(rank).integers(0, 256, size, dtype=np.uint8)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_node_copy_and_nodes_use_rdma(nodes: Ranks) -> None:
     """Every rank writes to every other. numpy arrays are private to their process: only remote links reach a peer's."""
     part = 3001
@@ -72,7 +73,7 @@ def test_bytes_arrive_between_any_offsets(pair: Ranks, dst: int, src: int, nbyte
     pair.run(body)
 
 
-@pytest.mark.parametrize("signal", ["write", "fetch_add"])
+@pytest.mark.parametrize("signal", [pytest.param("write", marks=pytest.mark.slow), "fetch_add"])
 @pytest.mark.parametrize("turns", [50, pytest.param(200, marks=pytest.mark.full)])
 def test_a_signal_never_overtakes_its_data(signal: str, turns: int) -> None:
     def body(comm: Communicator) -> None:
@@ -90,6 +91,7 @@ def test_a_signal_never_overtakes_its_data(signal: str, turns: int) -> None:
         pair.run(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("puts", [100, pytest.param(3000, marks=pytest.mark.full)])
 def test_a_queue_of_16_bears_a_flood_of_puts(puts: int) -> None:
     nbytes = 64

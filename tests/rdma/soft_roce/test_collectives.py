@@ -80,6 +80,7 @@ def test_dispatch_and_combine_give_what_they_give_on_one_node(nodes: Ranks) -> N
     assert nodes.run(experts_flow) == run_ranks(RANKS, experts_flow)
 
 
+@pytest.mark.slow
 def test_the_same_over_a_bad_wire(nodes: Ranks, wire: Wire) -> None:
     """The queue pairs handle loss and delay by retransmission."""
     wire.disturb("loss", "2%", "delay", "1ms")

@@ -23,6 +23,8 @@ from support.ranks import Ranks
 from support.soft_roce.kernels import KERNELS
 from support.soft_roce.nodes import LOCAL, TIMEOUT, failure_of, rdma_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:

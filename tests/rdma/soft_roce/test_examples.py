@@ -16,6 +16,8 @@ sys.path.insert(0, str(EXAMPLES))
 
 from gpu_data_interchange import main
 
+pytestmark = pytest.mark.slow
+
 REPORT = r"""=== Simple GPU Data Interchange Example ===
 Transferring 1024 bytes with value 42
 

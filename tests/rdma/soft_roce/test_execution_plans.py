@@ -43,6 +43,7 @@ def test_plans_run_between_nodes(transport: Any) -> None:
 
 
 # The others run on this machine, over fake devices: tests/rdma/test_plans_over_verbs.py.
+@pytest.mark.slow
 def test_a_plan_runs_between_two_ranks() -> None:
     plan = ExecutionPlan.load(all_gather(2, "port", "pwsf"))
     inputs = np.arange(COUNT, dtype=np.float32) + np.arange(2, dtype=np.float32)[:, None]
