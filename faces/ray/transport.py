@@ -13,6 +13,7 @@ import os
 import threading
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from proxyccl.channels.transfers.agent import Agent
-from proxyccl.channels.transfers.errors import CanceledError, TransferError, TransferTimeoutError
+from proxyccl.channels.transfers.errors import ActiveError, CanceledError, TransferError, TransferTimeoutError
 from proxyccl.channels.transfers.regions import VRAM, Region
 from proxyccl.channels.transfers.transfer import Transfer
+from proxyccl.device.process.left_behind import take_each
 from ray.experimental import CommunicatorMetadata, TensorTransportManager, TensorTransportMetadata
 from ray.experimental.rdt.tensor_transport_manager import FetchRequest
 
@@ -58,8 +60,9 @@ class _Peer:
 class _Reading:
     """A read that was begun, and the memory that it writes to."""
 
-    def __init__(self, obj_id: str, peer: str, regions: list[Region], transfer: Transfer) -> None:
+    def __init__(self, obj_id: str, peer: str, regions: list[Region], transfer: Transfer, tensors: list[Any]) -> None:
         self.obj_id, self.peer, self.regions, self.transfer = obj_id, peer, regions, transfer
+        self.tensors = tensors  # while it may write to them, even if its fetch is dropped
         self.settled = False
         self._error: tuple[type[TransferError], str] | None = None  # an exception would keep its frames alive
 
@@ -83,7 +86,7 @@ class _Reading:
 
 @dataclass
 class ProxyCCLFetch(FetchRequest):
-    """A fetch that was begun. Its resources are freed when nobody refers to it."""
+    """A fetch that was begun. Once nobody refers to it, the transport's next call ends it."""
 
     reading: _Reading | None = None
 
@@ -98,7 +101,8 @@ class ProxyCCLTransport(TensorTransportManager):
         self._generation = 0
         self._objects: dict[str, list[Region]] = {}
         self._peers: dict[str, _Peer] = {}
-        self._readings: list[_Reading] = []  # those that may be active
+        self._readings: list[_Reading] = []  # those that may be active, whose memory is registered
+        self._dropped: deque[_Reading] = deque()  # of fetches that were freed
         self._aborted: set[str] = set()
 
     @property
@@ -139,6 +143,7 @@ class ProxyCCLTransport(TensorTransportManager):
             raise ValueError(f"all tensors of an object must be on one type of device, not on {sorted(devices)}")
         _synchronize(rdt_object)
         regions = [_region(tensor) for tensor in rdt_object]
+        self._end_dropped()
         agent = self._agent
         agent.register_regions(regions)
         with self._lock:
@@ -185,6 +190,7 @@ class ProxyCCLTransport(TensorTransportManager):
         if [region.nbytes for region in regions] != [nbytes for _, nbytes in meta.places]:
             raise ValueError("a buffer has another size than its tensor")
         _synchronize(tensors)  # earlier work may still use their memory
+        self._end_dropped()
         agent = self._agent
         agent.register_regions(regions)
         blocks = [
@@ -193,15 +199,17 @@ class ProxyCCLTransport(TensorTransportManager):
         try:
             with self._starting:
                 self._add(meta)
-                reading = _Reading(obj_id, meta.agent, regions, agent.prepare("read", meta.agent, blocks))
+                reading = _Reading(obj_id, meta.agent, regions, agent.prepare("read", meta.agent, blocks), tensors)
                 with self._lock:
                     self._readings.append(reading)
                 reading.transfer.start()
         except TransferError:
+            with self._lock:
+                self._readings = [each for each in self._readings if each.regions is not regions]
             agent.deregister(*regions)
             raise
         fetch = ProxyCCLFetch(obj_id, tensors, reading)
-        weakref.finalize(fetch, self._end, reading).atexit = False
+        weakref.finalize(fetch, self._dropped.append, reading).atexit = False
         return fetch
 
     def wait_fetch_complete(self, fetch_request: Any, timeout: float = -1) -> list[Any]:
@@ -245,6 +253,7 @@ class ProxyCCLTransport(TensorTransportManager):
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: Any) -> None:
         """Deregisters the tensors of an object without references."""
+        self._end_dropped()
         with self._lock:
             regions = self._objects.pop(obj_id, [])
             self._generation += any(region.kind == VRAM for region in regions)
@@ -279,17 +288,26 @@ class ProxyCCLTransport(TensorTransportManager):
 
     def _settle(self, reading: _Reading, timeout: float) -> None:
         reading.settle(timeout)
-        self._forget(reading)
+        self._release(reading)
 
-    def _forget(self, reading: _Reading) -> None:
+    def _release(self, reading: _Reading) -> None:
+        """Deregisters the memory of a read that has ended."""
         with self._lock:
-            if reading in self._readings:
-                self._readings.remove(reading)
-
-    def _end(self, reading: _Reading) -> None:
-        reading.transfer.close()
-        self._forget(reading)
+            if reading not in self._readings:
+                return
+            self._readings.remove(reading)
         self._agent.deregister(*reading.regions)
+
+    def _end_dropped(self) -> None:
+        active = []
+        for reading in take_each(self._dropped):
+            try:
+                reading.transfer.close(_SHORTEST)
+            except ActiveError:  # an adapter may still write
+                active.append(reading)
+            else:
+                self._release(reading)
+        self._dropped.extend(active)
 
 
 def _device_type(tensor: Any) -> str:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 
 from proxyccl.transfer import CanceledError, DisconnectedError, NotRegisteredError
+from support.running import TIMEOUT
 
 pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
 
@@ -95,6 +97,18 @@ def test_all_fetches_of_a_call_are_begun_before_any_is_waited_for(
         assert same(destination.wait_fetch_complete(fetch), objects[name])
         assert same(destination.wait_fetch_complete(fetch, 0), objects[name])
     assert len(destination._agent.regions_of(source._agent.name)) <= 2 * 3
+
+
+def test_a_fetch_may_be_dropped_anywhere_and_is_ended_by_the_next_call(transports: tuple[Any, Any]) -> None:
+    """Its last reference may go in a garbage collection, in a thread that holds any lock."""
+    source, destination = transports
+    meta = described(source, "one", [np.arange(1 << 19)])
+    dropped = [destination.fetch_multiple_tensors("one", meta, None)]
+    with ThreadPoolExecutor(1) as threads, destination._agent._lock:
+        threads.submit(dropped.clear).result(TIMEOUT)
+    assert len(destination._agent.regions) == 1
+    destination.garbage_collect("another", meta, [])
+    assert destination._agent.regions == []
 
 
 def test_it_reads_into_buffers(transports: tuple[Any, Any]) -> None:
