@@ -55,7 +55,7 @@ from proxyccl.proxy.turns import TurnWatch
 
 _MARGIN = 10.0  # seconds that an answer may take in addition to the requested time
 _HELLO_SECONDS = 10.0
-_LOOK_SECONDS = 0.05  # between two checks of the workers' turns
+_LOOK_SECONDS = 0.05  # between two looks at the answers and at the workers' turns
 _DAEMON = "the node daemon"
 _STOPPED = "is stopped, and SIGCONT lets it go on"
 
@@ -222,6 +222,7 @@ class DaemonConnection:
         self._lock = threading.RLock()
         self._answers: queue.SimpleQueue[AnyReply | None] = queue.SimpleQueue()
         self._numbers = itertools.count()
+        self._awaited: list[int] = []  # the numbers of requests under way: a signal's handler asks within another one
         self._lost = ""
         self._closed = False
         self._process = forks.here()
@@ -289,28 +290,43 @@ class DaemonConnection:
     ) -> AnyReply | None:
         """The answer to a request; None if the daemon is lost."""
         number = next(self._numbers)
+        left_over: list[AnyReply | None] = []
+        self._awaited.append(number)
         try:
             send(self._socket, REQUESTS, structs.replace(request, request=number), descriptors)
-            return self._answer_to(number, takes + min(self._timeout(), _MARGIN), turns)
+            return self._answer_to(number, takes + min(self._timeout(), _MARGIN), turns, left_over)
         except BrokenPipeError:
             self._reader.join(_MARGIN)  # the reader finds out why
         except (OSError, queue.Empty) as error:
             self.give_up(f"does not answer a request to {request.name}: {str(error) or 'too late'}")
+        finally:
+            self._awaited.remove(number)
+            for answer in left_over:
+                self._answers.put(answer)
         return None
 
-    def _answer_to(self, number: int, timeout: float, turns: TurnWatch | None) -> AnyReply | None:
-        """None if the daemon is lost. The answer to an interrupted request (Ctrl-C) may come first."""
+    def _answer_to(
+        self, number: int, timeout: float, turns: TurnWatch | None, left_over: list[AnyReply | None]
+    ) -> AnyReply | None:
+        """None if the daemon is lost. An answer to an interrupted request (Ctrl-C) may come first, and is dropped. One
+        to a request within which a signal's handler makes this one is left over.
+        """
         deadline = time.monotonic() + timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
             try:
-                answer = self._answers.get(timeout=left if turns is None else min(left, _LOOK_SECONDS))
+                # Not longer: after a handler's own get, CPython's get may sleep although there is an answer.
+                answer = self._answers.get(timeout=min(left, _LOOK_SECONDS))
             except queue.Empty:
-                if turns is None or left == 0 or turns.look() > self._timeout():
+                if left == 0 or (turns is not None and turns.look() > self._timeout()):
                     raise
                 continue
+            if answer is None and len(self._awaited) > 1:
+                left_over.append(None)
             if answer is None or answer.request in (None, number):
                 return answer
+            if answer.request in self._awaited:
+                left_over.append(answer)
 
     def request_report(self, cause: str) -> None:
         """Asks the daemon for a report too, without waiting for it: the daemon may be hanging."""

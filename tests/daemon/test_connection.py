@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -60,6 +61,34 @@ def test_an_answer_of_the_type_that_is_expected_is_returned(daemon: Daemon) -> N
     daemon.send(Connected(3, 1, "copy", request=1))
     assert daemon.client.ask(ConnectCopy(2), Connected).connection(2).number == 3
     assert not daemon.failures
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_signals_handler_may_ask_within_another_request(daemon: Daemon, lost: bool) -> None:
+    found: list[object] = []
+
+    def ask(*_: object) -> None:
+        try:
+            found.append(daemon.client.ask(Drain(1.0), Drained).drained)
+        except ProxyLostError as error:
+            found.append(type(error))
+
+    def serve() -> None:
+        daemon.end.recv(LONGEST_FRAME)
+        signal.pthread_kill(asking, signal.SIGUSR1)
+        daemon.end.recv(LONGEST_FRAME)
+        daemon.send(Ending() if lost else Drained(drained=True, request=0))
+        daemon.send(Drained(drained=False, request=1))
+
+    asking, before = threading.get_ident(), signal.signal(signal.SIGUSR1, ask)
+    server = threading.Thread(target=serve)
+    server.start()
+    try:
+        ask()
+    finally:
+        server.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert found == ([ProxyLostError, ProxyLostError] if lost else [False, True])
 
 
 @pytest.mark.parametrize(
