@@ -17,6 +17,8 @@ import pytest
 from support.once import run_make
 from support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 ROCM = ROOT / "build/rocm-on-host"
 
 
