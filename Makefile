@@ -42,7 +42,7 @@ demo:
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.built
 	@$(BIN)/python examples/demo.py
 
-# Everything that needs no GPU. The machine with Soft-RoCE is work for one core, and so is most of what precedes the tests:
+# Lint and the tests that need no GPU, except those marked slow. The machine with Soft-RoCE is work for one core, and so is most of what precedes the tests:
 # so two things are done at a time, on the host and elsewhere. All but the machine is nice to it, where everything takes 15
 # times as long.
 test:
@@ -84,8 +84,8 @@ test-on-host:
 test-elsewhere: # the output of each part in one piece, when it has ended
 	+@$(call in_one_piece,test-rdma)
 	+@$(call in_one_piece,test-daemon,nice -n 5)
-in_one_piece = $2 $(MAKE) --no-print-directory $1 WORKERS=$(call at_most_8,$(CORES)) > build/$1.log 2>&1; \
-  status=$$?; cat build/$1.log; exit $$status
+in_one_piece = $2 $(MAKE) --no-print-directory $1 WORKERS=$(call at_most_8,$(CORES)) > build/$@-$1.log 2>&1; \
+  status=$$?; cat build/$@-$1.log; exit $$status
 
 # On all cores; tests compile other kernels as they go. Collected once, Python files are compiled once and not by every worker.
 prepare-tests: $(VENV)/.installed

@@ -38,8 +38,9 @@ _LOADS_LAZILY = (
     'which may end in a time-out; set CUDA_MODULE_LOADING=EAGER before the program starts, or use proxy="process"'
 )
 _SHARES_QUEUES = (
-    'proxy="thread": with %s the copies of this proxy share a queue of the device with streams that wait for them, '
-    'which ends in a time-out; set it to 32 before the program starts, or use proxy="process"'
+    'proxy="thread": with %s the copies of this proxy may share a queue of the device with streams that wait for them, '
+    "and then end in a time-out; set CUDA_DEVICE_MAX_CONNECTIONS and CUDA_DEVICE_MAX_COPY_CONNECTIONS to 32 before the "
+    'program starts, or use proxy="process"'
 )
 
 

@@ -177,10 +177,7 @@ class ProxyCCLTransport(TensorTransportManager):
             TransferError: as `Agent.prepare` and `Transfer.start`.
         """
         meta: ProxyCCLMetadata = tensor_transport_metadata
-        with self._lock:
-            if obj_id in self._aborted:
-                self._aborted.remove(obj_id)
-                raise CanceledError(f"the transfer of object {obj_id} was aborted", meta.agent)
+        self._refuse_if_aborted(obj_id, meta)
         tensors = list(target_buffers or ())
         if not tensors:
             tensors = [_empty(shape, dtype, meta.tensor_device) for shape, dtype in meta.tensor_meta]
@@ -196,17 +193,22 @@ class ProxyCCLTransport(TensorTransportManager):
         blocks = [
             (region.address, address, nbytes) for region, (address, nbytes) in zip(regions, meta.places, strict=True)
         ]
+        reading: _Reading | None = None
         try:
             with self._starting:
                 self._add(meta)
-                reading = _Reading(obj_id, meta.agent, regions, agent.prepare("read", meta.agent, blocks), tensors)
-                with self._lock:
-                    self._readings.append(reading)
-                reading.transfer.start()
-        except TransferError:
-            with self._lock:
-                self._readings = [each for each in self._readings if each.regions is not regions]
-            agent.deregister(*regions)
+                begun = _Reading(obj_id, meta.agent, regions, agent.prepare("read", meta.agent, blocks), tensors)
+                with self._lock:  # an abort comes before this, or finds a transfer that was started
+                    self._refuse_if_aborted(obj_id, meta)
+                    self._readings.append(begun)
+                    reading = begun
+                    reading.transfer.start()
+        except BaseException:
+            if reading is None:
+                agent.deregister(*regions)
+            else:
+                self._dropped.append(reading)
+                self._end_dropped()
             raise
         fetch = ProxyCCLFetch(obj_id, tensors, reading)
         weakref.finalize(fetch, self._dropped.append, reading).atexit = False
@@ -224,6 +226,7 @@ class ProxyCCLTransport(TensorTransportManager):
             TransferError: it ended otherwise: the source has ended (DisconnectedError), or Ray aborted it
                 (CanceledError).
         """
+        self._end_dropped()
         reading: _Reading | None = fetch_request.reading
         if reading is not None:
             while not reading.settled:
@@ -262,12 +265,19 @@ class ProxyCCLTransport(TensorTransportManager):
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
         """Ends the transfer of an object: its fetch raises CanceledError, also if it is yet to begin here."""
+        self._end_dropped()
         with self._lock:
             readings = [reading for reading in self._readings if reading.obj_id == obj_id]
             if not readings and obj_id not in self._objects:  # the source has nothing to end
                 self._aborted.add(obj_id)
         for reading in readings:
             reading.transfer.cancel()
+
+    def _refuse_if_aborted(self, obj_id: str, meta: ProxyCCLMetadata) -> None:
+        with self._lock:
+            if obj_id in self._aborted:
+                self._aborted.remove(obj_id)
+                raise CanceledError(f"the transfer of object {obj_id} was aborted", meta.agent)
 
     def _add(self, meta: ProxyCCLMetadata) -> None:
         """Adds the source, and its registered memory for this object."""
@@ -296,18 +306,21 @@ class ProxyCCLTransport(TensorTransportManager):
             if reading not in self._readings:
                 return
             self._readings.remove(reading)
+        reading.tensors = []
         self._agent.deregister(*reading.regions)
 
     def _end_dropped(self) -> None:
-        active = []
-        for reading in take_each(self._dropped):
-            try:
-                reading.transfer.close(_SHORTEST)
-            except ActiveError:  # an adapter may still write
+        active: list[_Reading] = []
+        try:
+            for reading in take_each(self._dropped):
                 active.append(reading)
-            else:
-                self._release(reading)
-        self._dropped.extend(active)
+                try:
+                    reading.transfer.cancel(_SHORTEST)  # not closed, as another thread may wait for it
+                except ActiveError:  # an adapter may still write
+                    continue
+                self._release(active.pop())
+        finally:
+            self._dropped.extend(active)
 
 
 def _device_type(tensor: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import queue
 import socket
 import threading
 import time
@@ -55,7 +54,7 @@ from proxyccl.proxy.turns import TurnWatch
 
 _MARGIN = 10.0  # seconds that an answer may take in addition to the requested time
 _HELLO_SECONDS = 10.0
-_LOOK_SECONDS = 0.05  # between two looks at the answers and at the workers' turns
+_LOOK_SECONDS = 0.05  # between two checks of the workers' turns
 _DAEMON = "the node daemon"
 _STOPPED = "is stopped, and SIGCONT lets it go on"
 
@@ -220,9 +219,11 @@ class DaemonConnection:
         self._timeout = timeout
         self._on_failure = on_failure
         self._lock = threading.RLock()
-        self._answers: queue.SimpleQueue[AnyReply | None] = queue.SimpleQueue()
+        # By an RLock: a signal's handler may ask within a request of its thread.
+        self._news = threading.Condition()
+        self._answers: list[AnyReply] = []
         self._numbers = itertools.count()
-        self._awaited: list[int] = []  # the numbers of requests under way: a signal's handler asks within another one
+        self._awaited: set[int] = set()  # numbers of requests under way
         self._lost = ""
         self._closed = False
         self._process = forks.here()
@@ -277,6 +278,8 @@ class DaemonConnection:
             if self._closed:
                 raise ClosedError("the proxy service is closed")
             answer = self._exchange(request, takes, descriptors, turns) if not self._lost else None
+            if answer is None and self._closed:  # by a signal's handler
+                raise ClosedError("the proxy service is closed")
         if isinstance(answer, Refused):
             raise answer.exception()
         if not isinstance(answer, answer_type):
@@ -290,43 +293,41 @@ class DaemonConnection:
     ) -> AnyReply | None:
         """The answer to a request; None if the daemon is lost."""
         number = next(self._numbers)
-        left_over: list[AnyReply | None] = []
-        self._awaited.append(number)
+        self._awaited.add(number)  # before it is sent: a handler may ask at any time
         try:
             send(self._socket, REQUESTS, structs.replace(request, request=number), descriptors)
-            return self._answer_to(number, takes + min(self._timeout(), _MARGIN), turns, left_over)
+            return self._answer_to(number, takes + min(self._timeout(), _MARGIN), turns)
         except BrokenPipeError:
             self._reader.join(_MARGIN)  # the reader finds out why
-        except (OSError, queue.Empty) as error:
+        except OSError as error:
             self.give_up(f"does not answer a request to {request.name}: {str(error) or 'too late'}")
         finally:
             self._awaited.remove(number)
-            for answer in left_over:
-                self._answers.put(answer)
         return None
 
-    def _answer_to(
-        self, number: int, timeout: float, turns: TurnWatch | None, left_over: list[AnyReply | None]
-    ) -> AnyReply | None:
-        """None if the daemon is lost. An answer to an interrupted request (Ctrl-C) may come first, and is dropped. One
-        to a request within which a signal's handler makes this one is left over.
-        """
+    def _answer_to(self, number: int, timeout: float, turns: TurnWatch | None) -> AnyReply | None:
+        """None if the daemon is lost, or this end has hung up. Raises TimeoutError."""
         deadline = time.monotonic() + timeout
-        while True:
-            left = max(0.0, deadline - time.monotonic())
-            try:
-                # Not longer: after a handler's own get, CPython's get may sleep although there is an answer.
-                answer = self._answers.get(timeout=min(left, _LOOK_SECONDS))
-            except queue.Empty:
-                if left == 0 or (turns is not None and turns.look() > self._timeout()):
-                    raise
-                continue
-            if answer is None and len(self._awaited) > 1:
-                left_over.append(None)
-            if answer is None or answer.request in (None, number):
-                return answer
-            if answer.request in self._awaited:
-                left_over.append(answer)
+        with self._news:
+            while True:
+                for answer in self._answers:
+                    if answer.request in (None, number):
+                        self._answers.remove(answer)
+                        return answer
+                if not self.is_open:
+                    return None
+                left = deadline - time.monotonic()
+                if left <= 0 or (turns is not None and turns.look() > self._timeout()):
+                    raise TimeoutError
+                self._news.wait(left if turns is None else min(left, _LOOK_SECONDS))
+
+    def _arrive(self, answer: AnyReply) -> None:
+        """Keeps an answer for its request. One that was interrupted (Ctrl-C) no longer waits for it."""
+        with self._news:
+            self._answers = [each for each in self._answers if each.request is None or each.request in self._awaited]
+            if answer.request is None or answer.request in self._awaited:
+                self._answers.append(answer)
+            self._news.notify_all()
 
     def request_report(self, cause: str) -> None:
         """Asks the daemon for a report too, without waiting for it: the daemon may be hanging."""
@@ -343,7 +344,7 @@ class DaemonConnection:
                     case Ending():
                         self._lose(f"{process_name(self.daemon)} is ending")
                     case _:
-                        self._answers.put(reply)
+                        self._arrive(reply)
             reason = f"{process_name(self.daemon)} ended"
             words = self.address.last_words()
             reason += f": {words}" if words else ""
@@ -355,7 +356,8 @@ class DaemonConnection:
         if self._lost or self._closed:
             return
         self._lost = reason
-        self._answers.put(None)
+        with self._news:
+            self._news.notify_all()
         self._on_failure(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, reason))
 
     def give_up(self, what: str) -> None:
@@ -385,6 +387,8 @@ class DaemonConnection:
     def hang_up(self) -> None:
         """Closes the socket and ends the reading thread."""
         self._closed = True
+        with self._news:
+            self._news.notify_all()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._reader is not threading.current_thread():

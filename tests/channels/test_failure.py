@@ -701,7 +701,7 @@ def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: boo
 @pytest.mark.gpu_only
 @pytest.mark.hip_full
 def test_failed_calls_leave_the_device_usable() -> None:
-    """Once, a lane that gave up a wait read beyond its slots in one of fifty such calls, which ended the context."""
+    """A lane that gave up a wait read beyond its slots in one of fifty such calls, which ended the context."""
     result = run_mpi(3, PROGRAMS / "differing_calls.py", "--count", "60")  # fewer ranks never did
     assert result.returncode == 0, result.stderr
 

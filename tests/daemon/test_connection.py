@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,16 @@ class Daemon:
     def send(self, reply: Reply | bytes) -> None:
         self.end.send(reply if isinstance(reply, bytes) else REPLIES.encode(reply))  # type: ignore[arg-type]
 
+    def answer(self, *replies: Reply) -> None:
+        """Answers the next requests with these."""
+
+        def serve() -> None:
+            for reply in replies:
+                self.end.recv(LONGEST_FRAME)
+                self.send(reply)
+
+        threading.Thread(target=serve, daemon=True).start()
+
 
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
@@ -56,9 +67,8 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
 
 
 def test_an_answer_of_the_type_that_is_expected_is_returned(daemon: Daemon) -> None:
-    daemon.send(Drained(drained=True, request=0))
+    daemon.answer(Drained(drained=True, request=0), Connected(3, 1, "copy", request=1))
     assert daemon.client.ask(Drain(1.0), Drained).drained
-    daemon.send(Connected(3, 1, "copy", request=1))
     assert daemon.client.ask(ConnectCopy(2), Connected).connection(2).number == 3
     assert not daemon.failures
 
@@ -77,8 +87,8 @@ def test_a_signals_handler_may_ask_within_another_request(daemon: Daemon, lost: 
         daemon.end.recv(LONGEST_FRAME)
         signal.pthread_kill(asking, signal.SIGUSR1)
         daemon.end.recv(LONGEST_FRAME)
-        daemon.send(Ending() if lost else Drained(drained=True, request=0))
-        daemon.send(Drained(drained=False, request=1))
+        for answer in [Ending()] if lost else [Drained(drained=True, request=0), Drained(drained=False, request=1)]:
+            daemon.send(answer)
 
     asking, before = threading.get_ident(), signal.signal(signal.SIGUSR1, ask)
     server = threading.Thread(target=serve)
@@ -89,6 +99,20 @@ def test_a_signals_handler_may_ask_within_another_request(daemon: Daemon, lost: 
         server.join()
         signal.signal(signal.SIGUSR1, before)
     assert found == ([ProxyLostError, ProxyLostError] if lost else [False, True])
+
+
+def test_a_handler_that_takes_long_does_not_lengthen_the_wait(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon.client, "_timeout", lambda: 0.3)
+    before = signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1))
+    asking = threading.get_ident()
+    handled = threading.Timer(0.1, signal.pthread_kill, (asking, signal.SIGUSR1))
+    try:
+        handled.start()
+        with pytest.raises(ProxyLostError, match="does not answer a request to drain: too late"):
+            daemon.client.ask(Drain(1.0), Drained)
+    finally:
+        handled.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +142,7 @@ def test_nonsense_loses_the_daemon_and_says_what_came(daemon: Daemon, frame: byt
 
 
 def test_an_answer_to_another_question_loses_the_daemon(daemon: Daemon) -> None:
-    daemon.send(Done(request=0))
+    daemon.answer(Done(request=0))
     with pytest.raises(ProxyLostError, match=r"answered drain with Done\(request=0\)"):
         daemon.client.ask(Drain(1.0), Drained)
     assert [failure.reason for failure in daemon.failures] == [

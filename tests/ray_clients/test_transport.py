@@ -13,6 +13,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,6 +110,43 @@ def test_a_fetch_may_be_dropped_anywhere_and_is_ended_by_the_next_call(transport
     assert len(destination._agent.regions) == 1
     destination.garbage_collect("another", meta, [])
     assert destination._agent.regions == []
+
+
+def test_a_fetch_that_has_ended_keeps_no_tensor(transports: tuple[Any, Any]) -> None:
+    source, destination = transports
+    meta = described(source, "one", [np.arange(1 << 19)])
+    (found,) = destination.recv_multiple_tensors("one", meta, None)
+    alive = weakref.ref(found)
+    del found
+    assert alive() is None
+
+
+def test_an_abort_while_a_fetch_begins_cancels_it(transports: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    source, destination = transports
+    meta = described(source, "one", [np.arange(1 << 19)])
+    with monkeypatch.context() as beginning:
+        beginning.setattr("proxyccl.ray.transport._synchronize", lambda _: destination.abort_transport("one", None))
+        with pytest.raises(CanceledError):
+            destination.fetch_multiple_tensors("one", meta, None)
+    assert destination._agent.regions == []
+    assert same(destination.recv_multiple_tensors("one", meta, None), [np.arange(1 << 19)])
+
+
+def test_a_fetch_that_fails_to_begin_leaves_nothing(
+    transports: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, destination = transports
+    meta = described(source, "one", [np.arange(1 << 19)])
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as failing:
+        failing.setattr("proxyccl.channels.transfers.transfer.Transfer.start", fail)
+        with pytest.raises(MemoryError):
+            destination.fetch_multiple_tensors("one", meta, None)
+    assert destination._agent.regions == []
+    assert same(destination.recv_multiple_tensors("one", meta, None), [np.arange(1 << 19)])
 
 
 def test_it_reads_into_buffers(transports: tuple[Any, Any]) -> None:
