@@ -85,34 +85,34 @@ def test_a_signals_handler_may_ask_within_another_request(daemon: Daemon, lost: 
 
     def serve() -> None:
         daemon.end.recv(LONGEST_FRAME)
-        signal.pthread_kill(asking, signal.SIGUSR1)
+        signal.pthread_kill(asking, signal.SIGUSR2)
         daemon.end.recv(LONGEST_FRAME)
         for answer in [Ending()] if lost else [Drained(drained=True, request=0), Drained(drained=False, request=1)]:
             daemon.send(answer)
 
-    asking, before = threading.get_ident(), signal.signal(signal.SIGUSR1, ask)
+    asking, before = threading.get_ident(), signal.signal(signal.SIGUSR2, ask)
     server = threading.Thread(target=serve)
     server.start()
     try:
         ask()
     finally:
         server.join()
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR2, before)
     assert found == ([ProxyLostError, ProxyLostError] if lost else [False, True])
 
 
 def test_a_handler_that_takes_long_does_not_lengthen_the_wait(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon.client, "_timeout", lambda: 0.3)
-    before = signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1))
+    before = signal.signal(signal.SIGUSR2, lambda *_: time.sleep(1))
     asking = threading.get_ident()
-    handled = threading.Timer(0.1, signal.pthread_kill, (asking, signal.SIGUSR1))
+    handled = threading.Timer(0.1, signal.pthread_kill, (asking, signal.SIGUSR2))
     try:
         handled.start()
         with pytest.raises(ProxyLostError, match="does not answer a request to drain: too late"):
             daemon.client.ask(Drain(1.0), Drained)
     finally:
         handled.join()
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR2, before)
 
 
 @pytest.mark.parametrize(
