@@ -14,7 +14,7 @@ WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numpr
 FAST_COMPILER := PROXYCCL_CXXFLAGS=-O0
 # The tests with a marker. Every worker imports the files that it is given: those without one stay out.
 marked = $(SLOW) -m "$(1)$(if $(SLOW), and slow)$(2)" $(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
-# SLOW=--slow: those alone that take seconds, which run at no other time.
+# SLOW=--slow has a target run only its tests marked slow, which it leaves out otherwise.
 SLOW ?=
 slow_alone = $(if $(SLOW),--slow -m slow)
 GPU_RUNTIME ?= cuda
@@ -42,9 +42,9 @@ demo:
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.built
 	@$(BIN)/python examples/demo.py
 
-# Lint and the tests that need no GPU, except those marked slow. The machine with Soft-RoCE is work for one core, and so is most of what precedes the tests:
-# so two things are done at a time, on the host and elsewhere. All but the machine is nice to it, where everything takes 15
-# times as long.
+# Lint and the tests that need no GPU, except those marked slow. The machine with Soft-RoCE is work for one core, and so is
+# most of what precedes the tests: so two things are done at a time, on the host and elsewhere. All but the machine is nice
+# to it, where everything takes 15 times as long.
 test:
 	$(MAKE) --no-print-directory --jobs 3 $(VENV)/.installed fetched
 	$(MAKE) --no-print-directory --jobs 3 test-on-host test-elsewhere

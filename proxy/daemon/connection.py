@@ -324,9 +324,8 @@ class DaemonConnection:
     def _arrive(self, answer: AnyReply) -> None:
         """Keeps an answer for its request. One that was interrupted (Ctrl-C) no longer waits for it."""
         with self._news:
-            self._answers = [each for each in self._answers if each.request is None or each.request in self._awaited]
-            if answer.request is None or answer.request in self._awaited:
-                self._answers.append(answer)
+            known = (*self._answers, answer)
+            self._answers = [each for each in known if each.request is None or each.request in self._awaited]
             self._news.notify_all()
 
     def request_report(self, cause: str) -> None:

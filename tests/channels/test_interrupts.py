@@ -6,12 +6,9 @@ Rank 0 is this process's main thread, where Python runs handlers, and rank 1 ano
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +18,7 @@ from proxyccl import AbortedError, Communicator, KernelError, ThreadBootstrap
 from support.device_arrays import on_device, on_host
 from support.devices import require_devices, runtime_with_blocks
 from support.running import TIMEOUT
+from support.signals import handling
 
 AT_ONCE = 5.0
 """Seconds: on a machine that is not busy a handler runs within 0.2, and within TIMEOUT if waits did not look."""
@@ -29,25 +27,6 @@ Call = Callable[[Communicator], object]
 
 class Interrupt(BaseException):
     """The handler's exception, like KeyboardInterrupt for Ctrl-C."""
-
-
-@contextlib.contextmanager
-def handling(handler: Callable[[], object]) -> Iterator[list[float]]:
-    """Sends a signal soon, whose handler is called. Yields the times of the calls."""
-    times: list[float] = []
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        times.append(time.monotonic())
-        handler()
-
-    before = signal.signal(signal.SIGUSR2, handle)  # SIGUSR1 is the library's own
-    timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGUSR2))
-    timer.start()
-    try:
-        yield times
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR2, before)
 
 
 def interrupt() -> None:

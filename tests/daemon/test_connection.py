@@ -29,6 +29,7 @@ from proxyccl.proxy.daemon.protocol import (
 )
 from proxyccl.proxy.interface import ProxyFailure
 from support.running import wait_for
+from support.signals import NUMBER, handled, handling
 
 pytestmark = pytest.mark.host_only(reason="needs no runtime")
 
@@ -77,7 +78,7 @@ def test_an_answer_of_the_type_that_is_expected_is_returned(daemon: Daemon) -> N
 def test_a_signals_handler_may_ask_within_another_request(daemon: Daemon, lost: bool) -> None:
     found: list[object] = []
 
-    def ask(*_: object) -> None:
+    def ask() -> None:
         try:
             found.append(daemon.client.ask(Drain(1.0), Drained).drained)
         except ProxyLostError as error:
@@ -85,34 +86,28 @@ def test_a_signals_handler_may_ask_within_another_request(daemon: Daemon, lost: 
 
     def serve() -> None:
         daemon.end.recv(LONGEST_FRAME)
-        signal.pthread_kill(asking, signal.SIGUSR2)
+        signal.pthread_kill(asking, NUMBER)
         daemon.end.recv(LONGEST_FRAME)
         for answer in [Ending()] if lost else [Drained(drained=True, request=0), Drained(drained=False, request=1)]:
             daemon.send(answer)
 
-    asking, before = threading.get_ident(), signal.signal(signal.SIGUSR2, ask)
-    server = threading.Thread(target=serve)
-    server.start()
-    try:
-        ask()
-    finally:
-        server.join()
-        signal.signal(signal.SIGUSR2, before)
+    asking, server = threading.get_ident(), threading.Thread(target=serve)
+    with handled(ask):
+        server.start()
+        try:
+            ask()
+        finally:
+            server.join()
     assert found == ([ProxyLostError, ProxyLostError] if lost else [False, True])
 
 
 def test_a_handler_that_takes_long_does_not_lengthen_the_wait(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon.client, "_timeout", lambda: 0.3)
-    before = signal.signal(signal.SIGUSR2, lambda *_: time.sleep(1))
-    asking = threading.get_ident()
-    handled = threading.Timer(0.1, signal.pthread_kill, (asking, signal.SIGUSR2))
-    try:
-        handled.start()
-        with pytest.raises(ProxyLostError, match="does not answer a request to drain: too late"):
-            daemon.client.ask(Drain(1.0), Drained)
-    finally:
-        handled.join()
-        signal.signal(signal.SIGUSR2, before)
+    with (
+        handling(lambda: time.sleep(1)),
+        pytest.raises(ProxyLostError, match="does not answer a request to drain: too late"),
+    ):
+        daemon.client.ask(Drain(1.0), Drained)
 
 
 @pytest.mark.parametrize(

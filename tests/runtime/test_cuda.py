@@ -59,12 +59,15 @@ def test_the_driver_tells_how_it_loads_kernels(monkeypatch: pytest.MonkeyPatch) 
         assert object.__new__(cuda.CudaDriver).loads_lazily is lazily
 
 
-@pytest.mark.parametrize("name", ["CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"])
+QUEUES = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS")
+
+
+@pytest.mark.parametrize("name", QUEUES)
 @pytest.mark.parametrize(("value", "limits"), [("1", True), ("7", True), ("8", False), ("", False), ("x", False)])
 def test_fewer_queues_than_usual_are_named(
     name: str, value: str, limits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
+    for each in QUEUES:
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, value)
     assert object.__new__(cuda.CudaDriver).queue_limit == (f"{name}={value}" if limits else None)

@@ -1,0 +1,41 @@
+"""A signal's handler in a test: Python runs it in the main thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+NUMBER = signal.SIGUSR2
+"""SIGUSR1 is the library's own, whose handler Python does not know, and could not restore."""
+
+
+@contextlib.contextmanager
+def handled(handler: Callable[[], object]) -> Iterator[None]:
+    """Has a handler run when `NUMBER` comes."""
+    before = signal.signal(NUMBER, lambda _number, _frame: handler())
+    try:
+        yield
+    finally:
+        signal.signal(NUMBER, before)
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[], object]) -> Iterator[list[float]]:
+    """Sends a signal soon, whose handler is called. Yields the times of the calls."""
+    times: list[float] = []
+
+    def handle() -> None:
+        times.append(time.monotonic())
+        handler()
+
+    timer = threading.Timer(0.15, os.kill, (os.getpid(), NUMBER))
+    with handled(handle):
+        timer.start()
+        try:
+            yield times
+        finally:
+            timer.join()
