@@ -18,19 +18,11 @@ from proxyccl import AbortedError, Communicator, KernelError, ThreadBootstrap
 from support.device_arrays import on_device, on_host
 from support.devices import require_devices, runtime_with_blocks
 from support.running import TIMEOUT
-from support.signals import handling
+from support.signals import Interrupt, handling, interrupt
 
 AT_ONCE = 5.0
 """Seconds: on a machine that is not busy a handler runs within 0.2, and within TIMEOUT if waits did not look."""
 Call = Callable[[Communicator], object]
-
-
-class Interrupt(BaseException):
-    """The handler's exception, like KeyboardInterrupt for Ctrl-C."""
-
-
-def interrupt() -> None:
-    raise Interrupt
 
 
 class Peer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -13,14 +14,30 @@ NUMBER = signal.SIGUSR2
 """SIGUSR1 is the library's own, whose handler Python does not know, and could not restore."""
 
 
+class Interrupt(BaseException):
+    """The exception of a handler, like KeyboardInterrupt for Ctrl-C."""
+
+
+def interrupt() -> None:
+    """A handler that raises."""
+    raise Interrupt
+
+
 @contextlib.contextmanager
 def handled(handler: Callable[[], object]) -> Iterator[None]:
-    """Has a handler run when `NUMBER` comes."""
+    """Has a handler run when `NUMBER` comes.
+
+    Garbage of earlier tests is collected first and none meanwhile: Python ignores an exception of a handler that runs
+    in a weak reference's callback or a finalizer.
+    """
+    gc.collect()
+    gc.disable()
     before = signal.signal(NUMBER, lambda _number, _frame: handler())
     try:
         yield
     finally:
         signal.signal(NUMBER, before)
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import contextlib
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from support.fakes.torch import install
 from support.paths import PROGRAMS
 from support.processes import FileBootstrap
 from support.running import TIMEOUT, impatient, run_alone, run_mpi
+from support.signals import Interrupt, handling, interrupt
 
 T = TypeVar("T")
 
@@ -269,10 +269,6 @@ def test_a_process_group_must_be_there_and_hold_this_process(torch_distributed: 
         TorchBootstrap()
 
 
-class Interrupt(BaseException):
-    """A signal handler's exception, like KeyboardInterrupt for Ctrl-C."""
-
-
 @pytest.mark.parametrize("how", ["signal", "failure", "time-out"])
 def test_a_wait_in_torch_ends_by_what_ends_any_wait(how: str, torch_distributed: types.ModuleType) -> None:
     inside, stuck = threading.Event(), threading.Event()
@@ -281,25 +277,19 @@ def test_a_wait_in_torch_ends_by_what_ends_any_wait(how: str, torch_distributed:
         inside.set()
         stuck.wait(4 * TIMEOUT)
 
-    def interrupt(number: int, frame: types.FrameType | None) -> None:
-        raise Interrupt
-
     def give_up() -> None:
         if how == "failure" and inside.is_set():
             raise PeerLostError("rank 1 is gone", rank=0)
 
     torch_distributed.__dict__["all_gather_object"] = wait_for_ever
     bootstrap = TorchBootstrap(Group(ThreadBootstrap.create(2)[0]))
-    before = signal.signal(signal.SIGUSR2, interrupt)
+    ends = {"signal": Interrupt, "failure": PeerLostError, "time-out": WaitTimeoutError}[how]
     began = time.monotonic()
     try:
-        if how == "signal":
-            threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGUSR2)).start()
-        with pytest.raises({"signal": Interrupt, "failure": PeerLostError, "time-out": WaitTimeoutError}[how]):
+        with handling(interrupt) if how == "signal" else contextlib.nullcontext(), pytest.raises(ends):
             bootstrap.all_gather(b"", 0.1 if how == "time-out" else 2 * TIMEOUT, give_up)
         assert time.monotonic() - began < TIMEOUT
     finally:
-        signal.signal(signal.SIGUSR2, before)
         stuck.set()
 
 
