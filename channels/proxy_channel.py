@@ -156,15 +156,16 @@ class ProxyChannel(_RingChannel):
             return count() >= value
 
         if not any(found() for _ in range(_SPINS)) and not wait_at_most(found, deadline, failure.check):
-            late = WaitTimeoutError(
-                f"rank {self._group.rank} waited too long on the CPU for {what} on channel {self.id}: expected "
-                f"{value}, saw {count()}",
-                rank=self._group.rank,
-                peer=self.peer,
-                channel=self.id,
-                operation=operation,
+            raise failure.file_exchange_failure(
+                WaitTimeoutError(
+                    f"rank {self._group.rank} waited too long on the CPU for {what} on channel {self.id}: expected "
+                    f"{value}, saw {count()}",
+                    rank=self._group.rank,
+                    peer=self.peer,
+                    channel=self.id,
+                    operation=operation,
+                )
             )
-            raise failure.file_exchange_failure(late)
 
     def _signalled(self) -> int:
         word = engine.cast("uint64_t *", self._group.control.semaphore_host(self.id))

@@ -148,7 +148,10 @@ class RemoteLinks:
             failure, mine = error, _Answer(failure=str(error))
         answers = self._exchange.all_gather(mine, _ANSWER, "remote set-up")
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # otherwise a cycle, through its traceback and this frame
         for peer, theirs in enumerate(answers):
             if theirs.failure:
                 raise RuntimeUnavailableError(f"no remote transport on rank {peer}: {theirs.failure}")

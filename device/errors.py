@@ -6,9 +6,24 @@ They live in the lowest room so that each room can raise them. An exception that
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class ProxyCCLError(Exception):
-    """Base of all exceptions of this library."""
+    """Base of all exceptions of this library. They can be pickled, so they reach another process as they are."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[ProxyCCLError], args: tuple[object, ...], attributes: dict[str, Any]) -> ProxyCCLError:
+    # Not by __init__, which makes the text in `args` of other arguments.
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(attributes)
+    if notes := getattr(error, "__notes__", None):
+        error.__notes__ = list(notes)  # a copy's own
+    return error
 
 
 class ArgumentError(ProxyCCLError, ValueError):

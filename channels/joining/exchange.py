@@ -143,8 +143,9 @@ class Exchange:
         try:
             return codec.decode(data, f"rank {peer}")
         except ProtocolError as cause:
-            error = ExchangeError(f"{purpose}: {cause}", rank=self.rank, peer=peer, operation="bootstrap")
-            raise self._file(error) from cause
+            raise self._file(
+                ExchangeError(f"{purpose}: {cause}", rank=self.rank, peer=peer, operation="bootstrap")
+            ) from cause
 
     def barrier(self, purpose: str) -> None:
         """Waits until all ranks have made this call. Raises as `all_gather`."""
@@ -170,9 +171,12 @@ class Exchange:
                 self._require_purpose(everyone, purpose, tag)
         except CommunicatorError as error:
             filed = self._file(error)
-            if filed is error:
-                raise
-            raise filed from error
+            try:
+                if filed is error:
+                    raise
+                raise filed from error
+            finally:
+                del filed  # otherwise a cycle, through its traceback and this frame
         except BaseException as error:  # of a signal's handler: this rank is out of step with the others from now on
             if self._guard is not None:
                 self._guard[0].abort(f"{purpose} was interrupted by {type(error).__name__}")

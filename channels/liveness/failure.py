@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -59,6 +60,13 @@ class _NoObserver:
 
     def close(self) -> None:
         pass
+
+
+def _copied(error: CommunicatorError) -> CommunicatorError:
+    """A copy to keep or to raise: an exception collects the frames of all that it is raised in, with their arrays."""
+    copied = copy.copy(error)
+    copied.__cause__ = error.__cause__
+    return copied
 
 
 class FailureState:
@@ -156,7 +164,7 @@ class FailureState:
             raise self.exception()
 
     def exception(self) -> CommunicatorError:
-        """The exception that ended the group. A rank must have failed.
+        """The exception that ended the group, a new one for each call. A rank must have failed.
 
         Raises the exception of a signal's handler, if that ended it.
         """
@@ -167,8 +175,9 @@ class FailureState:
                 self._exception = self._of_parent() or self._of_stopped_proxy(
                     exception_from(self._control.record(), self._rank, self.cause)
                 )
-        self.observer.annotate(self._exception)
-        return self._exception
+            error = _copied(self._exception)
+        self.observer.annotate(error)
+        return error
 
     def _of_parent(self) -> CommunicatorError | None:
         """The parent's exception, if its end was this one's, and it is known here."""
@@ -229,7 +238,7 @@ class FailureState:
         Returns the exception to raise: that of a stopped proxy, if that explains why nobody came.
         """
         if self._control.aborted:
-            return error if error is self._exception else self._of_stopped_proxy(error)
+            return self._of_stopped_proxy(error)
         error = self._of_stopped_proxy(error)
         codes = {
             WaitTimeoutError: lib.PROXYCCL_ERROR_TIMEOUT,
@@ -237,7 +246,7 @@ class FailureState:
             ProxyLostError: lib.PROXYCCL_ERROR_PROXY_LOST,
         }
         code = codes.get(type(error), lib.PROXYCCL_ERROR_LOCAL)
-        self._exception, self.cause = error, str(error)
+        self._exception, self.cause = _copied(error), str(error)
         self._control.raise_abort(ErrorRecord(code, self._rank, error.peer, cause=bounded(self.cause)))
         self._pass_on()
         self.observer.annotate(error)

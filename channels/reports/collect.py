@@ -325,36 +325,41 @@ _frames_lock = threading.Lock()
 _CALLERS = ("f_back",) * (FRAMES - 1)
 
 
+def _walks() -> Iterator[tuple[int, list[FrameType]]]:
+    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # requested by the first step
+    idents, frames = itertools.tee(itertools.chain.from_iterable(map(dict.items, innermost)))
+    chains = map(itertools.chain, map(operator.itemgetter(slice(1, 2)), frames), itertools.repeat(_CALLERS))
+    walks: Iterator[Any] = map(itertools.accumulate, chains, itertools.repeat(getattr))
+    walks = map(itertools.takewhile, itertools.repeat(bool), walks)  # an outermost frame's caller is None
+    return zip(map(operator.itemgetter(0), idents), map(list, walks), strict=True)
+
+
 def _frames() -> dict[int, list[FrameType]]:
-    """The frames of each thread, from the innermost on, FRAMES at most.
+    """The frames of each other thread, from the innermost on, FRAMES at most.
 
     The interpreter holds an internal lock meanwhile. No garbage collection may begin then: its finalisers may switch to
     a thread that waits for that lock and does not release the GIL. The frames are taken and their callers are found by
     iterators in C, between which no other thread runs: CPython 3.11 crashes now and then where it is asked for the
     caller of a frame whose thread has gone on.
     """
-    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # requested by the first step below
-    idents, frames = itertools.tee(itertools.chain.from_iterable(map(dict.items, innermost)))
-    chains = map(itertools.chain, map(operator.itemgetter(slice(1, 2)), frames), itertools.repeat(_CALLERS))
-    walks: Iterator[Any] = map(itertools.accumulate, chains, itertools.repeat(getattr))
-    walks = map(itertools.takewhile, itertools.repeat(bool), walks)  # an outermost frame's caller is None
-    found = zip(map(operator.itemgetter(0), idents), map(list, walks), strict=True)
+    walks = _walks()
     with _frames_lock:
         collects = gc.isenabled()
         gc.disable()
         try:
-            return dict(found)
+            found = dict(walks)
         finally:
             if collects:
                 gc.enable()
+    # This thread's variables hold its own frames, which hold them: a cycle that keeps all threads' arrays.
+    del walks, found[threading.get_ident()]
+    return found
 
 
 def _threads(own: int) -> list[Thread]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
     for ident, frames in _frames().items():
-        if ident == threading.get_ident():  # the thread that makes the report
-            continue
         stack: list[str] = []
         program = installed = ""
         for frame in frames:

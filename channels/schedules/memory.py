@@ -221,12 +221,13 @@ class ScheduleMemories:
         while (found := symmetric.memories_at_peers(announced)) is None:
             failure.check()
             if time.monotonic() > deadline:
-                late = WaitTimeoutError(
-                    f"a peer's proxy did not map an array within {self._group.timeout:g} s",
-                    rank=self._group.rank,
-                    operation="map for schedules",
+                raise failure.file_exchange_failure(
+                    WaitTimeoutError(
+                        f"a peer's proxy did not map an array within {self._group.timeout:g} s",
+                        rank=self._group.rank,
+                        operation="map for schedules",
+                    )
                 )
-                raise failure.file_exchange_failure(late)
             symmetric.update()  # peers may wait for this rank alike
             time.sleep(_POLL_SECONDS)
         return found

@@ -219,18 +219,22 @@ class GpuMemoryManager:
         if nbytes <= 0:
             raise ArgumentError("nbytes", f"must be positive, not {nbytes}")
         with self._context.current():
-            full = ResourceError(
-                f"can't allocate {nbytes} bytes on {self._driver.runtime} device {self._device}, "
-                f"{self._info.name} of {self._info.memory_bytes} bytes"
-            )
             if nbytes > self._info.memory_bytes:
-                raise full
+                raise self._full(nbytes)
             try:
                 ptr = self._allocate(nbytes)
             except DriverError as error:
-                raise full if error.status == self._driver.out_of_memory else error from None
+                if error.status == self._driver.out_of_memory:
+                    raise self._full(nbytes) from None
+                raise
             release = functools.partial(self._context.call, self._driver.free, ptr)
             return GpuAllocation(ptr, nbytes, self.unused, release, self._in_flight)
+
+    def _full(self, nbytes: int) -> ResourceError:
+        return ResourceError(
+            f"can't allocate {nbytes} bytes on {self._driver.runtime} device {self._device}, "
+            f"{self._info.name} of {self._info.memory_bytes} bytes"
+        )
 
     def _allocate(self, nbytes: int) -> int:
         try:

@@ -354,7 +354,10 @@ class HostRuntime:
                 except KernelError as error:  # the others are still waited for
                     failed = failed or error
         if failed is not None:
-            raise failed
+            try:
+                raise failed
+            finally:
+                del failed  # otherwise a cycle, through its traceback and this frame
 
     def synchronize_stream(self, stream: StreamLike) -> None:
         """Waits for a stream that this runtime made, or for the default stream."""

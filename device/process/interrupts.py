@@ -70,7 +70,10 @@ def raise_interrupt() -> None:
     global _interrupted
     if _interrupted is not None and threading.current_thread() is threading.main_thread():
         error, _interrupted = _interrupted, None
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # otherwise a cycle, through its traceback and this frame
 
 
 def in_handler() -> bool:

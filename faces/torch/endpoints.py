@@ -111,9 +111,12 @@ class Endpoints:
             yield
         except CommunicatorError as error:
             named = self.with_ranks(error, peer)
-            if named is error:
-                raise
-            raise named from error
+            try:
+                if named is error:
+                    raise
+                raise named from error
+            finally:
+                del named  # otherwise a cycle, through its traceback and this frame
 
     def _naming(self, peer: int | None) -> AbstractContextManager[None]:
         return nullcontext() if peer is None else self.transferring(peer)

@@ -29,9 +29,12 @@ def as_torch_error(error: BaseException) -> BaseException:
 def raise_as_torch(error: BaseException) -> NoReturn:
     """Raises a caught exception by `as_torch_error`."""
     translated = as_torch_error(error)
-    if translated is error:
-        raise error
-    raise translated from error
+    try:
+        if translated is error:
+            raise error
+        raise translated from error
+    finally:
+        del translated, error  # otherwise a cycle, through its traceback and this frame
 
 
 class torch_errors:  # noqa: N801  used like a function
@@ -41,5 +44,5 @@ class torch_errors:  # noqa: N801  used like a function
         pass
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if isinstance(error, Exception) and (translated := as_torch_error(error)) is not error:
-            raise translated from error
+        if isinstance(error, Exception) and as_torch_error(error) is not error:
+            raise_as_torch(error)

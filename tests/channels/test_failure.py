@@ -4,12 +4,15 @@ behind.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import gc
 import re
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -696,6 +699,30 @@ def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: boo
         assert isinstance(error, MismatchError)
         here = "here" if error.rank == rank else f"on rank {error.rank}"
         assert re.search(rf": .* {here}, .* on rank {error.peer}$", str(error)), error
+
+
+@NO_PROXY
+def test_a_failure_keeps_no_array_of_the_caller() -> None:
+    """A program that catches a failure needs the memory of the step that failed, before any garbage collection."""
+    held: list[weakref.ref[Any]] = []
+
+    def step(comm: Communicator) -> None:
+        activations = np.ones(12)
+        held.append(weakref.ref(activations))
+        differing(comm, "op")
+
+    def body(comm: Communicator) -> None:
+        for _ in range(2):
+            with contextlib.suppress(MismatchError):
+                step(comm)
+        wait_for(lambda: all(ref() is None for ref in held), "nothing refers to the arrays")
+
+    gc.disable()
+    try:
+        run_ranks(3, body)
+    finally:
+        gc.enable()
+    assert len(held) == 6
 
 
 @pytest.mark.gpu_only
