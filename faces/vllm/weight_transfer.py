@@ -12,7 +12,7 @@ import itertools
 import math
 import uuid
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 _ALIGNMENT = 256
+_Value = TypeVar("_Value")
 
 
 @dataclass
@@ -153,7 +154,7 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
     """A trainer's side, on each of its ranks, which are those of torch's default process group.
 
     Parameters whose memory stays where it is between rounds are read there. Others, and those whose type differs from
-    the declared one, are copied into memory that the engine keeps.
+    the declared one, are copied into memory that the engine keeps. Memory of the trainer is never written.
     """
 
     init_info_cls = ProxyCCLTrainerInitInfo
@@ -171,36 +172,61 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
         if not source.implements_iter_local():
             raise TypeError(f"{type(source).__name__} has no iter_local(): shards are read where they lie")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender, rank=init_info.rank)
-        engine._register(init_info)
+        engine._begin(init_info)
         return engine
 
-    def _register(self, init_info: ProxyCCLTrainerInitInfo) -> None:
+    def _begin(self, init_info: ProxyCCLTrainerInitInfo) -> None:
+        self._init_info = init_info
         self._version = 0
         self._agent = Agent(_name(self.rank), timeout=init_info.timeout)
         self._weights = WeightSource(self._agent)
-        declared = {meta.name: meta for meta in self.source.metadata}
+        self._declared = {meta.name: meta for meta in self.source.metadata}
         self._kept: dict[str, torch.Tensor] = {}
-        for name, tensor in self.source.iter_local():
-            meta = declared[name]
-            kept = self._kept[name] = tensor.detach().to(meta.dtype).contiguous()
-            self._weights.add(name, kept, sharding=_sharding(meta))
-        cards = _gather(self._weights.card())
+        self._copied: set[str] = set()
+        self._look()
+        self._look()  # shards that the source makes anew each time have moved now, and need no later registration
+        self._register()
         if self.is_sender:
-            encoded = [base64.b64encode(card).decode() for card in cards]
-            self.client.init_weight_transfer_engine(
-                {"cards": encoded, "bucket_bytes": init_info.bucket_bytes, "timeout": init_info.timeout}
-            )
+            self._connect_workers()
+
+    def _look(self) -> bool:
+        """Brings the memory that the workers read up to date. True: some of it is not registered."""
+        new = False
+        for name, tensor in self.source.iter_local():
+            kept = self._kept.get(name)
+            if name in self._copied:
+                self._kept[name].copy_(tensor.detach())
+            elif kept is None or kept.data_ptr() != tensor.data_ptr():
+                # The memory where it lay before is the trainer's, and may have its own use by now.
+                made = tensor.detach().to(self._declared[name].dtype, copy=kept is not None).contiguous()
+                if made.data_ptr() != tensor.data_ptr():
+                    self._copied.add(name)
+                self._kept[name] = made
+                new = True
+        return new
+
+    def _register(self) -> None:
+        for name, kept in self._kept.items():
+            self._weights.add(name, kept, sharding=_sharding(self._declared[name]))
+        self._cards = _gather(self._weights.card())  # until the workers have them
+
+    def _connect_workers(self) -> None:
+        encoded = [base64.b64encode(card).decode() for card in self._cards]
+        info = {"cards": encoded, "bucket_bytes": self._init_info.bucket_bytes, "timeout": self._init_info.timeout}
+        self.client.init_weight_transfer_engine(info)
+        self._cards = []
 
     def send_weights(self) -> None:
-        """Offers the weights until all workers have read them.
+        """Offers the weights until all workers have read them. Workers connect again when a parameter, on any rank, has
+        left the memory where they read it.
 
         Raises:
             RuntimeError: the sender could not update the workers. On the sender it is the client's exception.
         """
-        for name, tensor in self.source.iter_local():
-            kept = self._kept[name]
-            if kept.data_ptr() != tensor.data_ptr():
-                kept.copy_(tensor.detach())
+        if any(_gather(self._look())):
+            self._weights.close()
+            self._weights = WeightSource(self._agent)
+            self._register()
         for device in {kept.device for kept in self._kept.values()}:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
@@ -209,6 +235,8 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
         with self._weights.offered(self._version):
             if self.is_sender:
                 try:
+                    if self._cards:
+                        self._connect_workers()
                     self.client.start_weight_update()
                     self.client.update_weights({"version": self._version})
                     self.client.finish_weight_update()
@@ -242,12 +270,13 @@ def _sharding(meta: Any) -> Sharding | None:
     )
 
 
-def _gather(card: bytes) -> list[bytes]:
+def _gather(value: _Value) -> list[_Value]:
+    """The values of all ranks."""
     if not dist.is_initialized():
-        return [card]
-    cards: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(cards, card)
-    return cards
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _from_sender(reason: str | None) -> str | None:

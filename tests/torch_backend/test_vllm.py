@@ -166,6 +166,43 @@ def test_every_worker_loads_every_version(job: Job, bucket_bytes: int, loads: in
     job.trainers([Source(0), Source(1)], body, bucket_bytes)
 
 
+def test_memory_that_a_parameter_has_left_is_not_written(job: Job) -> None:
+    """A trainer may swap averaged weights in for a round. The workers connect again, once, even if that fails first."""
+    connect, connected = job.client.init_weight_transfer_engine, []
+    fail, checked = threading.Event(), threading.Barrier(2)
+
+    def init(info: dict[str, Any]) -> None:
+        if fail.is_set():
+            fail.clear()
+            raise ConnectionError("no worker answers")
+        connected.append(info)
+        connect(info)
+
+    job.client.init_weight_transfer_engine = init  # type: ignore[method-assign]
+
+    def body(engine: Any, source: Source) -> None:
+        trained = source.memory
+        average = {name: memory.clone() for name, memory in trained.items()}
+        for version in (1, 2, 3, 4):
+            swapped = version == 2 and source.rank == 1
+            source.version, source.memory, left = version, *((average, trained) if swapped else (trained, average))
+            before = {name: memory.clone() for name, memory in left.items()}
+            if version == 2:
+                fail.set()
+                with pytest.raises(ConnectionError if source.rank == 0 else RuntimeError, match="no worker"):
+                    engine.send_weights()
+            engine.send_weights()
+            checked.wait(60)
+            for name in SHAPES:
+                assert torch.equal(left[name], before[name]), name
+                for model in job.models:
+                    assert torch.equal(model.weights[name], expected(name, version)), name
+            checked.wait(60)
+        assert len(connected) == 2
+
+    job.trainers([Source(0), Source(1)], body, 1 << 20)
+
+
 def test_weights_have_the_declared_type(job: Job) -> None:
     def body(engine: Any, source: Source) -> None:
         source.version = 1
