@@ -185,10 +185,15 @@ class WeightTarget(Holder):
                 raise DisconnectedError(f"agent {name} did not read this target's share: {reason}", name)
             return all(read == number for read in self._readers.values())
 
+        self._take_messages()
+        self._readers = dict.fromkeys(self._readers, 0)  # an earlier try, of the same version, had the same number
         self._open(number)
         try:
-            self._wait(peers_have_theirs, deadline, lambda: f"{connected.peers} did not read their shares")
-            connected.move(group.relayed, deadline, stream)
+            whole = False
+            while not whole:
+                self._wait(peers_have_theirs, deadline, lambda: f"{connected.peers} did not read their shares")
+                connected.move(group.relayed, deadline, stream)
+                whole = peers_have_theirs()  # else one gave up meanwhile, and may have overwritten its share
             for peer in connected.peers:
                 self._agent.notify(peer, encode(HasRead(number)))
             self._wait(peers_have_mine, deadline, lambda: f"{list(self._readers)} did not read this target's share")

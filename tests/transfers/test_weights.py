@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -78,6 +78,25 @@ class Sampler:
         """Whether both tensors are of a version."""
         expected = np.concatenate([matrix(version, tensor)[:, self.columns] for tensor in ("w", "up")])
         return bool((self.fused == expected).all())
+
+
+class Staged:
+    """A target that reads w and up one after the other, into the same memory."""
+
+    def __init__(self, name: str) -> None:
+        self.agent = Agent(name)
+        self.target = WeightTarget(self.agent)
+        self.memory = np.zeros((ROWS, COLUMNS), np.float32)
+        self.target.add("w", self.memory)
+        self.target.next_group()
+        self.target.add("up", self.memory)
+
+
+def connect(trainer: Trainer, samplers: Sequence[Sampler | Staged]) -> None:
+    """Connects samplers that share their reads."""
+    cards = [sampler.target.card() for sampler in samplers]
+    for number, sampler in enumerate(samplers):
+        sampler.target.connect(trainer.cards, peers=cards[:number] + cards[number + 1 :])
 
 
 def run(bodies: list[Callable[[], Any]]) -> list[Any]:
@@ -280,9 +299,7 @@ def test_peers_pass_on_what_each_has_read(keep: Keep) -> None:
     """Two replicas of two halves each: the sources are read from once, by their targets together."""
     trainer = keep(Trainer("a", "b"))
     samplers = [keep(Sampler(f"s{n}", *columns)) for n, columns in enumerate(((0, 5), (3, 8), (0, 5), (3, 8)))]
-    cards = [sampler.target.card() for sampler in samplers]
-    for number, sampler in enumerate(samplers):
-        sampler.target.connect(trainer.cards, peers=cards[:number] + cards[number + 1 :])
+    connect(trainer, samplers)
     direct = sum(
         transfer.nbytes
         for sampler in samplers
@@ -334,22 +351,14 @@ def test_tensors_may_lie_side_by_side() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_groups_share_memory(keep: Keep, count: int) -> None:
-    trainer = keep(Trainer("a", "b"))
-    agents = [Agent(f"s{number}") for number in range(count)]
-    targets, memory = [WeightTarget(agent) for agent in agents], [np.zeros((ROWS, COLUMNS), np.float32) for _ in agents]
-    for target, staging in zip(targets, memory, strict=True):
-        target.add("w", staging)
-        target.next_group()
-        target.add("up", staging)
-    cards = [target.card() for target in targets]
-    for number, target in enumerate(targets):
-        target.connect(trainer.cards, peers=cards[:number] + cards[number + 1 :])
+    trainer, samplers = keep(Trainer("a", "b")), [keep(Staged(f"s{number}")) for number in range(count)]
+    connect(trainer, samplers)
     for version in (1, 2):
         trainer.train(version)
-        seen: list[list[NDArray[np.float32]]] = [[] for _ in targets]
+        seen: list[list[NDArray[np.float32]]] = [[] for _ in samplers]
 
         def receive(number: int, seen: list[list[NDArray[np.float32]]] = seen) -> None:
-            targets[number].receive(each=lambda _: seen[number].append(memory[number].copy()))
+            samplers[number].target.receive(each=lambda _: seen[number].append(samplers[number].memory.copy()))
 
         bodies: list[Callable[[], Any]] = [lambda number=number: receive(number) for number in range(count)]
         run([*bodies, lambda version=version: trainer.offer(version, targets=count)])
@@ -357,9 +366,93 @@ def test_groups_share_memory(keep: Keep, count: int) -> None:
             np.testing.assert_array_equal(each, [matrix(version, "w"), matrix(version, "up")])
     other = keep(Sampler("other"))
     with pytest.raises(ArgumentError, match="other has 1 groups of parts, this target 2"):
-        targets[0].connect(trainer.cards, peers=[other.target.card()])
-    for agent in agents:
-        agent.close()
+        samplers[0].target.connect(trainer.cards, peers=[other.target.card()])
+
+
+def test_a_version_may_be_offered_again_while_groups_share_memory(keep: Keep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second try a target reads its peer's share late, and the peer must still wait for it."""
+    trainer, samplers = keep(Trainer("a", "b")), [keep(Staged(name)) for name in "st"]
+    connect(trainer, samplers)
+    trainer.train(1)
+    withdraw = threading.Barrier(2, lambda: [source._shut() for source in trainer.sources])
+    offer = threading.Barrier(2, lambda: [source._open(1) for source in trainer.sources])
+    went_on = threading.Event()
+    for source in trainer.sources:
+        source._open(1)
+
+    def receive(sampler: Staged, late: bool) -> list[NDArray[np.float32]]:
+        target = sampler.target
+        seen: list[NDArray[np.float32]] = []
+        connected = target._connected
+        assert connected is not None
+        read, move, (first, second) = target._read, connected.move, connected.groups
+
+        def reading(*arguments: Any) -> bool:
+            whole = read(*arguments)
+            if not whole:
+                offer.wait(60)
+            return whole
+
+        def moving(transfers: Any, *rest: Any) -> None:
+            if late and transfers is first.relayed and len(seen) == 1:
+                went_on.wait(0.3)
+            move(transfers, *rest)
+            if not late and transfers is second.direct and len(seen) == 2:
+                went_on.set()
+
+        def each(_: int) -> None:
+            seen.append(sampler.memory.copy())
+            if len(seen) == 1:
+                withdraw.wait(60)
+
+        monkeypatch.setattr(target, "_read", reading)
+        monkeypatch.setattr(connected, "move", moving)
+        assert target.receive(each=each).version == 1
+        return seen
+
+    for seen in run([lambda: receive(samplers[0], late=False), lambda: receive(samplers[1], late=True)]):
+        np.testing.assert_array_equal(seen, [matrix(1, "w"), matrix(1, "w"), matrix(1, "up")])
+
+
+def test_a_share_that_its_peer_gives_up_while_it_is_read_is_read_again(
+    keep: Keep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, samplers = keep(Trainer("a", "b")), [keep(Staged(name)) for name in "st"]
+    connect(trainer, samplers)
+    trainer.train(1)
+    gives_up, reads = samplers
+    given, taken = gives_up.target._connected, reads.target._connected
+    assert given is not None
+    assert taken is not None
+    move_given, move, versions = given.move, taken.move, taken.versions
+    has_all, kept = threading.Event(), []
+
+    def moving_given(transfers: Any, *rest: Any) -> None:
+        move_given(transfers, *rest)
+        if transfers is given.groups[0].relayed:
+            has_all.set()
+
+    def moving(transfers: Any, *rest: Any) -> None:
+        if transfers is taken.groups[0].relayed and has_all.wait(60) and not kept:
+            kept.append((gives_up.target._version[0], gives_up.memory.copy()))
+            gives_up.target._shut()
+            gives_up.memory[:] = 0
+        move(transfers, *rest)
+
+    def looking(*arguments: Any) -> set[int]:
+        seen = versions(*arguments)
+        if kept and not gives_up.target._version[0]:
+            gives_up.memory[:] = kept[0][1]
+            gives_up.target._version[0] = kept[0][0]
+        return seen
+
+    monkeypatch.setattr(given, "move", moving_given)
+    monkeypatch.setattr(taken, "move", moving)
+    monkeypatch.setattr(taken, "versions", looking)
+    seen: list[NDArray[np.float32]] = []
+    with trainer.sources[0].offered(1), trainer.sources[1].offered(1):
+        run([gives_up.target.receive, lambda: reads.target.receive(each=lambda _: seen.append(reads.memory.copy()))])
+    np.testing.assert_array_equal(seen, [matrix(1, "w"), matrix(1, "up")])
 
 
 def test_wrong_calls_are_refused(keep: Keep) -> None:
