@@ -10,12 +10,14 @@ import contextlib
 import queue
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
+from proxyccl.device.errors import ResourceError
 from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
 from proxyccl.nixl.logging import get_logger
@@ -24,6 +26,7 @@ _HEAD = struct.Struct("<4sBQ")
 _FORMAT = b"PXM1"
 _LONGEST = 64 << 20
 _SECONDS = 5.0  # for one exchange, and for a peer to start to listen
+_MOST_AT_ONCE = 16  # exchanges of a listener; further peers wait
 _PAUSE_SECONDS = 0.05
 _logger = get_logger(__name__.removeprefix("proxyccl.nixl."))
 
@@ -71,6 +74,7 @@ def _end(listener: socket.socket) -> None:
 
 
 def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) -> None:
+    free = threading.BoundedSemaphore(_MOST_AT_ONCE)
     with listener:
         while True:
             try:
@@ -80,26 +84,34 @@ def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) -> None:
                     return
                 time.sleep(_PAUSE_SECONDS)  # no descriptor is left; the peer waits
                 continue
-            # A peer that leaves, or sends nothing valid, loses only its own request.
-            with connection:
-                agent = reference()
-                if agent is None:
-                    return
-                try:
-                    _answer(connection, agent)
-                except (OSError, RuntimeError) as error:
-                    _logger.warning("a peer's metadata request failed: %s", error)
+            free.acquire()
+            try:
+                Thread(_answer, "proxyccl-nixl-answer", connection, reference, free).start()
+            except ResourceError as error:
+                _logger.warning("a peer's metadata request failed: %s", error)
+                connection.close()
+                free.release()
 
 
-def _answer(connection: socket.socket, agent: Exchanging) -> None:
-    connection.settimeout(_SECONDS)
-    request, data = _receive(connection)
-    if request == Request.LOAD:
-        agent.loadRemoteMD(data)
-    elif request == Request.FETCH:
-        _send(connection, Request.LOAD, agent.getLocalMD())
-    elif request == Request.INVALIDATE:
-        agent.invalidateRemoteMD(data)
+def _answer(connection: socket.socket, reference: weakref.ref[Exchanging], free: threading.BoundedSemaphore) -> None:
+    """Serves one request. A peer that leaves, or sends nothing valid, loses only that."""
+    deadline = time.monotonic() + _SECONDS
+    with connection:
+        try:
+            request, data = _receive(connection, deadline)
+            agent = reference()
+            if agent is None:
+                return
+            if request == Request.LOAD:
+                agent.loadRemoteMD(data)
+            elif request == Request.FETCH:
+                _send(connection, deadline, Request.LOAD, agent.getLocalMD())
+            elif request == Request.INVALIDATE:
+                agent.invalidateRemoteMD(data)
+        except Exception as error:
+            _logger.warning("a peer's metadata request failed: %s", error)
+        finally:
+            free.release()
 
 
 class Sender:
@@ -126,14 +138,18 @@ class Sender:
     def _ask(self, address: str, port: int, request: Request, data: bytes) -> None:
         try:
             with _reach(address, port) as connection:
-                _send(connection, request, data)
+                deadline = time.monotonic() + _SECONDS
+                _send(connection, deadline, request, data)
                 if request == Request.FETCH:
-                    _, metadata = _receive(connection)
+                    _, metadata = _receive(connection, deadline)
                     agent = self._agent()
                     if agent is not None:
                         agent.loadRemoteMD(metadata)
-        except (OSError, RuntimeError) as error:
-            text = "metadata can't be exchanged with %s port %d: %s"
+                else:  # the peer closes it when it has done that; it might do the next request before it
+                    _limit(connection, deadline)
+                    connection.recv(1)
+        except Exception as error:
+            text = "metadata can't be exchanged with %s port %s: %s"
             _logger.error(text, address, port, error)  # noqa: TRY400  a peer's failure, not this code's
 
 
@@ -142,32 +158,39 @@ def _reach(address: str, port: int) -> socket.socket:
     deadline = time.monotonic() + _SECONDS
     while True:
         try:
-            connection = socket.create_connection((address, port), _SECONDS)
+            return socket.create_connection((address, port), _SECONDS)
         except ConnectionRefusedError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(_PAUSE_SECONDS)
-        else:
-            connection.settimeout(_SECONDS)
-            return connection
 
 
-def _send(connection: socket.socket, request: Request, data: bytes) -> None:
+def _send(connection: socket.socket, deadline: float, request: Request, data: bytes) -> None:
+    _limit(connection, deadline)
     connection.sendall(_HEAD.pack(_FORMAT, request, len(data)) + data)
 
 
-def _receive(connection: socket.socket) -> tuple[int, bytes]:
-    name, request, length = _HEAD.unpack(_exactly(connection, _HEAD.size))
+def _receive(connection: socket.socket, deadline: float) -> tuple[int, bytes]:
+    name, request, length = _HEAD.unpack(_exactly(connection, deadline, _HEAD.size))
     if name != _FORMAT or length > _LONGEST:
         raise OSError("the peer sent an invalid request")
-    return request, _exactly(connection, length)
+    return request, _exactly(connection, deadline, length)
 
 
-def _exactly(connection: socket.socket, length: int) -> bytes:
+def _exactly(connection: socket.socket, deadline: float, length: int) -> bytes:
     data = bytearray()
     while len(data) < length:
+        _limit(connection, deadline)
         part = connection.recv(min(length - len(data), 1 << 20))
         if not part:
             raise OSError("the peer has closed the connection")
         data += part
     return bytes(data)
+
+
+def _limit(connection: socket.socket, deadline: float) -> None:
+    """Bounds the next call by a deadline, of `time.monotonic`."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError(f"the exchange took more than {_SECONDS:g} s")
+    connection.settimeout(left)

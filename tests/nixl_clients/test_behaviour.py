@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
+import socket
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import nixl._bindings as nb
@@ -14,6 +17,8 @@ import numpy as np
 import pytest
 from nixl._api import nixl_agent, nixl_agent_config
 
+from proxyccl.nixl import metadata_exchange
+from proxyccl.nixl.metadata_exchange import Request
 from support.agents import child
 
 pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
@@ -506,20 +511,28 @@ def test_metadata_that_are_forgotten_while_they_are_checked(two: Two, monkeypatc
     assert two.a.check_remote_metadata("agent1") is False
 
 
-def test_metadata_by_sockets(caplog: pytest.LogCaptureFixture) -> None:
-    import socket
-
+def listening(name: str) -> tuple[Any, int]:
+    """An agent, and the port where it listens."""
     with socket.socket() as taken:
         taken.bind(("", 0))
-        port = taken.getsockname()[1]
-    listening = nixl_agent("listens", nixl_agent_config(True, True, port))
+        port: int = taken.getsockname()[1]
+    return nixl_agent(name, nixl_agent_config(True, True, port)), port
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_metadata_by_sockets() -> None:
+    listens, port = listening("listens")
     other = nixl_agent("other")
     other.send_local_metadata("127.0.0.1", port)
     other.fetch_remote_metadata("listens", "127.0.0.1", port)
-    deadline = time.monotonic() + 60
-    while not (listening.check_remote_metadata("other") and other.check_remote_metadata("listens")):
-        assert time.monotonic() < deadline
-    listening.send_notif("other", b"known")
+    eventually(lambda: listens.check_remote_metadata("other") and other.check_remote_metadata("listens"))
+    listens.send_notif("other", b"known")
     assert notified(other, 1) == {"listens": [b"known"]}
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -527,10 +540,72 @@ def test_metadata_by_sockets(caplog: pytest.LogCaptureFixture) -> None:
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
     other.invalidate_local_metadata("127.0.0.1", port)
-    while listening.check_remote_metadata("other"):
-        assert time.monotonic() < deadline
+    eventually(lambda: not listens.check_remote_metadata("other"))
     with invalid():
         other.send_local_metadata()
+
+
+def test_requests_for_metadata_that_fail_end_no_thread(caplog: pytest.LogCaptureFixture) -> None:
+    listens, port = listening("listens")
+    other = nixl_agent("other")
+    other.send_local_metadata("node..cluster", port)  # a host's name that can't be encoded
+    other.agent._send("127.0.0.1", port, Request.INVALIDATE, b"\xff")
+    other.send_local_metadata("127.0.0.1", port)
+    eventually(lambda: bool(listens.check_remote_metadata("other")))
+    failures = [record.levelname for record in caplog.records if record.levelno >= logging.WARNING]
+    assert failures == ["ERROR", "WARNING"]
+
+
+def test_requests_for_metadata_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    listens, port = listening("listens")
+    done: list[str] = []
+
+    def load(_: bytes) -> None:
+        time.sleep(0.1)
+        done.append("load")
+
+    monkeypatch.setattr(listens.agent, "loadRemoteMD", load)
+    monkeypatch.setattr(listens.agent, "invalidateRemoteMD", lambda _: done.append("invalidate"))
+    other = nixl_agent("other")
+    other.send_local_metadata("127.0.0.1", port)
+    other.invalidate_local_metadata("127.0.0.1", port)
+    eventually(lambda: len(done) == 2)
+    assert done == ["load", "invalidate"]
+
+
+def test_a_peer_that_says_nothing_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata_exchange, "_SECONDS", 120)
+    kept = listening("listens")
+    other = nixl_agent("other")
+    with socket.create_connection(("127.0.0.1", kept[1])):
+        other.fetch_remote_metadata("listens", "127.0.0.1", kept[1])
+        eventually(lambda: bool(other.check_remote_metadata("listens")))
+
+
+def test_an_exchange_of_metadata_is_bounded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata_exchange, "_SECONDS", 0.2)
+    kept = listening("listens")
+    with socket.create_connection(("127.0.0.1", kept[1])) as slow:
+        slow.sendall(metadata_exchange._HEAD.pack(metadata_exchange._FORMAT, Request.LOAD, 1 << 20))
+
+        def is_closed() -> bool:
+            try:
+                slow.sendall(b"x")
+            except ConnectionError:
+                return True
+            return False
+
+        eventually(is_closed)
+
+
+def test_a_listener_that_has_answered_keeps_no_agent() -> None:
+    listens, port = listening("listens")
+    other = nixl_agent("other")
+    other.fetch_remote_metadata("listens", "127.0.0.1", port)
+    eventually(lambda: bool(other.check_remote_metadata("listens")))
+    alive = weakref.ref(listens.agent)
+    del listens
+    eventually(lambda: alive() is None)
 
 
 def test_an_agent_needs_a_name() -> None:
