@@ -29,6 +29,7 @@ from ray.experimental import CommunicatorMetadata, TensorTransportManager, Tenso
 from ray.experimental.rdt.tensor_transport_manager import FetchRequest
 
 _MOST_KNOWN = 1024  # objects of one peer whose regions are remembered; then the peer is added anew
+_MOST_PEERS = 1000  # as of Ray's own transport for NIXL
 _LONG, _SHORTEST = 3600.0, 1e-6  # seconds
 
 
@@ -100,7 +101,7 @@ class ProxyCCLTransport(TensorTransportManager):
         self._made: Agent | None = None
         self._generation = 0
         self._objects: dict[str, list[Region]] = {}
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _Peer] = {}  # in the order of their last use
         self._readings: list[_Reading] = []  # those that may be active, whose memory is registered
         self._dropped: deque[_Reading] = deque()  # of fetches that were freed
         self._aborted: set[str] = set()
@@ -284,17 +285,34 @@ class ProxyCCLTransport(TensorTransportManager):
         agent = self._agent
         if meta.agent == agent.name:
             return
-        peer = self._peers.setdefault(meta.agent, _Peer(meta.generation))
-        if peer.known and (peer.generation < meta.generation or peer.known >= _MOST_KNOWN):
+        peer = self._peers.get(meta.agent)
+        if peer is None:
+            self._remove_unused()
+        elif peer.generation < meta.generation or peer.known >= _MOST_KNOWN:
             # Its mappings and regions may be stale. Active reads still use them.
             with self._lock:
                 readings = [reading for reading in self._readings if reading.peer == meta.agent]
             for reading in readings:
                 self._settle(reading, agent.timeout)
-            agent.remove(meta.agent)
-            peer.generation, peer.known = meta.generation, 0
+            self._remove(meta.agent)
         agent.add(meta.agent_metadata)
+        peer = self._peers.pop(meta.agent, None) or _Peer(meta.generation)
         peer.known += 1
+        self._peers[meta.agent] = peer  # the last one, as it was used last
+
+    def _remove_unused(self) -> None:
+        """Before a further source is added, removes those that have ended, whose memory would stay mapped, and of too
+        many those that were used least recently."""
+        with self._lock:
+            active = {reading.peer for reading in self._readings}
+        surplus = len(self._peers) + 1 - _MOST_PEERS
+        for index, name in enumerate(list(self._peers)):
+            if name not in active and (index < surplus or self._agent.lost(name)):
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        del self._peers[name]
+        self._agent.remove(name)
 
     def _settle(self, reading: _Reading, timeout: float) -> None:
         reading.settle(timeout)

@@ -13,6 +13,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -98,6 +99,34 @@ def test_all_fetches_of_a_call_are_begun_before_any_is_waited_for(
         assert same(destination.wait_fetch_complete(fetch), objects[name])
         assert same(destination.wait_fetch_complete(fetch, 0), objects[name])
     assert len(destination._agent.regions_of(source._agent.name)) <= 2 * 3
+
+
+def test_sources_that_end_are_forgotten(transports: tuple[Any, Any]) -> None:
+    from proxyccl.ray.transport import ProxyCCLTransport
+
+    first, destination = transports
+    second = ProxyCCLTransport()
+    destination.recv_multiple_tensors("one", described(first, "one", [np.arange(10)]), None)
+    first._agent.close()
+    deadline = time.monotonic() + TIMEOUT
+    while not destination._agent.lost(first._agent.name):
+        assert time.monotonic() < deadline
+    destination.recv_multiple_tensors("two", described(second, "two", [np.arange(10)]), None)
+    assert destination._agent.peers == [second._agent.name]
+
+
+def test_of_many_sources_those_used_last_are_known(
+    transports: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from proxyccl.ray.transport import ProxyCCLTransport
+
+    monkeypatch.setattr("proxyccl.ray.transport._MOST_PEERS", 2)
+    _, destination = transports
+    sources = [ProxyCCLTransport() for _ in range(3)]
+    for number, known in ((0, [0]), (1, [0, 1]), (0, [0, 1]), (2, [0, 2]), (1, [1, 2])):
+        meta = described(sources[number], "one", [np.full(10, number)])
+        assert same(destination.recv_multiple_tensors("one", meta, None), [np.full(10, number)])
+        assert set(destination._agent.peers) == {sources[each]._agent.name for each in known}
 
 
 def test_a_fetch_may_be_dropped_anywhere_and_is_ended_by_the_next_call(transports: tuple[Any, Any]) -> None:
