@@ -224,7 +224,8 @@ class Agent:
                 raise ArgumentError("kind", f'must be "dram" or "vram", not {region.kind!r}')
             if region.address + region.nbytes >= 2**63:
                 raise ArgumentError("regions", f"{region} is not a range of memory")
-        shares = [self._devices.share(region, runtime) for region in regions if region.kind == VRAM]
+        # An array without elements may have no address.
+        shares = [self._devices.share(each, runtime) for each in regions if each.kind == VRAM and each.nbytes]
         if self._fabric is not None:
             self._fabric.register(regions, {share.region: self._devices.of(share).runtime for share in shares})
         with self._lock:

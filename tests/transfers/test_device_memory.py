@@ -253,6 +253,17 @@ def test_wrong_memory(pair: OnDevices) -> None:
     assert pair.a.regions == before
 
 
+def test_an_array_without_elements_has_no_address(pair: OnDevices) -> None:
+    empty = [agent.register((0, 0), kind="vram") for agent in (pair.a, pair.b)]
+    pair.a.add(pair.b.metadata())
+    here, there = (region.address for region in pair.regions)
+    pair.a.read("b", [(0, 0, 0)]).wait()
+    pair.a.read("b", [(0, 0, 0), (here, there, NBYTES)]).wait()
+    np.testing.assert_array_equal(pair.arrays[0].numpy(), pair.arrays[1].numpy())
+    pair.a.deregister(empty[0])
+    assert pair.a.regions == [pair.regions[0], pair.host_regions[0]]
+
+
 def test_a_peer_that_was_removed(pair: OnDevices) -> None:
     transfer = pair.a.prepare("read", "b", [(pair.regions[0].address, pair.regions[1].address, NBYTES)])
     transfer.start()
