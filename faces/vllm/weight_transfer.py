@@ -182,7 +182,7 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
         self._weights = WeightSource(self._agent)
         self._declared = {meta.name: meta for meta in self.source.metadata}
         self._kept: dict[str, torch.Tensor] = {}
-        self._copied: set[str] = set()
+        self._in_place: dict[str, int] = {}  # addresses: memory may also move under a tensor in `_kept`
         self._look()
         self._look()  # shards that the source makes anew each time have moved now, and need no later registration
         self._register()
@@ -193,14 +193,16 @@ class ProxyCCLTrainerWeightTransferEngine(TrainerWeightTransferEngine[ProxyCCLTr
         """Brings the memory that the workers read up to date. True: some of it is not registered."""
         new = False
         for name, tensor in self.source.iter_local():
-            kept = self._kept.get(name)
-            if name in self._copied:
+            address = tensor.data_ptr()
+            if name in self._kept and name not in self._in_place:
                 self._kept[name].copy_(tensor.detach())
-            elif kept is None or kept.data_ptr() != tensor.data_ptr():
+            elif self._in_place.get(name) != address:
                 # The memory where it lay before is the trainer's, and may have its own use by now.
-                made = tensor.detach().to(self._declared[name].dtype, copy=kept is not None).contiguous()
-                if made.data_ptr() != tensor.data_ptr():
-                    self._copied.add(name)
+                made = tensor.detach().to(self._declared[name].dtype, copy=name in self._kept).contiguous()
+                if made.data_ptr() == address:
+                    self._in_place[name] = address
+                else:
+                    self._in_place.pop(name, None)
                 self._kept[name] = made
                 new = True
         return new

@@ -203,6 +203,26 @@ def test_memory_that_a_parameter_has_left_is_not_written(job: Job) -> None:
     job.trainers([Source(0), Source(1)], body, 1 << 20)
 
 
+def test_a_parameters_storage_may_be_freed_between_rounds(job: Job) -> None:
+    """As trainers do that keep weights elsewhere while they are not of use. The tensors stay the same."""
+    checked = threading.Barrier(2)
+
+    def body(engine: Any, source: Source) -> None:
+        for version in (1, 2, 3):
+            source.version = version
+            engine.send_weights()
+            checked.wait(60)
+            for model in job.models:
+                for name in SHAPES:
+                    assert torch.equal(model.weights[name], expected(name, version)), name
+            for memory in source.memory.values():
+                memory.untyped_storage().resize_(0)
+                memory.untyped_storage().resize_(version << 20)
+            checked.wait(60)
+
+    job.trainers([Source(0), Source(1)], body, 1 << 20)
+
+
 def test_weights_have_the_declared_type(job: Job) -> None:
     def body(engine: Any, source: Source) -> None:
         source.version = 1
