@@ -430,15 +430,15 @@ class DaemonClient:
         False if a handler or a worker did not end in time; its memory is then kept.
         """
         with self._lock:
-            if self._daemon.is_closed:
-                return True
             own_ended = self._own is None or self._own.close(timeout)
+            if own_ended and self._own_words is not None:
+                self._own_words.close()
+            if self._daemon.is_closed:
+                return own_ended
             try:
                 ended = self._daemon.close_service(timeout, self._watch_turns())
             finally:
                 self._free()
-            if own_ended and self._own_words is not None:
-                self._own_words.close()
             return ended and own_ended
 
     def _free(self) -> None:

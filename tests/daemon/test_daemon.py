@@ -637,6 +637,20 @@ def test_a_proxy_that_is_closed_says_so(daemon: RunningDaemon) -> None:
         client.add_handler(3)
 
 
+def test_a_proxy_is_closed_only_when_its_handler_has_returned(daemon: RunningDaemon) -> None:
+    """A second time too: whoever closes it frees memory next that the handler's thread uses."""
+    returns = threading.Event()
+
+    def body(comm: Communicator) -> list[bool]:
+        comm.compile(KERNELS, "flush")(1, 1, comm.handler_channel(lambda _: returns.wait(TIMEOUT)))
+        wait_for(lambda: comm.proxy.handling, "the handler runs")
+        closed = [comm.proxy.close(0.01) for _ in range(2)]
+        returns.set()
+        return [*closed, comm.proxy.close(TIMEOUT)]
+
+    assert run_ranks(1, body) == [[False, False, True]]
+
+
 # -- programs ---
 
 
