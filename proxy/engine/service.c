@@ -27,16 +27,27 @@ int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *bas
   return 0;
 }
 
-int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
-                                 uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed) {
+/* Replaces a channel. The last one leaves its connection's list first: a poll must not take this one for it. */
+static int set_channel(ProxycclService *service, uint32_t id, Channel made) {
   if (id >= PROXYCCL_MAX_CHANNELS) return EINVAL;
-  service->channels[id] = (Channel){
-      .connection = connection, .remote_semaphore = remote_semaphore, .flushed = flushed, .completed = completed};
+  Channel *channel = &service->channels[id];
+  if (channel->unfinished) {
+    Channel **place = &channel->connection->unfinished;
+    while (*place != channel) place = &(*place)->next_unfinished;
+    *place = channel->next_unfinished;
+  }
+  *channel = made;
   return 0;
 }
 
+int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
+                                 uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed) {
+  return set_channel(
+      service, id,
+      (Channel){
+          .connection = connection, .remote_semaphore = remote_semaphore, .flushed = flushed, .completed = completed});
+}
+
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed, uint64_t *completed) {
-  if (id >= PROXYCCL_MAX_CHANNELS) return EINVAL;
-  service->channels[id] = (Channel){.is_handler = 1, .flushed = flushed, .completed = completed};
-  return 0;
+  return set_channel(service, id, (Channel){.is_handler = 1, .flushed = flushed, .completed = completed});
 }

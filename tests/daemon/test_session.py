@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from msgspec.structs import replace
 
-from proxyccl import Communicator, ResourceError
+from proxyccl import Communicator, Operation, ResourceError, Trigger
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.proxy.daemon import session_memories
@@ -21,12 +23,14 @@ from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
 from proxyccl.proxy.observe.publications import Publication
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.trigger import PARITY_SHIFT
 from proxyccl.proxy.workers import Workers
 from support.daemons import RunningDaemon, daemon_inside
 from support.fakes.raw_client import DONE, OFFSET, RawClient
 from support.running import TIMEOUT, run_ranks, wait_for
 
 pytestmark = pytest.mark.host_only(reason="a raw client's memory is the host's")
+NOT_READY = 600  # of a query of CUDA's
 NAMED = {"description": {"job": "0badcafe", "rank": 0, "world_size": 1, "program": "raw"}}
 
 
@@ -185,6 +189,38 @@ def test_removed_memory_is_unmapped_when_the_worker_comes_to_rest(
     assert not mapped[0].closed
     rests.set()
     wait_for(lambda: mapped[0].closed, "it is unmapped")
+
+
+def test_a_channel_may_be_freed_while_its_work_is_outstanding(
+    client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection goes on without it, and reports to its other channels."""
+    under_way = threading.Event()
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    def event_query(event: int) -> int:
+        return NOT_READY if under_way.is_set() else 0
+
+    address = ctypes.cast(event_query, ctypes.c_void_p).value
+    functions = replace(HostRuntime().engine_functions(), event_query=address)
+    monkeypatch.setattr(HostRuntime, "engine_functions", lambda _: functions)
+    assert client.opens()
+    used = client.use()
+    reserved = client.say({"do": "reserve_channel", "connection": used["connection"]})
+    assert reserved is not None
+    kept, freed = used["channel"], reserved["channel"]
+    under_way.set()
+    slots = (ctypes.c_uint64 * 4).from_address(client.ring.ptr)
+    for ticket, channel in enumerate((kept, freed)):
+        assert client.say(client.set_channel({**used, "channel": channel}, offset=1024)) == DONE
+        put = Trigger(Operation.DATA, channel, 8, used["first"], 0, used["first"], 64).encode()
+        slots[2 * ticket], slots[2 * ticket + 1] = put[0], put[1] | 1 << PARITY_SHIFT
+    words = SharedWords(client.segment, OFFSET)
+    wait_for(lambda: words.counters(freed).puts == 1, "both are issued")
+    assert client.say({"do": "free_channels", "channels": [freed], "connection": used["connection"]}) == DONE
+    under_way.clear()
+    wait_for(lambda: words.completed(kept) == 1, "the other one's put is known to be complete")
+    assert client.say({"do": "close", "timeout": 1}) == {"kind": "closed", "ended": True}
 
 
 def test_a_client_that_leaves_in_a_drain_is_not_waited_for(
