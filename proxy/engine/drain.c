@@ -277,6 +277,8 @@ void proxyccl_worker_handled(ProxycclWorker *worker) {
   ++ring->next;
   ring_release(ring);
   worker->handling = 0;
+  worker->handled = 1;
+  worker->current = (worker->current + 1) % list_count(&worker->ring_count);
   const uint64_t traced_ns = trace_wanted(worker->stats);
   if (traced_ns == 0) return;
   trace_mark(&worker->trace, worker->stats, PROXYCCL_MARK_HANDLED, id, traced_ns);

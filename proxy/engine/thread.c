@@ -180,15 +180,16 @@ static void end_turns(ProxycclWorker *worker) {
     counter_set(&worker->service->words->turns[worker->number].count, PROXYCCL_NO_MORE_TURNS);
 }
 
-/* A worker's turn: steps of a schedule, up to POLL_INTERVAL triggers of each ring, and a poll of its connections.
- * CONTINUE, or why the thread returns. Sets *progress if anything happened, *busy if triggers or steps were taken,
- * *any_outstanding if work is. */
+/* A worker's turn: steps of a schedule, up to POLL_INTERVAL triggers of each ring, and a poll of its connections. After
+ * a handler it has no part for the rings: its trigger ended the last turn before the poll, and the next may do the
+ * same. CONTINUE, or why the thread returns. Sets *progress if anything happened, *busy if triggers or steps were
+ * taken, *any_outstanding if work is. */
 static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, int *progress,
                                  int *busy, int *any_outstanding) {
   const uint32_t rings = list_count(&worker->ring_count);
   const uint32_t drain = request_asked(&worker->drain), pause = request_asked(&worker->pause);
   const int stop = flags_load(&worker->stop);
-  uint32_t done = 0;
+  uint32_t done = (uint32_t)worker->handled;
   int held = 0, outstanding, running = 0;
   count_turn(worker);
   /* Before any trigger is taken: triggers after an abort may name memory that is gone, or carry garbage from a stopped
@@ -206,7 +207,7 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
   if (status != 0) return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "making the device current");
   const ProxycclOutcome of_schedule = proxyccl_worker_run_schedule(worker, info, &done, &running);
   if (of_schedule != CONTINUE) return of_schedule;
-  for (uint32_t visited = 0; visited < rings; ++visited) {
+  for (uint32_t visited = worker->handled ? rings : 0; visited < rings; ++visited) {
     const ProxycclOutcome result =
         proxyccl_worker_visit_ring(worker, &worker->rings[worker->current], info, &done, &held);
     if (result != CONTINUE) return result;
@@ -214,6 +215,7 @@ static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker,
   }
 
   const int took = done != 0;
+  worker->handled = 0;
   const ProxycclOutcome result = proxyccl_worker_poll(worker, info, &done, &outstanding);
   if (result != CONTINUE) return result;
   *progress |= done != 0;

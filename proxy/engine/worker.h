@@ -83,6 +83,7 @@ struct ProxycclWorker {
   uint32_t polled;                       /* the connection to poll next while a schedule runs */
   ScheduleRun run;
   int handling;  /* a Python handler has the current ring's next trigger */
+  int handled;   /* one has returned, and the connections were not polled since */
   int stop;      /* STOP_… flags, pairing request */
   Request drain; /* to report that there is nothing more to do */
   Request pause; /* odd numbers pause, even numbers resume */

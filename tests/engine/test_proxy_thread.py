@@ -36,7 +36,13 @@ SIGNAL = Operation.SIGNAL
 class Client:
     """A service with one channel to its own memory."""
 
-    def __init__(self, thread: ProxyThread, runtime: HostRuntime | None = None, idle: IdlePolicy | None = None) -> None:
+    def __init__(
+        self,
+        thread: ProxyThread,
+        runtime: HostRuntime | None = None,
+        idle: IdlePolicy | None = None,
+        fifos: int = 1,
+    ) -> None:
         self.runtime = runtime or HostRuntime()
         self.segment = create_segment(self.runtime, 0, TIMEOUT)
         self.failures: list[ProxyFailure] = []
@@ -45,6 +51,7 @@ class Client:
             self.segment.host_pointer,
             self.segment.memory,
             shared_offset=ControlSegment.service_offset,
+            fifos=fifos,
             fifo_size=64,
             shared_threads=[thread],
             idle=idle,
@@ -145,6 +152,26 @@ def test_nothing_is_taken_after_a_handler_that_ends_in_abort(thread: ProxyThread
         client.push(SIGNAL, 3, channel)
         until(lambda: calls and not client.service.drain(0.01))
         assert len(calls) == 1
+
+
+def test_a_ring_of_handlers_triggers_holds_up_neither_polls_nor_other_rings(thread: ProxyThread) -> None:
+    with Client(thread, fifos=2) as client:
+        stats = client.service._workers[0].stats
+        signalled, polls = [], []
+
+        def handler(_: Trigger) -> None:
+            signalled.append(client.signalled)
+            polls.append(stats.looks)
+            if len(polls) == 1:
+                client.push(SIGNAL, 1)
+
+        channel = client.service.add_handler(handler)
+        assert client.service.fifo_for(channel) is not client.fifo
+        with client.service.paused(TIMEOUT):
+            ring_loops.produce(client.service.fifo_for(channel), 0, Trigger(SIGNAL, channel).encode(), 3, TIMEOUT)
+        assert client.service.drain(TIMEOUT)
+        assert signalled == [0, 1, 1]
+        assert polls[0] < polls[1] < polls[2]
 
 
 def test_workers_come_and_go_while_another_is_busy(thread: ProxyThread) -> None:
