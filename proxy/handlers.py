@@ -30,12 +30,15 @@ class Handlers:
         """Directs the channel's triggers to the handler."""
         self._by_channel[channel] = handler
 
-    def call(self, channel: int, trigger: Trigger) -> Exception | None:
-        """Passes a trigger to its handler. Returns its exception, or None."""
+    def call(self, channel: int, trigger: Trigger) -> BaseException | None:
+        """Passes a trigger to its handler. Returns its exception, or None.
+
+        A SystemExit too: it would end only the thread, and with it the proxy.
+        """
         self.running[channel] = time.monotonic()
         try:
             self._by_channel[channel](trigger)
-        except Exception as error:
+        except BaseException as error:
             return error
         finally:
             del self.running[channel]

@@ -452,7 +452,7 @@ class ProxyService:
         elif reason == lib.PROXYCCL_EXIT_ERROR:
             self._fail(self._failure(info))
 
-    def _thread_lost(self, error: Exception) -> None:
+    def _thread_lost(self, error: BaseException) -> None:
         """Called in the thread of a worker that an error has ended."""
         reason = f"its proxy's thread has failed: {type(error).__name__}: {error}"
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_LOCAL, None, None, 0, reason, error))

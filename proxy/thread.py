@@ -145,8 +145,8 @@ class ProxyThread:
         self._cores = cores
         self._changed = threading.Condition()
         self._on_exit: dict[int, OnExit] = {}  # by the worker's address
-        self._on_lost: dict[int, Callable[[Exception], None]] = {}  # likewise
-        self._error: Exception | None = None
+        self._on_lost: dict[int, Callable[[BaseException], None]] = {}  # likewise
+        self._error: BaseException | None = None
         self._closing = False
         self._refusal: ArgumentError | None = None
         self._begun = threading.Event()
@@ -188,7 +188,7 @@ class ProxyThread:
         worker: _engine.ProxycclWorkerPointer,
         stats: _engine.ProxycclWorkerStatsPointer,
         on_exit: OnExit,
-        on_lost: Callable[[Exception], None] = lambda _: None,
+        on_lost: Callable[[BaseException], None] = lambda _: None,
         idle: IdlePolicy | None = None,
     ) -> None:
         """Hands a worker over. It comes back with the first exit that is not for a handler.
@@ -250,12 +250,12 @@ class ProxyThread:
                     self._choose_idle()
             try:
                 on_exit(reason, info)
-            except Exception as error:
+            except BaseException as error:
                 if not runs_on:  # it is not among the remaining ones
                     on_lost(error)
                 raise
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._error = error
             lost = list(self._on_lost.values())

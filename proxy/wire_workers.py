@@ -53,7 +53,7 @@ class WireWorkers:
         cores: Collection[int] | None,
         name: str,
         on_event: OnEvent,
-        on_lost: Callable[[Exception], None],
+        on_lost: Callable[[BaseException], None],
     ) -> None:
         with contextlib.ExitStack() as undo:
             made = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), counters)

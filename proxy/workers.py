@@ -155,7 +155,7 @@ class Workers:
             worker = self._workers[i % len(self._workers)]
             lib.proxyccl_worker_add_ring(worker.pointer, ring.slots, ring.tail, ring.size_log2)
 
-    def start(self, on_event: OnEvent, on_lost: Callable[[Exception], None]) -> None:
+    def start(self, on_event: OnEvent, on_lost: Callable[[BaseException], None]) -> None:
         """Adds the workers to their threads. `on_event` is called when the engine returns for one, and `on_lost` if an
         error has ended the thread of one.
         """
@@ -168,7 +168,7 @@ class Workers:
                     worker.stats.started_ns = 0
                     worker.ended.set()
 
-        def lost(worker: Worker, error: Exception) -> None:
+        def lost(worker: Worker, error: BaseException) -> None:
             worker.stats.started_ns = 0
             worker.ended.set()
             on_lost(error)

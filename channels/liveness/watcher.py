@@ -126,7 +126,7 @@ class WatchThread:
         except Exception as error:  # it ends this watcher's communicator, and the others continue
             watcher.fail(error)
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         with self._lock:
             watchers = list(self._watchers)
         for watcher in watchers:
@@ -175,14 +175,14 @@ class Watcher:
         on_abort: Callable[[], None] = lambda: None,
         each_turn: Callable[[], None] = lambda: None,
         end_waits: Callable[[], None] = lambda: None,
-        on_error: Callable[[Exception], None] = lambda _: None,
+        on_error: Callable[[BaseException], None] = lambda _: None,
         parent: Watcher | None = None,
         members: Sequence[int] = (),
     ) -> None:
         self._on_abort = on_abort
         self._each_turn = each_turn
         self._end_waits = end_waits
-        self._on_error: Callable[[Exception], None] | None = on_error
+        self._on_error: Callable[[BaseException], None] | None = on_error
         self._rank = rank
         self._own = own
         self._segments = segments
@@ -224,7 +224,7 @@ class Watcher:
             if self.releasing:
                 self._end_waits()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Ends the communicator by an error of the thread."""
         on_error, self._on_error = self._on_error, None
         if on_error is not None:

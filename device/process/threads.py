@@ -42,7 +42,7 @@ class Thread(threading.Thread):
         run: Callable[..., object],
         name: str,
         *arguments: Any,
-        failed: Callable[[Exception], object] | None = None,
+        failed: Callable[[BaseException], object] | None = None,
     ) -> None:
         super().__init__(name=name, daemon=True)
         self._started = _Started()
@@ -70,7 +70,7 @@ class Thread(threading.Thread):
             return
         try:
             call()
-        except Exception as error:
+        except BaseException as error:
             _logger.exception("the thread %s has failed", self.name)
             if self._failed is not None:
                 self._failed(error)

@@ -527,9 +527,10 @@ def test_close_is_bounded_while_a_handler_blocks() -> None:
     assert ended
 
 
-def test_a_handler_error_carries_its_cause() -> None:
+@pytest.mark.parametrize("kind", [KeyError, SystemExit])
+def test_a_handler_error_carries_its_cause(kind: type[BaseException]) -> None:
     def refuse(trigger: Trigger) -> None:
-        raise KeyError(trigger.channel)
+        raise kind(trigger.channel)
 
     def body(comm: Communicator) -> BaseException | None:
         comm.compile(PUSH, "custom")(1, 1, comm.handler_channel(refuse), 1)
@@ -537,7 +538,7 @@ def test_a_handler_error_carries_its_cause() -> None:
 
     (error,) = run_ranks(1, body)
     assert isinstance(error, HandlerError)
-    assert isinstance(error.__cause__, KeyError)
+    assert isinstance(error.__cause__, kind)
     assert error.channel == error.__cause__.args[0]
 
 
