@@ -218,8 +218,9 @@ def _warn(reason: str) -> None:
 
 
 def withdraw(path: Path) -> None:
-    """Removes a publication's file, unless an observer already has."""
-    path.unlink(missing_ok=True)
+    """Removes a publication's file. If that fails, it is left to observers: its publisher ends all the same."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _read(path: Path, codec: Codec[P]) -> P | None:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,16 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from proxyccl import ArgumentError, Communicator, HandlerError, ResourceError, Runtime, ThreadBootstrap, TriggerError
+from proxyccl import (
+    ArgumentError,
+    Communicator,
+    HandlerError,
+    ProxyService,
+    ResourceError,
+    Runtime,
+    ThreadBootstrap,
+    TriggerError,
+)
 from proxyccl.channels.proxy_channel import free_handles
 from proxyccl.channels.segment.published import find_ranks
 from proxyccl.device.host import HostRuntime
@@ -316,6 +326,18 @@ def test_a_service_that_cant_publish_works_and_says_so_once(directory: Path, cap
     with caplog.at_level(logging.WARNING):
         run_ranks(2, body)
     assert len([r for r in caplog.records if "cannot see this process" in r.message]) == 1
+
+
+def test_a_service_whose_file_cant_be_removed_ends(directory: Path) -> None:
+    def body(comm: Communicator) -> ProxyService:
+        service = comm.proxy
+        shutil.rmtree(directory)
+        directory.write_text("in the way")
+        return service
+
+    (service,) = run_ranks(1, body)
+    assert service.close()
+    assert service.ended == [True]
 
 
 def test_of_ranks_that_cant_publish_at_the_same_time_one_says_so(
