@@ -419,11 +419,15 @@ class ProxyService:
 
     def outstanding(self, channel: int) -> int | None:
         """Triggers of a channel's connection that are issued and not known to be complete; None for a handler."""
-        return self._observed.outstanding(channel)
+        with self._lock:  # `close` frees the memory
+            self._require_open()
+            return self._observed.outstanding(channel)
 
     def schedule_waits(self) -> list[ScheduleWait]:
         """See `Proxy.schedule_waits`."""
-        return self._observed.schedule_waits()
+        with self._lock:
+            self._require_open()
+            return self._observed.schedule_waits()
 
     @property
     def ended(self) -> list[bool]:

@@ -146,6 +146,10 @@ def test_counters_of_no_channel_are_refused() -> None:
     with pytest.raises(ClosedError):
         service.counters(0)
     with pytest.raises(ClosedError):
+        service.outstanding(0)
+    with pytest.raises(ClosedError):
+        service.schedule_waits()
+    with pytest.raises(ClosedError):
         service.add_handler(print)
     assert service.close()
 
