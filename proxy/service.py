@@ -570,7 +570,6 @@ class ProxyService:
                     resource.synchronize()  # the memory that its copies use may be freed next
                 with contextlib.suppress(ProxyCCLError):
                     resource.close()
-        self._workers.destroy()
         lib.proxyccl_service_destroy(self._service)
         self._engine.close()
         self._observed.close()

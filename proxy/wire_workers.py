@@ -83,7 +83,6 @@ class WireWorkers:
         self._workers.stop(drained=False)
         if not self._workers.await_ended(timeout):
             return False
-        self._workers.destroy()
         lib.proxyccl_service_destroy(self._service)
         self._observed.close()
         return True

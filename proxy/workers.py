@@ -23,7 +23,7 @@ from proxyccl.proxy.ring import RingMemory
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.proxy.transports.engine_connection import EngineRuntime
 
-lib = _engine.lib
+ffi, lib = _engine.ffi, _engine.lib
 
 MAX_RINGS: int = lib.PROXYCCL_MAX_RINGS
 _POLL_SECONDS = 0.0002
@@ -59,7 +59,7 @@ class Worker(Struct, frozen=True):
     """A worker of the engine.
 
     Attributes:
-        pointer: a ProxycclWorker.
+        pointer: a ProxycclWorker, freed with this object: after it has ended, threads may still ask how far it came.
         stats: its ProxycclWorkerStats, which observers read.
         thread: the thread that runs it.
         ended: set when it has ended.
@@ -135,7 +135,8 @@ class Workers:
     def _make_workers(self, service: Any, observed: ObservedSegment, threads: Sequence[ProxyThread]) -> None:
         for i, thread in enumerate(threads):
             stats = observed.worker(i)
-            pointer = created(lib.proxyccl_worker_create(service, stats), "a worker of the proxy")
+            made = created(lib.proxyccl_worker_create(service, stats), "a worker of the proxy")
+            pointer = ffi.gc(made, lib.proxyccl_worker_destroy)
             self._workers.append(Worker(pointer, stats, thread))
 
     def __len__(self) -> int:
@@ -233,12 +234,6 @@ class Workers:
         return all(ended) and all(closed)
 
     def discard(self) -> None:
-        """Frees workers that were never started, and ends their own threads."""
+        """Ends the threads that were made for workers that were never started."""
         for thread in self._own_threads:
             thread.close(_UNUSED_THREAD_SECONDS)
-        self.destroy()
-
-    def destroy(self) -> None:
-        """Frees the workers, which have ended."""
-        for worker in self._workers:
-            lib.proxyccl_worker_destroy(worker.pointer)

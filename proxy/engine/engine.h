@@ -83,7 +83,8 @@ int proxyccl_service_add_schedule(ProxycclService *service, uint32_t number, con
 /* Streams must have stopped ringing it. 0, or EBUSY while it runs. */
 int proxyccl_service_remove_schedule(ProxycclService *service, uint32_t number);
 
-/* `stats` must be zeroed, and outlive the worker. All workers of a service are made before one of them runs. */
+/* `stats` must be zeroed, and there until the worker has ended. All workers of a service are made before one of them
+ * runs. */
 ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
 /* These two may be called while the worker runs. `slots` and `tail` are those of ProxycclFifo. 0, or ENOSPC. */

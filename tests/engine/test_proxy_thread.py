@@ -21,6 +21,7 @@ from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import EngineFunctions, LaunchTarget
 from proxyccl.device.sleepers import Sleepers
 from proxyccl.device.stream_operations import StreamOperations, WriteValue
+from proxyccl.proxy import _engine, workers
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.tools import ring_loops
@@ -226,6 +227,25 @@ def test_close_drains_or_ends_at_once(
         stop.set()
         pusher.join()
         kept.close()
+
+
+def test_a_service_may_be_closed_while_others_wait_for_its_workers(
+    thread: ProxyThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may look at a worker until they have noticed its end."""
+    freed: list[object] = []
+
+    class Recorded:
+        def __getattr__(self, name: str) -> Any:
+            return freed.append if name == "proxyccl_worker_destroy" else getattr(_engine.lib, name)
+
+    monkeypatch.setattr(workers, "lib", Recorded())
+    client = Client(thread)
+    with client.service.paused(TIMEOUT):
+        assert not client.service.drain(TIMEOUT, lambda: client.service.close(TIMEOUT, drained=False))
+        assert client.service.close(TIMEOUT)
+        assert not freed
+    assert not freed
 
 
 def test_each_workers_context_is_current_for_its_turn() -> None:
