@@ -44,8 +44,7 @@ class ChannelTable:
         self._rings_of = [range(worker, rings, workers) for worker in range(workers)]
         self._ring_per_connection = ring_per_connection
         self._ring_of: dict[int, int] = {}  # by channel
-        self._next = 0
-        self._free: list[list[int]] = [[] for _ in range(workers)]  # by worker
+        self._free = list(reversed(range(MAX_CHANNELS)))
         self._handlers = 0
         self._given = 0  # ids that other services reserved
 
@@ -67,28 +66,19 @@ class ChannelTable:
         Raises:
             ResourceError: all ids are in use.
         """
-        turn = None
+        if channel is not None:
+            turn = self._given
+            self._given += 1
+        elif self._free:
+            channel = self._free.pop()
+            turn = channel // len(self._rings_of)
+        else:
+            raise ResourceError(f"all {MAX_CHANNELS} channel ids are in use")
         if self._ring_per_connection and connection is not None:
             turn = connection // len(self._rings_of)
-        if channel is not None:
-            self._ring_of[channel] = self._ring_in_turn(worker, self._given if turn is None else turn)
-            self._given += 1
-            return channel
-        if self._free[worker]:
-            channel = self._free[worker].pop()
-            if turn is not None:
-                self._ring_of[channel] = self._ring_in_turn(worker, turn)
-            return channel
-        channel = self._next
-        if channel == MAX_CHANNELS:
-            raise ResourceError(f"all {MAX_CHANNELS} channel ids are in use")
-        self._next += 1
-        self._ring_of[channel] = self._ring_in_turn(worker, channel // len(self._rings_of) if turn is None else turn)
-        return channel
-
-    def _ring_in_turn(self, worker: int, turn: int) -> int:
         rings = self._rings_of[worker]
-        return rings[turn % len(rings)]
+        self._ring_of[channel] = rings[turn % len(rings)]
+        return channel
 
     def set_connection(self, channel: int, connection: Connection, remote_semaphore: int) -> None:
         """Directs a channel's triggers to a connection, and its signals to a word of the peer."""
@@ -123,10 +113,10 @@ class ChannelTable:
         )
         self._observed.place_channel(channel, worker, self._ring_of[channel], None)
 
-    def free(self, channels: Iterable[int], worker: int) -> None:
-        """Frees ids of a worker. Their triggers must be drained, and nobody may signal their words."""
+    def free(self, channels: Iterable[int]) -> None:
+        """Frees ids. Their triggers must be drained, and nobody may signal their words."""
         for channel in channels:
             lib.proxyccl_service_set_channel(self._service, channel, ffi.NULL, ffi.NULL, ffi.NULL, ffi.NULL)
             self._observed.remove_channel(channel)
             self._shared.clear(channel)
-            self._free[worker].append(channel)
+            self._free.append(channel)

@@ -326,7 +326,7 @@ class ProxyService:
         """Frees channel ids of a connection. Their triggers must be drained, and nobody may signal their words."""
         with self._lock:
             if not self._closed and self._process.is_here:
-                self._channels.free(channels, connection.worker)
+                self._channels.free(channels)
 
     @property
     def schedule_pointers(self) -> SchedulePointers:

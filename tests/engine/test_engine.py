@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxyccl import ArgumentError, ClosedError, Communicator, Operation, ProxyService, Trigger
+from proxyccl import ArgumentError, ClosedError, Communicator, Operation, ProxyService, ResourceError, Trigger
 from proxyccl.proxy.thread import IdlePolicy
 from support.device_arrays import barrier, on_device, on_host
 from support.running import run_ranks
@@ -152,6 +152,21 @@ def test_counters_of_no_channel_are_refused() -> None:
     with pytest.raises(ClosedError):
         service.add_handler(print)
     assert service.close()
+
+
+@pytest.mark.own_proxy(reason="about the workers of this process")
+def test_a_channel_id_that_was_freed_serves_any_worker() -> None:
+    def body(comm: Communicator) -> None:
+        service = comm.proxy
+        one, other = service.connect_copy(), service.connect_copy()
+        reserved = [service.reserve_channel(one) for _ in range(1024)]
+        with pytest.raises(ResourceError, match="all 1024 channel ids are in use"):
+            service.reserve_channel(other)
+        service.free_channels(reserved, one)
+        channel = service.reserve_channel(other)
+        assert service.ring_of(channel) == other.worker != one.worker
+
+    run_ranks(1, body, fifos=2, proxy_threads=2)
 
 
 def test_a_handler_must_be_callable() -> None:
