@@ -45,7 +45,10 @@ class FabricContext:
         self.signals = setup.signals
         offers = fabric_offers(device_memory=setup.runtime.name != "host")
         self.endpoint = FabricEndpoint(choose_offer(offers, options, local_rank=setup.local_rank), options)
-        self.registered_segment = self.endpoint.register(setup.segment.host_ptr, setup.segment.nbytes)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.endpoint.close)
+            self.registered_segment = self.endpoint.register(setup.segment.host_ptr, setup.segment.nbytes)
+            undo.pop_all()
         self._wire_endpoints = [self.endpoint]
         self._core_share = setup.core_share
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
 
-from proxyccl import FabricOptions
+from proxyccl import ArgumentError, FabricOptions
+from proxyccl.device.host import HostRuntime
+from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy import _engine
+from proxyccl.proxy.fabric.context import FabricContext
 from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint
 from proxyccl.proxy.fabric.library import FabricOffer, fabric_offers
 from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.remote_setup import RemoteSetup
 
 pytestmark = [
     pytest.mark.host_only(reason="the provider reaches the CPU's memory"),
@@ -48,3 +55,13 @@ def test_signals_join_no_data_for_a_peer_that_may_store_it_in_another_order(tcp:
 def test_signals_join_no_data_where_a_write_takes_one_range(tcp: FabricOffer) -> None:
     with closing(FabricEndpoint(replace(tcp, parts=1), FabricOptions())) as endpoint:
         assert not endpoint.connect(endpoint.address, SIGNAL_KEY).joined
+
+
+def test_an_endpoint_that_cant_register_the_segment_is_closed(tcp: FabricOffer) -> None:
+    FabricEndpoint(tcp, FabricOptions()).close()  # warm-up: a process keeps some resources
+    before = len(os.listdir("/proc/self/fd"))
+    nothing = cast(PinnedMemory, SimpleNamespace(host_ptr=4096, nbytes=0))
+    setup = RemoteSetup(HostRuntime(), nothing, range(0), near=None, local_rank=0, core_share=1)
+    with pytest.raises(ArgumentError):
+        FabricContext(setup, FabricOptions(provider="tcp", interface="=lo"))
+    assert len(os.listdir("/proc/self/fd")) == before
