@@ -30,9 +30,12 @@ class Introductions:
         self._hands: dict[bytes, Hand] = {forks.here().token: _answer_here}
         sockets.add_broker(self._name, self._connect)
 
-    def offer(self, process: bytes, hand: Hand) -> None:
-        """From now on a process, by its token, may be reached."""
+    def offer(self, process: bytes, hand: Hand, confirm: Callable[[], object]) -> None:
+        """From now on a process, by its token, may be reached. `confirm` tells the process, before it is handed a
+        connection. It must not wait: nobody is reached meanwhile.
+        """
         with self._lock:
+            confirm()
             self._hands[process] = hand
 
     def withdraw(self, process: bytes, hand: Hand) -> None:

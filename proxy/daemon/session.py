@@ -7,6 +7,7 @@ was given (`SessionService`), and an error ends only its session.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -205,8 +206,8 @@ class Session:
         return receive(self._connection, REQUESTS, self.name)
 
     def _answer(self, request: AnyRequest, descriptors: list[int]) -> AnyReply | None:
-        """Carries out a request, or answers with the reason. None if the client does not expect an answer."""
-        answer: AnyReply
+        """Carries out a request, or answers with the reason. None if the client has its answer or expects none."""
+        answer: AnyReply | None
         try:
             if isinstance(request, WriteReport):
                 job = self.description.job if self.description is not None else self.name
@@ -223,18 +224,20 @@ class Session:
         finally:
             self.request = None
             close_all(descriptors)
-        return structs.replace(answer, request=request.request)
+        return None if answer is None else structs.replace(answer, request=request.request)
 
     def _do(
         self,
         request: RemoteMissing | Offer | Reach | Prepare | Open | Close | ServiceRequest,
         descriptors: list[int],
-    ) -> AnyReply:
+    ) -> AnyReply | None:
+        """The answer; None if it was sent."""
         match request:
             case Offer(process=process):
                 self._offered = _token(process)
-                self._introductions.offer(self._offered, self._hand)
-                return Done()
+                confirm = functools.partial(self._send_event, Done(request=request.request))
+                self._introductions.offer(self._offered, self._hand, confirm)
+                return None
             case Reach(process=process):
                 self._handed.append(self._introductions.reach(_token(process)).detach())
                 return Reached()
@@ -256,7 +259,7 @@ class Session:
         """Hands the client one end of a connection. From any thread."""
         send(self._connection, REPLIES, Introduced(), [theirs.fileno()], socket.MSG_DONTWAIT)
 
-    def _send_event(self, event: Failed | Ending) -> None:
+    def _send_event(self, event: Failed | Ending | Done) -> None:
         """Sends without waiting for the client to read: other clients' workers may share the caller's thread."""
         try:
             send(self._connection, REPLIES, event, flags=socket.MSG_DONTWAIT)

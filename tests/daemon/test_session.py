@@ -19,6 +19,8 @@ from proxyccl.device.host import HostRuntime
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.proxy.daemon import session_memories
 from proxyccl.proxy.daemon.connection import DaemonConnection
+from proxyccl.proxy.daemon.introductions import Introductions
+from proxyccl.proxy.daemon.protocol import LONGEST_FRAME
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
 from proxyccl.proxy.observe.publications import Publication
 from proxyccl.proxy.service import ProxyService
@@ -26,7 +28,7 @@ from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.trigger import PARITY_SHIFT
 from proxyccl.proxy.workers import Workers
 from support.daemons import RunningDaemon, daemon_inside
-from support.fakes.raw_client import DONE, OFFSET, RawClient
+from support.fakes.raw_client import DONE, HELLO, OFFSET, RawClient
 from support.running import TIMEOUT, run_ranks, wait_for
 
 pytestmark = pytest.mark.host_only(reason="a raw client's memory is the host's")
@@ -236,6 +238,19 @@ def test_a_client_that_leaves_in_a_drain_is_not_waited_for(
     wait_for(lambda: any(session.request for session in list(inside._sessions)), "it is under way")
     client.connection.close()
     wait_for(lambda: not inside._sessions, "its session has ended")
+
+
+def test_an_offer_is_answered_before_anybody_is_introduced(client: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer = Introductions.offer
+
+    def overtaken(introductions: Introductions, process: bytes, *arguments: Any) -> None:
+        offer(introductions, process, *arguments)
+        introductions.reach(process).close()
+
+    monkeypatch.setattr(Introductions, "offer", overtaken)
+    assert client.say(HELLO) is not None
+    assert client.say({"do": "offer", "process": "ab" * 16}) == DONE
+    assert json.loads(client.connection.recv(LONGEST_FRAME)) == {"kind": "introduced"}
 
 
 def test_the_answer_to_an_interrupted_request_is_dropped(inside: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
