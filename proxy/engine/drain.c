@@ -77,14 +77,6 @@ static uint64_t names_of(ProxycclTrigger trigger) {
   return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1) | (trigger.word0 & 1ull << PROXYCCL_GET_SHIFT);
 }
 
-/* 1 if the transport would copy from or to memory that only a remote link reaches. */
-static int copies_remote_only(const ProxycclTransport *transport, const Route *route) {
-  const int is_get = (route->op & PROXYCCL_OP_GET) != 0;
-  const ProxycclMemory *own = is_get ? route->dst : route->src, *peer = is_get ? route->src : route->dst;
-  return (own->remote_only && transport->copies & PROXYCCL_COPIES_OWN) ||
-         (peer->remote_only && transport->copies & PROXYCCL_COPIES_PEER);
-}
-
 /* CONTINUE, or why the thread returns to Python. */
 static ALWAYS_INLINE ProxycclOutcome find_route(ProxycclService *service, ProxycclTrigger trigger, Route *route,
                                                 ProxycclExitInfo *info) {
@@ -100,9 +92,11 @@ static ALWAYS_INLINE ProxycclOutcome find_route(ProxycclService *service, Proxyc
   if (route->channel->connection == NULL) return refuse(info, "the channel id is not in use");
   if (route->op == PROXYCCL_OP_CUSTOM) return refuse(info, "the trigger carries no operation");
   const ProxycclTransport *transport = route->channel->connection->transport;
-  if (route->op & PROXYCCL_OP_DATA && copies_remote_only(transport, route))
+  const int is_get = (route->op & PROXYCCL_OP_GET) != 0;
+  if (route->op & PROXYCCL_OP_DATA &&
+      copies_remote_only(transport, is_get ? route->dst : route->src, is_get ? route->src : route->dst))
     return refuse(info, "only a remote link reaches a memory that the trigger names, but its channel copies");
-  route->transfer = route->op & PROXYCCL_OP_GET ? transport->get : transport->put;
+  route->transfer = is_get ? transport->get : transport->put;
   route->names = names_of(trigger);
   return CONTINUE;
 }
@@ -171,10 +165,6 @@ static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *rout
     if (word_peek(channel->flushed) <= ticket) time_flush(worker, channel, ticket + 1, route->counters);
   }
   return CONTINUE;
-}
-
-static uint32_t room_of(const ProxycclConnection *connection) {
-  return connection->transport->ready == NULL ? POLL_INTERVAL : connection->transport->ready(connection);
 }
 
 /* Acts on up to `limit` triggers of a ring, and adds their number to *progress. If a trigger's connection has no room,

@@ -1,6 +1,4 @@
 /* A worker's work on its connections: it polls each, and publishes its progress for observers. */
-#include <string.h>
-
 #include "clock.h"
 #include "worker.h"
 
@@ -66,8 +64,6 @@ ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *i
     }
     const int status = connection->transport->poll(connection, progress);
     if (status != 0) {
-      memset(info, 0, sizeof *info);
-      info->channel = PROXYCCL_MAX_CHANNELS;
       info->connection = connection;
       counter_add(&worker->stats->connections[i].errors, 1);
       return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "completion");

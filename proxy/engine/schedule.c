@@ -164,13 +164,8 @@ static int is_mapped(const ProxycclConnection *connection) {
   return (connection->transport->copies & PROXYCCL_COPIES_PEER) != 0;
 }
 
-static int has_room(const ProxycclConnection *connection) {
-  return connection->transport->ready == NULL || connection->transport->ready(connection) > 0;
-}
-
 static ProxycclOutcome fail(ProxycclConnection *connection, uint32_t code, int status, const char *reason,
                             ProxycclExitInfo *info) {
-  info->channel = PROXYCCL_MAX_CHANNELS;
   info->connection = connection;
   return exit_with_error(info, code, status, reason);
 }
@@ -181,8 +176,7 @@ static const char *refusal(const ProxycclTransport *transport, const ProxycclMem
   if (bytes == 0) return NULL;
   if (src_offset > src->bytes || bytes > src->bytes - src_offset) return "a send leaves its source memory";
   if (dst_offset > dst->bytes || bytes > dst->bytes - dst_offset) return "a send leaves the receiver's memory";
-  if ((src->remote_only && transport->copies & PROXYCCL_COPIES_OWN) ||
-      (dst->remote_only && transport->copies & PROXYCCL_COPIES_PEER))
+  if (copies_remote_only(transport, src, dst))
     return "only a remote link reaches a memory that a send names, but its channel copies";
   return NULL;
 }
@@ -355,7 +349,7 @@ static ProxycclOutcome start_send(ProxycclService *service, Bundle *bundle, Step
   if (reason != NULL) return fail(connection, PROXYCCL_ERROR_BAD_SCHEDULE, 0, reason, info);
   const int bundled = is_bundled(bundle->carrier, connection, step, &ranges);
   if (bundle->carrier != NULL && is_mapped(connection) && !may_follow(step, bundled)) return CONTINUE;
-  if (!bundled) return has_room(connection) ? issue_send(service, step, channel, info) : CONTINUE;
+  if (!bundled) return room_of(connection) > 0 ? issue_send(service, step, channel, info) : CONTINUE;
   if (bundle->count == bundle->carrier->most_puts) return CONTINUE;
   bundle->puts[bundle->count] =
       (ProxycclPut){ranges.dst->base + ranges.dst_offset, ranges.src->base + step->send.src_offset, step->send.bytes};
@@ -374,7 +368,7 @@ static ProxycclOutcome take_step(ProxycclService *service, Bundle *bundle, Step 
     return fail(NULL, PROXYCCL_ERROR_BAD_SCHEDULE, 0, "a channel id of the schedule is not in use", info);
   switch (step->kind) {
     case POST:
-      if (has_room(channel->connection)) result = issue_post(step, channel, info);
+      if (room_of(channel->connection) > 0) result = issue_post(step, channel, info);
       break;
     case MEET:
       step->value = word_load(inbound);

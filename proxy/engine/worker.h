@@ -93,6 +93,19 @@ enum {
   POLL_INTERVAL = 256 /* most triggers of a ring between two polls of the connections, which call the driver */
 };
 
+/* Triggers for which a connection has room now. */
+static inline uint32_t room_of(const ProxycclConnection *connection) {
+  return connection->transport->ready == NULL ? POLL_INTERVAL : connection->transport->ready(connection);
+}
+
+/* 1 if a transport would copy from or to memory that only a remote link reaches. */
+static inline int copies_remote_only(const ProxycclTransport *transport, const ProxycclMemory *own,
+                                     const ProxycclMemory *peer) {
+  return (own->remote_only && transport->copies & PROXYCCL_COPIES_OWN) ||
+         (peer->remote_only && transport->copies & PROXYCCL_COPIES_PEER);
+}
+
+/* The error with which a thread returns. The thread has cleared `info`; the caller adds the objects concerned. */
 static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t code, int status, const char *reason) {
   info->code = code;
   info->status = status;
