@@ -32,12 +32,27 @@ def wait_for_failure(comm: Communicator) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("slots", [0, geometry.ANNOUNCED_SLOTS], ids=["counted", "announced"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "announces"),
+    [
+        ("expert", "counts"),
+        ("expert", "ids"),
+        ("padded", "counts"),
+        ("padded", "ids"),
+        ("rank", "counts"),
+        ("rank", "masks"),
+        ("rank, stored", "counts"),
+        ("rank, stored", "masks"),
+        ("rank, stored", "shared_masks"),
+    ],
+)
 def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
-    monkeypatch: pytest.MonkeyPatch, layout: str, slots: int
+    monkeypatch: pytest.MonkeyPatch, layout: str, announces: str
 ) -> None:
-    monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", slots)
+    if announces in ("counts", "shared_masks"):
+        monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
+    if announces == "counts":
+        monkeypatch.setattr(geometry.Geometry, "_masks_fit", lambda *_: False)
     plan = plan_of(Case((8, 8), hidden=16))
     allocate = EPAllToAllLayoutDesc._allocate
 
@@ -49,6 +64,8 @@ def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
 
     def body(comm: Communicator) -> None:
         layer = plan.case.layer(comm, **LAYOUTS[layout])
+        assert layer.ctx.workspace.announces == announces
+        assert layer.ctx.workspace.experts.blocks > 1  # only the last one gathers counts
         impatient(comm, 0.5)
         if comm.rank == 1:
             wait_for_failure(comm)  # it makes no dispatch

@@ -201,11 +201,13 @@ class Dispatch {
   // Called by the block: for each node, numbers the segment's tokens that go there, after those of the batch's earlier
   // segments. Their rows lie one after the other.
   PROXYCCL_DEVICE void placeTokens() const;
+  // Called by the block: waits for the counts of all ranks. And after that: whether no thread's wait was given up. Both
+  // end with a barrier.
+  PROXYCCL_DEVICE void awaitRouting() const;
+  PROXYCCL_DEVICE bool hasRouting() const;
   // Called by the block, before counts are added to the memory that it clears.
   PROXYCCL_DEVICE void clearOutgoing() const;
-  // Called by the block: waits for the counts of all ranks. Returns false to all threads if they did not arrive.
-  PROXYCCL_DEVICE bool awaitRouting() const;
-  // Called by the block after it: for each rank and segment of this rank's tokens, the first row there.
+  // Called by the block after that: for each rank and segment of this rank's tokens, the first row there.
   PROXYCCL_DEVICE void placeOutgoing() const;
   // The same for each source and its segments: the first row here. Returns the number of this rank's rows.
   PROXYCCL_DEVICE uint32_t placeIncoming() const;

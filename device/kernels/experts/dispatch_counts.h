@@ -191,9 +191,26 @@ PROXYCCL_DEVICE void Dispatch<Mode>::forwardRouting() const {
 }
 
 template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::awaitRouting() const {
+  const uint32_t segments = team_->segments;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < team_->world_size * segments; i += blockDim.x)
+    if (isNear(i / segments) || i % segments == 0)  // routing from another node comes at once
+      team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
+  __syncthreads();
+}
+
+template <class Mode>
+PROXYCCL_DEVICE bool Dispatch<Mode>::hasRouting() const {
+  __shared__ bool is_aborted;
+  if (threadIdx.x == 0) is_aborted = aborted(team_->control);
+  __syncthreads();
+  return !is_aborted;
+}
+
+template <class Mode>
 PROXYCCL_DEVICE bool Dispatch<Mode>::gatherCounts(const Group& group, Gathered* gathered) const {
   __shared__ uint32_t bad_rank, wanted_tokens;
-  __shared__ bool is_aborted;
   const uint32_t ranks = team_->world_size, segments = team_->segments, per_rank = team_->experts_per_rank;
   const uint32_t n = ranks * per_rank, own = team_->rank * per_rank;
   const bool tells = tellsChosen() && blockIdx.x == (storesCounted() ? team_->blocks - 1 : 0);
@@ -204,10 +221,7 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::gatherCounts(const Group& group, Gathered* 
     bad_rank = ~0u;
     wanted_tokens = 0;
   }
-  for (uint32_t i = threadIdx.x; i < ranks * segments; i += blockDim.x)
-    if (isNear(i / segments) || i % segments == 0)  // routing from another node comes at once
-      team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
-  __syncthreads();
+  awaitRouting();
   for (uint32_t i = group.number; i < ranks * segments; i += Group::count()) {
     const uint32_t source = i / segments, segment = i % segments;
     const char* routing = slabOf(source) + team_.routingAt(segment);
@@ -226,15 +240,13 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::gatherCounts(const Group& group, Gathered* 
     for (uint32_t e = group.lane; tells && e < team_->chosen_per_rank; e += kGroupLanes)
       if (choices[e] != 0) atomicAdd(&chosen()[e], choices[e]);
   }
-  if (threadIdx.x == 0) is_aborted = false;
-  __syncthreads();
-  if (threadIdx.x == 0) is_aborted = aborted(team_->control);
+  if (!hasRouting()) return false;
   *gathered = {placeRows(first, before), bad_rank, ~0u, wanted_tokens};
   for (uint32_t segment = 0; bad_rank != ~0u && segment < segments; ++segment) {
     const uint32_t slot = segmentOf(bad_rank, segment).bad_slot;
     gathered->bad_slot = slot < gathered->bad_slot ? slot : gathered->bad_slot;
   }
-  return !is_aborted;
+  return true;
 }
 
 template <class Mode>

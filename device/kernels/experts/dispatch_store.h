@@ -21,18 +21,6 @@ PROXYCCL_DEVICE void Dispatch<Mode>::clearOutgoing() const {
 }
 
 template <class Mode>
-PROXYCCL_DEVICE bool Dispatch<Mode>::awaitRouting() const {
-  __shared__ bool is_aborted;
-  const uint32_t segments = team_->segments;
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < team_->world_size * segments; i += blockDim.x)
-    team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
-  if (threadIdx.x == 0) is_aborted = aborted(team_->control);
-  __syncthreads();
-  return !is_aborted;
-}
-
-template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::placeOutgoing() const {
   const uint32_t ranks = team_->world_size, segments = team_->segments, own = team_->rank;
   uint32_t* first = firstRowsThere();
@@ -217,10 +205,10 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const 
     writeCounts(gathered.rows);
     __syncthreads();
   }
-  if (!awaitRouting()) return giveUp();
-  const bool stores = blockIdx.x < storingBlocks();
+  awaitRouting();
   clearOutgoing();
-  __syncthreads();
+  if (!hasRouting()) return giveUp();
+  const bool stores = blockIdx.x < storingBlocks();
   if (stores) placeOutgoing();
   const uint32_t rows = placeIncoming(), segments = team_->segments;
   const uint32_t* first = stores ? firstRowsThere() : firstRowsHere();  // the rank is a source there
