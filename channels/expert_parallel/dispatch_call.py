@@ -46,7 +46,7 @@ class DispatchCall:
         parts: of the layer.
         input, exp_indices, weight, full_scatter_indices, stream: see `EPAll2AllLayer.dispatch`.
         halves: whether it is made in two halves.
-        buffered: whether the rows of a whole call may lie in an output buffer.
+        buffered: whether the rows of a whole call may lie in an output buffer, and not only pass it.
 
     Attributes:
         inputs: the arrays that kernels read.
@@ -76,14 +76,10 @@ class DispatchCall:
         self._parts, self._taken = parts, NO_BUFFER
         self.recorded: tuple[Any, ...] = ()
         self.inputs = self._take(input, exp_indices, weight, full_scatter_indices, stream, buffered=buffered)
+        self._like, rows = self.inputs.tokens.owner, parts.options.fixed_rows
         if not halves:
             refuse_capture(parts, self.stream)
-        self._like = self.inputs.tokens.owner
-        outputs, rows = ctx.workspace.outputs, parts.options.fixed_rows
-        if buffered and outputs is not None:
-            # In the exact mode a capture was refused above.
-            on_current = stream is None and (rows is None or parts.outlives_no_graph(self.stream))
-            self._taken = outputs.take(self._like, on_current_stream=on_current)
+            self._taken = parts.take_buffer(self._like, self.stream, stream, buffered=buffered)
         most = parts.options.most_tokens if self.is_at_once else rows
         name, fixed = "dispatch_send" if halves else "dispatch", rows is not None
         self.desc = ctx.describe(name, self.inputs, self._taken, most_rows=most, counts_rows=fixed)

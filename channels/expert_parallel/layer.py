@@ -87,8 +87,8 @@ class EPAll2AllLayer:
             `dispatch` stays valid until that many calls of `dispatch` later, and ends with `finalize`. `combine` loads
             rows that lie in that memory, such as outputs and arrays of `combine_input`; others are sent. Each output
             takes room for max_recv_tokens rows, or world_size * max_tokens. 0: outputs are new arrays, whose rows pass
-            through other memory of the layer; so are those of `dispatch_recv`, of `redispatch`, and of calls that torch
-            records.
+            through other memory of the layer; so are those of `dispatch_recv` and of `redispatch`. What a call returns
+            that torch records is copied from the memory of its output to new arrays.
         keeps_outputs: with output_buffers: an output of `dispatch` stays valid as long as it is referenced, like a new
             array, also in calls that torch records. A buffer is then free again when the last array in it is gone. If
             none is free, the rows of a dispatch pass through one more buffer, and are copied to new arrays. On GPUs

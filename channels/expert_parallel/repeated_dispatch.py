@@ -131,7 +131,7 @@ class RepeatedDispatch(RepeatedCall):
         parts: of the layer.
         x, ids, weight: of the earlier call.
         halves: whether it is made in two halves.
-        buffered: whether the rows of a whole call may lie in an output buffer.
+        buffered: whether the rows of a whole call may lie in an output buffer, and not only pass it.
 
     Attributes:
         repeat: makes a whole call. None, and nothing done, if it does not fit.
@@ -142,7 +142,7 @@ class RepeatedDispatch(RepeatedCall):
         like = x[0] if isinstance(x, tuple) else x
         super().__init__(parts, like, name_of("dispatch", weight, halves=halves), parts.options.config.token.name)
         ctx, options = parts.ctx, parts.options
-        self._buffers = ctx.workspace.outputs if buffered and not halves else None
+        self._buffers, self._buffered = None if halves else ctx.workspace.outputs, buffered
         self._exact, self._halves = options.fixed_rows is None, halves
         self._at_once = not halves and (not self._exact or self._buffers is not None)
         self._rows = options.most_tokens if self._exact and self._at_once else options.fixed_rows
@@ -250,8 +250,7 @@ class RepeatedDispatch(RepeatedCall):
             return None
         if self._buffers is None:
             return NO_BUFFER
-        on_current = given is None and (self._exact or self._parts.outlives_no_graph(stream))
-        return self._buffers.take(like, on_current_stream=on_current)
+        return self._parts.take_buffer(like, stream, given, buffered=self._buffered)
 
     def _store(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> Dispatched | None:
         """Moves the rows to an output buffer by one launch. In the exact mode the CPU learns their number meanwhile."""

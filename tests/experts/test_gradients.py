@@ -199,10 +199,11 @@ def test_gradients_are_those_of_one_process(mixture: Mixture) -> None:
         torch.testing.assert_close(weights_grad, wanted[2 + 2 * rank])
 
 
+@pytest.mark.parametrize("buffers", [0, 1])
 @pytest.mark.parametrize("halves", [False, True])
-def test_gradients_of_a_row_for_each_rank(pair: Ranks, halves: bool) -> None:
+def test_gradients_of_a_row_for_each_rank(pair: Ranks, halves: bool, buffers: int) -> None:
     """An expert multiplies by its number plus 1, so the gradients are known."""
-    mixture = Mixture(pair, layout="rank", dtype="float32", weight_dtype="float32")
+    mixture = Mixture(pair, layout="rank", dtype="float32", weight_dtype="float32", output_buffers=buffers)
 
     def body(comm: Communicator) -> None:
         layer, ids = mixture.layers[comm.rank], mixture.ids[comm.rank]

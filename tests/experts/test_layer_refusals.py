@@ -18,6 +18,7 @@ from proxyccl import (
     MismatchError,
     WaitTimeoutError,
 )
+from proxyccl.channels.expert_parallel import geometry
 from support.cases.expert_layer import (
     Case,
     Plan,
@@ -384,6 +385,31 @@ def test_weights_on_some_ranks_alone_are_a_mismatch() -> None:
 
         def call() -> None:
             layer.dispatch(*(on_device(comm, array) for array in arrays))
+            comm.synchronize()
+
+        with pytest.raises(MismatchError):
+            call()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("announces", ["counts", "masks", "shared_masks"])
+def test_a_rank_that_names_no_output_buffer_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, announces: str) -> None:
+    """As where graphs that were captured of different calls are launched together: nobody compares these."""
+    if announces != "masks":
+        monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
+    if announces == "counts":
+        monkeypatch.setattr(geometry.Geometry, "_masks_fit", lambda *_: False)
+    plan = plan_of(Case((8, 8)))
+
+    def body(comm: Communicator) -> None:
+        layer = plan.case.layer(comm, layout="rank", max_recv_tokens=16, output_buffers=1)
+        assert layer.ctx.workspace.announces == announces
+        if comm.rank == 1:
+            monkeypatch.setattr(layer.ctx.workspace, "outputs", None)
+
+        def call() -> None:
+            layer.dispatch(*(on_device(comm, array[comm.rank]) for array in (plan.inputs, plan.routing.ids)))
             comm.synchronize()
 
         with pytest.raises(MismatchError):

@@ -390,6 +390,38 @@ def test_an_output_stays_until_its_buffer_is_taken_again(announced: bool, monkey
         ranks.run(body)
 
 
+@pytest.mark.parametrize("max_recv_tokens", [None, 40])
+@pytest.mark.parametrize("announced", [True, False])
+def test_one_rank_alone_may_record_its_dispatches(
+    announced: bool, max_recv_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it alone has tokens that require a gradient. Its outputs stay, and its peers' go to buffers."""
+    if not announced:
+        monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
+
+    class Recorder:
+        def dispatch(self, layer: Any, call: Callable[[], Any], *_: Any) -> Any:
+            return call()
+
+    def body(comm: Communicator) -> None:
+        cases = [Case((3 + i, 2)) for i in range(3)]
+        with Case((9, 2)).layer(comm, output_buffers=1, max_recv_tokens=max_recv_tokens) as layer:
+            if comm.rank == 1:
+                monkeypatch.setattr(layer._recording, "of_dispatch", lambda *_: Recorder())
+            outputs = []
+            for case in cases:  # in full, then repeated
+                rows, _, desc = layer.dispatch(*case.arguments(comm))
+                outputs.append(rows)
+                sums = sums_over_ranks(case, comm.rank, [rows_by_rank(case, rank).rows for rank in range(2)])
+                same(on_host(layer.combine(rows, desc)) + 0, sums + 0)
+            for case, rows in zip(cases, outputs, strict=True) if comm.rank == 1 else ():
+                expected = rows_by_rank(case, comm.rank).rows
+                same(on_host(rows)[: len(expected)], expected)
+
+    with Ranks(2, make_runtime=runtime_with_blocks) as ranks:
+        ranks.run(body)
+
+
 def test_what_is_refused() -> None:
     def body(comm: Communicator) -> None:
         case = Case((3,))

@@ -300,6 +300,13 @@ class Dispatch {
   PROXYCCL_DEVICE int32_t inBuffer(uint32_t row) const {
     return row < team_->output_rows ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
+  // A rank that has named none of its buffers makes another call than this rank: its rows are moved past the last.
+  PROXYCCL_DEVICE void checkBufferOn(uint32_t rank) const {
+    const WaitFor what = {PROXYCCL_WAIT_NONE, rank, PROXYCCL_NO_CHANNEL, 0};
+    if (outgoing()[rank].buffer - 1 < team_->output_buffers) return;
+    if (!aborted(team_->control)) recordError(team_->control, PROXYCCL_ERROR_MISMATCH, what, 0);
+    atomicAdd(&outgoing()[rank].row, team_->output_rows);
+  }
   PROXYCCL_DEVICE char* bufferOn(uint32_t rank) const {
     return team_.outputOf(team_.localOf(rank), outgoing()[rank].buffer);
   }

@@ -31,6 +31,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::placeLeaving(const Group& group) const {
     uint32_t row = 0;
     for (uint32_t source = 0; source < team_->rank; ++source) row += announced_.count(source, rank);
     outgoing()[rank] = {row, announced_.outputBuffer(rank)};
+    checkBufferOn(rank);
   }
 }
 

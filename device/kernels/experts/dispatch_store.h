@@ -25,7 +25,10 @@ PROXYCCL_DEVICE void Dispatch<Mode>::placeOutgoing() const {
   const uint32_t ranks = team_->world_size, segments = team_->segments, own = team_->rank;
   uint32_t* first = firstRowsThere();
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < ranks; i += blockDim.x) outgoing()[i].buffer = segmentOf(i, 0).output_buffer;
+  for (uint32_t i = threadIdx.x; i < ranks; i += blockDim.x) {
+    outgoing()[i].buffer = segmentOf(i, 0).output_buffer;
+    checkBufferOn(i);
+  }
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < (own + 1) * segments * ranks; i += blockDim.x) {
     const uint32_t source = i / ranks / segments, segment = i / ranks % segments, rank = i % ranks;
