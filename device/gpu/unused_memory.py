@@ -88,10 +88,11 @@ class UnusedMemory:
         """Frees everything, except allocations while they are held. The caller has waited for the device."""
         for free in take_each(self._others):
             free()
-        taken = list(take_each(self._allocations))
-        # Queried after that: memory is released only after the failure.
-        if taken and is_held():
+        taken = deque(take_each(self._allocations))
+        try:
+            # Queried after that: memory is released only after the failure.
+            if taken and not is_held():
+                for free in take_each(taken):
+                    free()
+        finally:  # what is held, and what comes after one that raises
             self._allocations.extend(taken)
-            return
-        for free in taken:
-            free()

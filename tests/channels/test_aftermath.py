@@ -68,6 +68,19 @@ def test_held_allocations_are_freed_by_the_first_wait_after_the_hold(held: Held)
     assert freed == ["mapping", "allocation"]
 
 
+def test_an_allocation_that_cant_be_freed_keeps_no_other() -> None:
+    def fail() -> None:
+        raise OSError("the driver's")
+
+    unused, freed = UnusedMemory(), []
+    unused.append_allocation(fail)
+    unused.append_allocation(lambda: freed.append("allocation"))
+    with pytest.raises(OSError, match="the driver's"):
+        unused.free()
+    unused.free()
+    assert freed == ["allocation"]
+
+
 @pytest.mark.skipif(ON_HOST, reason="the host's memory is there as long as anybody maps it")
 @pytest.mark.parametrize("how", ["forgotten", "closed"])
 def test_a_gpu_frees_no_memory_that_is_held(held: Held, how: str) -> None:
