@@ -97,10 +97,8 @@ class DescriptorServer:
             connection, _ = listener.accept()
         except BlockingIOError:  # the client has left meanwhile
             return
-        except OSError as error:
-            if error.errno not in EXHAUSTED:
-                raise
-            time.sleep(_PAUSE_SECONDS)  # the client waits, and may succeed when something is closed
+        except OSError:
+            time.sleep(_PAUSE_SECONDS)  # the client waits, and may succeed when there are descriptors or memory again
             return
         self.answer(connection)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -67,6 +69,14 @@ def test_a_request_that_cant_be_served_leaves_nothing_open(name: bytes, director
         fetch_descriptors(name, KIND, request_)
     assert open_files(directory) == []
     assert fetch_descriptors(name, KIND, b"0") == []
+
+
+def test_a_connection_that_cant_be_accepted_does_not_end_the_server() -> None:
+    class Refusing:
+        def accept(self) -> Any:
+            raise OSError(errno.ENOMEM, "no memory for a socket")
+
+    serve()._accept(cast("socket.socket", Refusing()))
 
 
 def test_a_name_that_nobody_has_is_refused() -> None:
