@@ -49,16 +49,18 @@ class InContext {
   explicit InContext(const ProxycclPoolCalls& calls) : calls_(calls), mode_(calls.relaxed) {
     if (calls.current != nullptr) {
       failed_ = calls.current(&before_) != 0;
-      if (!failed_ && before_ != calls.context) failed_ = calls.make_current(calls.context) != 0;
+      if (!failed_ && before_ != calls.context) {
+        failed_ = calls.make_current(calls.context) != 0;
+        switched_ = !failed_;
+      }
     }
     if (!failed_ && calls.exchange_capture_mode != nullptr) failed_ = calls.exchange_capture_mode(&mode_) != 0;
   }
   InContext(const InContext&) = delete;
   InContext& operator=(const InContext&) = delete;
   ~InContext() {
-    if (failed_) return;
-    if (calls_.exchange_capture_mode != nullptr) calls_.exchange_capture_mode(&mode_);
-    if (calls_.current != nullptr && before_ != calls_.context) calls_.make_current(before_);
+    if (!failed_ && calls_.exchange_capture_mode != nullptr) calls_.exchange_capture_mode(&mode_);
+    if (switched_) calls_.make_current(before_);
   }
   bool failed() const { return failed_; }
 
@@ -66,7 +68,7 @@ class InContext {
   const ProxycclPoolCalls& calls_;
   uint64_t before_ = 0;
   int mode_;
-  bool failed_ = false;
+  bool switched_ = false, failed_ = false;
 };
 
 uint64_t allocate(const ProxycclPoolCalls& calls, size_t bytes) {

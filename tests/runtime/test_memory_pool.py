@@ -152,7 +152,8 @@ class RecordedDriver:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.context, self.mode, self.refuses = self.BEFORE, self.STRICT, False
+        self.context, self.mode = self.BEFORE, self.STRICT
+        self.refuses = self.keeps_mode = False
         self.addresses = [
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t, ctypes.c_uint)(
                 self.allocate
@@ -185,8 +186,9 @@ class RecordedDriver:
         return 0
 
     def exchange(self, mode: Any) -> int:
-        self.mode, mode[0] = mode[0], self.mode
-        return 0
+        if not self.keeps_mode:
+            self.mode, mode[0] = mode[0], self.mode
+        return int(self.keeps_mode)
 
     def allocation_calls(self) -> AllocationCalls:
         allocate, free, current, make_current, exchange = (
@@ -212,7 +214,7 @@ recorded = RecordedDriver()  # lives as long as the process, because the device 
 @pytest.mark.parametrize("before", [RecordedDriver.BEFORE, RecordedDriver.OWN, 0])
 def test_the_threads_context_and_capture_mode_are_put_back(before: int) -> None:
     driver: Any = recorded
-    driver.calls, driver.context, driver.refuses = [], before, False
+    driver.calls, driver.context, driver.refuses, driver.keeps_mode = [], before, False, False
     MemoryPool(driver)
     ptr = allocate(100, driver.device)
     assert ptr == driver.PTR
@@ -220,6 +222,9 @@ def test_the_threads_context_and_capture_mode_are_put_back(before: int) -> None:
     free(ptr, 100, driver.device)
     assert (driver.context, driver.mode) == (before, driver.STRICT)
     driver.refuses = True
+    assert allocate(100, driver.device) == 0
+    assert (driver.context, driver.mode) == (before, driver.STRICT)
+    driver.keeps_mode = True
     assert allocate(100, driver.device) == 0
     assert (driver.context, driver.mode) == (before, driver.STRICT)
     meanwhile = (driver.OWN, driver.RELAXED)
