@@ -252,8 +252,8 @@ uint64_t proxyccl_pool_release(int device, uint64_t number);
 typedef struct ProxycclPlaces ProxycclPlaces;
 ProxycclPlaces *proxyccl_places_open(uint64_t start, uint64_t bytes, uint32_t count);
 void proxyccl_places_choose(ProxycclPlaces *places);
-uint32_t proxyccl_places_idle(ProxycclPlaces *places);
-void proxyccl_places_renew(ProxycclPlaces *places);
+uint64_t proxyccl_places_idle(ProxycclPlaces *places);
+void proxyccl_places_renew(ProxycclPlaces *places, uint64_t last);
 int proxyccl_places_close(ProxycclPlaces *places);
 
 typedef struct {

@@ -24,10 +24,10 @@ typedef struct ProxycclPlaces ProxycclPlaces;
 ProxycclPlaces* proxyccl_places_open(uint64_t start, uint64_t bytes, uint32_t count);
 /* The source of this thread's allocations; NULL for none. */
 void proxyccl_places_choose(ProxycclPlaces* places);
-/* The number of places that the library has freed and nobody has renewed. */
-uint32_t proxyccl_places_idle(ProxycclPlaces* places);
-/* Lets the library allocate the idle ones again. The caller must have waited for the device since they were freed. */
-void proxyccl_places_renew(ProxycclPlaces* places);
+/* The number of the last freeing of those places that nobody has renewed since; 0 if there are none. */
+uint64_t proxyccl_places_idle(ProxycclPlaces* places);
+/* Lets the library allocate those again that it freed up to then. The caller must have waited for the device since. */
+void proxyccl_places_renew(ProxycclPlaces* places, uint64_t last);
 /* Closes the places if the library uses none of them. Returns whether it did. No thread may have them chosen. */
 int proxyccl_places_close(ProxycclPlaces* places);
 

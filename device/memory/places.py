@@ -51,9 +51,10 @@ class Places:
         """Has this thread's allocations until `leave` get a place or, if none is left, an address that belongs to no
         place. Such an allocation must be freed at once, unused.
         """
-        if lib.proxyccl_places_idle(self._native):
+        idle = lib.proxyccl_places_idle(self._native)
+        if idle:
             self._runtime.synchronize()
-            lib.proxyccl_places_renew(self._native)
+            lib.proxyccl_places_renew(self._native, idle)  # not those that other threads have freed meanwhile
         lib.proxyccl_places_choose(self._native)
 
     @staticmethod

@@ -71,6 +71,23 @@ def test_a_freed_place_is_allocated_again_when_the_device_was_waited_for(places:
         free(ptr)
 
 
+def test_a_place_that_is_freed_during_the_wait_stays_idle(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    with chosen(places):
+        first, second = allocate(), allocate()
+    free(first)
+    synchronize = places._runtime.synchronize
+
+    def free_meanwhile() -> None:
+        synchronize()
+        free(second)
+
+    monkeypatch.setattr(places._runtime, "synchronize", free_meanwhile)
+    with chosen(places):
+        assert allocate() == first
+        assert places.number_at(allocate()) is None
+    free(first)
+
+
 def test_a_thread_chooses_for_itself(places: Places) -> None:
     found: list[int | None] = []
     with chosen(places):
