@@ -24,10 +24,10 @@ typedef struct ProxycclLaunch {
 
 enum { PROXYCCL_OTHER_CONTEXT = -1 };
 
-/* Whether the kernel's context is the calling thread's current one. */
-static inline int proxyccl_is_current(const ProxycclLaunch* launch) {
-  uint64_t context = 0;
-  return launch->current == NULL || (launch->current(&context) == 0 && context == launch->context);
+/* Whether a context is the calling thread's current one, which `current` stores; NULL: there is only one. */
+static inline int proxyccl_is_current(int (*current)(uint64_t* context), uint64_t context) {
+  uint64_t here = 0;
+  return current == NULL || (current(&here) == 0 && here == context);
 }
 
 /* Returns the driver's status. */
@@ -40,7 +40,8 @@ static inline int proxyccl_launch_current(const ProxycclLaunch* launch, uintptr_
 
 /* Returns the driver's status, or PROXYCCL_OTHER_CONTEXT with nothing done. */
 static inline int proxyccl_launch(const ProxycclLaunch* launch, uintptr_t stream) {
-  return proxyccl_is_current(launch) ? proxyccl_launch_current(launch, stream) : PROXYCCL_OTHER_CONTEXT;
+  if (!proxyccl_is_current(launch->current, launch->context)) return PROXYCCL_OTHER_CONTEXT;
+  return proxyccl_launch_current(launch, stream);
 }
 
 #endif

@@ -53,12 +53,6 @@ typedef struct ProxycclStreamOperations {
   const ProxycclSleepers* const* wakes; /* of the proxies that they ring, ends with NULL; NULL: of none */
 } ProxycclStreamOperations;
 
-/* Whether the streams' context is the calling thread's current one. */
-static inline int proxyccl_stream_is_current(const ProxycclStreamOperations* self) {
-  uint64_t context = 0;
-  return self->current == 0 || (self->current(&context) == 0 && context == self->context);
-}
-
 static inline int proxyccl_stream_issue_words(const ProxycclStreamOperations* self, ProxycclStreamOperation* words,
                                               uint32_t count, void* stream) {
   if (self->batch != 0) return self->batch(stream, count, words, 0);
@@ -96,7 +90,8 @@ static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, 
 
 /* Returns the driver's status, or PROXYCCL_OTHER_CONTEXT with nothing done. */
 static inline int proxyccl_stream_issue(ProxycclStreamOperations* self, uintptr_t stream) {
-  return proxyccl_stream_is_current(self) ? proxyccl_stream_issue_current(self, stream) : PROXYCCL_OTHER_CONTEXT;
+  if (!proxyccl_is_current(self->current, self->context)) return PROXYCCL_OTHER_CONTEXT;
+  return proxyccl_stream_issue_current(self, stream);
 }
 
 #endif

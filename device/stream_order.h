@@ -24,8 +24,7 @@ typedef struct ProxycclStreamOrder {
 
 /* A default stream's handle means the current context's. */
 static inline int proxyccl_order_is_current(const ProxycclStreamOrder* self) {
-  uint64_t context = 0;
-  return self->current == NULL || (self->current(&context) == 0 && context == self->context);
+  return proxyccl_is_current(self->current, self->context);
 }
 
 static inline int proxyccl_stream_captures(const ProxycclStreamOrder* self, uintptr_t stream) {

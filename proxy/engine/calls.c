@@ -110,14 +110,14 @@ static int end_call(const ProxycclCallers *callers, uintptr_t stream, int status
 
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const ProxycclLaunch *launch,
                          uintptr_t stream) {
-  if (!proxyccl_is_current(launch)) return PROXYCCL_OTHER_CONTEXT;
+  if (!proxyccl_is_current(launch->current, launch->context)) return PROXYCCL_OTHER_CONTEXT;
   const int status = agree_to_issue(callers, call);
   return status != 0 ? status : end_call(callers, stream, proxyccl_launch_current(launch, stream));
 }
 
 int proxyccl_calls_ring(ProxycclCallers *callers, const ProxycclCall *call, ProxycclStreamOperations *operations,
                         uintptr_t stream) {
-  if (!proxyccl_stream_is_current(operations)) return PROXYCCL_OTHER_CONTEXT;
+  if (!proxyccl_is_current(operations->current, operations->context)) return PROXYCCL_OTHER_CONTEXT;
   const int status = agree_to_issue(callers, call);
   return status != 0 ? status : end_call(callers, stream, proxyccl_stream_issue_current(operations, stream));
 }
