@@ -59,13 +59,11 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
   auto begin = [&](uint64_t k, uint32_t owner) { return minimum(owner * share + minimum(k * piece, share), count); };
   auto size = [&](uint64_t k, uint32_t owner) { return begin(k + 1, owner) - begin(k, owner); };
   auto buffer = [](uint32_t kind, uint64_t k) { return kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH); };
-  // A rank has slots for its peers, in rank order.
-  auto slot = [](uint32_t of, uint32_t at) { return of < at ? of : of - 1; };
   auto outbox = [&](uint32_t kind, uint64_t k, uint32_t peer) {
-    return lane.outbox(buffer(kind, k), peer, slot(rank, peer), slot(peer, rank));
+    return lane.outbox(buffer(kind, k), peer, slotOf(peer, rank), slotOf(rank, peer));
   };
   auto inbox = [&](uint32_t kind, uint64_t k, uint32_t peer) {
-    return lane.inbox(buffer(kind, k), peer, slot(peer, rank));
+    return lane.inbox(buffer(kind, k), peer, slotOf(rank, peer));
   };
 
   auto scatter = [&](uint64_t k) {
@@ -98,7 +96,7 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
   const uint32_t peer = threadIdx.x;
   const bool talks = lane.handles(peer);
   auto post = [&](uint32_t kind, uint64_t k, uint32_t owner) {
-    if (talks) lane.post(buffer(kind, k), peer, slot(rank, peer), slot(peer, rank), size(k, owner) * sizeof(T));
+    if (talks) lane.post(buffer(kind, k), peer, slotOf(peer, rank), slotOf(rank, peer), size(k, owner) * sizeof(T));
   };
   auto await = [&] {
     if (talks) lane.await(peer);

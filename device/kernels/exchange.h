@@ -186,7 +186,7 @@ class Exchange {
   // The two halves of send(), for data that is not contiguous: outbox() is where to write it, announce() says how many
   // bytes were written.
   PROXYCCL_DEVICE char* outbox(uint32_t peer) const {
-    return lane_.outbox(buffer(round_), peer, slot(peer, team_.rank), slot(team_.rank, peer));
+    return lane_.outbox(buffer(round_), peer, slotOf(peer, team_.rank), slotOf(team_.rank, peer));
   }
   PROXYCCL_DEVICE void announce(uint32_t peer, uint64_t bytes) {
     if (threadIdx.x == peer) outgoing_ = bytes;
@@ -197,7 +197,7 @@ class Exchange {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;
     if (lane_.handles(peer)) {
-      lane_.post(buffer(round_), peer, slot(peer, team_.rank), slot(team_.rank, peer), outgoing_);
+      lane_.post(buffer(round_), peer, slotOf(peer, team_.rank), slotOf(team_.rank, peer), outgoing_);
       for (; owed_ > 0; --owed_) lane_.await(peer);
       lane_.await(peer);
     }
@@ -210,7 +210,7 @@ class Exchange {
   PROXYCCL_DEVICE void post() const {
     lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;
-    if (lane_.handles(peer)) lane_.post(buffer(round_), peer, slot(peer, team_.rank), slot(team_.rank, peer), 0);
+    if (lane_.handles(peer)) lane_.post(buffer(round_), peer, slotOf(peer, team_.rank), slotOf(team_.rank, peer), 0);
   }
   PROXYCCL_DEVICE void await() const {
     const uint32_t peer = threadIdx.x;
@@ -221,7 +221,7 @@ class Exchange {
   PROXYCCL_DEVICE void oweAwait() { ++owed_; }
 
   PROXYCCL_DEVICE const char* inbox(uint32_t peer) const {
-    return lane_.inbox(buffer(round_ - 1), peer, slot(team_.rank, peer));
+    return lane_.inbox(buffer(round_ - 1), peer, slotOf(team_.rank, peer));
   }
 
   // Rounds for this lane's share of `total` elements of `size` bytes. In each it calls send(offset, length), which
@@ -266,7 +266,6 @@ class Exchange {
   static PROXYCCL_DEVICE uint32_t slotsOf(const ProxycclTeam& team) {
     return team.world_size > 1 ? team.world_size - 1 : 1;
   }
-  static PROXYCCL_DEVICE uint32_t slot(uint32_t at, uint32_t of) { return of < at ? of : of - 1; }
 
   const ProxycclTeam& team_;
   Lane lane_;

@@ -12,6 +12,7 @@
 
 #include "arrived.h"
 #include "instance.h"
+#include "integers.h"
 #include "proxyccl/wait.h"
 #include "reduce_ranks.h"
 
@@ -126,7 +127,7 @@ struct ChunkSource {
 
   PROXYCCL_DEVICE const T* operator()(uint32_t source) const {
     if (source == rank) return own;
-    return reinterpret_cast<const T*>(slots + (source < rank ? source : source - 1) * slot_bytes);
+    return reinterpret_cast<const T*>(slots + slotOf(rank, source) * slot_bytes);
   }
 };
 

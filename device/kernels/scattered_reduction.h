@@ -96,12 +96,12 @@ class ScatteredReduction {
   }
   PROXYCCL_DEVICE uint64_t beginOf(uint64_t k, uint32_t owner) const { return owner * team_.share + k * team_.piece; }
 
-  // The slot for rank `of` in the buffers of rank `at`, which has slots for its peers, in rank order.
+  // The slot for rank `of` in the buffers of rank `at`.
   PROXYCCL_DEVICE T* slot(uint32_t at, uint32_t kind, uint64_t k, uint32_t of) const {
     const uint32_t buffer = kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH);
     return reinterpret_cast<T*>((at == team_.rank ? team_.scratch : team_.remote[at]) +
                                 PROXYCCL_ROUND_BUFFERS * team_.exchange_bytes + buffer * team_.pipeline_bytes +
-                                (of < at ? of : of - 1) * team_.slot_bytes);
+                                slotOf(at, of) * team_.slot_bytes);
   }
 
   PROXYCCL_DEVICE void copy(T* to, T* from, uint64_t count) const {
