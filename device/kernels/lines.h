@@ -106,7 +106,7 @@ struct LineForm {
     }
 #endif
   }
-  static PROXYCCL_DEVICE Words read(const LL16Packet* slot, uint64_t p, uint32_t) {
+  static PROXYCCL_DEVICE Words read(const LL16Packet* slot, uint64_t p) {
     const uint64_t* const words = wordsIn(slot, p);
     Words result;
 #if PROXYCCL_WHOLE_LINES
@@ -131,7 +131,7 @@ struct LineForm {
   static PROXYCCL_DEVICE bool carries(const Words& words, uint64_t p, uint32_t flag) {
     return !hasFlag(p) || (words.lines[0].high == flag && words.lines[1].high == flag);
   }
-  static PROXYCCL_DEVICE uint64_t flagOf(const Words& words, uint64_t) { return words.lines[0].high; }
+  static PROXYCCL_DEVICE uint64_t flagOf(const Words& words) { return words.lines[0].high; }
   static PROXYCCL_DEVICE Payload payloadOf(const Words& words, uint64_t p) {
     const Bytes16 first = words.lines[0], second = words.lines[1];
     return hasFlag(p) ? Payload{{{first.low, second.low}, {}}} : Payload{{first, second}};

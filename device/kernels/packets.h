@@ -117,9 +117,9 @@ struct PacketForm {
   static PROXYCCL_DEVICE void write(LL16Packet* slot, uint64_t p, const Payload& payload, uint32_t flag) {
     slot[p].write(payload, flag);
   }
-  static PROXYCCL_DEVICE Words read(const LL16Packet* slot, uint64_t p, uint32_t) { return slot[p].load(); }
+  static PROXYCCL_DEVICE Words read(const LL16Packet* slot, uint64_t p) { return slot[p].load(); }
   static PROXYCCL_DEVICE bool carries(const Words& words, uint64_t, uint32_t flag) { return words.carries(flag); }
-  static PROXYCCL_DEVICE uint64_t flagOf(const Words& words, uint64_t) { return words.low >> 32; }
+  static PROXYCCL_DEVICE uint64_t flagOf(const Words& words) { return words.low >> 32; }
   static PROXYCCL_DEVICE Payload payloadOf(const Words& words, uint64_t) { return words.payload(); }
   template <class Ready>
   static PROXYCCL_DEVICE bool wait(ProxycclControl* control, const WaitFor& what, Ready ready) {
@@ -205,13 +205,13 @@ class Lanes {
         bool complete = true;
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i)
-          if (isPeer(first + i)) words[i] = Form::read(slotIn(team_.scratch, first_slot + first + i), p, flag());
+          if (isPeer(first + i)) words[i] = Form::read(slotIn(team_.scratch, first_slot + first + i), p);
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i) {
           if (!isPeer(first + i) || Form::carries(words[i], p, flag())) continue;
           complete = false;
           what.peer = first + i;
-          *seen = Form::flagOf(words[i], p);
+          *seen = Form::flagOf(words[i]);
         }
         return complete;
       });

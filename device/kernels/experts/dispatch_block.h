@@ -179,7 +179,7 @@ class Dispatch {
  private:
   // Numbers the slots of each expert in order, stores them, and counts them. In a tile of slots each expert has one bit
   // per slot; a slot's number is how many of its expert's bits are set before its own.
-  PROXYCCL_DEVICE void countSlots(uint32_t n, uint32_t* counts, uint32_t experts) const;
+  PROXYCCL_DEVICE void countSlots(uint32_t n, uint32_t* counts) const;
   // Called by the block, with a row for each rank: keeps only the first of each token's equal targets.
   PROXYCCL_DEVICE void dropLaterTargets() const;
   // The id under which slot s of this block's tokens counts; the number of experts, or more, if it does not.

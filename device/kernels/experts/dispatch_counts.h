@@ -44,7 +44,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::route() const {
   }
   __syncthreads();
   if (keepsTargets() && choices_.byRank()) dropLaterTargets();
-  countSlots(n, counts, experts);
+  countSlots(n, counts);
   syncThreadsDevice();
   const ProxycclExpertSegment head = {call_.tokens, bad_slot, call_.wanted_tokens, call_.output_buffer};
   toNode([&](char* routing) {
@@ -113,9 +113,10 @@ PROXYCCL_DEVICE uint32_t Dispatch<Mode>::countedId(uint32_t s) const {
 }
 
 template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::countSlots(uint32_t n, uint32_t* counts, uint32_t experts) const {
+PROXYCCL_DEVICE void Dispatch<Mode>::countSlots(uint32_t n, uint32_t* counts) const {
   __shared__ uint16_t before[kScratch];  // for each word of bits, how many bits of the expert are before it
   uint32_t* bits = scratch();
+  const uint32_t experts = team_.experts();
   const uint32_t some = experts < kScratch ? experts : kScratch, words = kScratch / some;
   for (uint32_t start = 0; start < n; start += 32 * words) {
     const uint32_t size = n - start < 32 * words ? n - start : 32 * words;
