@@ -441,7 +441,8 @@ class Communicator:
         """Ends `register` for an array, or for a result of `register`. Not collective.
 
         Neither queued work nor graphs that will be replayed may still use the array as registered memory. It may then
-        be freed.
+        be freed. Where ranks reach one another by a remote transport, all of them end it between the same two
+        collectives, because a rank's proxy forgets its peers' arrays too.
 
         Raises:
             ArgumentError: the array is not registered.

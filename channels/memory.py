@@ -364,6 +364,8 @@ class RegisteredMemory:
         if self._closed or self._group.failure.inherited:
             return
         self._closed = True
+        if not self._group.failure.closed:  # calls that are kept name the ids, which go to other memory
+            self._group.symmetric.notify(self.ptr, self.ptr + self.nbytes)
         self._group.links.schedule_ids -= self._schedule_ids
         service = self._group.links.proxy_if_started
         if service is not None:

@@ -190,6 +190,11 @@ class SymmetricMemory:
         """Has `changed(start, end)` called when the knowledge about a range of this rank's memory changes."""
         self._listeners.append(changed)
 
+    def notify(self, start: int, end: int) -> None:
+        """Tells the listeners that the knowledge about a range has changed."""
+        for listener in self._listeners:
+            listener(start, end)
+
     # -- this rank's memory ---
 
     def allocate(self, nbytes: int, *, reserved: bool = False) -> Memory:
@@ -256,7 +261,7 @@ class SymmetricMemory:
             self._watched_anew = True
             if lent and self._proxy is not None:
                 self._offer_to_proxies(announced)
-        self._changed(announced)
+        self.notify(announced.start, announced.end)
         return announced
 
     def withdraw(self, announced: Announced) -> None:
@@ -276,7 +281,7 @@ class SymmetricMemory:
             if alive is not None:
                 alive.withdraw(same)
         if not closed:
-            self._changed(announced)
+            self.notify(announced.start, announced.end)
             self._remove_from_proxy(announced)
 
     def note_end(self, announced: Announced) -> bool:
@@ -312,7 +317,7 @@ class SymmetricMemory:
                 return
             announced.users = 0
             self._end(announced)
-        self._changed(announced)
+        self.notify(announced.start, announced.end)
         self._remove_from_proxy(announced)
 
     def _end(self, announced: Announced) -> None:
@@ -485,10 +490,6 @@ class SymmetricMemory:
 
     def _replies(self, entry: int) -> list[int] | None:
         return self._own.replies(entry, [self._numbers[peer] for peer in sorted(self._peers)])
-
-    def _changed(self, announced: Announced) -> None:
-        for listener in self._listeners:
-            listener(announced.start, announced.end)
 
     def _remove_from_proxy(self, announced: Announced) -> None:
         """Returns the ids of a withdrawn range."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from proxyccl import Communicator
@@ -49,3 +50,27 @@ def test_spans_arrive_whole(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None
 
     with Ranks(RANKS, local_world_size=LOCAL, transport=BETWEEN) as nodes:
         assert all(nodes.run(body))
+
+
+def test_a_repeated_call_does_not_reach_memory_that_has_taken_the_ids_of_its_array(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    FakeNetwork(monkeypatch)
+
+    def body(comm: Communicator) -> None:
+        x, y = (comm.empty(5003, "int32") for _ in range(2))
+        first, second = np.asarray(x), np.asarray(y)
+        ids = comm.register(x).id
+        for turn in range(3):
+            first[:] = 2 * turn + comm.rank
+            comm.broadcast(x, 0, algorithm="proxy")
+            assert (first == 2 * turn).all()
+        comm.deregister(x)
+        assert comm.register(y).id == ids
+        first[:], second[:] = 8 + comm.rank, -1
+        comm.broadcast(x, 0, algorithm="proxy")
+        assert (first == 8).all()
+        assert (second == -1).all()
+
+    with Ranks(2, local_world_size=1, transport="verbs") as nodes:
+        nodes.run(body)
