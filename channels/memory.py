@@ -352,6 +352,11 @@ class RegisteredMemory:
                 "memory", f"the array at {self.ptr:#x} was freed; expected it to be deregistered before that"
             )
 
+    @property
+    def closed(self) -> bool:
+        """Whether its registration has ended."""
+        return self._closed
+
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the registered memory is closed")

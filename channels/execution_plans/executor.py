@@ -35,6 +35,9 @@ _LINE = 128
 _BARRIER_BYTES = 8  # a DeviceSyncer
 Reached = dict[BufferName, RegisteredMemory]
 _ARRAYS: dict[BufferName, int] = {"i": 0, "o": 1}
+_Key = tuple[int, tuple[tuple[BufferName, RegisteredMemory], ...]]
+"""Bytes of the input, and the registered arrays that peers reach. Their digests would not do: two arrays that can't be
+shared may have the same one."""
 
 
 class ExecutionPlans:
@@ -140,7 +143,7 @@ class _Resources:
         if plan.in_place and len(self._buffers) > 1:  # they are one array
             self._buffers["i"] = self._buffers["o"] = next(b for name, b in self._buffers.items() if name != "s")
         self._buffers["s"].reserve(1)
-        self._sizes: dict[tuple[Any, ...], _Sized] = {}  # by bytes of the input, and the arrays that peers reach
+        self._sizes: dict[_Key, _Sized] = {}
         self._retired: list[_Sized] = []  # graphs may still use them
         self._privates: list[Memory] = []
         self._kept: list[object] = []
@@ -224,10 +227,13 @@ class _Resources:
             self._retired += self._sizes.values()
             self._sizes.clear()
             self._forget()
-        key = (source.nbytes, *((buffer, memory.digest) for buffer, memory in given.items()))
+        key = source.nbytes, tuple(given.items())
         reached = {**self._registered(), **given}
         sized = self._sizes.get(key)
         if sized is None:
+            # Neither queued work nor graphs use those of an array that is no longer registered.
+            for old in [old for old in self._sizes if any(memory.closed for _, memory in old[1])]:
+                del self._sizes[old]
             sized = self._sizes[key] = self._tables(source, target, reached)
         before, own_in, own_out, after = self._places(source, target, reached)
         dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # one that combines nothing moves bytes

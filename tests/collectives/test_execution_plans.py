@@ -377,6 +377,47 @@ def test_registered_arrays_are_reached_where_they_lie(ranks: Ranks) -> None:
             np.testing.assert_array_equal(result, sum(inputs(RANKS, count, seed)))
 
 
+def test_registered_arrays_of_one_size_are_told_apart(pair: Ranks) -> None:
+    """Also arrays that can't be shared, whose registrations have nothing else that differs."""
+    plan = ExecutionPlan.load(all_gather(2, "port", "put"))
+
+    def body(communicator: Communicator) -> list[np.ndarray]:
+        given = [values(communicator.rank, 64, seed=seed) for seed in range(2)]
+        arrays = [communicator.register(on_device(communicator, each)) for each in given]
+        out = on_device(communicator, np.zeros(128, np.float32))
+        results = []
+        for array in arrays:
+            communicator.execute(plan, array, out=out)
+            communicator.synchronize()
+            results.append(on_host(out).copy())
+        return results
+
+    for results in pair.run(body):
+        for seed, result in enumerate(results):
+            np.testing.assert_array_equal(result, np.concatenate(inputs(2, 64, seed)))
+
+
+def test_an_array_that_is_registered_again_is_named_by_its_new_ids(pair: Ranks) -> None:
+    plan = ExecutionPlan.load(all_gather(2, "port", "put"))
+
+    def body(communicator: Communicator) -> np.ndarray:
+        x, other = (communicator.empty(48) for _ in range(2))
+        for seed, array in enumerate((x, other)):
+            array.upload(values(communicator.rank, 48, seed=seed))
+        out = on_device(communicator, np.zeros(96, np.float32))
+        registered = communicator.register(x)
+        communicator.execute(plan, registered, out=out)
+        communicator.synchronize()
+        communicator.deregister(registered)
+        communicator.register(other)  # takes the ids
+        communicator.execute(plan, communicator.register(x), out=out)
+        communicator.synchronize()
+        return on_host(out)
+
+    for result in pair.run(body):
+        np.testing.assert_array_equal(result, np.concatenate(inputs(2, 48, 0)))
+
+
 def scattered_and_gathered(view: RankView) -> list[Ops]:
     """An all-gather that does not read inputs after the first write to an output, and reaches only outputs."""
     put = move("put", [own("i", 0)], [view.at(1 - view.rank, "s", 0)], channel_type="memory")
