@@ -81,8 +81,12 @@ class Transfers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._issue()
+        try:
+            if error is None:
+                self._issue()
+        finally:  # another block collects anew
+            for collected in (self._transfers, self._own_sends, self._own_receives):
+                collected.clear()
 
     def _issue(self) -> None:
         group = self._group

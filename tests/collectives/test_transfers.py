@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -101,6 +102,24 @@ def test_a_group_may_hold_more_transfers_than_a_launch(pairs: Ranks) -> None:
         comm.synchronize()
         for i, out in enumerate(outs):
             np.testing.assert_array_equal(on_host(out), values(peer, comm.rank, 9 + i))
+
+    pairs.run(body)
+
+
+def test_each_block_of_one_group_issues_its_own_transfers_alone(pairs: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        peer, transfers = 1 - comm.rank, comm.transfers()
+        outs = [on_device(comm, np.zeros(8, np.uint8)) for _ in range(2)]
+        with contextlib.suppress(KeyError), transfers:
+            transfers.send(outs[0], peer)
+            raise KeyError
+        for nbytes, out in enumerate(outs, 8):
+            with transfers:
+                transfers.send(on_device(comm, values(comm.rank, peer, nbytes)[:8]), peer)
+                transfers.recv(out, peer)
+        comm.synchronize()
+        for nbytes, out in enumerate(outs, 8):
+            np.testing.assert_array_equal(on_host(out), values(peer, comm.rank, nbytes)[:8])
 
     pairs.run(body)
 
