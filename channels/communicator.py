@@ -796,7 +796,7 @@ class Communicator:
 
         Returns:
             `out`, or the new array. Raises as `all_reduce`, and MismatchError for a count that differs from the
-            peer's.
+            peer's, if neither is 0: see `send`.
         """
         return all_to_all_v(self._collectives, x, send_counts, recv_counts, out, stream)
 
@@ -846,6 +846,9 @@ class Communicator:
 
         Data that does not fit into the peer's scratch memory (some hundred KiB) waits for the peer's `recv`.
 
+        Nothing is sent for an empty array, or received in one. If the array of one side alone is empty, no error is
+        raised, and the other side's transfer meets the next one of the pair.
+
         Args:
             x: any contiguous array, of as many bytes as the peer receives.
             peer: another rank.
@@ -854,7 +857,7 @@ class Communicator:
 
         Raises:
             ArgumentError: an argument is wrong, and nothing was sent.
-            MismatchError: the peer receives a different number of bytes.
+            MismatchError: the peer receives a different number of bytes, and neither number is 0.
             CommunicatorError: a rank failed; see its subclasses.
         """
         send(self._collectives, x, peer, stream)
