@@ -66,7 +66,9 @@ def _require_instance(argument: str, value: object, kind: type) -> None:
 class Communicator:
     """A group of ranks.
 
-    All of them construct it together, and call its collectives and registrations in the same order.
+    All of them construct it together, and call its collectives and registrations in the same order. So one thread of a
+    rank at a time makes these. Others may `send`, `recv` and use `transfers` meanwhile, once `prepare_transfers` has
+    returned.
 
     Use it as a context manager, or call `close`.
 
@@ -835,7 +837,9 @@ class Communicator:
         """Sets up transfers between ranks. All ranks call this together.
 
         The first `send`, `recv` or `transfers` does so too, and then waits for all ranks. A program in which not all
-        ranks take part in a first transfer calls this before it.
+        ranks take part in a first transfer calls this before it. So does one that makes transfers in another thread
+        than collectives: two threads that wait for all ranks at once end the communicator, or one of them gets
+        ConcurrentCallError.
         """
         self._group.failure.require_usable()
         if self.world_size > 1:

@@ -63,7 +63,11 @@ class ClosedError(ProxyCCLError):
 
 
 class ConcurrentCallError(ProxyCCLError, RuntimeError):
-    """Another thread of this rank is in a call that only one thread may make at a time. The call had no effect."""
+    """Another thread of this rank is in a call that only one thread may make at a time.
+
+    The call had no effect, except that a collective counts as made: ranks may have compared it, so it can't be tried
+    again.
+    """
 
 
 class ProtocolError(ProxyCCLError):

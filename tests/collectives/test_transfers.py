@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from proxyccl.channels.collectives.flows import MOST_TRANSFERS
 from support.device_arrays import on_device, on_host
 from support.devices import world_sizes
 from support.ranks import Ranks
+from support.running import run_ranks
 
 LONG = 3_000_001  # bytes: more than a flow's slots hold
 
@@ -185,6 +187,28 @@ def test_an_issue_on_a_stream_waits_for_no_peer(pairs: Ranks) -> None:
         comm.synchronize(stream)
 
     pairs.run(body)
+
+
+@pytest.mark.host_only(reason="is about the exchanges of first calls")
+def test_a_thread_may_make_transfers_while_another_makes_its_first_collectives() -> None:
+    def body(comm: Communicator) -> None:
+        def move() -> None:
+            peer = 1 - comm.rank
+            for nbytes in range(1, 9):
+                out = np.zeros(nbytes, np.uint8)
+                with comm.transfers() as transfers:
+                    transfers.send(values(comm.rank, peer, nbytes), peer)
+                    transfers.recv(out, peer)
+                np.testing.assert_array_equal(out, values(peer, comm.rank, nbytes))
+
+        comm.prepare_transfers()
+        with ThreadPoolExecutor(1) as another:
+            moved = another.submit(move)
+            for algorithm in ("two_shot", "proxy"):
+                assert (comm.all_reduce(np.ones(8, np.float32), algorithm=algorithm) == 2).all()
+            moved.result()
+
+    run_ranks(2, body)
 
 
 def test_a_size_that_differs_is_named(pairs: Ranks) -> None:
