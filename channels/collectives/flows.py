@@ -16,6 +16,7 @@ from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.arrays.array import Array, ArrayView
 from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import KernelError
@@ -41,10 +42,6 @@ def load_kernel(runtime: Runtime) -> Kernel:
     """The kernel of transfers; loads it if necessary."""
     (kernel,) = COLLECTIVES["send"]
     return runtime.shipped(kernel.file, kernel.name)
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 class Transfer(Struct, frozen=True):
@@ -140,7 +137,7 @@ class Flows:
         self._kept = memory
         ends = 2 * self._lanes  # of each peer: a lane's two flows
         self._links = Links(group, memory, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
-        counters_bytes = _round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
+        counters_bytes = round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
         raw = self._links.raw
         self._memory = runtime.allocate(counters_bytes + len(raw))
         runtime.copy(self._memory.ptr + counters_bytes, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
@@ -249,7 +246,7 @@ class Flows:
             entry.dst = ffi.cast("char *", transfer.target.ptr if transfer.target else 0)
             entry.bytes, entry.peer = nbytes, transfer.peer
             entry.lanes = min(self._lanes, -(-nbytes // self._bytes_per_lane))  # both sides compute the same
-            entry.lane_bytes = _round_up(-(-nbytes // entry.lanes), 128)
+            entry.lane_bytes = round_up(-(-nbytes // entry.lanes), 128)
             blocks += entry.lanes
         threads = min(_THREADS, self._runtime.launch_defaults.threads)
         return self._kernel.prepare(blocks, threads, ProxiedStruct.of(bytes(ffi.buffer(flows)), self._links.sleepers))

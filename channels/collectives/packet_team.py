@@ -12,6 +12,7 @@ from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.arrays.dtypes import DType
 
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
@@ -103,18 +104,18 @@ class PacketTeam:
         each = -(-payloads // blocks)
         epochs = -(-each // scratch.slot_packets)
         each = -(-each // epochs)
-        threads = min(self._max_threads, _round_up(each, _WARP))
+        threads = min(self._max_threads, round_up(each, _WARP))
         return PacketLaunch(False, blocks, threads, scratch.parameter(payloads, epochs, each))
 
     def _lines(self, share: int, most_blocks: int) -> PacketLaunch:
         units = -(-share // _UNIT_BYTES)
         packets = -(-units // _LINE_UNITS) * _LINE_THREADS
         scratch = self.scratch[1]
-        share_of_block = _round_up(-(-packets // most_blocks), _LINE_WARP)
+        share_of_block = round_up(-(-packets // most_blocks), _LINE_WARP)
         epochs = -(-share_of_block // (scratch.slot_packets // _LINE_PACKETS // _LINE_WARP * _LINE_WARP))
-        each = _round_up(-(-share_of_block // epochs), _LINE_WARP)
+        each = round_up(-(-share_of_block // epochs), _LINE_WARP)
         blocks = -(-packets // (epochs * each))
-        threads = _round_up(-(-each // -(-each // self._max_threads)), _LINE_WARP)
+        threads = round_up(-(-each // -(-each // self._max_threads)), _LINE_WARP)
         return PacketLaunch(True, blocks, threads, scratch.parameter(units, epochs, each))
 
     def close(self) -> None:
@@ -169,7 +170,3 @@ class PacketScratch:
 
 def _slots(blocks: int, ranks: int) -> int:
     return 2 * blocks * lib.PROXYCCL_PACKET_SLOTS_PER_RANK * ranks
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

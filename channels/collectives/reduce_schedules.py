@@ -16,6 +16,7 @@ from proxyccl.channels.collectives.table import REDUCTION_OF_SCHEDULES
 from proxyccl.channels.schedules.memory import BLOCKS_DONE, CHUNKS_DONE, HERE, OPENED, TAKEN
 from proxyccl.channels.schedules.rings import Step
 from proxyccl.device._native import ffi
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.kernel import Launch
@@ -89,7 +90,7 @@ class _Pieces:
 
     def __init__(self, longest: int, itemsize: int, peers: Sequence[int], *, in_turn: bool) -> None:
         number = max(1, min(_MOST_PIECES, longest * itemsize // _SHORTEST_PIECE))
-        self.bounds = list(rounds(longest, _round_up(-(-longest // number), _PIECE_ALIGNMENT)))
+        self.bounds = list(rounds(longest, round_up(-(-longest // number), _PIECE_ALIGNMENT)))
         self._whole = (0, longest)
         self._peers, self._in_turn = peers, in_turn
 
@@ -142,7 +143,7 @@ def all_reduce_steps(
         return _one_crossing(by_proxy, source, target, op, members)
     steps: list[Step] = []
     for begin, count in rounds(source.size, by_proxy.longest_round // itemsize):
-        share = _round_up(-(-count // ranks), 16 // itemsize)
+        share = round_up(-(-count // ranks), 16 // itemsize)
         lengths = tuple(max(0, min(share, count - number * share)) for number in range(ranks))
         steps += _all_reduce_round(by_proxy, source, target, op, _Shares(members, begin, share, lengths))
     return steps
@@ -244,7 +245,7 @@ class _Slots:
         self._group, self._dtype, self._words = by_proxy.group, dtype, by_proxy.rings.words
         self._of_blocks = ffi.cast("uint32_t *", by_proxy.memories.reduction_words.ptr)
         self._members, self._peers = members, others(by_proxy.group, members)
-        self._slot_bytes = _round_up(nbytes, _SLOT_ALIGNMENT)
+        self._slot_bytes = round_up(nbytes, _SLOT_ALIGNMENT)
         self.nbytes = len(self._peers) * self._slot_bytes
         pinned = by_proxy.memories.pinned("scratch", self.nbytes) if may_be_pinned else None
         self._memory = pinned or by_proxy.memories.stage("scratch", self.nbytes)
@@ -296,7 +297,7 @@ class _Slots:
         many = -(-piece * ranks // (_MOST_PER_BLOCK * shortest))
         blocks = min(defaults.small_blocks, max(few, many))
         longest = _LONGEST_CHUNK * shortest * _MOST_RANKS // max(ranks, _MOST_RANKS)
-        chunk = _round_up(max(shortest, min(-(-piece // blocks), longest)), _CHUNK_ALIGNMENT)
+        chunk = round_up(max(shortest, min(-(-piece // blocks), longest)), _CHUNK_ALIGNMENT)
         arrived.pieces, arrived.piece, arrived.transfers = len(pieces), piece, transfers
         arrived.chunks, arrived.chunk = -(-piece // chunk), chunk
         arrived.first = first
@@ -390,7 +391,3 @@ class _Reduction:
         )
         wait = rings.stage(_JOINED, posts) if awaits else rings.stage(0, first)
         return [wait, reduction, *rings.end(() if awaits else [_JOINED], gated=gated)]
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

@@ -14,6 +14,7 @@ from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.channels.pinned_memory import PinnedRange
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.sleepers import ProxiedStruct
 from proxyccl.proxy.codec import Codec
@@ -36,10 +37,6 @@ _PINNED_BYTES_PER_BLOCK = 64 * 1024
 read it faster, but must meet."""
 _PROXIED_PARTS = 4
 """The least number of pieces into which data for the proxy is cut."""
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 class Team:
@@ -84,7 +81,7 @@ class Team:
         exchange_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.exchange_bytes
         pipeline_bytes = _PINNED_BUFFER_BYTES if self.pinned else defaults.pipeline_bytes
         buffers = lib.PROXYCCL_ROUND_BUFFERS * exchange_bytes + lib.PROXYCCL_PIPELINE_BUFFERS * pipeline_bytes
-        outputs = _round_up(2 * lanes * ranks * packet_team.PACKET_BYTES, 128)
+        outputs = round_up(2 * lanes * ranks * packet_team.PACKET_BYTES, 128)
         self._writes_outputs = self.all_mapped and members == list(range(group.world_size))
         both_ways = 2 * buffers + outputs
         self._scratch = allocate(group, (buffers + outputs if self.all_mapped or self.pinned else both_ways,), "uint8")
@@ -97,7 +94,7 @@ class Team:
         links = self._links.table
 
         epochs_offset = ffi.sizeof("ProxycclTeamCounters")
-        counters_bytes = _round_up(epochs_offset + lanes * ffi.sizeof("uint32_t"), 128)
+        counters_bytes = round_up(epochs_offset + lanes * ffi.sizeof("uint32_t"), 128)
         self._memory = runtime.allocate(counters_bytes + ffi.sizeof(links))
         raw = self._links.raw
         runtime.copy(self._memory.ptr + counters_bytes, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
@@ -158,9 +155,9 @@ class Team:
         reached = self._writes_outputs and reached_at is not None
         team.offers = reached and loadable and count * itemsize <= self._offered_bytes
         aligned = 16 // itemsize  # shares and pieces start on 16 bytes where the array does
-        most = share = _round_up(-(-count // team.world_size), aligned)
+        most = share = round_up(-(-count // team.world_size), aligned)
         if not self.all_mapped:  # even a message that fits at once is cut, so that its transfers overlap
-            most = max(_round_up(-(-share // _PROXIED_PARTS), aligned), _SHORTEST_PROXIED_PIECE // itemsize)
+            most = max(round_up(-(-share // _PROXIED_PARTS), aligned), _SHORTEST_PROXIED_PIECE // itemsize)
         self._cut(team, share, itemsize, most)
         return self.grid(count * itemsize, policy), self._struct(team)
 

@@ -23,6 +23,7 @@ from proxyccl.channels.memory import RegisteredMemory, allocate, register
 from proxyccl.channels.proxy_channel import connect_handles
 from proxyccl.channels.sm_channel import SmSemaphores
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.arrays.array import Array, ArrayView
 from proxyccl.device.arrays.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError
@@ -246,7 +247,7 @@ class _Resources:
         document = self._plan.document
         chunks = max(gpu.scratch_chunks for gpu in document.gpus)
         nbytes = chunk * chunks * (2 if document.protocol == "LL" else 1)
-        return -(-nbytes // _LINE) * _LINE
+        return round_up(nbytes, _LINE)
 
     def _share(self, rank: int, buffer: BufferName, source: ArrayView, target: ArrayView) -> int:
         """Where a rank's input or output begins in the buffer that peers reach.

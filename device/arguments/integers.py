@@ -1,4 +1,4 @@
-"""Integers from callers: Python's, numpy's and torch's, and any other object that can be an index."""
+"""Integers from callers: Python's, numpy's and torch's, and any other object that can be an index. Rounding them."""
 
 from __future__ import annotations
 
@@ -50,3 +50,8 @@ def as_integer(value: Any, argument: str, expected: str, lowest: int, highest: i
     if number is None or number < lowest or (highest is not None and number > highest):
         raise ArgumentError(argument, f"{expected}, not {value!r}")
     return number
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is not less than a number."""
+    return -(-n // multiple) * multiple
