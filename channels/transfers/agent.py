@@ -40,7 +40,7 @@ from proxyccl.channels.transfers.paths import (
 from proxyccl.channels.transfers.peers import Peer
 from proxyccl.channels.transfers.preparing import Preparer, kind_of
 from proxyccl.channels.transfers.published import Published
-from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions
+from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, overlapping
 from proxyccl.channels.transfers.transfer import State, Transfer, set_label
 from proxyccl.device.arrays.array import Array, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
@@ -328,10 +328,11 @@ class Agent:
                 peer = self._peers[message.name] = Peer(message.place)
             elif message.place not in (None, peer.place):
                 raise NameTakenError(f"another agent of the name {message.name!r} was added", message.name)
+            replaced = overlapping(peer.regions.all, message.regions)  # their memory may be freed by now
             peer.regions.extend(message.regions)
-            peer.reached.add(share for share in message.shares if share.region.kind == VRAM)
-            peer.mapped.add(message.shares)
-            peer.keys.add((each.region, each.address, each.key) for each in message.keys)
+            peer.reached.add((share for share in message.shares if share.region.kind == VRAM), replaced)
+            peer.mapped.add(message.shares, replaced)
+            peer.keys.add(((each.region, each.address, each.key) for each in message.keys), replaced)
         return message.name
 
     def remove(self, name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.channels.transfers.copier import Copier
@@ -135,43 +136,55 @@ class Reached:
         self._lock = threading.Lock()
         self._shares: dict[Region, Share] = {}
         self._mapped: dict[tuple[Share, Copier], Memory] = {}
-        self._sorted: tuple[list[Share], Rows] | None = None
+        self._sorted: tuple[list[Share], Rows, Rows] | None = None
 
-    def add(self, shares: Iterable[Share]) -> None:
-        """Adds regions; a region that was registered again has a new handle."""
+    def add(self, shares: Iterable[Share], replaced: Iterable[Region] = ()) -> None:
+        """Adds regions, after those that they replace are forgotten. A region that was registered again has a new
+        handle."""
         with self._lock:
+            for region in replaced:
+                self._shares.pop(region, None)
             self._shares.update((share.region, share) for share in shares)
-            self._sorted = None
+            self._forget()
 
     def keep(self, regions: Iterable[Region]) -> None:
-        """Forgets all other regions. What is mapped stays so while transfers hold it."""
+        """Forgets all other regions."""
         with self._lock:
             chosen = set(regions)
             self._shares = {region: share for region, share in self._shares.items() if region in chosen}
-            self._mapped = {key: memory for key, memory in self._mapped.items() if key[0].region in chosen}
-            self._sorted = None
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forgets mappings of other shares. They stay while transfers hold them."""
+        self._mapped = {
+            key: memory for key, memory in self._mapped.items() if self._shares.get(key[0].region) == key[0]
+        }
+        self._sorted = None
 
     def of(self, regions: Iterable[Region]) -> list[Share]:
         """The shares of those regions that are a device's."""
         with self._lock:
             return [self._shares[region] for region in regions if region in self._shares]
 
-    def share_at(self, address: int) -> Share:
-        """The region that an address, which some region holds, belongs to."""
-        shares, starts = self._in_order()
-        return shares[int(np.searchsorted(starts, np.uint64(address), "right")) - 1]
+    def share_at(self, addresses: Rows, nbytes: Rows) -> Share:
+        """The region of the first of some blocks.
 
-    def map(self, copier: Copier, addresses: Rows) -> tuple[Rows, list[Memory], str]:
-        """The addresses at which a device reaches blocks, which regions hold.
+        Raises:
+            NoPathError: as `map`.
+        """
+        shares, at = self._find(addresses[:1], nbytes[:1])
+        return shares[int(at[0])]
+
+    def map(self, copier: Copier, addresses: Rows, nbytes: Rows) -> tuple[Rows, list[Memory], str]:
+        """The addresses at which a device reaches blocks.
 
         Returns:
             The addresses, the mapped memory that they lie in, and how it is shared, in words.
 
         Raises:
-            NoPathError: a region can't be mapped.
+            NoPathError: a region can't be mapped, or was deregistered, or replaced by another one.
         """
-        shares, starts = self._in_order()
-        at = np.searchsorted(starts, addresses, "right") - 1
+        shares, at = self._find(addresses, nbytes)
         used = np.flatnonzero(np.bincount(at, minlength=len(shares)))
         shifts = np.zeros(len(shares), np.uint64)
         memories = []
@@ -196,13 +209,21 @@ class Reached:
                 self._mapped[share, copier] = found
             return found
 
-    def _in_order(self) -> tuple[list[Share], Rows]:
+    def _find(self, addresses: Rows, nbytes: Rows) -> tuple[list[Share], NDArray[np.intp]]:
+        """Regions, and for each block the index of the one that holds it."""
         with self._lock:
             if self._sorted is None:
                 chosen = [self._shares[region] for region in outermost(self._shares)]
                 starts = np.array([share.region.address for share in chosen], np.uint64)
-                self._sorted = chosen, starts
-            return self._sorted
+                ends = starts + np.array([share.region.nbytes for share in chosen], np.uint64)
+                self._sorted = chosen, starts, ends
+            shares, starts, ends = self._sorted
+        at = np.searchsorted(starts, addresses, "right") - 1
+        outside = (at < 0) | (ends[at] < addresses + nbytes) if shares else np.ones(len(at), bool)
+        if outside.any():
+            address = int(addresses[outside.argmax()])
+            raise NoPathError(f"the region at {address:#x} was deregistered, or replaced by another one")
+        return shares, at
 
     def close(self) -> None:
         """Unmaps everything. No transfer may still use it."""

@@ -50,30 +50,37 @@ class Key(Message, frozen=True):
 
 
 class Keys:
-    """The keys of one agent's regions, or what local requests name them by."""
+    """The keys of one agent's regions, or what local requests name them by. Any thread may use it."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._keys: dict[Region, tuple[int, int]] = {}
         self._sorted: tuple[Rows, Rows] | None = None
 
-    def add(self, keys: Iterable[tuple[Region, int, int]]) -> None:
-        """Adds (region, address of its first byte for requests, key)."""
-        self._keys.update((region, (address, key)) for region, address, key in keys)
-        self._sorted = None
+    def add(self, keys: Iterable[tuple[Region, int, int]], replaced: Iterable[Region] = ()) -> None:
+        """Adds (region, address of its first byte for requests, key), after the regions that they replace are
+        forgotten."""
+        with self._lock:
+            for region in replaced:
+                self._keys.pop(region, None)
+            self._keys.update((region, (address, key)) for region, address, key in keys)
+            self._sorted = None
 
     def remove(self, region: Region) -> None:
         """Removes a region, if it is there."""
-        self._keys.pop(region, None)
-        self._sorted = None
+        with self._lock:
+            self._keys.pop(region, None)
+            self._sorted = None
 
     def find(self, addresses: Rows, nbytes: Rows) -> tuple[Rows, Rows] | None:
         """The addresses for requests, and the keys, of blocks; None if a block lies in no region with a key."""
-        if self._sorted is None:
-            chosen = outermost(self._keys)
-            found = [(each.address, each.address + each.nbytes, *self._keys[each]) for each in chosen]
-            table = np.array(found, np.uint64).reshape(-1, 4)
-            self._sorted = np.ascontiguousarray(table[:, 0]), table
-        starts, table = self._sorted
+        with self._lock:
+            if self._sorted is None:
+                chosen = outermost(self._keys)
+                rows = [(each.address, each.address + each.nbytes, *self._keys[each]) for each in chosen]
+                table = np.array(rows, np.uint64).reshape(-1, 4)
+                self._sorted = np.ascontiguousarray(table[:, 0]), table
+            starts, table = self._sorted
         at = np.searchsorted(starts, addresses, "right") - 1
         if not len(starts) or (at < 0).any() or (table[at, 1] < addresses + nbytes).any():
             return None

@@ -66,44 +66,55 @@ class Mapped:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._shares: dict[Region, Share] = {}
-        self._memories: dict[Share, SharedMemory] = {}
-        self._places = Keys()
+        self._mapped: dict[Share, SharedMemory] = {}
+        self._memories: list[SharedMemory] = []  # the same, in order
+        self._places = Keys()  # in place of keys, indices of the memory
         self._new = False
 
-    def add(self, shares: Iterable[Share]) -> None:
-        """Adds regions; a region that was registered again has a new handle."""
+    def add(self, shares: Iterable[Share], replaced: Iterable[Region] = ()) -> None:
+        """Adds regions, after those that they replace are forgotten. A region that was registered again has a new
+        handle."""
         with self._lock:
-            before = len(self._shares)
+            for region in replaced:
+                self._shares.pop(region, None)
             self._shares.update((share.region, share) for share in shares if share.region.kind == DRAM)
-            self._new = self._new or len(self._shares) > before
+            self._new = True
 
-    def find(self, addresses: Rows, nbytes: Rows) -> tuple[Rows | None, str]:
-        """The addresses of blocks here, or None if a block is in no region that can be mapped; and why one that should
-        be could not, or "".
+    def find(self, addresses: Rows, nbytes: Rows) -> tuple[Rows | None, list[SharedMemory], str]:
+        """Where blocks are here.
+
+        Returns:
+            Their addresses, or None if a block is in no region that can be mapped; the mapped memory that they lie in;
+            and why a region that should be mapped could not, or "".
         """
         with self._lock:
             reason = self._map() if self._new else ""
             found = self._places.find(addresses, nbytes)
-        return (None if found is None else found[0]), reason
+            if found is None:
+                return None, [], reason
+            used = np.flatnonzero(np.bincount(found[1].astype(np.intp)))
+            return found[0], [self._memories[index] for index in used], reason
 
     def _map(self) -> str:
-        self._new = False
+        """Maps regions that are not. What is mapped for others stays so while transfers hold it."""
         reason = ""
+        mapped: dict[Share, SharedMemory] = {}
+        places: list[tuple[Region, int, int]] = []
         for region, share in self._shares.items():
-            if share in self._memories:
-                continue
             try:
-                memory = self._memories[share] = SharedMemory.open(share.handle)
+                memory = self._mapped.get(share) or SharedMemory.open(share.handle)
             except ProxyCCLError as error:
                 reason = str(error)
                 continue
-            self._places.add([(region, memory.ptr, 0)])
+            places.append((region, memory.ptr, len(mapped)))
+            mapped[share] = memory
+        self._mapped, self._memories, self._places, self._new = mapped, list(mapped.values()), Keys(), False
+        self._places.add(places)
         return reason
 
     def close(self) -> None:
         """Unmaps everything. No transfer may still use it."""
         with self._lock:
-            for memory in self._memories.values():
+            for memory in self._memories:
                 memory.close()
-            self._memories = {}
-            self._places = Keys()
+            self._mapped, self._memories, self._places = {}, [], Keys()

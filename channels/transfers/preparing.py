@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from proxyccl.channels.transfers.blocks import Rows, sides
+from proxyccl.channels.transfers.copier import Copier
 from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached
 from proxyccl.channels.transfers.errors import DisconnectedError, NoPathError, NotRegisteredError
 from proxyccl.channels.transfers.fabric import AgentFabric
@@ -117,12 +118,14 @@ class Preparer:
         path = Path("self") if link is None else link.path
         requests = None
         if link is not None and known is not None and SHARED in self.paths and known.place.host == boot_id():
-            mapped, reason = known.mapped.find(rows[:, 1], rows[:, 2])
+            mapped, memories, reason = known.mapped.find(rows[:, 1], rows[:, 2])
             self.warn_once(f"can't map memory of agent {peer}", reason, 4)
             if mapped is not None:
                 lists, way = sides(np.column_stack((rows[:, 0], mapped, rows[:, 2]))), lib.PROXYCCL_BY_MAPPING
-                made = Transfer(self._handle, link, peer, writes, lists, Path(SHARED), self._devices, way=way)
-                return known.keep(made)
+                path = Path(SHARED)
+                return known.keep(
+                    Transfer(self._handle, link, peer, writes, lists, path, self._devices, way=way, kept=memories)
+                )
         if self._fabric is not None and known is not None and known.number is not None:
             try:
                 requests = self._fabric.requests(rows, known.keys, known.number)
@@ -145,10 +148,10 @@ class Preparer:
         theirs = self._reached if known is None else known.reached
         regions = self._own if known is None else known.regions
         if kinds[0] == VRAM:
-            copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
+            copier = self._local_copier(rows)
         else:
             try:
-                copier = self._devices.nearest(theirs.share_at(int(rows[0, 1])))
+                copier = self._devices.nearest(theirs.share_at(rows[:, 1], rows[:, 2]))
             except (NoPathError, RuntimeUnavailableError) as error:
                 if link is None:
                     raise
@@ -162,7 +165,7 @@ class Preparer:
         ):
             if kind == VRAM:
                 try:
-                    mapped[:, column], memories, way = reached.map(copier, rows[:, column])
+                    mapped[:, column], memories, way = reached.map(copier, rows[:, column], rows[:, 2])
                 except NoPathError as error:
                     if link is None or reached is self._reached:
                         raise
@@ -184,6 +187,17 @@ class Preparer:
         what = "copies between the host's memory and a device by way of the driver's buffers"
         self.warn_once(what, path.reason, 4)
         return transfer
+
+    def _local_copier(self, rows: Rows) -> Copier:
+        """The device of the local blocks."""
+        return self._devices.of(self._reached.share_at(rows[:, 0], rows[:, 2]))
+
+    def _mapped_here(self, rows: Rows) -> tuple[Copier, Rows]:
+        """The device of the local blocks, and rows with the addresses at which it reaches them."""
+        copier = self._local_copier(rows)
+        mapped = rows.copy()
+        mapped[:, 0], _, _ = self._reached.map(copier, rows[:, 0], rows[:, 2])
+        return copier, mapped
 
     def _between_hosts(
         self, link: Link, known: Peer | None, peer: str, writes: bool, rows: Rows, kinds: tuple[str, str]
@@ -210,9 +224,7 @@ class Preparer:
         """By way of pinned memory on both sides, between which the peer's adapter moves the data."""
         path = staged_path(Path(fabric_path(fabric.provider)), kinds, reason)
         if kinds[0] == VRAM:
-            copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
-            rows = rows.copy()
-            rows[:, 0], _, _ = self._reached.map(copier, rows[:, 0])
+            copier, rows = self._mapped_here(rows)
         else:
             copier = self._devices.copier(0, "host")  # its CPU fills and empties the stages
         self.warn_once("stages memory of devices through pinned memory", reason, 5)
@@ -233,9 +245,7 @@ class Preparer:
         """Between this process's device memory and another process's memory of the host."""
         if not link.pid:
             return self._by_socket(link, writes, peer, rows, (VRAM, DRAM))
-        copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
-        mapped = rows.copy()
-        mapped[:, 0], _, _ = self._reached.map(copier, rows[:, 0])
+        copier, mapped = self._mapped_here(rows)
         reason = "a device does not reach another process's memory of the host"
         path = Path("copy engine and process_vm, staged", reason)
         return Transfer(self._handle, link, peer, writes, sides(mapped), path, self._devices, (copier, None))
@@ -247,9 +257,7 @@ class Preparer:
         path = staged_path(Path(link.carrier, link.path.reason), kinds, reason)
         on_device = None
         if kinds[0] == VRAM:
-            copier = self._devices.of(self._reached.share_at(int(rows[0, 0])))
-            rows = rows.copy()
-            rows[:, 0], _, _ = self._reached.map(copier, rows[:, 0])
+            copier, rows = self._mapped_here(rows)
             on_device = copier, None
         self.warn_once("stages memory of devices through a socket", reason, 4)
         return Transfer(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import compress
 from typing import Annotated
 
 import numpy as np
@@ -75,13 +76,9 @@ class Regions:
         """
         key = (kind, device)
         if key not in self._bounds:
-            chosen = sorted(
-                (region.address, region.address + region.nbytes)
-                for region in self.all
-                if region.kind == kind and device in (None, region.device)
+            self._bounds[key] = _bounds(
+                region for region in self.all if region.kind == kind and device in (None, region.device)
             )
-            found = np.array(chosen, np.uint64).reshape(-1, 2)
-            self._bounds[key] = np.ascontiguousarray(found[:, 0]), np.maximum.accumulate(found[:, 1])
         return self._bounds[key]
 
     def ranges(self, kind: str = DRAM, device: int | None = None) -> tuple[Rows, Rows]:
@@ -109,6 +106,23 @@ class Regions:
         last = addresses + nbytes
         outside = (at < 0) | (ends[at] < last) | (last < addresses)
         return int(outside.argmax()) if outside.any() else None
+
+
+def _bounds(regions: Iterable[Region]) -> tuple[Rows, Rows]:
+    """`Regions.bounds` of some regions."""
+    chosen = sorted((region.address, region.address + region.nbytes) for region in regions)
+    found = np.array(chosen, np.uint64).reshape(-1, 2)
+    return np.ascontiguousarray(found[:, 0]), np.maximum.accumulate(found[:, 1])
+
+
+def overlapping(regions: Sequence[Region], others: Iterable[Region]) -> set[Region]:
+    """Those of the regions that have a byte in common with one of the others, of whatever kind."""
+    starts, ends = _bounds(others)
+    if not len(starts) or not regions:
+        return set()
+    ranges = np.array([(region.address, region.address + region.nbytes) for region in regions], np.uint64)
+    at = np.searchsorted(starts, ranges[:, 1]) - 1  # the last of the others that starts before the region's end
+    return set(compress(regions, (at >= 0) & (ends[at] > ranges[:, 0])))
 
 
 def outermost(regions: Iterable[Region]) -> list[Region]:

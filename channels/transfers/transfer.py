@@ -101,6 +101,7 @@ class Transfer:
         way: int = lib.PROXYCCL_BY_LINK,
         requests: Requests | None = None,
         stages: Callable[[Table], Stages] | None = None,
+        kept: object = None,
     ) -> None:
         local, remote = lists
         self.peer = peer
@@ -137,7 +138,7 @@ class Transfer:
         self._link = link
         self._closed = False
         self._process = forks.here()
-        self._kept: list[object] = [lists, on_device, staged, requests]
+        self._kept: list[object] = [lists, on_device, staged, requests, kept]
         # It keeps the lists, which the engine reads. Only now may no thread be in a call with the handle.
         forks.finalizer(self, _release, handle, self._kept)
 

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from nixl._api import nixl_agent
 
 from proxyccl.channels.transfers import copier
+from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.paths import PATHS
+from proxyccl.channels.transfers.regions import VRAM, Region
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError, ResourceError
@@ -233,6 +236,21 @@ def test_memory_within_an_agent(pair: OnDevices) -> None:
     region, host = pair.regions[1], pair.host_regions[1]
     pair.b.read("b", [(host.address, region.address, NBYTES)]).wait()
     np.testing.assert_array_equal(pair.hosts[1], pair.arrays[1].numpy())
+
+
+def test_memory_at_an_address_where_other_memory_was(pair: OnDevices) -> None:
+    """A peer that frees memory often gets the same address for its next one."""
+    here, at = pair.host_regions[0].address, 1 << 40
+    for value, nbytes in ((1, NBYTES), (2, NBYTES), (3, NBYTES // 2)):
+        array = array_of(1)
+        array.fill(value)
+        share = pair.b._devices.share(Region(array.ptr, nbytes, array.runtime.device, VRAM), array.runtime)
+        share = structs.replace(share, region=structs.replace(share.region, address=at))
+        pair.a.add(metadata_of.encode("b", None, [share.region], [share], []))
+        pair.a.read("b", [(here, at, nbytes)]).wait()
+        assert (pair.hosts[0][:nbytes] == value).all()
+    with pytest.raises(NotRegisteredError):
+        pair.a.read("b", [(here, at + NBYTES // 2, 8)]).wait()
 
 
 def test_wrong_memory(pair: OnDevices) -> None:

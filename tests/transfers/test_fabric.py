@@ -127,6 +127,16 @@ def test_memory_that_is_not_registered_there_goes_by_the_socket(agents: OnFabric
     np.testing.assert_array_equal(agents.ours, agents.theirs)
 
 
+def test_memory_that_was_registered_in_another_region_before(agents: OnFabric) -> None:
+    agents.b.deregister(agents.far)
+    part = agents.b.register(agents.theirs[: NBYTES // 2])
+    agents.a.add(agents.b.metadata())
+    transfer = agents.a.read("b", [(agents.near.address, part.address, part.nbytes)])
+    transfer.wait()
+    assert transfer.path.name.startswith("fabric")
+    np.testing.assert_array_equal(agents.ours[: part.nbytes], agents.theirs[: part.nbytes])
+
+
 def test_memory_that_was_deregistered(agents: OnFabric) -> None:
     transfer = agents.a.prepare("read", "b", [(agents.near.address, agents.far.address, NBYTES)])
     transfer.start().wait()

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from proxyccl.channels.transfers import host_memory
+from proxyccl.channels.transfers import metadata as metadata_of
+from proxyccl.channels.transfers.regions import Region
 from proxyccl.device.errors import ArgumentError
 from proxyccl.transfer import Agent, DisconnectedError, NotRegisteredError, shared_empty, strided
 from support.agents import Child, child, force_path
@@ -109,6 +112,28 @@ def test_a_peer_that_is_killed_or_removed(process: Child, shared: Shared) -> Non
             transfer.start().wait()
     shared.agent.remove("b")
     assert (shared.memory[: NBYTES // 2] == 7).all()
+
+
+def test_memory_at_an_address_where_other_memory_was() -> None:
+    """A peer that frees memory often gets the same address for its next one."""
+    ours, at = np.zeros(2000, np.uint8), 1 << 40
+    with Agent("a", listen=()) as a, Agent("b", listen=()) as b:
+        a.add(b.metadata())
+        here = a.register(ours).address
+        transfers = []
+        for value, nbytes in ((1, 2000), (2, 2000), (3, 1000)):
+            memory = shared_empty(2000)
+            memory[:] = value
+            (share,) = host_memory.shares_of([Region(memory.ctypes.data, nbytes)])
+            share = structs.replace(share, region=Region(at, nbytes))
+            a.add(metadata_of.encode("b", None, [share.region], [share], []))
+            transfers.append(a.read("b", [(here, at, nbytes)]))
+            transfers[-1].wait()
+            assert (ours[:nbytes] == value).all()
+        transfers[0].start().wait()  # it keeps its memory
+        assert (ours == 1).all()
+        a.add(metadata_of.encode("b", None, [Region(at, 500)], [], []))  # no memory of ProxyCCL's
+        assert a.prepare("read", "b", [(here, at, 500)]).path.name == "process_vm"
 
 
 def test_an_array() -> None:
