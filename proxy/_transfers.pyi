@@ -247,7 +247,6 @@ class Lib:
         message: Passed[CharPointer] | bytes,
         bytes: int,
         words: Passed[Uint64Pointer],
-        value: int,
         /,
     ) -> int: ...
     def proxyccl_transfer_cancel(self, transfer: Passed[ProxycclTransferPointer], timeout_ns: int, /) -> int: ...

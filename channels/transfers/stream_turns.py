@@ -1,16 +1,20 @@
 """A transfer's turn on a stream where no device copies: the stream writes a word, and waits for another one.
 
 Both words are in pinned memory. The agent's thread, or a caller that waits, begins the transfer when it sees the first
-one, and stores the second one at its end.
+one, and stores the second one at its end. Then the stream writes the first one again. Until that, nothing else may use
+the words, even if the transfer has long ended: a canceled one ends before its stream comes to it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from proxyccl.channels.transfers.copier import Copier, Table
 from proxyccl.device.base_runtime import BaseRuntime, StreamLike
-from proxyccl.device.errors import ArgumentError, KernelError
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.process import forks
+from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
 from proxyccl.proxy._transfers import ffi, lib
 
@@ -18,40 +22,61 @@ if TYPE_CHECKING:
     from proxyccl.proxy._transfers import ProxycclTransferPointer
 
 _WORD = 8
+_PASSED = 2
+
+_unpassed: deque[Table] = deque()
+"""The words of turns that were dropped before their stream had passed them."""
 
 
 class Turn:
-    """The two words of one transfer.
+    """The words of one start of a transfer.
 
-    Attributes:
-        copier: the device of its streams.
+    Args:
+        copier: the device of the stream.
     """
 
     def __init__(self, copier: Copier) -> None:
-        self.copier = copier
-        self._table = Table(copier, 2 * _WORD)
-        self._words = ffi.cast("uint64_t *", self._table.memory.host_ptr)
-        self._words[0] = self._words[1] = 0
-        self._value = 0
+        waiting = [table for table in take_each(_unpassed) if not _is_passed(table)]
+        _unpassed.extend(waiting)
+        self._copier, self._table = copier, Table(copier, 2 * _WORD)
+        words = _words(self._table)
+        words[0] = words[1] = 0
+        forks.finalizer(self, _leave, self._table)
 
     def start(self, transfer: ProxycclTransferPointer, message: Any, nbytes: int, stream: int) -> int:
         """Starts the transfer when the stream comes to it, and makes the stream wait for its end. The engine's status.
 
         Raises:
-            KernelError: the driver refused it; the transfer is canceled.
+            KernelError: the driver refused it; the transfer is canceled, as after any exception.
         """
-        value = self._value + 1
-        status: int = lib.proxyccl_transfer_post_after(transfer, message, nbytes, self._words, value)
-        if status:
-            return status
-        self._value = value
-        ptr = self._table.memory.ptr
+        words, ptr = _words(self._table), self._table.memory.ptr
+        operations = StreamOperations(
+            self._copier.runtime, [WriteValue(ptr, 1), WaitValue(ptr + _WORD, 1), WriteValue(ptr, _PASSED)]
+        )
         try:
-            StreamOperations(self.copier.runtime, [WriteValue(ptr, value), WaitValue(ptr + _WORD, value)])(stream)
-        except KernelError:
+            status: int = lib.proxyccl_transfer_post_after(transfer, message, nbytes, words)
+            if status == 0:
+                operations(stream)
+        except BaseException:
             lib.proxyccl_transfer_cancel(transfer, 0)
             raise
-        return 0
+        if status:
+            words[0], words[1] = _PASSED, 1  # no stream has them
+        return status
+
+
+def _leave(table: Table) -> None:
+    if not _is_passed(table):
+        _unpassed.append(table)
+
+
+def _words(table: Table) -> Any:
+    return ffi.cast("uint64_t *", table.memory.host_ptr)
+
+
+def _is_passed(table: Table) -> bool:
+    words = _words(table)
+    return bool(words[0] == _PASSED and words[1])  # a driver may have refused the wait alone
 
 
 def require_no_capture(runtime: BaseRuntime, stream: StreamLike) -> int:

@@ -55,6 +55,9 @@ class State(Enum):
 _OUTSTANDING: list[object] = []
 """Memory that a peer's adapter may still use, of transfers that were dropped while it did not answer."""
 
+_TURN = 0
+"""In what a transfer keeps: the words of its last start on a stream."""
+
 _STATES = {state.value: state for state in State}
 _DONE = lib.PROXYCCL_TRANSFER_DONE
 _FABRIC_ERRORS = 256
@@ -112,7 +115,6 @@ class Transfer:
         self._copier = None if on_device is None else on_device[0]
         self._devices = devices
         self._is_queued = on_device is not None and on_device[1] is not None
-        self._turn: Turn | None = None
         over = ffi.NULL if link is None else link.handle
         copier, plan = on_device or (None, None)
         staging, staged = (ffi.NULL, None) if copier is None or plan is not None else copier.staging(stages)
@@ -138,7 +140,7 @@ class Transfer:
         self._link = link
         self._closed = False
         self._process = forks.here()
-        self._kept: list[object] = [lists, on_device, staged, requests, kept]
+        self._kept: list[object] = [None, lists, on_device, staged, requests, kept]
         # It keeps the lists, which the engine reads. Only now may no thread be in a call with the handle.
         forks.finalizer(self, _release, handle, self._kept)
 
@@ -172,10 +174,8 @@ class Transfer:
         else:
             copier = self._copier or self._devices.of_stream(stream)
             queue = require_no_capture(copier.runtime, stream)
-            if self._turn is None or self._turn.copier is not copier:
-                self._turn = Turn(copier)
-                self._kept.append(self._turn)
-            status = self._turn.start(handle, data, nbytes, queue)
+            turn = self._kept[_TURN] = Turn(copier)
+            status = turn.start(handle, data, nbytes, queue)
         if status:
             raise_status(status, self.peer)
         return self

@@ -237,7 +237,7 @@ struct ProxycclTransfer {
   void *stream, *event;
   uint64_t *word, word_on_device, turn; /* the stream writes `turn` to the word after the copies */
   uint64_t checked;                     /* when the device was last asked whether it has failed */
-  uint64_t *words, value;               /* of the stream that it belongs to; NULL: none */
+  uint64_t *words;                      /* of the stream that it belongs to; NULL: none */
   int rung;                             /* 0: the stream has not come to it */
   Buffer message;
   int has_message;

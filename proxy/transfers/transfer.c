@@ -71,7 +71,7 @@ void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state) {
   }
   transfer->times.ended = now_ns();
   if (transfer->words != NULL) { /* the data, too, before what lets the stream go on */
-    __atomic_store_n(&transfer->words[1], transfer->value, __ATOMIC_RELEASE);
+    __atomic_store_n(&transfer->words[1], 1, __ATOMIC_RELEASE);
     transfer->words = NULL;
   }
   if (transfer->whole == NULL && transfer->served == NULL) log_end(transfer, state);
@@ -358,8 +358,7 @@ int proxyccl_transfer_post(ProxycclTransfer *transfer, const char *message, uint
   return error;
 }
 
-int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words,
-                                 uint64_t value) {
+int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message, uint64_t bytes, uint64_t *words) {
   ProxycclAgent *agent = transfer->agent;
   if (bytes > PROXYCCL_LONGEST_MESSAGE) return EMSGSIZE;
   const uint64_t posted = now_ns();
@@ -367,7 +366,6 @@ int proxyccl_transfer_post_after(ProxycclTransfer *transfer, const char *message
   const int error = activate(transfer, message, bytes, posted);
   if (error == 0) {
     transfer->words = words;
-    transfer->value = value;
     transfer->rung = 0;
     if (agent->stopped) {
       transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
@@ -387,7 +385,7 @@ int transfer_look(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   if (transfer->copier != NULL) return device_look(transfer);
   if (transfer->rung && transfer->parts != NULL) return staged_look(transfer);
-  if (transfer->rung || __atomic_load_n(&transfer->words[0], __ATOMIC_ACQUIRE) < transfer->value) return 0;
+  if (transfer->rung || __atomic_load_n(&transfer->words[0], __ATOMIC_ACQUIRE) == 0) return 0;
   transfer_unqueue(transfer, &agent->looked_at, &agent->last_looked_at);
   transfer->rung = 1;
   transfer_begin(transfer, NULL);

@@ -20,6 +20,7 @@ from proxyccl.channels.transfers.regions import VRAM, Region
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError, ResourceError
+from proxyccl.device.stream_operations import StreamOperations
 from proxyccl.transfer import (
     ActiveError,
     Agent,
@@ -220,6 +221,44 @@ def test_a_stream_is_released_whatever_becomes_of_its_transfer(pair: OnDevices) 
     first.synchronize()
     second.synchronize()
     np.testing.assert_array_equal(pair.hosts[1], before)
+
+
+def test_a_stream_that_comes_to_a_canceled_transfer_begins_no_other(pair: OnDevices) -> None:
+    runtime = pair.arrays[0].runtime
+    first, second, third = (runtime.create_stream() for _ in range(3))
+    gate = runtime.allocate_pinned(8)
+    blocks = [(pair.host_regions[0].address, pair.host_regions[1].address, NBYTES)]
+    before = pair.hosts[1].copy()
+    runtime.wait_value(gate.ptr, 1, first)
+    pair.a.prepare("write", "b", blocks).start(stream=first).cancel()  # and dropped
+    runtime.wait_value(gate.ptr, 2, second)
+    transfer = pair.a.prepare("write", "b", blocks).start(stream=second)
+    runtime.write_value(gate.ptr, 1, third)
+    first.synchronize()
+    with pytest.raises(TransferTimeoutError):
+        transfer.wait(0.05)
+    np.testing.assert_array_equal(pair.hosts[1], before)
+    runtime.write_value(gate.ptr, 2, third)
+    transfer.wait()
+    second.synchronize()
+    np.testing.assert_array_equal(pair.hosts[1], pair.hosts[0])
+
+
+def test_an_exception_while_a_stream_is_told_cancels_the_transfer(
+    pair: OnDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    stream = pair.arrays[0].runtime.create_stream()
+    transfer = pair.a.prepare("write", "b", [(pair.host_regions[0].address, pair.host_regions[1].address, 8)])
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamOperations, "__call__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            transfer.start(stream=stream)
+    assert transfer.state is State.CANCELED
+    transfer.start(stream=stream).wait()
+    stream.synchronize()
 
 
 def test_a_canceled_transfer_touches_nothing_more(pair: OnDevices) -> None:
