@@ -449,17 +449,18 @@ ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_
   ProxycclAgent *agent = transfer->agent;
   if (proxyccl_transfer_state(transfer) == PROXYCCL_TRANSFER_ACTIVE) {
     const struct timespec deadline = agent_deadline(timeout_ns);
+    const uint64_t end = (uint64_t)deadline.tv_sec * 1000000000u + (uint64_t)deadline.tv_nsec;
+    int is_over = 0; /* a last look comes after the time */
     pthread_mutex_lock(&agent->lock);
     if (transfer->link != NULL) link_wake(transfer->link);
-    while (transfer->state == PROXYCCL_TRANSFER_ACTIVE) {
+    while (transfer->state == PROXYCCL_TRANSFER_ACTIVE && !is_over) {
+      is_over = now_ns() >= end;
       if (has_piece(transfer)) {
         transfer_copy(transfer);
       } else if (transfer_is_looked_at(transfer)) {
-        if (transfer_look(transfer)) continue;
-        if (now_ns() >= (uint64_t)deadline.tv_sec * 1000000000u + (uint64_t)deadline.tv_nsec) break;
-        device_rest(transfer);
-      } else if (pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline) != 0) {
-        break;
+        if (!transfer_look(transfer) && !is_over) device_rest(transfer);
+      } else {
+        pthread_cond_timedwait(&agent->changed, &agent->lock, &deadline);
       }
     }
     pthread_mutex_unlock(&agent->lock);

@@ -323,6 +323,14 @@ def test_idle_agents_take_no_processor_time(pair: Pair) -> None:
     assert spent() - before < 5_000_000
 
 
+def test_a_wait_ends_in_time_although_it_copies(pair: Pair) -> None:
+    transfer = pair.a.prepare("read", "b", np.repeat(pair.whole(), 20_000, axis=0))  # seconds
+    transfer.start()
+    with pytest.raises(TransferTimeoutError):
+        transfer.wait(0.01)
+    transfer.cancel()
+
+
 def test_threads_that_wait_for_a_copy_help_with_it() -> None:
     big = Pair(4 << 20)
     transfer = big.a.prepare("read", "b", big.whole())
