@@ -226,13 +226,22 @@ class Agent:
                 raise ArgumentError("regions", f"{region} is not a range of memory")
         # An array without elements may have no address.
         shares = [self._devices.share(each, runtime) for each in regions if each.kind == VRAM and each.nbytes]
-        if self._fabric is not None:
-            self._fabric.register(regions, {share.region: self._devices.of(share).runtime for share in shares})
+        host_shares = shares_of(regions)
+        copiers = {share.region: self._devices.of(share) for share in shares}
         with self._lock:
             self._require_open()
+            for copier in set(copiers.values()) - self._serving.keys():
+                self._serving[copier], kept = copier.staging(None if self._fabric is None else self._fabric.stages)
+                self._keep_serving(kept)
+            if self._fabric is not None:  # not before the lock: `deregister` keeps only what is in `_own`
+                try:
+                    self._fabric.register(regions, {region: copier.runtime for region, copier in copiers.items()})
+                except BaseException:
+                    self._fabric.keep(self._own.all)
+                    raise
             self._own.add(regions)
             self._reached.add(shares)
-            self._shares.update((share.region, share) for share in shares_of(regions))
+            self._shares.update((share.region, share) for share in host_shares)
             self._publish()
 
     def deregister(self, *regions: Region) -> None:
@@ -266,9 +275,6 @@ class Agent:
 
     def _publish(self) -> None:
         """Tells the engine which memory peers may reach through sockets."""
-        for copier in {self._devices.of(share) for share in self._reached.of(self._own.all)} - self._serving.keys():
-            self._serving[copier], kept = copier.staging(None if self._fabric is None else self._fabric.stages)
-            self._keep_serving(kept)
         for serving in (None, *self._serving):
             starts, ends = self._own.ranges() if serving is None else self._own.ranges(VRAM, serving.runtime.device)
             both = np.concatenate((starts, ends))

@@ -73,7 +73,8 @@ class Table:
         self.memory = copier.take_table(self._size)
 
     def __del__(self) -> None:
-        self._copier.give_table(self._size, self.memory)
+        if hasattr(self, "memory"):  # it could be taken
+            self._copier.give_table(self._size, self.memory)
 
 
 class Word:
@@ -89,7 +90,8 @@ class Word:
         self.host_ptr, self.ptr = self._page.host_ptr + self._offset, self._page.ptr + self._offset
 
     def __del__(self) -> None:
-        self._copier.give_word((self._page, self._offset))
+        if hasattr(self, "_page"):  # it could be taken
+            self._copier.give_word((self._page, self._offset))
 
 
 class Copier:

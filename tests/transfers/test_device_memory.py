@@ -117,6 +117,20 @@ def test_blocks_arrive_where_they_belong(pair: OnDevices, operation: str, here: 
     assert ("copy engine and kernel" in transfer.path.name) == ("device" in (here, there))
 
 
+def test_a_registration_that_fails_leaves_nothing(pair: OnDevices, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ResourceError("the test refuses")
+
+    with Agent("c", listen=()) as agent:
+        with monkeypatch.context() as patch:
+            patch.setattr(copier.Copier, "take_table", refuse)
+            with pytest.raises(ResourceError, match="the test refuses"):
+                agent.register(pair.arrays[0])
+        assert not agent.regions
+        region = agent.register(pair.arrays[0])
+        assert agent.regions == [region]
+
+
 def test_a_path_is_named(pair: OnDevices) -> None:
     one = pair.a.prepare("read", "b", [(pair.regions[0].address, pair.regions[1].address, 8)])
     assert one.path.name == "copy engine"

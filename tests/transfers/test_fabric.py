@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxyccl.device.errors import ClosedError
+from proxyccl.channels.transfers.regions import Region
+from proxyccl.device.errors import ClosedError, ResourceError
 from proxyccl.proxy import _engine
 from proxyccl.transfer import (
     ActiveError,
@@ -107,6 +108,23 @@ def test_regions_that_follow_each_other_keep_their_keys(agents: OnFabric) -> Non
     rows = [(agents.near.address + start, address + start, 4096) for start in (0, 4096)]
     agents.a.read("b", rows).wait()
     np.testing.assert_array_equal(agents.ours[: 2 * 4096], both)
+
+
+def test_regions_are_registered_all_or_none(agents: OnFabric, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = agents.b._fabric._endpoint  # type: ignore[union-attr]
+    halves = [Region(agents.far.address + start, NBYTES // 2) for start in (0, NBYTES // 2)]
+    register = endpoint.register
+
+    def refuse_the_second(address: int, nbytes: int) -> Any:
+        if address == halves[1].address:
+            raise ResourceError("the test refuses")
+        return register(address, nbytes)
+
+    monkeypatch.setattr(endpoint, "register", refuse_the_second)
+    with pytest.raises(ResourceError, match="the test refuses"):
+        agents.b.register_regions(halves)
+    assert agents.b.regions == [agents.far]
+    assert not agents.b._fabric.keys(halves)  # type: ignore[union-attr]
 
 
 def test_a_peer_without_libfabric_is_reached_by_tcp() -> None:
