@@ -23,7 +23,7 @@ class Chain:
     """This worker's agent, with those before and after it.
 
     Args:
-        agent: this worker's. The chain takes its messages.
+        agent: this worker's, of this chain alone, which takes its messages.
         buckets: this worker's two buckets.
         previous, following: metadata of the neighbours; None at the ends.
 
@@ -80,12 +80,6 @@ class Chain:
             self._agent.notify(previous, encode(HasRead(number)))
         self.offer(number, bucket.nbytes, bucket.pieces, last=bucket.last)
         return bucket
-
-    def leave(self) -> None:
-        """Forgets the neighbours."""
-        for name in (self._previous, self._following):
-            if name is not None:
-                self._agent.remove(name)
 
     async def _until(self, met: Callable[[], bool], expected: str) -> None:
         deadline = time.monotonic() + self._agent.timeout

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.agent import Agent
-from proxyccl.channels.transfers.regions import Region
 from proxyccl.verl.chain import Chain
 from proxyccl.verl.messages import Piece
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
@@ -49,15 +49,21 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.rollout_dtype = rollout_dtype
         self.is_master = is_master
-        self._agent = Agent(f"verl {uuid.uuid4().hex}", timeout=timeout)
+        self._timeout = timeout_from(timeout)
+        self._agent: Agent | None = None
         self._buckets: list[torch.Tensor] = []
-        self._regions: list[Region] = []
         self._chain: Chain | None = None
 
     def prepare(self) -> dict[str, Any]:
-        """Allocates this worker's buckets. Returns the metadata of its agent."""
+        """Makes this update's agent, and allocates its buckets. Returns the agent's metadata.
+
+        An earlier update that failed, which verl does not finalize, ends: its waits raise ClosedError.
+        """
+        self.finalize()
+        self._agent = Agent(f"verl {uuid.uuid4().hex}", timeout=self._timeout)
         self._buckets = [torch.empty(self.bucket_size, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        self._regions = [self._agent.register(bucket) for bucket in self._buckets]
+        for bucket in self._buckets:
+            self._agent.register(bucket)
         return {"metadata": self._agent.metadata()}
 
     @classmethod
@@ -92,18 +98,16 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
 
     def init_process_group(self, *, sends: bool, previous: bytes | None, following: bytes | None) -> None:
         """Joins the chain. Arguments are those of `build_topology`."""
-        self._chain = None
         if sends or previous is not None:
-            first, second = self._regions
+            assert self._agent is not None
+            first, second = self._agent.regions
             self._chain = Chain(self._agent, (first, second), previous, following)
 
     def finalize(self) -> None:
         """Leaves the chain, and frees the buckets."""
-        if self._chain is not None:
-            self._chain.leave()
-        if self._regions:
-            self._agent.deregister(*self._regions)
-        self._chain, self._buckets, self._regions = None, [], []
+        if self._agent is not None:
+            self._agent.close()
+        self._agent, self._chain, self._buckets = None, None, []
 
     @torch.no_grad()
     async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
@@ -116,12 +120,13 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
         Raises:
             DisconnectedError: the first rollout worker has ended.
             TransferTimeoutError: it has not read a bucket within the time.
+            ClosedError: the next update was prepared meanwhile.
         """
         if self._chain is None:
             async for _ in _each(weights):
                 pass
             return
-        chain, number, at = self._chain, 0, 0
+        chain, buckets, number, at = self._chain, self._buckets, 0, 0
         pieces: list[Piece] = []
 
         async def flush(*, last: bool) -> None:
@@ -143,7 +148,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
                     await flush(last=False)
                     continue
                 nbytes = min(room, flat.numel() - first)
-                self._buckets[number % 2][at : at + nbytes].copy_(flat[first : first + nbytes], non_blocking=True)
+                buckets[number % 2][at : at + nbytes].copy_(flat[first : first + nbytes], non_blocking=True)
                 dtype = str(weight.dtype).removeprefix("torch.")
                 pieces.append(Piece(name, dtype, list(weight.shape), first, at, nbytes))
                 at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -164,14 +169,16 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
             RuntimeError: this worker is not in the chain.
             DisconnectedError: a neighbour in the chain has ended.
             TransferTimeoutError: a neighbour did not act within the time.
+            ClosedError: the next update was prepared meanwhile.
         """
         if self._chain is None:
             raise RuntimeError("init_process_group has not been called")
+        chain, buckets = self._chain, self._buckets  # of this update, also if the next one is prepared meanwhile
         number, whole = 0, torch.empty(0, dtype=torch.uint8, device=self.device)
-        bucket = await self._chain.fetch(number)
+        bucket = await chain.fetch(number)
         while True:
-            memory = self._buckets[number % 2]
-            following = None if bucket.last else asyncio.ensure_future(self._chain.fetch(number + 1))
+            memory = buckets[number % 2]
+            following = None if bucket.last else asyncio.ensure_future(chain.fetch(number + 1))
             try:
                 for piece in bucket.pieces:
                     dtype = getattr(torch, piece.dtype)
@@ -192,7 +199,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
             finally:
                 if following is not None:
                     following.cancel()
-        await self._chain.until_free(number + 2)
+        await chain.until_free(number + 2)
 
     def _synchronize(self) -> None:
         if self.device.type != "cpu":

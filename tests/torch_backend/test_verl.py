@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from proxyccl.channels.transfers import metadata as metadata_of  # noqa: E402
+from proxyccl.device.errors import ClosedError  # noqa: E402
 from proxyccl.transfer import DisconnectedError, TransferTimeoutError  # noqa: E402
 from support.fakes import verl_modules  # noqa: E402
 
@@ -89,6 +90,31 @@ def test_every_rollout_gets_every_weight(registry: Any, trainers: int, rollouts:
                 assert torch.equal(got[name], expected), name
                 assert got[name].dtype == expected.dtype
         workers.finalize()
+
+
+@pytest.mark.parametrize("finalizes", [False, True])
+def test_an_update_after_one_that_failed(registry: Any, finalizes: bool) -> None:
+    """The model does not take the first weight, so buckets that were offered are never read."""
+    workers = Workers(registry, 1, 1)
+    (trainer,), (rollout,) = workers.trainers, workers.rollouts
+
+    async def run() -> dict[str, Any]:
+        workers.connect()
+        sending = asyncio.create_task(trainer.send_weights(iter(weights(1).items())))
+        receiving = rollout.receive_weights()
+        await anext(receiving)
+        await receiving.aclose()
+        if finalizes:
+            workers.finalize()
+        workers.connect()
+        (got,) = await workers.update(2)
+        with pytest.raises(ClosedError):
+            await sending
+        return got
+
+    for name, tensor in asyncio.run(run()).items():
+        assert torch.equal(tensor, weights(2)[name]), name
+    workers.finalize()
 
 
 def test_weights_have_the_rollouts_type(registry: Any) -> None:
