@@ -102,6 +102,7 @@ class Agent:
         self.timeout = timeout_from(timeout)
         allowed, named = allowed_paths(paths)
         self._lock = threading.RLock()
+        self._closing = threading.RLock()  # a signal's handler may close it, too
         self._own = Regions()
         self._peers: dict[str, Peer] = {}
         self._kept: list[tuple[Region, object]] = []
@@ -156,19 +157,21 @@ class Agent:
         self.close()
 
     def close(self) -> None:
-        """Ends the agent: its links are lost, on both sides, and its active transfers are canceled."""
+        """Ends the agent: its links are lost, on both sides, and its active transfers are canceled. A second call, by
+        another thread, returns when the first one has ended."""
         self._process.require("the agent")
-        with self._lock:
-            self._closed = True
-            peers = list(self._peers.values())
-            self._peers.clear()
-        lib.proxyccl_agent_stop(self._handle)
-        for peer in peers:
-            peer.leave()
-        self._pinned.keep(())
-        if self._fabric is not None:
-            self._fabric.close()
-        self._published.withdraw()
+        with self._closing:
+            with self._lock:
+                self._closed = True
+                peers = list(self._peers.values())
+                self._peers.clear()
+            lib.proxyccl_agent_stop(self._handle)
+            for peer in peers:
+                peer.leave()
+            self._pinned.keep(())
+            if self._fabric is not None:
+                self._fabric.close()
+            self._published.withdraw()
 
     # Memory
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from proxyccl.channels.transfers.paths import PATHS
+from proxyccl.channels.transfers.peers import Peer
 from proxyccl.device.errors import ArgumentError, ClosedError
 from proxyccl.transfer import (
     ActiveError,
@@ -234,6 +235,25 @@ def test_a_closed_agent(pair: Pair, path: str) -> None:
             call()
     with pytest.raises(CanceledError):
         transfer.start().wait()
+
+
+def test_a_second_close_returns_when_the_first_has_ended(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would free what the first one still uses."""
+    entered, returned = threading.Event(), threading.Event()
+    was_early = []
+
+    def leave(_: Peer) -> None:
+        entered.set()
+        was_early.append(returned.wait(0.2))
+
+    monkeypatch.setattr(Peer, "leave", leave)
+    first = threading.Thread(target=pair.a.close)
+    first.start()
+    assert entered.wait(60)
+    pair.a.close()
+    returned.set()
+    first.join()
+    assert was_early == [False]
 
 
 def test_an_agent_that_joins_later_under_the_same_name(pair: Pair) -> None:
