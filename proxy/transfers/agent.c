@@ -15,9 +15,6 @@
 enum { EVENTS = 32, REST_MS = 1, SLACK_NS = 1000 };
 #define LONGEST_COPY_NS 30000000000u
 
-/* The tag of an event: 0 for the eventfd, else a pointer, with its kind in the bits that alignment leaves free. */
-enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_FABRIC = 3, TAG_BITS = 3 };
-
 void agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events) {
   struct epoll_event event = {.events = events, .data.u64 = tag};
   epoll_ctl(agent->epoll, operation, descriptor, &event);
@@ -233,12 +230,8 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
 static void copy_next(ProxycclAgent *agent) {
   ProxycclTransfer *transfer = agent->first;
   if (transfer == NULL) return;
-  if (transfer->next != NULL) {
-    agent->first = transfer->next;
-    transfer->next = NULL;
-    *agent->last = transfer;
-    agent->last = &transfer->next;
-  }
+  transfer_unqueue(transfer, &agent->first, &agent->last);
+  transfer_queue(transfer, &agent->last);
   if (!transfer->cancel) transfer_copy(transfer);
 }
 

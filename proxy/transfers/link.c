@@ -46,7 +46,7 @@ ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves
   agent->links = link;
   ++agent->references;
   agent_watch(agent, socket, (uintptr_t)link, EPOLL_CTL_ADD, EPOLLIN);
-  if (process >= 0) agent_watch(agent, process, (uintptr_t)link | 1, EPOLL_CTL_ADD, EPOLLIN);
+  if (process >= 0) agent_watch(agent, process, (uintptr_t)link | TAG_PROCESS, EPOLL_CTL_ADD, EPOLLIN);
   return link;
 }
 
@@ -266,9 +266,7 @@ static int begin_request(ProxycclLink *link) {
   ProxycclTransfer *transfer = link->first;
   struct iovec blocks[FRAME_BLOCKS];
   uint32_t count;
-  link->first = transfer->next;
-  if (link->first == NULL) link->last = &link->first;
-  transfer->queued = 0;
+  transfer_unqueue(transfer, &link->first, &link->last);
   if (transfer->asks) {
     const struct iovec block = {(void *)(uintptr_t)transfer->fault.address, 1};
     const Frame check = {FRAME_CHECK, 1, 1};
@@ -294,12 +292,7 @@ static int begin_request(ProxycclLink *link) {
   }
   blocks_advance(transfer->remote, &transfer->at, bytes);
   transfer->left -= bytes;
-  if (transfer->left > 0) {
-    transfer->next = NULL;
-    transfer->queued = 1;
-    *link->last = transfer;
-    link->last = &transfer->next;
-  }
+  if (transfer->left > 0) transfer_queue(transfer, &link->last);
   return buffer_append(&out->head, &frame, sizeof frame) && buffer_append(&out->head, blocks, count * sizeof *blocks) &&
          (!by_fabric || buffer_append(&out->head, transfer->origin, sizeof *transfer->origin));
 }
@@ -668,11 +661,7 @@ static const char *end_data(ProxycclLink *link) {
     }
   }
   if (transfer->refusal != 0 && transfer->queued) { /* it stops sending */
-    ProxycclTransfer **at = &link->first;
-    while (*at != transfer) at = &(*at)->next;
-    *at = transfer->next;
-    if (link->last == &transfer->next) link->last = at;
-    transfer->queued = 0;
+    transfer_unqueue(transfer, &link->first, &link->last);
   }
   if (transfer->unanswered > 0 || transfer->queued) return NULL;
   transfer_end_answered(transfer);

@@ -29,6 +29,9 @@ enum {
   UNGREETED = 64           /* most accepted links that have not sent their greeting */
 };
 
+/* The tag of an event: 0 for the eventfd, else a pointer, with its kind in the bits that alignment leaves free. */
+enum { TAG_LINK = 0, TAG_PROCESS = 1, TAG_LISTENER = 2, TAG_FABRIC = 3, TAG_BITS = 3 };
+
 /* Registered memory: first addresses in order, then for each the highest end of the ranges up to it. */
 typedef struct Ranges {
   uint64_t *bounds, count;
