@@ -117,7 +117,7 @@ def _bounds(regions: Iterable[Region]) -> tuple[Rows, Rows]:
 
 def overlapping(regions: Sequence[Region], others: Iterable[Region]) -> set[Region]:
     """Those of the regions that have a byte in common with one of the others, of whatever kind."""
-    starts, ends = _bounds(others)
+    starts, ends = _bounds(other for other in others if other.nbytes)
     if not len(starts) or not regions:
         return set()
     ranges = np.array([(region.address, region.address + region.nbytes) for region in regions], np.uint64)

@@ -132,6 +132,8 @@ def test_memory_at_an_address_where_other_memory_was() -> None:
             assert (ours[:nbytes] == value).all()
         transfers[0].start().wait()  # it keeps its memory
         assert (ours == 1).all()
+        a.add(metadata_of.encode("b", None, [Region(at + 500, 0)], [], []))  # takes no memory from the last one
+        assert a.prepare("read", "b", [(here, at, 1000)]).path.name == "shared_memory"
         a.add(metadata_of.encode("b", None, [Region(at, 500)], [], []))  # no memory of ProxyCCL's
         assert a.prepare("read", "b", [(here, at, 500)]).path.name == "process_vm"
 
