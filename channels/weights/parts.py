@@ -91,11 +91,17 @@ def part_of(
             raise ArgumentError("within", "expected slices with a step of 1")
         shape[dim] = max(0, last - first)
         address += first * strides[dim]
-    begins = (0,) * len(shape) if start is None else tuple(start)
-    whole = tuple(shape) if size is None else tuple(size)
+    begins = [0] * len(shape) if start is None else list(start)
+    whole = list(shape) if size is None else list(size)
     if len(begins) != len(shape) or len(whole) != len(shape):
         raise ArgumentError("start", f"{tensor}: expected an index for each of {len(shape)} dimensions")
-    for dim, (begin, extent, most) in enumerate(zip(begins, shape, whole, strict=True)):
-        as_integer(most, "size", f"{tensor}: must be at least {extent} in dimension {dim}", extent, 2**62)
-        as_integer(begin, "start", f"{tensor}: must be from 0 to {most - extent} in dimension {dim}", 0, most - extent)
-    return Part(tensor, view.dtype.name, view.dtype.itemsize, whole, begins, tuple(shape), address, tuple(strides))
+    for dim, extent in enumerate(shape):
+        whole[dim] = as_integer(
+            whole[dim], "size", f"{tensor}: must be at least {extent} in dimension {dim}", extent, 2**62
+        )
+        most = whole[dim] - extent
+        begins[dim] = as_integer(
+            begins[dim], "start", f"{tensor}: must be from 0 to {most} in dimension {dim}", 0, most
+        )
+    box = (tuple(whole), tuple(begins), tuple(shape))
+    return Part(tensor, view.dtype.name, view.dtype.itemsize, *box, address, tuple(strides))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from proxyccl.channels.weights import plan as planner
+from proxyccl.channels.weights.card import Card, encode_card
 from proxyccl.channels.weights.parts import Part, part_of
 from proxyccl.channels.weights.plan import Read, plan
 from proxyccl.channels.weights.sharding import Box, Replicate, Shard, Sharding
@@ -207,6 +208,13 @@ def test_slices_of_a_fused_array_are_parts() -> None:
         part_of("k", view, (4, 0), (8, 4))
     with pytest.raises(ArgumentError, match="at least 6 in dimension 0"):
         part_of("k", view, (0, 0), (5, 4))
+
+
+def test_numpys_integers_place_a_part() -> None:
+    view = as_view(np.zeros((2, 4), np.float32), "array")
+    parts = [part_of("w", view, numbers([0, 4]), numbers([2, 8])) for numbers in (tuple, np.array)]
+    plain, from_numpy = (encode_card(Card("proxyccl-weights-1", b"", 0, [part], [0])) for part in parts)
+    assert from_numpy == plain
 
 
 def test_wrong_arguments_are_named() -> None:
