@@ -77,10 +77,10 @@ class Holder:
         part = part_of(tensor, view, start, size, within)
         if sharding is not None and part.shape != box.shape:
             raise ArgumentError("array", f"{tensor}: expected a part of shape {box.shape}, got {part.shape}")
-        self._parts.append(part)
         place = (view.ptr, view.nbytes)
         if view.nbytes and place not in self._regions:
             self._regions[place] = self._agent.register(array)
+        self._parts.append(part)
 
     def card(self) -> bytes:
         """This holder's agent and parts, for those who read from it. Whoever has it may read and write this agent's

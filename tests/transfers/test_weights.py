@@ -455,6 +455,16 @@ def test_a_share_that_its_peer_gives_up_while_it_is_read_is_read_again(
     np.testing.assert_array_equal(seen, [matrix(1, "w"), matrix(1, "up")])
 
 
+def test_an_array_that_is_refused_is_not_offered(keep: Keep) -> None:
+    target = keep(Sampler("s")).target
+    card = target.card()
+    array = np.zeros((ROWS, COLUMNS), np.float32)
+    array.flags.writeable = False
+    with pytest.raises(ArgumentError, match="read-only"):
+        target.add("w", array)
+    assert target.card() == card
+
+
 def test_wrong_calls_are_refused(keep: Keep) -> None:
     trainer, sampler = keep(Trainer("a")), keep(Sampler("s"))
     with pytest.raises(NotStartedError):
