@@ -79,8 +79,8 @@ class Communicator:
         device: device number, for a runtime given by name; None for the rank's number within its host, modulo the
             number of devices.
         timeout: bound of every wait, in seconds; None for ``PROXYCCL_TIMEOUT``, else 30.
-        local_world_size: count this many consecutive ranks as a node; None for ``PROXYCCL_LOCAL_WORLD_SIZE``, else
-            real hosts.
+        local_world_size: count this many consecutive ranks as a node; the same on all ranks. None for
+            ``PROXYCCL_LOCAL_WORLD_SIZE``, else real hosts.
         fifos: rings of this rank's proxy, or "peer" for one for each peer, up to 64. A channel whose peer is slow holds
             back the channels of its ring.
         proxy_threads: threads that drain them.
@@ -112,7 +112,7 @@ class Communicator:
             communicator; None for `timeout`, after which a report names the missing ranks.
 
     Raises:
-        ArgumentError: an argument is wrong, or ranks disagree on the runtime or the policy.
+        ArgumentError: an argument is wrong, or ranks disagree on the runtime, the nodes, the transports or the policy.
         RuntimeUnavailableError: the machine does not offer the runtime, no remote transport connects two nodes, or the
             requested node daemon does not run.
         WaitTimeoutError: not all ranks came within the time.
@@ -282,8 +282,9 @@ class Communicator:
         """A communicator of these ranks and new ones, which join them over a bootstrap.
 
         The ranks of this communicator call this; new processes construct a `Communicator` with their bootstrap, and
-        with the same options. This one stays usable, and the new one does not end with it. Device, compiled kernels,
-        options and mappings are kept, and arrays of `empty` are used in place, as with `shrink`.
+        with the same options. A `transport` for some pairs then names ranks by their new numbers, on all of them. This
+        communicator stays usable, and the new one does not end with it. Device, compiled kernels, options and mappings
+        are kept, and arrays of `empty` are used in place, as with `shrink`.
 
         Args:
             bootstrap: of all ranks, old and new, in the order of their new numbers; as for the constructor.

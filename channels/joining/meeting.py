@@ -26,8 +26,8 @@ from proxyccl.channels.joining.topology import (
     RankInfo,
     Topology,
     TransportChoice,
+    chosen_local_world_size,
     encode_choice,
-    local_world_size_from_environment,
 )
 from proxyccl.channels.joining.whereabouts import WHEREABOUTS, Whereabouts, find_hosts, open_ways
 from proxyccl.channels.segment.control import ControlSegment, create_segment
@@ -130,11 +130,16 @@ def meet(
         crosses_namespaces = bool(ways) or (in_daemon and is_offered(socket_path()))
         if crosses_namespaces:
             runtime.share_across_namespaces()
-        choice = encode_choice(transport, world_size)
-        own = RankInfo.own(runtime, missing, transport=choice, daemon_missing=daemon_missing, host=hosts[rank])
+        own = RankInfo.own(
+            runtime,
+            missing,
+            transport=encode_choice(transport, world_size),
+            local_world_size=chosen_local_world_size(local_world_size, world_size),
+            daemon_missing=daemon_missing,
+            host=hosts[rank],
+        )
         infos = exchange.all_gather(own, RANK_INFO, "topology")
-        local = local_world_size if local_world_size is not None else local_world_size_from_environment()
-        topology = Topology.find(rank, infos, runtime, local)
+        topology = Topology.find(rank, infos, runtime)
         # If a pair has no transport, all ranks raise before one waits for another or maps its memory.
         topology.has_remote_pairs()
         handles = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
@@ -172,14 +177,15 @@ def _processes(topology: Topology, segments: Mapping[int, ControlSegment]) -> di
 
 def regroup(whole: Meeting, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Meeting:
     """The ranks of a bootstrap meet; one of a group brings its runtime and options. See `meet`."""
+    topology = whole.topology
     return meet(
         bootstrap,
         whole.runtime,
         owns_bootstrap=owns_bootstrap,
         device=None,
         timeout=timeout,
-        local_world_size=None,
-        transport=None,
+        local_world_size=topology.ranks[topology.rank].local_world_size,
+        transport=topology.forced_for_all or topology.forced,
         transport_options=whole.transport_options,
         proxy_options=whole.proxy_options,
         linger=whole.linger,

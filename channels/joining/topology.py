@@ -6,10 +6,10 @@ import functools
 import itertools
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Meta, Struct, structs
 from msgspec.structs import replace
 
 from proxyccl.channels.segment.process_descriptors import PeerProcess
@@ -44,6 +44,7 @@ class RankInfo(Message, frozen=True):
         cores: those that it may run on (`encode_cores`).
         missing: by remote transport, the missing requirements, in words; empty if there are none.
         transport: the transports that its caller chose, in one form (`encode_choice`).
+        local_world_size: the number of consecutive ranks that its caller counts as a node; None for real hosts.
         unsupported: by remote transport, the reason why its network device can't register its device's memory;
             empty if it can, or was not asked.
         daemon_missing: the reason why it can't use the node daemon; empty if it can, or did not ask for it.
@@ -59,6 +60,7 @@ class RankInfo(Message, frozen=True):
     cores: str = ""
     missing: dict[str, str] = msgspec.field(default_factory=dict)
     transport: str = ""
+    local_world_size: Annotated[int, Meta(ge=1)] | None = None
     unsupported: dict[str, str] = msgspec.field(default_factory=dict)
     daemon_missing: str = ""
 
@@ -68,6 +70,7 @@ class RankInfo(Message, frozen=True):
         runtime: Runtime,
         missing: dict[str, str] | None = None,
         transport: str = "",
+        local_world_size: int | None = None,
         daemon_missing: str = "",
         host: str | None = None,
     ) -> RankInfo:
@@ -84,6 +87,7 @@ class RankInfo(Message, frozen=True):
             cores=encode_cores(cores_of(pid)),
             missing=missing or {},
             transport=transport,
+            local_world_size=local_world_size,
             daemon_missing=daemon_missing,
         )
 
@@ -127,12 +131,12 @@ class Topology(Struct, frozen=True, dict=True):
     forced_for_all: str = ""
 
     @classmethod
-    def find(cls, rank: int, ranks: Sequence[RankInfo], runtime: Runtime, local_world_size: int | None) -> Topology:
+    def find(cls, rank: int, ranks: Sequence[RankInfo], runtime: Runtime) -> Topology:
         """Computes the topology from all ranks' descriptions.
 
         Raises:
-            ArgumentError: ranks use different runtimes or chose different transports, ranks of one process use the
-                same GPU, or local_world_size does not divide the number of ranks.
+            ArgumentError: ranks use different runtimes or chose different transports or sizes of nodes, or ranks of one
+                process use the same GPU.
             RuntimeUnavailableError: a rank's proxy was to run in the node daemon, and can't.
         """
         for peer, info in enumerate(ranks):
@@ -143,16 +147,14 @@ class Topology(Struct, frozen=True, dict=True):
             raise ArgumentError("runtime", f"all ranks must use the same runtime; found {', '.join(sorted(kinds))}")
         if runtime.name != "host":
             _refuse_shared_context(ranks)
+        for option in ("transport", "local_world_size"):
+            _require_same_choice(ranks, option)
+        local_world_size = ranks[0].local_world_size
         if local_world_size is None:
             hosts = list(dict.fromkeys(info.host for info in ranks))
             nodes = tuple(hosts.index(info.host) for info in ranks)
         else:
-            number = find_integer(local_world_size)
-            if number is None or number < 1 or len(ranks) % number:
-                raise ArgumentError(
-                    "local_world_size", f"{local_world_size!r} does not divide the world size {len(ranks)}"
-                )
-            nodes = tuple(i // number for i in range(len(ranks)))
+            nodes = tuple(i // local_world_size for i in range(len(ranks)))
         accessible = tuple(
             peer == rank
             or (
@@ -160,7 +162,7 @@ class Topology(Struct, frozen=True, dict=True):
             )
             for peer, info in enumerate(ranks)
         )
-        chosen = _decode_choice(ranks)
+        chosen = _CHOICE.decode((ranks[0].transport or "[]").encode(), "rank 0")
         forced_for_all = chosen if isinstance(chosen, str) else ""
         forced = {(a, b): name for a, b, name in chosen} if not isinstance(chosen, str) else {}
         return cls(rank, tuple(ranks), nodes, accessible, forced, forced_for_all)
@@ -397,23 +399,27 @@ def _require_transport(argument: str, name: object) -> None:
         raise ArgumentError(argument, f"{name!r} is not one of {', '.join(TRANSPORTS)}")
 
 
-def _decode_choice(ranks: Sequence[RankInfo]) -> str | list[tuple[int, int, str]]:
-    """The transport of all pairs, or of some."""
+def _require_same_choice(ranks: Sequence[RankInfo], option: str) -> None:
+    first = getattr(ranks[0], option)
     for rank, info in enumerate(ranks):
-        if info.transport != ranks[0].transport:
-            raise ArgumentError("transport", f"rank {rank} chose {info.transport}, rank 0 {ranks[0].transport}")
-    return _CHOICE.decode((ranks[0].transport or "[]").encode(), "rank 0")
+        if (chosen := getattr(info, option)) != first:
+            raise ArgumentError(option, f"rank {rank} chose {chosen}, rank 0 {first}")
 
 
-def local_world_size_from_environment() -> int | None:
-    """``PROXYCCL_LOCAL_WORLD_SIZE``, or None.
+def chosen_local_world_size(choice: int | None, world_size: int) -> int | None:
+    """The number of consecutive ranks that count as a node: a caller's, else ``PROXYCCL_LOCAL_WORLD_SIZE``, else None.
 
     Raises:
-        ArgumentError: it is not a positive integer.
+        ArgumentError: it does not divide the number of ranks, or the variable is not a positive integer.
     """
-    text = os.environ.get("PROXYCCL_LOCAL_WORLD_SIZE")
-    if not text:
-        return None
-    if not text.isdigit() or int(text) < 1:
-        raise ArgumentError("PROXYCCL_LOCAL_WORLD_SIZE", f"must be a positive integer, not {text!r}")
-    return int(text)
+    if choice is None:
+        text = os.environ.get("PROXYCCL_LOCAL_WORLD_SIZE")
+        if not text:
+            return None
+        if not text.isdigit() or int(text) < 1:
+            raise ArgumentError("PROXYCCL_LOCAL_WORLD_SIZE", f"must be a positive integer, not {text!r}")
+        choice = int(text)
+    number = find_integer(choice)
+    if number is None or number < 1 or world_size % number:
+        raise ArgumentError("local_world_size", f"{choice!r} does not divide the world size {world_size}")
+    return number

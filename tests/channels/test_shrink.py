@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -358,3 +359,24 @@ def test_new_ranks_join_those_that_are_there() -> None:
     for thread in threads:
         thread.join(4 * TIMEOUT)
     assert sorted(results) == [4.0] * 4 + [10.0] * 4
+
+
+def test_nodes_and_transports_stay_when_new_ranks_join() -> None:
+    options: dict[str, Any] = {"local_world_size": 1, "transport": {(0, 1): "copy"}, "timeout": TIMEOUT}
+    smaller, larger = ThreadBootstrap.create(2), ThreadBootstrap.create(3)
+
+    def described(comm: Communicator) -> tuple[object, ...]:
+        assert total(comm, 1) == 3
+        return comm.topology.nodes, comm.topology.forced
+
+    def old(rank: int) -> tuple[object, ...]:
+        with Communicator(smaller[rank], "host", **options) as comm, comm.grow(larger[rank]) as grown:
+            return described(grown)
+
+    def new() -> tuple[object, ...]:
+        with Communicator(larger[2], "host", **options) as comm:
+            return described(comm)
+
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(old, 0), pool.submit(old, 1), pool.submit(new)]
+        assert [future.result(4 * TIMEOUT) for future in futures] == [((0, 1, 2), {(0, 1): "copy"})] * 3

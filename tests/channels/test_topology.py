@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from proxyccl import ArgumentError, Array, Communicator, Runtime, RuntimeUnavailableError, ThreadBootstrap
-from proxyccl.channels.joining.topology import RANK_INFO, RankInfo, Topology, encode_choice
+from proxyccl.channels.joining.topology import RANK_INFO, RankInfo, Topology, chosen_local_world_size, encode_choice
 from support.cases.reference import ALGORITHMS, MOVES, Call
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import most_ranks, rank_runtime, require_devices
@@ -30,19 +30,22 @@ def own(runtime: Runtime) -> RankInfo:
     return RankInfo.own(runtime)
 
 
-def processes(*infos: RankInfo) -> list[RankInfo]:
-    """The same, each in its own process."""
-    return [replace(info, pid=info.pid + rank, token=f"{info.token}-{rank}") for rank, info in enumerate(infos)]
+def processes(*infos: RankInfo, local: int | None = None) -> list[RankInfo]:
+    """The same, each in its own process, with this many on a node."""
+    return [
+        replace(info, pid=info.pid + rank, token=f"{info.token}-{rank}", local_world_size=local)
+        for rank, info in enumerate(infos)
+    ]
 
 
 @pytest.mark.gpu_only
 def test_threads_on_one_gpu_are_refused(runtime: Runtime, own: RankInfo) -> None:
     with pytest.raises(ArgumentError, match=r"device: ranks 0 and 2 are threads of one process on the same GPU"):
-        Topology.find(1, [own, *processes(own), own], runtime, None)
+        Topology.find(1, [own, *processes(own), own], runtime)
 
 
 def test_ranks_of_one_host_are_a_node(runtime: Runtime, own: RankInfo) -> None:
-    topology = Topology.find(1, processes(*[own] * 3), runtime, None)
+    topology = Topology.find(1, processes(*[own] * 3), runtime)
     assert topology.nodes == (0, 0, 0)
     assert (topology.world_size, topology.node_count) == (3, 1)
     assert (topology.local_rank, topology.local_world_size) == (1, 3)
@@ -51,7 +54,7 @@ def test_ranks_of_one_host_are_a_node(runtime: Runtime, own: RankInfo) -> None:
 
 def test_hosts_are_nodes_in_the_order_of_their_first_ranks(runtime: Runtime, own: RankInfo) -> None:
     other = replace(own, host="elsewhere")
-    topology = Topology.find(3, processes(own, other, own, other), runtime, None)
+    topology = Topology.find(3, processes(own, other, own, other), runtime)
     assert topology.nodes == (0, 1, 0, 1)
     assert topology.node_ranks == [1, 3]
     assert topology.local_rank == 1
@@ -61,26 +64,26 @@ def test_hosts_are_nodes_in_the_order_of_their_first_ranks(runtime: Runtime, own
 
 
 def test_a_local_world_size_makes_nodes_of_consecutive_ranks(runtime: Runtime, own: RankInfo) -> None:
-    topology = Topology.find(2, processes(*[own] * 6), runtime, 2)
+    topology = Topology.find(2, processes(*[own] * 6, local=2), runtime)
     assert topology.nodes == (0, 0, 1, 1, 2, 2)
     assert (topology.node_ranks, topology.local_rank, topology.node_count) == ([2, 3], 0, 3)
     assert topology.accessible == (False, False, True, True, False, False)
     assert all(topology.same_host(peer) for peer in range(6))
 
 
-@pytest.mark.parametrize("local", [0, -1, 2, 4])
-def test_a_local_world_size_must_divide(runtime: Runtime, own: RankInfo, local: int) -> None:
-    with pytest.raises(ArgumentError, match="local_world_size"):
-        Topology.find(0, processes(*[own] * 3), runtime, local)
+@pytest.mark.parametrize("local", [0, -1, 2, 4, 1.0])
+def test_a_local_world_size_must_divide(local: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"local_world_size: {local} does not divide the world size 3"):
+        chosen_local_world_size(local, 3)
 
 
 def test_all_ranks_use_one_runtime(runtime: Runtime, own: RankInfo) -> None:
     with pytest.raises(ArgumentError, match=r"runtime: .* found abacus, "):
-        Topology.find(0, [own, replace(own, runtime="abacus")], runtime, None)
+        Topology.find(0, [own, replace(own, runtime="abacus")], runtime)
 
 
 def test_devices_that_are_no_peers_are_not_accessible(runtime: Runtime, own: RankInfo) -> None:
-    topology = Topology.find(0, [own, replace(own, device_id="abacus:1")], runtime, None)
+    topology = Topology.find(0, [own, replace(own, device_id="abacus:1")], runtime)
     assert topology.accessible == (True, False)
 
 
@@ -179,23 +182,23 @@ REMOTE = {"missing": dict.fromkeys((*VERBS, *FABRIC), "")}
 
 def test_copies_within_a_node_and_rdma_between(runtime: Runtime, own: RankInfo) -> None:
     here, there = replace(own, **REMOTE), replace(own, host="elsewhere", **REMOTE)
-    topology = Topology.find(0, processes(here, here, there, there), runtime, None)
+    topology = Topology.find(0, processes(here, here, there, there), runtime)
     assert topology.transports() == {1: "copy", 2: "verbs", 3: "verbs"}
     assert topology.has_remote_pairs()
 
 
 def test_rehearsed_nodes_use_rdma_where_there_is_some(runtime: Runtime, own: RankInfo) -> None:
-    with_remote = Topology.find(0, processes(*[replace(own, **REMOTE)] * 4), runtime, 2)
+    with_remote = Topology.find(0, processes(*[replace(own, **REMOTE)] * 4, local=2), runtime)
     assert with_remote.transports() == {1: "copy", 2: "verbs", 3: "verbs"}
-    without = Topology.find(0, processes(*[own] * 4), runtime, 2)
+    without = Topology.find(0, processes(*[own] * 4, local=2), runtime)
     assert without.transports() == {1: "copy", 2: "copy", 3: "copy"}
     assert not without.has_remote_pairs()
 
 
 def test_a_pair_is_staged_where_a_rank_can_not_register(runtime: Runtime, own: RankInfo) -> None:
     choice = encode_choice({(0, 3): "verbs", (1, 3): "staged", (2, 4): "copy"}, 6)
-    infos = processes(*[replace(own, transport=choice, **REMOTE)] * 6)
-    found = Topology.find(0, infos, runtime, 2)
+    infos = processes(*[replace(own, transport=choice, **REMOTE)] * 6, local=2)
+    found = Topology.find(0, infos, runtime)
     assert found.transports() == {1: "copy", 2: "verbs", 3: "verbs", 4: "verbs", 5: "verbs"}
     told = found.with_unsupported_reasons([{"verbs": reason} for reason in ("", "", "no way", "no way", "", "")])
     assert told.ranks[2].unsupported["verbs"] == "no way"
@@ -207,7 +210,7 @@ def test_a_pair_is_staged_where_a_rank_can_not_register(runtime: Runtime, own: R
 
 def test_a_staged_pair_uses_rdma(runtime: Runtime, own: RankInfo) -> None:
     infos = processes(*[replace(own, transport=encode_choice("staged", 2), **REMOTE)] * 2)
-    topology = Topology.find(0, infos, runtime, None)
+    topology = Topology.find(0, infos, runtime)
     assert topology.transports() == {1: "staged"}
     assert topology.has_remote_pairs()
 
@@ -215,11 +218,11 @@ def test_a_staged_pair_uses_rdma(runtime: Runtime, own: RankInfo) -> None:
 def test_hosts_without_a_remote_transport_are_told_what_is_missing(runtime: Runtime, own: RankInfo) -> None:
     lacks = {**dict.fromkeys(VERBS, "there is no RDMA device"), **dict.fromkeys(FABRIC, "there is no libfabric")}
     there = replace(own, host="elsewhere", missing=lacks)
-    topology = Topology.find(0, processes(replace(own, **REMOTE), there), runtime, None)
+    topology = Topology.find(0, processes(replace(own, **REMOTE), there), runtime)
     message = "ranks 0 and 1: rank 1 lacks it: there is no RDMA device; there is no libfabric"
     with pytest.raises(RuntimeUnavailableError, match=message):
         topology.transports()
-    bystander = Topology.find(2, processes(replace(own, **REMOTE), there, replace(own, **REMOTE)), runtime, None)
+    bystander = Topology.find(2, processes(replace(own, **REMOTE), there, replace(own, **REMOTE)), runtime)
     with pytest.raises(RuntimeUnavailableError, match="rank 1 lacks it"):
         bystander.has_remote_pairs()  # every rank learns of it
 
@@ -228,18 +231,16 @@ def test_hosts_without_rdma_use_a_fabric_and_rehearsed_nodes_do_not(runtime: Run
     lacks = {**dict.fromkeys(VERBS, "there is no RDMA device"), **dict.fromkeys(FABRIC, "")}
     here = replace(own, missing=lacks)
     elsewhere = replace(here, host="elsewhere")
-    assert Topology.find(0, processes(here, elsewhere), runtime, None).transports() == {1: "fabric"}
+    assert Topology.find(0, processes(here, elsewhere), runtime).transports() == {1: "fabric"}
     both = replace(elsewhere, missing={**dict.fromkeys(lacks, "")})
-    assert Topology.find(0, processes(replace(here, missing=both.missing), both), runtime, None).transports() == {
-        1: "verbs"
-    }
-    assert Topology.find(0, processes(here, here), runtime, 1).transports() == {1: "copy"}
+    assert Topology.find(0, processes(replace(here, missing=both.missing), both), runtime).transports() == {1: "verbs"}
+    assert Topology.find(0, processes(here, here, local=1), runtime).transports() == {1: "copy"}
 
 
 def test_a_pair_is_forced_on_either_transport(runtime: Runtime, own: RankInfo) -> None:
     choice = encode_choice({(1, 0): "verbs", (0, 2): "copy"}, 4)
-    infos = processes(*[replace(own, transport=choice, **REMOTE)] * 4)
-    assert Topology.find(0, infos, runtime, 2).transports() == {1: "verbs", 2: "copy", 3: "verbs"}
+    infos = processes(*[replace(own, transport=choice, **REMOTE)] * 4, local=2)
+    assert Topology.find(0, infos, runtime).transports() == {1: "verbs", 2: "copy", 3: "verbs"}
 
 
 def test_the_transports_of_all_pairs_are_found_from_few(runtime: Runtime, own: RankInfo) -> None:
@@ -261,7 +262,7 @@ def test_the_transports_of_all_pairs_are_found_from_few(runtime: Runtime, own: R
             key=lambda info: info.host,
         )
         local = varied.choice([None, 1, 2])
-        topology = Topology.find(0, processes(*infos), runtime, local)
+        topology = Topology.find(0, processes(*infos, local=local), runtime)
         every_pair = {topology.transport(a, b) for a in range(ranks) for b in range(a)}
         assert topology.all_transports == every_pair, (infos, local)
 
@@ -280,7 +281,7 @@ def test_a_transport_that_cant_be_is_refused(
     here = replace(own, missing=dict.fromkeys(("verbs", "staged"), missing), transport=encode_choice(choice, 2))
     infos = processes(here, replace(here, host=host or here.host))
     with pytest.raises(RuntimeUnavailableError, match=message):
-        Topology.find(0, infos, runtime, None).transports()
+        Topology.find(0, infos, runtime).transports()
 
 
 @pytest.mark.parametrize("choice", ["rdma", {(0, 1): "pigeon"}, {(0, 0): "copy"}, {(0,): "copy"}, {(-1, 0): "copy"}])
@@ -297,13 +298,14 @@ def test_the_environment_chooses_the_transport(monkeypatch: pytest.MonkeyPatch) 
         encode_choice(None, 3)
 
 
-def test_all_ranks_choose_alike() -> None:
+@pytest.mark.parametrize(("option", "chosen"), [("transport", "copy"), ("local_world_size", 1)])
+def test_all_ranks_choose_alike(option: str, chosen: Any) -> None:
     require_devices(2)
     bootstraps = ThreadBootstrap.create(2)
 
     def body(rank: int) -> None:
-        with pytest.raises(ArgumentError, match="transport: rank 1 chose"):
-            Communicator(bootstraps[rank], rank_runtime(rank), transport="copy" if rank else None, timeout=TIMEOUT)
+        with pytest.raises(ArgumentError, match=f"{option}: rank 1 chose"):
+            Communicator(bootstraps[rank], rank_runtime(rank), timeout=TIMEOUT, **{option: chosen if rank else None})
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(body, range(2)))
