@@ -169,21 +169,10 @@ class Group:
 
         It ends with this one. Raises as `meet_apart`; and ConcurrentCallError if another thread splits the same ranks.
         """
-        ranks = tuple(sorted(members))
-        with self._one_caller.only("split", ranks):
-            return self._split(ranks, members, timeout)
-
-    def _split(self, ranks: tuple[int, ...], members: Sequence[int], timeout: float) -> Group:
-        number, check = self._splits[ranks], self.failure.require_usable
-        try:
-            meeting = meet_apart(self._meeting, self.topology, members, number, timeout, check, self.mapping_of)
-        except WaitTimeoutError:  # whoever did not come still may
-            raise
-        except ProxyCCLError:  # all members have met, or hear that one can't
-            self._splits[ranks] += 1
-            raise
-        self._splits[ranks] += 1
-        return Group(meeting, self, self._mapped)
+        check = self.failure.require_usable
+        with self._one_caller.only("split", tuple(sorted(members))):
+            meeting = meet_apart(self._meeting, self.topology, members, self._splits, timeout, check, self.mapping_of)
+            return Group(meeting, self, self._mapped)
 
     def shrink(self, excluded: Collection[int], timeout: float) -> Group:
         """A group of the remaining ranks. Only they call this, once, then `open` it. It outlives this one.

@@ -33,9 +33,11 @@ class Bootstrap(Protocol):
     """Joins `world_size` ranks. All of them make the same calls in the same order.
 
     One that can also join some of its ranks has `subset(members, key)`, which only they call. It returns the bootstrap
-    of these ranks, numbered by their places in the list. `key` is a number that no other subset has.
-    Communicators whose ranks are on several hosts are split over it. One that has `board()` too, a `survivors.Board`
-    that outlives each of the ranks, can shrink them.
+    of these ranks, numbered by their places in the list. `key` is a number that no other subset has. After a time-out
+    the same subset may be made again: before that, a rank that did come takes back its messages by the old one's
+    `withdraw()`, if it has that, so that a rank that comes later waits for new ones. Communicators whose ranks are on
+    several hosts are split over it. One that has `board()` too, a `survivors.Board` that outlives each of the ranks,
+    can shrink them.
     """
 
     @property
@@ -165,6 +167,8 @@ class _MpiPost:
 
     HEADER = struct.Struct("<QQ")
     _TAG = 1
+    _WITHDRAWN = 2**64 - 1
+    """As the round: the sender takes back its messages to the subset."""
 
     def __init__(self, bootstrap: MpiBootstrap) -> None:
         self._bootstrap = bootstrap
@@ -192,9 +196,16 @@ class _MpiPost:
             while (message := self._bootstrap._comm.Improbe(tag=self._TAG, status=status)) is not None:
                 data = bytearray(status.Get_count(mpi.BYTE))
                 message.Recv([data, mpi.BYTE])
-                header = self.HEADER.unpack_from(data)
-                self._came[status.Get_source(), *header] = bytes(data[self.HEADER.size :])
+                whose, (subset, place) = status.Get_source(), self.HEADER.unpack_from(data)
+                if place == self._WITHDRAWN:
+                    self._came = {name: sent for name, sent in self._came.items() if name[:2] != (whose, subset)}
+                else:
+                    self._came[whose, subset, place] = bytes(data[self.HEADER.size :])
             return self._came.pop((sender, key, number), None)
+
+    def withdraw(self, receiver: int, key: int) -> None:
+        """Takes back the messages of a subset that the receiver has not taken."""
+        self.send(receiver, key, self._WITHDRAWN, b"")
 
 
 class MpiSubset:
@@ -248,6 +259,12 @@ class MpiSubset:
                 raise ranks_missing("the bootstrap's all_gather over MPI", missing, self.rank)
             time.sleep(pause)
             pause = min(pause + 2e-5, 1e-3)
+
+    def withdraw(self) -> None:
+        """See `Bootstrap`."""
+        for member in self._members:
+            if member != self._post.rank:
+                self._post.withdraw(member, self._key)
 
     def close(self) -> None:
         """Nothing to free: the communicator belongs to the whole bootstrap."""

@@ -134,6 +134,14 @@ class FileBootstrap:
         place = self._directory.path / f"subset-{key:x}"
         return FileBootstrap(place, list(members).index(self.rank), len(members))
 
+    def withdraw(self) -> None:
+        """See `Bootstrap`. Another object of this rank may use the directory then."""
+        for number in range(self._round):
+            self._directory.remove(f"{number}-{self.rank}")
+            if not self.rank:
+                self._directory.remove(f"{number}-{_ALL}")
+        self._directory.remove(f"rank-{self.rank}")
+
     def board(self) -> Board:
         """A board in the directory. See `Bootstrap`."""
         return _FileBoard(self._directory, self.rank)

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -196,7 +197,7 @@ def meet_apart(
     whole: Meeting,
     topology: Topology,
     members: Sequence[int],
-    number: int,
+    meetings: Counter[tuple[int, ...]],
     timeout: float,
     give_up: Callable[[], None],
     mapping_of: Callable[[int], AbstractContextManager[None]],
@@ -207,7 +208,7 @@ def meet_apart(
         whole: the meeting of all.
         topology: of all.
         members: the ranks, this one among them; the same on all of them.
-        number: how often the same ranks have met so before.
+        meetings: by ranks in their order, how often they have met so before; this one is counted.
         timeout: bound of every wait of the new group, in seconds.
         give_up: called while waiting; it raises to end the wait early.
         mapping_of: around the mapping of a rank's memory; it raises the cause of a failure (`Group.mapping_of`).
@@ -221,16 +222,19 @@ def meet_apart(
     """
     whole.runtime.activate()
     part = topology.part(members)
-    key = _key(members, number)
-    refusals = _Refusals(whole, members, number, give_up)
+    ranks = tuple(sorted(members))
+    key = _key(members, meetings[ranks])
+    refusals = _Refusals(whole, members, meetings[ranks], give_up)
+    bootstrap: Bootstrap | None = None
     if part.spans_hosts:
         bootstrap = _subset(whole.bootstrap, members, key)
         exchange = Exchange(bootstrap, timeout, give_up)
+    telling = refusals.telling() if bootstrap is None else exchange.telling()
     # The others are told before they miss what is undone.
-    with contextlib.ExitStack() as undo, exchange.telling() if part.spans_hosts else refusals.telling():
+    with contextlib.ExitStack() as undo, telling, _counted(meetings, ranks, bootstrap):
         control = create_segment(whole.runtime, part.rank, timeout, len(members))
         undo.callback(control.close)
-        if part.spans_hosts:
+        if bootstrap is not None:
             offered = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
             handles = {peer: offered[peer] for peer in range(len(members)) if part.same_host(peer)}
         else:
@@ -245,7 +249,7 @@ def meet_apart(
                     segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
                 undo.callback(segments[peer].close)
         control.introduce(segments)
-        if not part.spans_hosts:
+        if bootstrap is None:
             bootstrap = _mailboxes(part.rank, control, segments)
             exchange = Exchange(bootstrap, timeout, refusals.check)
         # All have found and mapped all: the invitation is withdrawn, and none of the segments can be gone.
@@ -274,6 +278,28 @@ def meet_apart(
         members=tuple(members),
         ways=_ways_of(whole, members),
     )
+
+
+@contextlib.contextmanager
+def _counted(meetings: Counter[tuple[int, ...]], ranks: tuple[int, ...], bootstrap: Bootstrap | None) -> Iterator[None]:
+    """Around a meeting of some ranks, which counts if all of them have met, or hear that one can't take part. Whoever
+    did not come in time still may: the next attempt has the same number.
+
+    Args:
+        meetings, ranks: the counter and the meeting's place in it.
+        bootstrap: over which the ranks meet; None on one host.
+    """
+    try:
+        yield
+    except WaitTimeoutError:
+        withdraw: Callable[[], None] | None = getattr(bootstrap, "withdraw", None)
+        if withdraw is not None:
+            withdraw()
+        raise
+    except Exception:
+        meetings[ranks] += 1
+        raise
+    meetings[ranks] += 1
 
 
 def meet_survivors(

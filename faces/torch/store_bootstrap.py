@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -90,6 +91,14 @@ class StoreBootstrap:
         """The bootstrap of some ranks. See `Bootstrap`."""
         members = list(members)
         return StoreBootstrap(PrefixStore(f"subset-{key:x}", self._store), members.index(self.rank), len(members))
+
+    def withdraw(self) -> None:
+        """See `Bootstrap`."""
+        with contextlib.suppress(DistError):  # whoever uses the store next learns that it is gone
+            for number in range(self._round):
+                self._store.delete_key(f"{number}/{self.rank}")
+                if not self.rank:
+                    self._store.delete_key(_bundle_key(number))
 
     def board(self) -> Board:
         """A board in the store, which outlives the ranks that do not serve it. See `Bootstrap`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,10 @@ from proxyccl import (
     ArgumentError,
     ClosedError,
     Communicator,
+    FileBootstrap,
     MismatchError,
+    ProxyCCLError,
+    ResourceError,
     RuntimeUnavailableError,
     ThreadBootstrap,
     WaitTimeoutError,
@@ -245,6 +249,33 @@ def test_ranks_of_several_hosts_meet_over_a_subset_of_the_bootstrap(monkeypatch:
     monkeypatch.setattr(ThreadBootstrap, "subset", subset, raising=False)
     run_ranks(3, body)
     assert len(subsets) == 1
+
+
+@pytest.mark.parametrize("failure", [WaitTimeoutError, ResourceError])
+def test_ranks_of_several_hosts_may_try_again(
+    failure: type[ProxyCCLError], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where rank 0 waited for rank 1, and where it had too few descriptors to meet rank 1."""
+    monkeypatch.setattr(Topology, "spans_hosts", True)
+    errors = [ResourceError("too few")] if failure is ResourceError else []
+
+    def subset(bootstrap: ThreadBootstrap, members: Sequence[int], key: int) -> FileBootstrap:
+        if bootstrap.rank == 0 and errors:
+            raise errors.pop()
+        return FileBootstrap(tmp_path / f"{key:x}", members.index(bootstrap.rank), len(members))
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(failure):
+                comm.split([0, 1], timeout=0.1)
+        elif failure is ResourceError:
+            with pytest.raises(WaitTimeoutError, match=r"ranks \[0\] did not come"):
+                comm.split([0, 1], timeout=0.1)
+        comm.barrier()
+        assert total(comm.split([0, 1]), 1) == 2
+
+    monkeypatch.setattr(ThreadBootstrap, "subset", subset, raising=False)
+    run_ranks(2, body)
 
 
 def test_a_lost_rank_ends_the_parts() -> None:

@@ -17,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
+from proxyccl import WaitTimeoutError  # noqa: E402
 from proxyccl.torch import ProcessGroupProxyCCL, StoreBootstrap, process_group  # noqa: E402
 from proxyccl.torch.reductions import REDUCIBLE  # noqa: E402
 from support.torch_groups import RANKS, TIMEOUT, options, run  # noqa: E402
@@ -466,6 +467,15 @@ def test_ranks_meet_over_every_store(kind: str, ranks: int, tmp_path: Any) -> No
     with ThreadPoolExecutor(ranks) as pool:
         for rounds in pool.map(on_rank, range(ranks)):
             assert rounds == [[bytes([rank] * n) for rank in range(ranks)] for n in (0, 1, 5, 2)]
+
+
+def test_a_rank_that_was_alone_in_a_store_takes_back_its_messages() -> None:
+    store = dist.HashStore()
+    for rank in (0, 1):
+        late = StoreBootstrap(store, rank, 2).subset([0, 1], 5)
+        with pytest.raises(WaitTimeoutError):
+            late.all_gather(b"", 0, lambda: None)
+        late.withdraw()
 
 
 def test_memory_is_allocated_on_gpus_once_there_is_a_communicator() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 import numpy as np
 from mpi4py import MPI
 
-from proxyccl import Communicator, MpiBootstrap
+from proxyccl import Communicator, MpiBootstrap, WaitTimeoutError
 from support.device_arrays import on_device, on_host
 
 world = MPI.COMM_WORLD
@@ -39,5 +40,24 @@ if world.size > 1 and world.rank in members:
         assert (subset.rank, subset.world_size) == (members.index(world.rank), 2)
         found = subset.all_gather(bytes([turn, world.rank]) * 100_000, 20, lambda: None)
         assert found == [bytes([turn, rank]) * 100_000 for rank in members]
+# A rank that was alone takes back its message: the other waits for the next attempt.
+if world.size > 1 and world.rank in members:
+    late = bootstrap.subset(members, 9)
+    if world.rank == 0:
+        with contextlib.suppress(WaitTimeoutError):
+            late.all_gather(b"withdrawn", 0, lambda: None)
+        late.withdraw()
+world.Barrier()
+if world.size > 1 and world.rank in members:
+    late = bootstrap.subset(members, 9)
+    if world.rank == members[0]:
+        with contextlib.suppress(WaitTimeoutError):
+            late.all_gather(b"withdrawn too", 0, lambda: None)
+            raise AssertionError("it took a message that was withdrawn")
+        late.withdraw()
+world.Barrier()
+if world.size > 1 and world.rank in members:
+    late = bootstrap.subset(members, 9)
+    assert late.all_gather(b"%d" % world.rank, 20, lambda: None) == [b"%d" % rank for rank in members]
 bootstrap.close()
 sys.stdout.write(f"rank {world.rank}: correct\n")
