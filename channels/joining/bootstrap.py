@@ -22,11 +22,13 @@ from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
 from proxyccl.channels.liveness.program_end import watch_mpi
 from proxyccl.channels.segment.rendezvous import ranks_missing
 from proxyccl.device.arguments.integers import as_integer
-from proxyccl.device.errors import ArgumentError, PeerLostError, WaitTimeoutError
+from proxyccl.device.errors import ArgumentError, ExchangeError, PeerLostError, WaitTimeoutError
 
 _logger = logging.getLogger("proxyccl")
 MOST_RANKS = 1 << 20
 """Of a communicator: more than any machine has GPUs, and few enough that a list of them fits in memory."""
+_abandoned: list[tuple[Any, object]] = []
+"""Abandoned requests to MPI, and their buffers, to which MPI may still write."""
 
 
 class Bootstrap(Protocol):
@@ -105,14 +107,27 @@ class MpiBootstrap:
         self._mpi = MPI
         self._parent = parent
         self._comm: Any = None
-        self._unfinished: Any = None
+        self._out_of_step = False  # an all_gather has begun, and not ended
         self._post = _MpiPost(self)
         self.rank: int = parent.Get_rank()
         self.world_size: int = parent.Get_size()
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`. Also raises PeerLostError if MPI reports that a rank died."""
+        """See `Bootstrap.all_gather`.
+
+        Raises:
+            PeerLostError: MPI reports that a rank died.
+            ExchangeError: an earlier call was abandoned. MPI would match this one with the others' earlier one.
+        """
+        if self._out_of_step:
+            raise ExchangeError(
+                "the bootstrap's all_gather over MPI: an earlier one was abandoned, and MPI still expects the other "
+                "ranks in it; expected a new MpiBootstrap on all ranks",
+                rank=self.rank,
+                operation="bootstrap",
+            )
         deadline = time.monotonic() + timeout
+        self._out_of_step = True
         try:
             if self._comm is None:
                 comm, request = self._parent.Idup()
@@ -133,11 +148,17 @@ class MpiBootstrap:
                 rank=self.rank,
                 operation="bootstrap",
             ) from error
+        self._out_of_step = False
         return [out[offsets[i] : offsets[i + 1]].tobytes() for i in range(self.world_size)]
 
     def _wait(self, request: Any, buffers: object, deadline: float, give_up: Callable[[], None]) -> None:
-        # MPI may still write to the buffers of an abandoned request, so they are kept.
-        self._unfinished = (request, buffers)
+        try:
+            self._await(request, deadline, give_up)
+        except BaseException:
+            _abandoned.append((request, buffers))
+            raise
+
+    def _await(self, request: Any, deadline: float, give_up: Callable[[], None]) -> None:
         pause = 0.0
         while not request.Test():
             give_up()
@@ -149,7 +170,6 @@ class MpiBootstrap:
                 )
             time.sleep(pause)
             pause = min(pause + 2e-5, 1e-3)
-        self._unfinished = None
 
     def subset(self, members: Sequence[int], key: int) -> MpiSubset:
         """The bootstrap of some ranks. See `Bootstrap`. An `all_gather` comes first."""
@@ -157,7 +177,7 @@ class MpiBootstrap:
 
     def close(self) -> None:
         """Frees the duplicate, unless MPI is already gone or a call on it was abandoned."""
-        if self._comm is not None and self._unfinished is None and not self._mpi.Is_finalized():
+        if self._comm is not None and not self._out_of_step and not self._mpi.Is_finalized():
             self._comm.Free()
             self._comm = None
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +28,7 @@ from proxyccl import (
     TorchBootstrap,
     WaitTimeoutError,
 )
-from proxyccl.channels.joining.bootstrap import MpiSubset, as_bootstrap, library_of_group
+from proxyccl.channels.joining.bootstrap import MpiBootstrap, MpiSubset, as_bootstrap, library_of_group
 from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
 from proxyccl.channels.joining.exchange import Exchange
 from support.device_arrays import on_device, on_host
@@ -93,6 +95,37 @@ def test_some_ranks_of_mpi_exchange_messages(ranks: int) -> None:
         for result in pool.map(body, members, timeout=TIMEOUT):
             assert result == [[b"%d" % rank * turn for rank in members] for turn in range(3)]
     assert not came
+
+
+@pytest.fixture
+def lonely_mpi(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
+    """A stand-in for MPI where the other rank does not come. Returns the buffers of the requests."""
+    buffers: list[weakref.ref[Any]] = []
+
+    def begin(send: Any, receive: Any) -> Any:
+        buffers.append(weakref.ref(receive))
+        return types.SimpleNamespace(Test=lambda: False)
+
+    comm = types.SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 2, Iallgather=begin)
+    comm.Idup = lambda: (comm, types.SimpleNamespace(Test=lambda: True))
+    mpi = types.SimpleNamespace(COMM_WORLD=comm, Exception=RuntimeError, Is_finalized=lambda: False)
+    monkeypatch.setitem(sys.modules, "mpi4py", types.SimpleNamespace(MPI=mpi))
+    return buffers
+
+
+def test_a_request_to_mpi_that_was_abandoned_keeps_its_buffers_and_is_the_last(
+    lonely_mpi: list[weakref.ref[Any]],
+) -> None:
+    bootstrap = MpiBootstrap()
+    with pytest.raises(WaitTimeoutError, match="not all ranks came in time"):
+        bootstrap.all_gather(b"", 0, patient)
+    with pytest.raises(ExchangeError, match="an earlier one was abandoned"):
+        bootstrap.all_gather(b"", 0, patient)
+    bootstrap.close()  # leaves the communicator, which the stand-in could not free
+    del bootstrap
+    gc.collect()
+    (buffer,) = lonely_mpi
+    assert buffer() is not None
 
 
 def test_a_bundle_that_is_none_is_refused() -> None:
