@@ -114,9 +114,15 @@ def meet(
     proxy_options: ProxyOptions,
     linger: float | None = None,
 ) -> Meeting:
-    """The ranks of a bootstrap meet; all of them call this together. Arguments and errors as for `Communicator`."""
+    """The ranks of a bootstrap meet; all of them call this together. Arguments and errors as for `Communicator`.
+
+    With `owns_bootstrap`, the bootstrap is closed where they don't meet.
+    """
     exchange = Exchange(bootstrap, timeout)
-    with exchange.telling():
+    # The others are told before what is undone.
+    with contextlib.ExitStack() as undo, exchange.telling():
+        if owns_bootstrap:
+            undo.callback(bootstrap.close)
         rank, world_size = bootstrap.rank, bootstrap.world_size
         places = exchange.all_gather(Whereabouts.own(), WHEREABOUTS, "hosts")
         hosts = find_hosts(places)
@@ -125,6 +131,7 @@ def meet(
             runtime = open_runtime(runtime, device, local_rank=hosts[:rank].count(hosts[rank]))
         runtime.activate()
         control = create_segment(runtime, rank, timeout, world_size)
+        undo.callback(control.close)
         place = choose_place(proxy_options.where, runtime.name, hosts[rank], exchange)
         in_daemon = place.where == "daemon"
         daemon_missing, missing = missing_in_daemon(timeout) if in_daemon else ("", missing_transports())
@@ -145,13 +152,17 @@ def meet(
         topology.has_remote_pairs()
         handles = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
         of_host = [peer for peer in range(world_size) if peer != rank and topology.same_host(peer)]
-        segments = {peer: ControlSegment(runtime.open_pinned(handles[peer])) for peer in of_host}
+        segments: dict[int, ControlSegment] = {}
+        for peer in of_host:
+            segments[peer] = ControlSegment(runtime.open_pinned(handles[peer]))
+            undo.callback(segments[peer].close)
         control.introduce(segments)
         # All ranks have mapped all segments before any continues, so none can be gone by then. A rank that could not
         # map one says so over the bootstrap.
         job = exchange.all_gather(os.urandom(4).hex(), _NAME, "job")[0]
         if not topology.spans_hosts:
             exchange.carry_over(_mailboxes(rank, control, segments))
+        undo.pop_all()
         return Meeting(
             runtime,
             exchange,

@@ -302,6 +302,19 @@ def test_a_process_group_must_be_there_and_hold_this_process(torch_distributed: 
         TorchBootstrap()
 
 
+@pytest.mark.usefixtures("torch_distributed")
+def test_a_bootstrap_that_was_made_for_ranks_that_do_not_meet_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[TorchBootstrap] = []
+
+    def close(bootstrap: TorchBootstrap) -> None:
+        closed.append(bootstrap)
+
+    monkeypatch.setattr(TorchBootstrap, "close", close)
+    with pytest.raises(ArgumentError, match="2 does not divide the world size 1"):
+        Communicator(Group(ThreadBootstrap.create(1)[0]), local_world_size=2)
+    assert len(closed) == 1
+
+
 @pytest.mark.parametrize("how", ["signal", "failure", "time-out"])
 def test_a_wait_in_torch_ends_by_what_ends_any_wait(how: str, torch_distributed: types.ModuleType) -> None:
     inside, stuck = threading.Event(), threading.Event()
