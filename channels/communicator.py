@@ -38,7 +38,6 @@ from proxyccl.channels.memory import RegisteredMemory, allocate, deregister, reg
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
 from proxyccl.channels.reports.peers import await_reports
 from proxyccl.channels.reports.reporter import Reporter
-from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.segment.error_record import raised
 from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.channels.timeouts import as_seconds, timeout_from
@@ -183,8 +182,8 @@ class Communicator:
         try:
             with group.exchange.telling():
                 group.open(Reporter(group))
-        except ResourceError:
-            group.control.set_presence(Presence.LEFT)  # peers need not wait for kernels of this rank
+        except BaseException:
+            group.discard()
             raise
 
     def split(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:

@@ -33,7 +33,6 @@ from proxyccl.device.errors import (
     CommunicatorError,
     DriverError,
     KernelError,
-    ProxyCCLError,
     WaitTimeoutError,
 )
 from proxyccl.device.gpu.lost_context import LOST_CONTEXT
@@ -101,9 +100,12 @@ class Group:
                 self._begin(meeting, parent, mapped)
         except BaseException:
             meeting.control.set_presence(Presence.LEFT)  # peers need not wait for kernels of this rank
+            self.discard()
             raise
 
     def _begin(self, meeting: Meeting, parent: Group | None, mapped: HandleCache | None) -> None:
+        self._closing = threading.RLock()
+        self._released = True  # until it holds all that `discard` frees
         self._meeting = meeting
         self._parent: Group | None = parent
         self._shrunk = False
@@ -138,8 +140,6 @@ class Group:
             {peer: meeting.topology.ranks[peer].process for peer in self._segments},
             lambda: self.timeout,
         )
-        self._closing = threading.RLock()
-        self._released = False
         self._watcher: Watcher
         self.runtime.in_flight.follow(self.launches)
         self._description = Description.of_this_program(self.rank, self.world_size, self.job, meeting.ways)
@@ -157,12 +157,11 @@ class Group:
             whole=None if parent is None else parent.links,
         )
         self._published: Published | None = None
-        try:
-            self.links.bring_up()
-            self._host_links = self._link_hosts()
-        except ProxyCCLError:
-            self.links.close()
-            raise
+        self._host_links: dict[int, HostLink] = {}
+        self._end_pins = self.runtime.keep_pins()
+        self._released = False
+        self.links.bring_up()
+        self._host_links = self._link_hosts()
 
     def split(self, members: Sequence[int], timeout: float) -> Group:
         """A group of some ranks of this one, by their places in the list. Only they call this, then `open` it.
@@ -230,13 +229,12 @@ class Group:
             listener.close()
 
     def open(self, observer: Observer) -> None:
-        """Opens the group: from now on failures are noticed, passed on and reported."""
+        """Opens the group: from now on failures are noticed, passed on and reported. If it fails, `discard` follows."""
         # All ranks come here before a kernel of one waits for another: they meet once more (`Collectives.start`).
-        self._end_pins = self.runtime.keep_pins()
         try:
             self._begin_watching(observer)
         except BaseException:
-            self._end_pins()
+            observer.close()
             raise
         with _open_lock:
             orphan = self._parent is not None and self._parent.failure.closed
@@ -398,6 +396,26 @@ class Group:
             segment.request_report()
 
     # -- the end ---
+
+    def discard(self) -> None:
+        """Frees a group that could not be made or opened, after its peers were told. No kernel was launched on it."""
+        with self._closing:
+            if self._released:
+                return
+            if not self.failure.opening:  # it is being watched
+                self._release(healthy=False)
+                return
+            self._released = True
+            self.exchange.end()
+            self.failure.close()
+            self.control.set_presence(Presence.LEFT)
+            for link in self._host_links.values():
+                link.close()
+            try:
+                self.links.close()
+                self._free_memory(healthy=True)
+            finally:
+                self._end_pins()
 
     def close(self, *, reason: str = "", wait: bool = True) -> None:
         """Ends the group, and those that were split from it. Calling it twice does nothing.
@@ -589,6 +607,9 @@ class Group:
         if not self.links.close():
             _abandoned.append(self)  # a handler still runs, and its thread still uses the memory
             return
+        self._free_memory(healthy=healthy)
+
+    def _free_memory(self, *, healthy: bool) -> None:
         self.launches.close()
         reached = [*self._kept, *self.symmetric.memories(), *self.inventory.semaphores(), *self._segments.values()]
         self.symmetric.close()

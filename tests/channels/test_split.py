@@ -24,7 +24,9 @@ from proxyccl import (
     ThreadBootstrap,
     WaitTimeoutError,
 )
+from proxyccl.channels import group
 from proxyccl.channels.joining.topology import Topology
+from proxyccl.channels.liveness.watcher import Watcher
 from support.device_arrays import on_device, on_host
 from support.devices import ON_HOST
 from support.paths import TESTS
@@ -226,6 +228,26 @@ def test_a_part_costs_few_descriptors_and_no_thread() -> None:
         comm.barrier()
 
     run_ranks(2, body)
+
+
+def test_a_part_that_does_not_open_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = group.Watcher
+
+    def watch_the_whole(*args: Any, parent: Watcher | None, **options: Any) -> Watcher:
+        if parent is not None:
+            raise ResourceError("too few descriptors")
+        return watch(*args, parent=parent, **options)
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ResourceError, match="too few descriptors"):
+            comm.split([0, 1])
+        assert total(comm, 1) == 2
+
+    run_ranks(2, lambda comm: total(comm, 1))
+    before = settled()
+    monkeypatch.setattr(group, "Watcher", watch_the_whole)
+    run_ranks(2, body)
+    assert settles(before)
 
 
 def test_ranks_of_several_hosts_meet_over_a_subset_of_the_bootstrap(monkeypatch: pytest.MonkeyPatch) -> None:
