@@ -233,7 +233,7 @@ class Communicator:
         Raises:
             ArgumentError: `exclude` names this rank, or something that is not a rank of this communicator.
             ExcludedError: this rank arrived too late, and the others continued without it.
-            MismatchError: a rank excludes others.
+            MismatchError: a rank excludes others. This communicator can't be shrunk any longer.
             ClosedError: this communicator is closed, or was shrunk before.
             PeerLostError: ranks were lost in each of the call's attempts.
             ResourceError: there are too few descriptors. This communicator is closed, and the others go on.

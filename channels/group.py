@@ -33,6 +33,7 @@ from proxyccl.device.errors import (
     CommunicatorError,
     DriverError,
     KernelError,
+    ProxyCCLError,
     WaitTimeoutError,
 )
 from proxyccl.device.gpu.lost_context import LOST_CONTEXT
@@ -108,7 +109,7 @@ class Group:
         self._released = True  # until it holds all that `discard` frees
         self._meeting = meeting
         self._parent: Group | None = parent
-        self._shrunk = False
+        self._shrunk = ""  # what to do instead of another `shrink`
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
         self._one_caller = OneCaller()
@@ -182,11 +183,15 @@ class Group:
         """
         with self._closing:
             if self._shrunk:
-                raise ClosedError("the communicator was shrunk before; shrink the communicator that this gave")
-            self._shrunk = True
+                raise ClosedError(f"the communicator was shrunk before; {self._shrunk}")
+            self._shrunk = "shrink the communicator that this gave"
         self._stop_work()
-        with naming_exhaustion("this rank's part of the communicator"):
-            meeting = meet_survivors(self._meeting, self.topology, excluded, self._watcher.has_ended, timeout)
+        try:
+            with naming_exhaustion("this rank's part of the communicator"):
+                meeting = meet_survivors(self._meeting, self.topology, excluded, self._watcher.has_ended, timeout)
+        except ProxyCCLError as error:  # some ranks may have agreed, and the others' notes stay
+            self._shrunk = f"that failed ({type(error).__name__}): make a new Communicator over a bootstrap"
+            raise
         for peer in set(range(self.world_size)) - {*meeting.members, *excluded}:
             if not self._watcher.has_ended(peer):
                 self._late(peer, "shrink", "come", timeout)

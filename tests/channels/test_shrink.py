@@ -259,6 +259,8 @@ def test_ranks_that_exclude_different_ones_are_told() -> None:
         with pytest.raises(MismatchError, match=r"exclude: \[.*\] here, \[.*\] on rank \d") as raised:
             comm.shrink(exclude=[3] if comm.rank else [])
         assert raised.value.argument == "exclude"
+        with pytest.raises(ClosedError, match=r"that failed \(MismatchError\): make a new Communicator"):
+            comm.shrink(exclude=[3])
 
     def members(comm: Communicator) -> None:
         if comm.rank < 3:
