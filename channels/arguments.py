@@ -8,7 +8,6 @@ import numpy as np
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, require_room
-from proxyccl.device.arguments.integers import as_integer, find_integer, find_items
 from proxyccl.device.arrays.array import Array, ArrayView, as_view
 from proxyccl.device.errors import ArgumentError
 
@@ -102,26 +101,3 @@ def refuse_partial_overlap(rank: int, source: ArrayView, target: ArrayView) -> N
     share = rank * part.nbytes if part.nbytes < whole.nbytes else 0
     if part.ptr != whole.ptr + share and overlap(part, whole):
         raise ArgumentError("out", "overlaps x in part; it must be apart from it or the same array")
-
-
-def as_rank(world_size: int, rank: Any, argument: str) -> int:
-    """The rank that a caller names. Raises ArgumentError unless it is one."""
-    if type(rank) is int and 0 <= rank < world_size:  # at the cost of a repeated call
-        return rank
-    return as_integer(rank, argument, f"must be a rank from 0 to {world_size - 1}", 0, world_size - 1)
-
-
-def as_ranks(world_size: int, ranks: Any, argument: str) -> list[int]:
-    """Different ranks that a caller names, in the caller's order. Raises ArgumentError for anything else."""
-    given = find_items(ranks)
-    if given is None:
-        raise ArgumentError(argument, f"expected ranks, not {ranks!r}")
-    members: list[int] = []
-    for rank in given:
-        member = find_integer(rank)
-        if member is None or not 0 <= member < world_size:
-            raise ArgumentError(argument, f"{rank!r} is not a rank; expected 0 to {world_size - 1}")
-        if member in members:
-            raise ArgumentError(argument, f"rank {member} is given twice; expected different ranks")
-        members.append(member)
-    return members

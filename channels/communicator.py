@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any
 
 from proxyccl.channels import array_libraries, kernel_languages, proxy_channel, sm_channel
-from proxyccl.channels.arguments import as_rank, as_ranks
 from proxyccl.channels.collectives.all_gather import ALL_GATHER
 from proxyccl.channels.collectives.all_reduce import ALL_REDUCE
 from proxyccl.channels.collectives.all_to_all import ALL_TO_ALL
@@ -36,6 +35,7 @@ from proxyccl.channels.lent_memory import limit_of_environment
 from proxyccl.channels.liveness import program_end
 from proxyccl.channels.memory import RegisteredMemory, allocate, deregister, register
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
+from proxyccl.channels.ranks import as_rank, as_ranks
 from proxyccl.channels.reports.peers import await_reports
 from proxyccl.channels.reports.reporter import Reporter
 from proxyccl.channels.segment.error_record import raised

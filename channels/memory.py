@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from proxyccl.channels.group import Group
+from proxyccl.channels.ranks import as_rank
 from proxyccl.channels.symmetric import Announced
-from proxyccl.device.arguments.integers import as_integer, find_extents, find_integer
+from proxyccl.device.arguments.integers import find_extents, find_integer
 from proxyccl.device.arrays import libraries
 from proxyccl.device.arrays.array import Array, ArrayView, as_view, current_stream, fingerprint
 from proxyccl.device.arrays.dtypes import DType, as_dtype
@@ -272,11 +273,7 @@ class RegisteredMemory:
 
     def peer_nbytes(self, peer: int) -> int:
         """The size of a rank's range in bytes. Raises ArgumentError for a peer that is not a rank."""
-        return self._offers[self._rank(peer)].nbytes
-
-    def _rank(self, peer: Any) -> int:
-        ranks = self._group.world_size
-        return as_integer(peer, "peer", f"must be a rank from 0 to {ranks - 1}", 0, ranks - 1)
+        return self._offers[as_rank(self._group.world_size, peer, "peer")].nbytes
 
     def peer_id(self, peer: int) -> int:
         """The first memory id of a peer's range, for triggers to that peer.
@@ -286,7 +283,7 @@ class RegisteredMemory:
             ResourceError: no ids left.
             RuntimeUnavailableError: no transport reaches the peer.
         """
-        peer = self._rank(peer)
+        peer = as_rank(self._group.world_size, peer, "peer")
         if peer == self._group.rank:
             return self.id
         if peer not in self._remote_ids:
@@ -314,7 +311,7 @@ class RegisteredMemory:
         Raises:
             ArgumentError: the peer's memory can't be shared, or kernels here can't touch that peer's memory.
         """
-        peer = self._rank(peer)
+        peer = as_rank(self._group.world_size, peer, "peer")
         if peer == self._group.rank:
             return self.ptr
         self._group.topology.require_accessible([peer], "peer")

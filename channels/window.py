@@ -14,6 +14,7 @@ from typing import Any
 from proxyccl.channels import array_libraries
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import RegisteredMemory, register
+from proxyccl.channels.ranks import as_rank
 from proxyccl.device._native import ffi
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import ArrayView, as_view
@@ -102,7 +103,7 @@ class Window:
             peer: as for `put`.
             stream: as for `all_reduce`. It must not be captured into a graph, which could not count on.
         """
-        self._word(self._rank(peer))
+        self._word(as_rank(self._group.world_size, peer, "peer"))
         self._issue([], peer, True, stream, self._memory.array)
 
     def wait_signal(self, peer: int, *, count: int = 1, stream: StreamLike = None) -> None:
@@ -116,7 +117,7 @@ class Window:
             count: how many, from 1 on.
             stream: as for `signal`.
         """
-        rank = self._rank(peer)
+        rank = as_rank(self._group.world_size, peer, "peer")
         self._word(rank)
         count = as_integer(count, "count", "expected an integer from 1 on", 1, 1 << 31)
         self._require_open()
@@ -135,7 +136,7 @@ class Window:
         launches.launch(launch, launches.stream_for(stream, self._memory.array), (), (self._words,))
 
     def _issue(self, operations: list[Operation], peer: int, signals: bool, stream: StreamLike, x: Any) -> None:
-        rank = self._rank(peer)
+        rank = as_rank(self._group.world_size, peer, "peer")
         self._require_open()
 
         def launch(handle: StreamLike) -> None:
@@ -152,10 +153,6 @@ class Window:
     def _require_no_capture(self, handle: StreamLike) -> None:
         if self._runtime.is_capturing(self._runtime.stream_handle(handle)):
             raise ArgumentError("stream", "is being captured into a graph, which can't count signals")
-
-    def _rank(self, peer: Any) -> int:
-        ranks = self._group.world_size
-        return as_integer(peer, "peer", f"must be a rank from 0 to {ranks - 1}", 0, ranks - 1)
 
     def _word(self, rank: int) -> int:
         """The word at a rank that counts this one's signals."""

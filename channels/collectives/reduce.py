@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxyccl.channels.arguments import as_rank, input_view
+from proxyccl.channels.arguments import input_view
 from proxyccl.channels.collectives.all_reduce import AllReduce
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.run import run
+from proxyccl.channels.ranks import as_rank
 from proxyccl.device.arrays import libraries
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.runtime import StreamLike

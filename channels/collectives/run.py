@@ -6,7 +6,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from proxyccl.channels.arguments import as_rank
 from proxyccl.channels.collectives.call_cache import Key, call_key, copy_launchable
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
@@ -15,6 +14,7 @@ from proxyccl.channels.collectives.reductions import require_op
 from proxyccl.channels.collectives.request import request_for
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.launches import Launchable
+from proxyccl.channels.ranks import as_rank
 from proxyccl.device.runtime import StreamLike
 
 

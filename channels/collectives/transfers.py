@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any
 
 from proxyccl.channels.arguments import (
-    as_rank,
     input_view,
     output_view,
     overlap,
@@ -18,6 +17,7 @@ from proxyccl.channels.arguments import (
 )
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.flows import FlowCall, Transfer
+from proxyccl.channels.ranks import as_rank
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.arguments.integers import as_integer, find_items
 from proxyccl.device.arrays.array import ArrayView

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from proxyccl.channels.arguments import as_ranks, input_view
+from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
+from proxyccl.channels.ranks import as_ranks
 from proxyccl.device._native import lib
 from proxyccl.device.arguments.integers import find_items
 from proxyccl.device.arrays.array import ArrayView

@@ -1,0 +1,31 @@
+"""The ranks that a caller names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxyccl.device.arguments.integers import as_integer, find_integer, find_items
+from proxyccl.device.errors import ArgumentError
+
+
+def as_rank(world_size: int, rank: Any, argument: str) -> int:
+    """The rank that a caller names. Raises ArgumentError unless it is one."""
+    if type(rank) is int and 0 <= rank < world_size:  # at the cost of a repeated call
+        return rank
+    return as_integer(rank, argument, f"must be a rank from 0 to {world_size - 1}", 0, world_size - 1)
+
+
+def as_ranks(world_size: int, ranks: Any, argument: str) -> list[int]:
+    """Different ranks that a caller names, in the caller's order. Raises ArgumentError for anything else."""
+    given = find_items(ranks)
+    if given is None:
+        raise ArgumentError(argument, f"expected ranks, not {ranks!r}")
+    members: list[int] = []
+    for rank in given:
+        member = find_integer(rank)
+        if member is None or not 0 <= member < world_size:
+            raise ArgumentError(argument, f"{rank!r} is not a rank; expected 0 to {world_size - 1}")
+        if member in members:
+            raise ArgumentError(argument, f"rank {member} is given twice; expected different ranks")
+        members.append(member)
+    return members
