@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.handles import Channel, ChannelSet
+from proxyccl.channels.joining.exchange import HANDLE
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.runtime import Memory, Runtime
-from proxyccl.proxy.codec import Codec
 
-_HANDLE = Codec(bytes, 64 << 10, "memory handle")
 _LINE = 128  # one semaphore word for each cache line: writers and pollers of different peers don't share lines
 
 
@@ -43,7 +42,7 @@ class SmSemaphores:
         self._local = runtime.allocate(2 * words * _LINE)
         self._rank = group.rank
         own = runtime.export(self._inbound.ptr, self._inbound.nbytes)
-        handles = group.exchange.all_gather(own, _HANDLE, "sm_channels")
+        handles = group.exchange.all_gather(own, HANDLE, "sm_channels")
         self._remote: dict[int, Memory] = {}
         for peer in self._members:
             if peer != self._rank and group.topology.accessible[peer]:

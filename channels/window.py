@@ -13,6 +13,7 @@ from typing import Any
 
 from proxyccl.channels import array_libraries
 from proxyccl.channels.group import Group
+from proxyccl.channels.joining.exchange import HANDLE
 from proxyccl.channels.memory import RegisteredMemory, register
 from proxyccl.channels.ranks import as_rank
 from proxyccl.device._native import ffi
@@ -21,9 +22,7 @@ from proxyccl.device.arrays.array import ArrayView, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError
 from proxyccl.device.runtime import PinnedMemory, StreamLike
 from proxyccl.device.stream_operations import CopyBytes, Operation, StreamOperations, WaitValue, WriteValue
-from proxyccl.proxy.codec import Codec
 
-_HANDLE = Codec(bytes, 64 << 10, "handle of a window's words")
 _WORD = 8
 _RELEASED = (1 << 63) - 1
 """More than any number of signals."""
@@ -51,7 +50,7 @@ class Window:
         self._sent, self._awaited = [0] * ranks, [0] * ranks
         self._since = [0.0] * ranks
         self._closed = False
-        handles = group.exchange.all_gather(self._words.handle, _HANDLE, "window")
+        handles = group.exchange.all_gather(self._words.handle, HANDLE, "window")
         self._peers: dict[int, PinnedMemory] = {}
         for peer in range(ranks):
             if peer != group.rank and group.topology.accessible[peer]:

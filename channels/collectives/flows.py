@@ -14,6 +14,7 @@ from proxyccl.channels._prepared_calls import PreparedCalls
 from proxyccl.channels.collectives.links import Links
 from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.group import Group
+from proxyccl.channels.joining.exchange import FLAG
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import round_up
@@ -25,7 +26,6 @@ from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.device.sleepers import ProxiedStruct
 from proxyccl.proxy._engine import ffi as engine
 from proxyccl.proxy._engine import lib as engine_lib
-from proxyccl.proxy.codec import Codec
 
 MOST_TRANSFERS: int = lib.PROXYCCL_MAX_TRANSFERS
 """The most transfers of one launch."""
@@ -34,8 +34,6 @@ _THREADS = 256
 """Per block: with this number all blocks of a launch are resident at once on any GPU with at least 132
 multiprocessors."""
 _LEAST_SLOT_BYTES = 1024
-
-_FLAG = Codec(bool, 16, "flag")
 
 
 def load_kernel(runtime: Runtime) -> Kernel:
@@ -123,7 +121,7 @@ class Flows:
         runtime, ranks = group.runtime, group.world_size
         self._runtime, self._rank, self._ranks = runtime, group.rank, ranks
         via_proxy = [peer for peer in range(ranks) if peer != group.rank and not group.topology.accessible[peer]]
-        flags = group.exchange.all_gather(not via_proxy, _FLAG, "the first transfer")
+        flags = group.exchange.all_gather(not via_proxy, FLAG, "the first transfer")
         defaults = runtime.launch_defaults
         # Copy engines and the proxy's thread are faster with few large pieces, so flows through the proxy have one
         # lane.

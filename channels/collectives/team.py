@@ -11,18 +11,17 @@ from proxyccl.channels.collectives.packet_team import PacketTeam
 from proxyccl.channels.collectives.proxied_kernels import sends_through_pinned_memory
 from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.group import Group
+from proxyccl.channels.joining.exchange import FLAG
 from proxyccl.channels.memory import allocate, register
 from proxyccl.channels.pinned_memory import PinnedRange
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arguments.integers import round_up
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.sleepers import ProxiedStruct
-from proxyccl.proxy.codec import Codec
 
 if TYPE_CHECKING:
     from proxyccl.device._native import ProxycclTeamPointer  # the stub's; cffi has no such name
 
-_FLAG = Codec(bool, 16, "flag")
 _SHORTEST_PROXIED_PIECE = 512 * 1024
 """Bytes below which a piece that the proxy sends is not worth its signal: as much as a copy engine moves during the
 next two driver calls."""
@@ -66,7 +65,7 @@ class Team:
         accessible = group.topology.accessible
         via_proxy = [peer for peer in members if peer != rank and not accessible[peer]]
         # All ranks of the team use one grid, and lanes of one kind (team.h).
-        flags = group.exchange.all_gather(not via_proxy, _FLAG, "the first collective")
+        flags = group.exchange.all_gather(not via_proxy, FLAG, "the first collective")
         self.all_mapped = self.all_mapped_of(ranks, [flags[peer] for peer in members])
         defaults = runtime.launch_defaults
         self.blocks = defaults.blocks if self.all_mapped else defaults.copy_blocks

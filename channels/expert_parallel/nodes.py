@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.group import Group
+from proxyccl.channels.joining.exchange import FLAG
 from proxyccl.channels.joining.topology import Topology
-from proxyccl.proxy.codec import Codec
-
-_FLAG = Codec(bool, 16, "flag")
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Nodes:
         """
         topology = group.topology
         mapped = not proxied and all(topology.accessible[peer] for peer in topology.node_ranks)
-        flags = group.exchange.all_gather(mapped, _FLAG, "an expert-parallel layer")
+        flags = group.exchange.all_gather(mapped, FLAG, "an expert-parallel layer")
         members = topology.node_members()
         if not all(flags) or len({len(ranks_of_node) for ranks_of_node in members}) > 1:
             members = [[rank] for rank in range(group.world_size)]

@@ -30,6 +30,9 @@ from proxyccl.proxy.codec import Codec, ProtocolError
 
 T = TypeVar("T")
 
+HANDLE = Codec(bytes, 64 << 10, "memory handle")
+FLAG = Codec(bool, 16, "flag")
+
 _FAILED = b"\0failed\0"
 """The first byte of the message of a rank that can't take part; a purpose never begins with it."""
 _LONGEST_REASON = 2000

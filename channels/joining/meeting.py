@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from proxyccl.channels.joining.bootstrap import Bootstrap
-from proxyccl.channels.joining.exchange import Exchange
+from proxyccl.channels.joining.exchange import HANDLE, Exchange
 from proxyccl.channels.joining.proxy_options import ProxyOptions
 from proxyccl.channels.joining.proxy_place import ProxyPlace, choose_place
 from proxyccl.channels.joining.survivors import MOST_ATTEMPTS, Assembly, Board, SegmentBoard, Survivors
@@ -56,7 +56,6 @@ from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import missing_transports
 
 _NAME = Codec(str, 4096, "name")
-_HANDLE = Codec(bytes, 64 << 10, "memory handle")
 _PART = Codec[tuple[list[int], str]](tuple[list[int], str], 1 << 20, name="split")
 
 
@@ -150,7 +149,7 @@ def meet(
         topology = Topology.find(rank, infos, runtime)
         # If a pair has no transport, all ranks raise before one waits for another or maps its memory.
         topology.has_remote_pairs()
-        handles = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
+        handles = exchange.all_gather(control.memory.handle, HANDLE, "control segments")
         of_host = [peer for peer in range(world_size) if peer != rank and topology.same_host(peer)]
         segments: dict[int, ControlSegment] = {}
         for peer in of_host:
@@ -246,7 +245,7 @@ def meet_apart(
         control = create_segment(whole.runtime, part.rank, timeout, len(members))
         undo.callback(control.close)
         if bootstrap is not None:
-            offered = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
+            offered = exchange.all_gather(control.memory.handle, HANDLE, "control segments")
             handles = {peer: offered[peer] for peer in range(len(members)) if part.same_host(peer)}
         else:
             handles = {}
