@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,8 @@ def test_an_unwritable_directory_only_adds_a_line_on_stderr(
 def test_no_collection_begins_while_threads_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The listing holds a lock, for which a finalizer in any thread may wait."""
     collects: list[bool] = []
-    monkeypatch.setattr(sys, "_current_frames", lambda: collects.append(gc.isenabled()) or {})
+    own = {threading.get_ident(): sys._getframe()}
+    monkeypatch.setattr(sys, "_current_frames", lambda: collects.append(gc.isenabled()) or own)
     assert collect._frames() == {}
     assert (collects, gc.isenabled()) == ([False], True)
 
