@@ -1,4 +1,6 @@
-"""Threads that run a process group's calls on CPU tensors, in order, while the program continues."""
+"""Threads that run a process group's calls on CPU tensors and its futures' callbacks, in order, while the program
+continues.
+"""
 
 from __future__ import annotations
 
@@ -67,11 +69,20 @@ class Executor:
         if ended:
             task()
 
+    def start(self) -> None:
+        """Starts the thread now, so that `submit` can't fail.
+
+        Raises:
+            ResourceError: the thread can't be started.
+        """
+        with self._changed:
+            if self._thread is None and not self._ended:
+                thread = Thread(self._run, self._name)
+                thread.start()
+                self._thread = thread
+
     def _append(self, task: Task) -> None:
-        if self._thread is None:  # first, because a task must not remain queued if the thread can't be started
-            thread = Thread(self._run, self._name)
-            thread.start()
-            self._thread = thread
+        self.start()  # first, because a task must not remain queued if the thread can't be started
         self._tasks.append(task)
         self._changed.notify_all()
 

@@ -96,6 +96,13 @@ class _Coalescing(threading.local):
     works: list[DeviceWork | HostWork | JointWork] | None = None
 
 
+class _Callbacks(threading.local):
+    """The depth of the callbacks that a thread runs: 0 if it runs none."""
+
+    depth = 0
+
+
+_callbacks = _Callbacks()
 _alive: set[ProcessGroupProxyCCL] = set()
 """The groups that were not shut down. torch keeps only their C++ part, which needs the Python part to work."""
 
@@ -140,7 +147,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             )
         self._endpoints: Endpoints = endpoints
         self._process = forks.here()
-        self._executors: dict[tuple[torch.device, _Flow | None], Executor] = {}
+        self._executors: dict[tuple[torch.device, _Flow | int | None], Executor] = {}
         self._gpus: dict[torch.device, GroupOnGpu] = {}
         self._flow_streams: dict[tuple[torch.device, _Flow], Any] = {}
         self._repeating: dict[int, RepeatedCalls] = {}  # by the GPU's number: collectives, …
@@ -506,7 +513,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         gpu, stream = self._gpu(device), self._stream_of(device, flow)
         current, handle = gpu.current(), stream.cuda_stream
         ready = gpu.in_c.mark(current)
-        work = TransferWork.of(gpu.queued_call(tensors, handle, keeps=False, source=_source_of(flow)))
+        call = gpu.queued_call(tensors, handle, keeps=False, source=_source_of(flow))
+        work = TransferWork.of_transfer(call, self._callbacks_of(device))
         executor, has_met = self._executor(device, flow), self._endpoints.has_met(device, flow[0])
         number, is_captured = self._sequence, gpu.order.is_capturing(current)
         if not is_captured:
@@ -549,7 +557,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         *,
         waits: bool,
     ) -> HostWork:
-        work = HostWork(tensors, _source_of(flow))
+        work = HostWork(tensors, self._callbacks_of(_CPU), _source_of(flow))
         number = self._sequence
         self._under_way.add(flow, number, name, None)
         peer = None if flow is None else flow[0]
@@ -588,14 +596,26 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             f"no call of rank {self._rank}" if oldest is None else f"{oldest[1]}, call {oldest[0]} of rank {self._rank}"
         )
 
-    def _executor(self, device: torch.device, flow: _Flow | None) -> Executor:
+    def _callbacks_of(self, device: torch.device) -> Executor:
+        """Completes futures of the calls that this thread makes.
+
+        Their callbacks may make calls and wait for their futures. So they run neither in the thread that runs calls,
+        nor, for the calls of a callback, in that callback's thread. Each depth has one thread, which completes futures
+        in order: so callbacks of all ranks make their calls in the same order.
+        """
+        return self._executor(device, _callbacks.depth + 1)
+
+    def _executor(self, device: torch.device, of: _Flow | int | None) -> Executor:
+        """The thread of a flow, of callbacks of a depth, or, for None, of all other calls."""
         with self._lock:
-            if (device, flow) not in self._executors:
-                name = f"proxyccl-torch-{self._rank}" + (f"-{flow[0]}-{'send' if flow[1] else 'recv'}" if flow else "")
-                # A thread begins on device 0, and would open that device when it returns to it.
-                begin = functools.partial(torch.cuda.set_device, device) if device.type != "cpu" else _nothing
-                self._executors[device, flow] = Executor(name, begin)
-            return self._executors[device, flow]
+            if (device, of) not in self._executors:
+                if isinstance(of, int):
+                    suffix = f"-callbacks-{of}"
+                else:
+                    suffix = f"-{of[0]}-{'send' if of[1] else 'recv'}" if of else ""
+                begin = functools.partial(_begin_thread, device, of)
+                self._executors[device, of] = Executor(f"proxyccl-torch-{self._rank}{suffix}", begin)
+            return self._executors[device, of]
 
     def _stream_of(self, device: torch.device, flow: _Flow) -> Any:
         with self._lock:
@@ -1095,8 +1115,12 @@ def _again(options: tuple[Any, ...] | None, x: torch.Tensor, out: torch.Tensor) 
     return None if options is None else (options, x, out)
 
 
-def _nothing() -> None:
-    pass
+def _begin_thread(device: torch.device, of: _Flow | int | None) -> None:
+    """Called by a thread of `ProcessGroupProxyCCL._executor` first."""
+    if device.type != "cpu":  # a thread begins on device 0, and would open that device when it returns to it
+        torch.cuda.set_device(device)
+    if isinstance(of, int):
+        _callbacks.depth = of
 
 
 def _source_of(flow: _Flow | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from proxyccl.device.process import forks
 from proxyccl.torch._repeated_calls import QueuedCall
 from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
+from proxyccl.torch.executor import Executor
 from proxyccl.torch.unwaited import Unwaited
 from proxyccl.torch_tensors.untraced import untraced
 
@@ -56,14 +58,16 @@ class HostWork(_KeptWork):
 
     Args:
         result: the tensors that it writes.
+        callbacks: completes its future, in a thread that no other call waits for.
         source: the rank that sends to it; -1 for none.
     """
 
-    def __init__(self, result: Sequence[torch.Tensor], source: int = -1) -> None:
+    def __init__(self, result: Sequence[torch.Tensor], callbacks: Executor, source: int = -1) -> None:
         super().__init__()
         self._process = forks.here()
         self._unwaited = None
         self._result = list(result)
+        self._callbacks = callbacks
         self._source = source
         self._error: BaseException | None = None
         self._done = threading.Event()
@@ -78,7 +82,7 @@ class HostWork(_KeptWork):
             self._done.set()
             completed = self._completed
         if completed is not None:
-            completed.set_result(None)
+            self._callbacks.submit(functools.partial(completed.set_result, None))
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Waits for the end. Raises the call's error.
@@ -126,10 +130,13 @@ class HostWork(_KeptWork):
         with self._lock:
             if self._future is not None:
                 return self._future
+            done = self._done.is_set()
+            if not done:
+                self._callbacks.start()  # here, where an error reaches the caller
             completed = torch.futures.Future()
             # torch's C++ sees a future's error only if `then` has raised it.
             self._future = completed.then(self._future_value)
-            if not self._done.is_set():
+            if not done:
                 self._completed = completed  # for `finish`
                 return self._future
         completed.set_result(None)
@@ -261,14 +268,16 @@ class DeviceWork(_KeptWork):
 class TransferWork(DeviceWork):
     """A transfer, which a stream of a GPU holds once `issued` was called."""
 
-    __slots__ = ("_issued", "_process")
+    __slots__ = ("_callbacks", "_issued", "_process")
+    _callbacks: Executor
     _issued: threading.Event
     _process: forks.Process
 
     @classmethod
-    def of(cls, call: QueuedCall) -> Self:
-        """The Work of a transfer."""
-        work = super().of(call)
+    def of_transfer(cls, call: QueuedCall, callbacks: Executor) -> Self:
+        """The Work of a transfer, whose future `callbacks` completes, in a thread that no other transfer waits for."""
+        work = cls.of(call)
+        work._callbacks = callbacks
         work._process = forks.here()
         work._issued = threading.Event()
         return work
@@ -284,7 +293,7 @@ class TransferWork(DeviceWork):
             self._issued.set()
             future = call.future
         if future is not None:
-            self._complete(future)
+            self._callbacks.submit(functools.partial(self._complete, future))
 
     def has_passed(self) -> bool:
         """Whether the stream has got past it."""
@@ -307,6 +316,12 @@ class TransferWork(DeviceWork):
     def is_completed(self) -> bool:
         """Whether the device has done the transfer, or an error has ended it."""
         return self._issued.is_set() and super().is_completed()
+
+    def get_future(self) -> Any:
+        """As `DeviceWork.get_future`, but the callbacks run in a thread if the transfer is not issued yet."""
+        if not self._issued.is_set():
+            self._callbacks.start()  # here, where an error reaches the caller
+        return super().get_future()
 
     def _is_issued(self) -> bool:
         return self._issued.is_set()

@@ -209,6 +209,27 @@ def test_an_asynchronous_call_returns_before_the_others_come() -> None:
     run(body)
 
 
+def test_callbacks_of_futures_may_make_calls_and_wait_for_the_futures_of_those() -> None:
+    """As DDP's hooks do, also in a callback of a callback's call."""
+    last_may_come = threading.Event()
+
+    def body(group: Any) -> None:
+        tensor, ended = torch.ones(4), threading.Event()
+
+        def again(more: int) -> Any:
+            future = group.allreduce([tensor], options("Allreduce", waits=False)).get_future()
+            return future.then(lambda _: again(more - 1).wait()) if more else future
+
+        if group.rank() == RANKS - 1:
+            assert last_may_come.wait(30)
+        again(2).add_done_callback(lambda _: ended.set())
+        last_may_come.set()
+        assert ended.wait(30)
+        assert (tensor == RANKS**3).all()
+
+    run(body)
+
+
 @pytest.mark.parametrize("rank", [RANKS, -1])
 def test_a_rank_that_does_not_exist_is_refused_at_once(rank: int) -> None:
     group = ProcessGroupProxyCCL(dist.HashStore(), 0, RANKS, TIMEOUT)  # alone, so any wait would be long
