@@ -26,14 +26,14 @@ class Executor:
         self._begin = begin
         self._changed = threading.Condition()
         self._tasks: deque[Task] = deque()
-        self._running = False
+        self._runner: int | None = None  # the thread that runs a task
         self._thread: Thread | None = None
         self._ended = False
 
     @property
     def is_idle(self) -> bool:
         """Whether no task is queued or running."""
-        return not (self._tasks or self._running)
+        return not self._tasks and self._runner is None
 
     def run_here(self, task: Task, *, after_others: bool = False) -> bool:
         """Runs a task in the caller's thread, if none is queued or running. Returns whether it did.
@@ -44,15 +44,15 @@ class Executor:
         """
         with self._changed:
             if after_others:
-                self._changed.wait_for(lambda: not (self._tasks or self._running))
-            elif self._tasks or self._running:
+                self._changed.wait_for(lambda: self.is_idle)
+            elif not self.is_idle:
                 return False
-            self._running = True
+            self._runner = threading.get_ident()
         try:
             task()
         finally:
             with self._changed:
-                self._running = False
+                self._runner = None
                 self._changed.notify_all()
         return True
 
@@ -94,17 +94,26 @@ class Executor:
                 if not self._tasks:
                     return
                 task = self._tasks.popleft()
-                self._running = True
+                self._runner = threading.get_ident()
             try:
                 task()
             finally:
                 del task  # releases its tensors before the next task arrives
                 with self._changed:
-                    self._running = False
+                    self._runner = None
                     self._changed.notify_all()
 
     def _has_something_to_do(self) -> bool:
-        return not self._running if self._tasks else self._ended
+        return self._runner is None if self._tasks else self._ended
+
+    def wait_until_idle(self, seconds: float) -> bool:
+        """Waits for queued and running tasks. Returns whether they have ended: not if the time is over, nor if the
+        caller is one of them.
+        """
+        with self._changed:
+            if self._runner == threading.get_ident():
+                return False
+            return self._changed.wait_for(lambda: self.is_idle, min(seconds, threading.TIMEOUT_MAX))
 
     def end(self) -> None:
         """Ends the thread after the queued tasks. Does not wait."""

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -301,12 +302,18 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._endpoints.abort("torch aborted the process group")
 
     def shutdown(self) -> None:
-        """Ends the group on this rank, after its own work. Does not wait for other ranks. Nothing in a fork's child."""
+        """Ends the group on this rank, after the calls that its threads still have: for these it waits, at most for the
+        group's time-out, unless the group has failed. Does not wait for other ranks to end it. Nothing in a fork's
+        child.
+        """
         if not self._process.is_here:
             return
-        with self._lock:
-            executors = list(self._executors.values())
-        for executor in executors:
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while self._endpoints.failed is None:
+            busy = next((executor for executor in self._all_executors if not executor.is_idle), None)
+            if busy is None or not busy.wait_until_idle(deadline - time.monotonic()):
+                break
+        for executor in self._all_executors:
             executor.end()
         self._endpoints.close()
         for kind in self._repeated_kinds:
@@ -318,6 +325,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             _, gpu = self._gpus.popitem()
             gpu.give_back()
         _alive.discard(self)
+
+    @property
+    def _all_executors(self) -> list[Executor]:
+        with self._lock:
+            return list(self._executors.values())
 
     @property
     def _repeated_kinds(self) -> tuple[dict[Any, RepeatedCalls], ...]:

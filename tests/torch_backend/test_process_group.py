@@ -453,6 +453,22 @@ def test_monitored_barrier_names_who_is_missing(wait_all_ranks: bool) -> None:
     run(body)
 
 
+def test_a_shutdown_waits_for_calls_that_were_issued() -> None:
+    ends = threading.Event()
+
+    def body(group: Any) -> None:
+        tensor = torch.ones(4)
+        if group.rank() == RANKS - 1:
+            assert ends.wait(30)
+        works = [group.allreduce([tensor], options("Allreduce", waits=False)) for _ in range(3)]
+        ends.set()
+        group.shutdown()
+        assert all(work.is_success() for work in works)
+        assert (tensor == RANKS**3).all()
+
+    run(body)
+
+
 def test_a_call_after_shutdown_is_refused() -> None:
     def body(group: Any) -> None:
         group.shutdown()

@@ -323,10 +323,31 @@ def test_a_peer_that_does_not_come_is_named(
     assert "send to rank 2, call 1 of rank 1: between ranks 1 and 2" in caplog.text
 
 
+def test_a_shutdown_waits_for_transfers_that_were_issued(on: Ranks) -> None:
+    """Also for the first of two ranks, whose peer comes only then."""
+    ends = threading.Event()
+
+    def body(group: Any) -> None:
+        outs = [on.tensor(group.rank(), 7.0 * (1 - group.rank()), LONG) for _ in range(3)]
+        if group.rank() == 0:
+            for out in outs:
+                isend(group, out, 1)
+            ends.set()
+            group.shutdown()
+            return
+        assert ends.wait(60)
+        for out in outs:
+            irecv(group, out, 0).wait()
+        assert all(on.holds(out, 7) for out in outs)
+
+    on.run(2, body)
+
+
 def test_an_abort_and_a_shutdown_end_the_wait_for_a_first_peer(on: Ranks) -> None:
     def body(group: Any) -> None:
         rank = group.rank()
         work = isend(group, on.tensor(rank, 1.0), (rank + 1) % 3)
+        group._timeout = timedelta(seconds=0.1)  # of the wait of `shutdown`, not of that for the peer
         end, message = [
             (group.abort, "AbortedError: .*the process group was aborted"),
             (group.shutdown, "ClosedError: the process group was shut down"),
