@@ -530,7 +530,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         executor, has_met = self._executor(device, flow), self._endpoints.has_met(device, flow[0])
         number, is_captured = self._sequence, gpu.order.is_capturing(current)
         if not is_captured:
-            self._under_way.add((device, flow), number, name, work.has_passed)
+            self._under_way.add((device, flow), number, name, work.passed)
         elif not has_met:
             expected = "a transfer with that rank before, which makes what transfers need"
             if flow[0] == self._rank:

@@ -19,6 +19,7 @@ typedef struct {
   uintptr_t own_stream;
   int blocks;
   unsigned long long count, number; /* of calls that were repeated, and of the latest */
+  unsigned long long marks;         /* of calls that were recorded with one */
 } RepeatedCalls;
 
 /* An attribute of options that may be None; NULL without an error if there is none. */
@@ -65,19 +66,19 @@ static Py_ssize_t repeat_on(RepeatedCalls* self, PyObject* x, PyObject* out, PyO
 }
 
 /* Records a call as in progress; with a mark, it has ended once the stream is past that. 0, or -1 with an exception. */
-static int log_call(const RepeatedCalls* self, PyObject* number, PyObject* name, PyObject* mark) {
+static int log_call(RepeatedCalls* self, PyObject* number, PyObject* name, PyObject* mark) {
   PyObject* entry = PyTuple_Pack(3, number, name, mark);
   PyObject* logged = entry == NULL ? NULL : PyObject_CallFunctionObjArgs(self->log, entry, NULL);
   Py_XDECREF(entry);
   Py_XDECREF(logged);
-  if (logged == NULL || mark == Py_None || self->number % ADDED_BETWEEN != 0) return logged == NULL ? -1 : 0;
+  if (logged == NULL || mark == Py_None || ++self->marks % ADDED_BETWEEN != 0) return logged == NULL ? -1 : 0;
   PyObject* forgotten = PyObject_CallNoArgs(self->forget);
   Py_XDECREF(forgotten);
   return forgotten == NULL ? -1 : 0;
 }
 
 /* The Work of calls on a stream, recorded as in progress unless a graph captures them. */
-static PyObject* work_of(const RepeatedCalls* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
+static PyObject* work_of(RepeatedCalls* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
                          uintptr_t stream, int captured) {
   PyObject* call = proxyccl_queued_call(self->gpu, x, out, stream, !captured, self->blocks, self->source);
   if (call == NULL) return NULL;

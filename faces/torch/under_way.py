@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 
 from proxyccl.torch._repeated_calls import ADDED_BETWEEN
@@ -25,6 +27,7 @@ class UnderWay:
         self._healthy = healthy
         self._lock = threading.Lock()
         self._flows: dict[Hashable, deque[_Call]] = {}
+        self._tells: defaultdict[Hashable, itertools.count[int]] = defaultdict(functools.partial(itertools.count, 1))
 
     def add(self, flow: Hashable, number: int, name: str, ended: Callable[[], bool] | None) -> None:
         """Adds a call. Nearly always without a lock: a deque is appended to by one operation.
@@ -36,7 +39,7 @@ class UnderWay:
             ended: tells whether it has ended; None if `end`, or a later call of the flow, will tell.
         """
         self._calls_of(flow).append((number, name, ended))
-        if ended is not None and not number % ADDED_BETWEEN:
+        if ended is not None and not next(self._tells[flow]) % ADDED_BETWEEN:
             self.forget_ended(flow)
 
     def log(self, flow: Hashable) -> Callable[[_Call], None]:

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from proxyccl.device.process import forks
-from proxyccl.torch._repeated_calls import QueuedCall
+from proxyccl.torch._repeated_calls import QueuedCall, StreamMark
 from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
 from proxyccl.torch.unwaited import Unwaited
@@ -264,11 +264,30 @@ class DeviceWork(_KeptWork):
             future.set_result(self.result())
 
 
+class Passed:
+    """Tells whether a stream has got past a call. It is kept longer than the call, so it holds none of the tensors.
+
+    Attributes:
+        mark: the call's end; None before the call is on the stream.
+    """
+
+    mark: StreamMark | None = None
+
+    def __call__(self) -> bool:
+        """Whether it has."""
+        return self.mark is not None and self.mark()
+
+
 @untraced
 class TransferWork(DeviceWork):
-    """A transfer, which a stream of a GPU holds once `issued` was called."""
+    """A transfer, which a stream of a GPU holds once `issued` was called.
 
-    __slots__ = ("_callbacks", "_issued", "_process")
+    Attributes:
+        passed: whether the stream has got past it.
+    """
+
+    __slots__ = ("_callbacks", "_issued", "_process", "passed")
+    passed: Passed
     _callbacks: Executor
     _issued: threading.Event
     _process: forks.Process
@@ -277,6 +296,7 @@ class TransferWork(DeviceWork):
     def of_transfer(cls, call: QueuedCall, callbacks: Executor) -> Self:
         """The Work of a transfer, whose future `callbacks` completes, in a thread that no other transfer waits for."""
         work = cls.of(call)
+        work.passed = Passed()
         work._callbacks = callbacks
         work._process = forks.here()
         work._issued = threading.Event()
@@ -287,6 +307,7 @@ class TransferWork(DeviceWork):
         call = self._call
         if error is None:
             call.mark_end()
+            self.passed.mark = call.mark
         with _futures:
             if error is not None:
                 call.error = error
@@ -294,10 +315,6 @@ class TransferWork(DeviceWork):
             future = call.future
         if future is not None:
             self._callbacks.submit(functools.partial(self._complete, future))
-
-    def has_passed(self) -> bool:
-        """Whether the stream has got past it."""
-        return self._query()
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """As `DeviceWork.wait`. First it waits until the transfer is issued: for the peer of a first transfer, at most

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -19,7 +21,9 @@ import torch.distributed as dist  # noqa: E402
 
 from proxyccl import WaitTimeoutError  # noqa: E402
 from proxyccl.torch import ProcessGroupProxyCCL, StoreBootstrap, process_group  # noqa: E402
+from proxyccl.torch._repeated_calls import ADDED_BETWEEN  # noqa: E402
 from proxyccl.torch.reductions import REDUCIBLE  # noqa: E402
+from proxyccl.torch.under_way import UnderWay  # noqa: E402
 from support.torch_groups import RANKS, TIMEOUT, options, run  # noqa: E402
 
 MOVED = (*sorted(REDUCIBLE, key=str), torch.bool, torch.complex64, torch.float8_e4m3fn)
@@ -411,6 +415,18 @@ def test_the_watchdog_names_the_oldest_call_that_has_not_ended(caplog: pytest.Lo
         run(body, ranks=2)
     assert "all_reduce, call 2 of rank 0: " in caplog.text
     assert "no call of rank 1: " in caplog.text
+
+
+def test_calls_that_have_ended_are_forgotten_whatever_their_numbers() -> None:
+    """Flows share the numbers of their group, so those of one may be odd."""
+    under_way = UnderWay(lambda: True)
+    first = functools.partial(bool, True)
+    kept = weakref.ref(first)
+    under_way.add("flow", 1, "recv", first)
+    del first
+    for number in range(3, 3 + 2 * ADDED_BETWEEN, 2):
+        under_way.add("flow", number, "recv", functools.partial(bool, True))
+    assert kept() is None
 
 
 def test_a_group_shares_with_the_one_that_it_is_a_part_of() -> None:

@@ -4,8 +4,10 @@ the host. The ranks are threads.
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -376,6 +378,25 @@ def test_a_transfer_that_the_peer_does_not_match_is_named(on: Ranks) -> None:
                 work.wait(timedelta(seconds=60))
 
     on.run(3, body)
+
+
+def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> None:
+    """It is kept until the watchdog looks at it, or many others have come."""
+    if on.kind == "cpu":
+        pytest.skip("transfers of CPU tensors tell when they have ended")
+
+    def body(group: Any) -> None:
+        rank, transfer = group.rank(), isend if group.rank() == 0 else irecv
+        x = on.tensor(rank, 1.0)
+        device, kept = x.device, weakref.ref(x)
+        transfer(group, x, 1 - rank).wait()
+        assert group._executor(device, (1 - rank, rank == 0)).wait_until_idle(60)
+        transfer(group, on.tensor(rank, 1.0), 1 - rank).wait()  # with an older torch the next Work ends the last
+        del x
+        gc.collect()
+        assert kept() is None
+
+    on.run(2, body)
 
 
 def test_no_two_transfers_share_a_stream(on: Ranks) -> None:
