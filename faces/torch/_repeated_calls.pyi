@@ -100,8 +100,8 @@ class QueuedCall:
         """Raises `error`, or the error that ended the group."""
     def hold(self) -> None:
         """Makes torch's current stream wait for the call. Raises as `check`."""
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors that it uses, those that it writes first."""
+    def outputs(self) -> list[torch.Tensor]:
+        """The tensors that it writes."""
 
 class RepeatedCalls:
     """Issues one group's calls on one GPU that were made before.

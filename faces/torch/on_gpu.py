@@ -61,10 +61,17 @@ class GroupOnGpu:
         return torch.cuda.ExternalStream(handle, self.device) if handle else torch.cuda.default_stream(self.device)
 
     def queued_call(
-        self, tensors: Sequence[torch.Tensor], stream: int, *, keeps: bool, blocks: bool = False, source: int = -1
+        self,
+        outs: Sequence[torch.Tensor],
+        xs: Sequence[torch.Tensor],
+        stream: int,
+        *,
+        keeps: bool,
+        blocks: bool = False,
+        source: int = -1,
     ) -> QueuedCall:
         """A call on a stream; see `QueuedCall`."""
-        return QueuedCall(self.in_c, tensors, tensors, stream, keeps, blocks, source)
+        return QueuedCall(self.in_c, xs, outs, stream, keeps, blocks, source)
 
     def record(self, tensors: Sequence[torch.Tensor], handle: int) -> None:
         """Has memory of tensors be reused only after the work that a stream has now."""

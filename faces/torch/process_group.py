@@ -346,7 +346,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def _issue(
         self,
         name: str,
-        tensors: Tensors,
+        outs: Tensors,
+        xs: Tensors,
         function: Callable[[], Any],
         *,
         device: torch.device,
@@ -360,7 +361,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
         Args:
             name: for messages.
-            tensors: the tensors that it uses, those that it writes first.
+            outs: the tensors that it writes, which are its result.
+            xs: the others that it uses.
             function: the call, on the stream that is then current.
             device: of the tensors.
             opts: torch's options, which say whether the program continues meanwhile.
@@ -373,11 +375,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         waits = _waits(opts)
         work: DeviceWork | HostWork | None
         if device.type == "cpu":
-            work = self._issue_on_cpu(name, tensors, function, flow, _seconds_of(opts), waits=waits)
+            work = self._issue_on_cpu(name, outs, function, flow, _seconds_of(opts), waits=waits)
         elif flow is not None:
-            work = self._issue_transfer(name, tensors, function, device, flow)
+            work = self._issue_transfer(name, outs, xs, function, device, flow)
         else:
-            work = self._issue_on_device(name, tensors, function, device, again, waits=waits, blocks=blocks)
+            work = self._issue_on_device(name, outs, xs, function, device, again, waits=waits, blocks=blocks)
         return work if work is None else self._handed_out(work, waits=waits)
 
     def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
@@ -442,7 +444,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def _issue_on_device(
         self,
         name: str,
-        tensors: Tensors,
+        outs: Tensors,
+        xs: Tensors,
         function: Callable[[], Any],
         device: torch.device,
         again: _Again | None,
@@ -468,7 +471,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 self._under_way.add(None, self._sequence, name, None)
             return None
         # A graph's memory is its own, and a captured call is not in progress.
-        call = gpu.queued_call(tensors, stream, keeps=not captured, blocks=blocks)
+        call = gpu.queued_call(outs, xs, stream, keeps=not captured, blocks=blocks)
         call.mark_end()
         if not captured:
             self._under_way.add(None, self._sequence, name, call.mark)
@@ -515,7 +518,13 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         )
 
     def _issue_transfer(
-        self, name: str, tensors: Tensors, function: Callable[[], None], device: torch.device, flow: _Flow
+        self,
+        name: str,
+        outs: Tensors,
+        xs: Tensors,
+        function: Callable[[], None],
+        device: torch.device,
+        flow: _Flow,
     ) -> DeviceWork:
         """Queues a transfer on the flow's stream: at once if the ranks have met, else by the flow's thread.
 
@@ -525,7 +534,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         gpu, stream = self._gpu(device), self._stream_of(device, flow)
         current, handle = gpu.current(), stream.cuda_stream
         ready = gpu.in_c.mark(current)
-        call = gpu.queued_call(tensors, handle, keeps=False, source=_source_of(flow))
+        call = gpu.queued_call(outs, xs, handle, keeps=False, source=_source_of(flow))
         work = TransferWork.of_transfer(call, self._callbacks_of(device))
         executor, has_met = self._executor(device, flow), self._endpoints.has_met(device, flow[0])
         number, is_captured = self._sequence, gpu.order.is_capturing(current)
@@ -544,7 +553,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                     ready.hold(handle)
                     function()
                     if not is_captured:
-                        for tensor in tensors:
+                        for tensor in (*outs, *xs):
                             tensor.record_stream(stream)
             except BaseException as error:  # it is raised where the work is waited for
                 failure = error
@@ -562,14 +571,14 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def _issue_on_cpu(
         self,
         name: str,
-        tensors: Tensors,
+        outs: Tensors,
         function: Callable[[], None],
         flow: _Flow | None,
         seconds: float | None,
         *,
         waits: bool,
     ) -> HostWork:
-        work = HostWork(tensors, self._callbacks_of(_CPU), _source_of(flow))
+        work = HostWork(outs, self._callbacks_of(_CPU), _source_of(flow))
         number = self._sequence
         self._under_way.add(flow, number, name, None)
         peer = None if flow is None else flow[0]
@@ -657,6 +666,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return self._issue(
             "all_reduce",
             [tensor],
+            (),
             lambda: on_tensors.all_reduce(self._endpoints.of_all(device), tensor, op, overlapped=overlapped),
             device=device,
             opts=opts,
@@ -674,6 +684,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return self._issue(
             "all_reduce of several tensors",
             tensors,
+            (),
             lambda: on_tensors.all_reduce_coalesced(self._endpoints.of_all(device), tensors, op),
             device=device,
             opts=opts,
@@ -692,6 +703,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return self._issue(
             "broadcast",
             [tensor],
+            (),
             lambda: on_tensors.broadcast(self._endpoints.of_all(device), tensor, root),
             device=device,
             opts=opts,
@@ -712,6 +724,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return self._issue(
             "reduce",
             tensors,
+            (),
             lambda: on_tensors.reduce(self._endpoints.of_all(device), tensor, opts.reduceOp, opts.rootRank),
             device=device,
             opts=opts,
@@ -729,7 +742,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._require_one_each(parts, "output_tensors")
         return self._issue(
             "all_gather",
-            [*parts, x],
+            parts,
+            [x],
             lambda: on_tensors.all_gather_lists(self._endpoints.of_all(x.device), parts, x),
             device=x.device,
             opts=opts,
@@ -750,7 +764,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
         return self._issue(
             "all_gather_single",
-            [output, x],
+            [output],
+            [x],
             lambda: on_tensors.all_gather(self._endpoints.of_all(x.device), output, x, overlapped=overlapped),
             device=x.device,
             opts=opts,
@@ -768,7 +783,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         device = inputs[0].device
         return self._issue(
             "all_gather_single of several tensors",
-            [*outputs, *inputs],
+            outputs,
+            inputs,
             lambda: on_tensors.all_gather_coalesced(self._endpoints.of_all(device), outputs, inputs),
             device=device,
             opts=opts,
@@ -785,7 +801,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         receives = dict(enumerate(outputs))
         return self._issue(
             "all_gather of several tensors",
-            [*written, *inputs],
+            written,
+            inputs,
             lambda: on_tensors.exchange(self._endpoints.of_all(device), sends, receives),
             device=device,
             opts=opts,
@@ -805,7 +822,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         x, *parts = in_memory([x, *given])
         return self._issue(
             "gather",
-            [*parts, x],
+            parts,
+            [x],
             lambda: on_tensors.gather(self._endpoints.of_all(x.device), parts, x, root),
             device=x.device,
             opts=opts,
@@ -826,7 +844,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         output, *parts = in_memory([output, *given])
         return self._issue(
             "scatter",
-            [output, *parts],
+            [output],
+            parts,
             lambda: on_tensors.scatter(self._endpoints.of_all(output.device), output, parts, root),
             device=output.device,
             opts=opts,
@@ -841,7 +860,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._require_one_each(parts, "input_list")
         return self._issue(
             "reduce_scatter",
-            [output, *parts],
+            [output],
+            parts,
             lambda: on_tensors.reduce_scatter_lists(self._endpoints.of_all(output.device), output, parts, op),
             device=output.device,
             opts=opts,
@@ -860,7 +880,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             raise ValueError("input tensor must be the same size as output size times world size")
         return self._issue(
             "reduce_scatter_single",
-            [output, x],
+            [output],
+            [x],
             lambda: on_tensors.reduce_scatter(self._endpoints.of_all(x.device), output, x, op),
             device=x.device,
             opts=opts,
@@ -878,7 +899,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         device = inputs[0].device
         return self._issue(
             "reduce_scatter_single of several tensors",
-            [*outputs, *inputs],
+            outputs,
+            inputs,
             lambda: on_tensors.reduce_scatter_coalesced(self._endpoints.of_all(device), outputs, inputs, op),
             device=device,
             opts=opts,
@@ -916,7 +938,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 return on_tensors.all_to_all(comm_of(x.device), output, x)
             return on_tensors.all_to_all_v(comm_of(x.device), output, x, output_splits, input_splits)
 
-        return self._issue("all_to_all_single", [output, x], call, device=x.device, opts=opts, again=again)
+        return self._issue("all_to_all_single", [output], [x], call, device=x.device, opts=opts, again=again)
 
     alltoall_base = all_to_all_single
 
@@ -933,7 +955,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         device = inputs[0].device
         return self._issue(
             "all_to_all",
-            [*outputs, *inputs],
+            outputs,
+            inputs,
             lambda: on_tensors.all_to_all_lists(self._endpoints.of_all(device), outputs, inputs),
             device=device,
             opts=opts,
@@ -951,7 +974,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             return work
         return self._issue(
             "barrier",
-            [],
+            (),
+            (),
             lambda: on_tensors.barrier(self._endpoints.of_all(device), device),
             device=device,
             opts=opts,
@@ -1008,7 +1032,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 if isinstance(made, FlowCall) and tensor.device.type != "cpu":
                     self._keep_transfer(comm, tensor.device, flow, again, made)
 
-            work = self._issue(kept[0], tensors, call, device=tensor.device, flow=flow)
+            outs, xs = ((), tensors) if sends else (tensors, ())
+            work = self._issue(kept[0], outs, xs, call, device=tensor.device, flow=flow)
         return None if self._coalescing.works is not None else work
 
     def _repeat_transfer(self, x: torch.Tensor, flow: _Flow, again: _Again) -> Any:

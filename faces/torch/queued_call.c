@@ -78,11 +78,16 @@ static int extend(PyObject* list, PyObject* tensors) {
   return PyList_SetSlice(list, end, end, tensors);
 }
 
-static PyObject* tensors_of(PyObject* object, PyObject* Py_UNUSED(nothing)) {
-  const QueuedCall* self = (const QueuedCall*)object;
+static PyObject* outputs(PyObject* object, PyObject* Py_UNUSED(nothing)) {
   PyObject* list = PyList_New(0);
-  if (list != NULL && (extend(list, self->out) != 0 || (self->x != self->out && extend(list, self->x) != 0)))
-    Py_CLEAR(list);
+  if (list != NULL && extend(list, ((const QueuedCall*)object)->out) != 0) Py_CLEAR(list);
+  return list;
+}
+
+static PyObject* all_tensors(PyObject* object) {
+  const QueuedCall* self = (const QueuedCall*)object;
+  PyObject* list = outputs(object, NULL);
+  if (list != NULL && self->x != self->out && extend(list, self->x) != 0) Py_CLEAR(list);
   return list;
 }
 
@@ -104,7 +109,7 @@ static void record(PyObject* object) {
   self->unrecorded = 0;
   PyObject *type, *error, *traceback;
   PyErr_Fetch(&type, &error, &traceback);
-  PyObject* tensors = tensors_of(object, NULL);
+  PyObject* tensors = all_tensors(object);
   PyObject* recorded = tensors == NULL ? NULL : PyObject_CallFunction(self->gpu->record, "OK", tensors, self->stream);
   if (recorded == NULL) PyErr_WriteUnraisable(self->gpu->record);
   Py_XDECREF(recorded);
@@ -147,7 +152,7 @@ static PyMethodDef methods[] = {
     {"mark_end", mark_end, METH_NOARGS, NULL},
     {"check", check, METH_NOARGS, NULL},
     {"hold", hold, METH_NOARGS, NULL},
-    {"tensors", tensors_of, METH_NOARGS, NULL},
+    {"outputs", outputs, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyMemberDef members[] = {

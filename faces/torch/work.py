@@ -232,7 +232,7 @@ class DeviceWork(_KeptWork):
 
     def result(self) -> list[torch.Tensor]:
         """The tensors that it writes."""
-        return self._call.tensors()
+        return self._call.outputs()
 
     def source_rank(self) -> int:
         """The rank that sends to it."""

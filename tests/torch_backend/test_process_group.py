@@ -234,6 +234,35 @@ def test_callbacks_of_futures_may_make_calls_and_wait_for_the_futures_of_those()
     run(body)
 
 
+def test_the_result_of_a_call_is_what_it_writes() -> None:
+    """Without its input, in the Work and in the future."""
+
+    def body(group: Any) -> None:
+        x, root = torch.ones(RANKS), {"rootRank": 0}
+        outs = [torch.zeros(RANKS) for _ in range(RANKS)]
+        part, whole = torch.zeros(1), torch.zeros(RANKS**2)
+        gathered = outs if group.rank() == 0 else []
+        sources = [outs] if group.rank() == 0 else []
+        peers = (group.rank() + 1) % RANKS, (group.rank() - 1) % RANKS
+        calls = {
+            "all_reduce": (group.allreduce([x], options("Allreduce", waits=False)), [x]),
+            "all_gather": (group.allgather([outs], [x], options("Allgather", waits=False)), outs),
+            "all_gather_single": (group.all_gather_single(whole, x, options("Allgather", waits=False)), [whole]),
+            "gather": (group.gather([gathered], [x], options("Gather", waits=False, **root)), gathered),
+            "scatter": (group.scatter([x], sources, options("Scatter", waits=False, **root)), [x]),
+            "reduce_scatter": (group.reduce_scatter_single(part, x, options("ReduceScatter", waits=False)), [part]),
+            "all_to_all": (group.alltoall(outs, outs, options("AllToAll", waits=False)), outs),
+            "barrier": (group.barrier(options("Barrier", waits=False)), []),
+            "send": (group.send([torch.ones(1)], peers[0]), []),
+            "recv": (group.recv([part], peers[1]), [part]),
+        }
+        for name, (work, written) in calls.items():
+            for found in (work.result(), work.get_future().wait()):
+                assert list(map(id, found)) == list(map(id, written)), name
+
+    run(body)
+
+
 @pytest.mark.parametrize("rank", [RANKS, -1])
 def test_a_rank_that_does_not_exist_is_refused_at_once(rank: int) -> None:
     group = ProcessGroupProxyCCL(dist.HashStore(), 0, RANKS, TIMEOUT)  # alone, so any wait would be long

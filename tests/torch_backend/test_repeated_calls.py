@@ -159,6 +159,17 @@ def test_each_call_with_lists_or_splits_is_repeated_with_what_its_memory_holds_t
     on_gpus(body)
 
 
+def test_the_result_of_a_call_is_what_it_writes_whether_repeated_or_not() -> None:
+    def body(group: Any) -> None:
+        x, *outs = (torch_on_hip.on_gpu(torch.ones(8), group.rank()) for _ in range(3))
+        for _ in range(3):
+            work = group.allgather([outs], [x], options("Allgather", waits=False))
+            assert work.wait()
+            assert list(map(id, work.result())) == list(map(id, outs))
+
+    on_gpus(body)
+
+
 def test_a_repeated_barrier_is_waited_for_on_the_host() -> None:
     def body(group: Any) -> None:
         x = torch_on_hip.on_gpu(torch.ones(1 << 18), group.rank())
