@@ -97,7 +97,8 @@ def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) 
     at = 0
     for output, x in zip(outputs, inputs, strict=True):
         size = x.numel() * x.element_size()
-        put_back(output, everyone[:, at : at + size].contiguous().view(-1))
+        part = everyone[:, at : at + size].clone(memory_format=torch.contiguous_format)  # aligned for any type
+        put_back(output, part.view(-1))
         at += size
 
 

@@ -182,6 +182,16 @@ def test_coalesced_calls() -> None:
     run(body)
 
 
+def test_one_rank_gathers_coalesced_tensors_of_several_types() -> None:
+    def body(group: Any) -> None:
+        ins = [torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([4.0])]
+        outs = [torch.zeros_like(x) for x in ins]
+        group.all_gather_single_coalesced(outs, ins, options("Allgather")).wait()
+        assert all(map(torch.equal, outs, ins))
+
+    run(body, ranks=1)
+
+
 def test_calls_between_the_coalescing_calls_end_with_the_last() -> None:
     def body(group: Any) -> None:
         tensor = torch.ones(4)
