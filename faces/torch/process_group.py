@@ -759,9 +759,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if work is not NotImplemented:
             return work
         output, x = in_memory([output, x])
-        _require_dtype(output, x)
-        if output.numel() != self._size * x.numel():
-            raise ValueError("output tensor size must be equal to world_size times input tensor size")
+        self._require_gathered(output, x)
         return self._issue(
             "all_gather_single",
             [output],
@@ -780,6 +778,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             kept = _NONE if any(map(_is_long, outputs)) else _ALL_GATHER
             return self._joint(self.all_gather_single, inputs, outputs, opts, None, kept)
         outputs, inputs = in_memory(outputs), in_memory(inputs)
+        for output, x in zip(outputs, inputs, strict=True):
+            self._require_gathered(output, x)
         device = inputs[0].device
         return self._issue(
             "all_gather_single of several tensors",
@@ -858,6 +858,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         op = _op_of(opts)
         output, *parts = in_memory([output, *parts])
         self._require_one_each(parts, "input_list")
+        own = parts[self._rank].numel()
+        if output.numel() != own:
+            raise ValueError(f"output: has {output.numel()} elements; expected {own}, those of this rank's input")
         return self._issue(
             "reduce_scatter",
             [output],
@@ -875,9 +878,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         op = _op_of(opts)
         again = _again(_REDUCE_SCATTER.get(_kind_of(op)), x, output)
         output, x = in_memory([output, x])
-        _require_dtype(output, x)
-        if x.numel() != self._size * output.numel():
-            raise ValueError("input tensor must be the same size as output size times world size")
+        self._require_share(output, x)
         return self._issue(
             "reduce_scatter_single",
             [output],
@@ -896,6 +897,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             return self._joint(self.reduce_scatter_single, inputs, outputs, opts, "reduceOp", _REDUCE_SCATTER)
         op = _op_of(opts)
         outputs, inputs = in_memory(outputs), in_memory(inputs)
+        for output, x in zip(outputs, inputs, strict=True):
+            self._require_share(output, x)
         device = inputs[0].device
         return self._issue(
             "reduce_scatter_single of several tensors",
@@ -1112,6 +1115,16 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def _require_one_each(self, tensors: Tensors, argument: str) -> None:
         if len(tensors) != self._size:
             raise ValueError(f"{argument}: has {len(tensors)} tensors; expected {self._size}, one for each rank")
+
+    def _require_gathered(self, output: torch.Tensor, x: torch.Tensor) -> None:
+        _require_dtype(output, x)
+        if output.numel() != self._size * x.numel():
+            raise ValueError("output tensor size must be equal to world_size times input tensor size")
+
+    def _require_share(self, output: torch.Tensor, x: torch.Tensor) -> None:
+        _require_dtype(output, x)
+        if x.numel() != self._size * output.numel():
+            raise ValueError("input tensor must be the same size as output size times world size")
 
     def _require_splits(self, tensor: torch.Tensor, splits: Sequence[int]) -> None:
         if splits:

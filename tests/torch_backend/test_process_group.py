@@ -182,6 +182,37 @@ def test_coalesced_calls() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("tensors", ["one", "several"])
+def test_outputs_of_another_size_or_type_are_refused(tensors: str) -> None:
+    """Before anything moves, so the group stays usable."""
+    x, whole = torch.ones(2), torch.ones(2 * RANKS)
+
+    def gathers(group: Any, out: Any, x: Any) -> Any:
+        if tensors == "one":
+            return group.all_gather_single(out, x)
+        return group.all_gather_single_coalesced([whole.clone(), out], [torch.ones(2), x])
+
+    def scatters(group: Any, out: Any, x: Any) -> Any:
+        if tensors == "one":
+            return group.reduce_scatter_single(out, x)
+        return group.reduce_scatter_single_coalesced([torch.ones(1), out], [torch.ones(RANKS), x])
+
+    def body(group: Any) -> None:
+        with pytest.raises(ValueError, match="output tensor size must be equal to world_size times"):
+            gathers(group, whole[1:], x)
+        with pytest.raises(ValueError, match="input tensor must be the same size as output size times world size"):
+            scatters(group, whole[:3], whole)
+        for out, call, source in ((whole.bfloat16(), gathers, x), (x.bfloat16(), scatters, whole)):
+            with pytest.raises(TypeError, match="must have the same type as input tensor"):
+                call(group, out, source)
+        parts = [torch.ones(2 + peer) for peer in range(RANKS)]
+        with pytest.raises(ValueError, match=f"output: has 1 elements; expected {2 + group.rank()}"):
+            group.reduce_scatter([torch.zeros(1)], [parts], options("ReduceScatter"))
+        assert all_reduced(group, torch.ones(1)).item() == RANKS
+
+    run(body)
+
+
 def test_one_rank_gathers_coalesced_tensors_of_several_types() -> None:
     def body(group: Any) -> None:
         ins = [torch.tensor([1, 2, 3], dtype=torch.uint8), torch.tensor([4.0])]
