@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 
+from proxyccl.device.errors import DriverError
 from proxyccl.torch._repeated_calls import ADDED_BETWEEN
 
 _MOST = 1024
@@ -78,13 +79,20 @@ class UnderWay:
         first, end = 0, len(known)  # the first that has not ended is within
         while first < end:
             middle = (first + end) // 2
-            ended = known[middle][2]
-            if ended is not None and ended():
+            if _has_ended(known[middle]):
                 first = middle + 1
             else:
                 end = middle
         if first and self._healthy():
             _forget(calls, known[first - 1][0])
+
+
+def _has_ended(call: _Call) -> bool:
+    ended = call[2]
+    try:
+        return ended is not None and ended()
+    except DriverError:  # it can't be known once the device's context is lost
+        return False
 
 
 def _forget(calls: deque[_Call], number: int) -> None:

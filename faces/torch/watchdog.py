@@ -57,9 +57,13 @@ def _run() -> None:
         with _lock:
             groups = [group for group in _watched if group not in reported]
         for group in groups:
-            oldest = group.oldest_call()
-            comm = group.endpoints.failed
-            if comm is not None:
+            try:
+                oldest = group.oldest_call()
+                comm = group.endpoints.failed
+                if comm is not None:
+                    reported.add(group)
+                    _logger.error("%s: %s", oldest, comm.group.failure.exception())
+            except Exception:  # the other groups are still watched
                 reported.add(group)
-                _logger.error("%s: %s", oldest, comm.group.failure.exception())
+                _logger.exception("a process group is no longer watched")
         del groups

@@ -12,6 +12,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from proxyccl import WaitTimeoutError  # noqa: E402
-from proxyccl.torch import ProcessGroupProxyCCL, StoreBootstrap, process_group  # noqa: E402
+from proxyccl.device.errors import DriverError  # noqa: E402
+from proxyccl.torch import ProcessGroupProxyCCL, StoreBootstrap, process_group, watchdog  # noqa: E402
 from proxyccl.torch._repeated_calls import ADDED_BETWEEN  # noqa: E402
 from proxyccl.torch.reductions import REDUCIBLE  # noqa: E402
 from proxyccl.torch.under_way import UnderWay  # noqa: E402
@@ -497,6 +499,43 @@ def test_calls_that_have_ended_are_forgotten_whatever_their_numbers() -> None:
     for number in range(3, 3 + 2 * ADDED_BETWEEN, 2):
         under_way.add("flow", number, "recv", functools.partial(bool, True))
     assert kept() is None
+
+
+def test_a_call_whose_device_is_lost_is_taken_for_unfinished() -> None:
+    def lost() -> bool:
+        raise DriverError("event query", 700, "an illegal memory access was encountered")
+
+    under_way = UnderWay(lambda: True)
+    under_way.add("flow", 1, "send", lambda: True)
+    under_way.add("flow", 2, "recv", lost)
+    assert under_way.oldest() == (2, "recv")
+
+
+def test_the_watchdog_goes_on_after_an_error_of_one_group(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "_INTERVAL_SECONDS", 0.01)
+    seen = threading.Event()
+
+    class Group:
+        endpoints = SimpleNamespace(failed=None)
+
+        def __init__(self, *, fails: bool) -> None:
+            self.fails = fails
+
+        def oldest_call(self) -> str:
+            if self.fails:
+                raise RuntimeError("broken")
+            if "RuntimeError: broken" in caplog.text:
+                seen.set()
+            return ""
+
+    groups: list[Any] = [Group(fails=True), Group(fails=False)]
+    with caplog.at_level(logging.ERROR, "proxyccl.torch"):
+        for group in groups:
+            watchdog.watch(group)
+        assert seen.wait(30)
+    assert caplog.text.count("a process group is no longer watched") == 1
 
 
 def test_a_group_shares_with_the_one_that_it_is_a_part_of() -> None:
