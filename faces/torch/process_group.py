@@ -470,8 +470,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             if not captured:
                 self._under_way.add(None, self._sequence, name, None)
             return None
-        # A graph's memory is its own, and a captured call is not in progress.
-        call = gpu.queued_call(outs, xs, stream, keeps=not captured, blocks=blocks)
+        # A graph's memory is its own, and a captured call is not in progress: the host can't wait for its end.
+        call = gpu.queued_call(outs, xs, stream, keeps=not captured, blocks=blocks and not captured)
         call.mark_end()
         if not captured:
             self._under_way.add(None, self._sequence, name, call.mark)

@@ -80,7 +80,8 @@ static int log_call(RepeatedCalls* self, PyObject* number, PyObject* name, PyObj
 /* The Work of calls on a stream, recorded as in progress unless a graph captures them. */
 static PyObject* work_of(RepeatedCalls* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
                          uintptr_t stream, int captured) {
-  PyObject* call = proxyccl_queued_call(self->gpu, x, out, stream, !captured, self->blocks, self->source);
+  const int blocks = self->blocks && !captured;
+  PyObject* call = proxyccl_queued_call(self->gpu, x, out, stream, !captured, blocks, self->source);
   if (call == NULL) return NULL;
   PyObject* mark = proxyccl_mark_end(call);
   PyObject* work = mark == NULL && PyErr_Occurred() != NULL ? NULL : PyObject_CallNoArgs(self->work);

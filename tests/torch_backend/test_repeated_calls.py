@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
+from proxyccl.device.gpu.stream_order import StreamOrder  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
 from support.paths import ROOT  # noqa: E402
 from support.torch_groups import TIMEOUT, options, run  # noqa: E402
@@ -185,6 +186,18 @@ def test_a_repeated_barrier_is_waited_for_on_the_host() -> None:
             assert work.is_completed()
         assert repeats.count == before + 1
 
+    on_gpus(body)
+
+
+def test_the_host_does_not_wait_for_a_captured_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is in the graph, where it can't be queried. tests/torch_backend/test_on_gpus.py captures one."""
+
+    def body(group: Any) -> None:
+        opts = options("Barrier")
+        opts.device = torch.device("cuda", group.rank())
+        assert not group.barrier(opts)._call.blocks
+
+    monkeypatch.setattr(StreamOrder, "is_capturing", lambda *_: True)
     on_gpus(body)
 
 

@@ -89,6 +89,8 @@ def capture(device: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         dist.all_reduce(x)
+        dist.barrier(device_ids=[device.index])  # made here first, and then repeated
+        dist.barrier(device_ids=[device.index])
         dist.all_reduce(x, async_op=True).wait()
     for value in (1.0, 3.0):
         x.fill_(value)
