@@ -6,7 +6,8 @@ from typing import Any, Protocol
 import torch
 
 ADDED_BETWEEN: int
-"""Calls of a flow that are recorded as in progress before those that have ended are forgotten."""
+"""Calls of a flow with marks that are recorded as in progress before those that have ended are forgotten; and calls on
+the current stream of which one has a mark."""
 
 class StreamMark:
     """The point in a stream that an event marks. The event is used again when the mark is freed.
@@ -112,8 +113,8 @@ class RepeatedCalls:
         process: of the group (`forks.Process`): a fork's child repeats nothing.
         own: the handle of the group's own stream.
         numbers: numbers the calls.
-        log: called as log((number, name, mark)) for a call that no graph captures: the mark of its end, or None for a
-            call on the current stream.
+        log: called as log((number, name, mark)) for a call that no graph captures: the mark of its end, or None for
+            most calls on the current stream.
         forget: called once in several calls with marks, to forget those that have ended.
         work: makes an empty Work for a `QueuedCall`, which is then stored as its `_call`; its `_unwaited` is None.
         hand_out: called with the Work of a call; it returns that, for torch.

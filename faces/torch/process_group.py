@@ -26,7 +26,7 @@ from proxyccl.device.errors import CommunicatorError
 from proxyccl.device.process import forks
 from proxyccl.torch import own_streams, pools
 from proxyccl.torch import tensor_collectives as on_tensors
-from proxyccl.torch._repeated_calls import RepeatedCalls
+from proxyccl.torch._repeated_calls import ADDED_BETWEEN, RepeatedCalls
 from proxyccl.torch.endpoints import Endpoints
 from proxyccl.torch.errors import raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
@@ -158,6 +158,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)  # of the group's calls
         self._sequence = 0  # of the latest, except those that `_repeat` has issued
+        self._waited = itertools.count(1)  # synchronous ones on GPUs, of which few have a mark
         self._barriers = itertools.count()
         self._splits = itertools.count()
         self._coalescing = _Coalescing()
@@ -468,7 +469,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         captured = gpu.order.is_capturing(stream)
         if waits and not blocks:
             if not captured:
-                self._under_way.add(None, self._sequence, name, None)
+                mark = None if next(self._waited) % ADDED_BETWEEN else gpu.in_c.mark(stream)
+                self._under_way.add(None, self._sequence, name, mark)
             return None
         # A graph's memory is its own, and a captured call is not in progress: the host can't wait for its end.
         call = gpu.queued_call(outs, xs, stream, keeps=not captured, blocks=blocks and not captured)

@@ -19,7 +19,7 @@ typedef struct {
   uintptr_t own_stream;
   int blocks;
   unsigned long long count, number; /* of calls that were repeated, and of the latest */
-  unsigned long long marks;         /* of calls that were recorded with one */
+  unsigned long long marks, waited; /* of calls that were recorded with one, and on the current stream */
 } RepeatedCalls;
 
 /* An attribute of options that may be None; NULL without an error if there is none. */
@@ -96,6 +96,15 @@ static PyObject* work_of(RepeatedCalls* self, PyObject* number, PyObject* name, 
   return handed_out;
 }
 
+/* Records a call on the current stream as in progress. Only one in several has a mark; the others end before it.
+ * None, or NULL with an exception. */
+static PyObject* log_waited(RepeatedCalls* self, PyObject* number, PyObject* name, uintptr_t stream) {
+  PyObject* mark = ++self->waited % ADDED_BETWEEN == 0 ? proxyccl_mark(self->gpu, stream) : Py_NewRef(Py_None);
+  const int failed = mark == NULL || log_call(self, number, name, mark) != 0;
+  Py_XDECREF(mark);
+  return failed ? NULL : Py_NewRef(Py_None);
+}
+
 /* After calls on a stream: records them as in progress. Returns None, or the Work of those that did not wait. */
 static PyObject* record(RepeatedCalls* self, PyObject* kept, PyObject* x, PyObject* out, uintptr_t stream, int waits) {
   PyObject* const name = PyTuple_GetItem(kept, 0);
@@ -103,11 +112,11 @@ static PyObject* record(RepeatedCalls* self, PyObject* kept, PyObject* x, PyObje
   if (number == NULL) return NULL;
   self->number = PyLong_AsUnsignedLongLong(number);
   const int captured = proxyccl_stream_captures(self->gpu->order, stream);
-  PyObject* work = NULL;
+  PyObject* work;
   if (!waits || self->blocks)
     work = work_of(self, number, name, x, out, stream, captured);
-  else if (captured || log_call(self, number, name, Py_None) == 0)
-    work = Py_NewRef(Py_None);
+  else
+    work = captured ? Py_NewRef(Py_None) : log_waited(self, number, name, stream);
   Py_DECREF(number);
   return work;
 }

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from proxyccl.device.gpu.stream_order import StreamOrder  # noqa: E402
+from proxyccl.torch._repeated_calls import ADDED_BETWEEN  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
 from support.paths import ROOT  # noqa: E402
 from support.torch_groups import TIMEOUT, options, run  # noqa: E402
@@ -461,6 +462,19 @@ def test_coalesced_calls_of_which_only_the_first_were_made_before(waits: bool) -
             repeats = repeats or Repeats(group)
         assert repeats is not None
         assert repeats.count == 1 + 3
+
+    on_gpus(body)
+
+
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist._make_nccl_premul_sum(1.0)], ids=["repeated", "made-anew"])
+def test_synchronous_calls_are_known_to_have_ended_but_the_last_ones(op: Any) -> None:
+    def body(group: Any) -> None:
+        x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
+        for _ in range(ADDED_BETWEEN + 4):
+            all_reduce(group, x, op=op)
+        torch_on_hip.on_cpu(x)
+        number, _ = group._under_way.oldest()
+        assert number > ADDED_BETWEEN
 
     on_gpus(body)
 
