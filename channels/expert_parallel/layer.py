@@ -282,8 +282,7 @@ class EPAll2AllLayer:
 
         Raises:
             ArgumentError: an argument is wrong on this rank, and the call had no effect; or an expert id is out of
-            range on
-                any rank, which all ranks raise, and the layer stays usable.
+                range on any rank, which all ranks raise, and the layer stays usable.
             CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
                 it has room for; see `check`. With `grows` also: a rank has more than max_tokens tokens.
             MismatchError: another rank makes a different call.

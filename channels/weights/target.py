@@ -166,8 +166,9 @@ class WeightTarget(Holder):
             if connected.versions(connected.sources, deadline) != {version}:
                 return False
             if connected.peers or connected.readers:
-                # A number that no other group of any version has: the parts of several may share memory.
-                self._pass_on(connected, group, version * len(connected.groups) + number, deadline, stream)
+                # A number that no group before has, as the parts of several may share memory. It fits in a word.
+                shared = 1 + (version * len(connected.groups) + number) % (2**63 - 1)
+                self._pass_on(connected, group, shared, deadline, stream)
             if each is not None:
                 each(number)
         for source in connected.sources:

@@ -352,8 +352,11 @@ def test_tensors_may_lie_side_by_side() -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_groups_share_memory(keep: Keep, count: int) -> None:
     trainer, samplers = keep(Trainer("a", "b")), [keep(Staged(f"s{number}")) for number in range(count)]
+    for sampler in samplers:
+        sampler.target.next_group()
+        sampler.target.add("w", sampler.memory)
     connect(trainer, samplers)
-    for version in (1, 2):
+    for version in (1, 2**63 - 1):
         trainer.train(version)
         seen: list[list[NDArray[np.float32]]] = [[] for _ in samplers]
 
@@ -363,9 +366,9 @@ def test_groups_share_memory(keep: Keep, count: int) -> None:
         bodies: list[Callable[[], Any]] = [lambda number=number: receive(number) for number in range(count)]
         run([*bodies, lambda version=version: trainer.offer(version, targets=count)])
         for each in seen:
-            np.testing.assert_array_equal(each, [matrix(version, "w"), matrix(version, "up")])
+            np.testing.assert_array_equal(each, [matrix(version, name) for name in ("w", "up", "w")])
     other = keep(Sampler("other"))
-    with pytest.raises(ArgumentError, match="other has 1 groups of parts, this target 2"):
+    with pytest.raises(ArgumentError, match="other has 1 groups of parts, this target 3"):
         samplers[0].target.connect(trainer.cards, peers=[other.target.card()])
 
 
