@@ -65,7 +65,8 @@ class _NoObserver:
 def _copied(error: CommunicatorError) -> CommunicatorError:
     """A copy to keep or to raise: an exception collects the frames of all that it is raised in, with their arrays."""
     copied = copy.copy(error)
-    copied.__cause__ = error.__cause__
+    if error.__cause__ is not None:  # to assign None would hide what is being handled where the copy is raised
+        copied.__cause__ = error.__cause__
     return copied
 
 
