@@ -6,7 +6,7 @@ They live in the lowest room so that each room can raise them. An exception that
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 
 class ProxyCCLError(Exception):
@@ -24,6 +24,20 @@ def _restored(kind: type[ProxyCCLError], args: tuple[object, ...], attributes: d
     if notes := getattr(error, "__notes__", None):
         error.__notes__ = list(notes)  # a copy's own
     return error
+
+
+def raise_in_place_of(caught: BaseException, error: BaseException) -> NoReturn:
+    """Raises an exception whose cause is a caught one, or the caught one again if it is the same.
+
+    No frame keeps it: with its traceback that would be a cycle, which holds all callers' arrays until a garbage
+    collection.
+    """
+    try:
+        if error is caught:
+            raise caught
+        raise error from caught
+    finally:
+        del caught, error
 
 
 class ArgumentError(ProxyCCLError, ValueError):

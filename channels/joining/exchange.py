@@ -24,6 +24,7 @@ from proxyccl.device.errors import (
     MismatchError,
     ProxyCCLError,
     ResourceError,
+    raise_in_place_of,
 )
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.proxy.codec import Codec, ProtocolError
@@ -173,13 +174,7 @@ class Exchange:
                 everyone = self._bootstrap.all_gather(tag + data, self.timeout, lambda: self._check(purpose))
                 self._require_purpose(everyone, purpose, tag)
         except CommunicatorError as error:
-            filed = self._file(error)
-            try:
-                if filed is error:
-                    raise
-                raise filed from error
-            finally:
-                del filed  # otherwise a cycle, through its traceback and this frame
+            raise_in_place_of(error, self._file(error))
         except BaseException as error:  # of a signal's handler: this rank is out of step with the others from now on
             if self._guard is not None:
                 self._guard[0].abort(f"{purpose} was interrupted by {type(error).__name__}")

@@ -94,5 +94,5 @@ class UnusedMemory:
             if taken and not is_held():
                 for free in take_each(taken):
                     free()
-        finally:  # what is held, and what comes after one that raises
+        finally:  # those that are held, or come after one that raises
             self._allocations.extend(taken)

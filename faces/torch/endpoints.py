@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.communicator import Communicator
-from proxyccl.device.errors import AbortedError, ClosedError, CommunicatorError, PeerLostError
+from proxyccl.device.errors import AbortedError, ClosedError, CommunicatorError, PeerLostError, raise_in_place_of
 from proxyccl.torch.device_runtimes import DeviceRuntimes, runtime_name
 from proxyccl.torch.store_bootstrap import StoreBootstrap
 from proxyccl.torch.to_self import ToSelf
@@ -110,13 +110,7 @@ class Endpoints:
         try:
             yield
         except CommunicatorError as error:
-            named = self.with_ranks(error, peer)
-            try:
-                if named is error:
-                    raise
-                raise named from error
-            finally:
-                del named  # otherwise a cycle, through its traceback and this frame
+            raise_in_place_of(error, self.with_ranks(error, peer))
 
     def _naming(self, peer: int | None) -> AbstractContextManager[None]:
         return nullcontext() if peer is None else self.transferring(peer)

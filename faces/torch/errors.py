@@ -5,7 +5,14 @@ from __future__ import annotations
 from types import TracebackType
 from typing import NoReturn
 
-from proxyccl.device.errors import ClosedError, CommunicatorError, KernelError, ResourceError, WaitTimeoutError
+from proxyccl.device.errors import (
+    ClosedError,
+    CommunicatorError,
+    KernelError,
+    ResourceError,
+    WaitTimeoutError,
+    raise_in_place_of,
+)
 from torch.distributed import DistBackendError
 
 
@@ -28,13 +35,10 @@ def as_torch_error(error: BaseException) -> BaseException:
 
 def raise_as_torch(error: BaseException) -> NoReturn:
     """Raises a caught exception by `as_torch_error`."""
-    translated = as_torch_error(error)
     try:
-        if translated is error:
-            raise error
-        raise translated from error
+        raise_in_place_of(error, as_torch_error(error))
     finally:
-        del translated, error  # otherwise a cycle, through its traceback and this frame
+        del error  # otherwise a cycle, through its traceback and this frame
 
 
 class torch_errors:  # noqa: N801  used like a function

@@ -147,6 +147,13 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Any:
         worker.shutdown()
 
 
+def require_loaded(job: Job, version: int, dtype: Any = None) -> None:
+    """Every worker's model has the weights of a version."""
+    for model in job.models:
+        for name in SHAPES:
+            assert torch.equal(model.weights[name], expected(name, version, dtype)), name
+
+
 @pytest.mark.parametrize(("bucket_bytes", "loads"), [(1 << 20, 1), (1024, 3)])
 def test_every_worker_loads_every_version(job: Job, bucket_bytes: int, loads: int) -> None:
     checked = threading.Barrier(2)
@@ -159,8 +166,7 @@ def test_every_worker_loads_every_version(job: Job, bucket_bytes: int, loads: in
             for model in job.models:
                 assert not model.reloading
                 assert model.calls == version * loads
-                for name in SHAPES:
-                    assert torch.equal(model.weights[name], expected(name, version)), name
+            require_loaded(job, version)
             checked.wait(60)
 
     job.trainers([Source(0), Source(1)], body, bucket_bytes)
@@ -195,8 +201,7 @@ def test_memory_that_a_parameter_has_left_is_not_written(job: Job) -> None:
             checked.wait(60)
             for name in SHAPES:
                 assert torch.equal(left[name], before[name]), name
-                for model in job.models:
-                    assert torch.equal(model.weights[name], expected(name, version)), name
+            require_loaded(job, version)
             checked.wait(60)
         assert len(connected) == 2
 
@@ -212,9 +217,7 @@ def test_a_parameters_storage_may_be_freed_between_rounds(job: Job) -> None:
             source.version = version
             engine.send_weights()
             checked.wait(60)
-            for model in job.models:
-                for name in SHAPES:
-                    assert torch.equal(model.weights[name], expected(name, version)), name
+            require_loaded(job, version)
             for memory in source.memory.values():
                 memory.untyped_storage().resize_(0)
                 memory.untyped_storage().resize_(version << 20)
@@ -229,9 +232,7 @@ def test_weights_have_the_declared_type(job: Job) -> None:
         engine.send_weights()
 
     job.trainers([Source(0, torch.bfloat16), Source(1, torch.bfloat16)], body, 1 << 20)
-    for model in job.models:
-        for name in SHAPES:
-            assert torch.equal(model.weights[name], expected(name, 1, torch.bfloat16)), name
+    require_loaded(job, 1, torch.bfloat16)
 
 
 def test_another_trainer_may_follow(job: Job) -> None:
