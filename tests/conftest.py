@@ -34,13 +34,9 @@ KERNELS = {"PROXYCCL_CXXFLAGS": "-O0"}
 `collectives/test_same_bits.py` has a test of those; `make test-all` runs everything with them.
 """
 
-IN_RANKS = {
-    "CUDA_MODULE_LOADING": "EAGER",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "32",
-}
+IN_RANKS = {"CUDA_MODULE_LOADING": "EAGER"}
 """Settings for proxies that are threads of their ranks. Otherwise torch's first launch of a kernel waits for the
-device, and with it the proxy that the device waits for; or the proxy's copy queues after a stream that waits for it.
+device, and with it the proxy that the device waits for.
 """
 
 

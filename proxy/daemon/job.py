@@ -22,6 +22,9 @@ from proxyccl.proxy.processes import start_of
 
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 """Variables by which a launcher shows each rank only its own device."""
+_LIMITING = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS")
+"""Variables that limit the queues of a device for a process's streams. Megatron sets the first to 1, for the order of
+its own kernels."""
 _PART_OF_DEVICE = "MIG"
 """The prefix of the name of a part of a GPU. CUDA shows a process only one part, by default the first."""
 _PROGRAM = Path(__file__).with_name("job_main.py")
@@ -183,9 +186,11 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, but with all devices, and with the modules that this process finds."""
+    """This process's environment, but with all devices and their usual queues, and with the modules that it finds."""
     kept = {
-        name: value for name, value in os.environ.items() if name not in _HIDING or value.startswith(_PART_OF_DEVICE)
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LIMITING and (name not in _HIDING or value.startswith(_PART_OF_DEVICE))
     }
     return {**kept, "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)}
 

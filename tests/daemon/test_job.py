@@ -127,6 +127,20 @@ def test_later_communicators_and_groups_use_the_same() -> None:
     assert len(set.union(*run_ranks(4, body, proxy="process"))) == 1
 
 
+def test_its_devices_have_their_usual_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the ranks' process may be one, for the order of its kernels."""
+
+    def environment(comm: Communicator) -> set[str]:
+        return set(Path(f"/proc/{daemon_of(comm)}/environ").read_text().split("\0"))
+
+    wait_for_end(run_ranks(1, daemon_of, proxy="process")[0])
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS", "OTHER"):
+        monkeypatch.setenv(name, "1")
+    (kept,) = run_ranks(1, environment, proxy="process")
+    assert "OTHER=1" in kept
+    assert not [entry for entry in kept if entry.startswith("CUDA_DEVICE_MAX")]
+
+
 def test_it_waits_a_while_for_the_next_communicator() -> None:
     first = run_ranks(2, daemon_of, proxy="process")
     assert run_ranks(2, daemon_of, proxy="process") == first
