@@ -26,6 +26,7 @@ from proxyccl.channels.peer_links import PeerLinks
 from proxyccl.channels.segment.call_log import CallLog
 from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.segment.published import Neighbour, Published
+from proxyccl.channels.semaphore_words import SemaphoreWords
 from proxyccl.channels.symmetric import SymmetricMemory
 from proxyccl.device.errors import (
     ArgumentError,
@@ -92,6 +93,7 @@ class Group:
         mappings: memory of peers that is mapped here.
         stream_waits: what streams of this rank wait for without a proxy.
         inventory: the channels and semaphores in use.
+        semaphore_words: the words that peers' kernels signal.
         symmetric: this rank's arrays that peers' kernels reach.
     """
 
@@ -133,6 +135,7 @@ class Group:
             self.rank,
         )
         self._kept: list[Shared] = []
+        self.semaphore_words = SemaphoreWords(self.runtime, self.mappings, self.world_size, self.keep)
         self.stream_waits: list[StreamWaits] = []
         self._aftermath = Aftermath(
             self.rank,
@@ -616,8 +619,9 @@ class Group:
 
     def _free_memory(self, *, healthy: bool) -> None:
         self.launches.close()
-        reached = [*self._kept, *self.symmetric.memories(), *self.inventory.semaphores(), *self._segments.values()]
+        reached = [*self._kept, *self.symmetric.memories(), *self._segments.values()]
         self.symmetric.close()
+        self.semaphore_words.close()
         if healthy:
             self._aftermath.end()
         else:  # a peer's kernel may still write there

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.handles import Channel, ChannelSet
-from proxyccl.channels.joining.exchange import HANDLE
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.runtime import Memory, Runtime
+from proxyccl.device.runtime import Runtime
 
 _LINE = 128  # one semaphore word for each cache line: writers and pollers of different peers don't share lines
 
@@ -25,7 +24,7 @@ class SmSemaphores:
     """Semaphores in device memory between this rank and each mapped peer, itself too, `count` for each.
 
     All ranks make them together. The word that peer p signals here lies where p computes it from this rank's
-    handle, so one exchange serves any number.
+    offer, so one exchange serves any number.
 
     Args:
         group: the ranks.
@@ -36,41 +35,36 @@ class SmSemaphores:
     def __init__(self, group: Group, count: int, members: Sequence[int] | None = None) -> None:
         self._members = list(range(group.world_size)) if members is None else list(members)
         self._places = {peer: place for place, peer in enumerate(self._members)}
-        runtime, self._ranks, self._count = group.runtime, len(self._members), count
-        words = self._ranks * count
-        self._inbound = runtime.allocate(words * _LINE)
-        self._local = runtime.allocate(2 * words * _LINE)
+        self._ranks, self._count = len(self._members), count
+        self._nbytes = self._ranks * count * _LINE
+        self._local = group.runtime.allocate(2 * self._nbytes)
         self._rank = group.rank
-        own = runtime.export(self._inbound.ptr, self._inbound.nbytes)
-        handles = group.exchange.all_gather(own, HANDLE, "sm_channels")
-        self._remote: dict[int, Memory] = {}
+        words = group.semaphore_words
+        self._inbound, offers = words.exchange(self._nbytes, self, group.exchange, "sm_channels")
+        self._remote = {self._rank: self._inbound}
         for peer in self._members:
             if peer != self._rank and group.topology.accessible[peer]:
                 with group.mapping_of(peer):
-                    self._remote[peer] = group.mappings.acquire(handles[peer])
-        # A rank that drops its channels at once must not free its words before every peer has mapped them.
-        group.exchange.barrier("sm_channels")
+                    self._remote[peer] = words.at_peer(offers[peer])
         group.inventory.add_semaphores(self)
 
     def fill(self, semaphore: object, peer: int, index: int = 0) -> None:
         """Fills a ProxycclSemaphore: number `index` of those to `peer`."""
         mine = (index * self._ranks + self._places[peer]) * _LINE
         theirs = (index * self._ranks + self._places[self._rank]) * _LINE
-        total = self._ranks * self._count * _LINE
 
         def word(address: int) -> object:
             return ffi.cast("uint64_t *", address)
 
-        semaphore.inbound = word(self._inbound.ptr + mine)  # type: ignore[attr-defined]
+        semaphore.inbound = word(self._inbound + mine)  # type: ignore[attr-defined]
         semaphore.expected = word(self._local.ptr + mine)  # type: ignore[attr-defined]
-        semaphore.outbound = word(self._local.ptr + total + mine)  # type: ignore[attr-defined]
-        remote = self._inbound if peer == self._rank else self._remote[peer]
-        semaphore.remote_inbound = word(remote.ptr + theirs)  # type: ignore[attr-defined]
+        semaphore.outbound = word(self._local.ptr + self._nbytes + mine)  # type: ignore[attr-defined]
+        semaphore.remote_inbound = word(self._remote[peer] + theirs)  # type: ignore[attr-defined]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """Where the words lie in device memory: addresses and sizes, for `decode`."""
-        return [(memory.ptr, memory.nbytes) for memory in (self._inbound, self._local)]
+        return [(self._inbound, self._nbytes), (self._local.ptr, self._local.nbytes)]
 
     def decode(self, words: bytes) -> list[tuple[int, int, int, int, int]]:
         """From the bytes of `ranges`: peer, number, signals that came in, were waited for, and were sent."""
@@ -82,8 +76,7 @@ class SmSemaphores:
         ]
 
     def close(self) -> None:
-        """Frees the words. Kernels of all ranks must have stopped using them."""
-        self._inbound.close()
+        """Frees this rank's own words. Its kernels must have stopped using them."""
         self._local.close()
 
 

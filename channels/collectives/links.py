@@ -66,5 +66,5 @@ class Links:
         return bytes(ffi.buffer(self.table))
 
     def close(self) -> None:
-        """Frees the semaphores. Kernels of all ranks must have ended."""
+        """Frees the semaphores' own words. Kernels of this rank must have ended."""
         self._semaphores.close()

@@ -220,7 +220,7 @@ def use_and_fail(comm: Communicator, what: str) -> Callable[[], object]:
     reached = {
         "array": x,
         "memory": announced.memory if announced is not None else None,
-        "semaphores": comm.group.inventory.semaphores()[0],
+        "words": comm.group.semaphore_words._block.memory,
     }[what]
     ref = weakref.ref(reached)
     comm.abort("of the test")
@@ -231,7 +231,7 @@ def use_and_fail(comm: Communicator, what: str) -> Callable[[], object]:
     return ref
 
 
-@pytest.mark.parametrize("what", ["array", "memory", "semaphores"])
+@pytest.mark.parametrize("what", ["array", "memory", "words"])
 def test_a_failed_rank_keeps_what_a_peers_kernel_may_still_reach(what: str) -> None:
     """Rank 1 has queued work that nothing stops; rank 0 fails, closes, and drops all its objects."""
     closed, looked = threading.Event(), threading.Event()

@@ -1,0 +1,138 @@
+"""Words in device memory that peers' kernels signal: parts of few allocations, which each peer maps once."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from proxyccl.channels.joining.exchange import Exchange
+from proxyccl.device._native import ffi
+from proxyccl.device.memory.handle_cache import HandleCache
+from proxyccl.device.process import forks
+from proxyccl.device.process.left_behind import take_each
+from proxyccl.device.runtime import Memory, Runtime
+from proxyccl.proxy.codec import Codec, Message, Uint64
+
+_BLOCK = 64 << 10
+"""Bytes of an allocation, unless one user needs more."""
+
+
+class WordsOffer(Message, frozen=True):
+    """A rank's words for what all ranks make now.
+
+    Attributes:
+        handle: maps the memory in which they lie.
+        offset: where they begin there.
+        number: the number that this rank expects it to have.
+        dropped: what this rank has dropped since its last offer, by number.
+    """
+
+    handle: bytes
+    offset: Uint64
+    number: Uint64
+    dropped: list[Uint64]
+
+
+_OFFER = Codec(WordsOffer, 4 << 20)
+
+
+class _Block(Struct, frozen=True):
+    memory: Memory
+    handle: bytes
+
+
+class _Part(Struct, frozen=True):
+    block: _Block
+    offset: int
+    nbytes: int
+
+    @property
+    def ptr(self) -> int:
+        return self.block.memory.ptr + self.offset
+
+
+class SemaphoreWords:
+    """This rank's words, and those of its peers.
+
+    Words are used again when all ranks have dropped what they were made for: until then peers may signal them. The
+    ranks tell each other in the offers that they exchange for new words.
+
+    Args:
+        runtime: this rank's.
+        mappings: maps the memory of peers; they stay mapped until it is closed.
+        world_size: number of ranks.
+        keep: keeps this rank's memory until the ranks have ended.
+    """
+
+    def __init__(
+        self, runtime: Runtime, mappings: HandleCache, world_size: int, keep: Callable[[Memory], object]
+    ) -> None:
+        self._runtime, self._mappings, self._keep = runtime, mappings, keep
+        self._world_size = world_size
+        self._block: _Block | None = None
+        self._used = 0  # bytes of the block
+        self._free: dict[int, list[_Part]] = {}  # by size
+        self._theirs: dict[bytes, Memory] = {}
+        self._next = 0
+        self._parts: dict[int, _Part] = {}  # those in use, by number
+        self._users: dict[int, int] = {}  # ranks that have not dropped it, by number
+        self._dropped: deque[int] = deque()  # by this rank, which has not told it yet
+        self._lock = threading.Lock()
+
+    def exchange(self, nbytes: int, user: object, exchange: Exchange, purpose: str) -> tuple[int, list[WordsOffer]]:
+        """The address of zeroed words of this rank, and the offers of all ranks, which make this call together.
+
+        This rank uses them, and its peers', until `user` is garbage. Kernels that were launched with it have ended
+        then. Raises as `Exchange.all_gather`.
+        """
+        with self._lock:
+            part = self._take(nbytes)
+        dropped = list(take_each(self._dropped))
+        offer = WordsOffer(part.block.handle, part.offset, self._next, dropped)
+        offers = exchange.all_gather(offer, _OFFER, purpose)
+        # A call that failed on some ranks alone was counted by these alone.
+        number = max(offer.number for offer in offers)
+        self._next = number + 1
+        self._parts[number], self._users[number] = part, self._world_size
+        forks.finalizer(user, self._dropped.append, number)
+        for offer in offers:
+            self._note(offer.dropped)
+        return part.ptr, offers
+
+    def at_peer(self, offer: WordsOffer) -> int:
+        """The address of a peer's words in this rank's kernels. Raises as `HandleCache.acquire`."""
+        if offer.handle not in self._theirs:
+            self._theirs[offer.handle] = self._mappings.acquire(offer.handle)
+        return self._theirs[offer.handle].ptr + offer.offset
+
+    def close(self) -> None:
+        """Drops its references to the memory of all ranks, which the group frees."""
+        self._block = None
+        for referring in (self._free, self._theirs, self._parts, self._users):
+            referring.clear()
+
+    def _take(self, nbytes: int) -> _Part:
+        if free := self._free.get(nbytes):
+            part = free.pop()
+            zeros = bytes(nbytes)
+            self._runtime.copy(part.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(zeros))), nbytes)
+            return part
+        if self._block is None or self._used + nbytes > self._block.memory.nbytes:
+            memory = self._runtime.allocate(max(nbytes, _BLOCK))
+            self._keep(memory)
+            self._block, self._used = _Block(memory, self._runtime.export(memory.ptr, memory.nbytes)), 0
+        part = _Part(self._block, self._used, nbytes)
+        self._used += nbytes
+        return part
+
+    def _note(self, dropped: Sequence[int]) -> None:
+        for number in dropped:
+            if number in self._users:
+                self._users[number] -= 1
+                if self._users[number] == 0:
+                    part = self._parts.pop(number)
+                    del self._users[number]
+                    self._free.setdefault(part.nbytes, []).append(part)
