@@ -81,7 +81,6 @@ class Buffer(Connected):
         self.rank, self.group_size = self.communicator.rank, self.communicator.world_size
         self._nodes = self.group_size // self.communicator.local_world_size
         self._masks = Masks(self.group_size)
-        self._combine_buffers: dict[tuple[int, ...], torch.Tensor] = {}
 
     # -- queries ---
 
@@ -512,14 +511,13 @@ class Buffer(Connected):
         return output, event, self._hook(half)
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
-        """A tensor for the experts' results, bfloat16 [experts of this rank, ranks * most tokens, hidden]."""
+        """A tensor for the experts' results, bfloat16 [experts of this rank, ranks * most tokens, hidden]. Each handle
+        has one, so that batches under way do not overwrite each other's results.
+        """
         self._require_current(handle)
-        routing = routing_of(handle, "padded")
-        desc, config = routing.desc, routing.layer.ep_config
-        shape = (config.num_experts_per_rank, desc.rows // config.num_experts_per_rank, config.hidden)
-        if shape not in self._combine_buffers:
-            self._combine_buffers[shape] = desc.expert_rows.new_empty(shape, dtype=torch.bfloat16)
-        return self._combine_buffers[shape]
+        routing_of(handle, "padded")
+        results: torch.Tensor = handle.combine_buffer
+        return results
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masks a rank from the next dispatch on, or undoes that before it. All remaining ranks do the same.
@@ -581,7 +579,6 @@ class Buffer(Connected):
             before.group.close(reason="ranks were masked")  # which don't close it with the others
         self._owned = True
         self._layers = Layers(self.communicator, self._masks.lost)
-        self._combine_buffers.clear()
         return self._layers
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, TypeAlias, overload
 
 import torch
@@ -269,6 +270,14 @@ class LowLatencyHandle(Handle):
         ends = counts.cumsum(1)
         begins = (ends - counts).clamp(max=room)
         return begins << 32 | (ends.clamp(max=room) - begins)
+
+    @cached_property
+    def combine_buffer(self) -> torch.Tensor:
+        """See `Buffer.get_next_low_latency_combine_buffer`."""
+        desc, experts = self.routing.desc, self.routing.layer.ep_config.num_experts_per_rank
+        shape = (experts, desc.rows // experts, self.hidden)
+        results: torch.Tensor = desc.expert_rows.new_empty(shape, dtype=torch.bfloat16)
+        return results
 
 
 def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:

@@ -262,6 +262,31 @@ def test_two_batches_are_under_way(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+def test_batches_under_way_have_tensors_of_their_own_for_results(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer, mixture = deep_ep.Buffer(comm), mixture_of(comm)
+        factors = torch.where(mixture.ids >= 0, mixture.weights, 0).sum(1, keepdim=True)
+        arguments = mixture.ids, mixture.most_tokens, mixture.experts
+        batches = [times * mixture.tokens for times in (1, 2)]
+        sent = [buffer.low_latency_dispatch(x, *arguments, use_fp8=False, return_recv_hook=True) for x in batches]
+        returned = []
+        for rows, _, handle, _, hook in sent:
+            hook()
+            results = buffer.get_next_low_latency_combine_buffer(handle)
+            assert results is buffer.get_next_low_latency_combine_buffer(handle)
+            results[:] = rows
+            returned.append(
+                buffer.low_latency_combine(
+                    results, mixture.ids, mixture.weights, handle, zero_copy=True, return_recv_hook=True
+                )
+            )
+        for (combined, _, hook), x in zip(returned, batches, strict=True):
+            hook()
+            torch.testing.assert_close(combined.float(), x.float() * factors, rtol=0.02, atol=0.02)
+
+    ranks.run(body)
+
+
 @pytest.mark.host_only(reason="more ranks than most machines have GPUs")
 def test_a_masked_rank_takes_no_part_from_the_next_dispatch_on() -> None:
     def body(comm: Communicator) -> None:
