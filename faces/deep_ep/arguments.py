@@ -76,7 +76,7 @@ NORMAL = Names(
         "max_tokens": "x",
         "max_recv_tokens": "num_worst_tokens",
     },
-    {"max_tokens": "the most tokens of a rank in the first call with this num_worst_tokens"},
+    {"max_tokens": "the greater of num_worst_tokens / ranks and the most tokens of a rank in the first such call"},
 )
 LOW_LATENCY = Names(
     {

@@ -103,7 +103,8 @@ class Layers:
         """
         if shape not in self._growing:
             everyone = self.communicator.group.exchange.all_gather(len(topk_idx), _TOKENS, "the size of a layer")
-            self._growing[shape] = self._make(shape, _rounded(max(everyone)))
+            room = (shape.most_rows or 0) // self.communicator.world_size  # which it keeps, as it can't grow
+            self._growing[shape] = self._make(shape, max(_rounded(max(everyone)), room))
         while True:
             layer = self._growing[shape]
             try:

@@ -176,6 +176,21 @@ def test_worst_tokens_need_no_wait(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+def test_worst_tokens_have_room_for_the_share_of_each_rank(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer, most = deep_ep.Buffer(comm), 200
+        for tokens in (5, most):
+            x = torch.full((tokens, 16), float(tokens), dtype=torch.bfloat16, device=torch_device(comm))
+            ids, weights = x[:, :1].long() * 0, x[:, :1].float() * 0 + 1
+            received, row_ids, *_ = dispatched(
+                buffer, Mixture(x, ids, weights, RANKS, tokens), num_worst_tokens=most * RANKS
+            )
+            assert int((row_ids >= 0).sum()) == (RANKS * tokens if comm.rank == 0 else 0)
+            assert comm.rank or (received[: RANKS * tokens] == tokens).all()
+
+    ranks.run(body)
+
+
 def test_a_later_call_may_bring_more_tokens(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         buffer = deep_ep.Buffer(comm)

@@ -238,9 +238,7 @@ def test_too_many_tokens_are_told_by_deep_eps_names(pair: Ranks) -> None:
         ids, weights = given.ids.repeat(50, 1), given.weights.repeat(50, 1)
         layout = given.buffer.get_dispatch_layout(ids, EXPERTS)
         options = {"x": x, "topk_idx": ids, "topk_weights": weights, "is_token_in_rank": layout[3]}
-        refused(
-            "x", lambda: given.normal(num_worst_tokens=2 * MOST, **options), "in the first call with this num_worst"
-        )
+        refused("x", lambda: given.normal(num_worst_tokens=2 * MOST, **options), "of num_worst_tokens / ranks and the")
         del options["is_token_in_rank"]
         with pytest.raises(CapacityError, match=r"^a rank dispatches 200 tokens; num_max_tokens_per_rank is 8$"):
             given.expandable(**options)
