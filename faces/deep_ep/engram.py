@@ -135,7 +135,7 @@ class EngramCalls(ElasticBase):
         stored.fetch(as_view(indices, "indices"), as_view(data.view(torch.uint8), "data"), self._current_stream())
         factors = None
         if self._factors is not None:
-            factors = self._factors[indices.view(-1)].view(tokens, -1)
+            factors = self._factors[indices.view(-1)].view(tokens, each * self._factors.shape[1])
             if by_columns:
                 factors = column_major(factors).copy_(factors)
         event = EventHandle()

@@ -331,6 +331,8 @@ def test_float8_rows_come_with_their_scales(two: Ranks) -> None:
             )
             same(factors, expected)
             assert factors.stride() == (column_major(expected) if columns else expected).stride()
+            data, factors = buffer.engram_fetch(indices[:0], use_tma_aligned_col_major_sf=columns)()
+            assert (data.shape, factors.shape) == ((0, 2 * hidden), (0, 4))
 
     two.run(body)
 
