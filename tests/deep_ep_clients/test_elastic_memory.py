@@ -333,6 +333,9 @@ def test_float8_rows_come_with_their_scales(two: Ranks) -> None:
             assert factors.stride() == (column_major(expected) if columns else expected).stride()
             data, factors = buffer.engram_fetch(indices[:0], use_tma_aligned_col_major_sf=columns)()
             assert (data.shape, factors.shape) == ((0, 2 * hidden), (0, 4))
+        if not ON_HOST:  # where they are refused
+            data, _ = buffer.engram_fetch(indices.new_tensor([[-1, 2 * entries]]))()
+            assert not data.view(torch.uint8).any()
 
     two.run(body)
 
