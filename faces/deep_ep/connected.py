@@ -177,11 +177,11 @@ def _connected(source: Any, timeout: float) -> Communicator:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples and lists, and those in which a handle's tables lie."""
+    """The tensors in nested tuples and lists, and those of handles: in which their tables lie, and which they keep."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list)):
         for each in values:
             yield from _tensors(each)
     elif isinstance(values, (Handle, EPHandle)):
-        yield from _tensors(values.routing.desc.table_owners)
+        yield from _tensors((values.routing.desc.table_owners, *vars(values).values()))

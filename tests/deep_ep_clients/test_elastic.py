@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 import deep_ep  # noqa: E402
 
 from proxyccl import ArgumentError, CapacityError, ClosedError, Communicator  # noqa: E402
+from proxyccl.deep_ep import connected  # noqa: E402
 from support.cases.deep_ep_clients import Mixture, quantized  # noqa: E402
 from support.cases.deep_ep_oracle import Arrived, same, signature  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
@@ -309,6 +310,17 @@ def test_calls_apart_from_the_current_stream(ranks: Ranks) -> None:
         buffer.barrier(with_cpu_sync=True)
 
     ranks.run(body)
+
+
+def test_streams_are_told_of_all_tensors_that_a_handle_keeps(one: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer, mixture, _ = begun(comm)
+        handle = dispatched(buffer, mixture, do_expand=True)[3]
+        kept = [handle.topk_idx, handle.num_unaligned_recv_tokens_per_expert, *handle.routing.desc.table_owners]
+        recorded = {tensor.data_ptr() for tensor in connected._tensors((mixture.tokens, [handle]))}
+        assert recorded == {tensor.data_ptr() for tensor in (mixture.tokens, *kept)}
+
+    one.run(body)
 
 
 def test_what_a_buffer_tells(ranks: Ranks) -> None:
