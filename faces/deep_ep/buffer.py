@@ -201,9 +201,9 @@ class Buffer(Connected):
 
         Returns:
             recv_x, like x, ordered by source rank and token; recv_topk_idx, the experts' numbers on this rank, or -1;
-            recv_topk_weights, 0 where recv_topk_idx is -1; the rows that chose each expert of this rank, or [] with
-            num_worst_tokens; the handle; and the event. Without topk_idx the second and third are None, with a handle
-            all but the first and the last.
+            recv_topk_weights, in rows that came 0 where recv_topk_idx is -1; the rows that chose each expert of this
+            rank, or [] with num_worst_tokens; the handle; and the event. Without topk_idx the second and third are
+            None, with a handle all but the first and the last.
 
         Raises:
             ArgumentError: an argument is wrong; an expert id is out of range on any rank.
@@ -334,7 +334,7 @@ class Buffer(Connected):
             handle: of that dispatch.
             topk_weights: float32 [rows, topk], zero where the dispatch's expert id is -1; or None. Either all ranks
                 pass it, or none.
-            bias: one or two tensors [T, hidden], added to the sum after it was rounded.
+            bias: one or two tensors [T, hidden], with which the last sum begins, before it is rounded.
             config: ignored: a combine uses as many multiprocessors as its dispatch.
             previous_event, async_finish, allocate_on_comm_stream: as for `get_dispatch_layout`.
 
@@ -399,7 +399,8 @@ class Buffer(Connected):
             round_scale: make scales powers of two.
             use_ue8m0: return scales as packed exponents. Needs round_scale.
             async_finish: as for `get_dispatch_layout`. Not with return_recv_hook.
-            return_recv_hook: receive nothing before the hook is called, once.
+            return_recv_hook: receive nothing before the hook is called, once. x and topk_idx must not change until
+                then.
 
         Returns:
             [experts of this rank, ranks * most tokens, hidden] of bfloat16, or a pair of that in float8_e4m3fn and
@@ -470,7 +471,7 @@ class Buffer(Connected):
             handle: of the dispatch.
             use_logfmt: without effect: rows travel in bfloat16.
             zero_copy: without effect: rows are read where they lie, in any tensor.
-            async_finish, return_recv_hook: as for `low_latency_dispatch`.
+            async_finish, return_recv_hook: as for `low_latency_dispatch`; x and topk_weights must not change.
             out: bfloat16 [T, hidden], or None for a new tensor.
             combine_wait_recv_cost_stats: must be None.
 

@@ -234,9 +234,9 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         Returns:
             recv_x, like x, ordered by source rank and token; with do_expand by expert, then source rank and token, with
             gaps up to the alignment. recv_topk_idx, the experts' numbers on this rank, or -1; None with do_expand.
-            recv_topk_weights [rows, topk], 0 where recv_topk_idx is -1; with do_expand [rows]; None without
-            topk_weights. The handle, with `handle` the same one. The event, which is empty
-            without async_with_compute_stream.
+            recv_topk_weights [rows, topk], in rows that came 0 where recv_topk_idx is -1; with do_expand [rows]; None
+            without topk_weights. The handle, with `handle` the same one. The event, which is empty without
+            async_with_compute_stream.
 
         Raises:
             ArgumentError: an argument is wrong; an expert id is out of range on any rank.
@@ -331,9 +331,8 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
             x: bfloat16 [rows, hidden], in the order of the dispatch's output and with as many rows.
             handle: of that dispatch.
             topk_weights: float32 [rows, topk], or [rows] with do_expand; or None. Either all ranks pass it, or none. It
-            is not
-                applied to x.
-            bias: one or two tensors [T, hidden], added to the sum after it was rounded.
+                is not applied to x.
+            bias: one or two tensors [T, hidden], with which the last sum begins, before it is rounded.
             num_sms, num_qps: ignored: a combine uses as many multiprocessors as its dispatch.
             previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream: as for
                 `dispatch`.
