@@ -23,6 +23,7 @@ from proxyccl.device.errors import ArgumentError, ClosedError
 from proxyccl.torch_tensors.untraced import untraced
 
 _NONE: dict[Any, Any] = {}
+_BEFORE_WORST_TOKENS = 9  # arguments of dispatch
 
 
 @untraced
@@ -356,8 +357,9 @@ class Buffer(Connected):
         return output, weights, event
 
     def internode_dispatch(self, *arguments: Any, **options: Any) -> Any:
-        """`dispatch`, which works across nodes too."""
-        return self.dispatch(*arguments, **options)
+        """`dispatch`, which works across nodes too. As in DeepEP, config follows expert_alignment."""
+        worst = (0,) if len(arguments) > _BEFORE_WORST_TOKENS else ()
+        return self.dispatch(*arguments[:_BEFORE_WORST_TOKENS], *worst, *arguments[_BEFORE_WORST_TOKENS:], **options)
 
     def internode_combine(self, *arguments: Any, **options: Any) -> Any:
         """`combine`, which works across nodes too."""

@@ -191,6 +191,25 @@ def test_worst_tokens_have_room_for_the_share_of_each_rank(ranks: Ranks) -> None
     ranks.run(body)
 
 
+def test_calls_between_nodes_take_no_worst_tokens(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer, mixture, config = deep_ep.Buffer(comm), mixture_of(comm), deep_ep.Config(20)
+        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(mixture.ids, mixture.experts)
+        layout = per_rank, per_node, in_rank, per_expert, mixture.ids, mixture.weights
+        rows, *_, counts, handle, event = buffer.internode_dispatch(
+            mixture.tokens, None, *layout, 4, config, None, True, False
+        )
+        event.current_stream_wait()
+        same(rows, Arrived.at(comm).tokens)
+        assert all(count % 4 == 0 for count in counts)
+        combined, _, event = buffer.internode_combine(rows, handle, None, mixture.tokens, config, None, True, False)
+        event.current_stream_wait()
+        times = 1 + in_rank.sum(1, keepdim=True).float()
+        same(combined, (mixture.tokens.float() * times).to(torch.bfloat16))
+
+    ranks.run(body)
+
+
 def test_a_later_call_may_bring_more_tokens(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         buffer = deep_ep.Buffer(comm)
