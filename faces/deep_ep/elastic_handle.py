@@ -12,7 +12,8 @@ from proxyccl.deep_ep.handles import Routing
 class EPHandle:
     """A dispatch. Only `ElasticBuffer.dispatch` makes handles.
 
-    Tensors are computed when they are first read, on the current stream, since most callers read few of them.
+    Tensors are computed when they are first read, on the current stream, since most callers read few of them. It must
+    have waited for the event of an asynchronous dispatch.
 
     Args:
         routing: the dispatch.

@@ -28,7 +28,7 @@ class Routing(Struct, frozen=True):
 
 class Handle(Sequence[Any]):
     """A sequence like DeepEP's handle, whose entries are made when they are read, because most callers do not read
-    them.
+    them. They are made on the current stream, which must have waited for the event of an asynchronous dispatch.
 
     Attributes:
         routing: the dispatch.
