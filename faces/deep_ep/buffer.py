@@ -150,7 +150,7 @@ class Buffer(Connected):
         Args:
             topk_idx: int64 [T, topk]: the experts of each token; -1 for none.
             num_experts: experts of all ranks together.
-            previous_event: the event that the call waits for, instead of the current stream.
+            previous_event: the event that the call waits for, if it is asynchronous instead of the current stream.
             async_finish: the current stream does not wait for the call; the caller waits for the event.
             allocate_on_comm_stream: without effect; tensors are safe to use on the current stream either way.
 

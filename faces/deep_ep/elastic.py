@@ -45,8 +45,8 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
             and rounds twice. Across nodes it must be True.
         prefer_overlap_with_compute: 24 multiprocessors for calls that don't say how many, and not 64.
         sl_idx, num_allocated_qps: not needed.
-        num_cpu_timeout_secs, num_gpu_timeout_secs: a wait takes at most the larger one, or PROXYCCL_TIMEOUT if that
-            is more. A `Communicator` has its own time-out.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: a wait takes at most the larger one, but 100 s at least, or
+            PROXYCCL_TIMEOUT if that is more. A `Communicator` has its own time-out.
         explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
 
     Attributes:
@@ -218,7 +218,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
                 for 1.
             num_sms: the most multiprocessors; 0 for `get_theoretical_num_sms`.
             num_qps: ignored.
-            previous_event: the event that the call waits for, instead of the current stream.
+            previous_event: the event that the call waits for, if it is asynchronous instead of the current stream.
             previous_event_before_epilogue: the call waits for it too, at its start.
             async_with_compute_stream: the current stream does not wait for the call; the caller waits for the event.
             allocate_on_comm_stream: without effect; tensors are safe to use on the current stream either way.
