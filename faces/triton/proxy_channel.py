@@ -4,7 +4,8 @@ A channel is a pointer to its device handle, and a whole program calls as one. O
 alignment; an offset counts from the start of a memory, the peer's or the local one. A range that leaves its memory
 moves nothing and ends the communicator with a TriggerError.
 
-A put or get returns its ticket, a uint64, for `is_complete` and `wait_complete`; 2**64 - 1 if it was not pushed.
+A put, of a value too, or a get returns its ticket, a uint64, for `is_complete` and `wait_complete`; 2**64 - 1 if it
+was not pushed.
 """
 
 from __future__ import annotations
@@ -189,6 +190,11 @@ def _push_trigger(channel, ring, control, operation, dst_memory, dst_offset, src
 
 
 @jit
+def _ticket(ticket, pushed):
+    return tl.where(pushed != 0, ticket, u64(NO_TICKET))
+
+
+@jit
 def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, dst_memory, src_memory):
     # An operation with data, as several triggers if it is longer than one can move; a signal rides on the last one. The
     # channel's own destination is the source of a get.
@@ -264,10 +270,13 @@ def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.co
     dst_id = _number(channel, DST_MEMORY_4)
     dst = u64(dst_offset)
     size = u64(bits // 8)
-    if _reaches(channel, dst_id, dst, size):
-        _push_value(channel, operation, dst_id, dst, kind, carried)
+    pushed = _reaches(channel, dst_id, dst, size).to(tl.int32)
+    ticket = u64(0)
+    if pushed != 0:
+        ticket, pushed = _push_value(channel, operation, dst_id, dst, kind, carried)
     else:
         _refuse(channel, operation, u32(SM_PEER_MEMORY), dst_id, dst, size)
+    return _ticket(ticket, pushed)
 
 
 @jit
@@ -284,11 +293,6 @@ def _wait_for_ticket(channel, ticket, pushed, word: tl.constexpr, kind: tl.const
             _number(channel, CHANNEL_4),
         )
     return done != 0
-
-
-@jit
-def _ticket(ticket, pushed):
-    return tl.where(pushed != 0, ticket, u64(NO_TICKET))
 
 
 @jit
@@ -342,14 +346,14 @@ def put_value(channel, dst_offset, value, dtype: tl.constexpr):
         dtype: its type, of 1, 2, 4 or 8 bytes.
     """
     _require(channel)
-    _put_value(channel, OP_DATA, dst_offset, value, dtype)
+    return _put_value(channel, OP_DATA, dst_offset, value, dtype)
 
 
 @jit
 def put_value_with_signal(channel, dst_offset, value, dtype: tl.constexpr):
     """`put_value` and `signal` as one operation. Arguments as for `put_value`."""
     _require(channel)
-    _put_value(channel, OP_DATA | OP_SIGNAL, dst_offset, value, dtype)
+    return _put_value(channel, OP_DATA | OP_SIGNAL, dst_offset, value, dtype)
 
 
 @jit

@@ -108,14 +108,14 @@ def test_a_put_goes_between_other_memories() -> None:
 
 def test_values_travel_in_triggers() -> None:
     def body(comm: Communicator) -> None:
-        u, out = uploaded(comm, np.zeros(32, np.int8)), uploaded(comm, np.zeros(2, np.int32))
+        u, out = uploaded(comm, np.zeros(32, np.int8)), uploaded(comm, np.zeros(4, np.int32))
         (channel,) = comm.proxy_channels(u)
         pt.compile(comm, kernels.put_values, grid=1)(channel, 3, 20 + comm.rank, out)
         comm.synchronize()
         number = 20 + 1 - comm.rank
         expected = b"\0\0\0" + struct.pack("<befq", number, 1.5, number / 2, -number)
         assert u.numpy().tobytes().rstrip(b"\0") == expected
-        assert out.numpy().tolist() == [1, 1]
+        assert out.numpy().tolist() == [1, 1, 3, 1]
         assert (channel.counters.puts, channel.counters.flushes) == (4, 1)
 
     run_ranks(2, body)
@@ -142,8 +142,11 @@ def test_a_get_brings_the_peers_data() -> None:
 def test_a_value_that_leaves_its_memory_is_not_written() -> None:
     def body(comm: Communicator) -> None:
         (channel,) = comm.proxy_channels(uploaded(comm, np.zeros(4, np.int64)))
+        ticket = uploaded(comm, np.zeros(1, np.uint64))
         if comm.rank == 0:
-            pt.compile(comm, kernels.put_one_value, grid=1)(channel, 5 << 32)
+            pt.compile(comm, kernels.put_one_value, grid=1)(channel, 5 << 32, ticket)
+            comm.runtime.synchronize()
+            assert ticket.numpy().tolist() == [2**64 - 1]
 
     for error in errors_of(2, body):
         assert isinstance(error, TriggerError)

@@ -39,21 +39,23 @@ def put_and_flush(channel, dst_offset, src_offset, size, out):
 
 @triton.jit
 def put_values(channel, base, number, out):
-    """Values of each size, one after another, the last with a signal; and the results of the flushes."""
-    pt.put_value(channel, base, number, tl.int8)
+    """Values of each size, one after another, the last with a signal; the results of the flushes, and the tickets."""
+    first = pt.put_value(channel, base, number, tl.int8)
     pt.put_value(channel, base + 1, 1.5, tl.float16)
     pt.put_value(channel, base + 3, number * 0.5, tl.float32)
-    pt.put_value_with_signal(channel, base + 7, -number, tl.int64)
+    last = pt.put_value_with_signal(channel, base + 7, -number, tl.int64)
     ticket = pt.flush_async(channel)
     pt.wait(channel)
     tl.store(out, pt.wait_flushed(channel, ticket).to(tl.int32))
     tl.store(out + 1, pt.is_flushed(channel, ticket).to(tl.int32))
+    tl.store(out + 2, (last - first).to(tl.int32))
+    tl.store(out + 3, (pt.wait_complete(channel, last) & pt.is_complete(channel, first)).to(tl.int32))
 
 
 @triton.jit
-def put_one_value(channel, offset):
-    """Eight bytes."""
-    pt.put_value(channel, offset, 1, tl.int64)
+def put_one_value(channel, offset, out):
+    """Eight bytes, and the ticket."""
+    tl.store(out, pt.put_value(channel, offset, 1, tl.int64))
 
 
 @triton.jit
