@@ -56,7 +56,12 @@ def compile_kernel(kernel: Any, arguments: dict[str, Argument], target: GPUTarge
     try:
         return triton.compile(source, target=target, options=options)
     except Exception as error:  # Triton's passes raise errors of many kinds
-        raise CompileError(f"Triton can't compile {kernel.__name__} for {target.arch}: {error}") from error
+        # Its text quotes the kernel's line; in a function that the kernel calls, only the first cause says why.
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        reason = "" if first is error else "\n" + str(first).rpartition("\n")[2]
+        raise CompileError(f"Triton can't compile {kernel.__name__} for {target.arch}: {error}{reason}") from error
 
 
 class Variant:

@@ -1,7 +1,11 @@
-"""Numbers and pointers of 32 and 64 bits."""
+"""Numbers and pointers of 32 and 64 bits.
+
+A number must be an integer: a kernel's `n / 2` is a float32, which holds no offset beyond 16 MiB exactly.
+"""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import triton.language as tl
@@ -15,8 +19,10 @@ if INTERPRETED:
     def _number(x: Any, kind: Any, bits: int) -> Any:
         # In one step of the language instead of three: a push has dozens of these.
         if isinstance(x, tl.tensor):
+            tl.static_assert(x.dtype.is_int(), "expected an integer")
             return x.to(kind)
-        value = np.array([int(getattr(x, "value", x)) & ((1 << bits) - 1)], np.dtype(f"u{bits // 8}"))
+        number = operator.index(getattr(x, "value", x))
+        value = np.array([number & ((1 << bits) - 1)], np.dtype(f"u{bits // 8}"))
         return tl.tensor(TensorHandle(value, kind), kind)
 
     def u32(x: Any) -> Any:
@@ -30,14 +36,20 @@ if INTERPRETED:
 else:
 
     @jit
+    def _integer(x):
+        number = tl.full([], 0, tl.int64) + x
+        tl.static_assert(number.dtype.is_int(), "expected an integer")
+        return number
+
+    @jit
     def u32(x):
         """A number of 32 bits."""
-        return (tl.full([], 0, tl.int64) + x).to(tl.uint32)
+        return _integer(x).to(tl.uint32)
 
     @jit
     def u64(x):
         """A number of 64 bits; a negative one becomes a huge one, larger than any memory."""
-        return (tl.full([], 0, tl.int64) + x).to(tl.uint64)
+        return _integer(x).to(tl.uint64)
 
 
 @jit

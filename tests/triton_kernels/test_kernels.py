@@ -562,6 +562,17 @@ def test_a_channel_of_the_wrong_kind_is_refused_before_anything_moves() -> None:
 
 
 @HOST_ONLY
+def test_a_size_that_is_not_an_integer_is_refused_before_anything_moves() -> None:
+    def body(comm: Communicator) -> None:
+        (channel,) = comm.proxy_channels(uploaded(comm, np.zeros(4, np.int32)), peers=[0])
+        with pytest.raises(KernelError, match="kernel put_half raised AssertionError: expected an integer"):
+            pt.compile(comm, kernels.put_half, grid=1)(channel, 8)
+        assert channel.counters.puts == 0
+
+    run_ranks(1, body)
+
+
+@HOST_ONLY
 def test_a_kernel_that_is_not_interpreted_says_what_to_set() -> None:
     program = """
 import proxyccl, sys

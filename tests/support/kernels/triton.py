@@ -179,6 +179,12 @@ def wrong_kind(channel):
 
 
 @triton.jit
+def put_half(channel, size):
+    """A put whose size is a float, as a division gives it."""
+    pt.put(channel, 0, 0, size / 2)
+
+
+@triton.jit
 def scale(x, n, factor, BLOCK: tl.constexpr):
     """Multiplies; no communication."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

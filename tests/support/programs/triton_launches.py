@@ -11,9 +11,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from proxyccl import ArgumentError
+from proxyccl import ArgumentError, CompileError
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.triton import TritonKernel
+from proxyccl.triton.arguments import Argument
+from proxyccl.triton.compiled import compile_kernel, target_of
 from support.kernels import triton as kernels
 
 
@@ -61,3 +63,11 @@ try:
     kernel(Array(4096), 64, 2.0, BLOCK=32)
 except ArgumentError as error:
     print(error)
+for wrong, given in (
+    (kernels.wrong_kind, {"channel": Argument("*u64", 0)}),
+    (kernels.put_half, {"channel": Argument("*u64", 0), "size": Argument("i32", 8)}),
+):
+    try:
+        compile_kernel(wrong, given, target_of("sm_90"), {})
+    except CompileError as error:
+        print(str(error).splitlines()[0], str(error).splitlines()[-1])
