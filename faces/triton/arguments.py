@@ -63,6 +63,14 @@ class Argument:
             return int(self.type[2:]) // 8, FLOAT
         return max(1, int(self.type[1:]) // 8), INTEGER
 
+    @property
+    def constant_key(self) -> tuple[str, str] | None:
+        """A compile-time constant's text, and the hash of a function's source: 1, 1.0 and True are different constants,
+        and a list has no hash."""
+        if self.type != CONSTEXPR:
+            return None
+        return repr(self.value), getattr(self.value, "cache_key", "")
+
 
 def constant(value: Any) -> Argument:
     """A compile-time constant."""

@@ -207,10 +207,7 @@ class TritonKernel:
         assert isinstance(self._runtime, GpuRuntime)
         specialised = {name: self._specialised(name, argument) for name, argument in arguments.items()}
         key = (
-            *(
-                (each.type, each.aligned, each.value if each.type == CONSTEXPR else None)
-                for each in specialised.values()
-            ),
+            *((each.type, each.aligned, each.constant_key) for each in specialised.values()),
             *options.items(),
         )
         if key not in self._variants:

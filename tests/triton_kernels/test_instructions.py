@@ -219,12 +219,15 @@ def test_a_variant_is_loaded_once_and_launched_with_its_arguments() -> None:
     done = subprocess.run(program, capture_output=True, text=True, timeout=100, check=True, env=without_interpreter())
     parameters = [(8, POINTER), (4, INTEGER), (4, FLOAT), (8, POINTER), (8, POINTER)]
     loaded = f"load scale True {parameters} 0"
+    filled = f"load fill True {[(8, POINTER)] * 3} 0"
+    launched = "launch (1, 1, 1) 128 (4096, None, None) None 0"
     assert done.stdout.splitlines() == [
         loaded,
         "launch (4, 2, 1) 64 (4096, 64, 2.0, None, None) None 0",
         "launch (8, 2, 1) 64 (8192, 128, 3.0, None, None) 9 0",
         loaded,
         "launch (4, 2, 1) 64 (4100, 65, 3.0, None, None) None 0",
+        *[filled, launched, filled, launched, launched],
         "args: kernel scale was not called with such arguments before; do so before the capture",
         "Triton can't compile wrong_kind for 90: at 3:4: expected an SmChannel",
         "Triton can't compile put_half for 90: at 3:4: expected an integer",

@@ -185,6 +185,12 @@ def put_half(channel, size):
 
 
 @triton.jit
+def fill(x, value: tl.constexpr):
+    """One element."""
+    tl.store(x, value[0])
+
+
+@triton.jit
 def scale(x, n, factor, BLOCK: tl.constexpr):
     """Multiplies; no communication."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -55,9 +55,12 @@ runtime = StandIn()
 failure = SimpleNamespace(require_usable=lambda: None)
 communicator: Any = SimpleNamespace(runtime=runtime, group=SimpleNamespace(failure=failure))
 kernel = TritonKernel(communicator, kernels.scale, grid=lambda given: (given["n"] // given["BLOCK"], 2), num_warps=2)
+fill = TritonKernel(communicator, kernels.fill, grid=1)
 kernel(Array(4096), 64, 2.0, BLOCK=16)
 kernel(Array(8192), 128, 3.0, BLOCK=16, stream=9)  # the same variant
 kernel(Array(4100), 65, 3.0, BLOCK=16)  # neither is a multiple of 16
+for constants in ([1, 2], [1.0, 2.0], [1, 2]):  # equal ones, of two types
+    fill(Array(4096), value=constants)
 runtime.capturing = True
 try:
     kernel(Array(4096), 64, 2.0, BLOCK=32)
