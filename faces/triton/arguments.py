@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from proxyccl.channels.handles import Channel, ChannelSet
 from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.channels.sm_channel import SmChannel
@@ -85,6 +87,8 @@ def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
     """
     if value is None:
         return constant(None)
+    if isinstance(value, np.generic):  # a number of numpy's, which is a buffer, too
+        value = value.item()
     if isinstance(value, bool):
         return Argument("i1", value)
     if isinstance(value, float):

@@ -40,8 +40,6 @@ def _prepare_language() -> object:
 def _tensor(argument: Argument) -> Any:
     if argument.type == CONSTEXPR:
         return argument.value
-    if argument.type.startswith("fp"):
-        return argument.value
     kind = _type(argument.type)
     number = np.uint64 if kind.is_ptr() else interpreter._get_np_dtype(kind)
     return tl.tensor(interpreter.TensorHandle(np.array([argument.value], dtype=number), kind), kind)

@@ -530,6 +530,21 @@ def test_kernels_are_rewritten_by_one_thread_at_a_time(monkeypatch: pytest.Monke
     assert set(in_turn) == {True}
 
 
+@pytest.mark.parametrize(("number", "boolean"), [(float, bool), (np.float32, np.bool_)])
+def test_numbers_are_those_of_python_or_of_numpy(
+    number: Callable[[float], Any], boolean: Callable[[bool], Any]
+) -> None:
+    def body(comm: Communicator) -> None:
+        kernel = pt.compile(comm, kernels.numbers, grid=1)
+        for wanted in (True, False):
+            x = comm.empty(1, "float32").fill(9)
+            kernel(x, number(3), boolean(wanted))
+            comm.synchronize()
+            assert x.numpy().tolist() == [1.5 if wanted else 9]
+
+    run_ranks(1, body)
+
+
 def test_wrong_arguments_are_named() -> None:
     def body(comm: Communicator) -> None:
         x = comm.empty(8, "float32").fill(1)

@@ -185,6 +185,13 @@ def put_half(channel, size):
 
 
 @triton.jit
+def numbers(x, factor, wanted):
+    """Half of a float, unless it is not wanted."""
+    if wanted:
+        tl.store(x, (factor * 0.5).to(tl.float16).to(tl.float32))
+
+
+@triton.jit
 def fill(x, value: tl.constexpr):
     """One element."""
     tl.store(x, value[0])
