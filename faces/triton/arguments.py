@@ -108,6 +108,33 @@ def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
     return _pointer(f"*{_ELEMENTS[view.dtype.name]}", view.ptr, value)
 
 
+def annotated(argument: Argument, kind: str, name: str) -> Argument:
+    """A number in the type that its parameter's annotation gives it, which is Triton's rule.
+
+    Args:
+        argument: an argument of any kind; other than a number, it is returned as it is.
+        kind: Triton's name of the type; "" without an annotation, or with another one.
+        name: the caller's name for it, for messages.
+
+    Raises:
+        ArgumentError: the value does not fit, or a launch can't pass numbers of this type.
+    """
+    if not kind or argument.type == CONSTEXPR or argument.type.startswith("*"):
+        return argument
+    value = argument.value
+    if kind == "u1":
+        return Argument("i1", bool(value))
+    if kind in ("fp32", "fp64"):
+        return Argument(kind, float(value))
+    if kind[0] not in "iu" or isinstance(value, float):
+        raise ArgumentError(name, f"the parameter's annotation is {kind}, which {value!r} can't be passed as")
+    signed, bits = kind[0] == "i", int(kind[1:])
+    lowest = -(1 << (bits - 1)) if signed else 0
+    if not lowest <= value < lowest + (1 << bits):
+        raise ArgumentError(name, f"{value} does not fit in the annotation's {kind}")
+    return Argument(kind, int(value), None, argument.aligned)
+
+
 def _pointer(kind: str, address: int, owner: object) -> Argument:
     return Argument(kind, address, owner, address % _DIVISIBILITY == 0)
 

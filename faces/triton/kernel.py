@@ -16,11 +16,12 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.runtime import StreamLike
 from proxyccl.triton import interpreter
-from proxyccl.triton.arguments import CONSTEXPR, Argument, as_argument, constant
+from proxyccl.triton.arguments import CONSTEXPR, Argument, annotated, as_argument, constant
 from proxyccl.triton.compiled import Variant
 from proxyccl.triton.jit import INTERPRETED
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import KernelParam
 
 Grid = int | Sequence[int] | Callable[[dict[str, Any]], Any]
 _MEASURED_LAUNCHES = 5
@@ -93,6 +94,10 @@ class TritonKernel:
         self._constants = {
             name for name, each in self._signature.parameters.items() if "constexpr" in str(each.annotation)
         }
+        self._annotations = {
+            name: KernelParam(0, each, False, False).annotation_type
+            for name, each in self._signature.parameters.items()
+        }
         for name in self._key:
             if name not in self._signature.parameters:
                 raise ArgumentError("key", f"{self.name} has no parameter {name!r}")
@@ -157,13 +162,15 @@ class TritonKernel:
         except TypeError as error:
             raise ArgumentError("args", f"kernel {self.name}: {error}") from None
         bound.apply_defaults()
-        device = self._runtime.device
         return {
-            name: constant(value)
-            if name in self._constants
-            else as_argument(value, f"{name} of kernel {self.name}", self._runtime.name, device)
+            name: constant(value) if name in self._constants else self._argument(name, value)
             for name, value in bound.arguments.items()
         }
+
+    def _argument(self, name: str, value: Any) -> Argument:
+        where = f"{name} of kernel {self.name}"
+        found = as_argument(value, where, self._runtime.name, self._runtime.device)
+        return annotated(found, self._annotations[name], where)
 
     def _programs(self, arguments: dict[str, Argument]) -> tuple[int, int, int]:
         grid = self._grid
@@ -227,7 +234,7 @@ class TritonKernel:
         if parameter.do_not_specialize or (argument.aligned and parameter.do_not_specialize_on_alignment):
             return Argument(argument.type, argument.value, argument.owner)
         is_one = argument.type in ("i32", "i64") and argument.value == 1
-        return constant(1) if is_one and not parameter.annotation_type else argument
+        return constant(1) if is_one and not self._annotations[name] else argument
 
     # -- the choice of a configuration ---
 

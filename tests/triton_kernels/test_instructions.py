@@ -228,6 +228,8 @@ def test_a_variant_is_loaded_once_and_launched_with_its_arguments() -> None:
         loaded,
         "launch (4, 2, 1) 64 (4100, 65, 3.0, None, None) None 0",
         *[filled, launched, filled, launched, launched],
+        f"load typed True {[(8, POINTER), (8, INTEGER), (8, FLOAT), (1, INTEGER), *[(8, POINTER)] * 2]} 0",
+        "launch (1, 1, 1) 128 (4096, 1, 2.0, 3, None, None) None 0",
         "args: kernel scale was not called with such arguments before; do so before the capture",
         "Triton can't compile wrong_kind for 90: at 3:4: expected an SmChannel",
         "Triton can't compile put_half for 90: at 3:4: expected an integer",

@@ -545,6 +545,21 @@ def test_numbers_are_those_of_python_or_of_numpy(
     run_ranks(1, body)
 
 
+def test_numbers_have_the_types_of_their_annotations() -> None:
+    def body(comm: Communicator) -> None:
+        x = comm.empty(3, "int64").fill(9)
+        kernel = pt.compile(comm, kernels.typed, grid=1)
+        kernel(x, 1, 0.1, 200)
+        comm.synchronize()
+        assert x.numpy().tolist() == [1 << 32, 10**9, 200]
+        with pytest.raises(ArgumentError, match="small of kernel typed: -1 does not fit in the annotation's u8"):
+            kernel(x, 1, 1.0, -1)
+        with pytest.raises(ArgumentError, match="n of kernel typed: the parameter's annotation is i64"):
+            kernel(x, 1.0, 1.0, 1)
+
+    run_ranks(1, body)
+
+
 def test_wrong_arguments_are_named() -> None:
     def body(comm: Communicator) -> None:
         x = comm.empty(8, "float32").fill(1)

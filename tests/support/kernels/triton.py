@@ -192,6 +192,14 @@ def numbers(x, factor, wanted):
 
 
 @triton.jit
+def typed(x, n: tl.int64, factor: tl.float64, small: tl.uint8):
+    """Products that 32 bits do not hold."""
+    tl.store(x, n * 65536 * 65536)
+    tl.store(x + 1, (factor * 1e10).to(tl.int64))
+    tl.store(x + 2, small)
+
+
+@triton.jit
 def fill(x, value: tl.constexpr):
     """One element."""
     tl.store(x, value[0])

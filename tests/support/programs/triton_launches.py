@@ -61,6 +61,7 @@ kernel(Array(8192), 128, 3.0, BLOCK=16, stream=9)  # the same variant
 kernel(Array(4100), 65, 3.0, BLOCK=16)  # neither is a multiple of 16
 for constants in ([1, 2], [1.0, 2.0], [1, 2]):  # equal ones, of two types
     fill(Array(4096), value=constants)
+TritonKernel(communicator, kernels.typed, grid=1)(Array(4096), 1, 2, 3)
 runtime.capturing = True
 try:
     kernel(Array(4096), 64, 2.0, BLOCK=32)
