@@ -10,7 +10,7 @@ from typing import Any
 
 import triton
 from proxyccl.channels.communicator import Communicator
-from proxyccl.device.arguments.integers import as_integer, find_extents
+from proxyccl.device.arguments.integers import as_integer, find_extents, find_items
 from proxyccl.device.arrays.array import current_stream
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.gpu.runtime import GpuRuntime
@@ -82,13 +82,14 @@ class TritonKernel:
         key: Sequence[str] = (),
     ) -> None:
         if isinstance(kernel, Autotuner):
+            _require_no_hooks(kernel)
             configs, key, kernel = configs or kernel.configs, key or kernel.keys, kernel.fn
         self._communicator = communicator
         self._runtime = communicator.runtime
         self._kernel = _require_kernel(kernel, self._runtime.name)
         self._grid = grid
         self._options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
-        self._configs, self._key = tuple(configs), tuple(key)
+        self._configs, self._key = _require_configs(configs), tuple(key)
         # The decorator wraps the Python function in either mode.
         self._signature = inspect.signature(self._kernel.fn)
         self._constants = {
@@ -137,9 +138,7 @@ class TritonKernel:
             found = (current_stream(value) for value in (*args, *kwargs.values()))
             stream = next((each for each in found if each is not None), None)
         config = self._config(args, kwargs, stream)
-        if config is not None:
-            kwargs = {**kwargs, **config.kwargs}
-        self._launch(self._arguments(args, kwargs), self._options_of(config), stream)
+        self._launch(self._arguments(args, kwargs, config), self._options_of(config), stream)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles and loads the kernel for arguments like these, and returns when all ranks have.
@@ -150,15 +149,20 @@ class TritonKernel:
         self._communicator.group.failure.require_usable()
         configs = self._configs or (None,)
         for config in configs:
-            constants = {} if config is None else config.kwargs
-            self._variant(self._arguments(args, {**kwargs, **constants}), self._options_of(config))
+            self._variant(self._arguments(args, kwargs, config), self._options_of(config))
         self._communicator.all_gather_bytes(self.name.encode(), "triton: compiled")
 
     # -- arguments ---
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Argument]:
+    def _arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], config: triton.Config | None
+    ) -> dict[str, Argument]:
+        """The caller's arguments, and the constants of a configuration."""
+        constants = {} if config is None else config.kwargs
+        for name in kwargs.keys() & constants.keys():
+            raise ArgumentError(name, f"the configurations of kernel {self.name} choose it; it can't be given too")
         try:
-            bound = self._signature.bind(*args, **kwargs)
+            bound = self._signature.bind(*args, **kwargs, **constants)
         except TypeError as error:
             raise ArgumentError("args", f"kernel {self.name}: {error}") from None
         bound.apply_defaults()
@@ -186,7 +190,7 @@ class TritonKernel:
     def _options_of(self, config: triton.Config | None) -> dict[str, Any]:
         if config is None:
             return self._options
-        return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        return {name: value for name, value in config.all_kwargs().items() if name not in config.kwargs}
 
     # -- launches ---
 
@@ -218,12 +222,15 @@ class TritonKernel:
             *options.items(),
         )
         if key not in self._variants:
-            if self._runtime.is_capturing(self._runtime.stream_handle(stream)):
-                raise ArgumentError(
-                    "args", f"kernel {self.name} was not called with such arguments before; do so before the capture"
-                )
+            self._require_no_capture(stream)
             self._variants[key] = Variant(self._runtime, self._kernel, specialised, options)
         return self._variants[key]
+
+    def _require_no_capture(self, stream: StreamLike) -> None:
+        if self._runtime.is_capturing(self._runtime.stream_handle(stream)):
+            raise ArgumentError(
+                "args", f"kernel {self.name} was not called with such arguments before; do so before the capture"
+            )
 
     def _specialised(self, name: str, argument: Argument) -> Argument:
         """The arguments that Triton specialises on: an integer that is 1 is a constant, unless the kernel says
@@ -241,9 +248,10 @@ class TritonKernel:
     def _config(self, args: tuple[Any, ...], kwargs: dict[str, Any], stream: StreamLike) -> triton.Config | None:
         if not self._configs:
             return None
-        first = self._arguments(args, {**kwargs, **self._configs[0].kwargs})
+        first = self._arguments(args, kwargs, self._configs[0])
         key = tuple(first[name].value for name in self._key)
         if key not in self.chosen:
+            self._require_no_capture(stream)
             self.chosen[key] = self._measure(args, kwargs, stream)
         return self.chosen[key]
 
@@ -252,7 +260,7 @@ class TritonKernel:
         self.prepare(*args, **kwargs)
         seconds = []
         for config in self._configs:
-            arguments, options = self._arguments(args, {**kwargs, **config.kwargs}), self._options_of(config)
+            arguments, options = self._arguments(args, kwargs, config), self._options_of(config)
             self._launch(arguments, options, stream)
             self._finish(stream)
             self._communicator.all_gather_bytes(b"", "triton: measure")
@@ -266,6 +274,27 @@ class TritonKernel:
         gathered = self._communicator.all_gather_bytes(packed, "triton: measured")
         slowest = [max(times) for times in zip(*(struct.unpack(f"<{len(seconds)}d", g) for g in gathered), strict=True)]
         return self._configs[slowest.index(min(slowest))]
+
+
+def _require_configs(configs: Any) -> tuple[triton.Config, ...]:
+    items = find_items(configs)
+    if items is None or not all(isinstance(each, triton.Config) and each.pre_hook is None for each in items):
+        raise ArgumentError("configs", f"expected a sequence of triton.Config without a pre_hook, not {configs!r}")
+    return tuple(items)
+
+
+def _require_no_hooks(tuner: Autotuner) -> None:
+    """Triton's launch runs these around a measurement, or to leave out configurations; this one does not."""
+    hooks = {
+        "reset_to_zero": tuner.reset_to_zero,
+        "restore_value": tuner.restore_value,
+        "pre_hook": tuner.user_defined_pre_hook,
+        "post_hook": tuner.user_defined_post_hook,
+        "prune_configs_by": tuner.early_config_prune,
+    }
+    for name, given in hooks.items():
+        if given:
+            raise ArgumentError("kernel", f"its @triton.autotune has {name}, which is not supported")
 
 
 def _require_kernel(kernel: Any, runtime: str) -> Any:

@@ -575,6 +575,13 @@ def test_wrong_arguments_are_named() -> None:
             pt.compile(comm, kernels.scale, grid=1)(comm.empty(8, "complex64"), 8, 1.0, BLOCK=8)
         with pytest.raises(ArgumentError, match="key: scale has no parameter 'm'"):
             pt.compile(comm, kernels.scale, grid=1, configs=[triton.Config({"BLOCK": 8})], key=["m"])
+        with pytest.raises(ArgumentError, match=r"configs: expected a sequence of triton\.Config without a pre_hook"):
+            pt.compile(comm, kernels.scale, grid=1, configs=[triton.Config({"BLOCK": 8}, pre_hook=print)])
+        with pytest.raises(ArgumentError, match="BLOCK: the configurations of kernel scale choose it"):
+            pt.compile(comm, kernels.scale, grid=1, configs=[triton.Config({"BLOCK": 8})])(x, 8, 1.0, BLOCK=16)
+        tuned = triton.autotune([triton.Config({"BLOCK": 8})], key=[], reset_to_zero=["x"])(kernels.scale)
+        with pytest.raises(ArgumentError, match=r"kernel: its @triton\.autotune has reset_to_zero"):
+            pt.compile(comm, tuned, grid=1)
         with pytest.raises(ArgumentError, match="channel of kernel waits: expected a ProxyChannel, an SmChannel"):
             pt.compile(comm, kernels.waits, grid=1)(comm.handler_channel(lambda trigger: None), x)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
+import triton
+
 from proxyccl import ArgumentError, CompileError
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.triton import TritonKernel
@@ -62,11 +64,16 @@ kernel(Array(4100), 65, 3.0, BLOCK=16)  # neither is a multiple of 16
 for constants in ([1, 2], [1.0, 2.0], [1, 2]):  # equal ones, of two types
     fill(Array(4096), value=constants)
 TritonKernel(communicator, kernels.typed, grid=1)(Array(4096), 1, 2, 3)
-runtime.capturing = True
-try:
-    kernel(Array(4096), 64, 2.0, BLOCK=32)
-except ArgumentError as error:
-    print(error)
+cluster, tuned = (
+    TritonKernel(communicator, kernels.scale, grid=1, configs=[triton.Config({"BLOCK": 16}, num_ctas=number)])
+    for number in (2, 1)
+)
+for refused, constants in ((cluster, {}), (kernel, {"BLOCK": 32}), (tuned, {})):
+    runtime.capturing = refused is not cluster
+    try:
+        refused(Array(4096), 64, 2.0, **constants)
+    except ArgumentError as error:
+        print(error)
 for wrong, given in (
     (kernels.wrong_kind, {"channel": Argument("*u64", 0)}),
     (kernels.put_half, {"channel": Argument("*u64", 0), "size": Argument("i32", 8)}),
