@@ -16,8 +16,8 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
 from proxyccl.triton.grid_barrier import GridBarrier
 
-PROXY_CHANNEL, SM_CHANNEL = "*u64", "*i64"
-"""The types of channels to Triton. They differ, so that a call of the wrong kind does not compile."""
+PROXY_CHANNEL, SM_CHANNEL, GRID_BARRIER = "*u64", "*i64", "*u32"
+"""The types of handles to Triton. They differ, so that a call of the wrong kind does not compile."""
 
 _ELEMENTS = {
     "float16": "fp16",
@@ -96,7 +96,7 @@ def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
     if isinstance(value, Channel | ChannelSet):
         return _channel(value, name)
     if isinstance(value, GridBarrier):
-        return _pointer("*u64", value.device_pointer, value)
+        return _pointer(GRID_BARRIER, value.device_pointer, value)
     number = None if hasattr(value, "__dlpack__") else find_integer(value)
     if number is not None:
         return _integer(number, name)

@@ -24,7 +24,7 @@ from proxyccl.triton.target import (
     sync_threads_system,
 )
 from proxyccl.triton.waits import wait_at_least
-from proxyccl.triton.words import u32, u64
+from proxyccl.triton.words import longs_at, u32, u64
 
 
 class GridBarrier:
@@ -60,6 +60,8 @@ def sync_grid(barrier):
     Returns:
         Whether all arrived. If not, the communicator has ended or the time-out passed, and the kernel should return.
     """
+    tl.static_assert(barrier.dtype == tl.pointer_type(tl.uint32), "expected a GridBarrier")
+    barrier = longs_at(barrier)
     programs = u64(tl.num_programs(0)) * u64(tl.num_programs(1)) * u64(tl.num_programs(2))
     sync_threads_system()
     complete = tl.full([], 1, tl.int32)

@@ -591,9 +591,15 @@ def test_wrong_arguments_are_named() -> None:
 @HOST_ONLY
 def test_a_channel_of_the_wrong_kind_is_refused_before_anything_moves() -> None:
     def body(comm: Communicator) -> None:
-        channels = comm.proxy_channels(uploaded(comm, np.zeros(4, np.int32)))
-        with pytest.raises(KernelError, match="kernel wrong_kind raised AssertionError: expected an SmChannel"):
-            pt.compile(comm, kernels.wrong_kind, grid=1)(channels)
+        channels, barrier = comm.proxy_channels(uploaded(comm, np.zeros(4, np.int32))), pt.GridBarrier(comm)
+        for kernel, given, expected in (
+            (kernels.wrong_kind, channels, "an SmChannel"),
+            (kernels.wrong_barrier, channels, "a GridBarrier"),
+            (kernels.put_half, barrier, "a ProxyChannel"),
+        ):
+            arguments = (given, 8)[: len(kernel.arg_names)]
+            with pytest.raises(KernelError, match=f"{kernel.__name__} raised AssertionError: expected {expected}"):
+                pt.compile(comm, kernel, grid=1)(*arguments)
 
     run_ranks(2, body)
 

@@ -179,6 +179,12 @@ def wrong_kind(channel):
 
 
 @triton.jit
+def wrong_barrier(barrier):
+    """Takes a ProxyChannel for a grid barrier."""
+    pt.sync_grid(barrier)
+
+
+@triton.jit
 def put_half(channel, size):
     """A put whose size is a float, as a division gives it."""
     pt.put(channel, 0, 0, size / 2)

@@ -116,18 +116,19 @@ EXAMPLE_KERNELS = {
     "triton_overlapped_gemm": ["gemm_all_reduce", "all_gather_gemm"],
 }
 FLOAT16, INT32 = Argument("*fp16", 0, aligned=True), Argument("*i32", 0, aligned=True)
-PROXY, SM, FLOAT32 = (Argument(kind, 0, aligned=True) for kind in ("*u64", "*i64", "*fp32"))
+PROXY, SM, BARRIER, FLOAT32 = (Argument(kind, 0, aligned=True) for kind in ("*u64", "*i64", "*u32", "*fp32"))
 EXAMPLE_ARGUMENTS = {
     **dict.fromkeys(("a", "b", "c", "memory"), FLOAT16),
     **dict.fromkeys(("u", "x"), FLOAT32),
-    **dict.fromkeys(("left", "right", "channels", "barrier"), PROXY),
+    **dict.fromkeys(("left", "right", "channels"), PROXY),
+    "barrier": BARRIER,
     "done": INT32,
     "calls": INT32,
     "BLOCK": Argument(CONSTEXPR, 1024),
     **{name: Argument(CONSTEXPR, 64) for name in ("BM", "BN", "BK")},
 }
 
-TYPES = {"proxy": "*u64", "sm": "*i64", "barrier": "*u64", "slot": "*u64", "x": "*fp32", "out": "*i32", "n": "i32"}
+TYPES = {"proxy": "*u64", "sm": "*i64", "barrier": "*u32", "slot": "*u64", "x": "*fp32", "out": "*i32", "n": "i32"}
 
 
 def arguments(kernel: triton.JITFunction) -> dict[str, Argument]:
