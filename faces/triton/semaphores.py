@@ -19,8 +19,8 @@ from proxyccl.triton.waits import record_error, wait_at_least
 from proxyccl.triton.words import u32, u64
 
 if INTERPRETED:
-    # If two programs wait at once, both may take the same signal, or one may wait for a signal that never comes. As on
-    # the host runtime, that is refused. On a GPU the check would cost every wait a trip to memory.
+    # If two programs wait at once, both may take the same signal, or one may wait for a signal that never comes. Such
+    # waits are refused. On a GPU the check would cost every wait a trip to memory.
     def _begin_wait(expected: Any, control: Any, kind: Any, peer: Any, channel: Any, target: Any) -> Any:
         alone = tl.atomic_xchg(expected + 1, u64(1), sem="relaxed", scope="gpu") == 0
         if not alone:

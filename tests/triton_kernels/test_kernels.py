@@ -409,6 +409,21 @@ def test_stores_to_a_peer_s_memory_are_there_behind_the_signal(n: int) -> None:
     run_ranks(3, body)
 
 
+def test_a_kernel_s_own_loop_may_wait_for_other_programs_and_ranks() -> None:
+    def body(comm: Communicator) -> None:
+        words, out = (uploaded(comm, np.zeros(2, np.int32)) for _ in range(2))
+        (channel,) = comm.sm_channels(words)
+        watch = threading.Timer(TIMEOUT, comm.abort, ["the loops have not ended"])
+        watch.start()
+        pt.compile(comm, kernels.own_loops, grid=2)(channel, words, out)
+        comm.synchronize()
+        watch.cancel()
+        assert out.numpy().tolist() == [3, 3]
+        comm.barrier()
+
+    run_ranks(2, body)
+
+
 def test_packets_carry_values_and_flags() -> None:
     def body(comm: Communicator) -> None:
         rank = comm.rank

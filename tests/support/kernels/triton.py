@@ -150,6 +150,17 @@ def sm_shift(right, left, u, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def own_loops(channel, words, out):
+    """Two programs, each of which stores a number to the peer, wait for both numbers without a signal."""
+    own = tl.program_id(0)
+    tl.store(pt.remote(channel, tl.int32) + own, 1 + own)
+    total = 0
+    while (total != 3) & (pt.sm_ended(channel) == 0):
+        total = tl.load(words, volatile=True) + tl.load(words + 1, volatile=True)
+    tl.store(out + own, total)
+
+
+@triton.jit
 def packets(right, left, u, out, n, offset, flag, BLOCK: tl.constexpr):
     """Values to the next rank as packets, and those of the previous one."""
     i = tl.arange(0, BLOCK)
