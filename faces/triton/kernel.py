@@ -179,7 +179,7 @@ class TritonKernel:
     def _programs(self, arguments: dict[str, Argument]) -> tuple[int, int, int]:
         grid = self._grid
         if callable(grid):
-            grid = grid({name: argument.value for name, argument in arguments.items()})
+            grid = grid({name: each.value if each.owner is None else each.owner for name, each in arguments.items()})
         expected = "must be one to three positive integers"
         shape = find_extents(grid) or []
         if not 1 <= len(shape) <= 3:

@@ -516,7 +516,7 @@ def test_a_launch_comes_behind_what_its_stream_holds() -> None:
     def body(comm: Communicator) -> None:
         x, stream = comm.empty(300, "float32").fill(1), comm.runtime.create_stream()
         comm.all_reduce(x, stream=stream)
-        pt.compile(comm, kernels.scale, grid=lambda given: (triton.cdiv(given["n"], given["BLOCK"]),))(
+        pt.compile(comm, kernels.scale, grid=lambda given: (triton.cdiv(given["x"].size, given["BLOCK"]),))(
             x, 300, 3.0, BLOCK=128, stream=stream
         )
         comm.all_reduce(x, stream=stream)
