@@ -66,6 +66,11 @@ class Argument:
         return max(1, int(self.type[1:]) // 8), INTEGER
 
     @property
+    def launched(self) -> Any:
+        """The value that a launch gets: of a channel itself, as the launch wakes its proxy."""
+        return self.owner if isinstance(self.owner, Channel | ChannelSet) else self.value
+
+    @property
     def constant_key(self) -> tuple[str, str] | None:
         """A compile-time constant's text, and the hash of a function's source: 1, 1.0 and True are different constants,
         and a list has no hash."""

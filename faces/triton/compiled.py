@@ -95,7 +95,7 @@ class Variant:
 
     def __call__(self, grid: tuple[int, int, int], arguments: dict[str, Argument], stream: Any) -> None:
         """Queues the kernel on a stream."""
-        values = [arguments[name].value for name in self._passed] + [None] * _SCRATCH_PARAMETERS
+        values = [arguments[name].launched for name in self._passed] + [None] * _SCRATCH_PARAMETERS
         self._kernel(grid, self._threads, *values, stream=stream, shared=self._shared)
         self._runtime.in_flight.add(
             [argument.owner for argument in arguments.values()], stream, self._runtime.stream_handle(stream)

@@ -228,6 +228,8 @@ def test_a_variant_is_loaded_once_and_launched_with_its_arguments() -> None:
         loaded,
         "launch (4, 2, 1) 64 (4100, 65, 3.0, None, None) None 0",
         *[filled, launched, filled, launched, launched],
+        filled,
+        "launch (1, 1, 1) 128 (<ProxyChannel to rank 1>, None, None) None 0",  # which wakes its proxy
         f"load typed True {[(8, POINTER), (8, INTEGER), (8, FLOAT), (1, INTEGER), *[(8, POINTER)] * 2]} 0",
         "launch (1, 1, 1) 128 (4096, 1, 2.0, 3, None, None) None 0",
         "num_ctas: clusters of programs can't be launched; expected 1, not 2",

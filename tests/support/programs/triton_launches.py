@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 import triton
 
 from proxyccl import ArgumentError, CompileError
+from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.triton import TritonKernel
 from proxyccl.triton.arguments import Argument
@@ -63,6 +64,9 @@ kernel(Array(8192), 128, 3.0, BLOCK=16, stream=9)  # the same variant
 kernel(Array(4100), 65, 3.0, BLOCK=16)  # neither is a multiple of 16
 for constants in ([1, 2], [1.0, 2.0], [1, 2]):  # equal ones, of two types
     fill(Array(4096), value=constants)
+channel = object.__new__(ProxyChannel)
+channel.peer, channel.device_pointer = 1, 8192
+fill(channel, value=[1, 2])
 TritonKernel(communicator, kernels.typed, grid=1)(Array(4096), 1, 2, 3)
 cluster, tuned = (
     TritonKernel(communicator, kernels.scale, grid=1, configs=[triton.Config({"BLOCK": 16}, num_ctas=number)])
