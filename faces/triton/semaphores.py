@@ -21,34 +21,27 @@ from proxyccl.triton.words import u32, u64
 if INTERPRETED:
     # If two programs wait at once, both may take the same signal, or one may wait for a signal that never comes. Such
     # waits are refused. On a GPU the check would cost every wait a trip to memory.
-    def _begin_wait(expected: Any, control: Any, kind: Any, peer: Any, channel: Any, target: Any) -> Any:
-        alone = tl.atomic_xchg(expected + 1, u64(1), sem="relaxed", scope="gpu") == 0
-        if not alone:
+    def _wait_alone(inbound: Any, expected: Any, control: Any, kind: Any, peer: Any, channel: Any, target: Any) -> Any:
+        if tl.atomic_xchg(expected + 1, u64(1), sem="relaxed", scope="gpu") != 0:
             record_error(control, u32(ERROR_SHARED_WAIT), kind, peer, channel, target, u64(0), u32(0), u64(0), u64(0))
-        return alone
-
-    def _end_wait(expected: Any) -> None:
-        tl.atomic_xchg(expected + 1, u64(0), sem="relaxed", scope="gpu")
+            return tl.full([], 0, tl.int32)
+        try:
+            return wait_at_least(inbound, target, control, kind, peer, channel)
+        finally:
+            tl.atomic_xchg(expected + 1, u64(0), sem="relaxed", scope="gpu")
 
 else:
 
     @jit
-    def _begin_wait(expected, control, kind, peer, channel, target):
-        return True
-
-    @jit
-    def _end_wait(expected):
-        pass
+    def _wait_alone(inbound, expected, control, kind, peer, channel, target):
+        return wait_at_least(inbound, target, control, kind, peer, channel)
 
 
 @jit
 def _consume(inbound, expected, control, kind, peer, channel, target):
-    came = tl.full([], 0, tl.int32)
-    if _begin_wait(expected, control, kind, peer, channel, target):
-        came = wait_at_least(inbound, target, control, kind, peer, channel)
-        if came != 0:
-            tl.store(expected, target)
-        _end_wait(expected)
+    came = _wait_alone(inbound, expected, control, kind, peer, channel, target)
+    if came != 0:
+        tl.store(expected, target)
     return came
 
 

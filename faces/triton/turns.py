@@ -31,7 +31,7 @@ def nanoseconds() -> int:
 
 
 def pause(spins: Any) -> None:
-    """Passes the turn on. Called between two polls of a wait."""
+    """Passes the turn on. Called between two polls of a wait. Raises if another program of the launch has raised."""
     launch = _launches.get(threading.get_ident())
     if launch is None:
         return
@@ -43,6 +43,7 @@ def pause(spins: Any) -> None:
     finally:
         _turn.acquire()
         launch.enter(place)
+    launch.require_all()
 
 
 class Launch:
@@ -65,7 +66,7 @@ class Launch:
     def run(self) -> None:
         """Runs all programs. Raises the exception of the first one that failed."""
         self._work()
-        for thread in self._threads:  # programs are no longer added, unless one failed; those end at once
+        for thread in self._threads:  # programs are no longer added, unless one failed; then all end at once
             thread.join()
         if self._error is not None:
             raise self._error
@@ -74,6 +75,11 @@ class Launch:
         """Tells the interpreter which program runs now."""
         interpreter_builder.set_grid_dim(*self._grid)
         interpreter_builder.set_grid_idx(*place)
+
+    def require_all(self) -> None:
+        """Called by a program that waits, perhaps for one that has failed. Raises if any has."""
+        if self._error is not None:
+            raise RuntimeError("another program of the launch has failed")
 
     def begin_another(self) -> None:
         """Called by a program that waits, possibly for one that has not begun."""

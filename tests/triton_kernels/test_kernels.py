@@ -620,6 +620,19 @@ def test_a_channel_of_the_wrong_kind_is_refused_before_anything_moves() -> None:
 
 
 @HOST_ONLY
+def test_programs_do_not_wait_for_one_that_has_failed() -> None:
+    def body(comm: Communicator) -> None:
+        (channel,) = comm.proxy_channels(uploaded(comm, np.zeros(4, np.int32)), peers=[0])
+        comm.timeout = 2
+        with pytest.raises(KernelError, match="kernel one_fails raised AssertionError: expected an SmChannel"):
+            pt.compile(comm, kernels.one_fails, grid=2)(channel)
+        pt.compile(comm, kernels.laps, grid=1)(channel, 1, 0)  # the next wait is alone again
+        comm.synchronize()
+
+    run_ranks(1, body)
+
+
+@HOST_ONLY
 def test_a_size_that_is_not_an_integer_is_refused_before_anything_moves() -> None:
     def body(comm: Communicator) -> None:
         (channel,) = comm.proxy_channels(uploaded(comm, np.zeros(4, np.int32)), peers=[0])

@@ -135,6 +135,15 @@ def waits(channel, out):
 
 
 @triton.jit
+def one_fails(channel):
+    """The first program waits, the second can't do what it shall."""
+    if tl.program_id(0) == 0:
+        pt.wait(channel)
+    else:
+        pt.sm_signal(channel)
+
+
+@triton.jit
 def sm_shift(right, left, u, n, BLOCK: tl.constexpr):
     """Stores this rank's values to the next rank's memory, and doubles those that the previous rank stored here."""
     i = tl.arange(0, BLOCK)
