@@ -122,10 +122,15 @@ channel = _declare("channel", "uint64", "int64")
 def address(channels: ProxyChannel | ChannelSet[ProxyChannel]) -> int:
     """A channel, or a set of them, as a kernel's argument. It must stay alive while kernels use it.
 
+    A set without channels, as a rank without peers has it, is 0.
+
     Raises:
         ArgumentError: it is not a channel whose device handle lies in device memory.
     """
-    kind = channels.kind if isinstance(channels, ChannelSet) else type(channels)
-    if kind is not ProxyChannel or not channels.device_pointer:
+    if isinstance(channels, ChannelSet):
+        known = channels.kind is ProxyChannel
+    else:
+        known = isinstance(channels, ProxyChannel) and channels.device_pointer != 0
+    if not known:
         raise ArgumentError("channels", f"expected a ProxyChannel or a set of them, not {channels!r}")
     return channels.device_pointer

@@ -10,8 +10,9 @@ from cuda.core import Linker, LinkerOptions, ObjectCode
 from numba import cuda, int64, types
 
 import proxyccl.numba as pn
-from proxyccl import ArgumentError
+from proxyccl import ArgumentError, Communicator
 from support.kernels import numba as kernels
+from support.running import run_ranks
 
 pytestmark = pytest.mark.host_only(reason="needs only a compiler")
 
@@ -54,3 +55,11 @@ def test_a_kernel_links_to_a_cubin(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_proxy_channels_have_an_address() -> None:
     with pytest.raises(ArgumentError, match="channels: expected a ProxyChannel or a set of them, not 5"):
         pn.address(5)  # type: ignore[arg-type]
+
+    def body(comm: Communicator) -> None:
+        memory = comm.empty(4, "int32")
+        with pytest.raises(ArgumentError, match="channels: expected a ProxyChannel"):
+            pn.address(comm.sm_channels(memory))  # type: ignore[arg-type]
+        assert pn.address(comm.proxy_channels(memory)) == 0  # without peers
+
+    run_ranks(1, body)
