@@ -161,18 +161,20 @@ def sm_ended(channel):
 @jit
 def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_bytes, offset, count, flag):
     # A packet is stored as a whole, so its place is a multiple of its size.
-    nbytes = u64(count) * PACKET_BYTES
+    number = u64(count)
     flagged = u32(flag) != 0
-    fits = (offset <= memory_bytes) & (nbytes <= memory_bytes - offset) & (offset % PACKET_BYTES == 0)
+    fits = (offset <= memory_bytes) & (number <= (memory_bytes - offset) // PACKET_BYTES)
+    fits = fits & (offset % PACKET_BYTES == 0)
     if (flagged & fits) == 0:
         code = tl.where(flagged, u32(ERROR_OUT_OF_RANGE), u32(ERROR_INVALID_FLAG))
         kind = tl.where(flagged, u32(memory), u32(WAIT_PACKET))
         peer = _number(channel, SM_PEER_4)
-        number = _number(channel, SM_CHANNEL_4)
+        channel_id = _number(channel, SM_CHANNEL_4)
+        nbytes = number * PACKET_BYTES
         control = _long(channel, SM_CONTROL_8)
         seen = tl.where(flagged, memory_bytes, u64(0))
         unit = tl.where(flagged, u64(PACKET_BYTES), u64(0))
-        record_error(control, code, kind, peer, number, unit, seen, u32(call), offset, nbytes)
+        record_error(control, code, kind, peer, channel_id, unit, seen, u32(call), offset, nbytes)
     return flagged & fits
 
 

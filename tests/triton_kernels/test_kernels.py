@@ -444,20 +444,21 @@ def test_packets_carry_values_and_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "flag", "text"),
+    ("count", "offset", "flag", "text"),
     [
-        (0, 0, "used packet flag 0"),
-        (512, 1, "putPackets on its SmChannel to rank 1: 160 bytes at offset 512 leave the peer's memory of 512 bytes"),
-        (360, 1, "putPackets on its SmChannel to rank 1: 160 bytes at offset 360 leave the peer's memory"),
-        (12, 1, "160 bytes at offset 12 of the peer's memory; expected multiples of 8 bytes"),
+        (20, 0, 0, "used packet flag 0"),
+        (20, 512, 1, "on its SmChannel to rank 1: 160 bytes at offset 512 leave the peer's memory of 512 bytes"),
+        (20, 360, 1, "putPackets on its SmChannel to rank 1: 160 bytes at offset 360 leave the peer's memory"),
+        (1 << 61, 8, 1, "bytes at offset 8 leave the peer's memory of 512 bytes"),  # 2**64 bytes
+        (20, 12, 1, "160 bytes at offset 12 of the peer's memory; expected multiples of 8 bytes"),
     ],
 )
-def test_packets_that_can_t_be_are_refused(offset: int, flag: int, text: str) -> None:
+def test_packets_that_can_t_be_are_refused(count: int, offset: int, flag: int, text: str) -> None:
     def body(comm: Communicator) -> None:
         (channel,) = comm.sm_channels(comm.empty(64, "uint64").fill(0))
         own, out = comm.empty(32, "float32").fill(1), comm.empty(32, "float32").fill(9)
         if comm.rank == 0:
-            pt.compile(comm, kernels.packets, grid=1)(channel, channel, own, out, 20, offset, flag, BLOCK=32)
+            pt.compile(comm, kernels.packets, grid=1)(channel, channel, own, out, count, offset, flag, BLOCK=32)
 
     for error in errors_of(2, body):
         assert isinstance(error, TriggerError)
