@@ -1,4 +1,7 @@
-"""Counting semaphores between two ranks, the twin of semaphore.h. Counters only grow, so a graph can be replayed."""
+"""Counting semaphores between two ranks, the twin of shared_semaphore.h for one program at a time.
+
+Counters only grow, so a graph can be replayed.
+"""
 
 from __future__ import annotations
 
