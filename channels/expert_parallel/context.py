@@ -335,19 +335,20 @@ class DispatchCombineContext:
         return int(received.rows)
 
     def bad_expert(self, argument: str, experts: int) -> ArgumentError | None:
-        """The error for the first bad expert id of the last dispatch whose rows are known; None if all ids are good.
-        `experts` is the number of experts that the caller can name.
+        """The error for a bad expert id in the dispatches whose rows have become known since the last call: the first
+        of the latest that has one. None if all ids are good. `experts` is the number of experts that the caller can
+        name.
         """
         received, config = self.workspace.received_rows, self.ep_config
-        if received.bad_rank == lib.PROXYCCL_NO_PEER:
+        bad_rank = int(received.bad_rank)
+        if bad_rank == lib.PROXYCCL_NO_PEER:
             return None
         token, k = divmod(int(received.bad_slot), config.topk)
+        received.bad_rank = lib.PROXYCCL_NO_PEER
         expected = f"0 to {experts}, where {experts} drops the slot"
         if not self.workspace.experts.dropping_ids & NUMBER_DROPS:
             expected = f"0 to {experts - 1}, or -1, which drops the slot"
-        return ArgumentError(
-            argument, f"[{token}, {k}] on rank {received.bad_rank} is out of range; expected {expected}"
-        )
+        return ArgumentError(argument, f"[{token}, {k}] on rank {bad_rank} is out of range; expected {expected}")
 
     @property
     def wanted_tokens(self) -> int:

@@ -262,10 +262,10 @@ def learn_counts(parts: LayerParts, desc: EPAllToAllLayoutDesc) -> ProxyCCLError
     ctx, options = parts.ctx, parts.options
     if options.by_rank or options.expert_alignment:
         desc.chosen_rows = ctx.workspace.chosen_rows
-    wanted = ctx.wanted_tokens
+    wanted, bad = ctx.wanted_tokens, ctx.bad_expert("exp_indices", options.all_experts)
     if wanted:
         return CapacityError(f"a rank dispatches {wanted} tokens; max_tokens is {options.config.max_tokens}", wanted)
-    return ctx.bad_expert("exp_indices", options.all_experts)
+    return bad
 
 
 def refuse_bad(parts: LayerParts, desc: EPAllToAllLayoutDesc) -> None:

@@ -117,6 +117,7 @@ class ExpertWorkspace:
         self.experts.received_rows = ffi.cast("ProxycclReceivedRows *", self._received_rows.ptr)
         self.experts.chosen_rows = ffi.cast("uint32_t *", self._received_rows.ptr + self._chosen_at)
         self.received_rows = ffi.cast("ProxycclReceivedRows *", self._received_rows.host_ptr)
+        self.received_rows.bad_rank = lib.PROXYCCL_NO_PEER
 
     @property
     def chosen_rows(self) -> list[int]:

@@ -82,6 +82,25 @@ def test_minus_one_alone_drops_and_all_64_bits_count(pair: Ranks, announced: boo
     pair.run(body)
 
 
+def test_a_bad_id_is_raised_once_whatever_comes_after_it(pair: Ranks, announced: bool) -> None:
+    def body(comm: Communicator) -> None:
+        with layer_on(comm, max_recv_tokens=64) as layer:
+            layer.check()  # nothing was dispatched yet
+            good = np.tile(np.array([0, 3], np.int32), (TOKENS, 1))
+            bad = good.copy()
+            if comm.rank == 1:
+                bad[5, 1] = EXPERTS + 1
+            stream = comm.runtime.create_stream()
+            for ids in (bad, good):
+                layer.dispatch(inputs(comm), on_device(comm, ids), stream=stream)
+            comm.synchronize(stream)
+            with pytest.raises(ArgumentError, match=r"^exp_indices: \[5, 1\] on rank 1"):
+                layer.check()
+            layer.check()
+
+    pair.run(body)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "uint64", "float32", "bool"])
 @pytest.mark.parametrize("options", [{}, {"layout": "rank"}, {"minus_one_drops": True}], ids=repr)
 def test_ids_of_other_types_are_refused(pair: Ranks, options: dict[str, Any], dtype: str) -> None:

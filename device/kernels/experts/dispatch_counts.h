@@ -311,8 +311,10 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::publishReceivedRows(const Gathered& gathered) const {
   ProxycclReceivedRows* to = team_->received_rows;
   storeRelaxedSystem(&to->rows, gathered.rows);
-  storeRelaxedSystem(&to->bad_rank, gathered.bad_rank);
-  storeRelaxedSystem(&to->bad_slot, gathered.bad_slot);
+  if (gathered.bad_rank != PROXYCCL_NO_PEER) {  // a later dispatch must not hide it from a CPU that looks later
+    storeRelaxedSystem(&to->bad_slot, gathered.bad_slot);
+    storeRelaxedSystem(&to->bad_rank, gathered.bad_rank);
+  }
   storeRelaxedSystem(&to->wanted_tokens, gathered.wanted_tokens);
 #pragma unroll 1
   for (uint32_t e = 0; tellsChosen() && e < team_->chosen_per_rank; ++e)

@@ -102,9 +102,10 @@ typedef struct ProxycclExpertChoice {
 
 /* Pinned: how many rows a dispatch brings, which the CPU reads without waiting for the stream. */
 typedef struct ProxycclReceivedRows {
-  uint64_t ticket;        /* of the dispatch that rows, bad_rank and bad_slot belong to; stored after them */
+  uint64_t ticket;        /* of the dispatch that rows and wanted_tokens belong to; stored after all that it tells */
   uint32_t rows;          /* rows that this rank receives */
-  uint32_t bad_rank;      /* the first rank with a bad expert id, or PROXYCCL_NO_PEER */
+  uint32_t bad_rank;      /* the first rank with a bad expert id in the latest dispatch with one, or PROXYCCL_NO_PEER if
+                             there was none since the CPU last set it to that */
   uint32_t bad_slot;      /* the first such slot of that rank */
   uint32_t bad_index;     /* 1 if full_scatter_indices were not a permutation of this rank's rows, or too few */
   uint32_t most_rows;     /* of any rank, or padded of any expert, in any dispatch, since the CPU last set it to 0 */
