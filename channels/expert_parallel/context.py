@@ -528,7 +528,9 @@ class DispatchCombineContext:
             if not buffer and outputs.passing and call == "combine":  # a copy here takes less time than sending
                 buffer, at = outputs.passing, outputs.address(outputs.passing)
         filled.rows, filled.rows_buffer = ffi.cast("char *", at), buffer
-        filled.weights = ffi.cast("float *", weights.ptr if weights is not None else 0)
+        filled.weights = ffi.cast("float *", 0)
+        if weights is not None:  # an empty tensor of torch is at 0, but the rows of peers have weights all the same
+            filled.weights = ffi.cast("float *", weights.ptr or self.workspace.experts.workspace)
         filled.slot_weights = ffi.cast("float *", slot_weights.ptr if slot_weights is not None else 0)
         filled.output = ffi.cast("char *", output.ptr if output is not None else 0)
         first, second = [*(view.ptr for view in added), 0, 0][:MOST_ADDED]

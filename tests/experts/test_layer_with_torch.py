@@ -67,6 +67,23 @@ def test_tensors_of_torch(torch: ModuleType, dtype: str, local_world_size: int) 
 
 
 @HOST_TENSORS
+@pytest.mark.parametrize("local_world_size", [2, 1])
+@pytest.mark.parametrize("layout", ["expert", "rank"])
+def test_a_rank_without_rows_takes_the_weights_of_its_peers_rows(
+    torch: ModuleType, layout: str, local_world_size: int
+) -> None:
+    def body(comm: Communicator) -> None:
+        with Case((4, 4), hidden=8, topk=1, local_world_size=local_world_size).layer(comm, layout=layout) as layer:
+            rows, _, desc = layer.dispatch(torch.ones(4, 8), torch.zeros(4, 1, dtype=torch.int32))
+            assert len(rows) == (8 if comm.rank == 0 else 0)
+            weights = torch.full((len(rows),), 0.5)
+            assert (layer.combine(rows, desc, weights=weights) == 0.5).all()
+            assert (layer.combine_recv(layer.combine_send(rows, desc, weights=weights)) == 0.5).all()
+
+    run_ranks(2, body, local_world_size=local_world_size)
+
+
+@HOST_TENSORS
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("local_world_size", [2, 1])
 def test_gradients(torch: ModuleType, local_world_size: int, weighted: bool) -> None:
