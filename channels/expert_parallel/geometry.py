@@ -148,8 +148,9 @@ class Geometry:
         e.kept_calls = 2 if layout.padded_rows and nodes == 1 and not shape.local_combine else 1
         self._cut(config, blocks)
         self.announces = self._announce(config)
-        # A row may also hold a token's weights: `collect` returns them.
-        row_bytes = aligned(max(config.hidden * config.token.itemsize, config.topk * 8), 16)
+        # A row in float8 has its scales, too. A row may also hold a token's weights: `collect` returns them.
+        scaled_bytes = config.hidden + shape.scale_bytes if shape.scale_bytes else 0
+        row_bytes = aligned(max(config.hidden * config.token.itemsize, scaled_bytes, config.topk * 8), 16)
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
         return_bytes = blocks * e.return_segment_bytes
         e.least_message = _LEAST_COPY if copied else 0

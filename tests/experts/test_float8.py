@@ -13,6 +13,7 @@ from proxyccl import ArgumentError, Communicator, EPAll2AllLayer
 from proxyccl.channels.expert_parallel import geometry
 from support.cases.reference import numpy_dtype
 from support.device_arrays import on_device, on_host, overwrite
+from support.devices import runtime_with_blocks
 from support.running import run_ranks
 
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -96,6 +97,29 @@ def test_a_fixed_maximum() -> None:
         assert on_host(more_scales)[:count].tobytes() == on_host(scales).tobytes()
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("local_world_size", [2, 1])
+def test_scales_that_take_more_room_than_the_tokens_type(local_world_size: int) -> None:
+    def body(comm: Communicator) -> None:
+        everyone = [inputs(rank, PER_RANK * comm.world_size, "bfloat16") for rank in range(comm.world_size)]
+        tokens, ids = everyone[comm.rank]
+        pair = tokens.astype(FLOAT8), tokens.astype(np.float32)
+        layer = layer_of(comm, "bfloat16", scale_elements=1)
+        sent = on_device(comm, pair[0]), on_device(comm, pair[1])
+        (rows, scales), _, _ = layer.dispatch(sent, on_device(comm, ids))
+        expected = np.concatenate(
+            [
+                source[np.nonzero(chosen == expert)[0]]
+                for expert in range(comm.rank * PER_RANK, (comm.rank + 1) * PER_RANK)
+                for source, chosen in everyone
+            ]
+        )
+        assert on_host(rows).tobytes() == expected.astype(FLOAT8).tobytes()
+        assert on_host(scales).tobytes() == expected.astype(np.float32).tobytes()
+        layer.finalize()
+
+    run_ranks(2, body, make_runtime=runtime_with_blocks, local_world_size=local_world_size)
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "counted"])
