@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -156,7 +156,8 @@ class DispatchCombine:
             expert_ids: int32 [T, topk]: the experts of each token. The id `num_experts` drops the slot: nothing is
                 sent for it, and it adds zero.
             weights: float32 [T, topk]: the weight of each expert's result; None for 1. Either all ranks pass it, or
-            none. stream: where to queue the work; None for the default stream.
+                none.
+            stream: where to queue the work; None for the default stream.
 
         Returns:
             [experts_per_rank]: rows of each of this rank's experts. Their sum is R.
@@ -228,7 +229,7 @@ class DispatchCombine:
         stream = self._ctx.stream_for(stream, source.owner)
         self._ctx.repeat(prepared.desc, source, target, stream)
         if weighted and prepared.row_weights is not None:
-            self._ctx.weigh(target, prepared.row_weights, stream)
+            self._ctx.weigh(replace(target, shape=shape), prepared.row_weights, stream)
         return result, prepared.per_expert.copy()
 
     def combine(self, rows: Any, *, weighted: bool = True, out: Any = None, stream: StreamLike = None) -> Any:

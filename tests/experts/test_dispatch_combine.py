@@ -192,7 +192,9 @@ def check(comm: Communicator, case: Case, algorithm: str | None = None) -> None:
     assert other is out
     spare = on_host(out)
     assert np.array_equal(spare[: len(rows)], case.dispatched(rank, lambda s: case.values(s, case.tokens[s], 4)))
-    assert spare[len(rows) :].tobytes() == untouched
+    weighted = on_host(moe.dispatch(weighted=True, out=out)[0])
+    assert weighted[: len(rows)].tobytes() == on_host(moe.dispatch(weighted=True)[0]).tobytes()
+    assert weighted[len(rows) :].tobytes() == untouched
 
     expected, results = case.slots(rank), on_device(comm, case.results(rank))
     parts_rounded = algorithm == "proxy" or comm.local_world_size < comm.world_size
