@@ -254,7 +254,8 @@ class EPAllToAllLayoutDesc(Descriptor):
         per_rank, own_node = config.num_experts_per_rank, config.rank // config.local_world_size
         # The first row for each expert from each source, on the expert's rank.
         by_rank = counts.reshape(config.world_size, config.world_size, per_rank).transpose(1, 2, 0).copy()
-        by_rank[..., -1] += -by_rank.sum(-1) % self.owner.tables.alignment
+        came, room = by_rank.sum(-1), self.owner.tables.padded_rows
+        by_rank[..., -1] += room - came if room else -came % self.owner.tables.alignment
         flat = by_rank.reshape(config.world_size, -1)
         first = (np.cumsum(flat, axis=1) - flat).reshape(config.num_experts, config.world_size)
         rows_before = np.concatenate([[0], np.cumsum(flat.sum(axis=1))])
@@ -272,6 +273,8 @@ class EPAllToAllLayoutDesc(Descriptor):
                 starts = np.searchsorted(ordered, ordered, side="left")
                 positions[order] = np.arange(slots.size) - starts
                 rows[kept] = first[slots[kept], source] + positions[kept]
+                if room:  # rows beyond it were left out
+                    kept = kept & (rows < (slots % per_rank + 1) * room)
             else:
                 begin = int(tokens[:source].sum())
                 given = (

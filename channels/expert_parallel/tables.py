@@ -70,11 +70,12 @@ class TableLayouts:
 
     Attributes:
         alignment: each expert's rows begin at a multiple of it.
+        padded_rows: rows that each expert has room for, if rows are padded; else 0.
     """
 
     def __init__(self, config: EPConfig, nodes: Nodes, layout: OutputLayout) -> None:
         self._config, self._nodes, self._layout = config, nodes, layout
-        self.alignment = layout.expert_alignment or 1
+        self.alignment, self.padded_rows = layout.expert_alignment or 1, layout.padded_rows
         self._kept: dict[tuple[bool, int | None, bool], Tables] = {}
         self._kept_of_rows: dict[tuple[int, bool], Tables] = {}
 

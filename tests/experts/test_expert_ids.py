@@ -154,6 +154,8 @@ def test_the_fullest_padded_expert_counts(pair: Ranks, announced: bool, expert: 
                 room * (here and e == expert % PER_RANK) for e in range(PER_RANK)
             ]
             assert on_host(desc.num_recv_tokens).tolist() == [room * here]
+            # Rank 0's rows come first, and fill the room.
+            assert ((on_host(desc.token_dst_scatter_idx) >= 0) == (comm.rank == 0)).all()
             layer.check()  # raised once
             # Each token once: everything fits, and the error has left no trace.
             once = np.tile(np.array([expert, EXPERTS], np.int32), (TOKENS, 1))

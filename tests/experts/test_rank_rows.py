@@ -201,6 +201,10 @@ def check_padded_rows(comm: Communicator, case: Case) -> None:
             got, room = on_host(rows), case.ranks * max(1, *case.tokens)
             assert got.shape == (per_rank, room, case.hidden)
             tokens, counts = on_host(desc.source_tokens).reshape(per_rank, room), on_host(desc.expert_rows)
+            row_of = on_host(desc.slot_rows)[rank, : len(ids[rank])]
+            told = on_host(desc.token_dst_scatter_idx)[rank // comm.local_world_size, : len(ids[rank])]
+            own = ids[rank] // per_rank == rank
+            assert (told[own] == row_of[own]).all()
             for local in range(per_rank):
                 came = [(each == rank * per_rank + local).any(axis=1) for each in ids]
                 values = np.concatenate([x[token] for x, token in zip(case.inputs, came, strict=True)])
