@@ -92,6 +92,11 @@ class DispatchCall:
 
     def run(self) -> Dispatched:
         """Makes the whole call."""
+        made = self._run()
+        check_waited(self._parts, self.stream)
+        return made
+
+    def _run(self) -> Dispatched:
         if self.output is not None:
             return self._receive_fixed(ROUTE | SEND | GATHER | RECEIVE, self.output, self.stream)
         if self.is_at_once:
@@ -203,8 +208,6 @@ class DispatchCall:
     def _received(self, output: Output, stream: StreamLike) -> Dispatched:
         if output.copies:
             self._parts.ctx.copy(output.copies, stream, (output.rows,))
-        if stream is None and self._parts.ctx.runtime_name == "host":  # the call has waited for its end
-            check_ended(self._parts)
         return output.rows, output.weights, self.desc
 
     def _new_weights(self, rows: int) -> Any:
@@ -299,6 +302,12 @@ def check_ended(parts: LayerParts) -> None:
         raise CapacityError(
             f"a rank received {most} rows; those beyond max_recv_tokens, {options.fixed_rows}, were left out", most
         )
+
+
+def check_waited(parts: LayerParts, stream: StreamLike) -> None:
+    """The same after a call on this stream, if the call has waited for its end: on the host runtime without one."""
+    if stream is None and parts.ctx.runtime_name == "host":
+        check_ended(parts)
 
 
 def _none_of(view: ArrayView) -> ArrayView:

@@ -15,7 +15,7 @@ from proxyccl.channels.expert_parallel.arguments import input_array
 from proxyccl.channels.expert_parallel.combine_call import NO_SUMS, CombineCall, Sums
 from proxyccl.channels.expert_parallel.config import SCALED_ELEMENTS
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
-from proxyccl.channels.expert_parallel.dispatch_call import DispatchCall, check_ended, refuse_capture
+from proxyccl.channels.expert_parallel.dispatch_call import DispatchCall, check_ended, check_waited, refuse_capture
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members, node_size
 from proxyccl.channels.expert_parallel.options import LayerOptions
@@ -379,9 +379,14 @@ class EPAll2AllLayer:
         recorder = recorder_of(*pending.recorded)
         self._sent = None
         if recorder is None:
-            return pending.receive(stream)
+            return self._receive(pending, stream)
         tokens, weights = pending.recorded
-        return recorder.dispatch(self, lambda: pending.receive(stream), tokens, weights)
+        return recorder.dispatch(self, lambda: self._receive(pending, stream), tokens, weights)
+
+    def _receive(self, pending: PendingDispatch, stream: StreamLike) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+        received = pending.receive(stream)
+        check_waited(self._parts, stream)
+        return received
 
     def redispatch(self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None) -> Any:
         """Sends other values of the same tokens with the routing of an earlier dispatch. Nothing is counted again.

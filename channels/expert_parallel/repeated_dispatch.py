@@ -15,7 +15,7 @@ from proxyccl.channels._prepared_calls import DispatchForm, SentDispatch
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.arrays import first_rows, part_maker
 from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, TELL
-from proxyccl.channels.expert_parallel.dispatch_call import check_ended, learn_counts, refuse_bad
+from proxyccl.channels.expert_parallel.dispatch_call import check_waited, learn_counts, refuse_bad
 from proxyccl.channels.expert_parallel.layout import NOT_RECEIVED, EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
@@ -224,14 +224,13 @@ class RepeatedDispatch(RepeatedCall):
         return arrays.maker_of(like, (tables.words,), "int32")
 
     def _repeat(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> Dispatched | None:
+        made: Dispatched | None
         if self._in_one is not None:
-            made: Dispatched | None = self._in_one(x, ids, weight, given)
-            if self._on_host and made is not None and given is None:
-                check_ended(self._parts)
-            return made
-        made = self._store(x, ids, weight, given) if self._at_once else self._count(x, ids, weight, given)
-        if self._on_host and made is not None and given is None:
-            check_ended(self._parts)
+            made = self._in_one(x, ids, weight, given)
+        else:
+            made = self._store(x, ids, weight, given) if self._at_once else self._count(x, ids, weight, given)
+        if made is not None:
+            check_waited(self._parts, given)
         return made
 
     def _count(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> Dispatched | None:
@@ -276,8 +275,6 @@ class RepeatedDispatch(RepeatedCall):
         desc = sent.desc
         self._form.issue(desc, stream, sent.owners, False, GATHER | TELL, 0, _NOWHERE)
         output = self._receive_counted(desc, sent.owners, stream, RECEIVE, RECEIVE)
-        if stream is None and self._on_host:
-            check_ended(self._parts)
         return output.rows, output.weights, desc
 
     def _receive_counted(

@@ -167,6 +167,18 @@ def test_the_fullest_padded_expert_counts(pair: Ranks, announced: bool, expert: 
     pair.run(body)
 
 
+@pytest.mark.host_only(reason="elsewhere a second half does not wait for its end")
+def test_every_second_half_raises_that_rows_did_not_fit(pair: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        with layer_on(comm, layout="padded") as layer:
+            for _ in range(2):  # the second is a repeated call
+                pending = layer.dispatch_send(inputs(comm), np.zeros((TOKENS, 2), np.int32))
+                with pytest.raises(CapacityError):
+                    layer.dispatch_recv(pending)
+
+    pair.run(body)
+
+
 def test_an_expert_twice_is_two_rows_where_they_fit(pair: Ranks, announced: bool) -> None:
     def body(comm: Communicator) -> None:
         with layer_on(comm, layout="padded") as layer:
