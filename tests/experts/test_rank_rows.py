@@ -294,6 +294,21 @@ def test_masks_of_several_words_and_rows_of_several_pieces(options: dict[str, An
         ranks.run(body)
 
 
+@pytest.mark.host_only(reason="elsewhere the rows would have to be longer")
+def test_rows_whose_words_times_their_pieces_take_more_than_32_bits() -> None:
+    hidden = (1 << 21) + 4
+
+    def body(comm: Communicator) -> None:
+        sizes = (1, hidden, 1, comm.rank, 2, 2, 2)
+        with EPAll2AllLayer(comm, *sizes, dtype="float32", layout="rank", output_buffers=1) as layer:
+            assert layer.ctx.workspace.announces == "masks"
+            row = np.arange(hidden, dtype=np.float32)
+            rows = layer.dispatch((row + comm.rank)[None], np.array([[1 - comm.rank]], np.int32))[0]
+            assert np.array_equal(rows[0], row + 1 - comm.rank)
+
+    run_ranks(2, body)
+
+
 def test_several_blocks_write_the_tables_of_few_tokens_with_many_slots() -> None:
     case = Case((128, 77, 128), topk=8, hidden=4, num_sm=16)
 

@@ -82,7 +82,8 @@ template <class Mode>
 template <class Body>
 PROXYCCL_DEVICE void Dispatch<Mode>::forEachWord(const Group& group, uint32_t piece, Body body) const {
   const uint32_t row_words = static_cast<uint32_t>(call_.row_bytes / sizeof(Bytes16)), pieces = piecesOfRow();
-  const uint32_t begin = row_words * (piece % pieces) / pieces, end = row_words * (piece % pieces + 1) / pieces;
+  const uint32_t words = (row_words + pieces - 1) / pieces, begin = piece % pieces * words;
+  const uint32_t end = begin + words < row_words ? begin + words : row_words;
 #pragma unroll
   for (uint32_t w = 0; w < kHeldWords; ++w)
     if (begin + group.lane + w * kGroupLanes < end) body(w, begin + group.lane + w * kGroupLanes);
