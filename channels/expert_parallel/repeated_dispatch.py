@@ -349,7 +349,8 @@ class RepeatedRouting(RepeatedCall):
 
     def repeat(self, x: Any, desc: EPAllToAllLayoutDesc, given: StreamLike) -> Any:
         """The rows; None, and nothing done, if the call does not fit."""
-        if not desc.rows or self._form.fill(x) != desc.num_dispatch_token_cur_rank:
+        tokens = desc.num_dispatch_token_cur_rank
+        if tokens == 0 or not desc.rows or self._form.fill(x) != tokens:  # `fill` returns 0 for what does not fit
             return None
         output = self._outputs.make(desc.rows)
         self._call.expert_ids = ffi.cast("char *", desc.pointer("expert_ids") + self._own_ids)

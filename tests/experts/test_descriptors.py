@@ -12,6 +12,7 @@ from proxyccl import ArgumentError, ClosedError, Communicator, EPAll2AllLayer
 from proxyccl.device.arrays.array import as_view
 from support.device_arrays import on_device, on_host
 from support.ranks import Ranks
+from support.running import run_ranks
 
 TOKENS, HIDDEN, TOPK, PER_RANK = 6, 16, 2, 2
 KINDS: dict[str, dict[str, Any]] = {
@@ -127,3 +128,20 @@ def test_phases_by_hand_need_a_descriptor_in_the_right_state(pair: Ranks) -> Non
                 ctx.begin(1, desc, pending.inputs, None)
 
     pair.run(body)
+
+
+@pytest.mark.host_only(reason="fills tables with arbitrary numbers")
+def test_a_later_redispatch_of_no_tokens_sends_none() -> None:
+    def body(comm: Communicator) -> None:
+        with layer_on(comm) as layer:
+            tokens, ids = (on_host(x) for x in arguments(comm))
+            desc = layer.dispatch(tokens, ids)[2]
+            for _ in range(2):
+                layer.redispatch(tokens, desc)
+            count = 0 if comm.rank == 1 else TOKENS
+            rows, _, desc = layer.dispatch(tokens[:count], ids[:count])
+            places = desc._table("sent_places")
+            places[:, count:] = 10**6  # undefined, like all entries past a rank's tokens
+            assert np.array_equal(layer.redispatch(tokens[:count], desc), rows)
+
+    run_ranks(2, body, local_world_size=1)
