@@ -655,7 +655,7 @@ class EPAll2AllLayer:
             CapacityError: more rows arrived at a rank than max_recv_tokens, or with layout="padded" at an expert than
                 it has room for, because tokens chose it twice. Rows that did not fit were dropped, and count as zero in
                 `combine`. `needed` is the most rows of a rank, or of an expert.
-            ArgumentError: an expert id was out of range, and its slot was dropped; or full_scatter_indices were no
+            ArgumentError: an expert id was out of range, and its slot was dropped; or full_scatter_indices were not a
                 permutation, or for fewer tokens than the ranks have, which only ranks raise whose rows that concerns.
         """
         self.ctx.require_usable()
