@@ -1,4 +1,4 @@
-"""The words of SmChannels' semaphores: in use until no rank has the channels any more, then again."""
+"""The words of SmChannels' semaphores: in use while any rank has the channels, then again."""
 
 from __future__ import annotations
 
