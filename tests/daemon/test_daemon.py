@@ -57,6 +57,7 @@ extern "C" __global__ void take_signals(DeviceHandle<ProxyChannel> channel, int 
 }
 extern "C" __global__ void leave_memory(DeviceHandle<ProxyChannel> channel) { channel.put(0, 1 << 20, 64); }
 extern "C" __global__ void flush(ProxyChannelDeviceHandle channel) { channel.flush(); }
+extern "C" __global__ void signal(ProxyChannelDeviceHandle channel) { channel.signal(); }
 extern "C" __global__ void put_and_flush(DeviceHandle<ProxyChannel> channel) {
   channel.put(0, 0, 64);
   channel.flush();
@@ -642,8 +643,9 @@ def test_a_proxy_is_closed_only_when_its_handler_has_returned(daemon: RunningDae
     returns = threading.Event()
 
     def body(comm: Communicator) -> list[bool]:
-        comm.compile(KERNELS, "flush")(1, 1, comm.handler_channel(lambda _: returns.wait(TIMEOUT)))
+        comm.compile(KERNELS, "signal")(1, 1, comm.handler_channel(lambda _: returns.wait(TIMEOUT)))
         wait_for(lambda: comm.proxy.handling, "the handler runs")
+        comm.synchronize()  # a kernel would use what the proxy frees
         closed = [comm.proxy.close(0.01) for _ in range(2)]
         returns.set()
         return [*closed, comm.proxy.close(TIMEOUT)]

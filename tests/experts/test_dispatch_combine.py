@@ -460,8 +460,8 @@ def test_a_token_crosses_once_for_all_its_experts() -> None:
     pairs = zip(moved_by_proxies(case, "proxy"), moved_by_proxies(wider, "proxy"), strict=True)
     for rank, ((triggers, moved), (more_triggers, more_moved)) in enumerate(pairs):
         assert more_triggers == triggers
-        # Two dispatches in one direction, two combines in the other; the rest does not depend on the width.
-        assert more_moved - moved == 2 * sum(crossing) * 3584 * 4, rank
+        # Four dispatches in one direction, two combines in the other; the rest does not depend on the width.
+        assert more_moved - moved == (4 * crossing[rank] + 2 * crossing[1 - rank]) * 3584 * 4, rank
 
 
 # -- refusals ---
