@@ -135,7 +135,7 @@ class Group:
             self.rank,
         )
         self._kept: list[Shared] = []
-        self.semaphore_words = SemaphoreWords(self.runtime, self.mappings, self.world_size, self.keep)
+        self.semaphore_words = SemaphoreWords(self.runtime, self.mappings, exchange, self.keep)
         self.stream_waits: list[StreamWaits] = []
         self._aftermath = Aftermath(
             self.rank,

@@ -24,8 +24,8 @@ class WordsOffer(Message, frozen=True):
     """A rank's words for what all ranks make now.
 
     Attributes:
-        handle: maps the memory in which they lie.
-        offset: where they begin there.
+        handle: of the memory that holds them.
+        offset: of the first one in that memory.
         number: the number that this rank expects it to have.
         dropped: what this rank has dropped since its last offer, by number.
     """
@@ -44,10 +44,11 @@ class _Block(Struct, frozen=True):
     handle: bytes
 
 
-class _Part(Struct, frozen=True):
+class _Part(Struct):
     block: _Block
     offset: int
     nbytes: int
+    ranks: int = 0  # that have not dropped what it was made for
 
     @property
     def ptr(self) -> int:
@@ -57,32 +58,30 @@ class _Part(Struct, frozen=True):
 class SemaphoreWords:
     """This rank's words, and those of its peers.
 
-    Words are used again when all ranks have dropped what they were made for: until then peers may signal them. The
-    ranks tell each other in the offers that they exchange for new words.
+    Words are reused once every rank has dropped the semaphores that they were made for; until then a peer may still
+    signal them. The ranks tell each other in the offers that they exchange for new words.
 
     Args:
         runtime: this rank's.
         mappings: maps the memory of peers; they stay mapped until it is closed.
-        world_size: number of ranks.
+        exchange: between all ranks.
         keep: keeps this rank's memory until the ranks have ended.
     """
 
     def __init__(
-        self, runtime: Runtime, mappings: HandleCache, world_size: int, keep: Callable[[Memory], object]
+        self, runtime: Runtime, mappings: HandleCache, exchange: Exchange, keep: Callable[[Memory], object]
     ) -> None:
-        self._runtime, self._mappings, self._keep = runtime, mappings, keep
-        self._world_size = world_size
+        self._runtime, self._mappings, self._exchange, self._keep = runtime, mappings, exchange, keep
         self._block: _Block | None = None
         self._used = 0  # bytes of the block
         self._free: dict[int, list[_Part]] = {}  # by size
         self._theirs: dict[bytes, Memory] = {}
         self._next = 0
         self._parts: dict[int, _Part] = {}  # those in use, by number
-        self._users: dict[int, int] = {}  # ranks that have not dropped it, by number
         self._dropped: deque[int] = deque()  # by this rank, which has not told it yet
         self._lock = threading.Lock()
 
-    def exchange(self, nbytes: int, user: object, exchange: Exchange, purpose: str) -> tuple[int, list[WordsOffer]]:
+    def make(self, nbytes: int, user: object) -> tuple[int, list[WordsOffer]]:
         """The address of zeroed words of this rank, and the offers of all ranks, which make this call together.
 
         This rank uses them, and its peers', until `user` is garbage. Kernels that were launched with it have ended
@@ -92,11 +91,11 @@ class SemaphoreWords:
             part = self._take(nbytes)
         dropped = list(take_each(self._dropped))
         offer = WordsOffer(part.block.handle, part.offset, self._next, dropped)
-        offers = exchange.all_gather(offer, _OFFER, purpose)
+        offers = self._exchange.all_gather(offer, _OFFER, "sm_channels")
         # A call that failed on some ranks alone was counted by these alone.
         number = max(offer.number for offer in offers)
         self._next = number + 1
-        self._parts[number], self._users[number] = part, self._world_size
+        self._parts[number], part.ranks = part, len(offers)
         forks.finalizer(user, self._dropped.append, number)
         for offer in offers:
             self._note(offer.dropped)
@@ -111,7 +110,7 @@ class SemaphoreWords:
     def close(self) -> None:
         """Drops its references to the memory of all ranks, which the group frees."""
         self._block = None
-        for referring in (self._free, self._theirs, self._parts, self._users):
+        for referring in (self._free, self._theirs, self._parts):
             referring.clear()
 
     def _take(self, nbytes: int) -> _Part:
@@ -130,9 +129,7 @@ class SemaphoreWords:
 
     def _note(self, dropped: Sequence[int]) -> None:
         for number in dropped:
-            if number in self._users:
-                self._users[number] -= 1
-                if self._users[number] == 0:
-                    part = self._parts.pop(number)
-                    del self._users[number]
-                    self._free.setdefault(part.nbytes, []).append(part)
+            if (part := self._parts.get(number)) is not None:
+                part.ranks -= 1
+                if part.ranks == 0:
+                    self._free.setdefault(part.nbytes, []).append(self._parts.pop(number))

@@ -40,7 +40,7 @@ class SmSemaphores:
         self._local = group.runtime.allocate(2 * self._nbytes)
         self._rank = group.rank
         words = group.semaphore_words
-        self._inbound, offers = words.exchange(self._nbytes, self, group.exchange, "sm_channels")
+        self._inbound, offers = words.make(self._nbytes, self)
         self._remote = {self._rank: self._inbound}
         for peer in self._members:
             if peer != self._rank and group.topology.accessible[peer]:

@@ -305,7 +305,7 @@ def check_ended(parts: LayerParts) -> None:
 
 
 def check_waited(parts: LayerParts, stream: StreamLike) -> None:
-    """The same after a call on this stream, if the call has waited for its end: on the host runtime without one."""
+    """`check_ended`, if a call on this stream has waited for its end, as on the host runtime those without one do."""
     if stream is None and parts.ctx.runtime_name == "host":
         check_ended(parts)
 

@@ -177,7 +177,7 @@ def _connected(source: Any, timeout: float) -> Communicator:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples and lists, and those of handles: in which their tables lie, and which they keep."""
+    """The tensors in nested tuples and lists; of a handle, the tensors of its tables and its attributes."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list)):

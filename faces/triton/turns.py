@@ -66,7 +66,7 @@ class Launch:
     def run(self) -> None:
         """Runs all programs. Raises the exception of the first one that failed."""
         self._work()
-        for thread in self._threads:  # programs are no longer added, unless one failed; then all end at once
+        for thread in self._threads:  # no more are added; if a program has failed, the others end at once
             thread.join()
         if self._error is not None:
             raise self._error
