@@ -73,7 +73,7 @@ class GpuAllocation(GpuMemory):
         release: Callable[[], None],
         in_flight: InFlight,
     ) -> None:
-        super().__init__(ptr, nbytes, unused.append_allocation, release)
+        super().__init__(ptr, nbytes, functools.partial(unused.append_allocation, ptr), release)
         self._in_flight = in_flight
 
     def close(self) -> None:
@@ -370,7 +370,8 @@ class GpuMemoryManager:
                 found = self._driver.allocation_id(base)
             except DriverError:
                 raise ArgumentError("handle", "this process has freed the memory that it names") from None
-        if (start, found) != (base, allocation):
+        unused = UnusedMemory.on(self._driver.runtime, device)
+        if (start, found) != (base, allocation) or unused.has_allocation(base):
             raise ArgumentError("handle", "this process has freed the memory that it names")
         if end > size:
             raise ArgumentError("handle", f"it names {end} bytes of an allocation of {size}")

@@ -305,7 +305,7 @@ class GpuRuntime:
 
     def free_later(self, ptr: int) -> None:
         """Frees memory when the device is waited for next."""
-        self._memory.unused.append_allocation(functools.partial(self.context.call, self.driver.free, ptr))
+        self._memory.unused.append_allocation(ptr, functools.partial(self.context.call, self.driver.free, ptr))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
         """Copies between any two addresses; without a stream it returns when it is done, not ordered after other

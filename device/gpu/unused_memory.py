@@ -55,11 +55,11 @@ class UnusedMemory:
     """Calls that free one device's memory without remaining references. Objects for the same device share them."""
 
     _on: ClassVar[dict[tuple[str, int], UnusedMemory]] = {}
-    _kept: ClassVar[list[Free]] = []
+    _kept: ClassVar[list[tuple[int, Free]]] = []
 
     def __init__(self) -> None:
         self._others: deque[Free] = deque()
-        self._allocations: deque[Free] = deque()
+        self._allocations: deque[tuple[int, Free]] = deque()  # with their addresses
 
     @classmethod
     def on(cls, runtime: str, device: int) -> UnusedMemory:
@@ -69,7 +69,7 @@ class UnusedMemory:
     @classmethod
     def keep_all(cls) -> int:
         """Never frees the allocations queued now, on any device. Returns their number."""
-        kept = [free for unused in list(cls._on.values()) for free in take_each(unused._allocations)]
+        kept = [each for unused in list(cls._on.values()) for each in take_each(unused._allocations)]
         cls._kept += kept
         return len(kept)
 
@@ -80,9 +80,13 @@ class UnusedMemory:
         """Adds a resource that no other device's kernels use: a mapping, a module."""
         self._others.append(free)
 
-    def append_allocation(self, free: Free) -> None:
-        """Adds memory that was allocated here."""
-        self._allocations.append(free)
+    def append_allocation(self, ptr: int, free: Free) -> None:
+        """Adds memory that was allocated here, by its address."""
+        self._allocations.append((ptr, free))
+
+    def has_allocation(self, ptr: int) -> bool:
+        """Whether the memory that was allocated at an address waits here to be freed, or is never freed."""
+        return any(ptr == unused for unused, _ in (*self._allocations, *self._kept))
 
     def free(self) -> None:
         """Frees everything, except allocations while they are held. The caller has waited for the device."""
@@ -92,7 +96,7 @@ class UnusedMemory:
         try:
             # Queried after that: memory is released only after the failure.
             if taken and not is_held():
-                for free in take_each(taken):
+                for _, free in take_each(taken):
                     free()
         finally:  # those that are held, or come after one that raises
             self._allocations.extend(taken)

@@ -18,6 +18,7 @@ from proxyccl.channels.segment.control import ControlSegment, Presence, create_s
 from proxyccl.channels.segment.error_record import ErrorRecord
 from proxyccl.channels.segment.process_descriptors import PeerProcess
 from proxyccl.device._native import lib as native
+from proxyccl.device.errors import ArgumentError
 from proxyccl.device.gpu import unused_memory
 from proxyccl.device.gpu.unused_memory import UnusedMemory, add_hold, is_held, remove_hold
 from proxyccl.device.process import forks
@@ -60,7 +61,7 @@ def held() -> Iterator[Held]:
 def test_held_allocations_are_freed_by_the_first_wait_after_the_hold(held: Held) -> None:
     unused, freed = UnusedMemory(), []
     unused.append(lambda: freed.append("mapping"))
-    unused.append_allocation(lambda: freed.append("allocation"))
+    unused.append_allocation(0, lambda: freed.append("allocation"))
     unused.free()
     assert freed == ["mapping"]
     held.now = False
@@ -73,8 +74,8 @@ def test_an_allocation_that_cant_be_freed_keeps_no_other() -> None:
         raise OSError("the driver's")
 
     unused, freed = UnusedMemory(), []
-    unused.append_allocation(fail)
-    unused.append_allocation(lambda: freed.append("allocation"))
+    unused.append_allocation(0, fail)
+    unused.append_allocation(0, lambda: freed.append("allocation"))
     with pytest.raises(OSError, match="the driver's"):
         unused.free()
     unused.free()
@@ -87,13 +88,15 @@ def test_a_gpu_frees_no_memory_that_is_held(held: Held, how: str) -> None:
     def body(comm: Communicator) -> None:
         runtime = comm.runtime
         memory = runtime.allocate(4096)
-        ptr = memory.ptr
+        ptr, handle = memory.ptr, runtime.export(memory.ptr, 4096)
         if how == "closed":
             memory.close()
             assert memory.closed
         del memory
         runtime.synchronize()
         assert runtime.allocations(ptr, 4096)
+        with pytest.raises(ArgumentError, match="handle: this process has freed the memory that it names"):
+            runtime.open(handle)
         held.now = False
         runtime.synchronize()
         assert not runtime.allocations(ptr, 4096)
@@ -184,7 +187,7 @@ def test_after_the_bound_what_is_held_is_kept_for_good(caplog: pytest.LogCapture
     reached = threading.Event()
     ref = weakref.ref(reached)
     unused = UnusedMemory.on("a test's", 0)
-    unused.append_allocation(lambda: freed.append("before"))
+    unused.append_allocation(0, lambda: freed.append("before"))
     ranks.fail()
     ranks.aftermath.follow([reached])
     del reached
@@ -192,7 +195,7 @@ def test_after_the_bound_what_is_held_is_kept_for_good(caplog: pytest.LogCapture
         while ranks.aftermath.holds():
             pass
     assert "ranks [1, 2] have not closed the communicator within 0 s of its failure" in caplog.text
-    unused.append_allocation(lambda: freed.append("after"))
+    unused.append_allocation(0, lambda: freed.append("after"))
     unused.free()
     assert freed == ["after"]
     assert ref() is not None
