@@ -20,6 +20,7 @@ from proxyccl.device.arrays.array import Array, ArrayView, as_view, current_stre
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.memory.handle_kinds import NOT_PASSED, passes_namespaces
+from proxyccl.device.process import forks
 from proxyccl.device.runtime import Memory
 from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
 from proxyccl.proxy.interface import ExposedMemory
@@ -141,6 +142,8 @@ class RegisteredMemory:
         self._exposed = exposed
         self._announced = announced
         self._offers = offers
+        handle = offers[group.rank].handle
+        self._end_export = forks.finalizer(self, group.runtime.end_export, handle) if handle else None
         self._remote_ids: dict[int, int] = {}
         self._opened: dict[int, Memory] = {}
         self._id: int | None = None
@@ -163,17 +166,21 @@ class RegisteredMemory:
                 handle = group.runtime.export(view.ptr, view.nbytes)
             except ArgumentError as error:
                 unshared_reason = str(error)
+        with contextlib.ExitStack() as undo:
+            if handle:
+                undo.callback(group.runtime.end_export, handle)
             if group.crosses_namespaces and handle and not passes_namespaces(handle):
                 raise ArgumentError("array", f"peers or the node daemon are in other PID namespaces, and {NOT_PASSED}")
-            for transport in group.links.remote.transports:
+            for transport in group.links.remote.transports if view.nbytes else ():
                 try:
                     exposed[transport] = group.links.remote.expose(view.ptr, view.nbytes, transport, handle)
                 except ProxyCCLError as error:
                     unsupported_reasons[transport] = str(error)
-        announced = group.symmetric.announce(view.ptr, view.nbytes) if symmetric else None
-        named = {transport: (memory.address, memory.key) for transport, memory in exposed.items()}
-        offer = _Offer(view.nbytes, handle, unshared_reason, named, unsupported_reasons)
-        memory = cls(group, view, group.exchange.all_gather(offer, _OFFER, "register"), exposed, announced)
+            announced = group.symmetric.announce(view.ptr, view.nbytes) if symmetric else None
+            named = {transport: (memory.address, memory.key) for transport, memory in exposed.items()}
+            offer = _Offer(view.nbytes, handle, unshared_reason, named, unsupported_reasons)
+            memory = cls(group, view, group.exchange.all_gather(offer, _OFFER, "register"), exposed, announced)
+            undo.pop_all()
         group.keep(memory)
         if symmetric and group.schedules_need_registration:
             memory._tell_ids(reserved)
@@ -380,6 +387,8 @@ class RegisteredMemory:
             self._group.links.remote.withdraw(memory)
         if self._announced is not None:
             self._group.symmetric.withdraw(self._announced)
+        if self._end_export is not None:
+            self._end_export()
         if not self._group.failure.closed:
             self._group.let_go(self, self._owner)
             for peer in self._opened:

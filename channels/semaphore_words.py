@@ -74,6 +74,7 @@ class SemaphoreWords:
         self._runtime, self._mappings, self._exchange, self._keep = runtime, mappings, exchange, keep
         self._block: _Block | None = None
         self._used = 0  # bytes of the block
+        self._exported: list[bytes] = []  # the handles of all blocks
         self._free: dict[int, list[_Part]] = {}  # by size
         self._theirs: dict[bytes, Memory] = {}
         self._next = 0
@@ -109,8 +110,10 @@ class SemaphoreWords:
 
     def close(self) -> None:
         """Drops its references to the memory of all ranks, which the group frees."""
+        for handle in self._exported:
+            self._runtime.end_export(handle)
         self._block = None
-        for referring in (self._free, self._theirs, self._parts):
+        for referring in (self._exported, self._free, self._theirs, self._parts):
             referring.clear()
 
     def _take(self, nbytes: int) -> _Part:
@@ -122,7 +125,8 @@ class SemaphoreWords:
         if self._block is None or self._used + nbytes > self._block.memory.nbytes:
             memory = self._runtime.allocate(max(nbytes, _BLOCK))
             self._keep(memory)
-            self._block, self._used = _Block(memory, self._runtime.export(memory.ptr, memory.nbytes)), 0
+            self._exported.append(self._runtime.export(memory.ptr, memory.nbytes))
+            self._block, self._used = _Block(memory, self._exported[-1]), 0
         part = _Part(self._block, self._used, nbytes)
         self._used += nbytes
         return part

@@ -10,7 +10,6 @@ address given to another allocation. So the peers' replies are used only while i
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections import deque
@@ -48,7 +47,9 @@ class Announced(Struct):
     Attributes:
         entry: its number in the table.
         start, end: its addresses.
+        handle: by which peers map it.
         allocations: the allocations that held it when it was announced.
+        guard: tells whether it is still in these.
         memory: keeps it from being freed until no peer maps it; None if its owner frees it.
         users: calls of `announce` that got it and have not withdrawn it.
         proxy_memory: its first id in this rank's proxy, if the proxy has it.
@@ -60,7 +61,9 @@ class Announced(Struct):
     entry: int
     start: int
     end: int
+    handle: bytes
     allocations: Allocations
+    guard: AllocationGuard
     memory: object = None
     users: int = 1
     proxy_memory: int | None = None
@@ -173,8 +176,6 @@ class SymmetricMemory:
         self._free = list(range(ENTRIES - 1, -1, -1))
         self._withdrawn: dict[int, object] = {}  # by entry; released when all peers have unmapped it
         self._ended: deque[Announced] = deque()  # ranges of arrays that are gone; needs no lock
-        self._watched: AllocationGuard | None = None  # of all that others may free …
-        self._watched_anew = False  # … unless that has changed
         self._pool: MemoryPool | None = None
         self._pool_changes = -1  # of the pool that were handled
         self._following = threading.Lock()  # of what follows
@@ -250,15 +251,17 @@ class SymmetricMemory:
         except ProxyCCLError:  # private memory: it is staged
             return None
         if len(handle) > LONGEST_HANDLE:
+            self._runtime.end_export(handle)
             return None
+        guard = AllocationGuard(self._runtime.allocation_calls(), allocations)
         with self._lock:
             self.let_go_withdrawn()
             if self._closed or len(self._free) <= (0 if reserved else _RESERVED_ENTRIES):
+                self._runtime.end_export(handle)
                 return None
-            announced = Announced(self._free.pop(), ptr, ptr + nbytes, allocations, memory, lent=lent)
+            announced = Announced(self._free.pop(), ptr, ptr + nbytes, handle, allocations, guard, memory, lent=lent)
             self._announced[announced.entry] = announced
             self._own.announce(announced.entry, handle)
-            self._watched_anew = True
             if lent and self._proxy is not None:
                 self._offer_to_proxies(announced)
         self.notify(announced.start, announced.end)
@@ -322,8 +325,8 @@ class SymmetricMemory:
 
     def _end(self, announced: Announced) -> None:
         del self._announced[announced.entry]
-        self._watched_anew = True
         self._own.announce(announced.entry, b"")
+        self._runtime.end_export(announced.handle)
         self._withdrawn[announced.entry] = announced.memory
         announced.memory = None
 
@@ -372,17 +375,6 @@ class SymmetricMemory:
         """Withdraws ranges that their owners have freed: peers keep their memory occupied until they unmap it."""
         with self._lock:
             ranges = [announced for announced in self._announced.values() if announced.memory is None]
-            if self._watched_anew:
-                allocations = tuple(allocation for announced in ranges for allocation in announced.allocations)
-                calls = self._runtime.allocation_calls()
-                self._watched = AllocationGuard(calls, allocations) if allocations else None
-                self._watched_anew = False
-            watched = self._watched
-        if watched is None:
-            return
-        with self._runtime.current():
-            if watched.holds:
-                return
         for announced in ranges:
             if not self._is_unchanged(announced):
                 self._forget(announced)
@@ -421,8 +413,9 @@ class SymmetricMemory:
             if announced.proxy_memory is None:
                 if self._proxy is None:
                     raise RuntimeError("serve was not called")
-                handle = functools.partial(self._runtime.export, announced.start, announced.nbytes)
-                announced.proxy_memory = self._proxy.add_memory(announced.start, announced.nbytes, handle=handle)
+                announced.proxy_memory = self._proxy.add_memory(
+                    announced.start, announced.nbytes, handle=lambda: announced.handle
+                )
             return announced.proxy_memory
 
     def memories_at_peers(self, announced: Announced) -> dict[int, int] | None:
@@ -485,8 +478,8 @@ class SymmetricMemory:
         return None
 
     def _is_unchanged(self, announced: Announced) -> bool:
-        now = self._runtime.allocations(announced.start, announced.nbytes)
-        return now == announced.allocations
+        with self._runtime.current():
+            return announced.guard.holds
 
     def _replies(self, entry: int) -> list[int] | None:
         return self._own.replies(entry, [self._numbers[peer] for peer in sorted(self._peers)])
@@ -612,6 +605,8 @@ class SymmetricMemory:
         """
         with self._following, self._mapping, self._lock:
             self._closed = True
+            for announced in self._announced.values():
+                self._runtime.end_export(announced.handle)
             self._segments.clear()
             self._announced.clear()
             self._withdrawn.clear()

@@ -378,10 +378,15 @@ class BaseRuntime(Protocol):
         ...
 
     def export(self, ptr: int, nbytes: int) -> bytes:
-        """A handle with which other processes can open the memory at `ptr`.
+        """A handle with which other processes can open the memory at `ptr`, which must not be freed during the call.
 
         Raises ArgumentError if the memory can't be shared.
         """
+        ...
+
+    def end_export(self, handle: bytes) -> None:
+        """Ends an `export`: nobody needs to open the handle from now on. Until then some drivers keep memory that its
+        owner frees."""
         ...
 
     def open(self, handle: bytes) -> Memory:

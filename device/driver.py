@@ -187,7 +187,14 @@ class Driver(Protocol):
         ...
 
     def export_memory(self, base: int, size: int) -> bytes:
-        """A handle, of at most 64 bytes, by which other processes map the result of `address_range`."""
+        """A handle, of at most 64 bytes, by which other processes map the result of `address_range`.
+
+        It may keep the memory from being freed until `end_export`.
+        """
+        ...
+
+    def end_export(self, handle: bytes) -> None:
+        """Ends an `export_memory`: nobody needs to open the handle from now on."""
         ...
 
     def import_memory(self, handle: bytes) -> int:
@@ -198,10 +205,6 @@ class Driver(Protocol):
 
     def release_memory(self, base: int) -> None:
         """Unmaps memory of `import_memory`."""
-        ...
-
-    def grant_access(self, base: int, size: int, ordinal: int) -> None:
-        """Lets device `ordinal` reach memory of another device of this process, if enabled peer access does not."""
         ...
 
     def dmabuf(self, base: int, nbytes: int) -> int:

@@ -73,7 +73,7 @@ class CudaDriver:
     def __init__(self) -> None:
         _initialise()
         self.compiler = CudaCompiler()
-        self._virtual_memory = VirtualMemory(self.allocation_id)
+        self._virtual_memory = VirtualMemory(self.allocation_id, _pointer_attribute())
 
     @property
     def loads_lazily(self) -> bool:
@@ -218,6 +218,11 @@ class CudaDriver:
             return self._virtual_memory.export(base, size)
         return bytes(ok("cuIpcGetMemHandle", result).reserved)
 
+    def end_export(self, handle: bytes) -> None:
+        """Releases mapped blocks; an IPC handle holds nothing."""
+        if VirtualMemory.is_handle(handle):
+            self._virtual_memory.end_export(handle)
+
     def import_memory(self, handle: bytes) -> int:
         """Opens a handle of `export_memory`."""
         if VirtualMemory.is_handle(handle):
@@ -231,11 +236,6 @@ class CudaDriver:
         """Closes memory of `import_memory`."""
         if not self._virtual_memory.release(base):
             freed("cuIpcCloseMemHandle", cu.cuIpcCloseMemHandle(base))
-
-    def grant_access(self, base: int, size: int, ordinal: int) -> None:
-        """Opens mapped blocks to a device; peer access between contexts does not."""
-        if self._virtual_memory.is_mapped(base):
-            self._virtual_memory.grant(base, size, ordinal)
 
     def dmabuf(self, base: int, nbytes: int) -> int:
         """A file descriptor of a DMA-BUF."""

@@ -2,13 +2,23 @@
 
 Such memory, for example torch's expandable segments, consists of blocks that lie side by side in a range of addresses,
 each an allocation of its own, and CUDA IPC refuses it.
+
+Its owner may unmap a block at any moment in which no call uses it, and the driver's call that finds a block's handle
+by its address then corrupts the driver's memory. So `export` retains the handles, in the call that uses the memory, and
+the server of descriptors works with the retained handles.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
+
+from msgspec import Struct
 
 from proxyccl.device.errors import DriverError
 from proxyccl.device.gpu.cuda_bindings import cu, freed, ok
@@ -19,8 +29,20 @@ from proxyccl.device.process import forks
 
 _HANDLE = struct.Struct(f"<8s{TOKEN_BYTES}s32s")
 _KIND = b"b"
-_REQUEST = struct.Struct("<QQQQ")  # context, base, size, the first block's allocation id
+_REQUEST = struct.Struct("<QQQQ")  # context, base, size, a digest of the blocks' allocation ids
 _FILE_DESCRIPTOR = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+class _Export(Struct):
+    """An exported range.
+
+    Attributes:
+        blocks: the size and the retained handle of each block.
+        users: calls of `export` without their `end_export`, and requests that are being served.
+    """
+
+    blocks: list[tuple[int, Any]]
+    users: int = 1
 
 
 class VirtualMemory:
@@ -28,13 +50,16 @@ class VirtualMemory:
 
     Args:
         allocation_id: returns a number of the allocation that contains an address.
+        pointer_attribute: the driver's cuPointerGetAttribute.
     """
 
-    def __init__(self, allocation_id: Callable[[int], int]) -> None:
-        self._allocation_id = allocation_id
+    def __init__(self, allocation_id: Callable[[int], int], pointer_attribute: Callable[..., int]) -> None:
+        self._allocation_id, self._pointer_attribute = allocation_id, pointer_attribute
         supply(_KIND, self._supply, (DriverError, struct.error))
         self._imported: dict[int, int] = {}
         self._allocated: dict[int, int] = {}
+        self._exported: dict[bytes, _Export] = {}  # by request
+        self._lock = threading.RLock()  # of the exports; garbage that ends one may be collected anywhere
 
     def allocate(self, nbytes: int) -> int:
         """A block of its own on the current context's device, which the device reaches. Its base.
@@ -62,7 +87,7 @@ class VirtualMemory:
             try:
                 ok("cuMemMap", cu.cuMemMap(base, size, 0, block, 0))
                 mapped = size
-                self.grant(base, size, int(device))
+                self._grant(base, size, int(device))
             except DriverError:
                 self._unmap(base, mapped, size)
                 raise
@@ -81,47 +106,77 @@ class VirtualMemory:
         return True
 
     def is_mapped(self, ptr: int) -> bool:
-        """Whether an address lies in such a block."""
-        status, handle = cu.cuMemRetainAllocationHandle(ptr)
-        if status:
-            return False
-        freed("cuMemRelease", cu.cuMemRelease(handle))
-        return True
-
-    def _blocks(self, base: int, size: int) -> Iterator[tuple[int, int]]:
-        """(bytes, descriptor) of each block of a range."""
-        ptr = base
-        while ptr < base + size:
-            _, nbytes = ok("cuMemGetAddressRange", cu.cuMemGetAddressRange(ptr))
-            handle = ok("cuMemRetainAllocationHandle", cu.cuMemRetainAllocationHandle(ptr))
-            try:
-                descriptor = ok(
-                    "cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(handle, _FILE_DESCRIPTOR, 0)
-                )
-            finally:
-                freed("cuMemRelease", cu.cuMemRelease(handle))
-            yield int(nbytes), int(descriptor)
-            ptr += int(nbytes)
+        """Whether an address lies in memory of the device that CUDA IPC refuses, as it refuses such blocks."""
+        capable = ctypes.c_uint64()  # the driver writes a boolean
+        which = int(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE)
+        return not self._pointer_attribute(ctypes.byref(capable), which, ptr) and not capable.value
 
     def export(self, base: int, size: int) -> bytes:
-        """A handle of a whole range of blocks, valid while they are mapped here.
+        """A handle of a whole range of blocks, which are mapped during the call.
+
+        Peers can map the blocks, and the blocks keep their memory, until `end_export`.
 
         Raises:
             DriverError: the blocks were not made for sharing by file descriptors.
         """
         context = int(ok("cuCtxGetCurrent", cu.cuCtxGetCurrent()))
-        _, descriptor = next(self._blocks(base, size))  # so that a failure shows before a peer asks
-        os.close(descriptor)
+        blocks = list(self._blocks(base, size))
+        numbers = struct.pack(f"<{len(blocks)}Q", *(self._allocation_id(ptr) for ptr, _ in blocks))
+        digest = int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little")
+        request = _REQUEST.pack(context, base, size, digest)
+        with self._lock:
+            known = self._exported.get(request)
+            if known is not None:
+                known.users += 1
+            else:
+                self._exported[request] = self._retain(blocks)
         serve()
-        request = _REQUEST.pack(context, base, size, self._allocation_id(base))
         return _HANDLE.pack(MAPPED_BLOCKS, forks.here().token, request)
 
+    @staticmethod
+    def _blocks(base: int, size: int) -> Iterator[tuple[int, int]]:
+        """The address and size of each block of a range."""
+        ptr = base
+        while ptr < base + size:
+            _, nbytes = ok("cuMemGetAddressRange", cu.cuMemGetAddressRange(ptr))
+            yield ptr, int(nbytes)
+            ptr += int(nbytes)
+
+    def _retain(self, blocks: list[tuple[int, int]]) -> _Export:
+        export = _Export([])
+        try:
+            for ptr, nbytes in blocks:
+                handle = ok("cuMemRetainAllocationHandle", cu.cuMemRetainAllocationHandle(ptr))
+                export.blocks.append((nbytes, handle))
+            os.close(_descriptor_of(export.blocks[0][1]))  # so that a failure shows before a peer asks
+        except DriverError:
+            _release(export)
+            raise
+        return export
+
+    def end_export(self, handle: bytes) -> None:
+        """Ends an `export`. After the last one of a range, its blocks no longer keep their memory."""
+        self._end(_HANDLE.unpack_from(handle)[2])
+
+    def _end(self, request: bytes) -> None:
+        with self._lock:
+            export = self._exported[request]
+            export.users -= 1
+            if not export.users:
+                _release(self._exported.pop(request))
+
     def _supply(self, request: bytes) -> Iterator[tuple[int, int]]:
-        context, base, size, allocation = _REQUEST.unpack(request)
-        ok("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
-        if self._allocation_id(base) != allocation:
-            raise DriverError("cuMemRetainAllocationHandle", 0, "its owner has freed the memory")
-        yield from self._blocks(base, size)
+        with self._lock:
+            export = self._exported.get(request)
+            if export is None:
+                raise DriverError("cuMemExportToShareableHandle", 0, "its owner no longer shares the memory")
+            export.users += 1
+        try:
+            ok("cuCtxSetCurrent", cu.cuCtxSetCurrent(_REQUEST.unpack(request)[0]))
+            for nbytes, handle in export.blocks:
+                yield nbytes, _descriptor_of(handle)
+        finally:
+            self._end(request)
 
     @staticmethod
     def is_handle(handle: bytes) -> bool:
@@ -158,22 +213,23 @@ class VirtualMemory:
                     freed("cuMemRelease", cu.cuMemRelease(block))  # the mapping holds it
                 mapped += nbytes
             device = ok("cuCtxGetDevice", cu.cuCtxGetDevice())
-            self.grant(base, size, int(device))
+            self._grant(base, size, int(device))
         except DriverError:
             self._unmap(base, mapped, size)
             raise
         self._imported[base] = size
         return base
 
-    def grant(self, base: int, size: int, device: int) -> None:
-        """Lets a device reach a range of blocks."""
+    @staticmethod
+    def _grant(base: int, size: int, device: int) -> None:
         access = cu.CUmemAccessDesc()
         access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = device
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         ok("cuMemSetAccess", cu.cuMemSetAccess(base, size, [access], 1))
 
-    def _unmap(self, base: int, mapped: int, size: int) -> None:
+    @staticmethod
+    def _unmap(base: int, mapped: int, size: int) -> None:
         if mapped:
             freed("cuMemUnmap", cu.cuMemUnmap(base, mapped))
         freed("cuMemAddressFree", cu.cuMemAddressFree(base, size))
@@ -185,3 +241,12 @@ class VirtualMemory:
             return False
         self._unmap(base, size, size)
         return True
+
+
+def _descriptor_of(handle: Any) -> int:
+    return int(ok("cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(handle, _FILE_DESCRIPTOR, 0)))
+
+
+def _release(export: _Export) -> None:
+    for _, handle in export.blocks:
+        freed("cuMemRelease", cu.cuMemRelease(handle))

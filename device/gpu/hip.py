@@ -189,6 +189,9 @@ class HipDriver:
         handle = call("hipIpcGetMemHandle", base)
         return ctypes.string_at(handle.as_c_void_p().value, handle.c_sizeof())
 
+    def end_export(self, handle: bytes) -> None:
+        """Nothing to do: a HIP IPC handle holds nothing."""
+
     def import_memory(self, handle: bytes) -> int:
         """Opens a HIP IPC handle."""
         ipc = hip.hipIpcMemHandle_st.fromObj(bytearray(handle))
@@ -197,9 +200,6 @@ class HipDriver:
     def release_memory(self, base: int) -> None:
         """Closes memory of `import_memory`."""
         freed("hipIpcCloseMemHandle", base)
-
-    def grant_access(self, base: int, size: int, ordinal: int) -> None:
-        """Nothing: peer access between devices covers all memory that is supported here."""
 
     def dmabuf(self, base: int, nbytes: int) -> int:
         """A file descriptor of a DMA-BUF."""

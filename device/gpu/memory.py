@@ -24,7 +24,7 @@ from proxyccl.device.gpu.context import DeviceContext
 from proxyccl.device.gpu.pin_holds import PinHolds
 from proxyccl.device.gpu.unused_memory import UnusedMemory, is_held
 from proxyccl.device.in_flight import InFlight
-from proxyccl.device.memory.handle_kinds import DEVICE_MEMORY, NOT_PASSED, passes_namespaces
+from proxyccl.device.memory.handle_kinds import DEVICE_MEMORY, NOT_PASSED, passes_namespaces, sharing_of
 from proxyccl.device.memory.lease_cache import LeaseCache
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.process import forks
@@ -319,16 +319,21 @@ class GpuMemoryManager:
             raise ArgumentError("array", f"{nbytes} bytes at {ptr:#x} leave their allocation")
         return MemoryHandle.pack(self._device, base, allocation, ptr - base, nbytes, raw)
 
+    def end_export(self, handle: bytes) -> None:
+        """Ends an `export`."""
+        self._driver.end_export(MemoryHandle.unpack(handle)[-1])
+
     def open(self, handle: bytes) -> GpuMemory:
         """Maps memory that a process of this machine exported, or reaches memory of another thread of this one."""
         own, device, base, allocation, offset, nbytes, raw = MemoryHandle.unpack(handle)
         if own:
-            size = self._check_own(device, base, allocation, offset + nbytes)
+            self._check_own(device, base, allocation, offset + nbytes)
         with self._context.current():
-            if own:
+            # Peer access does not cover another device's mapped blocks, and their owner may unmap them at any moment:
+            # this device maps the blocks itself.
+            if own and (device == self._device or sharing_of(handle) == "IPC"):
                 if device != self._device:
                     self._driver.enable_peer_access(self._driver.context(device))
-                    self._driver.grant_access(base, size, self._device)
                 return GpuMemory(base + offset, nbytes, self.unused.append, lambda: None)
             # Ranges of one allocation share its mapping: not every driver maps it twice.
             key = (self._context.handle, MemoryHandle.process_of(handle), device, base, allocation, raw)
@@ -356,12 +361,8 @@ class GpuMemoryManager:
                 return True
         return mapped + nbytes <= base + size
 
-    def _check_own(self, device: int, base: int, allocation: int, end: int) -> int:
-        """The size of the allocation of this process that a handle names.
-
-        Raises:
-            ArgumentError: the handle is damaged, or the memory was freed.
-        """
+    def _check_own(self, device: int, base: int, allocation: int, end: int) -> None:
+        """Raises ArgumentError if a handle of this process is damaged, or its memory was freed."""
         if not 0 <= device < self._driver.device_count():
             raise ArgumentError("handle", f"it names device {device}, which this process does not have")
         with DeviceContext(self._driver, self._driver.context(device)).current():
@@ -375,7 +376,6 @@ class GpuMemoryManager:
             raise ArgumentError("handle", "this process has freed the memory that it names")
         if end > size:
             raise ArgumentError("handle", f"it names {end} bytes of an allocation of {size}")
-        return size
 
     def whole_allocation(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         """Address and size of the allocation that contains a range, or of mapped blocks side by side; or None."""

@@ -205,6 +205,10 @@ class GpuRuntime:
         """A handle to device memory, allocated by any library."""
         return self._memory.export(ptr, nbytes)
 
+    def end_export(self, handle: bytes) -> None:
+        """Releases blocks that a program mapped itself."""
+        self._memory.end_export(handle)
+
     def open(self, handle: bytes) -> GpuMemory:
         """Maps memory that a process of this machine exported, or reaches memory of another thread of this one."""
         return self._memory.open(handle)

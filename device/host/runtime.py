@@ -166,6 +166,9 @@ class HostRuntime:
             "array", "this memory is private to its process; allocate memory for peers with Communicator.empty()"
         )
 
+    def end_export(self, handle: bytes) -> None:
+        """Nothing to do: a handle names the memory's descriptor, which closes with the memory."""
+
     def open(self, handle: bytes) -> SharedMemory:
         """Maps memory that a process of this machine and user exported."""
         return SharedMemory.open(handle)
