@@ -37,10 +37,14 @@ class GridBarrier:
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        runtime, control = communicator.runtime, communicator.group.control
-        self._memory = runtime.allocate(BARRIER_BYTES)
-        words = struct.pack("<3Q", 0, 0, control.device_pointer)
-        runtime.copy(self._memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(words))), len(words))
+        self._runtime, self._control = communicator.runtime, communicator.group.control
+        self._memory = self._runtime.allocate(BARRIER_BYTES)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Makes the barrier empty, while no program uses it: one that raised at a barrier has arrived there."""
+        words = struct.pack("<3Q", 0, 0, self._control.device_pointer)
+        self._runtime.copy(self._memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(words))), len(words))
 
     @property
     def device_pointer(self) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import triton.language as tl
 from proxyccl.device.errors import KernelError
 from proxyccl.triton.arguments import CONSTEXPR, Argument
+from proxyccl.triton.grid_barrier import GridBarrier
 from proxyccl.triton.turns import Grid, Launch
 from triton.language import core  # noqa: F401  (the interpreter prepares the modules of the language that it finds here)
 from triton.runtime import interpreter
@@ -63,7 +64,7 @@ def run(kernel: Any, arguments: dict[str, Argument], grid: Grid) -> None:
         grid: its programs.
 
     Raises:
-        KernelError: a program raised; the cause is its exception.
+        KernelError: a program raised; the cause is its exception. The next launch finds the grid barriers empty.
     """
     _prepare_language()
     values = {name: _tensor(argument) for name, argument in arguments.items()}
@@ -71,5 +72,10 @@ def run(kernel: Any, arguments: dict[str, Argument], grid: Grid) -> None:
         # The kernel is rewritten in its turn, like nested functions: CPython 3.11 can't make syntax trees in two
         # threads at once (https://github.com/python/cpython/issues/106905).
         Launch(functools.partial(_call, kernel, **values), grid).run()
-    except Exception as error:
-        raise KernelError(f"kernel {kernel.__name__} raised {type(error).__name__}: {error}") from error
+    except BaseException as error:
+        for argument in arguments.values():
+            if isinstance(argument.owner, GridBarrier):
+                argument.owner._reset()
+        if isinstance(error, Exception):
+            raise KernelError(f"kernel {kernel.__name__} raised {type(error).__name__}: {error}") from error
+        raise

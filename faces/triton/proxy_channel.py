@@ -64,6 +64,7 @@ from proxyccl.triton.target import (
     load_acquire_system,
     load_relaxed_device,
     load_relaxed_system,
+    pass_on,
     pause,
     store_release_device,
     store_trigger,
@@ -146,7 +147,7 @@ def _wait_for_room(channel, control, ticket, slots):
         seen = load_acquire_device(cache)
         if seen < target:
             spins += 1
-            pause(spins)
+            pass_on(spins)
             if spins % SPINS_PER_CHECK == 0:
                 started = check_wait(control, u32(WAIT_RING_ROOM), u32(NO_PEER), u32(NO_CHANNEL), target, seen, started)
                 waits = tl.where(started == 0, 0, 1).to(tl.int32)
@@ -253,6 +254,7 @@ def _push_value(channel, operation: tl.constexpr, dst_memory, dst_offset, kind, 
 @jit
 def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.constexpr):
     typed = (tl.full([], 0, dtype) + value).to(dtype)
+    tl.static_assert(not typed.type.is_block(), "expected one value")
     bits: tl.constexpr = typed.dtype.primitive_bitwidth
     if bits == 8:
         carried = typed.to(tl.uint8, bitcast=True).to(tl.uint64)

@@ -122,7 +122,7 @@ else:  # before Triton 3.9, and in the interpreter, where its loads and stores o
 if INTERPRETED:
     from proxyccl.triton import turns
 
-    nanoseconds, pause = turns.nanoseconds, turns.pause
+    nanoseconds, pause, pass_on = turns.nanoseconds, turns.pause, turns.pass_on
 
     SPINS_PER_CHECK = tl.constexpr(8)
 
@@ -163,6 +163,8 @@ else:
     @jit
     def pause(spins):
         """Called between two polls of a wait."""
+
+    pass_on = pause
 
     @jit
     def nanoseconds():

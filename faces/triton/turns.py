@@ -32,6 +32,17 @@ def nanoseconds() -> int:
 
 def pause(spins: Any) -> None:
     """Passes the turn on. Called between two polls of a wait. Raises if another program of the launch has raised."""
+    pass_on(spins)
+    launch = _launches.get(threading.get_ident())
+    if launch is not None:
+        launch.require_all()
+
+
+def pass_on(spins: Any) -> None:
+    """Passes the turn on, for a wait that no other program of the launch has to end.
+
+    A push that has taken its ticket waits like this: the proxy would wait forever for the ticket's trigger.
+    """
     launch = _launches.get(threading.get_ident())
     if launch is None:
         return
@@ -43,7 +54,6 @@ def pause(spins: Any) -> None:
     finally:
         _turn.acquire()
         launch.enter(place)
-    launch.require_all()
 
 
 class Launch:
@@ -64,12 +74,27 @@ class Launch:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Runs all programs. Raises the exception of the first one that failed."""
-        self._work()
-        for thread in self._threads:  # no more are added; if a program has failed, the others end at once
-            thread.join()
+        """Runs all programs. Raises the exception of the first one that failed.
+
+        When it returns or raises, no program runs any more. A signal's handler that raises makes them end at their
+        next wait; if it raises again meanwhile, they are left to themselves.
+        """
+        if threading.current_thread() is threading.main_thread():
+            # A handler's exception would end a program between any two steps of a push, which can't be undone.
+            self.begin_another()
+        else:
+            self._work()
+        try:
+            self._join()
+        except BaseException as interrupt:
+            self._error = self._error or interrupt
+            self._join()
         if self._error is not None:
             raise self._error
+
+    def _join(self) -> None:
+        for thread in self._threads:  # programs that still run may add some
+            thread.join()
 
     def enter(self, place: Any) -> None:
         """Tells the interpreter which program runs now."""

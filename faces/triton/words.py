@@ -1,6 +1,7 @@
 """Numbers and pointers of 32 and 64 bits.
 
-A number must be an integer: a kernel's `n / 2` is a float32, which holds no offset beyond 16 MiB exactly.
+A number must be one integer: a kernel's `n / 2` is a float32, which holds no offset beyond 16 MiB exactly. A block of
+integers is refused too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ if INTERPRETED:
     def _number(x: Any, kind: Any, bits: int) -> Any:
         # In one step of the language instead of three: a push has dozens of these.
         if isinstance(x, tl.tensor):
-            tl.static_assert(x.dtype.is_int(), "expected an integer")
+            tl.static_assert(x.dtype.is_int() and not x.type.is_block(), "expected an integer")
             return x.to(kind)
         number = operator.index(getattr(x, "value", x))
+        tl.static_assert(-(1 << (bits - 1)) <= number < 1 << bits, f"expected an integer of {bits} bits")
         value = np.array([number & ((1 << bits) - 1)], np.dtype(f"u{bits // 8}"))
         return tl.tensor(TensorHandle(value, kind), kind)
 
@@ -38,7 +40,7 @@ else:
     @jit
     def _integer(x):
         number = tl.full([], 0, tl.int64) + x
-        tl.static_assert(number.dtype.is_int(), "expected an integer")
+        tl.static_assert(number.dtype.is_int() and not number.type.is_block(), "expected an integer")
         return number
 
     @jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from proxyccl import (
     KernelError,
     Operation,
     PeerLostError,
+    ThreadBootstrap,
     Trigger,
     TriggerError,
     WaitTimeoutError,
@@ -31,7 +34,7 @@ from proxyccl import (
 from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.channels.segment.control import LAST_QUESTION, KernelWait
 from proxyccl.device._native import ffi, lib
-from proxyccl.triton import turns
+from proxyccl.triton import proxy_channel, turns
 from support.kernels import triton as kernels
 from support.kernels.triton_compiling import without_interpreter
 from support.paths import PROGRAMS
@@ -634,12 +637,70 @@ def test_programs_do_not_wait_for_one_that_has_failed() -> None:
 
 
 @HOST_ONLY
-def test_a_size_that_is_not_an_integer_is_refused_before_anything_moves() -> None:
+def test_a_launch_after_one_that_raised_finds_its_barrier_empty() -> None:
+    def body(comm: Communicator) -> None:
+        barrier = pt.GridBarrier(comm)
+        comm.timeout = 2
+        kernel = pt.compile(comm, kernels.one_fails_at_barrier, grid=3)
+        for _ in range(2):
+            with pytest.raises(KernelError, match="kernel one_fails_at_barrier raised AssertionError"):
+                kernel(barrier, True)
+            kernel(barrier, False)
+        comm.synchronize()
+
+    run_ranks(1, body)
+
+
+@HOST_ONLY
+def test_a_push_that_waits_for_room_is_made_if_another_program_raises() -> None:
+    def body(comm: Communicator) -> None:
+        channel, ring, kept = own_ring(comm, 2, 1 << 20)
+        words: Any = kept[0]
+        with pytest.raises(KernelError, match="kernel one_makes_room_and_fails raised AssertionError"):
+            pt.compile(comm, kernels.one_makes_room_and_fails, grid=2)(channel, words)
+        assert words[1] == 3  # tickets taken
+        assert (ring[:, 1] >> np.uint64(63)).tolist() == [0, 1]  # the parity of a ring's second round, and of its first
+
+    run_ranks(1, body)
+
+
+@HOST_ONLY
+def test_a_signal_s_handler_that_raises_leaves_the_ring_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = proxy_channel.store_trigger
+
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGINT)
+        store(*arguments)
+
+    with Communicator(ThreadBootstrap.create(1)[0], "host", timeout=2) as comm:
+        (channel,) = comm.proxy_channels(uploaded(comm, np.zeros(4, np.int32)), peers=[0])
+        monkeypatch.setattr(proxy_channel, "store_trigger", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pt.compile(comm, kernels.signals, grid=1)(channel, 1)
+        pt.compile(comm, kernels.waits, grid=1)(channel, uploaded(comm, np.zeros(1, np.int32)))
+        comm.synchronize()
+
+
+@HOST_ONLY
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        (kernels.put_half, "an integer"),
+        (kernels.put_too_large, "an integer of 64 bits"),
+        (kernels.signal_block, "an integer"),
+        (kernels.put_block, "one value"),
+    ],
+)
+def test_a_number_that_is_not_an_integer_is_refused_before_anything_moves(kernel: Any, expected: str) -> None:
     def body(comm: Communicator) -> None:
         (channel,) = comm.proxy_channels(uploaded(comm, np.zeros(4, np.int32)), peers=[0])
-        with pytest.raises(KernelError, match="kernel put_half raised AssertionError: expected an integer"):
-            pt.compile(comm, kernels.put_half, grid=1)(channel, 8)
-        assert channel.counters.puts == 0
+        arguments = (channel, 8)[: len(kernel.arg_names)]
+        with pytest.raises(KernelError, match=f"kernel {kernel.__name__} raised AssertionError: expected {expected}$"):
+            pt.compile(comm, kernel, grid=1)(*arguments)
+        assert channel.counters.triggers == 0
+        pt.compile(comm, kernels.laps, grid=1)(channel, 1, 0)  # no ticket was taken
+        comm.synchronize()
 
     run_ranks(1, body)
 

@@ -193,6 +193,43 @@ def grid_sums(barrier, u, out, rounds):
 
 
 @triton.jit
+def one_fails_at_barrier(barrier, fails):
+    """The programs of a grid meet, unless the last one can't do what it shall."""
+    if fails & (tl.program_id(0) == tl.num_programs(0) - 1):
+        pt.sm_signal(barrier)
+    pt.sync_grid(barrier)
+
+
+@triton.jit
+def one_makes_room_and_fails(channel, tail):
+    """The first program needs room in a ring of two triggers. The second makes it, and can't do what it shall."""
+    if tl.program_id(0) == 0:
+        for _ in range(3):
+            pt.signal(channel)
+    else:
+        tl.store(tail, 1)
+        pt.sm_signal(channel)
+
+
+@triton.jit
+def signal_block(channel):
+    """A signal whose value is a block."""
+    pt.signal(channel, tl.arange(0, 2))
+
+
+@triton.jit
+def put_block(channel):
+    """A value that is a block."""
+    pt.put_value(channel, 0, tl.arange(0, 2), tl.int32)
+
+
+@triton.jit
+def put_too_large(channel):
+    """A put whose offset has more than 64 bits."""
+    pt.put(channel, 1 << 64, 0, 4)
+
+
+@triton.jit
 def wrong_kind(channel):
     """Takes a ProxyChannel for an SmChannel."""
     pt.sm_signal(channel)
