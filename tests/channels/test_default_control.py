@@ -28,6 +28,7 @@ extern "C" __global__ void grid(int* done) {
   const bool met = syncer.sync(gridDim.x + 1);  // one more than there are
   if (threadIdx.x == 0) done[0] = met ? 1 : -1;
 }
+extern "C" __global__ void meet(DeviceSyncer* other, int* done) { done[blockIdx.x] = other->sync(2) ? 1 : -1; }
 extern "C" __global__ void packet(const LL16Packet* packet, int* done) {
   done[0] = readPacket(packet, 7).x == 0 ? -1 : 1;
 }
@@ -91,6 +92,20 @@ def test_a_wait_ends_in_time_and_is_named_on_all_ranks(kernel: str, awaited: str
         assert isinstance(error, WaitTimeoutError), errors
         assert (error.rank, error.operation, error.channel) == (0, f"wait for {awaited}", None)
         assert f"waited too long for {awaited}: expected" in str(error)
+
+
+def test_a_barrier_at_which_blocks_gave_up_serves_another_communicator() -> None:
+    runtime = rank_runtime(0)
+    syncer = runtime.allocate(8)
+    for blocks in (1, 1, 2):  # the barrier is of two
+        with alone(runtime) as comm:
+            done = comm.empty(2, "int32").fill(0)
+            kernel = comm.compile(KERNELS, "meet")
+            impatient(comm)
+            kernel(blocks, 1, syncer.ptr, done)
+            error = caught(comm.synchronize)
+            assert isinstance(error, WaitTimeoutError) == (blocks == 1)
+            assert done.numpy().tolist() == ([-1, 0] if blocks == 1 else [1, 1])
 
 
 def test_a_refused_flag_is_told() -> None:

@@ -7,7 +7,16 @@
 
 namespace proxyccl {
 
-// Zero-initialised device memory, such as a __device__ global, is a barrier that is ready for use.
+// Takes back an arrival at a barrier whose wait was given up, unless the barrier has completed since. Every block that
+// arrived and did not get through does so: none is counted when the kernel ends.
+PROXYCCL_OUT_OF_LINE void withdrawArrival(uint32_t* arrived, const uint32_t* generation, uint32_t now) {
+  uint32_t count = loadRelaxedDevice(arrived);
+  while (count > 0 && loadRelaxedDevice(generation) == now && !compareExchangeDevice(arrived, count, count - 1))
+    count = loadRelaxedDevice(arrived);
+}
+
+// Zero-initialised device memory, such as a __device__ global, is a barrier that is ready for use. It is ready again
+// after a kernel whose blocks gave up, for another communicator too.
 struct DeviceSyncer {
   uint32_t arrived;
   uint32_t generation;
@@ -30,6 +39,7 @@ struct DeviceSyncer {
                               static_cast<uint64_t>(now) + 1};
         complete =
             waitUntil(control, what, [&](uint64_t* seen) { return (*seen = loadAcquireDevice(&generation)) != now; });
+        if (!complete) withdrawArrival(&arrived, &generation, now);
       }
     }
     __syncthreads();
