@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator
 from socketserver import StreamRequestHandler
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.shown_text import shown
 from proxyccl.proxy.observe.bounded_server import BoundedServer, split_address
 from proxyccl.tools import ras_status
 from proxyccl.tools.communicators import communicators
@@ -29,6 +31,7 @@ from proxyccl.tools.communicators import communicators
 PORT = 28028
 PROTOCOL = 2
 _MOST_LINE = 1024  # bytes
+_HTTP = re.compile(r" HTTP/[0-9.]+$")  # a page in a browser may send commands in the body of its request
 _SILENCE = 60.0  # seconds after which a client that says nothing is disconnected
 
 
@@ -62,12 +65,15 @@ class _Client(StreamRequestHandler):
             if len(line) > _MOST_LINE:  # NCCL hangs up too
                 return
             command = line.decode(errors="replace").removesuffix("\n").removesuffix("\r")
+            if _HTTP.search(command):
+                self._say("ERROR: expected a client of NCCL RAS, not of HTTP\n")
+                return
             match command.lower():
                 case "status" | "verbose status" as asked:
                     self._say(self._status(verbose=asked.startswith("verbose")))
                     return
                 case _:
-                    self._say(self._reply(command) + "\n")
+                    self._say(shown(self._reply(command)) + "\n")
 
     def _reply(self, command: str) -> str:
         words = command.lower()
@@ -91,7 +97,7 @@ class _Client(StreamRequestHandler):
         try:
             found = communicators()
         except ArgumentError as error:
-            return f"ERROR: {error}\n"
+            return shown(f"ERROR: {error}") + "\n"
         seconds = time.monotonic() - began
         if self._as_json:
             return ras_status.as_json(found, seconds)

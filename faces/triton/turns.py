@@ -76,7 +76,7 @@ class Launch:
     def run(self) -> None:
         """Runs all programs. Raises the exception of the first one that failed.
 
-        When it returns or raises, no program runs any more. A signal's handler that raises makes them end at their
+        When it returns or raises, all of them have ended. A signal's handler that raises makes them end at their
         next wait; if it raises again meanwhile, they are left to themselves.
         """
         if threading.current_thread() is threading.main_thread():

@@ -8,10 +8,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from http.server import BaseHTTPRequestHandler
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.observe.bounded_server import BoundedServer
+from proxyccl.proxy.observe.local_pages import LocalPages
 from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, Observer, RingView, ServiceView, WorkerView
 
@@ -147,11 +147,9 @@ def serve(port: int, snapshot: Callable[[], list[ServiceView]] = snapshot_all) -
         ResourceError: the port is in use, or not allowed.
     """
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 10.0
-
-        def do_GET(self) -> None:  # the base class's name
-            if self.path.partition("?")[0] != "/metrics":
+    class Handler(LocalPages):
+        def do_GET(self) -> None:  # noqa: N802  the base class's name
+            if self.path_asked != "/metrics":
                 self.send_error(404, "the metrics are at /metrics")
                 return
             try:
@@ -164,9 +162,6 @@ def serve(port: int, snapshot: Callable[[], list[ServiceView]] = snapshot_all) -
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Does not log: Prometheus asks every few seconds."""
 
     with BoundedServer("127.0.0.1", port, Handler, "proxyccl-metrics") as server:
         yield f"metrics at http://127.0.0.1:{server.port}/metrics"

@@ -215,6 +215,9 @@ def test_commands_are_not_case_sensitive_and_unknown_ones_are_answered(port: int
     assert client.ask("Set Format XML") == "ERROR: Invalid format XML\n"
     assert client.ask("MONITOR all").startswith("ERROR: MONITOR")
     assert client.ask("DANCE") == "ERROR: Unknown command DANCE\n"
+    assert client.ask("\x1b[31m\u202e\0") == "ERROR: Unknown command \\x1b[31m\\u202e\\x00\n"
+    assert client.ask("TIMEOUT -1") == "ERROR: Invalid timeout value -1\n"
+    assert client.ask("") == "ERROR: Unknown command \n"
     assert client.ask("set format JSON") == "OK\n"
     assert json.loads(client.rest("verbose status"))["communicators"] == []
 

@@ -3,34 +3,30 @@
 Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Every request needs the token of the printed address, which only this user knows: anybody on the machine may connect.
-The Host header must name this machine, so that a name that somebody else's DNS server resolves to the loopback address
-is of no use. The page loads nothing and sends nothing elsewhere, by its Content-Security-Policy.
+`LocalPages` checks it before. The page loads nothing and sends nothing elsewhere, by its Content-Security-Policy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import ipaddress
 import math
-import platform
 import secrets
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
+from proxyccl.device.shown_text import shown_in_json
 from proxyccl.proxy.observe.bounded_server import BoundedServer, split_address
+from proxyccl.proxy.observe.local_pages import LocalPages
 from proxyccl.tools import trace
 from proxyccl.tools.web.state import STATES, State, States
 
 _MOST_TRACE_SECONDS = 60.0
-_SILENCE = 10.0  # seconds that a client may take for its request, or to read an event
 
 
 @contextlib.contextmanager
@@ -95,7 +91,8 @@ class _Events:
         except ArgumentError as error:
             state = State(time.strftime("%H:%M:%S"), str(error))
         self._number += 1
-        self._event = b"data: " + STATES.encode(state) + b"\n\n"  # JSON has no newlines
+        data = shown_in_json(STATES.encode(state).decode())  # JSON has no newlines
+        self._event = f"data: {data}\n\n".encode()
         self._made = time.monotonic()
         self._changed.notify_all()
 
@@ -114,56 +111,37 @@ def _trace(seconds: float, job: str | None, process: int | None) -> bytes:
         return path.read_bytes()
 
 
-def _is_here(header: str, host: str) -> bool:
-    """Whether a Host header names this machine: by an address, as localhost, or as it or the user calls it."""
-    name = header.lower() if header.endswith("]") else header.lower().rpartition(":")[0] or header.lower()
-    if name in {"localhost", host.lower(), platform.node().lower()}:
-        return True
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True
-
-
-def _handler(token: str, host: str, events: _Events, record: Callable[[float], bytes]) -> type[BaseHTTPRequestHandler]:
+def _handler(token: str, name: str, events: _Events, record: Callable[[float], bytes]) -> type[LocalPages]:
     recording = threading.Lock()
 
-    class Handler(BaseHTTPRequestHandler):
-        timeout = _SILENCE
-        server_version = "ProxyCCL"
-        sys_version = ""
+    class Handler(LocalPages):
+        host = name
 
-        def do_GET(self) -> None:  # the base class's name
+        def do_GET(self) -> None:  # noqa: N802  the base class's name
             match self._asked():
-                case "/", _:
+                case "/":
                     nonce = secrets.token_urlsafe(12)
                     page = resources.files("proxyccl.tools.web").joinpath("page.html").read_text()
                     self._send(page.replace("{nonce}", nonce).encode(), "text/html; charset=utf-8", nonce)
-                case "/events", _:
+                case "/events":
                     self._send_events()
-                case str(), _:
+                case str():
                     self.send_error(404)
 
-        def do_POST(self) -> None:  # the base class's name
+        def do_POST(self) -> None:  # noqa: N802  the base class's name
             match self._asked():
-                case "/trace", query:
-                    self._send_trace(query.get("seconds", ["1"])[0])
-                case str(), _:
+                case "/trace":
+                    self._send_trace(self.query.get("seconds", ["1"])[0])
+                case str():
                     self.send_error(404)
 
-        def _asked(self) -> tuple[str | None, dict[str, list[str]]]:
-            """The path and the query; no path for a request that was refused."""
-            url = urlsplit(self.path)
-            query = parse_qs(url.query)
-            given = query.get("token", [""])[0]
-            if not _is_here(self.headers.get("Host", ""), host):
-                self.send_error(403, explain="the Host header does not name this machine")
-            elif not hmac.compare_digest(given.encode(), token.encode()):
-                self.send_error(403, explain="the token is missing or wrong; use the address that was printed")
-            else:
-                return url.path, query
-            return None, query
+        def _asked(self) -> str | None:
+            """The path; None for a request that was refused."""
+            given = self.query.get("token", [""])[0]
+            if hmac.compare_digest(given.encode(), token.encode()):
+                return self.path_asked
+            self.send_error(403, explain="the token is missing or wrong; use the address that was printed")
+            return None
 
         def _begin(self, kind: str, nonce: str = "") -> None:
             self.send_response(200)
@@ -210,8 +188,5 @@ def _handler(token: str, host: str, events: _Events, record: Callable[[float], b
                     self._send(body, "application/json")
                 finally:
                     recording.release()
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Does not log: the path has the token."""
 
     return Handler
