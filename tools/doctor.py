@@ -13,6 +13,7 @@ from proxyccl.channels.reports.diagnosis import Diagnosis, diagnose, listed
 from proxyccl.channels.reports.find import find
 from proxyccl.channels.reports.render import render
 from proxyccl.channels.reports.report import Report
+from proxyccl.device.shown_text import printed_json, shown
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.report import DaemonReport
 from proxyccl.proxy.reports.document import MOST_BYTES
@@ -39,15 +40,15 @@ def run(paths: Sequence[Path], *, full: bool, as_json: bool) -> int:
     """
     found = find(paths or [directory()])
     for problem in found.problems:
-        print(f"proxyccl: {problem}", file=sys.stderr)
+        print(shown(f"proxyccl: {problem}"), file=sys.stderr)
     diagnoses = diagnose(found.ranks, found.daemons)
     if not paths:
         diagnoses = [_with_later(diagnosis, found.daemon_files) for diagnosis in diagnoses[:1]]
     if as_json:
-        print(_DIAGNOSES.encode(diagnoses, indent=2).decode())
+        print(printed_json(_DIAGNOSES.encode(diagnoses, indent=2).decode()))
     else:
-        shown = {name for diagnosis in diagnoses for name in diagnosis.communicators}
-        chosen = [report for report in found.ranks if report.communicator in shown]
+        names = {name for diagnosis in diagnoses for name in diagnosis.communicators}
+        chosen = [report for report in found.ranks if report.communicator in names]
         processes = [process for diagnosis in diagnoses for process in diagnosis.daemons]
         beside = [report for report in found.daemons if report.process in processes]
         if not diagnoses:
@@ -78,14 +79,14 @@ def _print_reports(reports: Sequence[Report], of_daemons: Sequence[DaemonReport]
 def _print(diagnosis: Diagnosis) -> None:
     for name, ranks, reported in zip(diagnosis.communicators, diagnosis.world_sizes, diagnosis.reported, strict=True):
         of = f"all {ranks} ranks" if len(reported) == ranks else listed([f"rank {rank}" for rank in reported])
-        print(f"communicator {name} of {ranks} ranks: reports of {of}")
+        print(shown(f"communicator {name} of {ranks} ranks: reports of {of}"))
     for daemon in diagnosis.daemons:
-        print(f"report of their node daemon, {daemon.shown}")
+        print(shown(f"report of their node daemon, {daemon.shown}"))
     for finding in diagnosis.findings:
-        print(f"  {finding.text}")
+        print(shown(f"  {finding.text}"))
         for reason in finding.reasons:
-            print(f"    {reason}")
+            print(shown(f"    {reason}"))
     if not diagnosis.findings:
         print("  no rank waits for another")
     for note in diagnosis.notes:
-        print(f"  ({note})")
+        print(shown(f"  ({note})"))

@@ -36,6 +36,7 @@ from proxyccl.device.process.cores import cores_allowed
 from proxyccl.device.process.cpu import cpu_name, describe_cpu
 from proxyccl.device.process.private_directories import require_private
 from proxyccl.device.runtimes import RUNTIMES, find_runtime, open_driver, open_runtime
+from proxyccl.device.shown_text import shown
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric import library, requirements
 from proxyccl.proxy.fabric.options import FabricOptions
@@ -405,15 +406,16 @@ def show(found: list[Finding], out: TextIO) -> None:
     facts = machine()
     print(f"ProxyCCL {own_version()} on Python {platform.python_version()}", file=out)
     print(f"{facts['cpu']}, {facts['cores']} cores, {facts['system']} {facts['architecture']}", file=out)
-    width = max(len(finding.name) for finding in found)
+    width = max(len(shown(finding.name)) for finding in found)
     section = ""
     for finding in found:
         if finding.section != section:
             section = finding.section
             print(f"\n{section}", file=out)
-        print(f"  {yes if finding.available else no} {finding.name:<{width}}  {finding.detail}", file=out)
+        mark, name = yes if finding.available else no, shown(finding.name)
+        print(f"  {mark} {name:<{width}}  {shown(finding.detail)}", file=out)
         if finding.advice:
-            print(f"    {'':<{width}}  {arrow} {finding.advice}", file=out)
+            print(f"    {'':<{width}}  {arrow} {shown(finding.advice)}", file=out)
 
 
 def run(*, as_json: bool) -> int:

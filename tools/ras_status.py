@@ -17,6 +17,7 @@ from importlib.metadata import version
 
 from proxyccl.channels.segment.published import RankView
 from proxyccl.device._native import lib
+from proxyccl.device.shown_text import shown
 from proxyccl.proxy.hosts import host_addresses
 from proxyccl.tools.communicators import CommunicatorView
 
@@ -171,7 +172,7 @@ def as_text(communicators: Sequence[CommunicatorView], seconds: float, *, verbos
         seconds: that it took to read them.
         verbose: whether to name more than ten ranks of one kind.
     """
-    return "\n".join(_lines(communicators, seconds, len if verbose else lambda _: _MOST_RANKS)) + "\n"
+    return "\n".join(map(shown, _lines(communicators, seconds, len if verbose else lambda _: _MOST_RANKS))) + "\n"
 
 
 def _lines(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from proxyccl.device.shown_text import shown
+
 
 @dataclass(frozen=True)
 class Column:
@@ -43,7 +45,7 @@ class Table:
     out: TextIO = field(default_factory=lambda: sys.stdout)
 
     def _line(self, cells: Sequence[str]) -> None:
-        print("  ".join(cells).rstrip(), file=self.out, flush=True)
+        print(shown("  ".join(cells).rstrip()), file=self.out, flush=True)
 
     def header(self) -> None:
         """Prints titles and units."""

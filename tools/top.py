@@ -13,6 +13,7 @@ from pathlib import Path
 
 from proxyccl.channels.transfers.published import find_agents
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.shown_text import printed_json, shown
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.observe.publications import find, none_found
 from proxyccl.proxy.observe.rates import ChannelRates, ServiceRates, rates_between
@@ -152,7 +153,7 @@ def table_of(services: list[ServiceRates]) -> str:
     for job, of_job in itertools.groupby(services, lambda service: service.job):
         ranks = list(of_job)
         first = ranks[0]
-        print(f"job {job}: {first.program}, {first.world_size} ranks, {first.runtime} runtime", file=out)
+        print(shown(f"job {job}: {first.program}, {first.world_size} ranks, {first.runtime} runtime"), file=out)
         table = Table(_COLUMNS, out)
         table.header()
         for service in ranks:
@@ -167,7 +168,8 @@ def table_of(services: list[ServiceRates]) -> str:
 def agents_text() -> str:
     """A line for each agent of this user: its peers, and the path to each. "" if there is none."""
     return "\n".join(
-        f"agent {seen.name}: reaches {seen.reaches}; process {seen.pid}, {seen.program}" for seen in find_agents()
+        shown(f"agent {seen.name}: reaches {seen.reaches}; process {seen.pid}, {seen.program}")
+        for seen in find_agents()
     )
 
 
@@ -209,14 +211,14 @@ def run(interval: float, job: str | None, process: int | None, *, once: bool, as
     watch = Watch(job, process)
     with_agents = job is None and process is None
     live = sys.stdout.isatty() and not once and not as_json
-    shown = False
+    any_shown = False
     try:
         for rates in _frames(watch, interval):
             if not rates:
                 break
-            shown = True
+            any_shown = True
             if as_json:
-                print(_RATES.encode(rates).decode(), flush=True)
+                print(printed_json(_RATES.encode(rates).decode()), flush=True)
             else:
                 agents = agents_text() if with_agents else ""
                 text = table_of(rates) + (f"\n\n{agents}" if agents else "")
@@ -227,9 +229,9 @@ def run(interval: float, job: str | None, process: int | None, *, once: bool, as
         return 0
     finally:
         watch.close()
-    if not shown and with_agents and not as_json and (agents := agents_text()):
+    if not any_shown and with_agents and not as_json and (agents := agents_text()):
         print(agents)
         return 0
-    if not shown:
-        print(f"proxyccl: {none_found(job, process=process)}", file=sys.stderr)
-    return 0 if shown else 1
+    if not any_shown:
+        print(shown(f"proxyccl: {none_found(job, process=process)}"), file=sys.stderr)
+    return 0 if any_shown else 1

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime
 
 from proxyccl.channels.reports.render import counted, ring_lines
+from proxyccl.device.shown_text import shown
 from proxyccl.proxy.daemon.report import Client, DaemonReport, EngineThread, Request
 from proxyccl.proxy.observe.reader import ChannelView
 from proxyccl.proxy.processes import process_name
@@ -149,4 +150,4 @@ def render(report: DaemonReport) -> str:
         lines += _client(report, client)
     if report.unread:
         lines += ["could not be read", *(f"  {reason}" for reason in report.unread)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(shown, lines)) + "\n"

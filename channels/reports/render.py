@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from proxyccl.channels.reports.report import Call, Exchange, ProxiedChannel, Report, Thread, Wait
+from proxyccl.device.shown_text import shown
 from proxyccl.proxy.processes import process_name
 from proxyccl.proxy.reports.rings import Ring, RingTrigger
 
@@ -155,4 +156,4 @@ def render(report: Report) -> str:
     section("threads", [line for thread in report.threads for line in _thread(thread)], "none")
     if report.unread:
         section("could not be read", report.unread, "")
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(shown, lines)) + "\n"

@@ -23,6 +23,7 @@ from proxyccl.channels.reports.report import Exchange
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ResourceError, UntrustedPathError
 from proxyccl.device.process.threads import Thread
+from proxyccl.device.shown_text import shown
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.reports import files, on_signal
 
@@ -190,5 +191,5 @@ def report_all(cause: str) -> None:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"proxyccl: {text}\n")
+    sys.stderr.write(shown(f"proxyccl: {text}") + "\n")
     sys.stderr.flush()

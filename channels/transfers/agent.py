@@ -46,6 +46,7 @@ from proxyccl.device.arrays.array import Array, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
 from proxyccl.device.process import forks
+from proxyccl.device.shown_text import shown
 from proxyccl.proxy._transfers import ffi, lib
 from proxyccl.proxy.hosts import boot_id
 
@@ -455,7 +456,7 @@ class Agent:
                     peer.link = link
                 if peer.removed:
                     link.end()
-                _LOG.info("agent %s reaches agent %s by %s", self.name, name, link.path)
+                _LOG.info("agent %s reaches agent %s by %s", shown(self.name), shown(name), link.path)
                 self._publish_links()
         return peer.link
 

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.memory.shared_memory import SharedMemory
+from proxyccl.device.shown_text import shown
 from proxyccl.proxy._transfers import ffi
 from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.observe.publications import OfProcess, find_running, new_name, this_process, withdraw, write
@@ -104,7 +105,7 @@ class Published:
                 self._path = write(self._file, _SEEN.encode(seen))
             except (OSError, ArgumentError) as error:
                 self._failed = True
-                _LOG.warning("`proxyccl info` and `top` cannot see agent %s: %s", self._name, error)
+                _LOG.warning("`proxyccl info` and `top` cannot see agent %s: %s", shown(self._name), error)
 
     def withdraw(self) -> None:
         """Removes the file."""

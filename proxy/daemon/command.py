@@ -14,6 +14,7 @@ from types import FrameType
 from typing import TypeAlias
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.shown_text import shown
 from proxyccl.proxy.daemon.attendance import Attendance
 from proxyccl.proxy.daemon.introduced import reach_through
 from proxyccl.proxy.daemon.job import JOB_OPTIONS
@@ -25,7 +26,18 @@ from proxyccl.proxy.reports import on_signal
 Server: TypeAlias = AbstractContextManager[str]
 """A server that runs in its context, and how to reach it, in words."""
 
-_LINE = "%(asctime)s %(levelname)s %(message)s"
+
+class _Lines(logging.Formatter):
+    """A line for each record, whatever a client's description or error has in it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the base class's name
+        return shown(super().formatMessage(record))
+
+
+def _log_to_stderr(level: int) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(handlers=[handler], level=level)
 
 
 def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> int:
@@ -42,7 +54,7 @@ def run(path: Path, options: DaemonOptions, servers: Sequence[Server] = ()) -> i
         ArgumentError: an option is wrong.
         ResourceError: another daemon listens at the path, or a server's port is in use.
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=_LINE)
+    _log_to_stderr(logging.INFO)
     ending = _Ending()
     raise_descriptor_limit()
     with Daemon(path, options) as daemon, contextlib.ExitStack() as opened:
@@ -64,7 +76,7 @@ def run_for_job(listener: int, options: str, starter: int, on_ready: Callable[[]
     Raises:
         ArgumentError: an option is wrong.
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=_LINE)
+    _log_to_stderr(logging.WARNING)
     ending = _Ending()
     raise_descriptor_limit()
     chosen = JOB_OPTIONS.decode(options.encode(), "the rank that starts it")

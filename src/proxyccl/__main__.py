@@ -6,6 +6,7 @@ A command imports what it uses itself, so that it starts no later because of the
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from proxyccl.device.environment import warn_of_unknown
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
+from proxyccl.device.shown_text import shown_lines
 from proxyccl.tools import options
 
 if TYPE_CHECKING:
@@ -406,6 +408,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with code 2 for wrong arguments, with 0 after ``--help``.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: its encoding may lack characters of names
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -424,9 +428,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         return _COMMANDS[parsed.command].run(parsed)
     except ArgumentError as error:
-        parser.error(str(error))
+        parser.error(shown_lines(error))
     except ProxyCCLError as error:
-        print(f"proxyccl: {error}", file=sys.stderr)
+        print(shown_lines(f"proxyccl: {error}"), file=sys.stderr)
         return 1
 
 

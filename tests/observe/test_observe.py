@@ -406,6 +406,19 @@ def test_top_shows_a_running_job_as_json_and_as_a_table() -> None:
     run_ranks(2, body)
 
 
+def test_top_shows_a_program_s_name_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train\njob fake\x1b[31m"])
+
+    def body(comm: Communicator) -> None:
+        channels_of(comm)
+        if comm.rank == 0:
+            table = called("top", "--once", "--interval", "0.1")[1]
+            assert f"job {comm.job}: train\\njob fake\\x1b[31m, 1 ranks" in table.splitlines()[0]
+            assert all(line.isprintable() for line in table.splitlines())
+
+    run_ranks(1, body)
+
+
 def test_top_shows_what_schedules_move() -> None:
     def body(comm: Communicator) -> None:
         x = on_device(comm, np.ones(999, np.float32))

@@ -17,6 +17,7 @@ import pytest
 from msgspec import structs
 
 from proxyccl import Communicator, ProxyCCLError, Trigger, WaitTimeoutError
+from proxyccl.__main__ import main
 from proxyccl.channels.liveness.watcher import WatchThread
 from proxyccl.channels.reports import collect
 from proxyccl.channels.reports.find import find
@@ -129,6 +130,22 @@ def test_a_report_reads_as_text(reports: Path) -> None:
     assert "to rank 0 by copy" in text
     assert "2 signals received, 2 of them waited for" in text
     assert "test_reports.py" in text
+
+
+def test_text_in_reports_stays_on_its_lines(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, hang)
+    for path in reports.iterdir():
+        fields = json.loads(path.read_text())
+        fields["communicator"] = fields["command"] = "a\ncommunicator fake\x1b[31m\u202e"
+        path.write_text(json.dumps(fields))
+    capsys.readouterr()
+    assert main(["doctor", "--full", str(reports)]) == 0
+    out = capsys.readouterr().out
+    assert all(line.isprintable() for line in out.splitlines())
+    escaped = r"communicator a\ncommunicator fake\x1b[31m\u202e"
+    assert [line for line in out.splitlines() if line.startswith("communicator")] == [
+        f"{escaped} of 2 ranks: reports of all 2 ranks"
+    ]
 
 
 def test_what_can_not_be_read_is_said_and_the_rest_is_there(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:

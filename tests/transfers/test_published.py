@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import pytest
 from proxyccl.channels.transfers.published import find_agents
 from proxyccl.channels.transfers.tracing import AgentTracer
 from proxyccl.proxy.observe.publications import publications_directory
-from proxyccl.tools.info import _agents
+from proxyccl.tools.info import _agents, show
 from proxyccl.tools.top import agents_text
 from proxyccl.tools.trace import write_trace
 from proxyccl.transfer import Agent
@@ -41,6 +42,20 @@ def test_each_links_path_is_named(pair: Pair, caplog: pytest.LogCaptureFixture) 
     assert seen("a") == ["no peer so far"]
     pair.a.close()
     assert seen("a") == []
+
+
+def test_names_of_other_programs_stay_on_their_lines() -> None:
+    name = "a\nagent fake: reaches nobody\x1b[31m\u202e"
+    with Agent(name) as a, Agent("b") as b:
+        b.add(a.metadata())
+        b.connect(name)
+        out = io.StringIO()
+        show([found for found in _agents() if f"process {os.getpid()}" in found.detail], out)
+        lines = [*out.getvalue().splitlines(), *agents_text().splitlines()]
+    assert all(line.isprintable() for line in lines)
+    assert not any(line.lstrip(" +").startswith("agent fake") for line in lines)
+    escaped = r"a\nagent fake: reaches nobody\x1b[31m\u202e"
+    assert any(line.startswith(f"agent b: reaches {escaped} by ") for line in lines)
 
 
 def test_a_trace_lists_transfers_and_their_paths(pair: Pair, tmp_path: Path) -> None:
