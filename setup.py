@@ -22,7 +22,7 @@ def kernel_libraries() -> dict[str, str]:
     dispatches = ("dispatch", "dispatch_masks", "dispatch_shared_masks")
     kernels = [f"{name}_kernel" for name in (*dispatches, "dispatch_masks_store", "dispatch_ids")]
     files = ("combine", *kernels, "quantize", "spread", "survivors", "weigh")
-    moves = ("moves", "packet_moves", "send_receive", "signal_peer", "engram_fetch", "copy_blocks")
+    moves = ("moves", "packet_moves", "send_receive", "signal_peer", "engram_fetch", "copy_blocks", "float16_parts")
     experts = [f'#include "experts/{name}.h"\n' for name in files]
     scaled = tuple(f"{name}_scaled" for name in dispatches)
     for each in types:

@@ -604,7 +604,8 @@ class Communicator:
             x: float16, bfloat16, float32, float64, or integers of 8 to 64 bits, signed or not, of any contiguous shape,
                 which may differ between ranks; the same count and type on all ranks.
             op: "sum", "prod", "min", "max" or "avg"; of integers also "band", "bor" and "bxor", which combine bits.
-                16-bit floats are accumulated in float32. Integers wrap around; their average truncates.
+                16-bit floats are accumulated in float32, also between nodes, so only the result must be in their range.
+                Integers wrap around; their average truncates.
             out: where the result goes; None for in place.
             algorithm: "one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring" or "proxy"; across nodes
                 of as many ranks each also "hierarchical". None chooses, by size and element type. Or an `ExecutionPlan`

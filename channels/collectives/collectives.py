@@ -43,6 +43,7 @@ class _Start(Message, frozen=True):
     tables: tuple[tuned.TableOfCase, ...] = ()
 
 
+WIDE_PARTS_BYTES = 64 << 20
 _NEEDS = {"hierarchical": "several nodes of as many ranks each, and two ranks at least"}
 _START = Codec(_Start, 1 << 20, "start of collectives")
 
@@ -79,6 +80,7 @@ class Collectives:
         self._by_proxy: ByProxy | None = None
         self._flows: Flows | None = None
         self._scratch: Memory | None = None
+        self._wide_parts: Memory | None = None
         self._all_mapped = self._whole_lines = False
         self.defaults = default_selector(group)
         self._selector = self.defaults
@@ -157,6 +159,12 @@ class Collectives:
             # That is freed with the last queued call that uses it.
             self._scratch = self.group.runtime.allocate(max(nbytes, 1))
         return self._scratch
+
+    def wide_parts(self) -> Memory:
+        """Memory of WIDE_PARTS_BYTES for an all_reduce in a wider type. The next one overwrites it."""
+        if self._wide_parts is None:
+            self._wide_parts = self.group.runtime.allocate(WIDE_PARTS_BYTES)
+        return self._wide_parts
 
     def algorithms(self, collective: str = "all_reduce") -> tuple[str, ...]:
         """The algorithms of a collective that work between these ranks."""
@@ -250,4 +258,4 @@ class Collectives:
         for part in (self._team, *(self._levels or ()), self._flows, self._by_proxy):
             if part is not None:
                 part.close()
-        self._team = self._levels = self._flows = self._by_proxy = self._scratch = None
+        self._team = self._levels = self._flows = self._by_proxy = self._scratch = self._wide_parts = None

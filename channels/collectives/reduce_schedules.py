@@ -126,40 +126,45 @@ def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayVi
     ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
     steps: list[Step] = []
     for begin, count in rounds(target.size, by_proxy.longest_round // (ranks * itemsize)):
-        part = _Reduction(by_proxy, source, op, _Shares(range(ranks), begin, target.size, (count,) * ranks))
+        shares = _Shares(range(ranks), begin, target.size, (count,) * ranks)
+        part = _Reduction(by_proxy, source, op, shares, ranks)
         steps += [*part.copies_in, Schedule(part.posts(), part.sends(), part.receives(), joined=_JOINED)]
         steps += part.reduce(target.ptr + begin * itemsize, posts=ranks - 1, gated=False)
     return by_proxy.rings.prepare(steps)
 
 
 def all_reduce_steps(
-    by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, members: Sequence[int]
+    by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, members: Sequence[int], divisor: int
 ) -> list[Step]:
     """A stream's steps of an all_reduce among some ranks; `target` may be `source`. All ranks make such steps together,
-    side by side, for arrays of one size. An average is over the whole group.
+    side by side, for arrays of one size. `divisor` is that of an average.
     """
     ranks, itemsize = len(members), source.dtype.itemsize
     if source.nbytes * (ranks - 1) <= by_proxy.one_crossing_bytes:
-        return _one_crossing(by_proxy, source, target, op, members)
+        return _one_crossing(by_proxy, source, target, op, members, divisor)
     steps: list[Step] = []
     for begin, count in rounds(source.size, by_proxy.longest_round // itemsize):
         share = round_up(-(-count // ranks), 16 // itemsize)
         lengths = tuple(max(0, min(share, count - number * share)) for number in range(ranks))
-        steps += _all_reduce_round(by_proxy, source, target, op, _Shares(members, begin, share, lengths))
+        shares = _Shares(members, begin, share, lengths)
+        steps += _all_reduce_round(by_proxy, source, target, op, shares, divisor)
     return steps
 
 
 def prepare_all_reduce(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
     """The stream operations of an all_reduce of all ranks; `target` may be `source`."""
-    return by_proxy.rings.prepare(all_reduce_steps(by_proxy, source, target, op, range(by_proxy.group.world_size)))
+    ranks = by_proxy.group.world_size
+    return by_proxy.rings.prepare(all_reduce_steps(by_proxy, source, target, op, range(ranks), ranks))
 
 
-def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares) -> list[Step]:
+def _all_reduce_round(
+    by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares, divisor: int
+) -> list[Step]:
     """The steps of one schedule. A rank's reduced share goes from its output to its peers' outputs."""
     links, memories, rank = by_proxy.links, by_proxy.memories, by_proxy.group.rank
     peers = others(by_proxy.group, shares.members)
     itemsize, nbytes = source.dtype.itemsize, sum(shares.lengths) * source.dtype.itemsize
-    part = _Reduction(by_proxy, source, op, shares)
+    part = _Reduction(by_proxy, source, op, shares, divisor)
     start, own = shares.first * itemsize, (shares.start(rank) - shares.first) * itemsize
     found = memories.target(target.ptr + start, nbytes)
     output = memories.found_or_staged(found, "target", nbytes)
@@ -184,11 +189,11 @@ def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, o
 
 
 def _one_crossing(
-    by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, members: Sequence[int]
+    by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, members: Sequence[int], divisor: int
 ) -> list[Step]:
     links, memories, peers = by_proxy.links, by_proxy.memories, others(by_proxy.group, members)
     nbytes = source.nbytes
-    slots = _Slots(by_proxy, source.dtype, op, nbytes, members, may_be_pinned=True)
+    slots = _Slots(by_proxy, source.dtype, op, nbytes, members, divisor, may_be_pinned=True)
     sent = memories.pinned("source", slots.nbytes) or memories.found_or_staged(
         memories.source(source.ptr, nbytes), "source", nbytes
     )
@@ -226,6 +231,7 @@ class _Slots:
         op: the operator.
         nbytes: most bytes that a peer sends.
         members: the ranks that take part, in order.
+        divisor: of an average.
         may_be_pinned: whether short data may go through pinned memory, as it then does on the senders' side too.
 
     Attributes:
@@ -239,12 +245,14 @@ class _Slots:
         op: str,
         nbytes: int,
         members: Sequence[int],
+        divisor: int,
         *,
         may_be_pinned: bool = False,
     ) -> None:
         self._group, self._dtype, self._words = by_proxy.group, dtype, by_proxy.rings.words
         self._of_blocks = ffi.cast("uint32_t *", by_proxy.memories.reduction_words.ptr)
         self._members, self._peers = members, others(by_proxy.group, members)
+        self._divisor = divisor
         self._slot_bytes = round_up(nbytes, _SLOT_ALIGNMENT)
         self.nbytes = len(self._peers) * self._slot_bytes
         pinned = by_proxy.memories.pinned("scratch", self.nbytes) if may_be_pinned else None
@@ -290,7 +298,7 @@ class _Slots:
         arrived = ffi.new("ProxycclArrived *")
         arrived.slots, arrived.slot_bytes = ffi.cast("char *", self._memory.ptr), self._slot_bytes
         arrived.rank, arrived.world_size = self._members.index(group.rank), len(self._members)
-        arrived.divisor = group.world_size
+        arrived.divisor = self._divisor
         piece, shortest = pieces[0][1], -(-defaults.small_bytes // self._dtype.itemsize)
         ranks = len(self._members)  # blocks grow with what is read
         few = min(_FEW_BLOCKS * min(ranks, _MOST_RANKS), -(-piece // shortest))
@@ -319,20 +327,21 @@ class _Reduction:
         source: input of this rank.
         op: the operator.
         shares: of the ranks.
+        divisor: of an average.
 
     Attributes:
         pieces: of the longest share.
         copies_in: the steps that stage the input.
     """
 
-    def __init__(self, by_proxy: ByProxy, source: ArrayView, op: str, shares: _Shares) -> None:
+    def __init__(self, by_proxy: ByProxy, source: ArrayView, op: str, shares: _Shares, divisor: int) -> None:
         self._by_proxy, self._source, self._shares = by_proxy, source, shares
         self._peers = others(by_proxy.group, shares.members)
         self._itemsize = itemsize = source.dtype.itemsize
         longest = shares.lengths[0]
         self.pieces = _Pieces(longest, itemsize, self._peers, in_turn=by_proxy.in_turn)
         memories = by_proxy.memories
-        self._slots = _Slots(by_proxy, source.dtype, op, longest * itemsize, shares.members)
+        self._slots = _Slots(by_proxy, source.dtype, op, longest * itemsize, shares.members, divisor)
         found = memories.source(source.ptr, source.nbytes)
         place = memories.found_or_staged(found, "source", len(shares.members) * longest * itemsize)
         starts = {peer: shares.start(peer) * itemsize for peer in self._peers}

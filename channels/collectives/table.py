@@ -36,6 +36,10 @@ ALL_REDUCE_KERNELS: dict[str, CollectiveKernel] = {
 REDUCTION_OF_SCHEDULES = CollectiveKernel("reduce_arrived.h", "reduce_arrived", reduces=True)
 """The kernel that reduces data that the proxies have moved."""
 
+WIDEN_FLOAT16 = CollectiveKernel("float16_parts.h", "widen_float16")
+NARROW_FLOAT16 = CollectiveKernel("float16_parts.h", "narrow_float16")
+"""The kernels by which a hierarchy reduces float16 in float32."""
+
 LINE_KERNELS: dict[str, CollectiveKernel] = {
     "one_shot": CollectiveKernel("all_reduce_one_shot.h", "all_reduce_one_shot_lines", reduces=True),
     "two_shot_packets": CollectiveKernel("all_reduce_two_shot_packets.h", "all_reduce_two_shot_lines", reduces=True),
@@ -47,11 +51,17 @@ PACKET_MOVES = {name: CollectiveKernel("packet_moves.h", f"{name}_packets") for 
 """The kernels that move short shares, by collective."""
 
 _REDUCED_IN_LINES = tuple(kernel for kernel in LINE_KERNELS.values() if kernel.reduces)
+_ALL_REDUCE = (
+    *ALL_REDUCE_KERNELS.values(),
+    *_REDUCED_IN_LINES,
+    REDUCTION_OF_SCHEDULES,
+    WIDEN_FLOAT16,
+    NARROW_FLOAT16,
+)
 _TRANSFERS = (CollectiveKernel("send_receive.h", "send_receive"),)
 
 COLLECTIVES: dict[str, tuple[CollectiveKernel, ...]] = {
-    "all_reduce": (*ALL_REDUCE_KERNELS.values(), *_REDUCED_IN_LINES, REDUCTION_OF_SCHEDULES),
-    "reduce": (*ALL_REDUCE_KERNELS.values(), *_REDUCED_IN_LINES, REDUCTION_OF_SCHEDULES),
+    **dict.fromkeys(("all_reduce", "reduce"), _ALL_REDUCE),
     "reduce_scatter": (CollectiveKernel("reduce_scatter.h", "reduce_scatter", reduces=True), REDUCTION_OF_SCHEDULES),
     "all_gather": (CollectiveKernel("moves.h", "all_gather"), PACKET_MOVES["all_gather"], LINE_KERNELS["all_gather"]),
     "all_to_all": (CollectiveKernel("moves.h", "all_to_all"), PACKET_MOVES["all_to_all"], LINE_KERNELS["all_to_all"]),

@@ -98,7 +98,7 @@ class Team:
         raw = self._links.raw
         runtime.copy(self._memory.ptr + counters_bytes, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
         team = self._team = ffi.new("ProxycclTeam *")
-        team.rank, team.world_size, team.divisor = members.index(rank), ranks, group.world_size
+        team.rank, team.world_size, team.divisor = members.index(rank), ranks, ranks
         team.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         team.counters = ffi.cast("ProxycclTeamCounters *", self._memory.ptr)
         team.epochs = ffi.cast("uint32_t *", self._memory.ptr + epochs_offset)
@@ -126,15 +126,18 @@ class Team:
         most = self._efficient_blocks if policy == "efficiency" else self.blocks
         return max(1, min(most, -(-nbytes // self._bytes_per_block)))
 
-    def parameter(self, *, nbytes: int = 0, reached_at: Sequence[int] | None = None) -> bytes:
+    def parameter(
+        self, *, nbytes: int = 0, reached_at: Sequence[int] | None = None, divisor: int | None = None
+    ) -> bytes:
         """A kernel's ProxycclTeam.
 
         Args:
+            divisor: of an average; None for the number of the team's ranks.
             nbytes: bytes of a share, for kernels that learn of peers' outputs before they send, which pays from
                 `meeting_bytes` on.
             reached_at: by rank, the address at which its kernels reach this rank's output; None if not all do.
         """
-        return self._struct(self._call(nbytes, reached_at))
+        return self._struct(self._call(nbytes, reached_at, divisor))
 
     def pipeline(
         self,
@@ -144,13 +147,15 @@ class Team:
         reached_at: Sequence[int] | None = None,
         *,
         loadable: bool = False,
+        divisor: int | None = None,
     ) -> tuple[int, bytes]:
         """Blocks of a two-shot kernel for `count` elements a rank, and its ProxycclTeam.
 
         Args:
             loadable: whether the input lies where the output does, at a multiple of 16 bytes.
+            divisor: as for `parameter`.
         """
-        team = self._call(0, reached_at)
+        team = self._call(0, reached_at, divisor)
         reached = self._writes_outputs and reached_at is not None
         team.offers = reached and loadable and count * itemsize <= self._offered_bytes
         aligned = 16 // itemsize  # shares and pieces start on 16 bytes where the array does
@@ -184,8 +189,9 @@ class Team:
         """Whether `all_reduce_by_proxy` reduces this many bytes in one crossing."""
         return nbytes <= self._team.one_crossing_bytes
 
-    def _call(self, nbytes: int, reached_at: Sequence[int] | None) -> ProxycclTeamPointer:
+    def _call(self, nbytes: int, reached_at: Sequence[int] | None, divisor: int | None = None) -> ProxycclTeamPointer:
         team = ffi.new("ProxycclTeam *", self._team[0])
+        team.divisor = divisor or team.world_size
         if self._writes_outputs:
             team.meet = nbytes >= self._meeting_bytes
             for rank, address in enumerate(reached_at or ()):

@@ -18,9 +18,9 @@ PROXYCCL_DEVICE void oneShot(const ProxycclPacketTeam& team, const T* in, T* out
     auto load = [&](uint64_t p) { return lanes.load(in, count, 0, first + p); };
     lanes.forEachPacket([&](uint64_t p) { lanes.sendToAll(team.rank, p, load(p)); });
     lanes.forEachPacket([&](uint64_t p) {
-      PacketReduction<T, Op, typename Form::Payload> reduction;
+      PacketReduction<T, Op, typename Form::Payload> reduction(team.world_size);
       lanes.receiveFromAll(0, p, load(p), reduction);
-      lanes.store(out, count, 0, first + p, reduction.finish(team.world_size));
+      lanes.store(out, count, 0, first + p, reduction.finish());
     });
   });
 }

@@ -34,7 +34,7 @@ PROXYCCL_DEVICE void all_reduce_recursive_doubling(const ProxycclPacketTeam& tea
       Payload partial{};
       for (uint32_t k = 0; k < kPerPacket; ++k) {
         const uint64_t i = (first + p) * kPerPacket + k;
-        if (i < count) partial.values[k] = Element<T>::widen(in[i]);
+        if (i < count) partial.values[k] = contribution<T, Op>(in[i], ranks);
       }
       auto combine = [&](uint32_t peer, uint32_t slot) {
         const Payload other = Payload::unpack(lanes.receive(peer, slot, p));

@@ -53,10 +53,11 @@ PROXYCCL_DEVICE void all_reduce_ring(const ProxycclTeam& team, const T* in, T* o
       A* to = reinterpret_cast<A*>(lane.outbox(buffer, next, step, step));
       const T* mine = in + begin(s);
       if (step == 0) {
-        pass(step, to, size(s), [&](uint64_t i) { return Element<T>::widen(mine[i]); });
+        pass(step, to, size(s), [&](uint64_t i) { return contribution<T, Op>(mine[i], ranks); });
       } else {
         const A* partial = reinterpret_cast<const A*>(lane.inbox(buffer, previous, step - 1));
-        pass(step, to, size(s), [&](uint64_t i) { return Op::combine(partial[i], Element<T>::widen(mine[i])); });
+        pass(step, to, size(s),
+             [&](uint64_t i) { return Op::combine(partial[i], contribution<T, Op>(mine[i], ranks)); });
       }
     }
     for (uint32_t step = 0; step < steps; ++step) {
@@ -68,7 +69,8 @@ PROXYCCL_DEVICE void all_reduce_ring(const ProxycclTeam& team, const T* in, T* o
       if (step == 0) {
         const A* partial = reinterpret_cast<const A*>(received);
         pass(slot, to, size(s), [&](uint64_t i) {
-          return result[i] = finishReduction<T, Op>(Op::combine(partial[i], Element<T>::widen(mine[i])), ranks);
+          return result[i] =
+                     finishReduction<T, Op>(Op::combine(partial[i], contribution<T, Op>(mine[i], ranks)), ranks);
         });
       } else {
         const T* complete = reinterpret_cast<const T*>(received);

@@ -20,9 +20,9 @@ PROXYCCL_DEVICE void twoShotPackets(const ProxycclPacketTeam& team, const T* in,
     auto load = [&](uint32_t owner, uint64_t p) { return lanes.load(in, count, owner, first + p); };
     lanes.forEachPacket([&](uint64_t p) { lanes.sendToEach(rank, p, [&](uint32_t peer) { return load(peer, p); }); });
     lanes.forEachPacket([&](uint64_t p) {
-      PacketReduction<T, Op, Payload> reduction;
+      PacketReduction<T, Op, Payload> reduction(ranks);
       lanes.receiveFromAll(0, p, load(rank, p), reduction);
-      const Payload sum = reduction.finish(ranks);
+      const Payload sum = reduction.finish();
       lanes.sendToAll(ranks + rank, p, sum);
       lanes.store(out, count, rank, first + p, sum);
     });

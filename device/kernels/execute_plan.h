@@ -100,11 +100,11 @@ PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t byte
   forEach(bytes / sizeof(Payload), threadIdx.x, blockDim.x, [&](size_t p) {
     Payload payload = receivePayload(step, 0, p);
     if (step.sources > 1) {
-      PacketReduction<T, Op> reduction;
+      PacketReduction<T, Op> reduction(1);
       reduction(0, payload);
 #pragma unroll 1
       for (uint32_t source = 1; source < step.sources; ++source) reduction(source, receivePayload(step, source, p));
-      payload = reduction.finish(1);
+      payload = reduction.finish();
     }
 #pragma unroll 1
     for (uint32_t d = step.sources; d < step.sources + step.destinations; ++d) {

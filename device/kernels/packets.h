@@ -66,18 +66,20 @@ PROXYCCL_DEVICE void storePayload(T* array, uint64_t count, uint64_t i, const Pa
 template <class T, class Op, class Payload = LL16Packet::Payload>
 class PacketReduction {
  public:
+  explicit PROXYCCL_DEVICE PacketReduction(uint32_t ranks) : ranks_(ranks) {}
+
   PROXYCCL_DEVICE void operator()(uint32_t rank, const Payload& payload) {
     const Values values = __builtin_bit_cast(Values, payload);
 #pragma unroll
     for (uint32_t k = 0; k < kCount; ++k) {
-      const A value = Element<T>::widen(values.values[k]);
+      const A value = contribution<T, Op>(values.values[k], ranks_);
       sums_[k] = rank == 0 ? value : Op::combine(sums_[k], value);
     }
   }
-  PROXYCCL_DEVICE Payload finish(uint32_t ranks) const {
+  PROXYCCL_DEVICE Payload finish() const {
     Values result;
 #pragma unroll
-    for (uint32_t k = 0; k < kCount; ++k) result.values[k] = finishReduction<T, Op>(sums_[k], ranks);
+    for (uint32_t k = 0; k < kCount; ++k) result.values[k] = finishReduction<T, Op>(sums_[k], ranks_);
     return __builtin_bit_cast(Payload, result);
   }
 
@@ -88,6 +90,7 @@ class PacketReduction {
     T values[kCount];
   };
 
+  uint32_t ranks_;
   A sums_[kCount] = {};
 };
 

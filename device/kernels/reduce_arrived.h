@@ -166,10 +166,10 @@ PROXYCCL_OUT_OF_LINE void reduceUnitsOf(uint32_t divisor, uint32_t units, const 
       Unit<T> result;
 #pragma unroll
       for (uint32_t v = 0; v < kWide; ++v) {
-        auto sum = Element<T>::widen(__builtin_bit_cast(Unit<T>, values[u][0]).values[v]);
+        auto sum = contribution<T, Op>(__builtin_bit_cast(Unit<T>, values[u][0]).values[v], divisor);
 #pragma unroll
         for (uint32_t rank = 1; rank < kRanks; ++rank)
-          sum = Op::combine(sum, Element<T>::widen(__builtin_bit_cast(Unit<T>, values[u][rank]).values[v]));
+          sum = Op::combine(sum, contribution<T, Op>(__builtin_bit_cast(Unit<T>, values[u][rank]).values[v], divisor));
         result.values[v] = finishReduction<T, Op>(sum, divisor);
       }
       if (u == 0 || i + u * blockDim.x < units) result.store(reinterpret_cast<T*>(to + i + u * blockDim.x));
@@ -196,7 +196,7 @@ PROXYCCL_OUT_OF_LINE void reduceUnitsOfAny(uint32_t ranks, uint32_t divisor, uin
         const Unit<T> unit = __builtin_bit_cast(Unit<T>, values[r]);
 #pragma unroll
         for (uint32_t v = 0; v < kWide; ++v) {
-          const auto value = Element<T>::widen(unit.values[v]);
+          const auto value = contribution<T, Op>(unit.values[v], divisor);
           if (first + r == 0)
             sums[v] = value;
           else if (first + r < ranks)

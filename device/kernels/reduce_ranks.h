@@ -53,18 +53,18 @@ PROXYCCL_DEVICE void reduceRuns(uint32_t ranks, uint32_t divisor, uint64_t begin
   for (uint64_t i = begin; i < end; i += kLongest) {
     const uint64_t count = minimum(kLongest, end - i);
     const T* first = source(0) + i;
-    for (uint64_t k = 0; k < count; ++k) sums[k] = Element<T>::widen(first[k]);
+    for (uint64_t k = 0; k < count; ++k) sums[k] = contribution<T, Op>(first[k], divisor);
     // The last loop over values of the accumulator's type finishes them too, which saves a pass over the run. Narrower
     // ones are converted in a separate loop: compilers do not vectorise both conversions in one.
     const bool last_finishes = sizeof(T) == sizeof(A) && ranks > 1;
     for (uint32_t rank = 1; rank < ranks - last_finishes; ++rank) {
       const T* next = source(rank) + i;
-      for (uint64_t k = 0; k < count; ++k) sums[k] = Op::combine(sums[k], Element<T>::widen(next[k]));
+      for (uint64_t k = 0; k < count; ++k) sums[k] = Op::combine(sums[k], contribution<T, Op>(next[k], divisor));
     }
     if (last_finishes) {
       const T* last = source(ranks - 1) + i;
       for (uint64_t k = 0; k < count; ++k)
-        results[k] = finishReduction<T, Op>(Op::combine(sums[k], Element<T>::widen(last[k])), divisor);
+        results[k] = finishReduction<T, Op>(Op::combine(sums[k], contribution<T, Op>(last[k], divisor)), divisor);
     } else {
       for (uint64_t k = 0; k < count; ++k) results[k] = finishReduction<T, Op>(sums[k], divisor);
     }
@@ -87,7 +87,7 @@ PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint32_t divisor, uin
     for (uint32_t r = 0; r < kAtOnce; ++r) {
       if (first + r >= ranks) continue;
       for (uint32_t k = 0; k < kCount; ++k) {
-        const A value = Element<T>::widen(packs[r].values[k]);
+        const A value = contribution<T, Op>(packs[r].values[k], divisor);
         sums[k] = first + r == 0 ? value : Op::combine(sums[k], value);
       }
     }
@@ -132,7 +132,7 @@ PROXYCCL_DEVICE void combineUnits(uint32_t ranks, uint32_t divisor, Source sourc
       const Unit<T> unit = __builtin_bit_cast(Unit<T>, units[u]);
 #pragma unroll
       for (uint32_t v = 0; v < kWide; ++v) {
-        const A value = Element<T>::widen(unit.values[v]);
+        const A value = contribution<T, Op>(unit.values[v], divisor);
         sums[u][v] = rank == 0 ? value : Op::combine(sums[u][v], value);
       }
     }

@@ -47,7 +47,7 @@ typedef struct ProxycclTeamCounters {
 typedef struct ProxycclTeam {
   uint32_t rank;       /* among the members */
   uint32_t world_size; /* their number */
-  uint32_t divisor;    /* of an average: the number of members, or of all ranks whose parts they combine */
+  uint32_t divisor;    /* of an average: the number of members, or of all ranks whose sums they add */
   uint32_t lanes;
   ProxycclControl* control;
   ProxycclLink* links;

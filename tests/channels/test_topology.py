@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,9 @@ import pytest
 from msgspec.structs import replace
 
 from proxyccl import ArgumentError, Array, Communicator, Runtime, RuntimeUnavailableError, ThreadBootstrap
+from proxyccl.channels.collectives import all_reduce
 from proxyccl.channels.joining.topology import RANK_INFO, RankInfo, Topology, chosen_local_world_size, encode_choice
+from proxyccl.device.arrays.dtypes import as_dtype
 from support.cases.reference import ALGORITHMS, MOVES, Call
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import most_ranks, rank_runtime, require_devices
@@ -148,6 +152,41 @@ def test_a_hierarchy_reduces_what_is_between_nodes_once(nodes: Ranks, dtype: str
             return
         for turn, count in enumerate((1, comm.local_world_size, 17, 5003, 300_001)):
             Call("all_reduce", dtype, op, "hierarchical", count, turn % 5, in_place=turn % 2 == 0, seed=turn).run(comm)
+
+    nodes.run(body)
+
+
+# Values of the first half of the ranks, and of the second: a node's part is outside the type's range, the whole is not.
+UNEVEN = {
+    ("float16", "sum"): (60000.0, -58976.0),
+    ("float16", "prod"): (512.0, 2.0**-8),
+    ("float16", "avg"): (60000.0, 50000.0),
+    ("bfloat16", "avg"): (3e38, 2e38),
+}
+
+
+@pytest.mark.parametrize(("dtype", "op"), UNEVEN)
+def test_what_fits_as_a_whole_does_not_overflow_in_parts(
+    nodes: Ranks, dtype: str, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_reduce, "WIDE_PARTS_BYTES", 40_000)  # the longest call takes several
+    values = [UNEVEN[dtype, op][rank >= nodes.world_size // 2] for rank in range(nodes.world_size)]
+    exact = {"sum": math.fsum, "prod": math.prod, "avg": lambda each: math.fsum(each) / len(each)}[op](values)
+
+    def body(comm: Communicator) -> None:
+        def whole(count: int) -> Any:
+            return on_device(comm, np.full(count, values[comm.rank], as_dtype(dtype).numpy()))
+
+        for count, algorithm in itertools.product((5, 20_003), (None, "two_shot")):
+            root = whole(count)
+            results = [
+                comm.all_reduce(whole(count), op, algorithm=algorithm),
+                comm.reduce_scatter(whole(count * comm.world_size), op),
+            ]
+            comm.reduce(root, op, 1, algorithm=algorithm)
+            barrier(comm)
+            for result in (*results, *([root] if comm.rank == 1 else [])):
+                np.testing.assert_allclose(on_host(result).astype(np.float64), exact, rtol=2.0**-8)
 
     nodes.run(body)
 

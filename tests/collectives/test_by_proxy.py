@@ -625,7 +625,9 @@ def test_schedules_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPa
 
 @NO_PROXY
 @pytest.mark.host_only("its kernels move data between nodes too, unless that is forbidden")
-@pytest.mark.parametrize(("dtype", "op", "most"), [("bfloat16", "sum", 4), ("int64", "avg", 4), ("int64", "avg", 3)])
+@pytest.mark.parametrize(
+    ("dtype", "op", "most"), [("float16", "sum", 4), ("float16", "avg", 4), ("int64", "avg", 4), ("int64", "avg", 3)]
+)
 def test_a_hierarchy_has_schedules_between_nodes_where_kernels_do_not_reach(
     dtype: str, op: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from proxyccl import Communicator
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
+from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.runtimes import open_runtime
 from support.cases.reference import (
     ALGORITHMS,
@@ -66,6 +68,20 @@ def run_calls(ranks: Ranks, calls: list[Call]) -> None:
         if call.collective == "all_reduce":
             outputs = {result[number] for result in results}
             assert len(outputs) == 1, f"{call}: ranks got different bits"
+
+
+@pytest.mark.parametrize("algorithm", CHOICES)
+def test_an_average_of_16_bit_floats_fits_where_their_sum_does_not(ranks: Ranks, algorithm: str | None) -> None:
+    def body(comm: Communicator) -> None:
+        if algorithm not in (None, *comm.collectives.algorithms()):
+            return
+        for dtype in ("float16", "bfloat16"):
+            largest = np.full(1000, float(ml_dtypes.finfo(dtype).max), as_dtype(dtype).numpy())
+            result = comm.all_reduce(on_device(comm, largest), "avg", algorithm=algorithm)
+            barrier(comm)
+            np.testing.assert_array_equal(on_host(result), largest)
+
+    ranks.run(body)
 
 
 @pytest.mark.parametrize("algorithm", CHOICES)

@@ -17,9 +17,12 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// Attributes of a type: `Accumulator`; and kScaled, whether values of an average are scaled before they are added,
+// because the accumulator's range is the type's own, of which a sum may be outside although the average is not.
 template <class T>
 struct Element {
   using Accumulator = T;
+  static constexpr bool kScaled = false;
   static PROXYCCL_DEVICE T widen(T value) { return value; }
   static PROXYCCL_DEVICE T narrow(T value) { return value; }
 };
@@ -27,6 +30,7 @@ struct Element {
 template <>
 struct Element<Half> {
   using Accumulator = float;
+  static constexpr bool kScaled = false;
   static PROXYCCL_DEVICE float widen(Half value) { return halfToFloat(value.bits); }
   static PROXYCCL_DEVICE Half narrow(float value) { return {floatToHalf(value)}; }
 };
@@ -34,6 +38,7 @@ struct Element<Half> {
 template <>
 struct Element<BFloat16> {
   using Accumulator = float;
+  static constexpr bool kScaled = true;
   static PROXYCCL_DEVICE float widen(BFloat16 value) {
     return __builtin_bit_cast(float, static_cast<uint32_t>(value.bits) << 16);
   }
@@ -48,10 +53,15 @@ struct Element<BFloat16> {
   }
 };
 
-// combine() is associative up to rounding. finish() gets the combined value and the number of ranks. Minimum and
-// maximum propagate NaN. The average of integers truncates towards zero, as in NCCL.
+// scale() gets a rank's value and the number of ranks. combine() is associative up to rounding. finish() gets the
+// combined value and the number of ranks. Minimum and maximum propagate NaN. The average of integers truncates towards
+// zero, as in NCCL.
 struct Unscaled {
-  template <class A>
+  template <class T, class A>
+  static PROXYCCL_DEVICE A scale(A a, uint32_t) {
+    return a;
+  }
+  template <class T, class A>
   static PROXYCCL_DEVICE A finish(A a, uint32_t) {
     return a;
   }
@@ -85,24 +95,40 @@ struct Avg {
   static PROXYCCL_DEVICE A combine(A a, A b) {
     return a + b;
   }
-  template <class A>
+  // By the least power of two that is not below the number of ranks: a float holds the quotient of a bfloat16 exactly.
+  template <class T, class A>
+  static PROXYCCL_DEVICE A scale(A a, uint32_t ranks) {
+    if constexpr (Element<T>::kScaled) return a * inverse(ranks);
+    return a;
+  }
+  template <class T, class A>
   static PROXYCCL_DEVICE A finish(A a, uint32_t ranks) {
+    if constexpr (!Element<T>::kScaled)
+      return divide(a, ranks);
+    else
+      return isPowerOfTwo(ranks) ? a : a / (static_cast<float>(ranks) * inverse(ranks));
+  }
+
+ private:
+  template <class A>
+  static PROXYCCL_DEVICE A divide(A a, uint32_t ranks) {
     return a / static_cast<decltype(a + a)>(ranks);  // 8 bits may not hold the number of ranks
   }
   // A power of two has an exact reciprocal, so the quotient is the product. On a GPU a division takes some 30
   // instructions, which a kernel of few blocks has no time for.
-  static PROXYCCL_DEVICE float finish(float a, uint32_t ranks) {
-    if (!isPowerOfTwo(ranks)) return a / static_cast<float>(ranks);
-    return a * __builtin_bit_cast(float, (127u - exponentOf(ranks)) << 23);
+  static PROXYCCL_DEVICE float divide(float a, uint32_t ranks) {
+    return isPowerOfTwo(ranks) ? a * inverse(ranks) : a / static_cast<float>(ranks);
   }
-  static PROXYCCL_DEVICE double finish(double a, uint32_t ranks) {
-    if (!isPowerOfTwo(ranks)) return a / static_cast<double>(ranks);
-    return a * __builtin_bit_cast(double, static_cast<uint64_t>(1023u - exponentOf(ranks)) << 52);
+  static PROXYCCL_DEVICE double divide(double a, uint32_t ranks) {
+    return isPowerOfTwo(ranks) ? a * static_cast<double>(inverse(ranks)) : a / static_cast<double>(ranks);
   }
-
- private:
   static PROXYCCL_DEVICE bool isPowerOfTwo(uint32_t ranks) { return (ranks & (ranks - 1)) == 0; }
-  static PROXYCCL_DEVICE uint32_t exponentOf(uint32_t ranks) { return countBits(ranks - 1); }
+  // The reciprocal of the least power of two that is not below `ranks`.
+  static PROXYCCL_DEVICE float inverse(uint32_t ranks) {
+    uint32_t bits = ranks - 1;  // and all lower ones
+    for (uint32_t shift = 1; shift < 32; shift *= 2) bits |= bits >> shift;
+    return __builtin_bit_cast(float, (127u - countBits(bits)) << 23);
+  }
 };
 // Bitwise, for integers.
 struct Band : Unscaled {
@@ -136,12 +162,18 @@ PROXYCCL_DEVICE double withOneNan(double value) {
   return value == value ? value : __builtin_bit_cast(double, 0x7ff8000000000000ull);
 }
 
+// A rank's value as combine() takes it.
+template <class T, class Op>
+PROXYCCL_DEVICE typename Element<T>::Accumulator contribution(T value, uint32_t ranks) {
+  return Op::template scale<T>(Element<T>::widen(value), ranks);
+}
+
 // The result of a reduction, from combine()'s result for all ranks' values. A sum or product of two NaNs has the sign
 // and payload of one of them. Which one depends on the device and on the order in which the compiler passes the
 // operands, and that differs between loops. So a NaN result gets neither.
 template <class T, class Op>
 PROXYCCL_DEVICE T finishReduction(typename Element<T>::Accumulator combined, uint32_t ranks) {
-  return Element<T>::narrow(withOneNan(Op::finish(combined, ranks)));
+  return Element<T>::narrow(withOneNan(Op::template finish<T>(combined, ranks)));
 }
 
 }  // namespace proxyccl

@@ -139,6 +139,7 @@ class Call:
         result = self.issue(comm, x, None if out is x else out, stream)
         assert result is out, f"{self}: the call returned another array than its output"
         by_levels = self.collective == "all_reduce" and self.algorithm in (None, "hierarchical")
+        by_levels = by_levels and (self.dtype != "float16" or self.op == "avg")  # others travel in float32
         parts = comm.topology.node_count if by_levels and comm.topology.has_levels() else 0
         return Started(replace(self, rounded_parts=parts), comm, x, out, bases, stream)
 
