@@ -875,7 +875,7 @@ class Communicator:
         """Sends and receives that are issued together, by one launch, at the end of a ``with`` block.
 
         ``with comm.transfers() as t: t.send(x, right); t.recv(y, left)``. Within a block no transfer waits for another,
-        so its order does not matter between different peers.
+        so its order does not matter between different peers, and an array that is received may not overlap another.
 
         Args:
             stream: as for `all_reduce`.

@@ -29,8 +29,9 @@ class Transfers:
     """Transfers that are issued together, at the end of the ``with`` block that collects them.
 
     None of them waits for another, so the order of sends and receives within the block does not matter, except with the
-    same peer: a rank's sends to a peer match that peer's receives from it in order. An exception in the block issues
-    nothing. Made by `Communicator.transfers`.
+    same peer: a rank's sends to a peer match that peer's receives from it in order. An array that is received must not
+    overlap another one of the block, except where this rank sends itself an array in place: the end of the block raises
+    ArgumentError, and issues nothing. Nor does an exception in the block. Made by `Communicator.transfers`.
 
     Attributes:
         issued: after the block, the transfers as they were prepared; None if there were none, or copies alone.
@@ -105,11 +106,13 @@ def run_transfers(
     group = collectives.group
     group.failure.require_usable()
     group.runtime.stream_handle(stream)  # refuses an invalid stream before anything is agreed
+    transfers = [transfer for transfer in transfers if transfer.nbytes and not transfer.in_place]
+    if len(transfers) > 1 or any(transfer.peer == group.rank for transfer in transfers):
+        _require_apart(transfers)
     if call is not None:
         group.launches.agree(call)
     if group.world_size > 1:
         flows = collectives.flows()
-    transfers = [transfer for transfer in transfers if transfer.nbytes and not transfer.in_place]
     if not transfers:
         return None
     views = [view for transfer in transfers for view in (transfer.source, transfer.target) if view is not None]
@@ -119,6 +122,22 @@ def run_transfers(
         return flows.run(transfers, stream, owners)
     group.launches.launch(lambda handle: _copy(group.runtime, transfers, handle), stream, owners)
     return None
+
+
+def _require_apart(transfers: Sequence[Transfer]) -> None:
+    """Raises ArgumentError if an array that is received shares memory with another one: no transfer waits for another.
+    Arrays that are sent may overlap.
+    """
+    ranges = [(view.ptr, view.nbytes, False) for each in transfers if (view := each.source) is not None]
+    ranges += [(view.ptr, view.nbytes, True) for each in transfers if (view := each.target) is not None]
+    sent_to = received_to = 0  # ends of the ranges so far
+    for begin, nbytes, received in sorted(ranges):
+        if begin < received_to or (received and begin < sent_to):
+            raise ArgumentError("out", "overlaps another array of the same transfers; it must be apart from all others")
+        if received:
+            received_to = begin + nbytes
+        else:
+            sent_to = max(sent_to, begin + nbytes)
 
 
 def _copy(runtime: Runtime, copies: Sequence[Transfer], stream: StreamLike) -> None:

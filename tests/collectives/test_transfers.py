@@ -12,7 +12,7 @@ import pytest
 
 from proxyccl import ArgumentError, Communicator, MismatchError
 from proxyccl.channels.collectives.flows import MOST_TRANSFERS
-from support.device_arrays import on_device, on_host
+from support.device_arrays import barrier, on_device, on_host
 from support.devices import world_sizes
 from support.ranks import Ranks
 from support.running import run_ranks
@@ -283,6 +283,41 @@ def test_reduce_changes_the_root_alone(ranks: Ranks) -> None:
         assert (on_host(x) == (n * (n + 1) // 2 if rank == root else rank + 1)).all()
 
     ranks.run(body)
+
+
+@pytest.mark.parametrize(("sent", "received"), [((0, 8), (0, 8)), ((0, 8), (7, 15)), ((7, 15), (0, 8))])
+def test_an_array_that_is_received_overlaps_no_other(
+    pairs: Ranks, sent: tuple[int, int], received: tuple[int, int]
+) -> None:
+    """Between peers, and where a rank sends to itself. Arrays that are sent may overlap."""
+
+    def body(comm: Communicator) -> None:
+        x = on_device(comm, np.arange(24, dtype=np.float32))
+        own, peer = comm.rank, 1 - comm.rank
+
+        def exchange(*transfers: tuple[tuple[int, int], int, tuple[int, int], int]) -> None:
+            with comm.transfers() as block:
+                for source, to, target, sender in transfers:
+                    block.send(x[slice(*source)], to)
+                    block.recv(x[slice(*target)], sender)
+
+        refused = [((sent, peer, received, peer),), ((sent, own, (16, 24), own), ((8, 16), peer, (15, 23), peer))]
+        for transfers in (*refused, ((sent, own, received, own),)) if sent != received else refused:
+            with pytest.raises(ArgumentError, match="out: overlaps another array"):
+                exchange(*transfers)
+        np.testing.assert_array_equal(on_host(x), np.arange(24))
+        with comm.transfers() as transfers:
+            transfers.send(x[:8], peer)
+            transfers.send(x[4:12], peer)
+            transfers.recv(x[12:20], own)
+            transfers.send(x[12:20], own)
+            transfers.recv(first := on_device(comm, np.zeros(8, np.float32)), peer)
+            transfers.recv(second := on_device(comm, np.zeros(8, np.float32)), peer)
+        barrier(comm)
+        np.testing.assert_array_equal(on_host(first), np.arange(8))
+        np.testing.assert_array_equal(on_host(second), np.arange(4, 12))
+
+    pairs.run(body)
 
 
 def test_wrong_arguments_are_refused_before_anything_moves(pairs: Ranks) -> None:
