@@ -23,13 +23,15 @@ _OPS = {
 }
 _BITWISE = {_Kind.BAND, _Kind.BOR, _Kind.BXOR}
 _OF_COMPLEX = {_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM}
+_PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+"""The types of a complex number's parts."""
 _OF_BOOL = {
     _Kind.SUM: "max",
     _Kind.PRODUCT: "min",
     _Kind.MIN: "min",
     _Kind.MAX: "max",
-    _Kind.BAND: "band",
-    _Kind.BOR: "bor",
+    _Kind.BAND: "min",
+    _Kind.BOR: "max",
     _Kind.BXOR: "bxor",
 }
 """The same reductions on bytes of 0 and 1: a sum is true where any rank's value is, as in torch."""
@@ -44,11 +46,24 @@ class Reduction:
         op: the communicator's operator.
         view: the type in which it takes the elements; None for their own.
         factor: a factor by which each rank multiplies its values first, or None.
+        flags: whether the elements are bools, whose bytes must be 0 or 1.
     """
 
     op: str
     view: torch.dtype | None = None
     factor: Any = None
+    flags: bool = False
+
+    def given(self, flat: torch.Tensor) -> torch.Tensor:
+        """The values that a rank contributes, in a contiguous tensor of one dimension: a copy, or the tensor itself."""
+        if self.flags:  # a tensor that is a view of other bytes may hold any
+            return flat.view(torch.uint8).ne(0)
+        if self.factor is None:
+            return flat
+        if not isinstance(self.factor, torch.Tensor):
+            return flat * self.factor
+        factor = self.factor.to(flat.device).reshape(())  # without dimensions, so that the product has flat's type
+        return flat * (factor if factor.is_floating_point() else factor.to(flat.dtype))
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor of one dimension as the communicator takes it. It shares the memory."""
@@ -76,17 +91,21 @@ def reduction(op: Any, dtype: torch.dtype) -> Reduction:
     if dtype is torch.bool:
         if kind not in _OF_BOOL:
             raise ValueError(f"op: {kind.name} of bool is not supported; expected one of {_names(_OF_BOOL)}")
-        return Reduction(_OF_BOOL[kind], torch.uint8)
+        return Reduction(_OF_BOOL[kind], torch.uint8, flags=True)
     factor = op.__getstate__()[1] if kind == _Kind.PREMUL_SUM else None
     if dtype.is_complex:
         if kind not in _OF_COMPLEX:
             raise ValueError(f"op: {kind.name} of complex is not supported; expected one of {_names(_OF_COMPLEX)}")
-        return Reduction(_OPS[kind], torch.float32 if dtype is torch.complex64 else torch.float64, factor)
+        return Reduction(_OPS[kind], _PARTS[dtype], factor)
     if dtype not in REDUCIBLE:
         known = ", ".join(sorted(str(each) for each in REDUCIBLE))
         raise TypeError(f"tensor: elements of {dtype} can't be reduced; expected one of {known}, bool or complex")
     if kind in _BITWISE and dtype.is_floating_point:
         raise ValueError(f"op: {kind.name} of {dtype} is not supported; expected integers or bool")
+    if factor is not None and not torch.can_cast(torch.as_tensor(factor).dtype, dtype):
+        raise ValueError(
+            f"op: PREMUL_SUM by {factor} is not supported for {dtype}; expected a factor that converts to it"
+        )
     return Reduction(_OPS[kind], factor=factor)
 
 

@@ -31,9 +31,7 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, *, overlapped:
         return "all_reduce", tensor, tensor, plain, None, policy
     how = reduction(op, tensor.dtype)
     values = flat(tensor)
-    if how.factor is not None:
-        values.mul_(how.factor)
-    comm.all_reduce(how.of(values), how.op, cta_policy=policy)
+    comm.all_reduce(how.of(how.given(values)), how.op, out=how.of(values), cta_policy=policy)
     put_back(tensor, values)
     return None
 
@@ -42,12 +40,11 @@ def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Made
     """Reduces a tensor over all ranks, in place on `root`."""
     how = reduction(op, tensor.dtype)
     values = flat(tensor)
-    if how.factor is not None:
-        values = values * how.factor
-    comm.reduce(how.of(values), how.op, root)
+    given = how.given(values)
+    comm.reduce(how.of(given), how.op, root, out=how.of(values))
     if comm.rank == root:
         put_back(tensor, values)
-    in_place = how.factor is None and is_plain(tensor)
+    in_place = given is values and is_plain(tensor)
     return ("reduce", how.of(values), how.of(values), how.op, root, None) if in_place else None
 
 
@@ -106,12 +103,11 @@ def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op
     """Reduces a tensor over all ranks and gives each its share."""
     how = reduction(op, x.dtype)
     values, share = flat(x), flat(output)
-    if how.factor is not None:
-        values = values * how.factor
-    source, target = how.of(values), how.of(share)
+    given = how.given(values)
+    source, target = how.of(given), how.of(share)
     comm.reduce_scatter(source, how.op, out=target)
     put_back(output, share)
-    in_place = how.factor is None and is_plain(x) and is_plain(output)
+    in_place = given is values and is_plain(x) and is_plain(output)
     return ("reduce_scatter", source, target, how.op, None, None) if in_place else None
 
 

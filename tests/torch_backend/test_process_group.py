@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -51,19 +52,118 @@ def test_all_reduce_of_every_type(dtype: Any) -> None:
     run(body)
 
 
-def test_all_reduce_of_bool_complex_and_bits() -> None:
+KINDS = dist.ReduceOp.RedOpType
+BITS = (KINDS.BAND, KINDS.BOR, KINDS.BXOR)
+HALVES, TRIPLES = torch.tensor([0.5]), torch.tensor([3])
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+SHOWN: dict[Any, tuple[Any, ...]] = {
+    torch.float16: (KINDS.SUM, KINDS.PREMUL_SUM),
+    torch.int32: (KINDS.SUM, KINDS.BAND, KINDS.PREMUL_SUM),
+    torch.bool: tuple(KINDS.__members__.values()),
+    torch.complex32: (KINDS.SUM, KINDS.AVG, KINDS.PREMUL_SUM),
+}
+"""What `make test` computes. Kernels of each type and operator have tests of their own; refusals need none."""
+
+
+def reduced(dtype: Any, kind: Any, factor: Any, xs: Any) -> Any:
+    """The reduction of the ranks' rows of `xs`; None if there is none."""
+    integers = not (dtype.is_floating_point or dtype.is_complex)
+    if kind in BITS and not integers:
+        return None
+    if dtype.is_complex and kind not in (KINDS.SUM, KINDS.AVG, KINDS.PREMUL_SUM):
+        return None
+    if dtype is torch.bool:
+        parity = functools.reduce(torch.logical_xor, xs)
+        every, some = (KINDS.PRODUCT, KINDS.MIN, KINDS.BAND), (KINDS.SUM, KINDS.MAX, KINDS.BOR)
+        return {**dict.fromkeys(every, xs.all(0)), **dict.fromkeys(some, xs.any(0)), KINDS.BXOR: parity}.get(kind)
+    if kind == KINDS.PREMUL_SUM and integers and factor is not TRIPLES:
+        return None
+    wide = xs.to(torch.complex128 if dtype.is_complex else torch.int64 if integers else torch.float64)
+    if kind in BITS:
+        combine = (torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor)[BITS.index(kind)]
+        return functools.reduce(combine, wide).to(dtype)
+    if kind == KINDS.PREMUL_SUM:
+        return (wide * factor).sum(0).to(dtype)
+    if kind == KINDS.AVG:
+        return (torch.div(wide.sum(0), RANKS, rounding_mode="trunc") if integers else wide.sum(0) / RANKS).to(dtype)
+    found = {KINDS.SUM: wide.sum, KINDS.PRODUCT: wide.prod, KINDS.MIN: wide.amin, KINDS.MAX: wide.amax}[kind]
+    return found(0).to(dtype)
+
+
+def copied(x: Any) -> Any:
+    """The tensor's bytes in another one: a clone of bools makes each byte 0 or 1."""
+    return x.view(torch.uint8).clone().view(x.dtype)
+
+
+def reductions(group: Any, op: Any, x: Any) -> Iterator[Callable[[], Any]]:
+    """Every call that reduces, with the x of this rank: each returns all that this rank knows of the result."""
+    rank, count = group.rank(), x.numel()
+    own, rows = slice(rank * count // RANKS, (rank + 1) * count // RANKS), x.view(RANKS, -1)
+
+    def all_reduce() -> Any:
+        return all_reduced(group, copied(x), op)
+
+    def reduce() -> Any:
+        out = copied(x)
+        group.reduce([out], options("Reduce", reduceOp=op, rootRank=1)).wait()
+        return out if rank == 1 else None
+
+    def coalesced() -> Any:
+        outs = [copied(x), copied(x[:2])]
+        group.allreduce_coalesced(outs, options("AllreduceCoalesced", reduceOp=op)).wait()
+        assert same(outs[0][:2], outs[1])
+        return outs[0]
+
+    def scatter() -> Any:
+        out = torch.empty_like(x[own])
+        group.reduce_scatter_single(out, copied(x), options("ReduceScatter", reduceOp=op)).wait()
+        return own, out
+
+    def scatter_lists() -> Any:
+        out = torch.empty_like(x[own])
+        group.reduce_scatter([out], [list(copied(rows))], options("ReduceScatter", reduceOp=op)).wait()
+        return own, out
+
+    def scatter_coalesced() -> Any:
+        outs = [torch.empty_like(x[own]) for _ in range(2)]
+        group.reduce_scatter_single_coalesced(outs, [copied(x)] * 2, options("ReduceScatter", reduceOp=op)).wait()
+        assert same(*outs)
+        return own, outs[1]
+
+    yield from (all_reduce, reduce, coalesced, scatter, scatter_lists, scatter_coalesced)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two tensors of one type have the same bytes."""
+    return a.dtype == b.dtype and bytes(a.view(torch.uint8).tolist()) == bytes(b.view(torch.uint8).tolist())
+
+
+@pytest.mark.parametrize("dtype", [*sorted(REDUCIBLE, key=str), torch.bool, *COMPLEX, torch.float8_e5m2], ids=str)
+def test_every_operator_reduces_or_refuses_every_type_in_every_call(dtype: Any, pytestconfig: pytest.Config) -> None:
+    """The results are exact. A bool's byte may be any: what is not 0 is true."""
+    kinds = [(kind, None) for kind in KINDS.__members__.values() if kind != KINDS.PREMUL_SUM]
+    kinds += [(KINDS.PREMUL_SUM, factor) for factor in (0.5, HALVES, TRIPLES)]
+    inputs = torch.tensor([[4, 2, 6, 0, 2, 8], [2, 4, 2, 0, 2, 0], [6, 6, 4, 0, 2, 4]])
+    if dtype is torch.bool:
+        xs = (inputs.to(torch.uint8)).view(torch.bool)
+    else:
+        xs = (inputs * (1 + 2j)).to(torch.complex64).to(dtype) if dtype.is_complex else inputs.to(dtype)
+
     def body(group: Any) -> None:
-        rank, op = group.rank(), dist.ReduceOp
-        flags = torch.tensor([rank == 0, True, False])
-        assert all_reduced(group, flags.clone()).tolist() == [True, True, False]
-        assert all_reduced(group, flags.clone(), op.PRODUCT).tolist() == [False, True, False]
-        assert all_reduced(group, flags.clone(), op.BXOR).tolist() == [True, RANKS % 2 == 1, False]
-        assert all_reduced(group, torch.tensor([1 + 2j]), op.AVG).tolist() == [1 + 2j]
-        bits = torch.tensor([1 << rank, 7], dtype=torch.uint8)
-        assert all_reduced(group, bits.clone(), op.BOR).tolist() == [7, 7]
-        assert all_reduced(group, bits.clone(), op.BAND).tolist() == [0, 7]
-        scaled = all_reduced(group, torch.tensor([2.0]), dist._make_nccl_premul_sum(0.5))
-        assert scaled.tolist() == [RANKS * 1.0]
+        for kind, factor in kinds:
+            op = dist.ReduceOp(kind) if factor is None else dist._make_nccl_premul_sum(factor)
+            known = dtype in REDUCIBLE or dtype is torch.bool or dtype.is_complex
+            expected = reduced(dtype, kind, factor, xs) if known else None
+            if expected is not None and kind not in SHOWN.get(dtype, ()) and not pytestconfig.getoption("--full"):
+                continue
+            for call in reductions(group, op, xs[group.rank()]):
+                if expected is None:
+                    with pytest.raises((TypeError, ValueError), match=f"{kind.name}|{dtype}"):
+                        call()
+                    continue
+                result = call()
+                where, out = result if isinstance(result, tuple) else (slice(None), result)
+                assert out is None or same(out, expected[where]), (kind, factor, call.__name__, out, expected)
 
     run(body)
 
@@ -74,10 +174,11 @@ def test_all_reduce_of_bool_complex_and_bits() -> None:
         (torch.ones(2), dist.ReduceOp.BAND, ValueError, "BAND of torch.float32 is not supported; expected integers"),
         (torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX, ValueError, "op: MAX of complex is not supported"),
         (torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG, ValueError, "op: AVG of bool is not supported"),
+        (torch.ones(2).int(), dist._make_nccl_premul_sum(0.5), ValueError, "PREMUL_SUM by 0.5 .*; expected a factor"),
         (torch.ones(2, dtype=torch.float8_e5m2), dist.ReduceOp.SUM, TypeError, "float8_e5m2 can't be reduced"),
         (torch.eye(2).to_sparse(), dist.ReduceOp.SUM, RuntimeError, "expected a dense tensor"),
     ],
-    ids=["bits", "complex", "bool", "float8", "sparse"],
+    ids=["bits", "complex", "bool", "factor", "float8", "sparse"],
 )
 def test_what_can_not_be_reduced_is_refused(tensor: Any, op: Any, error: type[Exception], message: str) -> None:
     def body(group: Any) -> None:
