@@ -265,6 +265,18 @@ def test_all_to_all_single_with_splits() -> None:
     run(body)
 
 
+def test_all_to_all_in_place_is_refused_with_splits_and_lists() -> None:
+    def body(group: Any) -> None:
+        x = torch.arange(2.0 * RANKS)
+        with pytest.raises(ValueError, match="out: overlaps another array"):
+            group.all_to_all_single(x, x, [2] * RANKS, [2] * RANKS, options("AllToAll")).wait()
+        with pytest.raises(ValueError, match="out: overlaps another array"):
+            group.alltoall(list(x.chunk(RANKS)), list(x.chunk(RANKS)), options("AllToAll")).wait()
+        assert x.tolist() == list(range(2 * RANKS))
+
+    run(body)
+
+
 def test_coalesced_calls() -> None:
     def body(group: Any) -> None:
         rank = group.rank()
@@ -395,7 +407,7 @@ def test_the_result_of_a_call_is_what_it_writes() -> None:
             "gather": (group.gather([gathered], [x], options("Gather", waits=False, **root)), gathered),
             "scatter": (group.scatter([x], sources, options("Scatter", waits=False, **root)), [x]),
             "reduce_scatter": (group.reduce_scatter_single(part, x, options("ReduceScatter", waits=False)), [part]),
-            "all_to_all": (group.alltoall(outs, outs, options("AllToAll", waits=False)), outs),
+            "all_to_all": (group.alltoall(outs, [x] * RANKS, options("AllToAll", waits=False)), outs),
             "barrier": (group.barrier(options("Barrier", waits=False)), []),
             "send": (group.send([torch.ones(1)], peers[0]), []),
             "recv": (group.recv([part], peers[1]), [part]),
