@@ -14,7 +14,7 @@ from typing import Any
 from proxyccl.channels._prepared_calls import PreparedCalls
 from proxyccl.channels.liveness.failure import FailureState
 from proxyccl.channels.segment.call_log import CALL_DIFFERED, CALL_DIFFERS, LOG_ENTRIES, CallLog, encode_fields
-from proxyccl.channels.segment.calls import CALL_FIELDS, SHAPED, CollectiveCall, describe_call
+from proxyccl.channels.segment.calls import CALL_FIELDS, OBJECT_FIELD, SHAPED, CollectiveCall, describe_call
 from proxyccl.channels.segment.error_record import DIFFERENT_CALL
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays.array import Array, current_stream
@@ -59,6 +59,7 @@ class Launches:
         self._on_host = runtime.name == "host"
         self._failure = failure
         self._call_log = call_log
+        self._objects: list[str] = []
         self._lock = threading.RLock()
         self._launching: list[AbstractContextManager[object]] = [self._lock]
         self._last: int | ThreadStream | None = None  # the stream of the latest launch
@@ -91,6 +92,17 @@ class Launches:
         """Chooses between two ways for this rank's next call, alike on all ranks of its host: as the first of them
         wished. The program's other threads make no call meanwhile."""
         return self._call_log.choose(wish)
+
+    def number_object(self, name: str) -> int:
+        """The number of an object that all ranks make together, in the same order, and whose calls are then compared as
+        its own (`CollectiveCall.of`).
+
+        Args:
+            name: what mismatches call it, before "#" and the number.
+        """
+        with self._lock:
+            self._objects.append(f"{name} #{len(self._objects) + 1}")
+            return len(self._objects)
 
     def agree(self, call: CollectiveCall) -> tuple[int, ...]:
         """Logs a call and compares it with the peers' calls. Returns its encoded fields.
@@ -237,11 +249,13 @@ class Launches:
         field = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
         name = CALL_FIELDS[field]
         own, there = describe_call(mine), describe_call(theirs)
-        call = own["collective"]
+        call, object_here, object_there = own["collective"], self._object_of(mine), self._object_of(theirs)
+        if object_here != object_there:
+            field, name = CALL_FIELDS.index(DIFFERENT_CALL), DIFFERENT_CALL
 
         def cause(this_rank: str, here: str) -> str:
             if name == DIFFERENT_CALL:
-                what = f"{call} {here}, {there[name]} on rank {peer}"
+                what = f"{call}{object_here} {here}, {there[name]}{object_there} on rank {peer}"
                 return f"{this_rank} and rank {peer} make different calls: {what}"
             if name != "shape":
                 what = f"{call} with {name} {own[name]} {here}, with {name} {there[name]} on rank {peer}"
@@ -252,6 +266,11 @@ class Launches:
             return f"{this_rank} and rank {peer} call a collective with different {name}: {what}"
 
         return self._failure.file_mismatch(peer, cause, field)
+
+    def _object_of(self, fields: tuple[int, ...]) -> str:
+        """The object of a call in words that follow its name; "" for calls of the communicator."""
+        number = fields[OBJECT_FIELD]
+        return f" of {self._objects[number - 1]}" if 0 < number <= len(self._objects) else ""
 
     def _handle_of(self, stream: StreamLike) -> int:
         """The handle of a call's stream, ordered after the latest launch."""

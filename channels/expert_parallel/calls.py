@@ -10,7 +10,15 @@ def call_name(call: str, *, weights: bool = False, indices: bool = False) -> str
     return call + (" with weights" if weights else "") + (" by indices" if indices else "")
 
 
-register_names("redispatch")
+NEW_LAYER = "new_layer"
+"""The construction of a layer."""
+LAYER_SIZE = "layer_size"
+"""An exchange of the ranks before it, of their numbers of tokens."""
+
+FINALIZE = "finalize"
+"""The end of a layer. Ranks may end several in different orders."""
+
+register_names("redispatch", NEW_LAYER, LAYER_SIZE, FINALIZE)
 for _call in ("prepare", "dispatch", "dispatch_send", "combine", "combine_send", "collect"):
     for _weights in (False, True):
         register_names(call_name(_call, weights=_weights), call_name(_call, weights=_weights, indices=True))

@@ -107,6 +107,13 @@ class EPConfig:
                 f"{_MAX_BYTES >> 40} TiB of rows",
             )
 
+    def describe(self) -> str:
+        """The sizes in words, for errors."""
+        return (
+            f"max_tokens {self.max_tokens}, hidden {self.hidden}, topk {self.topk}, {self.num_experts} experts, "
+            f"{self.token}"
+        )
+
     def compared(self, names: Mapping[str, str] = {}) -> dict[str, int | float | bool | str | None]:
         """The values that must be the same on all ranks. `names`: the caller's names of some of the fields."""
         fields = {name: value for name, value in asdict(self).items() if name != "rank"}

@@ -12,7 +12,7 @@ from typing import Any
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
-from proxyccl.channels.expert_parallel.calls import call_name
+from proxyccl.channels.expert_parallel.calls import FINALIZE, call_name
 from proxyccl.channels.expert_parallel.config import (
     MAX_SLOTS,
     MOST_ADDED,
@@ -116,6 +116,7 @@ class DispatchCombineContext:
         self,
         members: Members,
         config: EPConfig,
+        number: int,
         *,
         capacity: int = 2,
         num_sm: int = 20,
@@ -130,6 +131,7 @@ class DispatchCombineContext:
         capacity = whole_number("capacity", capacity, 1, MAX_SLOTS // (config.max_tokens * config.topk))
         config.require_room(capacity * config.max_tokens * config.topk, "capacity")
         num_sm = whole_number("num_sm", num_sm, 1)
+        self._number = number
         self.members = members
         self.group = group = members.group
         runtime = group.runtime
@@ -204,8 +206,8 @@ class DispatchCombineContext:
         """
         members = Members.of(ep_group, ep_config)
         with members.closed_on_error():
-            members.agree_on(ep_config.compared())
-            return cls(members, ep_config, capacity=capacity)
+            number = members.agree_on(ep_config.compared(), f"a context ({ep_config.describe()})")
+            return cls(members, ep_config, number, capacity=capacity)
 
     @property
     def communicator(self) -> Communicator:
@@ -224,6 +226,7 @@ class DispatchCombineContext:
         self.closed = True
         group = self.group
         if group.failure.usable:
+            group.launches.agree(CollectiveCall(FINALIZE))
             group.synchronize()
             group.links.drain()
             group.exchange.barrier("finalize")  # no rank frees memory that a peer may still write to
@@ -628,7 +631,7 @@ class DispatchCombineContext:
 
     def logged(self, call: str, dtype: str, number: int) -> CollectiveCall:
         """A call on dispatch `number` as the ranks compare it."""
-        return CollectiveCall(call, dtype, root=logged_number(number), count=self.ep_config.hidden)
+        return CollectiveCall(call, dtype, root=logged_number(number), count=self.ep_config.hidden, of=self._number)
 
     def _launch(
         self,

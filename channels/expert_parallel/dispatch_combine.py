@@ -119,8 +119,9 @@ class DispatchCombine:
         )
         others = {"experts_per_rank": experts_per_rank, "algorithm": algorithm, "num_sm": num_sm}
         members = Members(communicator)
-        members.agree_on(others | config.compared({"token_dtype": "dtype"}))
-        self._ctx = DispatchCombineContext(members, config, num_sm=num_sm, proxied=algorithm == "proxy")
+        compared = others | config.compared({"token_dtype": "dtype"})
+        number = members.agree_on(compared, f"a DispatchCombine ({config.describe()})")
+        self._ctx = DispatchCombineContext(members, config, number, num_sm=num_sm, proxied=algorithm == "proxy")
         self.hidden, self.max_tokens, self.topk = config.hidden, config.max_tokens, config.topk
         self.experts_per_rank = experts_per_rank
         self.dtype = element

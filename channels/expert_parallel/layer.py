@@ -147,10 +147,11 @@ class EPAll2AllLayer:
 
     def _open(self, members: Members, options: LayerOptions) -> None:
         with members.closed_on_error():
-            members.agree_on(options.compared)
+            number = members.agree_on(options.compared, options.describe())
             self.ctx = ctx = DispatchCombineContext(
                 members,
                 options.kernel_config,
+                number,
                 capacity=options.capacity,
                 num_sm=options.num_sm,
                 local_combine=options.enable_local_combine,

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.channels.communicator import Communicator
+from proxyccl.channels.expert_parallel.calls import NEW_LAYER
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.group import Group
 from proxyccl.channels.joining.bootstrap import library_of_group
+from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.channels.segment.error_record import raised
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
@@ -70,8 +72,23 @@ class Members:
                 self.group.close(reason=raised(error))
             raise
 
-    def agree_on(self, arguments: Mapping[str, Any]) -> None:
-        """Refuses arguments that differ between ranks, on all of them and by name. All ranks call it together."""
+    def agree_on(self, arguments: Mapping[str, Any], name: str) -> int:
+        """Refuses arguments that differ between ranks, on all of them and by name. All ranks call it together, for a
+        layer that they make.
+
+        Args:
+            arguments: of the layer.
+            name: of the layer in mismatches.
+
+        Returns:
+            The layer's number, by which its calls are compared.
+
+        Raises:
+            ArgumentError: an argument differs.
+            MismatchError: another rank makes a call of a layer, or any other, instead.
+        """
+        number = self.group.launches.number_object(name)
+        self.group.launches.agree(CollectiveCall(NEW_LAYER, of=number))
         everyone = self.group.exchange.all_gather(dict(arguments), _ARGUMENTS, "an expert-parallel layer")
         for rank, theirs in enumerate(everyone):
             for argument, value in everyone[0].items():
@@ -80,6 +97,7 @@ class Members:
                         argument,
                         f"is {value!r} on rank 0 and {theirs.get(argument)!r} on rank {rank}; give all ranks the same",
                     )
+        return number
 
     def close(self) -> None:
         """Closes a communicator that was made for the layer."""

@@ -193,6 +193,10 @@ class LayerOptions:
         given["lost_ranks"] = str(self.lost_ranks)
         return given | self.config.compared(_CONFIG_NAMES)
 
+    def describe(self) -> str:
+        """A layer with these options as mismatches name it."""
+        return f"a layer with {self.layout!r} rows ({self.config.describe()})"
+
     @property
     def all_ranks(self) -> int:
         """Number of ranks, with those that are lost."""

@@ -393,6 +393,37 @@ def test_weights_on_some_ranks_alone_are_a_mismatch() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("instead", ["dispatch", "combine", "layer", "finalize", "all_reduce"])
+def test_calls_of_different_layers_are_a_mismatch(instead: str) -> None:
+    plan = plan_of(Case((4, 4)))
+
+    def body(comm: Communicator) -> None:
+        layers = [plan.case.layer(comm, layout=layout) for layout in ("expert", "rank")]
+        arrays = [on_device(comm, array[comm.rank]) for array in (plan.inputs, plan.routing.ids)]
+        (rows, _, desc), _ = (layer.dispatch(*arrays) for layer in layers)
+        calls: dict[str, Callable[[], Any]] = {
+            "dispatch": lambda: layers[1].dispatch(*arrays),
+            "combine": lambda: layers[0].combine(rows, desc),
+            "layer": lambda: plan.case.layer(comm),
+            "finalize": layers[1].finalize,
+            "all_reduce": lambda: comm.all_reduce(arrays[0]),
+        }
+
+        def call() -> None:
+            if comm.rank == 0:
+                layers[0].dispatch(*arrays)
+            else:
+                calls[instead]()
+            comm.synchronize()
+
+        with pytest.raises(MismatchError) as caught:
+            call()
+        assert caught.value.argument == "collective"
+        assert instead == "combine" or "dispatch of a layer with 'expert' rows" in str(caught.value)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("announces", ["counts", "masks", "shared_masks"])
 def test_a_rank_that_names_no_output_buffer_is_a_mismatch(monkeypatch: pytest.MonkeyPatch, announces: str) -> None:
     """As where graphs that were captured of different calls are launched together: nobody compares these."""
