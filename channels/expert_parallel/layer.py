@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -104,6 +104,8 @@ class EPAll2AllLayer:
         layout, max_recv_tokens: as given; max_recv_tokens is the number of padded rows with layout="padded".
         quantized: whether tokens are sent in float8.
         ctx: the buffers and launches.
+        end_dispatch, end_combine: called where a call finds another in two halves under way; each makes the second half
+            of that call. None to refuse the later call.
 
     Raises:
         ArgumentError: an argument is wrong, is not the group's, or differs between ranks.
@@ -177,6 +179,8 @@ class EPAll2AllLayer:
         self._repeated, self._sums_on_own_node = RepeatedCalls(self._parts), self._parts.sums_on_own_node
         self._sent: PendingDispatch | None = None
         self._returned: PendingCombine | None = None
+        self.end_dispatch: Callable[[], None] | None = None
+        self.end_combine: Callable[[], None] | None = None
 
     def __enter__(self) -> EPAll2AllLayer:
         return self
@@ -378,7 +382,7 @@ class EPAll2AllLayer:
         stream = pending.stream if stream is None else stream
         refuse_capture(self._parts, stream)
         recorder = recorder_of(*pending.recorded)
-        self._sent = None
+        self._sent = self.end_dispatch = None
         if recorder is None:
             return self._receive(pending, stream)
         tokens, weights = pending.recorded
@@ -577,7 +581,7 @@ class EPAll2AllLayer:
             refuse_output(out)
         output, target = pending.output(out)
         stream = pending.stream if stream is None else stream
-        self._returned = None
+        self._returned = self.end_combine = None
         if recorder is None:
             return pending.receive(output, target, stream)
         rows, weights = pending.recorded
@@ -679,9 +683,13 @@ class EPAll2AllLayer:
     def _refuse_returning(self) -> None:
         if self.ctx.closed or self._returned is not None:  # a launch asks whether ranks have failed
             self.ctx.require_usable()
-            raise ArgumentError("combine", "another combine is under way; call combine_recv first")
+            if self.end_combine is None:
+                raise ArgumentError("combine", "another combine is under way; call combine_recv first")
+            self.end_combine()
 
     def _refuse_under_way(self) -> None:
         if self.ctx.closed or self._sent is not None:
             self.ctx.require_usable()
-            raise ArgumentError("dispatch", "another dispatch is under way; call dispatch_recv first")
+            if self.end_dispatch is None:
+                raise ArgumentError("dispatch", "another dispatch is under way; call dispatch_recv first")
+            self.end_dispatch()

@@ -387,7 +387,8 @@ class Buffer(Connected):
     ) -> tuple[Rows, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
         """Sends each token to its experts, with room for the most rows that each expert can get.
 
-        Two dispatches with hooks can be in progress at a time, and their combines.
+        Two dispatches with hooks can be in progress at a time, and their combines. Another call receives first what the
+        earlier of them left, should its hook not have been called.
 
         Args:
             x: bfloat16 [T, hidden], any hidden size; with use_fp8 a multiple of 128.

@@ -88,7 +88,7 @@ def dispatch(
         options.expert_alignment if options.expands else None,
         options.expands and options.sums_rows,
     )
-    layer = layers.of_size(shape, options.max_tokens, hooked=False)
+    layer = layers.of_size(shape, options.max_tokens)
     received, weights, desc = layer.dispatch(tokens.moved, topk_idx, topk_weights)
     handle = EPHandle(
         Routing(layer, desc),

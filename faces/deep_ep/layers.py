@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from proxyccl.channels.communicator import Communicator
+from proxyccl.channels.expert_parallel.calls import LAYER_SIZE
 from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.options import MOST_BUFFERS
+from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.errors import ArgumentError, CapacityError
 from proxyccl.proxy.codec import Codec
 
@@ -50,6 +52,24 @@ class Shape:
     sums_rows: bool = False
 
 
+class Turns:
+    """The two layers that calls with hooks of one kind take in turn, so that two of them can be in progress at once.
+
+    Args:
+        layers: both.
+
+    Attributes:
+        layer: of the next call.
+    """
+
+    def __init__(self, *layers: EPAll2AllLayer) -> None:
+        self.layer, self._other = layers
+
+    def take(self) -> None:
+        """The next call takes the other layer. A refused call does not take one."""
+        self.layer, self._other = self._other, self.layer
+
+
 class RepeatedDispatch(Protocol):
     """A low-latency dispatch that was made before."""
 
@@ -76,24 +96,24 @@ class Layers:
         self.communicator, self.lost_ranks = communicator, lost_ranks
         self._growing: dict[Shape, EPAll2AllLayer] = {}
         self._known: dict[tuple[Any, ...], dict[Shape, EPAll2AllLayer]] = {}
-        self._of_size: dict[tuple[Shape, int, bool], EPAll2AllLayer] = {}
-        self._second: dict[tuple[Shape, int], bool] = {}
+        self._of_size: dict[tuple[Shape, int], EPAll2AllLayer] = {}
+        self._turns: dict[tuple[Shape, int], Turns] = {}
         self.all: dict[EPAll2AllLayer, None] = {}
         self.low_latency: dict[tuple[Any, ...], dict[Shape, RepeatedDispatch]] = {}
 
-    def of_size(self, shape: Shape, max_tokens: int, *, hooked: bool) -> EPAll2AllLayer:
-        """A layer for at most this many tokens of a rank; all ranks pass the same number.
-
-        Calls with hooks take two layers in turn, so that two of them can be in progress at once: see `take_turns`.
-        """
-        key = shape, max_tokens, hooked and self._second.get((shape, max_tokens), False)
+    def of_size(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
+        """A layer for at most this many tokens of a rank; all ranks pass the same number."""
+        key = shape, max_tokens
         if key not in self._of_size:
             self._of_size[key] = self._make(shape, max_tokens)
         return self._of_size[key]
 
-    def take_turns(self, shape: Shape, max_tokens: int) -> None:
-        """The next call with a hook takes the other layer. A refused call does not take one."""
-        self._second[shape, max_tokens] = not self._second.get((shape, max_tokens), False)
+    def turns(self, shape: Shape, max_tokens: int) -> Turns:
+        """The layers of calls with hooks; the first is that of `of_size`."""
+        key = shape, max_tokens
+        if key not in self._turns:
+            self._turns[key] = Turns(self.of_size(shape, max_tokens), self._make(shape, max_tokens))
+        return self._turns[key]
 
     def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
         """Dispatches with a layer that is large enough for all ranks.
@@ -102,7 +122,9 @@ class Layers:
             The rows, their weights, the descriptor and the layer.
         """
         if shape not in self._growing:
-            everyone = self.communicator.group.exchange.all_gather(len(topk_idx), _TOKENS, "the size of a layer")
+            group = self.communicator.group
+            group.launches.agree(CollectiveCall(LAYER_SIZE))  # else ranks whose calls differ would wait for each other
+            everyone = group.exchange.all_gather(len(topk_idx), _TOKENS, "the size of a layer")
             room = (shape.most_rows or 0) // self.communicator.world_size  # which it keeps, as it can't grow
             self._growing[shape] = self._make(shape, max(_rounded(max(everyone)), room))
         while True:
@@ -143,7 +165,7 @@ class Layers:
 
     def close(self) -> None:
         """Releases the layers. All ranks call it together."""
-        layers, self.all, self._growing, self._of_size = self.all, {}, {}, {}
+        layers, self.all, self._growing, self._of_size, self._turns = self.all, {}, {}, {}, {}
         self._known.clear()
         self.low_latency.clear()
         for layer in layers:

@@ -9,6 +9,7 @@ import torch
 
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.pending_calls import PendingDispatch
 from proxyccl.deep_ep.arguments import require_ids, require_stats, require_tensor
 from proxyccl.deep_ep.float8 import (
     ELEMENTS,
@@ -18,8 +19,8 @@ from proxyccl.deep_ep.float8 import (
     require_packable,
 )
 from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, Routing, Rows, routing_of
-from proxyccl.deep_ep.layers import Layers, Shape
-from proxyccl.device.errors import ArgumentError
+from proxyccl.deep_ep.layers import Layers, Shape, Turns
+from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
 
 Half = tuple[Callable[[], None], EPAll2AllLayer]
 """The second half of a call, and the layer that makes it."""
@@ -53,53 +54,83 @@ def dispatch(
         require_packable(hidden)
     scale_elements = ELEMENTS if use_fp8 else 0
     shape = Shape("padded", hidden, topk_idx.shape[1], num_experts, "bfloat16", num_sms, scale_elements)
-    layer = layers.of_size(shape, max_tokens, hooked=hooked)
+    turns = layers.turns(shape, max_tokens) if hooked else None
+    layer = layers.of_size(shape, max_tokens) if turns is None else turns.layer
     require_stats(stats, layer.ep_config.num_experts_per_rank)
     tokens = quantize_rounded(x) if use_fp8 and round_scale else x
-    pending = layer.dispatch_send(tokens, topk_idx) if hooked else None
-    if pending is None:
+    pending = None
+    if turns is None:
         received, _, desc = layer.dispatch(tokens, topk_idx)
     else:
-        layers.take_turns(shape, max_tokens)
+        pending = layer.dispatch_send(tokens, topk_idx)
+        turns.take()
         assert pending.output is not None
         received, desc = pending.output.rows, pending.desc
     handle = LowLatencyHandle(Routing(layer, desc), max_tokens, hidden, num_experts)
     scales = column_major(received[1], packed=True) if use_ue8m0 else None
 
     def finish() -> None:
-        if pending is not None:
-            layer.dispatch_recv(pending)
         if scales is not None:
             scales.copy_(packed_exponents(received[1]))
         if stats is not None:
             stats.add_(desc.expert_rows)
 
-    if not hooked:
+    half = None if pending is None else _dispatch_later(layer, pending, finish)
+    if half is None:
         finish()
     if not round_scale:
         kept = layers.low_latency.setdefault((max_tokens, num_experts, num_sms, use_fp8, hooked), {})
         if shape not in kept:
-            experts = layer.ep_config.num_experts_per_rank
-            kept[shape] = Repeated(layers, shape, max_tokens, experts, hooked=hooked)
+            kept[shape] = Repeated(turns or layer, layer.ep_config.num_experts_per_rank, max_tokens, num_experts)
     rows = received if scales is None else (received[0], scales)
-    return rows, desc.expert_rows, handle, (finish, layer) if hooked else None
+    return rows, desc.expert_rows, handle, half
+
+
+def _dispatch_later(layer: EPAll2AllLayer, pending: PendingDispatch, finish: Callable[[], None] | None) -> Half:
+    """The second half of a dispatch, and what `finish` does then. If the next call of the layer comes before the hook
+    is called, because an exception came between, that call receives the rows, and `finish` is left to the hook.
+    """
+    early: list[ProxyCCLError | None] = []
+
+    def end() -> None:
+        early.append(_error_of(lambda: layer.dispatch_recv(pending)))
+
+    def receive() -> None:
+        if not early:
+            layer.dispatch_recv(pending)
+        elif early[0] is not None:
+            raise early[0]
+        if finish is not None:
+            finish()
+
+    layer.end_dispatch = end
+    return receive, layer
+
+
+def _error_of(call: Callable[[], Any]) -> ProxyCCLError | None:
+    """Makes a call whose error is raised later, by the hook of the call to which it belongs."""
+    try:
+        call()
+    except (ArgumentError, CapacityError) as error:
+        return error
+    return None
 
 
 class Repeated:
     """Dispatches like one that was made before: see `EPAll2AllLayer.repeat_dispatch`.
 
+    It makes no layer, and asks those that there are: which shape fits is known to this rank alone if it has no tokens.
+
     Args:
-        layers: of the buffer.
-        shape: of the calls.
-        max_tokens: the most tokens of a rank.
+        layers: those of calls with hooks, or the one of calls without.
         experts: of this rank.
-        hooked: whether hooks receive the rows.
+        max_tokens, num_experts: of the calls.
     """
 
-    def __init__(self, layers: Layers, shape: Shape, max_tokens: int, experts: int, *, hooked: bool) -> None:
-        self._layers, self._shape, self._max_tokens = layers, shape, max_tokens
-        self._layer = None if hooked else layers.of_size(shape, max_tokens, hooked=False)
-        self._experts = experts
+    def __init__(self, layers: Turns | EPAll2AllLayer, experts: int, max_tokens: int, num_experts: int) -> None:
+        self._turns = layers if isinstance(layers, Turns) else None
+        self._layer = None if isinstance(layers, Turns) else layers
+        self._experts, self._max_tokens, self._num_experts = experts, max_tokens, num_experts
 
     def repeat(
         self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
@@ -107,7 +138,7 @@ class Repeated:
         """The results of `dispatch`; None, and nothing done, if it must be made as the first."""
         if stats is not None:
             require_stats(stats, self._experts)
-        layer, shape = self._layer, self._shape
+        layer = self._layer
         if layer is None:
             return self._send(x, topk_idx, stats)
         made = layer.repeat_dispatch(x, topk_idx)
@@ -117,28 +148,25 @@ class Repeated:
         expert_rows = desc.expert_rows
         if stats is not None:
             stats.add_(expert_rows)
-        handle = LowLatencyHandle(Routing(layer, desc), self._max_tokens, shape.hidden, shape.num_experts)
-        return rows, expert_rows, handle, None
+        return rows, expert_rows, self._handle(layer, desc), None
+
+    def _handle(self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> LowLatencyHandle:
+        return LowLatencyHandle(Routing(layer, desc), self._max_tokens, layer.ep_config.hidden, self._num_experts)
 
     def _send(
         self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
     ) -> tuple[Rows, torch.Tensor, Handle, Half | None] | None:
-        layers, shape = self._layers, self._shape
-        layer = layers.of_size(shape, self._max_tokens, hooked=True)
+        turns = self._turns
+        assert turns is not None
+        layer = turns.layer
         sent = layer.repeat_dispatch(x, topk_idx, halves=True)
         if sent is None:
             return None
-        layers.take_turns(shape, self._max_tokens)
+        turns.take()
         desc = sent.desc
         expert_rows = desc.expert_rows
-
-        def finish() -> None:
-            layer.dispatch_recv(sent)
-            if stats is not None:
-                stats.add_(expert_rows)
-
-        handle = LowLatencyHandle(Routing(layer, desc), self._max_tokens, shape.hidden, shape.num_experts)
-        return sent.output.rows, expert_rows, handle, (finish, layer)
+        finish = None if stats is None else lambda: stats.add_(expert_rows)
+        return sent.output.rows, expert_rows, self._handle(layer, desc), _dispatch_later(layer, sent, finish)
 
 
 def combine_again(
@@ -167,11 +195,19 @@ def _combine_later(
     config = layer.ep_config
     tokens = pending.desc.num_dispatch_token_cur_rank
     target = x.new_empty(tokens, config.hidden) if out is None else out
+    early: list[torch.Tensor] = []
 
-    def finish() -> None:
-        layer.combine_recv(pending, out=target)
+    def end() -> None:  # where an exception came before the hook, `out` may have another use by now
+        early.append(layer.combine_recv(pending))
 
-    return target, (finish, layer)
+    def receive() -> None:
+        if early:
+            target.copy_(early[0])
+        else:
+            layer.combine_recv(pending, out=target)
+
+    layer.end_combine = end
+    return target, (receive, layer)
 
 
 @torch.no_grad()

@@ -1,9 +1,13 @@
-"""Low-latency calls with hooks send without a wait for any peer, and are received when their hooks are called."""
+"""Low-latency calls with hooks send without a wait for any peer, and are received when their hooks are called.
+
+A hook that is not called holds up no later call.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -56,3 +60,87 @@ def test_a_stopped_peer_holds_no_call_that_sends(ranks: int) -> None:
             received(combined(third), 3)
 
     run_ranks(ranks, body, make_runtime=runtime_with_blocks)
+
+
+def ones(comm: Communicator, tokens: int, hidden: int, topk: int) -> tuple[Any, Any, Any]:
+    """Rows, the experts 0 to topk - 1 for each of them, and weights, all of ones."""
+    device = torch_device(comm)
+    ids = torch.arange(topk, device=device).repeat(tokens, 1)
+    return torch.ones(tokens, hidden, dtype=torch.bfloat16, device=device), ids, torch.ones(tokens, topk, device=device)
+
+
+@pytest.mark.parametrize(("hidden", "topk"), [(128, 2), (64, 3)])
+def test_an_idle_rank_makes_no_layer_that_its_peers_do_not_make(hidden: int, topk: int) -> None:
+    def body(comm: Communicator) -> None:
+        buffer = deep_ep.Buffer(comm)
+
+        def step(tokens: int, hidden: int, topk: int, most: Any = 4) -> None:
+            x, ids, weights = ones(comm, tokens, hidden, topk)
+            rows, _, handle, _, hook = buffer.low_latency_dispatch(
+                x, ids, most, 8, use_fp8=False, return_recv_hook=True
+            )
+            hook()
+            combined, _, hook = buffer.low_latency_combine(rows, ids, weights, handle, return_recv_hook=True)
+            hook()
+            assert torch.equal(combined, topk * x)
+
+        step(4, 64, 2)
+        step(4, 64, 2)
+        step(4, hidden, topk)
+        step(4 * comm.rank, 64, 2)  # rank 0 has no tokens, so both shapes look alike to it
+        step(4, hidden, topk, np.int64(4) if comm.rank else 4)  # a number of another type is the same call
+        step(4, hidden, topk)
+
+    run_ranks(2, body, make_runtime=runtime_with_blocks)
+
+
+@pytest.mark.parametrize("losing", [[0], [0, 1]], ids=str)
+def test_a_hook_that_is_not_called_holds_up_no_later_call(losing: list[int]) -> None:
+    def body(comm: Communicator) -> None:
+        buffer, (x, ids, weights) = deep_ep.Buffer(comm), ones(comm, 4, 64, 2)
+        loses, stats = comm.rank in losing, torch.zeros(4, dtype=torch.int32, device=x.device)
+
+        def dispatched(times: int, *, hooked: bool = True) -> Any:
+            return buffer.low_latency_dispatch(times * x, ids, 4, 8, stats, use_fp8=False, return_recv_hook=hooked)
+
+        def combined(sent: Any, *, hooked: bool = True, out: Any = None) -> Any:
+            rows, _, handle, *_ = sent
+            return buffer.low_latency_combine(rows, ids, weights, handle, return_recv_hook=hooked, out=out)
+
+        def step(times: int, *, hooked: bool = True) -> None:
+            sent = dispatched(times, hooked=hooked)
+            if hooked:
+                sent[-1]()
+            output, _, hook = combined(sent, hooked=hooked)
+            if hooked:
+                hook()
+            assert torch.equal(output, 2 * times * x)
+
+        for hooked in (True, True, False):  # the second time all calls are like earlier ones
+            dropped = dispatched(1)
+            if not loses:
+                dropped[-1]()
+            before = stats.clone()
+            for times in (2, 3, 4):
+                step(times, hooked=hooked)
+            assert torch.equal(stats - before, 3 * dropped[1])  # without the rows of the hook that was not called
+            if loses:  # late, it ends its own call
+                dropped[-1]()
+                assert torch.equal(stats - before, 4 * dropped[1])
+            came = torch.arange(8, device=x.device) < dropped[1].unsqueeze(1)
+            assert (dropped[0][came] == 1).all()
+
+            out = torch.zeros_like(x)
+            sent = dispatched(5)
+            sent[-1]()
+            _, _, hook = combined(sent, out=out)
+            if not loses:
+                hook()
+            for times in (6, 7, 8):
+                step(times, hooked=hooked)
+            if loses:
+                assert not out.any()  # it may have another use by now
+                hook()
+            assert torch.equal(out, 10 * x)
+
+    run_ranks(2, body, make_runtime=runtime_with_blocks)

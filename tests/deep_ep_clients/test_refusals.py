@@ -12,9 +12,10 @@ torch = pytest.importorskip("torch")
 
 import deep_ep  # noqa: E402
 
-from proxyccl import ArgumentError, CapacityError, ClosedError, Communicator  # noqa: E402
+from proxyccl import ArgumentError, CapacityError, ClosedError, Communicator, MismatchError  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
+from support.running import run_ranks  # noqa: E402
 
 TOKENS, HIDDEN, MOST, EXPERTS, TOPK = 4, 512, 8, 8, 2
 WRONG: list[Any] = [-1, True, 1.5, "2", 2**62, 2**64, None]
@@ -268,18 +269,16 @@ def test_handles_and_hooks_say_what_became_of_them(pair: Ranks) -> None:
         assert handle[2] == MOST
         assert buffer.get_next_low_latency_combine_buffer(handle).shape == rows.shape
         more = given.low_latency(return_recv_hook=True)
-        refused("return_recv_hook", lambda: given.low_latency(return_recv_hook=True), "call its hook first")
         more[4]()  # in any order
         hook()
         refused("hook", hook, "was called already")
         assert handle[1].shape == (EXPERTS // 2, 2)
 
         results, _, first = combine(rows, handle, return_recv_hook=True)
-        refused("return_recv_hook", lambda: combine(rows, handle), "call its hook first")
         first()
         refused("hook", first, "was called already")
         assert (results == 2).all()
-        assert (combine(more[0], more[2])[0] == 2).all()  # the refused calls did not count
+        assert (combine(more[0], more[2])[0] == 2).all()
 
         received, *_, normal, _ = given.normal()
         refused("handle", lambda: combine(rows, normal), "is of a dispatch in normal mode")
@@ -374,3 +373,29 @@ def test_flags_that_are_neither_are_refused_before_rows_move(pair: Ranks) -> Non
         given.destroy()
 
     pair.run(body)
+
+
+@pytest.mark.parametrize("known", ["", "normal", "low_latency", "normal low_latency"])
+@pytest.mark.parametrize("other", ["low_latency", "without ids"])
+def test_ranks_in_different_modes_are_told_at_once(known: str, other: str) -> None:
+    """Whether a call makes a layer or an exchange first depends on the calls before."""
+
+    def body(comm: Communicator) -> None:
+        given = Given(comm)
+        calls: dict[str, Callable[[], Any]] = {
+            "normal": given.normal,
+            "low_latency": given.low_latency,
+            "without ids": lambda: given.normal(topk_idx=None, topk_weights=None),
+        }
+        for call in known.split():
+            calls[call]()
+
+        def call() -> None:
+            calls[other if comm.rank else "normal"]()
+            comm.synchronize()
+
+        with pytest.raises(MismatchError) as caught:
+            call()
+        assert caught.value.argument == "collective"
+
+    run_ranks(2, body, make_runtime=runtime_with_blocks)

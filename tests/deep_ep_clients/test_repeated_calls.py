@@ -182,8 +182,6 @@ def test_what_a_repeated_call_refuses(ranks: Ranks) -> None:
         _, _, under_way, _, hook = buffer.low_latency_dispatch(
             batch.x, batch.ids, TOKENS, EXPERTS, use_fp8=False, return_recv_hook=True
         )
-        with pytest.raises(ArgumentError, match="another dispatch is under way"):
-            sent(batch.x, batch.ids)
         with pytest.raises(ArgumentError, match=r"^handle: its dispatch was not received"):
             buffer.low_latency_combine(rows, batch.ids, batch.weights, under_way)
         hook()
