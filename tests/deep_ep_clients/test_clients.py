@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -93,3 +94,15 @@ def test_a_group_of_gloo_is_enough() -> None:
     if ON_HOST:
         assert done.stdout.count("of all ranks") == 2  # in one line if they print at the same time
         assert done.stdout.count("of the node") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.host_only(reason="a sanitizer of the CPU's")
+def test_kernels_compute_no_address_from_a_null_pointer() -> None:
+    program = Path(__file__).parent / "programs" / "empty_tensors.py"
+    flags = "-O0 -g1 -fsanitize=undefined"
+    environment = {**os.environ, "PROXYCCL_CXXFLAGS": flags}
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "runtime error" not in done.stderr, done.stderr

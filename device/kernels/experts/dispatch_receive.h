@@ -97,9 +97,10 @@ PROXYCCL_DEVICE void Dispatch<Mode>::receiveItem(const Group& group, uint32_t it
   findTokenRows(group, source, i, describe);
   group.list(topk_, [&](uint32_t k, RowEntry* entry) {
     const int32_t row = space.row[k];
+    if (row < 0) return false;
     entry->at = call_.output + row * (call_.row_bytes - call_.scale_bytes);
     entry->number = row;
-    return row >= 0;
+    return true;
   });
   if (space.count != 0) {
     if (movesRows()) {
