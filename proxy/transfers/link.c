@@ -722,50 +722,59 @@ static int extend_body(Receiving *in) {
   return buffer_extend(&in->body, left < step ? left : step) != NULL;
 }
 
-/* One step: a part of the head, the body or the data. 0: the socket has nothing more now. */
-static int step(ProxycclLink *link, uint64_t *turn) {
+/* The bytes that the part of a frame which is being received still lacks. */
+static uint64_t lacks(const Receiving *in) {
+  return in->in_data ? in->left : in->in_body ? in->body_bytes - in->have : sizeof in->frame - in->have;
+}
+
+/* Takes bytes of the part that is being received. 0: the socket has none now, or *problem says why the link ends. */
+static size_t take_part(ProxycclLink *link, const char **problem) {
   Receiving *in = &link->in;
-  size_t taken = 0;
-  const char *problem = NULL;
   if (in->in_data) {
-    if (in->left > 0) {
-      taken = take_data(link);
-      in->left -= taken;
-      *turn += taken;
-      if (link->lost != NULL || taken == 0) return 0;
-    }
-    if (in->left == 0) {
-      in->in_data = 0;
-      problem = end_data(link);
-    }
-  } else if (in->in_body) {
-    if (in->have == in->body.used && in->have < in->body_bytes && !extend_body(in)) {
-      problem = "there is no memory";
-    } else if (in->have < in->body.used) {
-      taken = take(link, in->body.bytes + in->have, in->body.used - in->have);
-      in->have += taken;
-      *turn += taken;
-      if (taken == 0) return 0;
-    }
-    if (problem == NULL && in->have == in->body_bytes) {
-      in->in_body = 0;
-      in->have = 0;
-      problem = take_body(link);
-    }
-  } else {
-    taken = take(link, (char *)&in->frame + in->have, sizeof in->frame - in->have);
-    in->have += taken;
-    *turn += taken;
-    if (taken == 0) return 0;
-    if (in->have == sizeof in->frame) {
-      if (in->body.room > 1 << 20) buffer_free(&in->body);
-      in->body.used = in->have = 0;
-      in->in_body = 1;
-      const int64_t bytes = body_of(link, &in->frame);
-      if (bytes < 0) problem = "the peer sent an invalid frame";
-      in->body_bytes = (uint64_t)bytes;
-    }
+    const size_t taken = take_data(link);
+    in->left -= taken;
+    return taken;
   }
+  if (in->in_body && in->have == in->body.used && !extend_body(in)) {
+    *problem = "there is no memory";
+    return 0;
+  }
+  char *to = in->in_body ? in->body.bytes : (char *)&in->frame;
+  const size_t room = in->in_body ? in->body.used : sizeof in->frame;
+  const size_t taken = take(link, to + in->have, room - in->have);
+  in->have += taken;
+  return taken;
+}
+
+/* Goes on to the next part, when one is complete. Returns why the link ends, or NULL. */
+static const char *next_part(ProxycclLink *link) {
+  Receiving *in = &link->in;
+  in->have = 0;
+  if (in->in_data) {
+    in->in_data = 0;
+    return end_data(link);
+  }
+  if (in->in_body) {
+    in->in_body = 0;
+    return take_body(link);
+  }
+  if (in->body.room > 1 << 20) buffer_free(&in->body);
+  in->body.used = 0;
+  in->in_body = 1;
+  const int64_t bytes = body_of(link, &in->frame);
+  if (bytes < 0) return "the peer sent an invalid frame";
+  in->body_bytes = (uint64_t)bytes;
+  return NULL;
+}
+
+/* One step: bytes of one part, and its end. 0: the socket has nothing more now. A part of no bytes ends with the one
+ * before it: no later byte has to come for it. */
+static int step(ProxycclLink *link, uint64_t *turn) {
+  const char *problem = NULL;
+  const size_t taken = take_part(link, &problem);
+  *turn += taken;
+  if (problem == NULL && (taken == 0 || link->lost != NULL)) return 0;
+  while (problem == NULL && link->lost == NULL && lacks(&link->in) == 0) problem = next_part(link);
   if (problem != NULL) link_lose(link, problem);
   return link->lost == NULL;
 }

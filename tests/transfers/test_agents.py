@@ -110,6 +110,20 @@ def test_a_caller_may_stop_polling(pair: Pair, path: str) -> None:
         assert transfer.state is State.DONE
 
 
+@pytest.mark.parametrize("path", ["unix", "tcp"])
+def test_a_short_write_ends_although_a_long_read_filled_the_turn(path: str) -> None:
+    """Its answer has no body, and may be the last of the bytes that were read ahead."""
+    pair = Pair(6 << 20)
+    force_path(pair.a, path)
+    with contextlib.closing(pair):
+        long, short = pair.a.prepare("read", "b", pair.whole()), pair.a.prepare("write", "b", pair.blocks((0, 0, 4096)))
+        for _ in range(30):
+            long.start()
+            short.start()
+            long.wait(60)
+            short.wait(10)
+
+
 def test_within_an_agent(pair: Pair) -> None:
     pair.ours[:10] = 1
     region = pair.our_region
