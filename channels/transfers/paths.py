@@ -264,7 +264,7 @@ def _choose(
                 process = os.pidfd_open(pid)
                 undo.callback(os.close, process)
         if here and "process_vm" in allowed:
-            reason = _why_not_copied(pid, place, connection if carrier == "unix" else None)
+            reason = _why_not_copied(pid, place, carrier)
             copied = not reason
             failures += [reason] if reason else []
         by_fabric = provider and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
@@ -283,23 +283,35 @@ def _choose(
     return Connected(connection.detach(), process, pid if copied else 0, path, carrier)
 
 
-def _why_not_copied(pid: int, place: Place, connection: socket.socket | None) -> str:
+def _why_not_copied(pid: int, place: Place, carrier: str) -> str:
     """Why the kernel can't copy from and to the peer's process; "" if it can.
 
-    Where Yama restricts that to parents, the agent at the other end of a Unix socket is asked to lift it.
+    Where Yama restricts that to parents, the peer is asked to lift it if its Unix socket can be reached.
     """
     if pid <= 0:
         return "its process is not visible in this PID namespace"
     error, seen = _read_secret(pid, place)
     refusal = ""
-    if error == errno.EPERM and connection is not None and _YAMA.exists() and _YAMA.read_text().strip() == "1":
-        refused = lib.proxyccl_ask_to_copy(connection.fileno(), place.secret, _ANSWER_MS)
+    if error == errno.EPERM and carrier == "unix" and _YAMA.exists() and _YAMA.read_text().strip() == "1":
+        refused = _ask_to_copy(place)
         refusal = f"; asked to permit it, the peer answered: {os.strerror(refused)}" if refused else ""
         error, seen = _read_secret(pid, place)
     if error:
         where = "/proc/sys/kernel/yama/ptrace_scope, CAP_SYS_PTRACE, seccomp"
         return f"process_vm_readv: {os.strerror(error)} ({where}){refusal}"
     return "" if seen == place.secret else "its process has another number here"
+
+
+def _ask_to_copy(place: Place) -> int:
+    """Asks the peer to let this process copy. 0 or an errno.
+
+    The question has a connection of its own: over the link's, a late answer would be taken for that of a frame.
+    """
+    connection = _by_unix(place, time.monotonic() + _ANSWER_MS / 1000, [])
+    if connection is None:
+        return errno.ECONNREFUSED
+    with connection:
+        return lib.proxyccl_ask_to_copy(connection.fileno(), place.secret, _ANSWER_MS)
 
 
 def _read_secret(pid: int, place: Place) -> tuple[int, bytes]:

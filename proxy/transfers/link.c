@@ -482,10 +482,10 @@ static int64_t body_of(const ProxycclLink *link, const Frame *frame) {
     if (frame->count != 0) return frame->bytes < FRAME_BLOCKS ? 0 : -1;
     return frame->bytes == link->awaited[link->oldest % WINDOW].bytes ? 0 : -1;
   }
+  if (link->asked) return -1;
   if (!link->greeted) {
     const uint64_t name = frame->bytes - PROXYCCL_SECRET_BYTES;
-    if (frame->kind == FRAME_PERMIT)
-      return frame->count == VERSION && name == 0 && !link->asked ? (int64_t)frame->bytes : -1;
+    if (frame->kind == FRAME_PERMIT) return frame->count == VERSION && name == 0 ? (int64_t)frame->bytes : -1;
     return frame->kind == FRAME_HELLO && frame->count == VERSION && name >= 1 && name <= LONGEST_NAME
                ? (int64_t)frame->bytes
                : -1;
@@ -823,7 +823,7 @@ int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms) {
   if (send(socket, &question, sizeof question, MSG_NOSIGNAL) != sizeof question) return EPIPE;
   struct pollfd ready = {.fd = socket, .events = POLLIN};
   if (poll(&ready, 1, timeout_ms) != 1) return ETIMEDOUT;
-  /* The peer sends it at once, and nothing else before it is greeted. */
+  /* The peer sends nothing else over this connection. */
   if (recv(socket, &answered, sizeof answered, MSG_DONTWAIT) != sizeof answered) return EPIPE;
   return answered.kind == FRAME_ANSWER ? (int)answered.count : EPROTO;
 }

@@ -80,9 +80,8 @@ typedef enum FrameKind {
 
 /* The head of each frame on a socket. Both sides have the same byte order, as the greeting finds out.
  * HELLO: `count` is the version, and `bytes` bytes follow, the secret and the sender's name.
- * PERMIT: before the HELLO, at most once: `count` is the version, and the secret follows. It asks to let the sender's
- * process copy from and to the receiver's, and is answered.
- * MESSAGE: `bytes` bytes follow.
+ * PERMIT: instead of the HELLO, and the only frame of its connection: `count` is the version, and the secret follows.
+ * It asks to let the sender's process copy from and to the receiver's, and is answered. MESSAGE: `bytes` bytes follow.
  * WRITE, READ: `count` blocks (address, bytes) of the receiver's memory follow; after those of WRITE their data.
  * ADDRESS: `bytes` bytes follow, the address of the sender's endpoint of libfabric.
  * FETCH, STORE: as WRITE and READ, but the data does not follow: the receiver reads it from memory of the sender's, or
@@ -163,7 +162,7 @@ struct ProxycclLink {
   int socket, process; /* -1: closed, or none */
   int serves;          /* the peer opened it */
   int greeted;         /* a serving link's greeting has arrived */
-  int asked;           /* and so has the peer's wish to copy */
+  int asked;           /* a PERMIT has arrived: the peer sends nothing else */
   int addressed;       /* and its endpoint's address: */
   uint64_t address;    /* an fi_addr_t */
   const char *lost;    /* atomic: why it ended */

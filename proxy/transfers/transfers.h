@@ -142,7 +142,8 @@ int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64
 int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t bytes);
 
 /* Asks the agent at the other end of a connected Unix socket to let this process copy from and to its process, where
- * Yama restricts that to parents. 0 or an errno, ETIMEDOUT after the time. */
+ * Yama restricts that to parents. The socket serves nothing else: its answer may come late. 0 or an errno, ETIMEDOUT
+ * after the time. */
 int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
 /* Makes a link of a connected stream socket, which it takes over, also when it fails. `peer_secret`: of the agent that

@@ -79,6 +79,10 @@ class Child:
         os.kill(self.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self.pid, os.WSTOPPED)
 
+    def resume(self) -> None:
+        """Lets it go on after a stop."""
+        os.kill(self.pid, signal.SIGCONT)
+
     def receive(self) -> bytes:
         """The function's next message."""
         return self.connection.recv(1 << 20)

@@ -14,7 +14,7 @@ from proxyccl.channels.transfers import paths
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy._transfers import lib
 from proxyccl.transfer import Agent, DisconnectedError
-from support.agents import Pair
+from support.agents import Pair, child, serve_memory
 
 pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
 
@@ -115,6 +115,22 @@ def test_a_peer_that_is_asked_may_refuse(pair: Pair, yama: Yama) -> None:
         pair.a.add(refuses.metadata())
         with pytest.warns(RuntimeWarning, match="asked to permit it, the peer answered: Operation not permitted"):
             assert pair.a.connect("c").name == "unix"
+
+
+def test_an_answer_that_comes_too_late_is_not_another_frame_s(yama: Yama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer is stopped while it is asked, and goes on before it is read from."""
+    yama.permits = False
+    monkeypatch.setattr(paths, "_ANSWER_MS", 100)
+    with child(serve_memory) as process, Agent("a", listen=()) as agent:
+        agent.add(process.receive())
+        process.stop()
+        with pytest.warns(RuntimeWarning, match="asked to permit it, the peer answered: Connection timed out"):
+            assert agent.connect("b").name == "unix"
+        process.resume()
+        memory = np.zeros(100, np.uint8)
+        ours, theirs = agent.register(memory), agent.regions_of("b")[0]
+        agent.read("b", [(ours.address, theirs.address, 100)]).wait()
+        assert (memory == 7).all()
 
 
 @pytest.mark.parametrize(
