@@ -92,7 +92,7 @@ of_objects = [
     Extension(
         name,
         sources=sources,
-        depends=["device/launch.h", "device/stream_order.h", *headers],
+        depends=["device/launch.h", "device/python_errors.h", "device/stream_order.h", *headers],
         include_dirs=["device", *INCLUDE_DIRS],
         extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
         py_limited_api=True,

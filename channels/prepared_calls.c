@@ -72,31 +72,31 @@ typedef struct {
   Py_ssize_t count;       /* of them */
 } PreparedCalls;
 
-/* A tensor's attribute, or with `call` the result of its method. NULL without an error. */
+/* A tensor's attribute, or with `call` the result of its method. NULL with an exception: it may have no memory. */
 static PyObject* ask(const PreparedCalls* self, PyObject* x, int name, int call) {
-  PyObject* found =
-      call ? PyObject_CallMethodObjArgs(x, self->names[name], NULL) : PyObject_GetAttr(x, self->names[name]);
-  if (found == NULL) PyErr_Clear(); /* it has no memory */
-  return found;
+  return call ? PyObject_CallMethodObjArgs(x, self->names[name], NULL) : PyObject_GetAttr(x, self->names[name]);
 }
 
+/* Whether it is True or False, as expected. If not, perhaps with an exception. */
 static int answers(const PreparedCalls* self, PyObject* x, int name, int call, PyObject* expected) {
   PyObject* found = ask(self, x, name, call);
   Py_XDECREF(found); /* True and False are never freed */
   return found == expected;
 }
 
+/* 1; 0 if it can't be described, perhaps with an exception. */
 static int describe_shape(PyObject* shape, Described* described) {
   if (shape == NULL || !PyTuple_Check(shape) || PyTuple_Size(shape) > MOST_DIMENSIONS) return 0;
   described->dimensions = PyTuple_Size(shape);
-  for (Py_ssize_t i = 0; i < described->dimensions; ++i)
-    described->shape[i] = PyLong_AsSsize_t(PyTuple_GetItem(shape, i)); /* an error for a symbol */
-  if (PyErr_Occurred() == NULL) return 1;
-  PyErr_Clear();
-  return 0;
+  for (Py_ssize_t i = 0; i < described->dimensions; ++i) {
+    described->shape[i] = PyLong_AsSsize_t(PyTuple_GetItem(shape, i));
+    if (described->shape[i] == -1) return 0; /* with an error for a symbol */
+  }
+  return 1;
 }
 
-/* `describe` of a tensor on a GPU whose memory holds its elements in order. */
+/* Of a tensor on a GPU whose memory holds its elements in order. 1; 0 if it can't be described, perhaps with an
+ * exception. */
 static int describe_tensor(const PreparedCalls* self, PyObject* x, Described* described) {
   if (!answers(self, x, IS_GPU, 0, Py_True) || !answers(self, x, IS_CONTIGUOUS, 1, Py_True) ||
       !answers(self, x, IS_NEGATIVE, 1, Py_False) || !answers(self, x, IS_CONJUGATE, 1, Py_False))
@@ -105,7 +105,6 @@ static int describe_tensor(const PreparedCalls* self, PyObject* x, Described* de
   if (address == NULL) return 0;
   described->first = PyLong_AsVoidPtr(address);
   Py_DECREF(address);
-  if (PyErr_Occurred() != NULL) PyErr_Clear();
   if (described->first == NULL) return 0;
   PyObject* shape = ask(self, x, SHAPE, 0);
   const int has_shape = describe_shape(shape, described);
@@ -114,23 +113,21 @@ static int describe_tensor(const PreparedCalls* self, PyObject* x, Described* de
   return described->identity != NULL;
 }
 
-/* Describes an array. Returns 1, with a reference to `identity` or with `view` to be released; 0 if it can't be
- * described. Never an error. */
-static int describe(const PreparedCalls* self, PyObject* x, Described* described, Py_buffer* view) {
+/* `describe`, with any exception left set. */
+static int look_at(const PreparedCalls* self, PyObject* x, Described* described, Py_buffer* view) {
   memset(described, 0, sizeof *described);
   view->obj = NULL;
   described->type = Py_TYPE(x);
   if (described->type == self->identified) {
     described->identity = PyObject_GetAttr(x, self->identity_name);
-    if (described->identity == NULL) PyErr_Clear();
     if (described->identity == Py_None) Py_CLEAR(described->identity);
     return described->identity != NULL;
   }
-  if (PySet_Contains(self->tensor_types, (PyObject*)described->type) > 0) return describe_tensor(self, x, described);
+  const int is_tensor = PySet_Contains(self->tensor_types, (PyObject*)described->type); /* -1: it has no hash */
+  if (is_tensor != 0) return is_tensor > 0 && describe_tensor(self, x, described);
   if (!PyObject_CheckBuffer(x)) return 0;
   if (PyObject_GetBuffer(x, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
-    PyErr_Clear(); /* it is not contiguous, or buffers do not support its type */
-    view->obj = NULL;
+    view->obj = NULL; /* it is not contiguous, or buffers do not support its type */
     return 0;
   }
   const size_t format = view->format == NULL ? LONGEST_FORMAT : strlen(view->format);
@@ -145,6 +142,12 @@ static int describe(const PreparedCalls* self, PyObject* x, Described* described
   return 1;
 }
 
+/* Describes an array. Returns 1, with a reference to `identity` or with `view` to be released; 0 if it can't be
+ * described; -1 with an exception of the program's. */
+static int describe(const PreparedCalls* self, PyObject* x, Described* described, Py_buffer* view) {
+  return look_at(self, x, described, view) ? 1 : proxyccl_clear_exception();
+}
+
 static void release(Given* given) {
   for (Py_ssize_t i = 0; i < given->arrays.count; ++i) Py_CLEAR(given->arrays.each[i].identity);
   if (given->arrays.each != given->few) PyMem_Free(given->arrays.each);
@@ -155,13 +158,14 @@ static void release(Given* given) {
 static int add_described(const PreparedCalls* self, PyObject* argument, Given* given, Py_buffer* view) {
   Arrays* arrays = &given->arrays;
   if (!PyTuple_Check(argument)) {
-    if (!describe(self, argument, &arrays->each[arrays->count], view)) return 0;
-    arrays->count += 1;
-    return 1;
+    const int described = describe(self, argument, &arrays->each[arrays->count], view);
+    if (described > 0) arrays->count += 1;
+    return described;
   }
   for (Py_ssize_t i = 0; i < PyTuple_Size(argument); ++i) {
     Py_buffer buffer;
-    if (!describe(self, PyTuple_GetItem(argument, i), &arrays->each[arrays->count], &buffer)) return 0;
+    const int described = describe(self, PyTuple_GetItem(argument, i), &arrays->each[arrays->count], &buffer);
+    if (described <= 0) return described;
     PyBuffer_Release(&buffer);
     if (arrays->each[arrays->count].identity == NULL) return 0;
     arrays->count += 1;
@@ -171,8 +175,8 @@ static int add_described(const PreparedCalls* self, PyObject* argument, Given* g
 
 static Py_ssize_t size_of(PyObject* argument) { return PyTuple_Check(argument) ? PyTuple_Size(argument) : 1; }
 
-/* Describes a call's arrays. Returns 1, with the references to release; 0 if they can't be described. Never an error.
- */
+/* Describes a call's arrays. Returns 1, with the references to release; 0 if they can't be described; -1 with an
+ * exception of the program's. */
 static int describe_call(const PreparedCalls* self, PyObject* x, PyObject* out, Given* given) {
   const Py_ssize_t count = size_of(x) + size_of(out);
   memset(&given->views, 0, sizeof given->views);
@@ -181,14 +185,14 @@ static int describe_call(const PreparedCalls* self, PyObject* x, PyObject* out, 
   if (given->arrays.each == NULL) return 0;
   int described = add_described(self, x, given, &given->views[0]);
   given->arrays.inputs = given->arrays.count;
-  if (described && out == x && !PyTuple_Check(x) && given->views[0].obj == NULL) {
+  if (described > 0 && out == x && !PyTuple_Check(x) && given->views[0].obj == NULL) {
     given->few[1] = given->few[0];
     Py_XINCREF(given->few[1].identity);
     given->arrays.count = 2;
-  } else if (described) {
+  } else if (described > 0) {
     described = add_described(self, out, given, &given->views[1]);
   }
-  if (!described) release(given);
+  if (described <= 0) release(given);
   return described;
 }
 
@@ -321,6 +325,7 @@ static int issue_kept(PreparedCalls* self, const Arrays* arrays, PyObject* optio
 
 /* Calls `issue` with the lock held. Returns its result, or -1 with an exception. */
 static int locked(PreparedCalls* self, int (*issue)(PreparedCalls* self, const void* argument), const void* argument) {
+  if (self->acquire == NULL) return 0; /* the garbage collector has cleared the calls */
   PyObject* locked = PyObject_CallNoArgs(self->acquire);
   if (locked == NULL) return -1;
   Py_DECREF(locked);
@@ -378,7 +383,9 @@ static PyObject* repeat(PreparedCalls* self, PyObject* const* arguments, Py_ssiz
   PyObject* const on = count == 4 ? arguments[3] : NULL;
   if (!self->repeats && on == NULL) Py_RETURN_FALSE;
   Given given;
-  if (!describe_call(self, arguments[0], arguments[1], &given)) Py_RETURN_FALSE;
+  const int described = describe_call(self, arguments[0], arguments[1], &given);
+  if (described < 0) return NULL;
+  if (described == 0) Py_RETURN_FALSE;
   const Sought sought = {&given.arrays, arguments[2], on};
   const int issued = locked(self, issue_sought, &sought);
   release(&given);
@@ -397,7 +404,9 @@ static PyObject* keep(PreparedCalls* self, PyObject* arguments) {
     return NULL;
   }
   Given given;
-  if (!describe_call(self, x, out, &given)) Py_RETURN_NONE;
+  const int described = describe_call(self, x, out, &given);
+  if (described < 0) return NULL;
+  if (described == 0) Py_RETURN_NONE;
   const size_t size = (size_t)given.arrays.count * sizeof(Described);
   Entry* made = PyMem_Calloc(1, sizeof(Entry));
   Described* each = PyMem_Malloc(size);
@@ -579,6 +588,6 @@ int proxyccl_require_prepared_calls(PyObject* object) {
 
 int proxyccl_add_prepared_calls(PyObject* module) {
   if (calls_type == NULL) calls_type = (PyTypeObject*)PyType_FromSpec(&spec);
-  if (PyModule_AddIntConstant(module, "MOST_KEPT", MOST_KEPT) != 0) return -1;
-  return calls_type == NULL ? -1 : PyModule_AddObjectRef(module, "PreparedCalls", (PyObject*)calls_type);
+  if (calls_type == NULL || PyModule_AddIntConstant(module, "MOST_KEPT", MOST_KEPT) != 0) return -1;
+  return PyModule_AddObjectRef(module, "PreparedCalls", (PyObject*)calls_type);
 }

@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <structmember.h>
 
+#include "python_errors.h"
+
 /* For the references of an object: REFERENCES(apply) is apply(member) for each of them. */
 #define PROXYCCL_VISIT(member) Py_VISIT(self->member);
 #define PROXYCCL_CLEAR(member) Py_CLEAR(self->member);

@@ -65,13 +65,15 @@ static int is_of_kind(const Kind* kind, PyObject* x) {
   if (Py_TYPE(x) != kind->type) return 0;
   if (!kind->is_torch) {
     PyObject* found = PyObject_CallFunctionObjArgs(kind->kind_of, x, NULL);
-    const int same = found != NULL && PyObject_RichCompareBool(found, kind->kind, Py_EQ) == 1;
+    const int same = found != NULL && PyObject_RichCompareBool(found, kind->kind, Py_EQ) > 0;
     Py_XDECREF(found);
     return same;
   }
   PyObject* dtype = PyObject_GetAttr(x, names[DTYPE]);
   Py_XDECREF(dtype); /* torch's types are never freed */
-  return dtype == kind->dtype && number_of(x, DEVICE) == kind->device;
+  if (dtype != kind->dtype) return 0;
+  const Py_ssize_t device = number_of(x, DEVICE); /* -1 is the host's */
+  return device == kind->device && (device != -1 || PyErr_Occurred() == NULL);
 }
 
 /* `libraries[type].memory`, here for torch. */
@@ -100,7 +102,7 @@ uintptr_t proxyccl_place(const Kind* kind, PyObject* x, const Py_ssize_t* shape,
   Py_ssize_t extent = 0;
   uintptr_t at = 0;
   if (is_of_kind(kind, x) && has_shape(x, shape, dimensions, &extent)) at = memory_of(kind, x, extent * row_bytes);
-  if (PyErr_Occurred() != NULL) PyErr_Clear();
+  if (at == 0) (void)proxyccl_clear_exception();
   if (first != NULL) *first = extent;
   return at;
 }

@@ -24,7 +24,7 @@ int proxyccl_visit_kind(const Kind* kind, visitproc visit, void* arg);
 void proxyccl_clear_kind(Kind* kind);
 /* The address of an array of this kind and shape, whose first extent may be PROXYCCL_ANY_EXTENT and is then stored, and
  * which has `row_bytes` for each entry of that. 0 if it is empty, of another kind or shape, or if only another check
- * can tell. Never an exception. */
+ * can tell. Then perhaps with an exception, if that is the program's own (python_errors.h). */
 uintptr_t proxyccl_place(const Kind* kind, PyObject* x, const Py_ssize_t* shape, int dimensions, Py_ssize_t row_bytes,
                          Py_ssize_t* first);
 /* The address of an array that was just made like one of this kind; 0 with an exception. */

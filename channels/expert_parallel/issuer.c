@@ -38,7 +38,8 @@ PyObject* proxyccl_stream(Issuer* issuer, PyObject* x, PyObject* given) {
     return PyObject_CallFunctionObjArgs(issuer->stream_of, x, given, NULL);
   PyObject* handle = PyObject_CallFunctionObjArgs(issuer->current, issuer->device, NULL);
   if (handle == NULL) return NULL;
-  if (issuer->latest == NULL || PyObject_RichCompareBool(issuer->latest, handle, Py_EQ) != 1) {
+  const int same = issuer->latest == NULL ? 0 : PyObject_RichCompareBool(issuer->latest, handle, Py_EQ);
+  if (same == 0) {
     PyObject* made = PyObject_CallFunctionObjArgs(issuer->stream_type, handle, NULL);
     PyObject* old = issuer->latest;
     if (made != NULL) {
@@ -50,17 +51,19 @@ PyObject* proxyccl_stream(Issuer* issuer, PyObject* x, PyObject* given) {
   return PyErr_Occurred() != NULL ? NULL : Py_NewRef(issuer->latest);
 }
 
-/* Whether a stream is torch's current one, and the dispatch was on the same: then memory is used again in order. */
+/* Whether a stream is torch's current one, and the dispatch was on the same: then memory is used again in order. -1
+ * with an exception. */
 static int is_in_order(const Issuer* issuer, const Descriptor* desc, PyObject* stream) {
   PyObject* const kind = issuer->stream_type;
   if (desc->stream == NULL || (PyObject*)Py_TYPE(stream) != kind || (PyObject*)Py_TYPE(desc->stream) != kind) return 0;
-  return PyObject_RichCompareBool(desc->stream, stream, Py_EQ) == 1;
+  return PyObject_RichCompareBool(desc->stream, stream, Py_EQ);
 }
 
 int proxyccl_issue(const Issuer* issuer, const PreparedCall* call, const Descriptor* desc, PyObject* stream,
                    PyObject* (*owners)(const void* of), const void* of) {
   *issuer->number = (uint64_t)desc->number % (1u << 31);
   const int in_order = is_in_order(issuer, desc, stream);
+  if (in_order < 0) return -1;
   if (in_order || (stream == Py_None && issuer->on_host)) {
     const int issued = proxyccl_issue_prepared(issuer->calls, call, in_order ? stream : NULL);
     if (issued != 0) return issued < 0 ? -1 : 0;

@@ -46,7 +46,7 @@ static PyObject* inputs_of(const void* of) {
   return PyTuple_Pack(5, inputs->x, inputs->weights, inputs->slot_weights, inputs->sums, inputs->out);
 }
 
-/* The address of an array that may be None. 0 if it does not fit. */
+/* The address of an array that may be None. 0 if it does not fit, perhaps with an exception of the program's. */
 static int place_optional(const Kind* kind, PyObject* x, const Py_ssize_t* shape, int dimensions, Py_ssize_t row_bytes,
                           uintptr_t* at) {
   *at = 0;
@@ -70,8 +70,8 @@ static PyObject* new_output(Form* self, Py_ssize_t tokens, uintptr_t* at) {
   return made;
 }
 
-/* The address of the caller's array for the result; 0 if it does not fit, or overlaps the rows. Arrays of other
- * libraries than torch may be read-only. */
+/* The address of the caller's array for the result; 0 if it does not fit, or overlaps the rows, perhaps with an
+ * exception of the program's. Arrays of other libraries than torch may be read-only. */
 static uintptr_t place_output(const Form* self, const Descriptor* desc, uintptr_t rows_at, PyObject* out) {
   const Py_ssize_t shape[] = {desc->tokens, self->hidden};
   if (!self->kinds[ROWS].is_torch) return 0;
@@ -97,6 +97,9 @@ typedef struct {
   const PreparedCall* prepared;
 } Begun;
 
+/* Of a call that does not fit: 0, or -1 with an exception. */
+static int unfit(void) { return PyErr_Occurred() != NULL ? -1 : 0; }
+
 /* Fills in a call, but not the sums. 1; 0 if it does not fit, or -1 with an exception. */
 static int fill(Form* self, const Inputs* inputs, const Descriptor* desc, PyObject* given, Begun* begun) {
   if (desc->tokens == 0 || desc->rows == 0) return 0;
@@ -109,13 +112,13 @@ static int fill(Form* self, const Inputs* inputs, const Descriptor* desc, PyObje
   begun->at = proxyccl_place(&self->kinds[ROWS], inputs->x, rows, 2 + padded, each * self->row_bytes, NULL);
   if (begun->at == 0 ||
       !place_optional(&self->kinds[WEIGHTS], inputs->weights, rows, 1 + padded, 4 * each, &weights_at))
-    return 0;
+    return unfit();
   if (!place_optional(&self->kinds[SLOT_WEIGHTS], inputs->slot_weights, slots, 2, 4 * self->topk, &begun->slots_at))
-    return 0;
+    return unfit();
   begun->target = NULL, begun->target_at = 0;
   if (!self->halves && inputs->out != Py_None) {
     begun->target_at = place_output(self, desc, begun->at, inputs->out);
-    if (begun->target_at == 0) return 0;
+    if (begun->target_at == 0) return unfit();
     begun->target = Py_NewRef(inputs->out);
   }
   begun->stream = proxyccl_stream(&self->issuer, inputs->x, given);
@@ -190,6 +193,7 @@ static PyObject* output(PyObject* object, PyObject* out) {
   Form* form = self->form;
   const Descriptor* desc = (const Descriptor*)self->desc;
   uintptr_t at = out == Py_None ? 0 : place_output(form, desc, self->at, out);
+  if (PyErr_Occurred() != NULL) return NULL;
   if (out != Py_None && at == 0)
     return PyObject_CallFunctionObjArgs(form->check_output, self->x, self->desc, out, NULL);
   PyObject* made = out == Py_None ? new_output(form, desc->tokens, &at) : Py_NewRef(out);

@@ -57,7 +57,7 @@ static PyObject* arrays_of(const void* of) {
 }
 
 /* Fills in the tokens, and the launch of a kernel that makes the rows that are sent. Their number; 0 if they do not
- * fit. */
+ * fit, perhaps with an exception of the program's. */
 static Py_ssize_t fill_tokens(const Form* self, PyObject* x) {
   const int is_pair = self->kinds[SCALES].type != NULL;
   if (is_pair != PyTuple_Check(x) || (is_pair && PyTuple_Size(x) != 2)) return 0;
@@ -82,7 +82,9 @@ static Py_ssize_t fill_tokens(const Form* self, PyObject* x) {
   return tokens;
 }
 
-/* Fills in the arrays of a call. The number of tokens; 0 if they do not fit. */
+/* Fills in the arrays of a call. The number of tokens; 0 if they do not fit, perhaps with an exception of the
+ * program's.
+ */
 static Py_ssize_t fill_inputs(const Form* self, const Arrays* inputs) {
   const int weighted = self->kinds[WEIGHTS].type != NULL;
   if (weighted != (inputs->weight != Py_None)) return 0;
@@ -90,9 +92,10 @@ static Py_ssize_t fill_inputs(const Form* self, const Arrays* inputs) {
   if (tokens == 0) return 0;
   const Py_ssize_t slots[] = {tokens, self->topk};
   const uintptr_t ids = proxyccl_place(&self->kinds[IDS], inputs->ids, slots, 2, self->slot_bytes, NULL);
+  if (ids == 0) return 0;
   uintptr_t weights = 0;
   if (weighted) weights = proxyccl_place(&self->kinds[WEIGHTS], inputs->weight, slots, 2, self->weight_bytes, NULL);
-  if (ids == 0 || (weighted && weights == 0)) return 0;
+  if (weighted && weights == 0) return 0;
   self->call->expert_ids = (const char*)ids, self->call->weights = (const char*)weights;
   return tokens;
 }
@@ -124,6 +127,7 @@ static int number_call(const Form* self, Descriptor* desc) {
   if (number == NULL) return -1;
   desc->number = PyLong_AsSsize_t(number);
   Py_DECREF(number);
+  if (desc->number == -1) return -1;
   ProxycclDispatch* call = self->call;
   call->ticket = (uint64_t)desc->number, call->output_buffer = (uint32_t)desc->output_buffer;
   memset(&call->layout, 0, sizeof call->layout);
@@ -182,7 +186,7 @@ static int take_arrays(PyObject* const* arguments, Py_ssize_t count, Arrays* arr
  * result made. 1; 0 if it does not fit, or -1 with an exception. */
 static int begin_known(Form* self, Arrays* arrays, PyObject* given, Descriptor** desc, uintptr_t* at) {
   const Py_ssize_t tokens = fill_inputs(self, arrays);
-  if (tokens == 0) return 0;
+  if (tokens == 0) return PyErr_Occurred() != NULL ? -1 : 0;
   PyObject* const like = like_of(arrays->x);
   PyObject* stream = proxyccl_stream(&self->issuer, like, given);
   if (stream == NULL) return -1;
@@ -280,7 +284,7 @@ typedef struct {
 /* Fills in a call and makes its descriptor. 1; 0 if it does not fit, or -1 with an exception. */
 static int start(Form* self, const Arrays* arrays, PyObject* given, Started* started) {
   const Py_ssize_t tokens = fill_inputs(self, arrays);
-  if (tokens == 0) return 0;
+  if (tokens == 0) return PyErr_Occurred() != NULL ? -1 : 0;
   PyObject* const like = like_of(arrays->x);
   PyObject* stream = proxyccl_stream(&self->issuer, like, given);
   PyObject* taken = stream == NULL ? NULL : PyObject_CallFunctionObjArgs(self->begun, like, stream, given, NULL);
@@ -375,7 +379,10 @@ static PyObject* find_stream(PyObject* object, PyObject* arguments) {
 }
 
 /* Fills in the tokens of a call by an earlier dispatch's routing. */
-static PyObject* fill(PyObject* object, PyObject* x) { return PyLong_FromSsize_t(fill_tokens((Form*)object, x)); }
+static PyObject* fill(PyObject* object, PyObject* x) {
+  const Py_ssize_t tokens = fill_tokens((Form*)object, x);
+  return PyErr_Occurred() != NULL ? NULL : PyLong_FromSsize_t(tokens);
+}
 
 #define FORM_REFERENCES(apply)                                                                                         \
   apply(first.kept) apply(second.kept) apply(descriptor_type) apply(not_received) apply(context) apply(numbers)        \

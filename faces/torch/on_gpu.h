@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <structmember.h>
 
+#include "python_errors.h"
 #include "stream_order.h"
 
 typedef struct Gpu {

@@ -22,28 +22,28 @@ typedef struct {
   unsigned long long marks, waited; /* of calls that were recorded with one, and on the current stream */
 } RepeatedCalls;
 
-/* An attribute of options that may be None; NULL without an error if there is none. */
+/* An attribute of options that may be None. NULL if there is none, perhaps with an exception of the program's. */
 static PyObject* option(PyObject* options, PyObject* name) {
   PyObject* found = PyObject_GetAttr(options, name);
-  if (found == NULL) PyErr_Clear();
+  if (found == NULL) (void)proxyccl_clear_exception();
   return found;
 }
 
 /* The options under which a call is kept: `kept` itself, or if torch's options have an attribute that tells calls
- * apart, the entry of the dict `kept` for it. A borrowed reference; NULL without an error if there are none. */
+ * apart, the entry of the dict `kept` for it. NULL if there are none, perhaps with an exception of the program's. */
 static PyObject* kept_under(PyObject* options, PyObject* name, PyObject* kept) {
-  if (name == Py_None) return kept;
+  if (name == Py_None) return Py_NewRef(kept);
   if (!PyDict_Check(kept)) return NULL;
   PyObject* value = options == Py_None ? PyLong_FromLong(0) : option(options, name); /* torch's default is 0 */
   PyObject* found = NULL;
   if (value != NULL && !PyLong_CheckExact(value)) { /* an operator: its hash is the number of its kind */
-    const Py_hash_t kind = PyObject_Hash(value);
+    const Py_hash_t kind = PyObject_Hash(value);    /* -1 with an exception */
     Py_DECREF(value);
-    value = PyLong_FromSsize_t(kind);
+    value = kind == -1 ? NULL : PyLong_FromSsize_t(kind);
   }
-  if (value != NULL) found = PyDict_GetItemWithError(kept, value);
+  if (value != NULL) found = Py_XNewRef(PyDict_GetItemWithError(kept, value));
   Py_XDECREF(value);
-  PyErr_Clear();
+  if (found == NULL) (void)proxyccl_clear_exception();
   return found;
 }
 
@@ -54,9 +54,13 @@ static Py_ssize_t repeat_on(RepeatedCalls* self, PyObject* x, PyObject* out, PyO
   if (several && (!PyList_Check(out) || PyList_Size(out) != count)) return 0;
   Py_ssize_t done = 0;
   for (; done < count; ++done) {
-    PyObject* const source = several ? PyList_GetItem(x, done) : x;
-    PyObject* const target = several ? PyList_GetItem(out, done) : out;
-    PyObject* repeated = PyObject_CallFunctionObjArgs(self->repeat, source, target, kept, stream, NULL);
+    /* The lists may change during a call, which other threads run beside. */
+    PyObject* source = Py_XNewRef(several ? PyList_GetItem(x, done) : x);
+    PyObject* target = source == NULL ? NULL : Py_XNewRef(several ? PyList_GetItem(out, done) : out);
+    PyObject* repeated =
+        target == NULL ? NULL : PyObject_CallFunctionObjArgs(self->repeat, source, target, kept, stream, NULL);
+    Py_XDECREF(source);
+    Py_XDECREF(target);
     if (repeated == NULL) return -1;
     Py_DECREF(repeated);
     if (repeated != Py_True) break;
@@ -111,6 +115,10 @@ static PyObject* record(RepeatedCalls* self, PyObject* kept, PyObject* x, PyObje
   PyObject* number = name == NULL ? NULL : PyIter_Next(self->numbers);
   if (number == NULL) return NULL;
   self->number = PyLong_AsUnsignedLongLong(number);
+  if (PyErr_Occurred() != NULL) {
+    Py_DECREF(number);
+    return NULL;
+  }
   const int captured = proxyccl_stream_captures(self->gpu->order, stream);
   PyObject* work;
   if (!waits || self->blocks)
@@ -121,19 +129,17 @@ static PyObject* record(RepeatedCalls* self, PyObject* kept, PyObject* x, PyObje
   return work;
 }
 
-static PyObject* issue(RepeatedCalls* self, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 5) {
-    PyErr_SetString(PyExc_TypeError, "repeat(x, out, opts, attribute, kept) takes 5 arguments");
-    return NULL;
-  }
-  PyObject *const x = arguments[0], *const out = arguments[1], *const options = arguments[2];
-  PyObject* const kept = kept_under(options, arguments[3], arguments[4]);
-  if (kept == NULL || !PyTuple_Check(kept)) Py_RETURN_NOTIMPLEMENTED;
+/* A call that is not repeated: NotImplemented, or NULL with an exception. */
+static PyObject* not_repeated(void) { return PyErr_Occurred() != NULL ? NULL : Py_NewRef(Py_NotImplemented); }
+
+/* `issue`, with the options under which the calls are kept. */
+static PyObject* issue_kept(RepeatedCalls* self, PyObject* x, PyObject* out, PyObject* options, PyObject* kept) {
   PyObject* here = option(self->process, self->is_here);
   Py_XDECREF(here); /* True and False are never freed */
-  if (here != Py_True) Py_RETURN_NOTIMPLEMENTED;
+  if (here != Py_True) return not_repeated();
   PyObject* async_op = options == Py_None ? NULL : option(options, self->async_op);
   Py_XDECREF(async_op);
+  if (async_op == NULL && PyErr_Occurred() != NULL) return NULL;
   const int waits = async_op == Py_False;
   PyObject* current = PyObject_CallNoArgs(self->gpu->current);
   if (current == NULL) return NULL;
@@ -152,6 +158,20 @@ static PyObject* issue(RepeatedCalls* self, PyObject* const* arguments, Py_ssize
   Py_XDECREF(first_out);
   Py_XDECREF(work);
   return result;
+}
+
+static PyObject* issue(RepeatedCalls* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 5) {
+    PyErr_SetString(PyExc_TypeError, "repeat(x, out, opts, attribute, kept) takes 5 arguments");
+    return NULL;
+  }
+  if (self->repeat == NULL) Py_RETURN_NOTIMPLEMENTED; /* the garbage collector has cleared it */
+  PyObject* kept = kept_under(arguments[2], arguments[3], arguments[4]);
+  PyObject* work = kept == NULL || !PyTuple_Check(kept)
+                       ? not_repeated()
+                       : issue_kept(self, arguments[0], arguments[1], arguments[2], kept);
+  Py_XDECREF(kept);
+  return work;
 }
 
 static int traverse(PyObject* object, visitproc visit, void* arg) {

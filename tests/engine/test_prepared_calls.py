@@ -317,6 +317,32 @@ def test_calls_that_order_streams_themselves_are_given_any_stream() -> None:
     assert not engine.calls.repeat(x, x, OPTIONS, 0x70)
 
 
+class Unhashable(type):
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Interrupted(type):
+    def __hash__(cls) -> int:
+        raise KeyboardInterrupt
+
+
+def test_an_array_whose_type_has_no_hash_is_not_known(engine: Engine) -> None:
+    x = Unhashable("Array", (), {})()
+    engine.keep(x, x)
+    assert engine.calls.repeat(x, x, OPTIONS) is False
+    assert engine.calls.repeat((x, x), (x,), OPTIONS) is False
+
+
+def test_an_exception_of_the_program_s_own_is_passed_on(engine: Engine) -> None:
+    x = Interrupted("Array", (), {})()
+    for array in (x, (x,)):
+        with pytest.raises(KeyboardInterrupt):
+            engine.keep(array, array)
+        with pytest.raises(KeyboardInterrupt):
+            engine.calls.repeat(array, array, OPTIONS)
+    assert not engine.issued
+
+
 def test_a_tensor_of_an_unknown_type_is_not_asked(engine: Engine) -> None:
     engine.keep(Tensor(), Tensor())
     TENSOR_TYPES.add(Tensor)
