@@ -7,10 +7,12 @@
 #include "link_old_symbols.h"
 
 #include "fibers.h"
+#include "status.h"
 
 #include <sys/mman.h>
 #include <time.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -345,7 +347,6 @@ void spin(Fiber* base, uint32_t spins) {
   if (spins == 0) block->idle_rounds = 0;        // a new wait: the previous one succeeded
   if (++block->idle_turns >= block->runnable) {  // every fiber has spun since anything happened
     block->idle_turns = 0;
-    if (*block->launch->abandoned) leaveToHost(fiber);
     backOff(block->idle_rounds++);
     if (timeToLook(block->idle_rounds)) {
       block->interrupted = fiber;  // a fiber's stack is too small for the code that is called then
@@ -405,22 +406,26 @@ void prepare(FiberState* fiber) {
   fiber->stack_pointer = frame;
 }
 
+// Of the blocks of this thread.
+thread_local StackPool stacks;
+thread_local std::vector<char> shared;
+thread_local Block block;
+
 }  // namespace
 
-BlockResult runBlock(const Launch& launch, uint32_t block_index) {
-  thread_local StackPool stacks;
-  thread_local std::vector<char> shared;
-  thread_local Block block;
-
+bool prepareBlocks(const Launch& launch) {
   const uint32_t count = launch.block.x * launch.block.y * launch.block.z;
-  try {
-    if (shared.size() < launch.shared_bytes + 64) shared.resize(launch.shared_bytes + 64);
-    stacks.get(count, &block.fibers);
-    block.warps.assign((count + kWarp - 1) / kWarp, Warp{0, 0});
-  } catch (const std::bad_alloc&) {
-    *launch.abandoned = true;
-    return BlockResult::kNoMemory;
-  }
+  return statusOf([&] {
+           if (shared.size() < launch.shared_bytes + 64) shared.resize(launch.shared_bytes + 64);
+           stacks.get(count, &block.fibers);
+           block.warps.resize((count + kWarp - 1) / kWarp);
+           return PROXYCCL_HOST_SUCCESS;
+         }) == PROXYCCL_HOST_SUCCESS;
+}
+
+BlockResult runBlock(const Launch& launch, uint32_t block_index) {
+  const auto count = static_cast<uint32_t>(block.fibers.size());
+  std::fill(block.warps.begin(), block.warps.end(), Warp{0, 0});
   void* dynamic_shared = reinterpret_cast<void*>((reinterpret_cast<uint64_t>(shared.data()) + 63) & ~uint64_t{63});
 
   // Kernels' __shared__ variables are thread-local, and the loader allocates them at the first access. If a fiber made

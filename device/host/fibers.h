@@ -1,7 +1,6 @@
-// Runs one block of a launch on the calling OS thread. Internal to the host runtime.
+// Runs the blocks of a launch on the calling OS thread, one at a time. Internal to the host runtime.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 
@@ -17,11 +16,9 @@ struct Launch {
   Dim3 grid, block;
   uint32_t shared_bytes;
   ProxycclControl* default_control;  // the module's
-  // Whether a block could not begin. The others end when they next spin: they may wait for it.
-  std::atomic<bool>* abandoned;
 };
 
-enum class BlockResult { kDone, kDeadlock, kStackOverflow, kNoMemory };
+enum class BlockResult { kDone, kDeadlock, kStackOverflow };
 
 // Called between two polls of a wait, after `rounds` polls without success: lets a helper with work to do run.
 // Otherwise it gives up the core: first by yielding, which costs the waiter least, then by sleeping, so that many
@@ -48,6 +45,9 @@ constexpr std::chrono::milliseconds kBetweenLooks(50);
 // For the proxy's remaining work when a kernel ends.
 void helpOut();
 
+// Takes the memory that the calling thread needs for blocks of a launch. Returns false if there is too little.
+bool prepareBlocks(const Launch& launch);
+// After prepareBlocks() for the same launch.
 BlockResult runBlock(const Launch& launch, uint32_t block);
 
 }  // namespace host

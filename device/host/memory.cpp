@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "runtime.h"
+#include "status.h"
 
 int proxyccl_host_memory_create(int* descriptor, size_t bytes) {
   const int fd = memfd_create("proxyccl", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -57,7 +58,9 @@ struct Mappings {
 };
 
 Mappings& mappings() {
-  static Mappings& all = *new Mappings();  // never destroyed: memory is unmapped until the process has ended
+  // Never destroyed: memory is unmapped until the process has ended. Not on the heap: it may be full.
+  alignas(Mappings) static char bytes[sizeof(Mappings)];
+  static Mappings& all = *new (bytes) Mappings();
   return all;
 }
 
@@ -96,11 +99,13 @@ void* mapAligned(int descriptor, size_t bytes) {
 int map(void** address, int descriptor, size_t bytes, bool owned) {
   void* mapping = mapAligned(descriptor, bytes);
   if (mapping == MAP_FAILED) return errno;
-  Mappings& all = mappings();
-  try {
+  const int status = proxyccl::host::statusOf([=] {
+    Mappings& all = mappings();
     const std::lock_guard<std::mutex> lock(all.mutex);
     all.by_address[reinterpret_cast<uintptr_t>(mapping)] = {bytes, owned ? descriptor : -1, ++all.last_id};
-  } catch (const std::bad_alloc&) {
+    return PROXYCCL_HOST_SUCCESS;
+  });
+  if (status != PROXYCCL_HOST_SUCCESS) {
     munmap(mapping, bytes);
     return ENOMEM;
   }

@@ -74,7 +74,7 @@ int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStream
 
 /* Called by threads of this process while a kernel or a stream waits, before they yield: help(argument, 1), which
  * returns whether it made progress. And when a kernel ends, for its last triggers: help(argument, 0). One thread at a
- * time is in it, and it may be on a kernel's stack. */
+ * time is in it, and it may be on a kernel's stack. Without memory nothing is added: nobody relies on help. */
 void proxyccl_host_add_helper(int (*help)(void*, int), void* argument);
 void proxyccl_host_remove_helper(void* argument); /* when it returns, no thread is in it */
 

@@ -15,10 +15,11 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <iterator>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -26,6 +27,7 @@
 #include "fibers.h"
 #include "proxyccl/platform_host_memmove.h"
 #include "runtime.h"
+#include "status.h"
 
 namespace proxyccl {
 namespace host {
@@ -36,32 +38,33 @@ namespace {
 class BlockThreads {
  public:
   // Never destroyed: at exit, detached threads may still be parked in it.
-  static BlockThreads& instance() { return *current(); }
+  static BlockThreads& instance() {
+    static BlockThreads& threads = *new (room()) BlockThreads();
+    return threads;
+  }
 
-  // In a fork's child: the threads are the parent's.
-  static void startAnew() { current() = new BlockThreads(); }
+  // In a fork's child: the threads are the parent's, and so may be the lock.
+  static void startAnew() {
+    instance();
+    new (room()) BlockThreads();
+  }
 
   // Has each task run by a thread of its own. Throws if there can't be as many: then none of them runs.
-  void submit(std::vector<std::function<void()>> tasks) {
+  void submit(std::list<std::function<void()>> tasks) {
     std::lock_guard<std::mutex> lock(mutex_);
-    const size_t before = tasks_.size();
-    try {
-      tasks_.insert(tasks_.end(), std::make_move_iterator(tasks.begin()), std::make_move_iterator(tasks.end()));
-      while (idle_ + starting_ < tasks_.size()) {
-        std::thread([this] { work(); }).detach();
-        ++starting_;
-      }
-    } catch (const std::exception&) {
-      tasks_.resize(before);  // no thread has looked yet
-      throw;
+    const size_t added = tasks.size();
+    while (idle_ + starting_ < tasks_.size() + added) {
+      std::thread([this] { work(); }).detach();
+      ++starting_;
     }
-    for (size_t i = before; i < tasks_.size(); ++i) ready_.notify_one();
+    tasks_.splice(tasks_.end(), tasks);
+    for (size_t i = 0; i < added; ++i) ready_.notify_one();
   }
 
  private:
-  static BlockThreads*& current() {
-    static BlockThreads* threads = new BlockThreads();
-    return threads;
+  static void* room() {
+    alignas(BlockThreads) static char bytes[sizeof(BlockThreads)];
+    return bytes;
   }
 
   void work() {
@@ -84,7 +87,7 @@ class BlockThreads {
 
   std::mutex mutex_;
   std::condition_variable ready_;
-  std::deque<std::function<void()>> tasks_;
+  std::list<std::function<void()>> tasks_;
   size_t starting_ = 0, idle_ = 0;
 };
 
@@ -120,16 +123,44 @@ struct Module {
   std::map<std::string, Function> functions;
 };
 
-// Runs all blocks of a launch, the first in this thread, and returns when the last has ended.
-int runLaunch(Launch launch) {
+// The threads of a launch meet here before any block begins: each has its memory by then, or none of them begins. A
+// launch without memory thus leaves nothing half done for the next one.
+class Start {
+ public:
+  explicit Start(uint32_t threads) : missing_(threads) {}
+
+  // Called by each thread once, with whether it has its memory. Returns whether all have.
+  bool meet(bool ready) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ready_ &= ready;
+    if (--missing_ == 0)
+      all_here_.notify_all();
+    else
+      waitFor(lock, all_here_, [&] { return missing_ == 0; });
+    return ready_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+  uint32_t missing_;
+  bool ready_ = true;
+};
+
+// Runs all blocks of a launch, the first in this thread, and returns when the last has ended. Throws if there are too
+// few threads.
+int runLaunch(const Launch& launch) {
   const uint32_t blocks = launch.grid.x * launch.grid.y * launch.grid.z;
   const uint32_t resident = std::min<uint32_t>(blocks, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS);
   // Each thread begins with its own block. If all blocks came from the queue, one thread might run several in turn, in
   // an order that hides their races from a sanitizer.
   std::atomic<uint32_t> next{resident};
-  std::atomic<bool> failed{false}, abandoned{false};
-  launch.abandoned = &abandoned;
+  std::atomic<bool> failed{false}, begun{false};
+  Start start(resident);
   auto work = [&](uint32_t first) {
+    const bool ready = prepareBlocks(launch);
+    if (!(resident > 1 ? start.meet(ready) : ready)) return;
+    begun = true;
     for (uint32_t block = first; block < blocks; block = next.fetch_add(1))
       if (runBlock(launch, block) != BlockResult::kDone) failed = true;
     helpOut();
@@ -137,22 +168,18 @@ int runLaunch(Launch launch) {
   std::mutex mutex;
   std::condition_variable done;
   uint32_t running = resident - 1;
-  try {
-    std::vector<std::function<void()>> others;
-    for (uint32_t first = 1; first < resident; ++first)
-      others.emplace_back([&, first] {
-        work(first);
-        std::lock_guard<std::mutex> lock(mutex);
-        if (--running == 0) done.notify_one();
-      });
-    if (!others.empty()) BlockThreads::instance().submit(std::move(others));
-  } catch (const std::exception&) {
-    return PROXYCCL_HOST_OUT_OF_MEMORY;
-  }
+  std::list<std::function<void()>> others;
+  for (uint32_t first = 1; first < resident; ++first)
+    others.emplace_back([&, first] {
+      work(first);
+      std::lock_guard<std::mutex> lock(mutex);
+      if (--running == 0) done.notify_one();
+    });
+  if (!others.empty()) BlockThreads::instance().submit(std::move(others));
   work(0);
   std::unique_lock<std::mutex> lock(mutex);
   waitFor(lock, done, [&] { return running == 0; });
-  if (abandoned) return PROXYCCL_HOST_OUT_OF_MEMORY;
+  if (!begun) return PROXYCCL_HOST_OUT_OF_MEMORY;
   return failed ? PROXYCCL_HOST_LAUNCH_FAILED : PROXYCCL_HOST_SUCCESS;
 }
 
@@ -174,7 +201,8 @@ class Stream {
 
   bool mayWait() const { return kind_ != PROXYCCL_HOST_INLINE; }
 
-  // A template, so that an operation that runs here needs no std::function, which would allocate.
+  // A template, so that an operation that runs here needs no std::function, which would allocate. Throws if there is no
+  // memory: then nothing is queued.
   template <class Operation>
   int enqueue(Operation operation) {
     if (kind_ == PROXYCCL_HOST_INLINE) return operation();
@@ -182,7 +210,7 @@ class Stream {
       if (proxyccl_host_is_looking()) return PROXYCCL_HOST_IN_HANDLER;
       std::lock_guard<std::mutex> lock(mutex_);
       RunsHere here(this);
-      noteStatus(operation());
+      noteStatus(statusOf(operation));
       return PROXYCCL_HOST_SUCCESS;
     }
     {
@@ -258,7 +286,7 @@ class Stream {
       std::function<int()> operation = std::move(operations_.front());
       operations_.pop_front();
       lock.unlock();
-      const int status = operation();
+      const int status = statusOf(operation);
       operation = nullptr;
       lock.lock();
       noteStatus(status);
@@ -283,6 +311,13 @@ class Event {
     std::lock_guard<std::mutex> lock(mutex_);
     return ++recorded_;
   }
+  // Takes back the record that begin() returned, which no stream will finish. Who waits for it waits for the one
+  // before.
+  void withdraw(uint64_t record) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (recorded_ == record) --recorded_;
+    changed_.notify_all();
+  }
   void finish(uint64_t record) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (record > completed_) completed_ = record;
@@ -299,13 +334,14 @@ class Event {
   }
   void waitFor(uint64_t record) {
     std::unique_lock<std::mutex> lock(mutex_);
-    host::waitFor(lock, changed_, [&] { return completed_ >= record; });
+    host::waitFor(lock, changed_, [&] { return completed_ >= std::min(record, recorded_); });
   }
   // Waits for at most `longest`. *target is one more than the record's number, or 0 for the last record so far.
   int await(uint64_t* target, std::chrono::milliseconds longest) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (*target == 0) *target = recorded_ + 1;
-    const bool reached = changed_.wait_for(lock, longest, [&] { return completed_ + 1 >= *target; });
+    const auto reaches = [&] { return completed_ >= std::min(*target - 1, recorded_); };
+    const bool reached = changed_.wait_for(lock, longest, reaches);
     return reached ? PROXYCCL_HOST_SUCCESS : PROXYCCL_HOST_NOT_READY;
   }
   std::chrono::steady_clock::time_point time() {
@@ -326,6 +362,11 @@ using EventHolder = std::shared_ptr<Event>;
 Stream* asStream(void* stream) { return static_cast<Stream*>(stream); }
 EventHolder& asEvent(void* event) { return *static_cast<EventHolder*>(event); }
 
+template <class Operation>
+int enqueue(void* stream, Operation operation) {
+  return statusOf([&] { return asStream(stream)->enqueue(std::move(operation)); });
+}
+
 }  // namespace
 }  // namespace host
 }  // namespace proxyccl
@@ -333,12 +374,10 @@ EventHolder& asEvent(void* event) { return *static_cast<EventHolder*>(event); }
 using namespace proxyccl::host;
 
 int proxyccl_host_stream_create(void** stream, int kind) {
-  try {
+  return statusOf([=] {
     *stream = new Stream(kind);
-  } catch (const std::exception&) {
-    return PROXYCCL_HOST_OUT_OF_MEMORY;
-  }
-  return PROXYCCL_HOST_SUCCESS;
+    return PROXYCCL_HOST_SUCCESS;
+  });
 }
 int proxyccl_host_stream_destroy(void* stream) {
   delete asStream(stream);
@@ -352,15 +391,17 @@ int proxyccl_host_stream_await(void* stream, uint64_t* target, unsigned millisec
 int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned) {
   EventHolder holder = asEvent(event);
   const uint64_t record = holder->lastRecord();
-  return asStream(stream)->enqueue([holder, record] {
+  return enqueue(stream, [holder, record] {
     holder->waitFor(record);
     return 0;
   });
 }
 
 int proxyccl_host_event_create(void** event) {
-  *event = new EventHolder(std::make_shared<Event>());
-  return PROXYCCL_HOST_SUCCESS;
+  return statusOf([=] {
+    *event = new EventHolder(std::make_shared<Event>());
+    return PROXYCCL_HOST_SUCCESS;
+  });
 }
 int proxyccl_host_event_destroy(void* event) {
   delete static_cast<EventHolder*>(event);
@@ -369,10 +410,12 @@ int proxyccl_host_event_destroy(void* event) {
 int proxyccl_host_event_record(void* event, void* stream) {
   EventHolder holder = asEvent(event);
   const uint64_t record = holder->begin();
-  return asStream(stream)->enqueue([holder, record] {
+  const int status = enqueue(stream, [holder, record] {
     holder->finish(record);
     return 0;
   });
+  if (status != PROXYCCL_HOST_SUCCESS) holder->withdraw(record);
+  return status;
 }
 int proxyccl_host_event_query(void* event) { return asEvent(event)->query(); }
 int proxyccl_host_event_synchronize(void* event) {
@@ -390,13 +433,13 @@ int proxyccl_host_event_elapsed(float* milliseconds, void* start, void* end) {
 }
 
 int proxyccl_host_copy(void* dst, const void* src, size_t bytes, void* stream) {
-  return asStream(stream)->enqueue([=] {
+  return enqueue(stream, [=] {
     proxyccl_memmove(dst, src, bytes);
     return 0;
   });
 }
 int proxyccl_host_set(void* dst, int value, size_t bytes, void* stream) {
-  return asStream(stream)->enqueue([=] {
+  return enqueue(stream, [=] {
     memset(dst, value, bytes);
     return 0;
   });
@@ -405,7 +448,7 @@ int proxyccl_host_set(void* dst, int value, size_t bytes, void* stream) {
 namespace {
 template <class Word>
 int enqueueWrite(void* stream, Word* address, Word value) {
-  return asStream(stream)->enqueue([=] {
+  return enqueue(stream, [=] {
     // After the stream's copies; pairs with the waiter's acquire.
     __atomic_store_n(address, value, __ATOMIC_RELEASE);
     return 0;
@@ -420,35 +463,42 @@ int proxyccl_host_write32(void* stream, uint32_t* address, uint32_t value, unsig
   return enqueueWrite(stream, address, value);
 }
 
+namespace {
+void carryOut(const ProxycclStreamOperation& operation) {
+  auto* word = reinterpret_cast<uint64_t*>(operation.address);
+  if (operation.kind == PROXYCCL_STREAM_WRITE) {
+    __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // as write64
+    return;
+  }
+  // Pairs with the release of the word's writer: later work sees everything done before.
+  for (uint32_t rounds = 0; __atomic_load_n(word, __ATOMIC_ACQUIRE) < operation.value; ++rounds) {
+    backOff(rounds);
+    if (timeToLook(rounds)) lookAround();
+  }
+}
+}  // namespace
+
 int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned) {
-  std::vector<ProxycclStreamOperation> queued(operations, operations + count);
-  const bool waits = std::any_of(queued.begin(), queued.end(),
+  const bool waits = std::any_of(operations, operations + count,
                                  [](const auto& operation) { return operation.kind == PROXYCCL_STREAM_WAIT; });
   if (waits && !asStream(stream)->mayWait()) return PROXYCCL_HOST_INVALID_VALUE;
-  return asStream(stream)->enqueue([queued = std::move(queued)] {
-    for (const ProxycclStreamOperation& operation : queued) {
-      auto* word = reinterpret_cast<uint64_t*>(operation.address);
-      if (operation.kind == PROXYCCL_STREAM_WRITE) {
-        __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // as write64
-      } else {
-        // Pairs with the release of the word's writer: later work sees everything done before.
-        for (uint32_t rounds = 0; __atomic_load_n(word, __ATOMIC_ACQUIRE) < operation.value; ++rounds) {
-          backOff(rounds);
-          if (timeToLook(rounds)) lookAround();
-        }
-      }
-    }
-    return 0;
+  return statusOf([&] {
+    std::vector<ProxycclStreamOperation> queued(operations, operations + count);
+    return asStream(stream)->enqueue([queued = std::move(queued)] {
+      for (const ProxycclStreamOperation& operation : queued) carryOut(operation);
+      return 0;
+    });
   });
 }
 
 int proxyccl_host_module_load(void** module, const char* path) {
-  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) return PROXYCCL_HOST_NOT_FOUND;
-  auto* loaded = new Module();
-  loaded->library = library;
-  *module = loaded;
-  return PROXYCCL_HOST_SUCCESS;
+  return statusOf([=] {
+    auto loaded = std::make_unique<Module>();
+    loaded->library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (loaded->library == nullptr) return PROXYCCL_HOST_NOT_FOUND;
+    *module = loaded.release();
+    return PROXYCCL_HOST_SUCCESS;
+  });
 }
 int proxyccl_host_module_unload(void* module) {
   delete static_cast<Module*>(module);
@@ -456,18 +506,20 @@ int proxyccl_host_module_unload(void* module) {
 }
 const char* proxyccl_host_module_error(void) { return dlerror(); }
 int proxyccl_host_module_function(void** function, void* module, const char* name) {
-  auto* from = static_cast<Module*>(module);
-  const std::string suffix(name);
-  void* entry = dlsym(from->library, ("proxyccl_entry_" + suffix).c_str());
-  const void* parameters = dlsym(from->library, ("proxyccl_parameters_" + suffix).c_str());
-  if (entry == nullptr || parameters == nullptr) return PROXYCCL_HOST_NOT_FOUND;
-  size_t tls_module = 0;  // stays 0 where the module has no shared memory
-  dlinfo(from->library, RTLD_DI_TLS_MODID, &tls_module);
-  const Function found = {reinterpret_cast<void (*)(void**)>(entry), static_cast<const uint32_t*>(parameters),
-                          tls_module, from};
-  std::lock_guard<std::mutex> lock(from->mutex);
-  *function = &from->functions.emplace(suffix, found).first->second;
-  return PROXYCCL_HOST_SUCCESS;
+  return statusOf([=] {
+    auto* from = static_cast<Module*>(module);
+    const std::string suffix(name);
+    void* entry = dlsym(from->library, ("proxyccl_entry_" + suffix).c_str());
+    const void* parameters = dlsym(from->library, ("proxyccl_parameters_" + suffix).c_str());
+    if (entry == nullptr || parameters == nullptr) return PROXYCCL_HOST_NOT_FOUND;
+    size_t tls_module = 0;  // stays 0 where the module has no shared memory
+    dlinfo(from->library, RTLD_DI_TLS_MODID, &tls_module);
+    const Function found = {reinterpret_cast<void (*)(void**)>(entry), static_cast<const uint32_t*>(parameters),
+                            tls_module, from};
+    std::lock_guard<std::mutex> lock(from->mutex);
+    *function = &from->functions.emplace(suffix, found).first->second;
+    return PROXYCCL_HOST_SUCCESS;
+  });
 }
 void* proxyccl_host_module_variable(void* module, const char* name) {
   auto* from = static_cast<Module*>(module);
@@ -478,6 +530,26 @@ const uint32_t* proxyccl_host_function_parameters(void* function) {
   return static_cast<Function*>(function)->parameters;
 }
 
+namespace {
+struct Arguments {
+  std::vector<std::unique_ptr<char[]>> values;
+  std::vector<void*> addresses;
+};
+
+// Copies the arguments, like a driver, because the caller's may be gone when the launch runs.
+std::shared_ptr<Arguments> copied(const Function* kernel, void** parameters) {
+  auto arguments = std::make_shared<Arguments>();
+  const uint32_t count = kernel->parameters[0];
+  for (uint32_t i = 0; i < count; ++i) {
+    const size_t bytes = kernel->parameters[1 + i] >> 8;
+    arguments->values.emplace_back(new char[bytes]);
+    memcpy(arguments->values.back().get(), parameters[i], bytes);
+    arguments->addresses.push_back(arguments->values.back().get());
+  }
+  return arguments;
+}
+}  // namespace
+
 int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                          unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** parameters,
                          void**) {
@@ -487,27 +559,16 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
       shared_bytes > PROXYCCL_HOST_MAX_SHARED_BYTES || !asStream(stream)->mayWait())
     return PROXYCCL_HOST_INVALID_VALUE;
 
-  // Copies the arguments, like a driver, because the caller's may be gone when the launch runs.
   const auto* kernel = static_cast<Function*>(function);
-  const uint32_t count = kernel->parameters[0];
-  struct Arguments {
-    std::vector<std::unique_ptr<char[]>> values;
-    std::vector<void*> addresses;
-  };
-  auto arguments = std::make_shared<Arguments>();
-  for (uint32_t i = 0; i < count; ++i) {
-    const size_t bytes = kernel->parameters[1 + i] >> 8;
-    arguments->values.emplace_back(new char[bytes]);
-    memcpy(arguments->values.back().get(), parameters[i], bytes);
-    arguments->addresses.push_back(arguments->values.back().get());
-  }
-  Launch launch = {kernel->entry,
-                   kernel->tls_module,
-                   arguments->addresses.data(),
-                   {grid_x, grid_y, grid_z},
-                   {block_x, block_y, block_z},
-                   shared_bytes,
-                   kernel->module->default_control,
-                   nullptr};
-  return asStream(stream)->enqueue([launch, arguments] { return runLaunch(launch); });
+  return statusOf([=] {
+    const std::shared_ptr<Arguments> arguments = copied(kernel, parameters);
+    const Launch launch = {kernel->entry,
+                           kernel->tls_module,
+                           arguments->addresses.data(),
+                           {grid_x, grid_y, grid_z},
+                           {block_x, block_y, block_z},
+                           shared_bytes,
+                           kernel->module->default_control};
+    return asStream(stream)->enqueue([launch, arguments] { return runLaunch(launch); });
+  });
 }

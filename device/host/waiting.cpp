@@ -18,10 +18,12 @@
 #include <atomic>
 #include <chrono>
 #include <mutex>
+#include <new>
 #include <vector>
 
 #include "fibers.h"
 #include "runtime.h"
+#include "status.h"
 
 extern "C" void* __tsan_get_current_fiber() __attribute__((weak));  // null unless under ThreadSanitizer
 
@@ -32,10 +34,16 @@ namespace {
 class Helpers {
  public:
   // Never destroyed: at exit, threads may still wait.
-  static Helpers& instance() { return *current(); }
+  static Helpers& instance() {
+    static Helpers& helpers = *new (room()) Helpers();
+    return helpers;
+  }
 
   // In a fork's child: the proxies are the parent's. The lock may be held by a thread that the child does not have.
-  static void startAnew() { current() = new Helpers(); }
+  static void startAnew() {
+    instance();
+    new (room()) Helpers();
+  }
 
   void add(int (*help)(void*, int), void* argument) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -63,9 +71,9 @@ class Helpers {
   }
 
  private:
-  static Helpers*& current() {
-    static Helpers* helpers = new Helpers();
-    return helpers;
+  static void* room() {
+    alignas(Helpers) static char bytes[sizeof(Helpers)];
+    return bytes;
   }
 
   struct Helper {
@@ -136,7 +144,12 @@ void lookAround() {
 
 using namespace proxyccl::host;
 
-void proxyccl_host_add_helper(int (*help)(void*, int), void* argument) { Helpers::instance().add(help, argument); }
+void proxyccl_host_add_helper(int (*help)(void*, int), void* argument) {
+  (void)statusOf([=] {
+    Helpers::instance().add(help, argument);
+    return PROXYCCL_HOST_SUCCESS;
+  });
+}
 void proxyccl_host_look_around(uint64_t thread, void (*function)(void*)) {
   looking_thread.store(static_cast<pthread_t>(thread), std::memory_order_relaxed);
   look.store(function, std::memory_order_relaxed);

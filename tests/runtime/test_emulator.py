@@ -904,7 +904,7 @@ def test_a_launch_or_a_stream_without_threads_fails_and_runs_nothing() -> None:
     ]
 
 
-def test_a_block_without_stacks_ends_those_that_wait_for_it() -> None:
+def test_no_block_runs_if_one_has_no_stacks() -> None:
     work = """
         out[:] = 0
         try:
@@ -912,13 +912,84 @@ def test_a_block_without_stacks_ends_those_that_wait_for_it() -> None:
             runtime.synchronize()
         except KernelError as error:
             print(error)
+        print(*out)
         resource.setrlimit(resource.RLIMIT_AS, limits)
         out[:] = 0
         kernel(4, 1024, out)
         runtime.synchronize()
         print(*out)
     """
-    assert run_in_little_memory(300, work) == [f"stream synchronize: {NO_ROOM}", "4096 4096"]
+    assert run_in_little_memory(300, work) == [f"stream synchronize: {NO_ROOM}", "0 0", "4096 4096"]
+
+
+def test_a_call_without_memory_reports_it_and_queues_nothing(tmp_path: Path) -> None:
+    source, library = tmp_path / "new.cpp", tmp_path / "new.so"
+    source.write_text("""
+        #include <cstdlib>
+        #include <new>
+        static thread_local int failing;
+        extern "C" void fail(int on) { failing = on; }
+        void* operator new(std::size_t bytes) {
+          void* made = failing ? nullptr : std::malloc(bytes);
+          if (made == nullptr) throw std::bad_alloc();
+          return made;
+        }
+        void operator delete(void* made) noexcept { std::free(made); }
+        void operator delete(void* made, std::size_t) noexcept { std::free(made); }
+    """)
+    subprocess.run([*find_compiler(), "-shared", "-fPIC", "-o", library, source], check=True)
+    program = """
+        import ctypes
+        import numpy as np
+        from proxyccl.device.errors import KernelError, ProxyCCLError
+        from proxyccl.device.host import HostRuntime
+
+        fail = ctypes.CDLL(None).fail
+        runtime, words = HostRuntime(), np.zeros(4, np.uint64)
+        at = words.ctypes.data
+        kernel = runtime.compile('extern "C" __global__ void add(uint64_t* word) { *word += 1; }').add
+        kernel(1, 1, words)
+        stream, event = runtime.create_stream(), runtime.create_event()
+        event.record(stream)
+        stream.synchronize()
+        calls = {
+            "copy": lambda: runtime.copy(at, at + 8, 8, stream),
+            "fill": lambda: runtime.fill(at, 1, 8, stream),
+            "write": lambda: runtime.write_value(at, 1, stream),
+            "launch": lambda: kernel(1, 1, words, stream=stream),
+            "record": lambda: event.record(stream),
+            "wait": lambda: stream.wait_event(event),
+            "stream": runtime.create_stream,
+            "event": runtime.create_event,
+            "memory": lambda: runtime.allocate(64),
+        }
+        for name, call in calls.items():
+            fail(1)
+            try:
+                call()
+            except ProxyCCLError as error:
+                print(name)
+            finally:
+                fail(0)
+        stream.synchronize()
+        print(event.query(), *words)
+        for call in calls.values():
+            call()
+        stream.synchronize()
+        print(event.query(), *words)
+    """
+    environment = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    names = "copy fill write launch record wait stream event memory".split()
+    assert done.stdout.splitlines() == [*names, "True 1 0 0 0", "True 2 0 0 0"]
 
 
 def test_variables_beyond_the_stack_are_a_compile_error(runtime: HostRuntime) -> None:

@@ -105,13 +105,17 @@ HIP_EXPORT hipError_t hipGetDevicePropertiesR0600(hipDeviceProp* properties, int
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipGetDevice(int* device) {
-  if (const hipError_t status = needCurrent()) return status;
-  return as(CU(cuCtxGetDevice, device));
+  return statusOf([&]() -> hipError_t {
+    if (const hipError_t status = needCurrent()) return status;
+    return as(CU(cuCtxGetDevice, device));
+  });
 }
 HIP_EXPORT hipError_t hipSetDevice(int device) {
-  CUcontext context = nullptr;
-  if (const hipError_t status = primaryContext(device, &context)) return status;
-  return as(CU(cuCtxSetCurrent, context));
+  return statusOf([&]() -> hipError_t {
+    CUcontext context = nullptr;
+    if (const hipError_t status = primaryContext(device, &context)) return status;
+    return as(CU(cuCtxSetCurrent, context));
+  });
 }
 HIP_EXPORT hipError_t hipDeviceSynchronize() { return as(CU(cuCtxSynchronize)); }
 HIP_EXPORT hipError_t hipDeviceGetP2PAttribute(int* value, int, int device, int peer) {
@@ -121,9 +125,11 @@ HIP_EXPORT hipError_t hipDeviceCanAccessPeer(int* can, int device, int peer) {
   return as(CU(cuDeviceCanAccessPeer, can, device, peer));
 }
 HIP_EXPORT hipError_t hipDeviceEnablePeerAccess(int peer, unsigned flags) {
-  CUcontext context = nullptr;
-  if (const hipError_t status = primaryContext(peer, &context)) return status;
-  return as(CU(cuCtxEnablePeerAccess, context, flags));
+  return statusOf([&]() -> hipError_t {
+    CUcontext context = nullptr;
+    if (const hipError_t status = primaryContext(peer, &context)) return status;
+    return as(CU(cuCtxEnablePeerAccess, context, flags));
+  });
 }
 
 // -- memory ---

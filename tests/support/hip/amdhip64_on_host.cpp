@@ -20,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -177,10 +178,11 @@ void* legacyStream() {
   }
   for (auto& stream : earlier) {
     void* event;
-    proxyccl_host_event_create(&event);
-    proxyccl_host_event_record(event, stream->host);
-    proxyccl_host_stream_wait_event(legacy->host, event, 0);
+    if (proxyccl_host_event_create(&event) != 0) throw std::bad_alloc();
+    const bool ordered = proxyccl_host_event_record(event, stream->host) == 0 &&
+                         proxyccl_host_stream_wait_event(legacy->host, event, 0) == 0;
     proxyccl_host_event_destroy(event);
+    if (!ordered) throw std::bad_alloc();
   }
   return legacy->host;
 }
@@ -287,7 +289,9 @@ HIP_EXPORT hipError_t hipSetDevice(int device) {
   current_device = device;
   return hipSuccess;
 }
-HIP_EXPORT hipError_t hipDeviceSynchronize() { return synchronizeDevice(current_device); }
+HIP_EXPORT hipError_t hipDeviceSynchronize() {
+  return statusOf([&]() -> hipError_t { return synchronizeDevice(current_device); });
+}
 HIP_EXPORT hipError_t hipDeviceCanAccessPeer(int* can, int device, int peer) {
   if (std::min(device, peer) < 0 || std::max(device, peer) >= deviceCount()) return hipErrorInvalidDevice;
   *can = device != peer;
@@ -297,44 +301,50 @@ HIP_EXPORT hipError_t hipDeviceGetP2PAttribute(int* value, int, int device, int 
   return hipDeviceCanAccessPeer(value, device, peer);
 }
 HIP_EXPORT hipError_t hipDeviceEnablePeerAccess(int peer, unsigned) {
-  if (peer < 0 || peer >= deviceCount() || peer == current_device) return hipErrorInvalidDevice;
-  std::lock_guard<std::mutex> lock(mutex);
-  return peers.emplace(current_device, peer).second ? hipSuccess : hipErrorPeerAccessAlreadyEnabled;
+  return statusOf([&]() -> hipError_t {
+    if (peer < 0 || peer >= deviceCount() || peer == current_device) return hipErrorInvalidDevice;
+    std::lock_guard<std::mutex> lock(mutex);
+    return peers.emplace(current_device, peer).second ? hipSuccess : hipErrorPeerAccessAlreadyEnabled;
+  });
 }
 
 // -- memory ---
 
 HIP_EXPORT hipError_t hipExtMallocWithFlags(void** pointer, size_t bytes, unsigned) {
-  std::lock_guard<std::mutex> lock(mutex);
-  if (bytes > kDeviceBytes - allocated[current_device]) return hipErrorOutOfMemory;
-  const size_t rounded = (bytes + kPage - 1) / kPage * kPage;
-  int descriptor;
-  if (proxyccl_host_memory_create(&descriptor, rounded) != 0) return hipErrorOutOfMemory;
-  if (proxyccl_host_memory_map(pointer, descriptor, rounded) != 0) {
-    close(descriptor);
-    return hipErrorOutOfMemory;
-  }
-  allocated[current_device] += rounded;
-  allocations[reinterpret_cast<uintptr_t>(*pointer)] = {rounded, current_device, descriptor, ++last_id};
-  return hipSuccess;
+  return statusOf([&]() -> hipError_t {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (bytes > kDeviceBytes - allocated[current_device]) return hipErrorOutOfMemory;
+    const size_t rounded = (bytes + kPage - 1) / kPage * kPage;
+    int descriptor;
+    if (proxyccl_host_memory_create(&descriptor, rounded) != 0) return hipErrorOutOfMemory;
+    if (proxyccl_host_memory_map(pointer, descriptor, rounded) != 0) {
+      close(descriptor);
+      return hipErrorOutOfMemory;
+    }
+    allocated[current_device] += rounded;
+    allocations[reinterpret_cast<uintptr_t>(*pointer)] = {rounded, current_device, descriptor, ++last_id};
+    return hipSuccess;
+  });
 }
 HIP_EXPORT hipError_t hipFree(void* pointer) {
-  int device;
-  {
+  return statusOf([&]() -> hipError_t {
+    int device;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      auto found = allocations.find(reinterpret_cast<uintptr_t>(pointer));
+      if (found == allocations.end() || found->second.descriptor < 0) return hipErrorInvalidValue;
+      device = found->second.device;
+    }
+    synchronizeDevice(device);
     std::lock_guard<std::mutex> lock(mutex);
     auto found = allocations.find(reinterpret_cast<uintptr_t>(pointer));
-    if (found == allocations.end() || found->second.descriptor < 0) return hipErrorInvalidValue;
-    device = found->second.device;
-  }
-  synchronizeDevice(device);
-  std::lock_guard<std::mutex> lock(mutex);
-  auto found = allocations.find(reinterpret_cast<uintptr_t>(pointer));
-  if (found == allocations.end()) return hipErrorInvalidValue;
-  proxyccl_host_memory_unmap(pointer, found->second.bytes);
-  close(found->second.descriptor);
-  allocated[device] -= found->second.bytes;
-  allocations.erase(found);
-  return hipSuccess;
+    if (found == allocations.end()) return hipErrorInvalidValue;
+    proxyccl_host_memory_unmap(pointer, found->second.bytes);
+    close(found->second.descriptor);
+    allocated[device] -= found->second.bytes;
+    allocations.erase(found);
+    return hipSuccess;
+  });
 }
 HIP_EXPORT hipError_t hipMemGetInfo(size_t* free, size_t* total) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -386,35 +396,41 @@ HIP_EXPORT hipError_t hipIpcGetMemHandle(hipIpcMemHandle_t* handle, void* pointe
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipIpcOpenMemHandle(void** pointer, hipIpcMemHandle_t handle, unsigned) {
-  IpcHandle theirs;
-  std::memcpy(&theirs, handle.reserved, sizeof theirs);
-  const std::string path = "/proc/" + std::to_string(theirs.process) + "/fd/" + std::to_string(theirs.descriptor);
-  const int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  struct stat info;
-  if (descriptor < 0) return hipErrorInvalidHandle;
-  const bool same = fstat(descriptor, &info) == 0 && info.st_dev == theirs.filesystem && info.st_ino == theirs.file &&
-                    static_cast<uint64_t>(info.st_size) == theirs.bytes;
-  const bool mapped = same && proxyccl_host_memory_map(pointer, descriptor, theirs.bytes) == 0;
-  close(descriptor);
-  if (!mapped) return same ? hipErrorMapFailed : hipErrorInvalidHandle;
-  std::lock_guard<std::mutex> lock(mutex);
-  allocations[reinterpret_cast<uintptr_t>(*pointer)] = {theirs.bytes, current_device, -1, ++last_id};
-  return hipSuccess;
+  return statusOf([&]() -> hipError_t {
+    IpcHandle theirs;
+    std::memcpy(&theirs, handle.reserved, sizeof theirs);
+    const std::string path = "/proc/" + std::to_string(theirs.process) + "/fd/" + std::to_string(theirs.descriptor);
+    const int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    struct stat info;
+    if (descriptor < 0) return hipErrorInvalidHandle;
+    const bool same = fstat(descriptor, &info) == 0 && info.st_dev == theirs.filesystem && info.st_ino == theirs.file &&
+                      static_cast<uint64_t>(info.st_size) == theirs.bytes;
+    const bool mapped = same && proxyccl_host_memory_map(pointer, descriptor, theirs.bytes) == 0;
+    close(descriptor);
+    if (!mapped) return same ? hipErrorMapFailed : hipErrorInvalidHandle;
+    std::lock_guard<std::mutex> lock(mutex);
+    allocations[reinterpret_cast<uintptr_t>(*pointer)] = {theirs.bytes, current_device, -1, ++last_id};
+    return hipSuccess;
+  });
 }
 HIP_EXPORT hipError_t hipIpcCloseMemHandle(void* pointer) {
-  synchronizeDevice(current_device);
-  std::lock_guard<std::mutex> lock(mutex);
-  auto found = allocations.find(reinterpret_cast<uintptr_t>(pointer));
-  if (found == allocations.end() || found->second.descriptor >= 0) return hipErrorInvalidValue;
-  proxyccl_host_memory_unmap(pointer, found->second.bytes);
-  allocations.erase(found);
-  return hipSuccess;
+  return statusOf([&]() -> hipError_t {
+    synchronizeDevice(current_device);
+    std::lock_guard<std::mutex> lock(mutex);
+    auto found = allocations.find(reinterpret_cast<uintptr_t>(pointer));
+    if (found == allocations.end() || found->second.descriptor >= 0) return hipErrorInvalidValue;
+    proxyccl_host_memory_unmap(pointer, found->second.bytes);
+    allocations.erase(found);
+    return hipSuccess;
+  });
 }
 HIP_EXPORT hipError_t hipHostRegister(void* pointer, size_t bytes, unsigned) {
-  std::lock_guard<std::mutex> lock(mutex);
-  if (registeredOf(pointer) != registered.end()) return hipErrorHostMemoryAlreadyRegistered;
-  registered[reinterpret_cast<uintptr_t>(pointer)] = bytes;
-  return hipSuccess;
+  return statusOf([&]() -> hipError_t {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (registeredOf(pointer) != registered.end()) return hipErrorHostMemoryAlreadyRegistered;
+    registered[reinterpret_cast<uintptr_t>(pointer)] = bytes;
+    return hipSuccess;
+  });
 }
 HIP_EXPORT hipError_t hipHostUnregister(void* pointer) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -428,22 +444,27 @@ HIP_EXPORT hipError_t hipHostGetDevicePointer(void** device_pointer, void* point
 }
 
 HIP_EXPORT hipError_t hipMemcpyDtoDAsync(hipDeviceptr_t dst, hipDeviceptr_t src, size_t bytes, hipStream_t stream) {
-  return static_cast<hipError_t>(proxyccl_host_copy(dst, src, bytes, hostStream(stream)));
+  return statusOf(
+      [&]() -> hipError_t { return static_cast<hipError_t>(proxyccl_host_copy(dst, src, bytes, hostStream(stream))); });
 }
 HIP_EXPORT hipError_t hipMemcpyAsync(void* dst, const void* src, size_t bytes, int, hipStream_t stream) {
-  return static_cast<hipError_t>(proxyccl_host_copy(dst, src, bytes, hostStream(stream)));
+  return statusOf(
+      [&]() -> hipError_t { return static_cast<hipError_t>(proxyccl_host_copy(dst, src, bytes, hostStream(stream))); });
 }
 HIP_EXPORT hipError_t hipMemsetD8Async(hipDeviceptr_t dst, unsigned char value, size_t bytes, hipStream_t stream) {
-  // Zeroed by returning the pages: a test may allocate gigabytes and use few of them.
-  if (value == 0 && bytes >= kLargeFill && reinterpret_cast<uintptr_t>(dst) % kPage == 0) {
-    if (const int status = proxyccl_host_stream_synchronize(hostStream(stream))) return static_cast<hipError_t>(status);
-    const size_t whole = bytes / kPage * kPage;
-    if (madvise(dst, whole, MADV_REMOVE) == 0) {
-      dst = static_cast<char*>(dst) + whole;
-      bytes -= whole;
+  return statusOf([&]() -> hipError_t {
+    // Zeroed by returning the pages: a test may allocate gigabytes and use few of them.
+    if (value == 0 && bytes >= kLargeFill && reinterpret_cast<uintptr_t>(dst) % kPage == 0) {
+      if (const int status = proxyccl_host_stream_synchronize(hostStream(stream)))
+        return static_cast<hipError_t>(status);
+      const size_t whole = bytes / kPage * kPage;
+      if (madvise(dst, whole, MADV_REMOVE) == 0) {
+        dst = static_cast<char*>(dst) + whole;
+        bytes -= whole;
+      }
     }
-  }
-  return static_cast<hipError_t>(proxyccl_host_set(dst, value, bytes, hostStream(stream)));
+    return static_cast<hipError_t>(proxyccl_host_set(dst, value, bytes, hostStream(stream)));
+  });
 }
 
 // -- streams and events ---
@@ -454,10 +475,12 @@ HIP_EXPORT hipError_t hipDeviceGetStreamPriorityRange(int* least, int* greatest)
 }
 // Streams here are threads; a test may see what was asked for.
 HIP_EXPORT hipError_t hipStreamCreateWithPriority(hipStream_t* stream, unsigned, int priority) {
-  *stream = createStream();
-  std::lock_guard<std::mutex> lock(mutex);
-  priorities[*stream] = priority;
-  return hipSuccess;
+  return statusOf([&]() -> hipError_t {
+    *stream = createStream();
+    std::lock_guard<std::mutex> lock(mutex);
+    priorities[*stream] = priority;
+    return hipSuccess;
+  });
 }
 HIP_EXPORT hipError_t hipStreamGetPriority(hipStream_t stream, int* priority) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -465,15 +488,21 @@ HIP_EXPORT hipError_t hipStreamGetPriority(hipStream_t stream, int* priority) {
   *priority = found == priorities.end() ? 0 : found->second;
   return hipSuccess;
 }
-HIP_EXPORT hipError_t hipStreamDestroy(hipStream_t stream) { return destroyStream(static_cast<Stream*>(stream)); }
+HIP_EXPORT hipError_t hipStreamDestroy(hipStream_t stream) {
+  return statusOf([&]() -> hipError_t { return destroyStream(static_cast<Stream*>(stream)); });
+}
 HIP_EXPORT hipError_t hipStreamQuery(hipStream_t stream) {
-  return static_cast<hipError_t>(proxyccl_host_stream_query(hostStream(stream)));
+  return statusOf(
+      [&]() -> hipError_t { return static_cast<hipError_t>(proxyccl_host_stream_query(hostStream(stream))); });
 }
 HIP_EXPORT hipError_t hipStreamSynchronize(hipStream_t stream) {
-  return static_cast<hipError_t>(proxyccl_host_stream_synchronize(hostStream(stream)));
+  return statusOf(
+      [&]() -> hipError_t { return static_cast<hipError_t>(proxyccl_host_stream_synchronize(hostStream(stream))); });
 }
 HIP_EXPORT hipError_t hipStreamWaitEvent(hipStream_t stream, hipEvent_t event, unsigned) {
-  return static_cast<hipError_t>(proxyccl_host_stream_wait_event(hostStream(stream), event, 0));
+  return statusOf([&]() -> hipError_t {
+    return static_cast<hipError_t>(proxyccl_host_stream_wait_event(hostStream(stream), event, 0));
+  });
 }
 HIP_EXPORT hipError_t hipStreamIsCapturing(hipStream_t, int* status) {
   *status = 0;
@@ -485,22 +514,28 @@ HIP_EXPORT hipError_t hipThreadExchangeStreamCaptureMode(int* mode) {
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipStreamWriteValue32(hipStream_t stream, void* pointer, uint32_t value, unsigned flags) {
-  auto* word = static_cast<uint32_t*>(pointer);
-  return static_cast<hipError_t>(proxyccl_host_write32(hostStream(stream), word, value, flags));
+  return statusOf([&]() -> hipError_t {
+    auto* word = static_cast<uint32_t*>(pointer);
+    return static_cast<hipError_t>(proxyccl_host_write32(hostStream(stream), word, value, flags));
+  });
 }
 HIP_EXPORT hipError_t hipStreamWriteValue64(hipStream_t stream, void* pointer, uint64_t value, unsigned flags) {
-  auto* word = static_cast<uint64_t*>(pointer);
-  return static_cast<hipError_t>(proxyccl_host_write64(hostStream(stream), word, value, flags));
+  return statusOf([&]() -> hipError_t {
+    auto* word = static_cast<uint64_t*>(pointer);
+    return static_cast<hipError_t>(proxyccl_host_write64(hostStream(stream), word, value, flags));
+  });
 }
 
 HIP_EXPORT hipError_t hipStreamWaitValue64(hipStream_t stream, void* pointer, uint64_t value, unsigned flags,
                                            uint64_t mask) {
-  if (flags != 0 || mask != ~uint64_t{0}) return hipErrorInvalidValue;
-  ProxycclStreamOperation wait = {};
-  wait.kind = PROXYCCL_STREAM_WAIT;
-  wait.address = reinterpret_cast<uint64_t>(pointer);
-  wait.value = value;
-  return static_cast<hipError_t>(proxyccl_host_stream_operations(hostStream(stream), 1, &wait, 0));
+  return statusOf([&]() -> hipError_t {
+    if (flags != 0 || mask != ~uint64_t{0}) return hipErrorInvalidValue;
+    ProxycclStreamOperation wait = {};
+    wait.kind = PROXYCCL_STREAM_WAIT;
+    wait.address = reinterpret_cast<uint64_t>(pointer);
+    wait.value = value;
+    return static_cast<hipError_t>(proxyccl_host_stream_operations(hostStream(stream), 1, &wait, 0));
+  });
 }
 
 HIP_EXPORT hipError_t hipEventCreateWithFlags(hipEvent_t* event, unsigned) {
@@ -510,8 +545,10 @@ HIP_EXPORT hipError_t hipEventDestroy(hipEvent_t event) {
   return static_cast<hipError_t>(proxyccl_host_event_destroy(event));
 }
 HIP_EXPORT hipError_t hipEventRecord(hipEvent_t event, hipStream_t stream) {
-  if (isDestroyed(stream)) return hipErrorInvalidHandle;
-  return static_cast<hipError_t>(proxyccl_host_event_record(event, hostStream(stream)));
+  return statusOf([&]() -> hipError_t {
+    if (isDestroyed(stream)) return hipErrorInvalidHandle;
+    return static_cast<hipError_t>(proxyccl_host_event_record(event, hostStream(stream)));
+  });
 }
 HIP_EXPORT hipError_t hipEventQuery(hipEvent_t event) {
   return static_cast<hipError_t>(proxyccl_host_event_query(event));
@@ -568,6 +605,8 @@ HIP_EXPORT hipError_t hipModuleGetGlobal(hipDeviceptr_t* pointer, size_t* bytes,
 HIP_EXPORT hipError_t hipModuleLaunchKernel(hipFunction_t function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                                             unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                                             hipStream_t stream, void** parameters, void** extra) {
-  return static_cast<hipError_t>(proxyccl_host_launch(function, grid_x, grid_y, grid_z, block_x, block_y, block_z,
-                                                      shared_bytes, hostStream(stream), parameters, extra));
+  return statusOf([&]() -> hipError_t {
+    return static_cast<hipError_t>(proxyccl_host_launch(function, grid_x, grid_y, grid_z, block_x, block_y, block_z,
+                                                        shared_bytes, hostStream(stream), parameters, extra));
+  });
 }

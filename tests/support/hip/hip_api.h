@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 
 #define HIP_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -64,5 +65,23 @@ struct hipIpcMemHandle_t {
   char reserved[64];
 };
 
-enum hiprtcResult : int { HIPRTC_SUCCESS = 0, HIPRTC_ERROR_INVALID_INPUT = 3, HIPRTC_ERROR_COMPILATION = 6 };
+enum hiprtcResult : int {
+  HIPRTC_SUCCESS = 0,
+  HIPRTC_ERROR_OUT_OF_MEMORY = 1,
+  HIPRTC_ERROR_INVALID_INPUT = 3,
+  HIPRTC_ERROR_COMPILATION = 6
+};
 using hiprtcProgram = void*;
+
+inline hipError_t outOfMemory(hipError_t) { return hipErrorOutOfMemory; }
+inline hiprtcResult outOfMemory(hiprtcResult) { return HIPRTC_ERROR_OUT_OF_MEMORY; }
+
+// Returns the call's status. Its exceptions become one: it has run out of memory or of threads.
+template <class Call>
+auto statusOf(Call&& call) noexcept -> decltype(call()) {
+  try {
+    return call();
+  } catch (const std::exception&) {
+    return outOfMemory(decltype(call()){});
+  }
+}

@@ -48,19 +48,21 @@ HIP_EXPORT hiprtcResult hiprtcCreateProgram(hiprtcProgram* program, const char* 
 }
 HIP_EXPORT hiprtcResult hiprtcDestroyProgram(hiprtcProgram* program) { return NVRTC(nvrtcDestroyProgram, program); }
 HIP_EXPORT hiprtcResult hiprtcCompileProgram(hiprtcProgram program, int count, const char** options) {
-  static const std::string kArchitecture = "--offload-arch=";
-  std::vector<std::string> translated = {"-default-device"};
-  for (int i = 0; i < count; ++i) {
-    const std::string option = options[i];
-    if (option.compare(0, kArchitecture.size(), kArchitecture) == 0) {
-      translated.push_back("-arch=" + option.substr(kArchitecture.size()));
-    } else if (option != "-O3") {  // NVRTC's only level
-      translated.push_back(option);
+  return statusOf([&]() -> hiprtcResult {
+    static const std::string kArchitecture = "--offload-arch=";
+    std::vector<std::string> translated = {"-default-device"};
+    for (int i = 0; i < count; ++i) {
+      const std::string option = options[i];
+      if (option.compare(0, kArchitecture.size(), kArchitecture) == 0) {
+        translated.push_back("-arch=" + option.substr(kArchitecture.size()));
+      } else if (option != "-O3") {  // NVRTC's only level
+        translated.push_back(option);
+      }
     }
-  }
-  std::vector<const char*> pointers;
-  for (const std::string& option : translated) pointers.push_back(option.c_str());
-  return NVRTC(nvrtcCompileProgram, program, static_cast<int>(pointers.size()), pointers.data());
+    std::vector<const char*> pointers;
+    for (const std::string& option : translated) pointers.push_back(option.c_str());
+    return NVRTC(nvrtcCompileProgram, program, static_cast<int>(pointers.size()), pointers.data());
+  });
 }
 HIP_EXPORT hiprtcResult hiprtcGetProgramLogSize(hiprtcProgram program, size_t* bytes) {
   return NVRTC(nvrtcGetProgramLogSize, program, bytes);

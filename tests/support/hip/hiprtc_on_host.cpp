@@ -58,8 +58,10 @@ HIP_EXPORT const char* hiprtcGetErrorString(hiprtcResult result) {
 }
 HIP_EXPORT hiprtcResult hiprtcCreateProgram(hiprtcProgram* program, const char* source, const char*, int, const char**,
                                             const char**) {
-  *program = new Program{source, "", ""};
-  return HIPRTC_SUCCESS;
+  return statusOf([&]() -> hiprtcResult {
+    *program = new Program{source, "", ""};
+    return HIPRTC_SUCCESS;
+  });
 }
 HIP_EXPORT hiprtcResult hiprtcDestroyProgram(hiprtcProgram* program) {
   delete static_cast<Program*>(*program);
@@ -67,28 +69,31 @@ HIP_EXPORT hiprtcResult hiprtcDestroyProgram(hiprtcProgram* program) {
   return HIPRTC_SUCCESS;
 }
 HIP_EXPORT hiprtcResult hiprtcCompileProgram(hiprtcProgram handle, int count, const char** options) {
-  auto* program = static_cast<Program*>(handle);
-  char pattern[] = "/tmp/hiprtc_on_host.XXXXXX";
-  if (mkdtemp(pattern) == nullptr) return HIPRTC_ERROR_INVALID_INPUT;
-  const std::string directory = pattern, source = directory + "/kernel.cpp", image = directory + "/kernel.so",
-                    log = directory + "/log";
-  std::ofstream(source) << program->source;
-  const char* compiler = std::getenv("CXX");
-  std::string command = compiler != nullptr ? compiler : "g++";
-  for (int i = 0; i < count; ++i)
-    if (std::strncmp(options[i], "--offload-arch", 14) != 0) command += " " + quoted(options[i]);
-  if (program->source.find("PROXYCCL_EXPORT_KERNEL(") == std::string::npos) {  // compiled to be read
-    std::system((command + " -E -DPROXYCCL_FIND_KERNELS " + quoted(source) + " -o " + quoted(log)).c_str());
-    std::ofstream(source, std::ios::app) << descriptors(readFile(log));
-  }
-  // After the caller's -O3: a test compiles more than it runs.
-  command += " -O0 -fPIC -shared -fvisibility=hidden " + quoted(source) + " -o " + quoted(image) + " 2>" + quoted(log);
-  const int status = std::system(command.c_str());
-  program->log = readFile(log);
-  program->image = readFile(image);
-  for (const auto& path : {source, image, log}) unlink(path.c_str());
-  rmdir(directory.c_str());
-  return status == 0 ? HIPRTC_SUCCESS : HIPRTC_ERROR_COMPILATION;
+  return statusOf([&]() -> hiprtcResult {
+    auto* program = static_cast<Program*>(handle);
+    char pattern[] = "/tmp/hiprtc_on_host.XXXXXX";
+    if (mkdtemp(pattern) == nullptr) return HIPRTC_ERROR_INVALID_INPUT;
+    const std::string directory = pattern, source = directory + "/kernel.cpp", image = directory + "/kernel.so",
+                      log = directory + "/log";
+    std::ofstream(source) << program->source;
+    const char* compiler = std::getenv("CXX");
+    std::string command = compiler != nullptr ? compiler : "g++";
+    for (int i = 0; i < count; ++i)
+      if (std::strncmp(options[i], "--offload-arch", 14) != 0) command += " " + quoted(options[i]);
+    if (program->source.find("PROXYCCL_EXPORT_KERNEL(") == std::string::npos) {  // compiled to be read
+      std::system((command + " -E -DPROXYCCL_FIND_KERNELS " + quoted(source) + " -o " + quoted(log)).c_str());
+      std::ofstream(source, std::ios::app) << descriptors(readFile(log));
+    }
+    // After the caller's -O3: a test compiles more than it runs.
+    command +=
+        " -O0 -fPIC -shared -fvisibility=hidden " + quoted(source) + " -o " + quoted(image) + " 2>" + quoted(log);
+    const int status = std::system(command.c_str());
+    program->log = readFile(log);
+    program->image = readFile(image);
+    for (const auto& path : {source, image, log}) unlink(path.c_str());
+    rmdir(directory.c_str());
+    return status == 0 ? HIPRTC_SUCCESS : HIPRTC_ERROR_COMPILATION;
+  });
 }
 HIP_EXPORT hiprtcResult hiprtcGetProgramLogSize(hiprtcProgram program, size_t* bytes) {
   *bytes = static_cast<Program*>(program)->log.size() + 1;
