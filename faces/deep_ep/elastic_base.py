@@ -14,6 +14,7 @@ from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
+from proxyccl.torch_tensors.flat import byte_view
 
 
 class ElasticBase(Connected):
@@ -77,7 +78,7 @@ def bytes_of(group: Group, argument: str, tensor: Any) -> tuple[torch.Tensor, Ar
         raise ArgumentError(
             argument, f"must be contiguous; it has shape {list(tensor.shape)}, strides {tensor.stride()}"
         )
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    flat = byte_view(tensor)
     return flat, input_view(group, flat, argument)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from proxyccl.device.arrays.libraries import require_tensor_memory
+from proxyccl.torch_tensors.flat import flat_view
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 
@@ -16,7 +17,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's elements in order: its own memory if that holds them in order, else a copy. Without its gradient."""
-    return tensor.detach().contiguous().resolve_conj().resolve_neg().view(-1)
+    return flat_view(tensor.contiguous().resolve_conj().resolve_neg())
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.agent import Agent
+from proxyccl.torch_tensors.flat import byte_view
 from proxyccl.verl.chain import Chain
 from proxyccl.verl.messages import Piece
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
@@ -140,7 +141,7 @@ class ProxyCCLCheckpointEngine(CheckpointEngine):
             weight = tensor.detach()
             if self.rollout_dtype is not None:
                 weight = weight.to(self.rollout_dtype)
-            flat = weight.contiguous().view(-1).view(torch.uint8)
+            flat = byte_view(weight.contiguous())
             first = 0
             while True:
                 room = self.bucket_size - at

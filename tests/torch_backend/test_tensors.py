@@ -208,3 +208,47 @@ def test_a_repeated_call_does_not_take_a_lazy_view_for_its_base(change: Callable
         assert torch.equal(view, expected)
 
     run(body, 2)
+
+
+def test_contiguous_tensors_may_have_any_stride_where_they_have_one_element_or_none() -> None:
+    def element(value: int) -> Any:
+        return torch.full((3, 5), value)[:1, 0]
+
+    def none() -> Any:
+        return torch.arange(15).as_strided((0,), (3,))
+
+    def body(group: Any) -> None:
+        rank, ranks = group.rank(), group.size()
+        own, root = element(rank), options("Gather", rootRank=1)
+        everyone, outs = list(range(ranks)), [element(9) for _ in range(ranks)]
+        assert own.stride() == (5,)
+
+        def results(*tensors: Any) -> list[int]:
+            return [int(tensor) for tensor in tensors]
+
+        group.broadcast([x := element(rank)], options("Broadcast", rootRank=2)).wait()
+        group.broadcast([none()], options("Broadcast", rootRank=2)).wait()
+        assert results(x) == [2]
+        group.allgather([outs], [own], options("Allgather")).wait()
+        assert results(*outs) == everyone
+        group._allgather_base(whole := torch.zeros(ranks, dtype=torch.int64), own, options("Allgather")).wait()
+        assert whole.tolist() == everyone
+        group.gather([gathered := outs[::-1]] if rank == 1 else [], [own], root).wait()
+        assert rank != 1 or results(*gathered) == everyone
+        parts = [[element(7 + peer) for peer in everyone]] if rank == 1 else []
+        group.scatter([x], parts, options("Scatter", rootRank=1)).wait()
+        assert results(x) == [7 + rank]
+        group.alltoall(outs, [element(rank)] * ranks, options("AllToAll")).wait()
+        assert results(*outs) == everyone
+        group.allreduce([x := element(rank)], options("Allreduce")).wait()
+        assert results(x) == [sum(everyone)]
+        group.reduce([x := element(rank)], options("Reduce", rootRank=0)).wait()
+        assert rank != 0 or results(x) == [sum(everyone)]
+        group.reduce_scatter([x], [[own] * ranks], options("ReduceScatter")).wait()
+        assert results(x) == [sum(everyone)]
+        sent, received = group.send([own], (rank + 1) % ranks), group.recv([x], (rank - 1) % ranks)
+        sent.wait()
+        received.wait()
+        assert results(x) == [(rank - 1) % ranks]
+
+    run(body)

@@ -23,10 +23,11 @@ BUCKET = 4096
 def weights(step: int, dtype: Any = torch.float32) -> dict[str, Any]:
     """Short ones, some longer than a bucket, one as long, one without dimensions and one without elements."""
     shapes = {"a": (3, 5), "long": (50, 70), "b": (1000,), "scalar": (), "none": (0, 4), "bucket": (1024,), "c": (7,)}
-    return {
+    made = {
         name: (torch.arange(torch.Size(shape).numel()) * 7 + 100 * step + len(name)).reshape(shape).to(dtype)
         for name, shape in shapes.items()
     }
+    return {**made, "element": made["a"][:1, 0]}  # contiguous, with a stride of 5
 
 
 @pytest.fixture

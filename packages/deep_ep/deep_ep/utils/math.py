@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from proxyccl.torch_tensors.flat import byte_view
+
 _ELEMENTS = 128
 _GREATEST = 448.0  # of float8_e4m3fn
 
@@ -46,7 +48,7 @@ def per_token_cast_back(x_fp8: Any, x_scales: Any) -> Any:
     if tokens == 0 or n == 0:
         return x_fp8.to(torch.bfloat16)
     if x_scales.dtype == torch.int32:
-        exponents = x_scales.contiguous().view(torch.uint8).to(torch.int32)
+        exponents = byte_view(x_scales.contiguous()).to(torch.int32).view(tokens, -1)
         x_scales = (exponents << 23).view(torch.float32)
     groups = torch.nn.functional.pad(x_fp8.float(), (0, -n % _ELEMENTS)).view(tokens, -1, _ELEMENTS)
     rows = groups * x_scales.reshape(tokens, -1, 1)
