@@ -969,10 +969,12 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         )
 
     def barrier(self, opts: Any = None, *_: Any) -> Any:
-        """Waits on the CPU, or after the work queued on a device, until all ranks have arrived."""
-        device = getattr(opts, "device", None) or torch.device("cpu")
+        """Waits on the CPU, or after the work queued on a device, until all ranks have arrived. Ids of devices mean
+        nothing where there is no GPU.
+        """
+        device = getattr(opts, "device", None) or _CPU
         if getattr(opts, "device_ids", None):
-            device = torch.device("cuda", opts.device_ids[0])
+            device = torch.device("cuda", opts.device_ids[0]) if torch.cuda.is_available() else _CPU
         device = _with_index(device)
         work = self._repeated(self._repeated_barriers.get(device.index), (), (), opts, None, _BARRIER)
         if work is not NotImplemented:

@@ -277,6 +277,11 @@ def test_all_to_all_in_place_is_refused_with_splits_and_lists() -> None:
     run(body)
 
 
+@pytest.mark.host_only("with a GPU the ids are its own")
+def test_a_barrier_ignores_ids_of_devices_without_a_gpu() -> None:
+    run(lambda group: group.barrier(options("Barrier", device_ids=[group.rank()])).wait())
+
+
 def test_coalesced_calls() -> None:
     def body(group: Any) -> None:
         rank = group.rank()
