@@ -125,9 +125,12 @@ def _cupy_fingerprint(x: Any) -> tuple[Any, ...] | None:
     return (x.data.ptr, x.shape, x.dtype.str) if x.flags.c_contiguous else None
 
 
-def _torch_stream(x: Any) -> int:
+def _torch_stream(x: Any) -> int | None:
+    device = x.get_device()
+    if device < 0:  # a CPU's, which also a torch without GPUs has
+        return None
     # As torch's own compiler emits it; current_stream() makes objects and takes microseconds.
-    stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(x.get_device())
+    stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
     return stream
 
 

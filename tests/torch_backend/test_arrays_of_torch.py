@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from proxyccl import ArgumentError, Communicator  # noqa: E402
-from proxyccl.device.arrays.array import as_view  # noqa: E402
+from proxyccl.device.arrays.array import as_view, current_stream  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 pytestmark = pytest.mark.host_only(reason="tensors of CPUs")
@@ -147,3 +147,8 @@ def test_a_repeated_call_does_not_take_a_lazy_view_for_its_base(ranks: Ranks) ->
         assert np.array_equal(out.numpy(), np.full(2 * COUNT, 1j))
 
     ranks.run(body)
+
+
+def test_a_tensor_of_the_cpu_has_no_stream() -> None:
+    """A launch asks each argument for one, also of a torch without GPUs: kernels in Triton's interpreter do."""
+    assert current_stream(ones()) is None
