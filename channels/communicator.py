@@ -531,10 +531,10 @@ class Communicator:
         All ranks call this together, each with its own array; sizes may differ. See `Window`.
 
         Args:
-            array: as for `register`.
+            array: as for `register`, in memory that peers map: of `empty` or `shared_empty`, or of a GPU.
 
         Raises:
-            ArgumentError: as `register`.
+            ArgumentError: as `register`; and on all ranks, if the array of one of them is in other memory.
         """
         self._group.failure.require_usable()
         return Window(self._group, array)

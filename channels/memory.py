@@ -247,6 +247,12 @@ class RegisteredMemory:
             self._id = self._group.links.proxy.add_memory(self.ptr, self.nbytes, self._key, handle=handle)
         return self._id
 
+    def require_shared(self, argument: str) -> None:
+        """Raises ArgumentError, on all ranks alike, if another process can't map the range of one of them."""
+        for rank, offer in enumerate(self._offers):
+            if offer.unshared_reason and len(self._offers) > 1:
+                raise ArgumentError(argument, f"rank {rank} can't share its memory: {offer.unshared_reason}")
+
     @property
     def private(self) -> bool:
         """Whether no other process can map this rank's range."""

@@ -37,12 +37,21 @@ class Window:
     Args:
         group: the ranks.
         array: this rank's, as for `Communicator.register`.
+
+    Raises:
+        ArgumentError: on all ranks, if peers can't map the array of one of them.
     """
 
     def __init__(self, group: Group, array: Any) -> None:
         array_libraries.keep_opaque(Window)
         self._group, self._runtime = group, group.runtime
         self._memory: RegisteredMemory = register(group, array, symmetric=True)
+        try:
+            self._memory.require_shared("array")
+        except ArgumentError:
+            if self._memory is not array:
+                self._memory.close()
+            raise
         ranks = group.world_size
         # By rank: the number of its signals, which it writes; and the number that this rank's streams wait for.
         self._words = group.runtime.allocate_pinned(2 * ranks * _WORD)

@@ -90,6 +90,19 @@ def test_wrong_arguments(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.host_only("a GPU's memory is always shared")
+def test_an_array_that_peers_can_not_map_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        private = np.zeros(4)
+        for array in (private if comm.rank else comm.empty(4), comm.register(private)):
+            with pytest.raises(ArgumentError, match=r"array: rank [01] can't share its memory: .*Communicator.empty"):
+                comm.window(array)
+        assert np.all(comm.all_reduce(np.ones(4)) == RANKS)  # the communicator stays usable
+        comm.window(comm.empty(0)).close()
+
+    ranks.run(body)
+
+
 def test_a_signal_that_does_not_come_ends_the_communicator() -> None:
     require_devices(RANKS)
 
