@@ -40,6 +40,11 @@ def host_name() -> str:
     return f"{name}/{identity}/{name}" if chosen == "name" else f"{name}/{identity}"
 
 
+def told_apart_by(host: str) -> str:
+    """The value of ``PROXYCCL_HOSTS`` with which a `host_name` was made."""
+    return "name" if host.count("/") > 1 else "machine"
+
+
 def same_host(one: str, other: str) -> bool:
     """Whether two of `host_name` are of one host, whatever it is called in a container."""
     return one.partition("/")[2] == other.partition("/")[2]

@@ -20,7 +20,7 @@ from proxyccl.device.process.namespaces import proc_view
 from proxyccl.proxy.codec import Codec, Message, Uint64
 from proxyccl.proxy.daemon.introduced import offer
 from proxyccl.proxy.daemon.protocol import socket_path
-from proxyccl.proxy.hosts import host_name, same_host
+from proxyccl.proxy.hosts import host_name, same_host, told_apart_by
 
 
 class Whereabouts(Message, frozen=True):
@@ -85,14 +85,23 @@ def find_hosts(ranks: Sequence[Whereabouts]) -> list[str]:
     """By rank, the name of its host: that of the first rank there.
 
     Raises:
+        ArgumentError: ``PROXYCCL_HOSTS`` differs between ranks; on all ranks alike.
         RuntimeUnavailableError: ranks of one host share neither /proc nor a socket; on all ranks alike. It names them,
             and says how to start them.
     """
+    _require_one_choice([told_apart_by(place.host) for place in ranks])
     first: dict[str, str] = {}
     hosts = [first.setdefault(rank.host.partition("/")[2], rank.host) for rank in ranks]
     for host in first.values():
         _require_ways([(rank, place) for rank, place in enumerate(ranks) if same_host(place.host, host)])
     return hosts
+
+
+def _require_one_choice(choices: Sequence[str]) -> None:
+    for rank, choice in enumerate(choices):
+        if choice != choices[0]:
+            found = f"rank 0 has {choices[0]!r}, rank {rank} {choice!r}"
+            raise ArgumentError("PROXYCCL_HOSTS", f"must be the same on all ranks; {found}")
 
 
 def open_ways(ranks: Sequence[Whereabouts], hosts: Sequence[str], rank: int, timeout: float) -> dict[int, str]:

@@ -127,6 +127,11 @@ def test_a_process_without_proc_is_its_own_neighbour_alone() -> None:
         find_hosts([blind, Whereabouts("a/1", 0, "bb")])
 
 
+def test_ranks_that_tell_hosts_apart_otherwise_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="PROXYCCL_HOSTS: .* same .*; rank 0 has 'machine', rank 2 'name'"):
+        find_hosts([HERE, HERE, Whereabouts("a/1/a", 7)])
+
+
 def test_hosts_are_told_apart_as_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.node", lambda: "pod")
     machine = boot_id()
