@@ -128,7 +128,7 @@ def test_a_process_without_proc_is_its_own_neighbour_alone() -> None:
 
 
 def test_ranks_that_tell_hosts_apart_otherwise_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="PROXYCCL_HOSTS: .* same .*; rank 0 has 'machine', rank 2 'name'"):
+    with pytest.raises(ArgumentError, match=r"PROXYCCL_HOSTS: .* same .*; rank 0 has 'machine', rank 2 'name'"):
         find_hosts([HERE, HERE, Whereabouts("a/1/a", 7)])
 
 

@@ -62,7 +62,8 @@ SHOWN: dict[Any, tuple[Any, ...]] = {
     torch.bool: tuple(KINDS.__members__.values()),
     torch.complex32: (KINDS.SUM, KINDS.AVG, KINDS.PREMUL_SUM),
 }
-"""What `make test` computes. Kernels of each type and operator have tests of their own; refusals need none."""
+"""The operators whose results `make test` computes; kernels of each type and operator have tests of their own.
+It makes all refusals."""
 
 
 def reduced(dtype: Any, kind: Any, factor: Any, xs: Any) -> Any:
