@@ -182,7 +182,10 @@ class Window:
                 argument,
                 f"has {view.nbytes} bytes; at offset {offset} rank {peer}'s array has room for {room - offset}",
             )
-        return view, self._memory.peer_ptr(peer) + offset
+        theirs = self._memory.peer_ptr(peer) + offset
+        if view.ptr != theirs and view.ptr < theirs + view.nbytes and theirs < view.ptr + view.nbytes:
+            raise ArgumentError(argument, "overlaps the range of the window in part; it must be apart from it")
+        return view, theirs
 
     def _require_open(self) -> None:
         self._group.failure.require_usable()

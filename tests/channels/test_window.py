@@ -90,6 +90,22 @@ def test_wrong_arguments(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.host_only("parts of its array are numpy's")
+def test_a_copy_between_parts_of_one_array_that_overlap_is_refused(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        window = comm.window(array := comm.empty(10, "uint8").upload(np.arange(10, dtype=np.uint8)))
+        part = np.asarray(array)[3:7]
+        with pytest.raises(ArgumentError, match="x: overlaps"):
+            window.put(part, comm.rank, offset=2)
+        with pytest.raises(ArgumentError, match="out: overlaps"):
+            window.get(part, comm.rank, offset=6)
+        window.put(part, comm.rank, offset=3)  # to itself
+        comm.synchronize()
+        np.testing.assert_array_equal(array.numpy(), np.arange(10))
+
+    ranks.run(body)
+
+
 @pytest.mark.host_only("a GPU's memory is always shared")
 def test_an_array_that_peers_can_not_map_is_refused_on_all_ranks(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
