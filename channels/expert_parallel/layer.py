@@ -446,9 +446,9 @@ class EPAll2AllLayer:
     ) -> Any:
         """Sends the experts' rows back, and sums the rows of each token.
 
-        On one node the sum is made in the order of k, in float32 (float64 for float64), and rounded once. With
-        enable_local_combine each rank's partial sum is rounded, and these are summed in the order of ranks. Across
-        nodes the same holds for each node's partial sum.
+        On one node the sum is made in the order of k, or with layout="rank" in the order of ranks, in float32 (float64
+        for float64), and rounded once. With enable_local_combine each rank's partial sum is rounded, and these are
+        summed in the order of ranks. Across nodes the same holds for each node's partial sum.
 
         Args:
             input: [R, hidden] of `dtype`, in the order of the dispatch's output.

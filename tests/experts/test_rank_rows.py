@@ -273,6 +273,27 @@ def test_a_row_for_each_rank_with(world: World, options: dict[str, Any]) -> None
     world.run(lambda comm: check_rank_rows(comm, case, **options))
 
 
+@pytest.mark.parametrize("options", [{}, {"output_buffers": 1}], ids=repr)
+@pytest.mark.parametrize("times", [1, 500])
+def test_ranks_are_added_in_their_order(times: int, options: dict[str, Any]) -> None:
+    """As DeepEP's `Buffer` adds them, in the order in which their experts were chosen or not."""
+    values = [2.0**30, 1.0, -(2.0**30), 1.0]  # whose sum depends on the order
+    orders = np.array([[0, 1, 2, 3], [0, 2, 1, 3], [3, 2, 1, 0], [3, 0, -1, 2]] * times, np.int32)
+
+    def body(comm: Communicator) -> None:
+        sizes = (len(orders), HIDDEN, 4, comm.rank, 4, 4, 4)
+        with EPAll2AllLayer(comm, *sizes, dtype="float32", layout="rank", num_sm=2, **options) as layer:
+            tokens = np.zeros((len(orders), HIDDEN), np.float32)
+            rows, _, desc = layer.dispatch(on_device(comm, tokens), on_device(comm, orders))
+            results = np.full(rows.shape, values[comm.rank], np.float32)
+            for added, expected in ((), [1, 1, 1, 1]), ((on_device(comm, tokens + 64),), [1, 1, 1, 1]):
+                combined = on_host(layer.combine(on_device(comm, results), desc, added=added))
+                assert combined[:, 0].tolist() == expected * times, combined[:4, 0]
+
+    with Ranks(4, make_runtime=runtime_with_blocks) as ranks:
+        ranks.run(body)
+
+
 def test_a_block_may_have_more_slots_than_it_keeps() -> None:
     case = Case((1100, 3), num_sm=1, hidden=4)
     assert case.tokens[0] * case.topk > lib.PROXYCCL_KEPT_TARGETS

@@ -3,7 +3,7 @@
 // Within the token's node every slot's row goes to the token's rank. On another node it goes to the counterpart of the
 // token's rank: the rank with the same number within its node. The counterpart sums its node's rows of the token, and
 // only that sum crosses. With local_combine each rank sums its own rows of a token first. A sum is made in the order of
-// k, in the accumulator's type, and rounded once.
+// k or, where a token has one row on each rank, in the order of ranks, in the accumulator's type, and rounded once.
 //
 // With output buffers, rows that lie in one are not sent: the token's rank loads them there. Each rank says with a flag
 // where its rows are, and ends only when the others have loaded them.
@@ -348,6 +348,25 @@ class Combine {
     }
     return {team_.localOf(rank), row};
   }
+  // Called by one thread, where a token has one row on each rank: the slot of token i of a source whose row comes from
+  // a rank of this node; topk if none does.
+  PROXYCCL_DEVICE uint32_t slotFrom(uint32_t source, uint32_t i, uint32_t local) const {
+    uint32_t found = topk_;
+    if (cachesRows()) {
+#pragma unroll 8
+      for (uint32_t k = 0; k < topk_; ++k)
+        if (cachedRows()[i * topk_ + k].local == local) found = k;
+      return found;
+    }
+    const uint64_t token = team_.segmentOf(source).begin + i;
+    const uint64_t of_node = static_cast<uint64_t>(team_.nodeOf(source)) * team_->max_tokens + token;
+    const int32_t* ids = call_.layout.expert_ids + of_node * topk_;  // of kernels' experts, which are the ranks
+    const uint32_t rank = team_.nearRank(local);
+#pragma unroll 8
+    for (uint32_t k = 0; k < topk_; ++k)
+      if (static_cast<uint32_t>(ids[k]) == rank) found = k;
+    return found;
+  }
   PROXYCCL_DEVICE bool cachesRows() const { return hasBuffers() && own_.tokens * topk_ <= PROXYCCL_CACHED_ROWS; }
   static PROXYCCL_DEVICE SlotRow* cachedRows() {
     __shared__ SlotRow rows[PROXYCCL_CACHED_ROWS];
@@ -455,9 +474,10 @@ class Combine {
         return k < topk_ && findSum(ids, i, team_.localOf(orderedRank(token, k)), entry);
       });
     } else {
-      group.list(begun + topk_, [&](uint32_t n, RowEntry* entry) {
+      const bool by_ranks = team_->chosen_per_rank != 0 && call_.order_ids == nullptr;
+      group.list(begun + (by_ranks ? team_->local_size : topk_), [&](uint32_t n, RowEntry* entry) {
         if (n < begun) return addedRow(n, token, entry);
-        const uint32_t k = slotInOrder(token, n - begun);
+        const uint32_t k = by_ranks ? slotFrom(source, i, n - begun) : slotInOrder(token, n - begun);
         if (k == topk_) return false;
         const SlotRow slot = cachesRows() ? cachedRows()[i * topk_ + k] : findSlotRow(source, token, k);
         if (slot.local == kNotHere) return false;
