@@ -18,7 +18,6 @@ from proxyccl.channels.expert_parallel.config import (
     MOST_ADDED,
     NUMBER_DROPS,
     SCALED_DTYPES,
-    SCALED_ELEMENTS,
     EPConfig,
 )
 from proxyccl.channels.expert_parallel.geometry import (
@@ -123,7 +122,8 @@ class DispatchCombineContext:
         local_combine: bool = False,
         proxied: bool = False,
         use_aot: bool = False,
-        scale_elements: int = 0,
+        scales: int = 0,
+        quantizes: bool = False,
         scale_column: int = 0,
         layout: OutputLayout = BY_EXPERT,
         dropping_ids: int = NUMBER_DROPS,
@@ -151,10 +151,9 @@ class DispatchCombineContext:
         combines = {
             name: shipped("experts/combine.h", "combine", name) for name in {config.token.name, config.weight.name}
         }
-        quantizes = scale_elements == SCALED_ELEMENTS
         quantize = shipped("experts/quantize.h", "expert_quantize", config.token.name) if quantizes else None
-        self._pack = shipped("experts/quantize.h", "expert_pack") if scale_elements else None
-        self.scale_bytes = 4 * config.hidden // scale_elements if scale_elements else 0
+        self._pack = shipped("experts/quantize.h", "expert_pack") if scales else None
+        self.scale_bytes = 4 * scales
         self.scale_column = scale_column
         self.nodes = Nodes.of_group(group, config, proxied=proxied)
         shape = WorkspaceShape(config, self.blocks, threads, layout, local_combine, self.scale_bytes)

@@ -8,7 +8,6 @@ from typing import Any
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array
 from proxyccl.channels.expert_parallel.arrays import first_rows
-from proxyccl.channels.expert_parallel.config import SCALED_ELEMENTS
 from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, TELL, DispatchInputs
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8
@@ -162,8 +161,8 @@ class DispatchCall:
         most = options.config.max_tokens
         if count > most and not (options.grows and options.fixed_rows is None):
             raise ArgumentError("input", f"has {count} tokens; expected at most max_tokens, {most}")
-        if options.quantized and not scaled and options.scale_elements != SCALED_ELEMENTS:
-            raise ArgumentError("input", f"must be a pair with scale_elements={options.scale_elements}")
+        if options.quantized and not scaled and not options.quantizes:
+            raise ArgumentError("input", f"must be a pair of rows and scales, with {options.scales} scales of a row")
 
     def _scatter(self, full_scatter_indices: Any) -> ArrayView:
         options = self._parts.options
@@ -245,7 +244,7 @@ class DispatchCall:
         of_weights = None if weights is None else input_view(group, weights, "out")
         if not parts.options.quantized:
             return rows, of_weights, None
-        shape, scale = (most, config.hidden // parts.options.scale_elements), as_dtype("float32")
+        shape, scale = (most, parts.options.scales), as_dtype("float32")
         return rows, of_weights, replace(rows, ptr=outputs.scales_address(number), shape=shape, dtype=scale)
 
 

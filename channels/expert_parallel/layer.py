@@ -62,9 +62,11 @@ class EPAll2AllLayer:
         max_recv_tokens: the number of rows of every output; None for outputs of the exact size.
         dispatch_dtype: None to send tokens unchanged, or "float8_e4m3fn" to send them in float8: each 128 elements
             of a row share a float32 scale, and element times scale is the value. `combine` still uses `dtype`.
-        scale_elements: how many elements share a scale. With a number other than 128 the layer does not make float8
-            rows; callers pass pairs. Scales are any 4 bytes: four packed exponents (UE8M0) for 512 elements, for
-            example.
+        scale_elements: how many elements share a scale; the last scale of a row may have fewer. Unless the number is
+            128 and divides `hidden`, the layer does not make float8 rows; callers pass pairs. Scales are any 4 bytes:
+            four packed exponents (UE8M0) for 512 elements, for example.
+        num_scales: with dispatch_dtype: the scales of a row where scale_elements does not give their number, such as
+            scales that a caller has padded; None for what it gives.
         scales_by_columns: with dispatch_dtype and layout="padded", for tensors of torch: the scales of an expert's
             consecutive rows lie side by side, in columns that begin at multiples of 16 bytes, as bulk copies (TMA) need
             them. Their shape stays.
@@ -132,6 +134,7 @@ class EPAll2AllLayer:
         max_recv_tokens: int | None = None,
         dispatch_dtype: Any = None,
         scale_elements: int = SCALED_ELEMENTS,
+        num_scales: int | None = None,
         scales_by_columns: bool = False,
         layout: str = "expert",
         grows: bool = False,
@@ -157,7 +160,8 @@ class EPAll2AllLayer:
                 capacity=options.capacity,
                 num_sm=options.num_sm,
                 local_combine=options.enable_local_combine,
-                scale_elements=options.scale_elements if options.quantized else 0,
+                scales=options.scales,
+                quantizes=options.quantizes,
                 scale_column=options.scale_column,
                 use_aot=options.use_aot,
                 dropping_ids=options.dropping_ids,
@@ -263,7 +267,7 @@ class EPAll2AllLayer:
 
         Args:
             input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype
-                also a pair of rows in float8 and their scales, float32 [T, hidden / 128].
+                also a pair of rows in float8 and their scales, float32 [T, scales of a row].
             exp_indices: int32 [T, topk]: the experts of each token. The id `num_tot_experts` drops the slot: nothing
                 is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost do the same. With
                 layout="rank" also int64, and -1 drops a slot too. See also minus_one_drops. With layout="padded" a
@@ -277,7 +281,7 @@ class EPAll2AllLayer:
         Returns:
             The rows, [R, hidden]: one for each slot of this rank's experts, ordered by expert, then the source's rank,
             then token, then k, unless full_scatter_indices give a different order; their weights, [R], or None; and the
-            descriptor. With dispatch_dtype the rows are a pair, [R, hidden] of float8 and [R, hidden / 128] of float32.
+            descriptor. With dispatch_dtype the rows are a pair, [R, hidden] of float8 and float32 [R, scales of a row].
             With max_recv_tokens the arrays have that many rows; the first `desc.num_recv_tokens` are filled.
 
             With layout="rank" there is one row for each token that has an expert on this rank, ordered by the source's

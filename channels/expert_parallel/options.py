@@ -12,6 +12,7 @@ from proxyccl.channels.expert_parallel.config import (
     MAX_SLOTS,
     MINUS_ONE_DROPS,
     NUMBER_DROPS,
+    SCALED_ELEMENTS,
     EPConfig,
 )
 from proxyccl.channels.expert_parallel.geometry import OutputLayout
@@ -57,6 +58,7 @@ class LayerOptions:
     max_recv_tokens: int | None
     dispatch_dtype: Any
     scale_elements: int
+    num_scales: int | None
     scales_by_columns: bool
     layout: str
     grows: bool
@@ -124,16 +126,18 @@ class LayerOptions:
         if self.scales_by_columns and (self.layout != "padded" or self.dispatch_dtype is None):
             raise ArgumentError("scales_by_columns", 'needs layout="padded" and dispatch_dtype')
         self._set("scale_elements", whole_number("scale_elements", self.scale_elements, 1))
+        if self.num_scales is not None:
+            self._set("num_scales", whole_number("num_scales", self.num_scales, 1, self.config.hidden))
         if self.dispatch_dtype is None:
             return
         if as_dtype(self.dispatch_dtype, "dispatch_dtype").name != FLOAT8:
             raise ArgumentError("dispatch_dtype", f"must be None or {FLOAT8}, not {self.dispatch_dtype!r}")
         self._set("dispatch_dtype", FLOAT8)
-        if self.config.hidden % self.scale_elements or self.config.hidden % _SCALES_ALIGNMENT:
+        if self.config.hidden % _SCALES_ALIGNMENT:
             raise ArgumentError(
                 "hidden",
-                f"must be a multiple of {_SCALES_ALIGNMENT}, and of {self.scale_elements}, the elements that share a "
-                f"scale, not {self.config.hidden}",
+                f"must be a multiple of {_SCALES_ALIGNMENT} with dispatch_dtype, as a row's scales follow its elements, "
+                f"not {self.config.hidden}",
             )
 
     def _check_layout(self) -> None:
@@ -236,6 +240,18 @@ class LayerOptions:
     def quantized(self) -> bool:
         """Whether tokens are sent in float8."""
         return self.dispatch_dtype is not None
+
+    @cached_property
+    def scales(self) -> int:
+        """Scales of a row in float8, of 4 bytes each; 0 if rows are in another type."""
+        if not self.quantized:
+            return 0
+        return self.num_scales or -(-self.config.hidden // self.scale_elements)
+
+    @cached_property
+    def quantizes(self) -> bool:
+        """Whether the layer makes float8 rows of tokens of its type."""
+        return self.scale_elements == SCALED_ELEMENTS and self.config.hidden == self.scales * SCALED_ELEMENTS
 
     @cached_property
     def takes_wide_ids(self) -> bool:

@@ -49,7 +49,7 @@ class LayerParts:
         if not options.quantized or len(input) != 2:
             raise ArgumentError("input", "a pair of rows and scales needs a layer with dispatch_dtype")
         rows = input_array(group, input[0], "input", (count, config.hidden), FLOAT8)
-        shape = (rows.shape[0], config.hidden // options.scale_elements)
+        shape = (rows.shape[0], options.scales)
         return rows, input_array(group, input[1], "input", shape, "float32")
 
     def new_rows(self, like: Any, rows: int, *, float8: bool, taken: TakenBuffer = NO_BUFFER) -> Any:
@@ -63,7 +63,7 @@ class LayerParts:
             new, new_scales = functools.partial(outputs.rows, taken), functools.partial(outputs.scales, taken)
         if not float8:
             return new((*leading, config.hidden), config.token)
-        scales = new_scales((*leading, config.hidden // self.options.scale_elements))
+        scales = new_scales((*leading, self.options.scales))
         return new((*leading, config.hidden), FLOAT8), scales
 
     def _new_columns(self, like: Any, shape: tuple[int, ...]) -> Any:

@@ -134,7 +134,7 @@ class GivenTokens:
         config, is_pair = options.config, isinstance(like, tuple)
         rows, scales = like if is_pair else (like, None)
         self.kinds = describe_kind(rows), describe_kind(scales)
-        self.scales = config.hidden // options.scale_elements
+        self.scales = options.scales
         self.given_bytes = self.row_bytes = config.hidden * (1 if is_pair else config.token.itemsize)
         self.before: Launch | None = None
         self.filled = (0, 0, 0, 0, 0, 0)

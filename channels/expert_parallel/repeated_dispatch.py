@@ -71,7 +71,7 @@ class _Outputs:
         config = options.config
         self._leading, self._arrays, self._address = parts.leading, arrays, arrays.address
         self._elements, self._type = (config.hidden,), FLOAT8 if float8 else config.token
-        self._scales = (config.hidden // options.scale_elements,) if float8 else None
+        self._scales = (options.scales,) if float8 else None
         self._scale_column = options.scale_column
         self._weights = None if not weighted else (config.topk,) if options.by_rank else ()
         self._weight_type = config.weight

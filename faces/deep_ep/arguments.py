@@ -58,7 +58,7 @@ _OF_ALL = {
     "topk": "topk_idx",
     "dtype": "x",
     "dispatch_dtype": "x",
-    "scale_elements": "x",
+    "num_scales": "x",
     "ep_a2a_layout_desc": "handle",
     "desc": "handle",
     "pending": "hook",

@@ -83,7 +83,7 @@ def dispatch(
         options.num_experts,
         tokens.dtype,
         options.num_sms,
-        tokens.scale_elements,
+        tokens.num_scales,
         None if most is None else most[options.expands],
         options.expert_alignment if options.expands else None,
         options.expands and options.sums_rows,

@@ -34,7 +34,7 @@ class Shape:
     Attributes:
         layout: "rank", "padded" or "expert".
         num_sms: the most multiprocessors of a kernel.
-        scale_elements: elements of a float8 row that share a scale; 0 for other rows.
+        num_scales: scales of a float8 row; 0 for other rows.
         most_rows: rows of every output, if the caller does not want to wait on the CPU; else None.
         alignment: with layout="expert", where each expert's rows begin.
         sums_rows: whether a rank may sum a token's rows before it sends them back, which rounds twice.
@@ -46,7 +46,7 @@ class Shape:
     num_experts: int
     dtype: str
     num_sms: int
-    scale_elements: int = 0
+    num_scales: int = 0
     most_rows: int | None = None
     alignment: int | None = None
     sums_rows: bool = False
@@ -190,9 +190,9 @@ class Layers:
             enable_local_combine=shape.sums_rows and local_ranks == ranks,
             layout=shape.layout,
             max_recv_tokens=shape.most_rows,
-            dispatch_dtype="float8_e4m3fn" if shape.scale_elements else None,
-            scale_elements=shape.scale_elements or 128,
-            scales_by_columns=shape.layout == "padded" and shape.scale_elements > 0,
+            dispatch_dtype="float8_e4m3fn" if shape.num_scales else None,
+            num_scales=shape.num_scales or None,
+            scales_by_columns=shape.layout == "padded" and shape.num_scales > 0,
             grows=shape.layout != "padded",
             output_buffers=outputs,
             keeps_outputs=outputs > 0,

@@ -52,8 +52,8 @@ def dispatch(
         raise ArgumentError("x", f"has {hidden} elements in a row; expected a multiple of {ELEMENTS} with use_fp8")
     if use_ue8m0:
         require_packable(hidden)
-    scale_elements = ELEMENTS if use_fp8 else 0
-    shape = Shape("padded", hidden, topk_idx.shape[1], num_experts, "bfloat16", num_sms, scale_elements)
+    num_scales = hidden // ELEMENTS if use_fp8 else 0
+    shape = Shape("padded", hidden, topk_idx.shape[1], num_experts, "bfloat16", num_sms, num_scales)
     turns = layers.turns(shape, max_tokens) if hooked else None
     layer = layers.of_size(shape, max_tokens) if turns is None else turns.layer
     require_stats(stats, layer.ep_config.num_experts_per_rank)

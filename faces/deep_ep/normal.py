@@ -34,7 +34,7 @@ def dispatch(
     tokens = Tokens.of(x)
     require_ids(topk_idx, len(tokens.rows))
     hidden, topk = tokens.rows.shape[1], topk_idx.shape[1]
-    shape = Shape("rank", hidden, topk, num_experts, tokens.dtype, num_sms, tokens.scale_elements, most_rows)
+    shape = Shape("rank", hidden, topk, num_experts, tokens.dtype, num_sms, tokens.num_scales, most_rows)
     values, weights, desc, layer = layers.dispatch(shape, tokens.moved, topk_idx, topk_weights)
     if isinstance(x, torch.Tensor):
         layers.keep((num_experts, num_sms, most_rows or 0), shape)
@@ -99,7 +99,7 @@ def dispatch_to_ranks(
     require_beside("is_token_in_rank", is_token_in_rank, rows)
     require_beside("num_tokens_per_expert", num_tokens_per_expert, rows)
     ids = ranks_as_ids(is_token_in_rank)
-    shape = Shape("rank", rows.shape[1], ids.shape[1], ranks, tokens.dtype, num_sms, tokens.scale_elements, most_rows)
+    shape = Shape("rank", rows.shape[1], ids.shape[1], ranks, tokens.dtype, num_sms, tokens.num_scales, most_rows)
     counts = None if most_rows is not None else CountsUnderWay(layers, num_tokens_per_expert, ranks)
     try:
         values, _, desc, layer = layers.dispatch(shape, tokens.moved, ids, None)

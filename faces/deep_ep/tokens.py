@@ -48,15 +48,14 @@ class Tokens:
         return str(self.rows.dtype).removeprefix("torch.") if self.scales is None else "bfloat16"
 
     @property
-    def scale_elements(self) -> int:
-        """Elements that share a scale; 0 without scales."""
+    def num_scales(self) -> int:
+        """Scales of a row, any number; 0 without scales."""
         if not isinstance(self.moved, tuple):
             return 0
         hidden, scales = self.rows.shape[1], self.moved[1].shape[1]
-        elements: int = hidden // max(1, scales)
-        if scales * elements != hidden:
-            raise ArgumentError("x", f"has {scales} scales of a row, which do not divide its {hidden} elements")
-        return elements
+        if not 0 < scales <= hidden:
+            raise ArgumentError("x", f"has {scales} scales of a row; expected 1 to {hidden}, one for each element")
+        return int(scales)
 
     def as_given(self, received: Rows, *, by_columns: bool = False) -> Rows:
         """A layer's results, with scales in the type and number of dimensions of those that were given.

@@ -122,6 +122,43 @@ def test_scales_that_take_more_room_than_the_tokens_type(local_world_size: int) 
     run_ranks(2, body, make_runtime=runtime_with_blocks, local_world_size=local_world_size)
 
 
+@pytest.mark.parametrize("num_scales", [None, 7])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"layout": "rank"}, {"layout": "rank", "output_buffers": 1}, {"layout": "padded"}, {"expert_alignment": 4}],
+    ids=repr,
+)
+@pytest.mark.parametrize("local_world_size", [2, 1])
+def test_any_number_of_scales(num_scales: int | None, options: dict[str, Any], local_world_size: int) -> None:
+    """The last block of a row is short, or a caller has padded the scales."""
+    hidden, scales = 208, num_scales or 2
+
+    def body(comm: Communicator) -> None:
+        sizes = (4, hidden, 1, comm.rank, 2, local_world_size, 2)
+        layer = EPAll2AllLayer(comm, *sizes, dispatch_dtype="float8_e4m3fn", num_scales=num_scales, **options)
+        rng = np.random.default_rng(comm.rank)
+        pairs = [
+            (
+                on_device(comm, rng.random((4, hidden)).astype(FLOAT8)),
+                on_device(comm, rng.random((4, scales), np.float32)),
+            )
+            for _ in range(2)
+        ]
+        ids = on_device(comm, np.full((4, 1), 1 - comm.rank, np.int32))
+        with pytest.raises(ArgumentError, match="must be a pair"):
+            layer.dispatch(on_device(comm, np.ones((4, hidden), numpy_dtype("bfloat16"))), ids)
+        for pair in pairs:  # the second time as an earlier call
+            whole, _, desc = layer.dispatch(pair, ids)
+            in_halves, _, _ = layer.dispatch_recv(layer.dispatch_send(pair, ids))
+            for values, of_rows in (whole, in_halves, layer.redispatch(pair, desc)):
+                for got, given in zip((values, of_rows), pair, strict=True):
+                    first = on_host(got).reshape(-1, got.shape[-1])[:4]
+                    assert first.tobytes() == comm.all_gather_bytes(on_host(given).tobytes())[1 - comm.rank]
+        layer.finalize()
+
+    run_ranks(2, body, local_world_size=local_world_size)
+
+
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "counted"])
 @pytest.mark.parametrize("given", [False, True], ids=["quantised here", "given"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -161,10 +198,12 @@ def test_what_is_refused() -> None:
         def make(hidden: int, dispatch_dtype: Any) -> EPAll2AllLayer:
             return EPAll2AllLayer(comm, 4, hidden, 1, 0, 2, 1, 1, dtype="float32", dispatch_dtype=dispatch_dtype)
 
-        refused("hidden", lambda: make(192, "float8_e4m3fn"))
+        refused("hidden", lambda: make(200, "float8_e4m3fn"))
+        short = make(192, "float8_e4m3fn")
         refused("dispatch_dtype", lambda: make(256, "float8_e5m2"))
         ids = on_device(comm, np.zeros((2, 1), np.int32))
         rows, scales = (on_device(comm, x) for x in quantized(np.ones((2, HIDDEN), np.float32)))
+        refused("input", lambda: short.dispatch(on_device(comm, np.ones((2, 192), np.float32)), ids))
         refused("input", lambda: make(256, None).dispatch((rows, scales), ids))
         layer = make(256, "float8_e4m3fn")
         refused("input", lambda: layer.dispatch((rows, scales, scales), ids))

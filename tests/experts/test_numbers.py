@@ -19,6 +19,7 @@ LAYER: dict[str, Any] = {
     "num_sm": 2,
     "max_recv_tokens": 40,
     "scale_elements": 16,
+    "num_scales": 1,
     "expert_alignment": 2,
     "output_buffers": 0,
     "capacity": 2,
@@ -41,7 +42,7 @@ def layer_on(comm: Communicator, **options: Any) -> EPAll2AllLayer:
     return EPAll2AllLayer(comm, dtype="float32", **{**place, **LAYER, **options})
 
 
-OPTIONAL = ("max_recv_tokens", "expert_alignment")
+OPTIONAL = ("max_recv_tokens", "num_scales", "expert_alignment")
 
 
 def test_numbers_of_a_layer(pair: Ranks) -> None:
