@@ -298,7 +298,7 @@ class Transfer:
                 access = "written" if self.writes else "read"
                 raise TransferError(
                     f"memory of agent {peer} at {fault.address:#x} can't be {access}, or this agent's, although it is "
-                    "mapped: it is protected",
+                    "mapped: it is protected, or its file was truncated",
                     peer,
                 )
 

@@ -300,10 +300,12 @@ void agent_unreference(ProxycclAgent *agent) {
   if (left == 0) free_agent(agent);
 }
 
-/* Starts the thread with all signals blocked: handlers belong to the program's threads. 0 or an errno. */
+/* Starts the thread with all signals blocked but those of faults: handlers belong to the program's threads. 0 or an
+ * errno. */
 static int start_thread(ProxycclAgent *agent) {
   sigset_t all, before;
   sigfillset(&all);
+  guard_admit(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   const int error = pthread_create(&agent->thread, NULL, run, agent);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -343,7 +345,7 @@ ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int c
   agent->epoll = epoll_create1(EPOLL_CLOEXEC);
   agent->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   agent->spare = eventfd(0, EFD_CLOEXEC);
-  int error = agent->epoll < 0 || agent->wake < 0 || agent->spare < 0 ? errno : 0;
+  int error = agent->epoll < 0 || agent->wake < 0 || agent->spare < 0 ? errno : guard_install();
   if (error == 0) {
     agent_watch(agent, agent->wake, 0, EPOLL_CTL_ADD, EPOLLIN);
     for (uint32_t i = 0; i < count; ++i) {

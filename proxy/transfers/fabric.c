@@ -45,6 +45,8 @@ typedef struct Fabric {
 } Fabric;
 
 int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port) {
+  const int error = guard_install(); /* a provider may have installed a handler */
+  if (error != 0) return error;
   Fabric *fabric = calloc(1, sizeof *fabric);
   Request *requests = calloc(port->depth, sizeof *requests);
   if (fabric == NULL || requests == NULL) {

@@ -16,7 +16,7 @@
 
 enum {
   ANSWER_STEPS = 3, /* of a FETCH or a STORE: between the peer and a stage, between that and the device, the end */
-  VERSION = 1,
+  VERSION = 2,
   LONGEST_NAME = 4096,
   TURN_BYTES = 2 << 20 /* sent or received before other links have their turn */
 };
@@ -85,8 +85,9 @@ static void end_sending(ProxycclLink *link) {
   link->out.stage = NULL;
   link->out.own = NULL;
   link->out.transfer = NULL;
+  link->out.answer = NULL;
   link->out.head.used = link->out.sent = 0;
-  link->out.left = 0;
+  link->out.left = link->out.tail_left = 0;
 }
 
 void link_lose(ProxycclLink *link, const char *reason) {
@@ -234,12 +235,15 @@ static int begin_answer(ProxycclLink *link) {
   }
   const Frame frame = {FRAME_ANSWER, answer->error, answer->bytes};
   out->own = answer;
+  out->answer = answer;
   out->stage = answer->stage;
   out->blocks = answer->stage != NULL ? &answer->staged : answer->blocks;
   out->count = answer->stage != NULL ? 1 : answer->count;
   out->at = (Position){0, 0};
   out->left = answer->error == 0 ? frame.bytes : 0;
   out->memory = link->agent->memory;
+  out->tail = (Frame){FRAME_ANSWER, 0, 0};
+  out->tail_left = out->left > 0 ? sizeof out->tail : 0;
   return buffer_append(&out->head, &frame, sizeof frame);
 }
 
@@ -250,14 +254,6 @@ static uint64_t find_unmapped(const struct iovec *blocks, uint64_t count) {
     ++i;
   }
   return i;
-}
-
-/* Replaces an answer, of which nothing was sent, by an error: one of its blocks is not mapped. */
-static void refuse_instead(Sending *out) {
-  const uint64_t block = find_unmapped(out->blocks, out->count);
-  const Frame frame = {FRAME_ANSWER, EFAULT, block < out->count ? block : 0};
-  memcpy(out->head.bytes, &frame, sizeof frame);
-  out->left = 0;
 }
 
 /* Begins the next request of the next transfer. */
@@ -316,45 +312,138 @@ static int begin_frame(ProxycclLink *link) {
   return begun > 0;
 }
 
+/* Replaces the data that is still to be sent by a copy of it, with zeros from the first byte on that can't be read; by
+ * zeros alone unless it may be read. Returns that byte, in the block of number *block, or NULL. The link is lost if
+ * there is no memory. */
+static const char *copy_rest(ProxycclLink *link, int may_read, uint64_t *block) {
+  Sending *out = &link->out;
+  const char *unread = NULL;
+  struct iovec *copy = calloc(1, sizeof *copy + out->left);
+  if (copy == NULL) {
+    link_lose(link, "there is no memory");
+    return NULL;
+  }
+  *copy = (struct iovec){copy + 1, out->left};
+  for (uint64_t done = 0; may_read && done < out->left && unread == NULL;) {
+    struct iovec part;
+    uint32_t count;
+    const uint64_t bytes = blocks_parts(out->blocks, out->count, out->at, out->left - done, 1, &part, &count);
+    const struct iovec room = {(char *)(copy + 1) + done, bytes};
+    const uint64_t copied = guard_copy(&room, &part, 1, bytes);
+    if (copied < bytes) unread = (char *)part.iov_base + copied;
+    *block = out->at.index;
+    blocks_advance(out->blocks, &out->at, copied);
+    done += copied;
+  }
+  free(out->own);
+  out->own = copy;
+  out->transfer = NULL;
+  out->answer = NULL;
+  out->blocks = copy;
+  out->count = 1;
+  out->at = (Position){0, 0};
+  return unread;
+}
+
+/* A local byte of a transfer can't be read or written: it sends nothing more, and ends with its last answer. */
+static void refuse(ProxycclLink *link, ProxycclTransfer *transfer, uint64_t block, const char *address) {
+  const uint64_t offset = (uint64_t)(address - (const char *)transfer->local[block].iov_base);
+  const char *theirs = (char *)transfer->remote[block].iov_base + offset;
+  transfer->refusal = EPERM;
+  transfer->fault = is_mapped(address) ? (ProxycclFault){PROXYCCL_FAULT_PROTECTED, (uintptr_t)theirs}
+                                       : (ProxycclFault){PROXYCCL_FAULT_FREED_HERE, (uintptr_t)address};
+  if (transfer->queued) transfer_unqueue(transfer, &link->first, &link->last);
+}
+
+/* Makes an error of the answer that is being sent: of its second head, or of its first one if that was not sent. */
+static void spoil_answer(Sending *out, uint32_t error, uint64_t block) {
+  const Frame frame = {FRAME_ANSWER, error, block};
+  if (out->sent > 0) {
+    out->tail = frame;
+    return;
+  }
+  memcpy(out->head.bytes, &frame, sizeof frame);
+  out->left = out->tail_left = 0;
+}
+
+/* The kernel could not read the data that is being sent. The peer gets zeros for the rest of the frame. */
+static void spoil(ProxycclLink *link) {
+  Sending *out = &link->out;
+  ProxycclTransfer *transfer = out->transfer;
+  uint64_t block = 0;
+  const char *unread = copy_rest(link, 1, &block);
+  if (unread == NULL) return; /* the link is lost, or the memory is there again */
+  if (transfer == NULL) {
+    spoil_answer(out, is_mapped(unread) ? EPERM : EFAULT, block);
+    return;
+  }
+  refuse(link, transfer, block, unread);
+  if (out->sent > 0) return;
+  end_sending(link); /* the peer never hears of this frame, the last that began */
+  --link->unanswered;
+  if (--transfer->unanswered == 0) transfer_end_answered(transfer);
+}
+
+/* The registered memory has changed since the blocks of the answer that is being sent were checked. */
+static void check_sending(ProxycclLink *link) {
+  Sending *out = &link->out;
+  const Answer *answer = out->answer;
+  const uint64_t count = answer->count;
+  Device *device;
+  uint64_t unused;
+  const uint64_t lacking = agent_lacks(link->agent, answer->blocks, count, &device);
+  out->memory = link->agent->memory;
+  if (lacking == count && device == NULL) return;
+  copy_rest(link, 0, &unused);
+  if (link->lost == NULL) spoil_answer(out, EACCES, lacking < count ? lacking : 0);
+}
+
+/* Whether the frame that is being sent has more data or a second head. */
+static int has_more(const Sending *out) { return out->sent < out->head.used || out->left > 0 || out->tail_left > 0; }
+
+/* Takes bytes that were sent off the front of the frame. */
+static void note_sent(Sending *out, uint64_t sent) {
+  const uint64_t head = out->head.used - out->sent, of_head = sent < head ? sent : head;
+  const uint64_t of_data = sent - of_head < out->left ? sent - of_head : out->left;
+  out->sent += of_head;
+  blocks_advance(out->blocks, &out->at, of_data);
+  out->left -= of_data;
+  out->tail_left -= sent - of_head - of_data;
+}
+
 /* Sends until there is nothing to send, or no room in the socket. */
 void link_send(ProxycclLink *link) {
   Sending *out = &link->out;
-  struct iovec parts[1 + FRAME_BLOCKS];
+  struct iovec parts[2 + FRAME_BLOCKS];
   uint64_t turn = 0;
   int full = 0;
   while (link->lost == NULL && turn < TURN_BYTES && !full) {
-    if (out->sent == out->head.used && out->left == 0 && !begin_frame(link)) break;
-    if (out->left > 0 && out->transfer == NULL && out->stage == NULL && out->memory != link->agent->memory) {
-      Device *device;
-      if (agent_lacks(link->agent, out->blocks, out->count, &device) < out->count) {
-        link_lose(link, "memory was deregistered while it was being read");
-        return;
-      }
-      out->memory = link->agent->memory;
+    if (!has_more(out) && !begin_frame(link)) break;
+    if (out->left > 0 && out->answer != NULL && out->stage == NULL && out->memory != link->agent->memory) {
+      check_sending(link);
+      continue;
     }
     uint32_t count = 0;
     parts[0] = (struct iovec){out->head.bytes + out->sent, out->head.used - out->sent};
     if (out->left > 0) blocks_parts(out->blocks, out->count, out->at, out->left, FRAME_BLOCKS, parts + 1, &count);
+    if (out->tail_left > 0) parts[++count] = (struct iovec){(char *)(&out->tail + 1) - out->tail_left, out->tail_left};
     const struct msghdr message = {.msg_iov = parts, .msg_iovlen = 1 + count};
     const ssize_t sent = sendmsg(link->socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) {
       if (errno == EINTR) continue;
-      if (errno == EFAULT && link->serves && out->sent == 0) {
-        refuse_instead(out);
+      if (errno == EFAULT) {
+        spoil(link);
         continue;
       }
       full = errno == EAGAIN;
-      if (!full) link_lose(link, errno == EFAULT ? "memory to be sent is not mapped" : "the peer has closed the link");
+      if (!full) link_lose(link, "the peer has closed the link");
       continue;
     }
-    const size_t of_head = (size_t)sent < parts[0].iov_len ? (size_t)sent : parts[0].iov_len;
-    out->sent += of_head;
-    if ((size_t)sent > of_head) blocks_advance(out->blocks, &out->at, (uint64_t)sent - of_head);
-    out->left -= (uint64_t)sent - of_head;
+    note_sent(out, (uint64_t)sent);
     turn += (uint64_t)sent;
   }
   if (link->lost != NULL) return;
-  const int writable = out->sent < out->head.used || out->left > 0 || turn >= TURN_BYTES;
+  const int writable = has_more(out) || turn >= TURN_BYTES;
   if (writable == link->writable) return;
   link->writable = writable;
   if (link->resting) return;
@@ -369,29 +458,8 @@ void link_forget_transfer(ProxycclLink *link, ProxycclTransfer *transfer) {
   }
   transfer->unanswered = 0;
   if (out->transfer != transfer) return;
-  /* The rest of a frame that is being sent comes from a copy. */
-  struct iovec *copy = malloc(sizeof *copy + out->left);
-  if (copy == NULL) {
-    link_lose(link, "there is no memory");
-    return;
-  }
-  char *to = (char *)(copy + 1);
-  *copy = (struct iovec){to, out->left};
-  for (uint64_t left = out->left; left > 0;) {
-    struct iovec part;
-    uint32_t count;
-    const uint64_t bytes = blocks_parts(out->blocks, out->count, out->at, left, 1, &part, &count);
-    memcpy(to, part.iov_base, bytes);
-    blocks_advance(out->blocks, &out->at, bytes);
-    to += bytes;
-    left -= bytes;
-  }
-  out->transfer = NULL;
-  out->own = copy;
-  out->blocks = copy;
-  out->count = 1;
-  out->at = (Position){0, 0};
-  out->memory = link->agent->memory;
+  uint64_t unused;
+  copy_rest(link, 1, &unused); /* its memory may end, or have ended */
 }
 
 /* Receiving */
@@ -428,18 +496,15 @@ static size_t take(ProxycclLink *link, void *to, size_t bytes) {
   return taken;
 }
 
-/* Copies to memory that a program may have freed, which must not end this process: the kernel copies. Returns the bytes
- * that were copied; fewer than `bytes`: the next one could not be. */
+/* Copies to blocks. Returns the bytes that were copied; fewer than `bytes`: the next one could not be. */
 static size_t copy_out(const struct iovec *parts, uint32_t count, const char *from, size_t bytes) {
-  const struct iovec source = {(char *)from, bytes};
-  const ssize_t copied = process_vm_readv(getpid(), parts, count, &source, 1, 0);
-  if (copied >= 0 || errno == EFAULT) return copied < 0 ? 0 : (size_t)copied;
-  size_t done = 0; /* a sandbox forbids that call: memory that was protected, or is freed meanwhile, still ends it */
+  size_t done = 0;
   for (uint32_t i = 0; i < count && done < bytes; ++i) {
     const size_t part = parts[i].iov_len < bytes - done ? parts[i].iov_len : bytes - done;
-    if (!is_mapped(parts[i].iov_base) || !is_mapped((char *)parts[i].iov_base + part - 1)) break;
-    memcpy(parts[i].iov_base, from + done, part);
-    done += part;
+    const struct iovec to = {parts[i].iov_base, part}, source = {(char *)from + done, part};
+    const size_t copied = guard_copy(&to, &source, 1, part);
+    done += copied;
+    if (copied < part) break;
   }
   return done;
 }
@@ -579,7 +644,7 @@ static const char *take_body(ProxycclLink *link) {
       return "there is no memory";
   } else if (frame->kind == FRAME_ANSWER) {
     in->left = frame->count == 0 ? frame->bytes : 0;
-    in->in_data = 1;
+    in->part = IN_DATA;
   } else {
     const struct iovec *blocks = (const struct iovec *)in->body.bytes; /* malloc's alignment */
     if (!blocks_have(blocks, frame->count, frame->bytes)) return "the peer sent an invalid request";
@@ -611,7 +676,7 @@ static const char *take_body(ProxycclLink *link) {
     in->at = (Position){0, 0};
     in->memory = agent->memory;
     in->left = frame->bytes;
-    in->in_data = 1;
+    in->part = IN_DATA;
   }
   return NULL;
 }
@@ -678,11 +743,7 @@ static void note_fault(ProxycclLink *link, const struct iovec *blocks, const Pos
     in->blocks = NULL;
     return;
   }
-  ProxycclTransfer *transfer = link->awaited[link->oldest % WINDOW].transfer;
-  const char *theirs = (char *)transfer->remote[at->index].iov_base + at->offset;
-  transfer->refusal = EPERM;
-  transfer->fault = is_mapped(address) ? (ProxycclFault){PROXYCCL_FAULT_PROTECTED, (uintptr_t)theirs}
-                                       : (ProxycclFault){PROXYCCL_FAULT_FREED_HERE, (uintptr_t)address};
+  refuse(link, link->awaited[link->oldest % WINDOW].transfer, at->index, address);
 }
 
 /* Takes data for its blocks. The bytes taken. */
@@ -724,24 +785,31 @@ static int extend_body(Receiving *in) {
 
 /* The bytes that the part of a frame which is being received still lacks. */
 static uint64_t lacks(const Receiving *in) {
-  return in->in_data ? in->left : in->in_body ? in->body_bytes - in->have : sizeof in->frame - in->have;
+  switch (in->part) {
+    case IN_DATA:
+      return in->left;
+    case IN_BODY:
+      return in->body_bytes - in->have;
+    default:
+      return sizeof in->frame - in->have;
+  }
 }
 
 /* Takes bytes of the part that is being received. 0: the socket has none now, or *problem says why the link ends. */
 static size_t take_part(ProxycclLink *link, const char **problem) {
   Receiving *in = &link->in;
-  if (in->in_data) {
+  const int in_body = in->part == IN_BODY;
+  if (in->part == IN_DATA) {
     const size_t taken = take_data(link);
     in->left -= taken;
     return taken;
   }
-  if (in->in_body && in->have == in->body.used && !extend_body(in)) {
+  if (in_body && in->have == in->body.used && !extend_body(in)) {
     *problem = "there is no memory";
     return 0;
   }
-  char *to = in->in_body ? in->body.bytes : (char *)&in->frame;
-  const size_t room = in->in_body ? in->body.used : sizeof in->frame;
-  const size_t taken = take(link, to + in->have, room - in->have);
+  char *to = in_body ? in->body.bytes : (char *)&in->frame;
+  const size_t taken = take(link, to + in->have, (in_body ? in->body.used : sizeof in->frame) - in->have);
   in->have += taken;
   return taken;
 }
@@ -749,18 +817,25 @@ static size_t take_part(ProxycclLink *link, const char **problem) {
 /* Goes on to the next part, when one is complete. Returns why the link ends, or NULL. */
 static const char *next_part(ProxycclLink *link) {
   Receiving *in = &link->in;
+  const FramePart ended = in->part;
+  in->part = IN_HEAD;
   in->have = 0;
-  if (in->in_data) {
-    in->in_data = 0;
-    return end_data(link);
-  }
-  if (in->in_body) {
-    in->in_body = 0;
-    return take_body(link);
+  switch (ended) {
+    case IN_TAIL:
+      if (in->frame.kind != FRAME_ANSWER || in->frame.bytes >= FRAME_BLOCKS) return "the peer sent an invalid frame";
+      return end_data(link);
+    case IN_DATA:
+      if (link->serves || in->frame.count != 0 || in->frame.bytes == 0) return end_data(link);
+      in->part = IN_TAIL;
+      return NULL;
+    case IN_BODY:
+      return take_body(link);
+    default:
+      break;
   }
   if (in->body.room > 1 << 20) buffer_free(&in->body);
   in->body.used = 0;
-  in->in_body = 1;
+  in->part = IN_BODY;
   const int64_t bytes = body_of(link, &in->frame);
   if (bytes < 0) return "the peer sent an invalid frame";
   in->body_bytes = (uint64_t)bytes;

@@ -7,6 +7,7 @@
 #define PROXYCCL_TRANSFER_PARTS_H
 
 #include <pthread.h>
+#include <signal.h>
 #include <stddef.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -89,7 +90,8 @@ typedef enum FrameKind {
  * CHECK: `count` blocks follow. It asks what became of them, and is answered.
  * ANSWER: one for each WRITE, READ, FETCH, STORE, PERMIT and CHECK, in their order. `count` is an errno: EACCES if a
  * block is not registered, EFAULT if it is not mapped, EPERM if it is protected; `bytes` is then the block's number.
- * Without an error `bytes` bytes of data follow, the READ's.
+ * Without an error `bytes` bytes of data follow, the READ's, and after them a second head, whose errno tells what
+ * became of the blocks meanwhile: after an error the rest of the data was zeros.
  */
 typedef struct Frame {
   uint32_t kind, count;
@@ -124,7 +126,7 @@ typedef struct Answer {
   struct iovec blocks[]; /* of a READ, a FETCH or a STORE */
 } Answer;
 
-/* The frame that is being sent: a head, then data from blocks. */
+/* The frame that is being sent: a head, data from blocks, and the second head of an answer. */
 typedef struct Sending {
   Buffer head;
   size_t sent; /* of the head */
@@ -132,17 +134,24 @@ typedef struct Sending {
   uint64_t count;
   Position at;
   uint64_t left;              /* bytes of data */
-  ProxycclTransfer *transfer; /* whose blocks they are; NULL: `own` */
+  ProxycclTransfer *transfer; /* whose blocks they are; NULL: not a transfer's */
+  const Answer *answer;       /* likewise; NULL: `own` */
   void *own;                  /* freed after the frame */
   Stage *stage;               /* of an answer's data; NULL: none */
   uint64_t memory;            /* the version of the agent's memory for which the blocks of an answer were checked */
+  Frame tail;                 /* the second head, after the data of an answer */
+  size_t tail_left;           /* its bytes that are not sent */
 } Sending;
 
-/* The frame that is being received: a head, a body in memory of the link's, then data for blocks. */
+/* The parts of a frame, in their order. */
+typedef enum FramePart { IN_HEAD, IN_BODY, IN_DATA, IN_TAIL } FramePart;
+
+/* The frame that is being received: a head, a body in memory of the link's, data for blocks, and the second head of an
+ * answer with data. */
 typedef struct Receiving {
-  Frame frame;
-  size_t have; /* bytes of the head, then of the body */
-  int in_body, in_data;
+  Frame frame; /* the head, or the second one */
+  FramePart part;
+  size_t have;  /* bytes of the head, or of the body */
   Stage *stage; /* where a WRITE's data goes; NULL: to its blocks */
   struct iovec staged;
   Buffer body;
@@ -288,6 +297,15 @@ int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, c
 /* The number of the first block that is not registered, or not of the same kind of memory as the first; `count`: there
  * is none. `device`: that of the first block, or NULL. */
 uint64_t agent_lacks(const ProxycclAgent *agent, const struct iovec *blocks, uint64_t count, Device **device);
+
+/* guard.c. Not locked. */
+/* Makes the process's handler of faults the newest, unless it is. 0 or an errno. */
+int guard_install(void);
+/* Takes the signals of faults out of those that a thread blocks: the kernel ends a process that blocks them. */
+void guard_admit(sigset_t *blocked);
+/* Copies blocks of equal lengths, `bytes` in all, as memmove does, between memory of which the program may have freed
+ * some. Returns the bytes up to the first that can't be touched, or all. */
+uint64_t guard_copy(const struct iovec *to, const struct iovec *from, uint64_t count, uint64_t bytes);
 
 /* log.c. With the agent locked. */
 void log_end(const ProxycclTransfer *transfer, ProxycclTransferState state);

@@ -149,12 +149,9 @@ static int copy_piece(Piece *piece, int writes, pid_t pid) {
     piece->copied = (uint64_t)copied;
     return piece->copied < piece->bytes ? EFAULT : 0;
   }
-  for (uint32_t i = 0; i < piece->blocks; ++i) {
-    const struct iovec *from = writes ? &piece->local[i] : &piece->remote[i];
-    const struct iovec *to = writes ? &piece->remote[i] : &piece->local[i];
-    memmove(to->iov_base, from->iov_base, from->iov_len);
-  }
-  return 0;
+  const struct iovec *to = writes ? piece->remote : piece->local, *from = writes ? piece->local : piece->remote;
+  piece->copied = guard_copy(to, from, piece->blocks, piece->bytes);
+  return piece->copied < piece->bytes ? EFAULT : 0;
 }
 
 /* No more pieces are begun. */
@@ -163,14 +160,15 @@ static void drop_rest(ProxycclTransfer *transfer) {
   if (transfer->queued) transfer_unqueue(transfer, &transfer->agent->first, &transfer->agent->last);
 }
 
-/* Remembers where the kernel stopped: on the peer's side, or, if that is not mapped here, on this one. A stage always
- * is. */
+/* Remembers where a copy stopped: on the peer's side, or, if that is not mapped here, on this one. A stage always is.
+ * Where the CPU copies, both sides are mapped by this process. */
 static void note_fault(ProxycclTransfer *transfer, const Piece *piece) {
   Position at = {0, 0};
   blocks_advance(piece->remote, &at, piece->copied);
   char *remote = (char *)piece->remote[at.index].iov_base + at.offset;
   transfer->fault = (ProxycclFault){PROXYCCL_FAULT_PROTECTED, (uintptr_t)remote};
   if (transfer->staging != NULL) return;
+  if (transfer->pid == 0 && !is_mapped(remote)) transfer->fault.kind = PROXYCCL_FAULT_FREED_HERE;
   at = (Position){0, 0};
   blocks_advance(piece->local, &at, piece->copied);
   char *local = (char *)piece->local[at.index].iov_base + at.offset;
@@ -182,7 +180,7 @@ static void end_copies(ProxycclTransfer *transfer) {
   if (transfer->error == ESRCH) link_lose(link, "the peer's process has ended");
   if (link != NULL && link->lost != NULL) {
     transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* the number of its process may be another's by now */
-  } else if (transfer->error == EFAULT && transfer->fault.kind == PROXYCCL_FAULT_PROTECTED) {
+  } else if (transfer->pid != 0 && transfer->error == EFAULT && transfer->fault.kind == PROXYCCL_FAULT_PROTECTED) {
     /* The peer knows what became of it. If it has gone, so does the link, which then ends the transfer. */
     transfer->asks = 1;
     transfer_queue(transfer, &link->last);
@@ -274,7 +272,8 @@ ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link) {
 ProxycclTransfer *proxyccl_transfer_create(ProxycclAgent *agent, ProxycclLink *link, int writes, const uint64_t *local,
                                            const uint64_t *remote, uint64_t count, const ProxycclStaging *staging,
                                            ProxycclWay way) {
-  ProxycclTransfer *transfer = transfer_new(agent, link);
+  const int error = guard_install(); /* the program may have installed another handler */
+  ProxycclTransfer *transfer = error == 0 ? transfer_new(agent, link) : NULL;
   if (transfer == NULL) return NULL;
   transfer->staging = staging;
   transfer->pid = link == NULL || way != PROXYCCL_BY_LINK ? 0 : link->pid;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import os
 import signal
 import socket
@@ -13,6 +15,14 @@ import numpy as np
 import pytest
 
 from proxyccl.transfer import Agent
+
+MAPPED_BYTES = 4 << 20
+"""Of the fixture `mapped`."""
+
+_NOWHERE = 0x2000_0000_0000
+"""The kernel maps nothing here by itself, so memory that is freed here stays so."""
+
+_MAP_FIXED = 0x10
 
 
 def force_path(agent: Agent, path: str) -> None:
@@ -55,6 +65,55 @@ def pair() -> Iterator[Pair]:
     made = Pair()
     yield made
     made.close()
+
+
+class Mapped:
+    """Memory of the host that is mapped by itself.
+
+    Attributes:
+        address: its first byte.
+
+    Args:
+        nbytes: its size.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = self._left = nbytes
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.mmap.restype = ctypes.c_void_p
+        arguments = (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, ctypes.c_long(0))
+        self.address = int(self._libc.mmap(ctypes.c_void_p(_NOWHERE), ctypes.c_size_t(self._nbytes), *arguments))
+
+    def free(self, start: int = 0) -> None:
+        """Unmaps it from an offset on."""
+        if self._left > start:
+            at, nbytes = ctypes.c_void_p(self.address + start), ctypes.c_size_t(self._left - start)
+            assert self._libc.munmap(at, nbytes) == 0
+            self._left = start
+
+    def punch(self, start: int, nbytes: int) -> None:
+        """Unmaps a part of it."""
+        assert self._libc.munmap(ctypes.c_void_p(self.address + start), ctypes.c_size_t(nbytes)) == 0
+
+    def truncate(self) -> None:
+        """Replaces it by a file that has no bytes any more."""
+        file, shared = os.memfd_create("truncated"), mmap.MAP_SHARED | _MAP_FIXED
+        os.ftruncate(file, self._nbytes)
+        arguments = (mmap.PROT_READ | mmap.PROT_WRITE, shared, file, ctypes.c_long(0))
+        assert self._libc.mmap(ctypes.c_void_p(self.address), ctypes.c_size_t(self._nbytes), *arguments) == self.address
+        os.ftruncate(file, 0)
+        os.close(file)
+
+    def protect(self) -> None:
+        """Makes it read-only."""
+        assert self._libc.mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self._nbytes), mmap.PROT_READ) == 0
+
+
+@pytest.fixture
+def mapped() -> Iterator[Mapped]:
+    made = Mapped(MAPPED_BYTES)
+    yield made
+    made.free()
 
 
 class Child:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from support.agents import pair
+from support.agents import mapped, pair
 
-__all__ = ["pair"]
+__all__ = ["mapped", "pair"]

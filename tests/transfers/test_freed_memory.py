@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,56 +16,23 @@ import pytest
 
 from proxyccl.transfer import (
     Agent,
+    CanceledError,
     DisconnectedError,
     FreedMemoryError,
     NotRegisteredError,
     Region,
     State,
     TransferError,
+    shared_empty,
 )
-from support.agents import Pair, child, force_path
+from support.agents import MAPPED_BYTES, Mapped, Pair, child, force_path, serve_memory
+from support.paths import ROOT
 
-NBYTES = 4 << 20
-NOWHERE = 0x2000_0000_0000
-"""The kernel maps nothing here by itself, so memory that is freed here stays so."""
-
+NBYTES = MAPPED_BYTES
 pytestmark = [
     pytest.mark.host_only("agents move the host's memory, whatever the runtime"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
-
-
-class Mapped:
-    """Memory of the host that is mapped by itself.
-
-    Attributes:
-        address: its first byte.
-    """
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.mmap.restype = ctypes.c_void_p
-        arguments = (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, ctypes.c_long(0))
-        self.address = int(self._libc.mmap(ctypes.c_void_p(NOWHERE), ctypes.c_size_t(NBYTES), *arguments))
-        self._left = NBYTES
-
-    def free(self, start: int = 0) -> None:
-        """Unmaps it from an offset on."""
-        if self._left > start:
-            at, nbytes = ctypes.c_void_p(self.address + start), ctypes.c_size_t(self._left - start)
-            assert self._libc.munmap(at, nbytes) == 0
-            self._left = start
-
-    def protect(self) -> None:
-        """Makes it read-only."""
-        assert self._libc.mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(NBYTES), mmap.PROT_READ) == 0
-
-
-@pytest.fixture
-def mapped() -> Iterator[Mapped]:
-    made = Mapped()
-    yield made
-    made.free()
 
 
 @contextlib.contextmanager
@@ -154,11 +123,83 @@ def test_a_socket_and_memory_of_this_agent(pair: Pair, mapped: Mapped, path: str
     np.testing.assert_array_equal(pair.ours, pair.theirs)
 
 
-def test_memory_of_this_agent(pair: Pair, mapped: Mapped) -> None:
-    ours = pair.a.register((mapped.address, NBYTES))
-    mapped.free()
-    with pytest.raises(FreedMemoryError, match=rf"this agent's memory at {ours.address:#x} was freed"):
-        pair.a.read("b", [(ours.address, pair.their_region.address, 100)]).wait()
+@pytest.mark.parametrize("path", ["self", "shared_memory", "process_vm", "unix", "tcp"])
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("nbytes", [100, NBYTES])
+@pytest.mark.parametrize("harm", ["free", "protect", "truncate"])
+def test_memory_of_this_agent(mapped: Mapped, path: str, operation: str, nbytes: int, harm: str) -> None:
+    """Each path touches it in another way: by the CPU, and by several calls of the kernel."""
+    only = None if path == "self" else [path, "process_vm"] if path == "shared_memory" else [path]
+    with Agent("a", paths=only) as a, Agent("b", listen=["127.0.0.1"]) as b:
+        theirs = shared_empty(NBYTES) if path == "shared_memory" else np.empty(NBYTES, np.uint8)
+        theirs[:] = 7
+        peer, near = ("a", a) if path == "self" else ("b", b)
+        there, ours = near.register(theirs), a.register((mapped.address, NBYTES))
+        other = np.zeros(100, np.uint8)
+        another = a.register(other)
+        if path != "self":
+            a.add(b.metadata())
+        transfer = a.prepare(operation, peer, [(ours.address, there.address, nbytes)])
+        assert transfer.path.name == path
+        transfer.start().wait()
+        getattr(mapped, harm)()
+        if harm == "protect" and operation == "write":
+            transfer.start().wait()
+        elif harm == "free":
+            with pytest.raises(FreedMemoryError, match=rf"this agent's memory at {ours.address:#x} was freed"):
+                transfer.start().wait()
+        else:
+            with pytest.raises(TransferError, match="or this agent's, although it is mapped"):
+                transfer.start().wait()
+        a.read(peer, [(another.address, there.address + NBYTES - 100, 100)]).wait()
+        assert (other == theirs[-100:]).all()
+
+
+@pytest.mark.parametrize("path", ["unix", "tcp"])
+@pytest.mark.parametrize("hole", [(0, NBYTES), (1 << 18, 1 << 16), (1 << 20, 4096)])
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("side", ["here", "there"])
+def test_a_socket_and_a_hole(
+    pair: Pair, mapped: Mapped, path: str, hole: tuple[int, int], operation: str, side: str
+) -> None:
+    """Some data of a frame is on its way when the kernel finds the hole. Other transfers go on meanwhile."""
+    force_path(pair.a, path)
+    far, others = np.zeros(NBYTES, np.uint8), pair.a.prepare("read", "b", pair.whole())
+    ours = pair.a.register((mapped.address, NBYTES) if side == "here" else far)
+    theirs = pair.b.register(far if side == "here" else (mapped.address, NBYTES))
+    pair.a.add(pair.b.metadata())
+    transfer = pair.a.prepare(operation, "b", [(ours.address, theirs.address, NBYTES)])
+    transfer.start().wait()
+    mapped.punch(*hole)
+    others.start()
+    owner = "this agent's memory" if side == "here" else "agent b has freed its memory"
+    with pytest.raises(FreedMemoryError, match=owner):
+        transfer.start().wait()
+    others.wait()
+    np.testing.assert_array_equal(pair.ours, pair.theirs)
+
+
+@pytest.mark.parametrize("end", ["wait", "cancel"])
+def test_a_write_whose_memory_is_freed_when_a_part_was_sent(mapped: Mapped, end: str) -> None:
+    with child(serve_memory) as process, Agent("a", paths=["unix"]) as agent:
+        agent.add(process.receive())
+        theirs, ours = agent.regions_of("b")[0], agent.register((mapped.address, NBYTES))
+        memory = np.zeros(100, np.uint8)
+        another = agent.register(memory)
+        agent.connect("b")
+        process.stop()
+        transfers = [agent.write("b", [(ours.address, theirs.address, NBYTES - (1 << 12))]) for _ in range(2)]
+        agent.deregister(ours)
+        mapped.free()
+        if end == "cancel":
+            for transfer in transfers:
+                transfer.cancel()
+        process.resume()
+        for transfer in transfers:
+            with pytest.raises(CanceledError if end == "cancel" else FreedMemoryError):
+                transfer.wait()
+        agent.read("b", [(another.address, theirs.address + NBYTES - 100, 100)]).wait()
+        assert (memory == 7).all()
 
 
 @pytest.mark.parametrize("path", ["process_vm", "unix", "tcp"])
@@ -170,12 +211,57 @@ def test_memory_that_is_protected(pair: Pair, mapped: Mapped, path: str) -> None
             pair.a.write("b", [(pair.our_region.address, region.address, 100)]).wait()
 
 
+_HANDLERS = """
+import ctypes, faulthandler, signal, sys
+import numpy as np
+from proxyccl.transfer import Agent, FreedMemoryError
+from support.agents import Mapped
+agent, memory, there = Agent("a", listen=()), Mapped(4096), np.zeros(4096, np.uint8)
+ours, theirs = agent.register((memory.address, 4096)), agent.register(there)
+case = sys.argv[1]
+if case in ("enabled later", "a newer one, raised elsewhere"):
+    faulthandler.enable()
+if case == "taken away":
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+memory.free()
+try:
+    agent.read("a", [(ours.address, theirs.address, 4096)]).wait()
+except FreedMemoryError:
+    print("freed", flush=True)
+if "raised elsewhere" in case:
+    ctypes.string_at(8)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "status"),
+    [
+        ("enabled later", 0),
+        ("taken away", 0),
+        ("raised elsewhere", -signal.SIGSEGV),
+        ("a newer one, raised elsewhere", -signal.SIGSEGV),
+    ],
+)
+def test_other_handlers_of_the_same_signals(case: str, status: int) -> None:
+    """A handler of the program's own, which passes signals on, and none. Other faults end the process as before."""
+    result = subprocess.run(
+        [sys.executable, "-c", _HANDLERS, case],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.stdout, result.returncode) == ("freed\n", status), result.stderr
+    assert ("Fatal Python error" in result.stderr) == (case == "a newer one, raised elsewhere")
+
+
 def test_a_peer_that_frees_its_memory_and_ends_has_ended() -> None:
     """It does not answer what became of its memory: it stops, and is killed."""
 
     def body(connection: socket.socket) -> None:
         with Agent("b", listen=()) as agent:
-            memory = Mapped()
+            memory = Mapped(NBYTES)
             agent.register((memory.address, NBYTES))
             connection.send(agent.metadata())
             connection.recv(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import socket
 import struct
@@ -13,11 +15,12 @@ import pytest
 from proxyccl.channels.transfers import metadata
 from proxyccl.channels.transfers.paths import unix_address
 from proxyccl.transfer import Agent
+from support.agents import Mapped
 
 FRAME = struct.Struct("<IIQ")
 HELLO, MESSAGE, WRITE, READ, ANSWER, PERMIT, CHECK = range(1, 8)
-VERSION = 1
-EACCES = 13
+VERSION = 2
+EACCES = errno.EACCES
 
 pytestmark = pytest.mark.host_only("agents move the host's memory, whatever the runtime")
 
@@ -59,6 +62,13 @@ def ends(connection: socket.socket) -> bool:
         return connection.recv(1) == b""
     except ConnectionResetError:
         return True
+
+
+def exactly(connection: socket.socket, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        data += connection.recv(nbytes - len(data))
+    return data
 
 
 @pytest.mark.parametrize(
@@ -124,6 +134,27 @@ def test_memory_that_is_not_registered_is_not_touched(target: Target, offset: in
         connection.sendall(FRAME.pack(READ, 1, 10) + registered)
         assert connection.recv(FRAME.size + 10, socket.MSG_WAITALL)[: FRAME.size] == FRAME.pack(ANSWER, 0, 10)
     np.testing.assert_array_equal(target.memory, before)
+
+
+@pytest.mark.parametrize(("end", "error"), [("free", errno.EFAULT), ("deregister", EACCES)])
+def test_a_read_whose_memory_ends_while_it_is_sent(target: Target, mapped: Mapped, end: str, error: int) -> None:
+    """The second head of its answer tells so, and the rest of the data is zeros."""
+    nbytes = 1 << 19  # more than the socket takes
+    ctypes.memset(mapped.address, 1, nbytes)
+    region = target.agent.register((mapped.address, nbytes))
+    with target.greeted() as connection:
+        connection.sendall(FRAME.pack(READ, 1, nbytes) + struct.pack("<QQ", region.address, nbytes))
+        assert exactly(connection, FRAME.size) == FRAME.pack(ANSWER, 0, nbytes)
+        if end == "free":
+            mapped.free()
+        else:
+            target.agent.deregister(region)
+        data = exactly(connection, nbytes)
+        assert data[:1000] == b"\1" * 1000
+        assert data[-1000:] == bytes(1000)
+        assert exactly(connection, FRAME.size) == FRAME.pack(ANSWER, error, 0)
+        connection.sendall(FRAME.pack(MESSAGE, 0, 5) + b"still")
+        target.agent.wait_for_message(60)
 
 
 def test_frames_in_single_bytes(target: Target) -> None:
