@@ -4,6 +4,7 @@
  * requests only when this side reads its queue, so the agent's thread also does so when it has none of its own.
  */
 #include <errno.h>
+#include <sys/epoll.h>
 #include <time.h>
 
 #include "clock.h"
@@ -41,6 +42,7 @@ typedef struct Fabric {
   struct fid_cq *queue;
   Request *requests, *unused;
   uint32_t outstanding;
+  int failed;                      /* why the queue has ended; 0: it has not */
   ProxycclTransfer *first, **last; /* with requests to be posted, in turn */
 } Fabric;
 
@@ -89,6 +91,8 @@ static void end(ProxycclTransfer *transfer) {
     transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
   } else if (transfer->error == 0) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
+  } else if (transfer->agent->fabric->failed != 0) {
+    transfer_end(transfer, PROXYCCL_TRANSFER_FAILED);
   } else { /* the peer knows what became of its memory, and if it has gone, the link ends */
     transfer->asks = 1;
     transfer_queue(transfer, &link->last);
@@ -164,21 +168,48 @@ static void complete(Fabric *fabric, Request *request, int error) {
   end_if_over(transfer);
 }
 
-static void take_error(Fabric *fabric) {
+/* Ends all transfers: the queue tells of no request any more. */
+static void fail_all(Fabric *fabric) {
+  for (uint32_t i = 0; i < fabric->port.depth; ++i) {
+    if (fabric->requests[i].transfer != NULL) complete(fabric, &fabric->requests[i], fabric->failed);
+  }
+  while (fabric->first != NULL) {
+    ProxycclTransfer *transfer = fabric->first;
+    transfer->error = fabric->failed;
+    drop_rest(transfer);
+    end_if_over(transfer);
+  }
+}
+
+/* Takes the error of a request. Returns 0, FI_EAGAIN if there is none, or why the queue has ended, as after an error
+ * that names no request: which of them will not complete is not known. */
+static int take_error(Fabric *fabric) {
   struct fi_cq_err_entry entry = {0};
-  if (fi_cq_readerr(fabric->queue, &entry, 0) < 0 || entry.op_context == NULL) return;
-  complete(fabric, entry.op_context, entry.err > 0 ? entry.err : EIO);
+  const ssize_t taken = fi_cq_readerr(fabric->queue, &entry, 0);
+  if (taken < 0) return (int)-taken;
+  const int error = entry.err > 0 ? entry.err : EIO;
+  if (entry.op_context == NULL) return error;
+  complete(fabric, entry.op_context, error);
+  return 0;
 }
 
 void fabric_poll(ProxycclAgent *agent) {
   Fabric *fabric = agent->fabric;
   struct fi_cq_entry entries[COMPLETIONS];
-  ssize_t taken;
-  do {
+  ssize_t taken = COMPLETIONS;
+  while (fabric->failed == 0 && (taken == COMPLETIONS || taken == -FI_EAVAIL)) {
     taken = fi_cq_read(fabric->queue, entries, COMPLETIONS);
-    if (taken == -FI_EAVAIL) take_error(fabric);
     for (ssize_t i = 0; i < taken; ++i) complete(fabric, entries[i].op_context, 0);
-  } while (taken == COMPLETIONS || taken == -FI_EAVAIL);
+    const int error = taken == -FI_EAVAIL ? take_error(fabric) : taken < 0 ? (int)-taken : 0;
+    if (error == FI_EAGAIN) break;
+    fabric->failed = error;
+    /* Its descriptor may be readable for good. */
+    if (error != 0 && fabric->port.descriptor >= 0) agent_watch(agent, fabric->port.descriptor, 0, EPOLL_CTL_DEL, 0);
+  }
+  if (fabric->failed != 0) {
+    fail_all(fabric);
+    return;
+  }
   while (fabric->first != NULL && fabric->unused != NULL && post(fabric, fabric->first)) {}
 }
 
@@ -223,7 +254,7 @@ int fabric_carry(Stage *stage, int writes, uint64_t bytes, const Origin *origin)
 
 uint64_t fabric_rest(ProxycclAgent *agent) {
   const Fabric *fabric = agent->fabric;
-  if (fabric == NULL) return UINT64_MAX;
+  if (fabric == NULL || fabric->failed != 0) return UINT64_MAX;
   if (fabric->port.descriptor >= 0) {
     struct fid *queue = &fabric->queue->fid;
     /* Not zero: something has come since the last look, which the descriptor does not tell. */

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import gc
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +26,7 @@ from proxyccl.transfer import (
     DisconnectedError,
     NotRegisteredError,
     State,
+    TransferError,
     TransferTimeoutError,
     strided,
 )
@@ -219,6 +223,52 @@ def test_requests_that_are_outstanding_are_not_said_to_be_canceled() -> None:
             transfer.wait(60)
         transfer.cancel()
         transfer.start(b"told").wait()
+
+
+class EndedQueue:
+    """Has libfabric answer for an agent's completion queue that it has ended.
+
+    Args:
+        agent: its owner.
+        error: whether `fi_cq_readerr` says so, after `fi_cq_read` has reported an error of a request.
+    """
+
+    _CLOSED, _ERROR_AVAILABLE = -errno.EBADF, -259
+    _FID_WORDS = 3
+    _OPERATIONS, _READ, _READERR = 9, 1, 3
+    """Words of `fi_ops_cq`, and the numbers of two."""
+
+    def __init__(self, agent: Agent, *, error: bool) -> None:
+        assert agent._fabric is not None
+        of_queue = ctypes.c_uint64.from_address(agent._fabric.port.queue + 8 * self._FID_WORDS)
+        self._before = of_queue, of_queue.value
+        call = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+        self._calls = [call(lambda *_: self._ERROR_AVAILABLE if error else self._CLOSED), call(lambda *_: self._CLOSED)]
+        self._operations = (ctypes.c_uint64 * self._OPERATIONS).from_buffer_copy(
+            ctypes.string_at(of_queue.value, 8 * self._OPERATIONS)
+        )
+        for number, each in zip((self._READ, self._READERR), self._calls, strict=True):
+            self._operations[number] = ctypes.cast(each, ctypes.c_void_p).value or 0
+        of_queue.value = ctypes.addressof(self._operations)
+
+    def undo(self) -> None:
+        """Has the queue closed as it was opened."""
+        of_queue, value = self._before
+        of_queue.value = value
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_a_queue_that_has_ended_ends_transfers(error: bool) -> None:
+    with stopped_peer() as (_, agent, transfer):
+        ended = EndedQueue(agent, error=error)
+        with pytest.raises(TransferError, match=r"by fabric .* failed: Bad file descriptor"):
+            transfer.done()
+        with pytest.raises(TransferError, match=r"by fabric .* failed: Bad file descriptor"):
+            transfer.start().wait(60)
+        before = time.process_time()
+        time.sleep(0.2)
+        assert time.process_time() - before < 0.1  # the agent's thread does not look into it again and again
+        ended.undo()
 
 
 def test_an_agent_closes_although_requests_are_outstanding() -> None:
