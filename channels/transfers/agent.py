@@ -137,8 +137,8 @@ class Agent:
         self._fabric, self._no_fabric = open_fabric(named) if wants else (None, "")
         if self._fabric is not None:
             served.append(self._fabric)
-            if lib.proxyccl_agent_set_fabric(handle, self._fabric.port):
-                raise ResourceError("an agent can't use libfabric: its requests do not fit into memory")
+            if status := lib.proxyccl_agent_set_fabric(handle, self._fabric.port):
+                raise ResourceError(f"an agent can't use libfabric: {os.strerror(status)}")
         self._preparer = Preparer(
             name, handle, self._own, self._devices, self._reached, self._pinned, self._fabric, allowed
         )

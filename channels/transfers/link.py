@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 from typing import TYPE_CHECKING
 
 from proxyccl.channels.transfers.engine_calls import raise_status
 from proxyccl.channels.transfers.paths import Connected
-from proxyccl.device.errors import ClosedError
+from proxyccl.device.errors import ClosedError, ResourceError
 from proxyccl.device.process import forks
 from proxyccl.proxy._transfers import ffi, lib
 
@@ -45,7 +46,9 @@ class Link:
         if not handle:
             if ffi.errno == errno.ECANCELED:
                 raise ClosedError("the agent was closed")
-            raise MemoryError("there is no memory for a link")
+            if ffi.errno == errno.ENOMEM:
+                raise MemoryError("there is no memory for a link")
+            raise ResourceError(f"the link to agent {peer} can't be watched: {os.strerror(ffi.errno)}")
         self.handle: ProxycclLinkPointer = handle
         forks.finalizer(self, lib.proxyccl_link_release, handle)
 

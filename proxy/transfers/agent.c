@@ -15,13 +15,14 @@
 enum { EVENTS = 32, REST_MS = 1, SLACK_NS = 1000 };
 #define LONGEST_COPY_NS 30000000000u
 
-void agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events) {
+int agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events) {
   struct epoll_event event = {.events = events, .data.u64 = tag};
-  epoll_ctl(agent->epoll, operation, descriptor, &event);
+  return epoll_ctl(agent->epoll, operation, descriptor, &event) == 0 ? 0 : errno;
 }
 
-void agent_watch_fabric(ProxycclAgent *agent, int descriptor) {
-  if (descriptor >= 0) agent_watch(agent, descriptor, (uintptr_t)agent | TAG_FABRIC, EPOLL_CTL_ADD, EPOLLIN);
+int agent_watch_fabric(ProxycclAgent *agent, int descriptor) {
+  if (descriptor < 0) return 0;
+  return agent_watch(agent, descriptor, (uintptr_t)agent | TAG_FABRIC, EPOLL_CTL_ADD, EPOLLIN);
 }
 
 void agent_wake(ProxycclAgent *agent) {
@@ -226,13 +227,17 @@ static void handle(ProxycclAgent *agent, const struct epoll_event *event) {
   }
 }
 
-/* One piece of the next copy, if there is one. The others have their turn then. */
-static void copy_next(ProxycclAgent *agent) {
+/* One piece of the next copy of which one may begin; the others have their turn then. 0: there is none, until a caller
+ * ends a piece and gives its stage back, or starts or cancels a transfer. */
+static int copy_next(ProxycclAgent *agent) {
   ProxycclTransfer *transfer = agent->first;
-  if (transfer == NULL) return;
+  while (transfer != NULL && !transfer_has_piece(transfer)) transfer = transfer->next;
+  agent->waits_for_stage = transfer == NULL && agent->first != NULL;
+  if (transfer == NULL) return 0;
   transfer_unqueue(transfer, &agent->first, &agent->last);
   transfer_queue(transfer, &agent->last);
-  if (!transfer->cancel) transfer_copy(transfer);
+  transfer_copy(transfer);
+  return 1;
 }
 
 static void *run(void *argument) {
@@ -242,18 +247,18 @@ static void *run(void *argument) {
   prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0); /* its pauses are shorter than the usual slack of 50 us */
   pthread_mutex_lock(&agent->lock);
   while (!agent->stopped) {
-    copy_next(agent);
+    const int copied = copy_next(agent);
     device_look_at_all(agent);
     stages_look(agent);
     if (agent->fabric != NULL) fabric_poll(agent);
     if (agent->feeds) stages_feed(agent);
     const uint64_t rest = fabric_rest(agent);
     const int looks = agent->looked_at != NULL || agent->stages != NULL;
-    const int busy = agent->first != NULL || looks || rest != UINT64_MAX;
+    const int busy = copied || looks || rest != UINT64_MAX;
     /* Idle until a descriptor has something, or a caller may have stopped polling. */
     const int timeout = busy ? 0 : agent->resting > 0 ? REST_MS : -1;
-    uint64_t pause = agent->first == NULL && looks ? device_pause(agent) : 0;
-    if (agent->first == NULL && rest != UINT64_MAX && (!looks || rest < pause)) pause = rest;
+    uint64_t pause = !copied && looks ? device_pause(agent) : 0;
+    if (!copied && rest != UINT64_MAX && (!looks || rest < pause)) pause = rest;
     pthread_mutex_unlock(&agent->lock);
     if (pause > 0) { /* epoll_wait counts in milliseconds */
       struct pollfd any = {.fd = agent->epoll, .events = POLLIN};
@@ -346,13 +351,11 @@ ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int c
   agent->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   agent->spare = eventfd(0, EFD_CLOEXEC);
   int error = agent->epoll < 0 || agent->wake < 0 || agent->spare < 0 ? errno : guard_install();
-  if (error == 0) {
-    agent_watch(agent, agent->wake, 0, EPOLL_CTL_ADD, EPOLLIN);
-    for (uint32_t i = 0; i < count; ++i) {
-      agent_watch(agent, copy[i], (uintptr_t)&copy[i] | TAG_LISTENER, EPOLL_CTL_ADD, EPOLLIN);
-    }
-    error = start_thread(agent);
+  if (error == 0) error = agent_watch(agent, agent->wake, 0, EPOLL_CTL_ADD, EPOLLIN);
+  for (uint32_t i = 0; i < count && error == 0; ++i) {
+    error = agent_watch(agent, copy[i], (uintptr_t)&copy[i] | TAG_LISTENER, EPOLL_CTL_ADD, EPOLLIN);
   }
+  if (error == 0) error = start_thread(agent);
   if (error == 0) return agent;
   free_agent(agent);
   errno = error;

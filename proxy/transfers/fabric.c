@@ -47,7 +47,7 @@ typedef struct Fabric {
 } Fabric;
 
 int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *port) {
-  const int error = guard_install(); /* a provider may have installed a handler */
+  int error = guard_install(); /* a provider may have installed a handler */
   if (error != 0) return error;
   Fabric *fabric = calloc(1, sizeof *fabric);
   Request *requests = calloc(port->depth, sizeof *requests);
@@ -66,11 +66,16 @@ int proxyccl_agent_set_fabric(ProxycclAgent *agent, const ProxycclFabricPort *po
     fabric->unused = &requests[i];
   }
   pthread_mutex_lock(&agent->lock);
-  agent->fabric = fabric;
-  agent_watch_fabric(agent, port->descriptor);
+  error = agent_watch_fabric(agent, port->descriptor);
+  if (error == 0) agent->fabric = fabric;
   pthread_mutex_unlock(&agent->lock);
-  agent_wake(agent);
-  return 0;
+  if (error == 0) {
+    agent_wake(agent);
+  } else {
+    free(fabric);
+    free(requests);
+  }
+  return error;
 }
 
 static void drop_rest(ProxycclTransfer *transfer) {

@@ -23,15 +23,28 @@ enum {
 
 const char *proxyccl_link_lost(const ProxycclLink *link) { return __atomic_load_n(&link->lost, __ATOMIC_ACQUIRE); }
 
+/* Closes a descriptor. A fork's child may have a copy of it, which would keep it in the epoll set. */
+static void unwatch(ProxycclAgent *agent, int *descriptor) {
+  if (*descriptor < 0) return;
+  agent_watch(agent, *descriptor, 0, EPOLL_CTL_DEL, 0);
+  close(*descriptor);
+  *descriptor = -1;
+}
+
 ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves) {
   ProxycclLink *link = calloc(1, sizeof *link);
   char *ahead = malloc(AHEAD_BYTES);
-  if (link == NULL || ahead == NULL || agent->stopped) {
-    errno = agent->stopped ? ECANCELED : ENOMEM;
+  int error = agent->stopped ? ECANCELED : link == NULL || ahead == NULL ? ENOMEM : 0;
+  if (error == 0) error = agent_watch(agent, socket, (uintptr_t)link, EPOLL_CTL_ADD, EPOLLIN);
+  if (error == 0 && process >= 0) {
+    error = agent_watch(agent, process, (uintptr_t)link | TAG_PROCESS, EPOLL_CTL_ADD, EPOLLIN);
+  }
+  if (error != 0) {
+    unwatch(agent, &socket);
+    unwatch(agent, &process);
     free(link);
     free(ahead);
-    close(socket);
-    if (process >= 0) close(process);
+    errno = error;
     return NULL;
   }
   link->agent = agent;
@@ -45,17 +58,14 @@ ProxycclLink *link_new(ProxycclAgent *agent, int socket, int process, int serves
   link->next = agent->links;
   agent->links = link;
   ++agent->references;
-  agent_watch(agent, socket, (uintptr_t)link, EPOLL_CTL_ADD, EPOLLIN);
-  if (process >= 0) agent_watch(agent, process, (uintptr_t)link | TAG_PROCESS, EPOLL_CTL_ADD, EPOLLIN);
   return link;
 }
 
-/* Closes a descriptor. A fork's child may have a copy of it, which would keep it in the epoll set. */
-static void unwatch(ProxycclAgent *agent, int *descriptor) {
-  if (*descriptor < 0) return;
-  epoll_ctl(agent->epoll, EPOLL_CTL_DEL, *descriptor, NULL);
-  close(*descriptor);
-  *descriptor = -1;
+/* Watches the socket for events from now on. */
+static void watch(ProxycclLink *link, uint32_t events) {
+  if (agent_watch(link->agent, link->socket, (uintptr_t)link, EPOLL_CTL_MOD, events) != 0) {
+    link_lose(link, "the kernel does not watch its socket");
+  }
 }
 
 /* Leaves the socket to callers that poll, until link_wake. */
@@ -63,7 +73,7 @@ static void rest(ProxycclLink *link) {
   if (link->resting) return;
   link->resting = 1;
   ++link->agent->resting;
-  agent_watch(link->agent, link->socket, (uintptr_t)link, EPOLL_CTL_MOD, 0);
+  watch(link, 0);
 }
 
 void link_wake(ProxycclLink *link) {
@@ -72,7 +82,7 @@ void link_wake(ProxycclLink *link) {
   link->resting = 0;
   --link->agent->resting;
   if (link->lost != NULL) return;
-  agent_watch(link->agent, link->socket, (uintptr_t)link, EPOLL_CTL_MOD, EPOLLIN | (link->writable ? EPOLLOUT : 0));
+  watch(link, EPOLLIN | (link->writable ? EPOLLOUT : 0));
 }
 
 static void end_lost(ProxycclTransfer *transfer) {
@@ -447,7 +457,7 @@ void link_send(ProxycclLink *link) {
   if (writable == link->writable) return;
   link->writable = writable;
   if (link->resting) return;
-  agent_watch(link->agent, link->socket, (uintptr_t)link, EPOLL_CTL_MOD, EPOLLIN | (writable ? EPOLLOUT : 0));
+  watch(link, EPOLLIN | (writable ? EPOLLOUT : 0));
 }
 
 void link_forget_transfer(ProxycclLink *link, ProxycclTransfer *transfer) {

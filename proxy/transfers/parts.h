@@ -283,14 +283,16 @@ struct ProxycclAgent {
   uint64_t memory;             /* the registered memory's version */
   Stage *stages, **last_stage; /* in turn */
   int starved;                 /* an answer waits for a stage */
+  int waits_for_stage;         /* and so does the thread, to copy the next piece of a transfer */
   int feeds;                   /* serving links may go on with their answers */
   uint64_t turns;
 };
 
 /* agent.c */
-void agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events);
+/* 0 or an errno. */
+int agent_watch(ProxycclAgent *agent, int descriptor, uintptr_t tag, int operation, uint32_t events);
 void agent_wake(ProxycclAgent *agent);
-void agent_watch_fabric(ProxycclAgent *agent, int descriptor); /* -1: there is none to watch */
+int agent_watch_fabric(ProxycclAgent *agent, int descriptor); /* -1: there is none to watch */
 struct timespec agent_deadline(uint64_t timeout_ns);
 void agent_unreference(ProxycclAgent *agent); /* unlocks */
 int agent_receive(ProxycclAgent *agent, const char *name, uint64_t name_bytes, const char *message, uint64_t bytes);
@@ -335,8 +337,9 @@ ProxycclTransfer *transfer_new(ProxycclAgent *agent, ProxycclLink *link); /* not
 void transfer_queue(ProxycclTransfer *transfer, ProxycclTransfer ***last);
 void transfer_unqueue(ProxycclTransfer *transfer, ProxycclTransfer **first, ProxycclTransfer ***last);
 void transfer_end(ProxycclTransfer *transfer, ProxycclTransferState state);
-void transfer_end_answered(ProxycclTransfer *transfer); /* its last answer has come */
-void transfer_copy(ProxycclTransfer *transfer);         /* the next piece; unlocks meanwhile */
+void transfer_end_answered(ProxycclTransfer *transfer);   /* its last answer has come */
+int transfer_has_piece(const ProxycclTransfer *transfer); /* one that nobody copies yet, and a stage for it */
+void transfer_copy(ProxycclTransfer *transfer);           /* that piece; unlocks meanwhile */
 void transfer_begin(ProxycclTransfer *transfer, const uint64_t *stream);
 void transfer_restart(ProxycclTransfer *transfer); /* one without a message, which is not active */
 int transfer_look(ProxycclTransfer *transfer);     /* begins it if its stream has come to it; 1: that it did */

@@ -193,7 +193,6 @@ static void end_copies(ProxycclTransfer *transfer) {
 void transfer_copy(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   Piece piece;
-  if (!may_copy(transfer)) return;
   next_piece(transfer, &piece);
   blocks_advance(transfer->local, &transfer->at, piece.bytes);
   const uint64_t left = transfer->left;
@@ -209,7 +208,10 @@ void transfer_copy(ProxycclTransfer *transfer) {
   pthread_mutex_lock(&agent->lock);
   --transfer->copying;
   transfer->staged[stage] = 0;
-  if (transfer->staging != NULL) pthread_cond_broadcast(&agent->changed); /* a thread may wait for the stage */
+  if (transfer->staging != NULL) { /* somebody may wait for the stage */
+    pthread_cond_broadcast(&agent->changed);
+    if (agent->waits_for_stage) agent_wake(agent);
+  }
   if (error == EFAULT && (transfer->error == 0 || (transfer->error == EFAULT && left > transfer->faulted))) {
     note_fault(transfer, &piece); /* the first, if several pieces fail at once */
     transfer->faulted = left;
@@ -246,8 +248,7 @@ void transfer_lose(ProxycclTransfer *transfer) {
 /* Whether its link's frames carry it, or ask about it. */
 static int is_by_socket(const ProxycclTransfer *transfer) { return transfer->by_socket || transfer->asks; }
 
-/* Whether it has a piece that nobody copies yet. */
-static int has_piece(const ProxycclTransfer *transfer) {
+int transfer_has_piece(const ProxycclTransfer *transfer) {
   return transfer->state == PROXYCCL_TRANSFER_ACTIVE && transfer->copier == NULL && transfer->rows == NULL &&
          !is_by_socket(transfer) && !transfer->cancel && transfer->left > 0 && may_copy(transfer);
 }
@@ -311,7 +312,7 @@ void transfer_begin(ProxycclTransfer *transfer, const uint64_t *stream) {
     transfer_queue(transfer, &link->last);
     link_send(link);
   } else if (transfer->bytes <= PIECE_BYTES) {
-    while (has_piece(transfer)) transfer_copy(transfer);
+    while (transfer_has_piece(transfer)) transfer_copy(transfer);
   } else {
     transfer_queue(transfer, &agent->last);
     agent_wake(agent);
@@ -454,7 +455,7 @@ ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_
     if (transfer->link != NULL) link_wake(transfer->link);
     while (transfer->state == PROXYCCL_TRANSFER_ACTIVE && !is_over) {
       is_over = now_ns() >= end;
-      if (has_piece(transfer)) {
+      if (transfer_has_piece(transfer)) {
         transfer_copy(transfer);
       } else if (transfer_is_looked_at(transfer)) {
         if (!transfer_look(transfer) && !is_over) device_rest(transfer);
@@ -470,7 +471,7 @@ ProxycclTransferState proxyccl_transfer_wait(ProxycclTransfer *transfer, uint64_
 ProxycclTransferState proxyccl_transfer_help(ProxycclTransfer *transfer) {
   if (proxyccl_transfer_state(transfer) == PROXYCCL_TRANSFER_ACTIVE) {
     pthread_mutex_lock(&transfer->agent->lock);
-    if (has_piece(transfer)) {
+    if (transfer_has_piece(transfer)) {
       transfer_copy(transfer);
     } else if (is_by_socket(transfer)) {
       link_help(transfer->link);
