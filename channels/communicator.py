@@ -186,7 +186,7 @@ class Communicator:
             group.discard()
             raise
 
-    def split(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:
+    def split(self, ranks: Sequence[int], *, timeout: float | None = None, bootstrap: Any = None) -> Communicator:
         """A communicator of some of the ranks, which call this together; the others need not.
 
         It shares this one's runtime, process watches and mappings, and needs no bootstrap where the ranks share a host.
@@ -196,9 +196,13 @@ class Communicator:
             ranks: numbers in this communicator, this rank's among them; the same list on all members. Their places in
                 the list are their numbers in the new one.
             timeout: bound of the new one's waits and of this call, in seconds; None for this one's.
+            bootstrap: a `Bootstrap` of the members, in the order of their new numbers, which the caller keeps open.
+                Threads that split the same ranks at the same time, or in another order than on other ranks, give each
+                meeting its own. None to meet through this communicator, in one thread of a rank at a time.
 
         Raises:
-            ArgumentError: the ranks are not different ranks of this communicator, or this rank is not among them.
+            ArgumentError: the ranks are not different ranks of this communicator, or this rank is not among them; or
+                the bootstrap is not one of the members.
             MismatchError: members gave different lists.
             WaitTimeoutError: not all members arrived within the time. This communicator stays usable.
             ResourceError: there are too few descriptors. This communicator goes on, here and on the other members,
@@ -208,8 +212,13 @@ class Communicator:
         self._group.failure.require_usable()
         members = self._members(ranks)
         bounded = self.timeout if timeout is None else timeout_from(timeout)
+        if bootstrap is not None:
+            place = getattr(bootstrap, "rank", None), getattr(bootstrap, "world_size", None)
+            if place != (expected := (members.index(self.rank), len(members))):
+                expecting = f"must have the rank and world_size {expected}, as this rank's place in {members}"
+                raise ArgumentError("bootstrap", f"{expecting}, and has {place}")
         part = object.__new__(Communicator)
-        part._open(self._group.split(members, bounded), self._collectives.cta_policy)
+        part._open(self._group.split(members, bounded, bootstrap), self._collectives.cta_policy)
         return part
 
     def shrink(self, *, exclude: Sequence[int] = (), timeout: float | None = None) -> Communicator:

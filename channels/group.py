@@ -167,14 +167,18 @@ class Group:
         self.links.bring_up()
         self._host_links = self._link_hosts()
 
-    def split(self, members: Sequence[int], timeout: float) -> Group:
+    def split(self, members: Sequence[int], timeout: float, bootstrap: Bootstrap | None) -> Group:
         """A group of some ranks of this one, by their places in the list. Only they call this, then `open` it.
 
-        It ends with this one. Raises as `meet_apart`; and ConcurrentCallError if another thread splits the same ranks.
+        It ends with this one. Raises as `meet_apart`; and ConcurrentCallError if another thread splits the same ranks,
+        unless each has a `bootstrap` of the members.
         """
         check = self.failure.require_usable
-        with self._one_caller.only("split", tuple(sorted(members))):
-            meeting = meet_apart(self._meeting, self.topology, members, self._splits, timeout, check, self.mapping_of)
+        alone = self._one_caller.only("split", tuple(sorted(members)))
+        with alone if bootstrap is None else contextlib.nullcontext():
+            meeting = meet_apart(
+                self._meeting, self.topology, members, self._splits, timeout, check, self.mapping_of, bootstrap
+            )
             return Group(meeting, self, self._mapped)
 
     def shrink(self, excluded: Collection[int], timeout: float) -> Group:

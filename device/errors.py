@@ -6,6 +6,8 @@ They live in the lowest room so that each room can raise them. An exception that
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 
@@ -145,6 +147,24 @@ class CommunicatorError(ProxyCCLError):
         self.channel = channel
         self.operation = operation
         self.offset = offset
+
+
+def renumbered(error: CommunicatorError, ranks: Sequence[int]) -> CommunicatorError:
+    """The error of a communicator of some ranks that names them as in another one.
+
+    Args:
+        error: names the ranks by their places in the list.
+        ranks: the numbers there.
+    """
+    if list(ranks) == list(range(len(ranks))):
+        return error
+    *others, last = ranks
+    places = "0 and 1" if len(ranks) == 2 else f"0 to {len(ranks) - 1}"
+    between = f"between ranks {', '.join(map(str, others))} and {last}, which are {places} here" if others else "alone"
+    named = copy.copy(error)
+    named.args = (f"{between}: {error}",)
+    named.rank, named.peer = (None if number is None else ranks[number] for number in (error.rank, error.peer))
+    return named
 
 
 class WaitTimeoutError(CommunicatorError, TimeoutError):

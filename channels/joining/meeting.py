@@ -44,6 +44,8 @@ from proxyccl.device.errors import (
     ResourceError,
     RuntimeUnavailableError,
     WaitTimeoutError,
+    raise_in_place_of,
+    renumbered,
 )
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.runtime import Runtime
@@ -211,6 +213,7 @@ def meet_apart(
     timeout: float,
     give_up: Callable[[], None],
     mapping_of: Callable[[int], AbstractContextManager[None]],
+    own: Bootstrap | None,
 ) -> Meeting:
     """Some ranks of a group meet to form a group, in the order of `members`. Only they call this.
 
@@ -218,10 +221,12 @@ def meet_apart(
         whole: the meeting of all.
         topology: of all.
         members: the ranks, this one among them; the same on all of them.
-        meetings: by ranks in their order, how often they have met so before; this one is counted.
+        meetings: by ranks in their order, how often they have met so before without `own`; this one is counted.
         timeout: bound of every wait of the new group, in seconds.
         give_up: called while waiting; it raises to end the wait early.
         mapping_of: around the mapping of a rank's memory; it raises the cause of a failure (`Group.mapping_of`).
+        own: a bootstrap of the members, in their order, which tells this meeting from others of the same ranks; the
+            caller keeps it. With None, the meeting is told by the ranks and by how often they have met before.
 
     Raises:
         WaitTimeoutError: not all members arrived within the time.
@@ -234,18 +239,23 @@ def meet_apart(
     part = topology.part(members)
     ranks = tuple(sorted(members))
     key = _key(members, meetings[ranks])
-    refusals = _Refusals(whole, members, meetings[ranks], give_up)
-    bootstrap: Bootstrap | None = None
-    if part.spans_hosts:
+    bootstrap = own
+    if own is None and part.spans_hosts:
         bootstrap = _subset(whole.bootstrap, members, key)
+    if bootstrap is None:
+        refusals = _Refusals(whole, members, meetings[ranks], give_up)
+        telling, explaining = refusals.telling(), refusals.explaining
+    else:
         exchange = Exchange(bootstrap, timeout, give_up)
-    telling = refusals.telling() if bootstrap is None else exchange.telling()
+        telling, explaining = exchange.telling(), contextlib.nullcontext
+    counting = _counted(meetings, ranks, bootstrap) if own is None else contextlib.nullcontext()
     # The others are told before they miss what is undone.
-    with contextlib.ExitStack() as undo, telling, _counted(meetings, ranks, bootstrap):
+    with contextlib.ExitStack() as undo, telling, counting:
         control = create_segment(whole.runtime, part.rank, timeout, len(members))
         undo.callback(control.close)
         if bootstrap is not None:
-            offered = exchange.all_gather(control.memory.handle, HANDLE, "control segments")
+            with _naming_as_in_whole(members, give_up):
+                offered = exchange.all_gather(control.memory.handle, HANDLE, "control segments")
             handles = {peer: offered[peer] for peer in range(len(members)) if part.same_host(peer)}
         else:
             handles = {}
@@ -255,7 +265,7 @@ def meet_apart(
         segments: dict[int, ControlSegment] = {}
         for peer, handle in handles.items():
             if peer != part.rank:
-                with mapping_of(members[peer]), refusals.explaining():
+                with mapping_of(members[peer]), explaining():
                     segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
                 undo.callback(segments[peer].close)
         control.introduce(segments)
@@ -263,7 +273,8 @@ def meet_apart(
             bootstrap = _mailboxes(part.rank, control, segments)
             exchange = Exchange(bootstrap, timeout, refusals.check)
         # All have found and mapped all: the invitation is withdrawn, and none of the segments can be gone.
-        answers = exchange.all_gather((list(members), os.urandom(4).hex()), _PART, "split")
+        with _naming_as_in_whole(members, give_up):
+            answers = exchange.all_gather((list(members), os.urandom(4).hex()), _PART, "split")
         for peer, (theirs, _) in enumerate(answers):
             if theirs != list(members):
                 raise MismatchError(
@@ -273,7 +284,10 @@ def meet_apart(
                     peer=members[peer],
                 )
         undo.pop_all()
-        if not part.spans_hosts:
+        if own is not None and not part.spans_hosts:
+            bootstrap = _mailboxes(part.rank, control, segments)
+            exchange.carry_over(bootstrap)
+        elif not part.spans_hosts:
             whole.control.rendezvous.withdraw(place)
     return replace(
         whole,
@@ -284,10 +298,20 @@ def meet_apart(
         topology=part,
         job=answers[0][1],
         bootstrap=bootstrap,
-        owns_bootstrap=True,
+        owns_bootstrap=bootstrap is not own,
         members=tuple(members),
         ways=_ways_of(whole, members),
     )
+
+
+@contextlib.contextmanager
+def _naming_as_in_whole(members: Sequence[int], give_up: Callable[[], None]) -> Iterator[None]:
+    """Around an exchange of a part: its errors name the ranks by their numbers in the whole."""
+    try:
+        yield
+    except CommunicatorError as error:
+        give_up()  # if the whole has failed, by the failure, which names them so already
+        raise_in_place_of(error, renumbered(error, members))
 
 
 @contextlib.contextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.communicator import Communicator
-from proxyccl.device.errors import AbortedError, ClosedError, CommunicatorError, PeerLostError, raise_in_place_of
+from proxyccl.device.errors import (
+    AbortedError,
+    ClosedError,
+    CommunicatorError,
+    PeerLostError,
+    WaitTimeoutError,
+    raise_in_place_of,
+    renumbered,
+)
 from proxyccl.torch.device_runtimes import DeviceRuntimes, runtime_name
 from proxyccl.torch.store_bootstrap import StoreBootstrap
 from proxyccl.torch.to_self import ToSelf
@@ -47,10 +55,11 @@ class Endpoints:
     peer: where a program must not wait, a thread calls `with_peer`, and `has_met` tells whether that returns at once.
 
     A communicator is split from one that its ranks have already, if all of them have it: that of the default group, or
-    for two ranks that of their group.
+    for two ranks that of their group. The ranks meet in the group's own store in either case, so calls of several
+    groups never meet each other, whatever ranks they have and in whatever order they are first used.
 
     Args:
-        store: where the ranks meet.
+        store: where the ranks meet: of this group alone, and not one that an earlier group of its name has used.
         rank, world_size: this rank's number in the process group, and how many there are.
         timeout: bound of every wait, in seconds.
         whole: the endpoints of the default group; None for the default group itself.
@@ -76,6 +85,7 @@ class Endpoints:
         self._runtimes: DeviceRuntimes = runtimes
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
+        self._meetings: Counter[str] = Counter()  # by name, those that have ended, except by a time-out
         self._made: dict[_Key, Communicator] = {}
         self._checks: tuple[Callable[[], None], ...] = ()  # of the communicators that were made
         self._closed = self._aborted = False
@@ -117,13 +127,7 @@ class Endpoints:
 
     def with_ranks(self, error: Exception, peer: int) -> Exception:
         """An error of the communicator with a peer that says which ranks its numbers 0 and 1 are; others unchanged."""
-        pair = sorted((self._rank, peer))
-        if pair == [0, 1] or not isinstance(error, CommunicatorError):
-            return error
-        named = copy.copy(error)
-        named.args = (f"between ranks {pair[0]} and {pair[1]}, which are 0 and 1 here: {error}",)
-        named.rank, named.peer = (None if number is None else pair[number] for number in (error.rank, error.peer))
-        return named
+        return renumbered(error, sorted((self._rank, peer))) if isinstance(error, CommunicatorError) else error
 
     def check(self) -> None:
         """Raises the error that ended a communicator, if one has failed."""
@@ -198,26 +202,52 @@ class Endpoints:
             low, high = sorted((self._rank, peer))
             name, rank, world_size = f"{runtime}-{low}-{high}", int(self._rank > peer), 2
             whole, members = self, [low, high]
-        bootstrap = StoreBootstrap(dist.PrefixStore(f"proxyccl-{name}", self._store), rank, world_size)
+        # A rank's GPUs may have other numbers than its peers', so the communicators of several are told by their order.
+        place = dist.PrefixStore(f"proxyccl-{name}-{self._meetings[name]}", self._store)
+        bootstrap = StoreBootstrap(place, rank, world_size)
+        try:
+            comm = self._meet(bootstrap, device, peer, whole, members, seconds)
+        except WaitTimeoutError:  # whoever did not come in time may still meet this rank's next attempt
+            bootstrap.withdraw()
+            raise
+        except Exception:
+            self._meetings[name] += 1
+            raise
+        self._meetings[name] += 1
+        if peer is not None:
+            try:
+                with self.transferring(peer):
+                    comm.prepare_transfers()
+                    # A driver may wait for running kernels when it creates a resource. So no kernel of the pair's
+                    # transfers runs, which would wait for the other's, before both ranks have made everything.
+                    comm.all_gather_bytes(b"", "first transfer of two ranks")
+            except BaseException:
+                comm.close(wait=False)
+                raise
+        comm.timeout = self._timeout
+        return comm
+
+    def _meet(
+        self,
+        bootstrap: StoreBootstrap,
+        device: torch.device,
+        peer: int | None,
+        whole: Endpoints | None,
+        members: Sequence[int],
+        seconds: float,
+    ) -> Communicator:
+        """A communicator of the bootstrap's ranks: split from that of `whole`, where they are `members`, if all of them
+        have it, and else a new one."""
         splittable = None if whole is None else whole.made_of_all(device)
         with self._naming(peer):
             splits = whole is not None and all(self._answers(bootstrap, seconds, answer=splittable is not None))
         if splits:
             assert splittable is not None
-            comm = splittable.split(members, timeout=seconds)  # its errors name the whole's ranks
-        else:
-            with self._naming(peer):
-                own = self._runtimes.of(device)
-                policy = None if os.environ.get("PROXYCCL_CTA_POLICY") else _CTA_POLICY
-                comm = Communicator(bootstrap, own, timeout=seconds, linger=_LINGER_SECONDS, cta_policy=policy)
-        if peer is not None:
-            with self.transferring(peer):
-                comm.prepare_transfers()
-                # A driver may wait for running kernels when it creates a resource. So no kernel of the pair's transfers
-                # runs, which would wait for the other's, before both ranks have made everything.
-                comm.all_gather_bytes(b"", "first transfer of two ranks")
-        comm.timeout = self._timeout
-        return comm
+            return splittable.split(members, timeout=seconds, bootstrap=bootstrap)  # its errors name the whole's ranks
+        with self._naming(peer):
+            own = self._runtimes.of(device)
+            policy = None if os.environ.get("PROXYCCL_CTA_POLICY") else _CTA_POLICY
+            return Communicator(bootstrap, own, timeout=seconds, linger=_LINGER_SECONDS, cta_policy=policy)
 
     def _answers(self, bootstrap: StoreBootstrap, seconds: float, *, answer: bool) -> list[bool]:
         """Every rank's answer."""

@@ -136,8 +136,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         endpoints: Endpoints | None = None,
     ) -> None:
         super().__init__(rank, size)
-        # torchrun may keep the store when it restarts a job, with all that the lost ranks have left in it.
-        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store = _unused_part(store, rank)
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         seconds = timeout.total_seconds()
         if endpoints is None:
@@ -1213,7 +1212,7 @@ def _create(options: Any, _: Any) -> ProcessGroupProxyCCL:
     global _default  # noqa: PLW0603  torch has one default group
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     if not IS_BACKEND:
-        _await_other_backends(store, size, timeout)
+        _await_other_backends(store, rank, size, timeout)
     members = list(options.global_ranks_in_group)
     if not members:
         group = ProcessGroupProxyCCL(store, rank, size, timeout)
@@ -1223,15 +1222,27 @@ def _create(options: Any, _: Any) -> ProcessGroupProxyCCL:
     return ProcessGroupProxyCCL(store, rank, size, timeout, whole=whole, members=members)
 
 
-def _await_other_backends(store: Any, size: int, timeout: timedelta) -> None:
+def _unused_part(store: Any, rank: int) -> dist.PrefixStore:
+    """The part of a group's store that no group of the same name has used before, such as one that the program has
+    destroyed: a store may outlive groups. The ranks make groups of one name in the same order, so each counts its own.
+    """
+    # torchrun may keep the store when it restarts a job, and ranks that were lost may have made fewer groups.
+    of_attempt = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return dist.PrefixStore(f"group-{of_attempt.add(f'groups-of-{rank}', 1)}", of_attempt)
+
+
+def _await_other_backends(store: Any, rank: int, size: int, timeout: timedelta) -> None:
     """Waits until no rank is still making the backend of another device, such as gloo's in "cpu:gloo,cuda:proxyccl".
 
     When this process group is made, torch drops that backend and so closes its connections, which other ranks may
     still wait for. There is none if ours is made first, for CPUs: torch gives each device a store with its prefix.
     """
-    store.set("device", b"")
-    if dist.PrefixStore("cpu/", store.underlying_store).check(["device"]):
+    own, of_first = f"device-of-{rank}", dist.PrefixStore("cpu/", store.underlying_store)
+    mark = os.urandom(8)
+    store.set(own, mark)
+    if of_first.check([own]) and of_first.get(own) == mark:
         return
+    store = _unused_part(dist.PrefixStore("others", store), rank)
     if store.add("came", 1) == size:
         store.set("all came", b"")
     store.wait(["all came"], timeout)

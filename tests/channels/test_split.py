@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,46 @@ def test_a_member_that_stays_away_is_named_and_the_rest_goes_on() -> None:
             assert caught.value.peer == 1
         assert total(comm, 1) == 3
         assert total(comm.split([0, 1, 2]), 1) == 3
+
+    run_ranks(3, body)
+
+
+def test_threads_split_the_same_ranks_at_once_over_bootstraps_of_the_members() -> None:
+    """Each thread's calls meet those with its bootstrap, whichever rank comes first, and calls without one."""
+    meetings = [ThreadBootstrap.create(2) for _ in range(2)]
+
+    def body(comm: Communicator) -> None:
+        own = [bootstraps[comm.rank] for bootstraps in meetings]
+        order = [0, 1, None] if comm.rank else [None, 1, 0]
+        with ThreadPoolExecutor(3) as pool:
+            parts = {
+                number: pool.submit(
+                    comm.split, [0, 1], bootstrap=None if number is None else own[number], timeout=TIMEOUT
+                )
+                for number in order
+            }
+        for number in (0, 1, None):
+            value = 7.0 if number is None else number
+            assert total(parts[number].result(), value) == 2 * value
+        if comm.rank:
+            with pytest.raises(ArgumentError, match=r"bootstrap: must have the rank and world_size \(0, 2\)"):
+                comm.split([1, 0], bootstrap=own[0])
+
+    run_ranks(2, body)
+
+
+def test_an_error_of_a_meeting_over_a_bootstrap_names_the_ranks_of_the_whole() -> None:
+    members = [2, 1]
+    bootstraps = ThreadBootstrap.create(2)
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 2:
+            with pytest.raises(
+                WaitTimeoutError, match=r"between ranks 2 and 1, which are 0 and 1 here: .* ranks \[1\]"
+            ) as caught:
+                comm.split(members, timeout=0.2, bootstrap=bootstraps[0])
+            assert (caught.value.rank, caught.value.peer) == (2, 1)
+        assert total(comm, 1) == 3
 
     run_ranks(3, body)
 

@@ -772,17 +772,19 @@ def test_memory_is_allocated_on_gpus_once_there_is_a_communicator() -> None:
 
 @pytest.mark.skipif(process_group.IS_BACKEND, reason="torch keeps other devices' backends from 2.15 on")
 def test_no_rank_drops_the_backend_of_another_device_while_others_make_theirs() -> None:
-    """The group for GPUs of "cpu:gloo,cuda:proxyccl" comes when all ranks have come to it, that for CPUs at once."""
+    """The group for GPUs of "cpu:gloo,cuda:proxyccl" comes when all ranks have come to it, that for CPUs at once; also
+    if an earlier one has used the store, in either way."""
     store = dist.PrefixStore("group", dist.HashStore())
 
-    def wait(device: str) -> None:
-        process_group._await_other_backends(dist.PrefixStore(f"{device}/", store), 2, TIMEOUT)
+    def wait(device: str, rank: int) -> None:
+        process_group._await_other_backends(dist.PrefixStore(f"{device}/", store), rank, 2, TIMEOUT)
 
-    wait("cpu")
-    store = dist.PrefixStore("another", store)
+    for rank in range(2):
+        wait("cpu", rank)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(wait, "cuda")
-        store.wait(["cuda//device"])
-        assert not first.done()
-        wait("cuda")
-        first.result()
+        for _ in range(2):
+            first = pool.submit(wait, "cuda", 0)
+            with pytest.raises(TimeoutError):
+                first.result(0.05)
+            wait("cuda", 1)
+            first.result()

@@ -4,6 +4,7 @@ the host. The ranks are threads.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import threading
@@ -195,6 +196,36 @@ def test_ranks_may_order_transfers_and_collectives_differently(on: Ranks) -> Non
         assert on.holds(out, (rank - 1) % ranks)
 
     on.run(ranks, body)
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["new", "split"])
+def test_groups_of_the_same_ranks_are_first_used_in_any_order(on: Ranks, met: bool) -> None:
+    """By collectives and by transfers, each of which waits for the peer's, and with or without a whole to split."""
+
+    def body(group: Any) -> None:
+        rank = group.rank()
+        if met:
+            group.allreduce([on.tensor(rank, 1.0)]).wait()
+        parts = [group.split(group._store, [0, 1], None) for _ in range(3)]
+        sums = [on.tensor(rank, 10.0 + number) for number in range(3)]
+        outs = [on.tensor(rank, -1.0) for _ in range(3)]
+        calls: list[Callable[[], Any]] = []
+        for number, (part, x, out) in enumerate(zip(parts, sums, outs, strict=True)):
+            calls += [
+                functools.partial(isend, part, on.tensor(rank, 100.0 * number + rank), 1 - rank),
+                functools.partial(part.allreduce, [x]),
+                functools.partial(irecv, part, out, 1 - rank),
+            ]
+        works = [call() for call in (calls if rank else reversed(calls))]
+        for work in works:
+            work.wait()
+        for number, (x, out) in enumerate(zip(sums, outs, strict=True)):
+            assert on.holds(x, 2 * (10 + number))
+            assert on.holds(out, 100 * number + 1 - rank)
+        for part in parts:
+            part.shutdown()
+
+    on.run(2, body)
 
 
 def test_a_batch_meets_single_transfers_of_some_ranks(on: Ranks) -> None:
