@@ -52,7 +52,7 @@ class Endpoints:
 
     A single send or recv involves only two ranks, so it can't use resources that all ranks must make together. It
     also runs concurrently with other calls, so its resources are made with its communicator. Making one waits for the
-    peer: where a program must not wait, a thread calls `with_peer`, and `has_met` tells whether that returns at once.
+    others: where a program must not wait, a thread calls this, and `has_met` tells whether that returns at once.
 
     A communicator is split from one that its ranks have already, if all of them have it: that of the default group, or
     for two ranks that of their group. The ranks meet in the group's own store in either case, so calls of several
@@ -102,8 +102,8 @@ class Endpoints:
         comm = made if made is not None else self._make(device, peer)
         return comm, int(self._rank < peer)
 
-    def has_met(self, device: torch.device, peer: int) -> bool:
-        """Whether the communicator with a peer exists, so that `with_peer` does not wait for the peer."""
+    def has_met(self, device: torch.device, peer: int | None) -> bool:
+        """Whether the communicator with a peer, or with None that of all ranks, exists: getting it does not wait."""
         return (device.type, device.index, peer) in self._made
 
     def send_to_self(self, tensor: torch.Tensor) -> None:

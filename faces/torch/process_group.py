@@ -376,8 +376,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         work: DeviceWork | HostWork | None
         if device.type == "cpu":
             work = self._issue_on_cpu(name, outs, function, flow, _seconds_of(opts), waits=waits)
-        elif flow is not None:
-            work = self._issue_transfer(name, outs, xs, function, device, flow)
+        elif flow is not None or self._is_queued(device, waits=waits):
+            work = self._issue_queued(name, outs, xs, function, device, flow, blocks=blocks)
         else:
             work = self._issue_on_device(name, outs, xs, function, device, again, waits=waits, blocks=blocks)
         return work if work is None else self._handed_out(work, waits=waits)
@@ -390,27 +390,46 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             self._unwaited.add(work)
         return work
 
-    def _reduces_beside(self, x: torch.Tensor, opts: Any) -> bool:
-        """Whether a long reduction goes by proxy: on the first rank to come to it, the program computes meanwhile."""
+    def _is_queued(self, device: torch.device, *, waits: bool) -> bool:
+        """Whether a collective on a GPU goes to the group's thread there. Asynchronous ones do until the ranks have met:
+        others may use other groups first, and wait there for this rank. A synchronous one waits for the queued ones.
+        """
+        executor = self._executors.get((device, None))
+        is_idle = executor is None or executor.is_idle
+        if is_idle and self._endpoints.has_met(device, None):
+            return False
+        gpu = self._gpu(device)
+        if not waits and not gpu.order.is_capturing(gpu.current()):
+            return True
+        if executor is not None:
+            executor.run_here(lambda: None, after_others=True)
+        return False
+
+    def _reduces_beside(self, x: torch.Tensor, opts: Any) -> bool | None:
+        """Whether a long reduction goes by proxy: on the first rank to come to it, the program computes meanwhile. None
+        for a call that is queued: the ranks choose when its turn has come."""
         if not _is_long(x):
             return False
         self._require_process()
+        if self._is_queued(x.device, waits=_waits(opts)):
+            return None
         with torch_errors():
             return self._endpoints.of_all(x.device).tensor_calls.reduces_beside(not _waits(opts))
 
-    def _gathers_beside(self, output: torch.Tensor, opts: Any) -> bool:
+    def _gathers_beside(self, output: torch.Tensor, opts: Any) -> bool | None:
         """The same of a gather, where a program is also taken to compute meanwhile if it has made a stream of its own
         current, as FSDP2 does. The stream of a capture is none."""
         if not _is_long(output):
             return False
         self._require_process()
+        if self._is_queued(output.device, waits=_waits(opts)):
+            return None
         gpu = self._gpu(output.device)
         stream = gpu.current()
         beside = not _waits(opts) or (stream != 0 and not gpu.order.is_capturing(stream))
-        nbytes = output.numel() * output.element_size()
         with torch_errors():
             calls = self._endpoints.of_all(output.device).tensor_calls
-            return calls.gathers_beside(beside, output.data_ptr(), nbytes)
+            return calls.gathers_beside(beside, output.data_ptr(), output.numel() * output.element_size())
 
     def _repeat(self, x: Any, out: Any, opts: Any, attribute: str | None, kept: Any) -> Any:
         """Issues a call on a GPU that was made before with the same tensors and options, by one call into C.
@@ -518,32 +537,38 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             blocks,
         )
 
-    def _issue_transfer(
+    def _issue_queued(
         self,
         name: str,
         outs: Tensors,
         xs: Tensors,
-        function: Callable[[], None],
+        function: Callable[[], Any],
         device: torch.device,
-        flow: _Flow,
+        flow: _Flow | None,
+        *,
+        blocks: bool,
     ) -> DeviceWork:
-        """Queues a transfer on the flow's stream: at once if the ranks have met, else by the flow's thread.
+        """Queues a transfer on its flow's stream, or an asynchronous collective on the group's: at once if the ranks
+        have met, else by the flow's or the group's thread.
 
-        The thread waits for the peer, which the program must not: the peer may wait for another rank's transfer first.
-        The transfer follows the work queued on the program's stream by now.
+        The thread waits for the peers, which the program must not: a peer may wait for another call first. The call
+        follows the work queued on the program's stream by now.
         """
-        gpu, stream = self._gpu(device), self._stream_of(device, flow)
+        gpu = self._gpu(device)
+        stream = gpu.own_stream if flow is None else self._stream_of(device, flow)
+        peer = None if flow is None else flow[0]
+        order = None if flow is None else (device, flow)
         current, handle = gpu.current(), stream.cuda_stream
         ready = gpu.in_c.mark(current)
-        call = gpu.queued_call(outs, xs, handle, keeps=False, source=_source_of(flow))
+        call = gpu.queued_call(outs, xs, handle, keeps=False, blocks=blocks, source=_source_of(flow))
         work = TransferWork.of_transfer(call, self._callbacks_of(device))
-        executor, has_met = self._executor(device, flow), self._endpoints.has_met(device, flow[0])
+        executor, has_met = self._executor(device, flow), self._endpoints.has_met(device, peer)
         number, is_captured = self._sequence, gpu.order.is_capturing(current)
         if not is_captured:
-            self._under_way.add((device, flow), number, name, work.passed)
+            self._under_way.add(order, number, name, work.passed)
         elif not has_met:
             expected = "a transfer with that rank before, which makes what transfers need"
-            if flow[0] == self._rank:
+            if peer == self._rank:
                 expected = "a copy, as this is that rank itself"
             raise RuntimeError(f"{name}: a graph is being captured; expected {expected}")
 
@@ -559,8 +584,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             except BaseException as error:  # it is raised where the work is waited for
                 failure = error
                 if not is_captured and not isinstance(error, CommunicatorError):
-                    self._under_way.end((device, flow), number)
-                self._log_failed_meeting(name, number, device, flow[0], error)
+                    self._under_way.end(order, number)
+                self._log_failed_meeting(name, number, device, peer, error)
             work.issued(failure)
 
         if has_met and executor.run_here(run, after_others=is_captured):
@@ -605,9 +630,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return work
 
     def _log_failed_meeting(
-        self, name: str, number: int, device: torch.device, peer: int, error: BaseException
+        self, name: str, number: int, device: torch.device, peer: int | None, error: BaseException
     ) -> None:
-        """Logs why two ranks have no communicator, which the watchdog can't see, for programs that wait elsewhere."""
+        """Logs why ranks have no communicator, which the watchdog can't see, for programs that wait elsewhere."""
         if isinstance(error, CommunicatorError) and not self._endpoints.has_met(device, peer):
             _logger.error("%s, call %d of rank %d: %s", name, number, self._rank, error)
 
@@ -664,15 +689,14 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         op = _op_of(opts)
         (tensor,) = in_memory([x])
         device = tensor.device
-        return self._issue(
-            "all_reduce",
-            [tensor],
-            (),
-            lambda: on_tensors.all_reduce(self._endpoints.of_all(device), tensor, op, overlapped=overlapped),
-            device=device,
-            opts=opts,
-            again=_again(kept.get(_kind_of(op)), x, x),
-        )
+
+        def call() -> on_tensors.Made | None:
+            comm = self._endpoints.of_all(device)
+            beside = comm.tensor_calls.reduces_beside(True) if overlapped is None else overlapped
+            return on_tensors.all_reduce(comm, tensor, op, overlapped=beside)
+
+        again = None if overlapped is None else _again(kept.get(_kind_of(op)), x, x)
+        return self._issue("all_reduce", [tensor], (), call, device=device, opts=opts, again=again)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduces several tensors over all ranks, in place."""
@@ -755,21 +779,21 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Concatenates the ranks' tensors of one size."""
         overlapped = self._gathers_beside(output, opts)
         kept = _GATHERED_BESIDE if overlapped else _ALL_GATHER
-        again = _again(kept, x, output)
+        again = None if overlapped is None else _again(kept, x, output)
         work = self._repeat(x, output, opts, None, kept)
         if work is not NotImplemented:
             return work
         output, x = in_memory([output, x])
         self._require_gathered(output, x)
-        return self._issue(
-            "all_gather_single",
-            [output],
-            [x],
-            lambda: on_tensors.all_gather(self._endpoints.of_all(x.device), output, x, overlapped=overlapped),
-            device=x.device,
-            opts=opts,
-            again=again,
-        )
+
+        def call() -> on_tensors.Made | None:
+            comm, beside = self._endpoints.of_all(x.device), overlapped
+            if beside is None:
+                nbytes = output.numel() * output.element_size()
+                beside = comm.tensor_calls.gathers_beside(True, output.data_ptr(), nbytes)
+            return on_tensors.all_gather(comm, output, x, overlapped=beside)
+
+        return self._issue("all_gather_single", [output], [x], call, device=x.device, opts=opts, again=again)
 
     _allgather_base = all_gather_single
 

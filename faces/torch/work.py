@@ -280,7 +280,8 @@ class Passed:
 
 @untraced
 class TransferWork(DeviceWork):
-    """A transfer, which a stream of a GPU holds once `issued` was called.
+    """A call that may wait until its ranks have met, most often a transfer: a stream of a GPU holds it once `issued`
+    was called.
 
     Attributes:
         passed: whether the stream has got past it.
@@ -294,7 +295,7 @@ class TransferWork(DeviceWork):
 
     @classmethod
     def of_transfer(cls, call: QueuedCall, callbacks: Executor) -> Self:
-        """The Work of a transfer, whose future `callbacks` completes, in a thread that no other transfer waits for."""
+        """The Work of a call, whose future `callbacks` completes, in a thread that no other such call waits for."""
         work = cls.of(call)
         work.passed = Passed()
         work._callbacks = callbacks
@@ -303,7 +304,7 @@ class TransferWork(DeviceWork):
         return work
 
     def issued(self, error: BaseException | None = None) -> None:
-        """Records that the transfer is queued on the stream, or the error that kept it from being queued."""
+        """Records that the call is queued on the stream, or the error that kept it from being queued."""
         call = self._call
         if error is None:
             call.mark_end()
@@ -317,8 +318,8 @@ class TransferWork(DeviceWork):
             self._callbacks.submit(functools.partial(self._complete, future))
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """As `DeviceWork.wait`. First it waits until the transfer is issued: for the peer of a first transfer, at most
-        for the group's time-out.
+        """As `DeviceWork.wait`. First it waits until the call is issued: for the peers of a first one, at most for the
+        group's time-out.
         """
         begin = time.monotonic()
         _require_process(self._process, self._issued)
@@ -331,11 +332,11 @@ class TransferWork(DeviceWork):
         return super().wait()
 
     def is_completed(self) -> bool:
-        """Whether the device has done the transfer, or an error has ended it."""
+        """Whether the device has done the call, or an error has ended it."""
         return self._issued.is_set() and super().is_completed()
 
     def get_future(self) -> Any:
-        """As `DeviceWork.get_future`, but the callbacks run in a thread if the transfer is not issued yet."""
+        """As `DeviceWork.get_future`, but the callbacks run in a thread if the call is not issued yet."""
         if not self._issued.is_set():
             self._callbacks.start()  # here, where an error reaches the caller
         return super().get_future()

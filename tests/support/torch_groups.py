@@ -17,9 +17,11 @@ RANKS = 3
 TIMEOUT = timedelta(seconds=60)
 
 
-def run(body: Callable[[Any], T], ranks: int = RANKS, timeout: timedelta = TIMEOUT) -> list[T]:
-    """body(group) on every rank at once: the results by rank, or the first rank's exception."""
-    store = dist.HashStore()
+def run(body: Callable[[Any], T], ranks: int = RANKS, timeout: timedelta = TIMEOUT, store: Any = None) -> list[T]:
+    """body(group) on every rank at once: the results by rank, or the first rank's exception. The ranks meet over a new
+    store, or over one that earlier groups may have used.
+    """
+    store = store or dist.HashStore()
 
     def on_rank(rank: int) -> T:
         group = ProcessGroupProxyCCL(store, rank, ranks, timeout)

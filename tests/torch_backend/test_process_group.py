@@ -493,6 +493,44 @@ def test_a_group_can_be_split() -> None:
     run(body)
 
 
+def test_groups_are_made_again_over_one_store() -> None:
+    """Also if an earlier group of the same name has failed, and parts of the same ranks."""
+    store = dist.HashStore()
+
+    def body(group: Any) -> None:
+        group.monitored_barrier(TIMEOUT)
+        if group.rank() == 0:  # the others stay away
+            with pytest.raises(RuntimeError, match="Rank 1 failed"):
+                group.monitored_barrier(timedelta(milliseconds=50))
+        assert all_reduced(group, torch.ones(1)).item() == RANKS
+        for turn in range(3):
+            part = ProcessGroupProxyCCL(
+                dist.PrefixStore("part", store), group.rank(), RANKS, TIMEOUT, whole=group, members=range(RANKS)
+            )
+            assert all_reduced(part, torch.full((1,), float(turn))).item() == RANKS * turn
+            part.shutdown()
+
+    for _ in range(2):
+        run(body, store=store)
+
+
+def test_ranks_that_came_in_vain_meet_those_that_come_later() -> None:
+    """After a time-out of the first use, nothing of it is left in the store."""
+    early_has_given_up = threading.Event()
+
+    def body(group: Any) -> None:
+        if group.rank() == 0:
+            group.set_timeout(timedelta(milliseconds=100))
+            with pytest.raises(dist.DistBackendError, match=r"WaitTimeoutError: .* ranks \[1\] did not come"):
+                all_reduced(group, torch.ones(1))
+            group.set_timeout(TIMEOUT)
+            early_has_given_up.set()
+        assert early_has_given_up.wait(60)
+        assert all_reduced(group, torch.ones(1)).item() == 2
+
+    run(body, 2)
+
+
 def test_the_environment_names_the_groups_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXYCCL_CTA_POLICY", "efficiency")
 

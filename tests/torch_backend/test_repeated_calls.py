@@ -37,7 +37,9 @@ def on_gpus(body: Callable[[Any], None]) -> None:
     """body(group) on two ranks, each with a GPU and a current stream there."""
 
     def on_rank(group: Any) -> None:
-        torch.cuda.current_stream(torch.device("cuda", group.rank()))
+        device = torch.device("cuda", group.rank())
+        torch.cuda.current_stream(device)
+        group.eager_connect_single_device(device)  # asynchronous calls before the ranks have met are not repeated
         body(group)
 
     run(on_rank, RANKS)
