@@ -19,22 +19,27 @@ class Card(Message, frozen=True):
 
     Attributes:
         metadata: its agent's.
-        version_address: of the word that says which version others may read now, of 64 bits; 0: none.
+        holder: a number that no other holder has, also none that an agent of this name makes later.
+        version_address: of two words of 64 bits: the version that others may read now, 0: none; and `holder`, until it
+            is closed.
         parts: of tensors.
         groups: the index of each group's first part.
     """
 
-    format: Literal["proxyccl-weights-1"]
+    format: Literal["proxyccl-weights-2"]
     metadata: Annotated[bytes, _METADATA]
+    holder: Uint64
     version_address: Uint64
     parts: list[Part]
     groups: list[Uint64]
 
 
 class Join(Message, frozen=True, tag="join"):
-    """To a holder: tell me of your versions, and wait until I have read them. `metadata` are the sender's."""
+    """To a holder: tell me of your versions, and wait until I have read them. `metadata` are the sender's agent's,
+    `holder` is its number."""
 
     metadata: Annotated[bytes, _METADATA]
+    holder: Uint64
 
 
 class Offered(Message, frozen=True, tag="offered"):
@@ -42,13 +47,16 @@ class Offered(Message, frozen=True, tag="offered"):
 
 
 class HasRead(Message, frozen=True, tag="read"):
-    """To a holder: I have all that I read of this version."""
+    """To a holder: I, the holder of this number, have all that I read of this version."""
 
     version: Uint64
+    holder: Uint64
 
 
 class Leave(Message, frozen=True, tag="leave"):
-    """To a holder: the sender will not read further versions of it."""
+    """To a holder: the sender, of this number, will not read further versions of it."""
+
+    holder: Uint64
 
 
 Said = Join | Offered | HasRead | Leave

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.agent import Agent
+from proxyccl.channels.transfers.errors import DisconnectedError, FreedMemoryError, NotRegisteredError
 from proxyccl.channels.transfers.transfer import Transfer
 from proxyccl.channels.weights.card import Card
 from proxyccl.channels.weights.parts import Part
@@ -18,7 +19,8 @@ from proxyccl.channels.weights.plan import Read, plan_one
 from proxyccl.device.base_runtime import StreamLike
 from proxyccl.device.errors import ArgumentError
 
-_WORD = 8
+_WORDS = 2
+"""A version, and the number of its holder (`Card.version_address`)."""
 
 
 class Group(Struct):
@@ -41,7 +43,7 @@ class Connected:
         sources: names of all, also of those that this target reads nothing from: it tells all of them what it has read,
             so each of them counts the same targets.
         peers: names of those that it reads from.
-        readers: names of the peers that read from it.
+        readers: the peers that read from it, and their numbers, by name.
         nbytes: bytes of all transfers.
     """
 
@@ -67,16 +69,18 @@ class Connected:
             self.groups.append(Group(direct, relayed))
             reads += own
             readers |= from_here
-        self.readers = sorted(readers)
+        self.readers = {name: peers[name].holder for name in sorted(readers)}
         self.sources = list(sources)
         self.peers = list(dict.fromkeys(read.peer for read in reads if read.relayed))
         self.nbytes = sum(read.nbytes for read in reads)
         used = [*self.sources, *self.peers]
-        self._words = np.zeros(len(used), np.uint64)
+        self._words = np.zeros((len(used), _WORDS), np.uint64)
+        self._holders = {name: cards[name].holder for name in used}
         self._region = agent.register(self._words)
         self._index = {name: index for index, name in enumerate(used)}
+        size = self._words[:1].nbytes
         self._looks = [
-            agent.prepare("read", name, [(self._region.address + index * _WORD, cards[name].version_address, _WORD)])
+            agent.prepare("read", name, [(self._region.address + index * size, cards[name].version_address, size)])
             for name, index in self._index.items()
         ]
 
@@ -87,12 +91,18 @@ class Connected:
         """The versions that holders offer now; 0: none.
 
         Raises:
-            DisconnectedError: one has ended.
+            DisconnectedError: one has ended, or was closed.
             TransferTimeoutError: one does not answer.
         """
-        chosen = [self._index[name] for name in names]
-        self.move([self._looks[index] for index in chosen], deadline)
-        return set(self._words[chosen].tolist())
+        chosen = {name: self._index[name] for name in names}
+        try:
+            self.move([self._looks[index] for index in chosen.values()], deadline)
+        except (NotRegisteredError, FreedMemoryError) as error:
+            raise _closed(error.peer) from error
+        for name, index in chosen.items():
+            if self._words[index, 1] != self._holders[name]:
+                raise _closed(name)
+        return set(self._words[list(chosen.values()), 0].tolist())
 
     def move(self, transfers: Sequence[Transfer], deadline: float, stream: StreamLike = None) -> None:
         """Carries out transfers at once. When it returns, or raises, memory is no longer touched.
@@ -116,6 +126,10 @@ class Connected:
         for look in self._looks:
             look.close()
         self._agent.deregister(self._region)
+
+
+def _closed(name: str) -> DisconnectedError:
+    return DisconnectedError(f"agent {name} has closed its weights; connect to those that took their place", name)
 
 
 def grouped(parts: Sequence[Part], groups: Sequence[int]) -> list[Sequence[Part]]:

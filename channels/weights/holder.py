@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,9 +33,12 @@ class Holder:
         self._parts: list[Part] = []
         self._groups = [0]  # the index of the first part of each
         self._regions: dict[tuple[int, int], Region] = {}
-        self._version = np.zeros(1, np.uint64)
-        self._version_region = agent.register(self._version)
+        self._number = int.from_bytes(os.urandom(8), "little") | 1
+        self._words = np.array([0, self._number], np.uint64)
+        self._version = self._words[:1]
+        self._version_region = agent.register(self._words)
         self._readers: dict[str, int] = {}  # by name: the version that each has read
+        self._numbers: dict[str, int] = {}  # and its number, by which it is told from a later holder of that name
         self._unreachable: dict[str, str] = {}
 
     def __repr__(self) -> str:
@@ -87,10 +91,13 @@ class Holder:
         registered memory. `add` all parts first.
         """
         address = self._version_region.address
-        return encode_card(Card("proxyccl-weights-1", self._agent.metadata(), address, self._parts, self._groups))
+        metadata = self._agent.metadata()
+        return encode_card(Card("proxyccl-weights-2", metadata, self._number, address, self._parts, self._groups))
 
     def close(self) -> None:
-        """Ends the registration of all parts. The agent stays open."""
+        """Ends the registration of all parts. The agent stays open. Targets that read from it are told so by an error:
+        another source of this agent does not take its place before they have that one's card."""
+        self._words[:] = 0
         self._agent.deregister(self._version_region, *self._regions.values())
         self._regions.clear()
         self._parts.clear()
@@ -113,11 +120,11 @@ class Holder:
     def _take_messages(self) -> None:
         for sender, data in self._agent.messages():
             match decode(data, sender):
-                case Join(metadata):
-                    self._admit(sender, metadata)
-                case HasRead(version) if sender in self._readers:
+                case Join(metadata, number):
+                    self._admit(sender, metadata, number)
+                case HasRead(version, number) if sender in self._readers and self._numbers.get(sender) == number:
                     self._readers[sender] = version
-                case Leave():
+                case Leave(number) if self._numbers.get(sender) == number:
                     self._readers.pop(sender, None)
 
     def _meet(self, metadata: bytes) -> str:
@@ -128,10 +135,11 @@ class Holder:
             self._agent.remove(error.peer)
             return self._agent.add(metadata)
 
-    def _admit(self, name: str, metadata: bytes) -> None:
+    def _admit(self, name: str, metadata: bytes, number: int) -> None:
         """Adds a reader."""
         self._meet(metadata)
         self._readers[name] = 0
+        self._numbers[name] = number
         self._unreachable.pop(name, None)
         if self._version[0]:
             self._tell(name, Offered())

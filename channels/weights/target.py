@@ -76,9 +76,9 @@ class WeightTarget(Holder):
             connected.close()
             raise ArgumentError("sources", "this target has no part of a tensor to read")
         self._connected = connected
-        self._readers = dict.fromkeys(connected.readers, 0)
+        self._readers, self._numbers = dict.fromkeys(connected.readers, 0), dict(connected.readers)
         for source in connected.sources:
-            self._agent.notify(source, encode(Join(self._agent.metadata(()))))
+            self._agent.notify(source, encode(Join(self._agent.metadata(()), self._number)))
 
     def receive(
         self,
@@ -102,7 +102,8 @@ class WeightTarget(Holder):
 
         Raises:
             NotStartedError: it is not connected.
-            DisconnectedError: a source or a peer has ended. `peer` is its name; the weights may be of two versions.
+            DisconnectedError: a source or a peer, whose name is `peer`, has ended or was closed. The weights may be of
+                two versions.
             TransferTimeoutError: not all sources offered the version, or the reads did not end, within the time.
         """
         connected = self._connected
@@ -133,7 +134,7 @@ class WeightTarget(Holder):
             connected.close()
             for source in connected.sources:
                 with contextlib.suppress(DisconnectedError):  # it has ended
-                    self._agent.notify(source, encode(Leave()))
+                    self._agent.notify(source, encode(Leave(self._number)))
         self._last = 0
 
     def _await_version(self, connected: Connected, version: int | None, deadline: float) -> int:
@@ -172,7 +173,7 @@ class WeightTarget(Holder):
             if each is not None:
                 each(number)
         for source in connected.sources:
-            self._agent.notify(source, encode(HasRead(version)))
+            self._agent.notify(source, encode(HasRead(version, self._number)))
         return True
 
     def _pass_on(self, connected: Connected, group: Group, number: int, deadline: float, stream: StreamLike) -> None:
@@ -196,7 +197,7 @@ class WeightTarget(Holder):
                 connected.move(group.relayed, deadline, stream)
                 whole = peers_have_theirs()  # else one gave up meanwhile, and may have overwritten its share
             for peer in connected.peers:
-                self._agent.notify(peer, encode(HasRead(number)))
+                self._agent.notify(peer, encode(HasRead(number, self._number)))
             self._wait(peers_have_mine, deadline, lambda: f"{list(self._readers)} did not read this target's share")
         finally:
             self._shut()

@@ -213,7 +213,7 @@ def test_slices_of_a_fused_array_are_parts() -> None:
 def test_numpys_integers_place_a_part() -> None:
     view = as_view(np.zeros((2, 4), np.float32), "array")
     parts = [part_of("w", view, numbers([0, 4]), numbers([2, 8])) for numbers in (tuple, np.array)]
-    plain, from_numpy = (encode_card(Card("proxyccl-weights-1", b"", 0, [part], [0])) for part in parts)
+    plain, from_numpy = (encode_card(Card("proxyccl-weights-2", b"", 1, 0, [part], [0])) for part in parts)
     assert from_numpy == plain
 
 
