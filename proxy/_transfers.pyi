@@ -112,6 +112,7 @@ class ProxycclFabricPort(_ProxycclFabricPort, CData): ...
 class ProxycclFabricPortPointer(_ProxycclFabricPort, ItemPointer[ProxycclFabricPort]): ...
 
 class Lib:
+    PROXYCCL_LEDGER_WORDS: Final[int]
     PROXYCCL_SECRET_BYTES: Final[int]
     PROXYCCL_LONGEST_MESSAGE: Final[int]
     PROXYCCL_MOST_UNSENT: Final[int]
@@ -127,6 +128,7 @@ class Lib:
     PROXYCCL_FAULT_FREED: Final[int]
     PROXYCCL_FAULT_FREED_HERE: Final[int]
     PROXYCCL_FAULT_PROTECTED: Final[int]
+    PROXYCCL_FAULT_ENDED_HERE: Final[int]
     PROXYCCL_TRANSFER_RECORDS: Final[int]
     PROXYCCL_STAGES: Final[int]
     PROXYCCL_STAGE_BYTES: Final[int]
@@ -180,6 +182,9 @@ class Lib:
     ) -> int: ...
     def proxyccl_process_read(self, pid: int, address: int, to: Passed[CharPointer] | bytes, bytes: int, /) -> int: ...
     def proxyccl_ask_to_copy(self, socket: int, secret: Passed[CharPointer] | bytes, timeout_ms: int, /) -> int: ...
+    def proxyccl_ledger_begin(self, ledger: Passed[Uint64Pointer], number: int, /) -> None: ...
+    def proxyccl_ledger_end(self, ledger: Passed[Uint64Pointer], number: int, freed: int, /) -> None: ...
+    def proxyccl_ledger_count(self, ledger: Passed[Uint64Pointer], /) -> int: ...
     def proxyccl_link_create(
         self,
         agent: Passed[ProxycclAgentPointer],
@@ -231,6 +236,15 @@ class Lib:
         copies: Passed[ProxycclDeviceCopiesPointer],
         /,
     ) -> ProxycclTransferPointer: ...
+    def proxyccl_transfer_guard(
+        self,
+        transfer: Passed[ProxycclTransferPointer],
+        remote: int,
+        ledger: Passed[Uint64Pointer],
+        rows: Passed[Uint64Pointer],
+        count: int,
+        /,
+    ) -> None: ...
     def proxyccl_transfer_set_label(self, transfer: Passed[ProxycclTransferPointer], label: int, /) -> None: ...
     def proxyccl_transfer_release(self, transfer: Passed[ProxycclTransferPointer], /) -> int: ...
     def proxyccl_transfer_post(

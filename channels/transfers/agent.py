@@ -8,7 +8,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,7 +27,8 @@ from proxyccl.channels.transfers.errors import (
     UnknownAgentError,
 )
 from proxyccl.channels.transfers.fabric import AgentFabric, open_fabric
-from proxyccl.channels.transfers.host_memory import shares_of
+from proxyccl.channels.transfers.host_memory import pages_of, shares_of
+from proxyccl.channels.transfers.ledger import Ledger
 from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.metadata import Place
 from proxyccl.channels.transfers.paths import (
@@ -38,12 +39,14 @@ from proxyccl.channels.transfers.paths import (
     listen,
 )
 from proxyccl.channels.transfers.peers import Peer
-from proxyccl.channels.transfers.preparing import Preparer, kind_of
+from proxyccl.channels.transfers.preparing import Preparer, Side, kind_of
 from proxyccl.channels.transfers.published import Published
-from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, overlapping
-from proxyccl.channels.transfers.transfer import State, Transfer, set_label
+from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, is_unicode, problem_of
+from proxyccl.channels.transfers.transfer import State, Transfer, set_guard, set_label
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import Array, as_view
-from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
+from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
+from proxyccl.device.memory.descriptor_server import serve
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
 from proxyccl.device.process import forks
 from proxyccl.device.shown_text import shown
@@ -96,8 +99,11 @@ class Agent:
         paths: Sequence[str] | None = None,
         timeout: float | None = None,
     ) -> None:
-        if not isinstance(name, str) or not 1 <= len(name) <= 1024 or "\0" in name:
-            raise ArgumentError("name", f"must be a text of 1 to 1024 characters, not {name!r}")
+        longest = metadata_of.LONGEST_NAME
+        if not isinstance(name, str) or not 1 <= len(name) <= longest or "\0" in name or not is_unicode(name):
+            raise ArgumentError(
+                "name", f"must be a text of 1 to {longest} characters that UTF-8 has, not {name!r:.100}"
+            )
         array_libraries.keep_opaque(Agent)
         self.name = name
         self.timeout = timeout_from(timeout)
@@ -106,7 +112,9 @@ class Agent:
         self._closing = threading.RLock()  # a signal's handler may close it, too
         self._own = Regions()
         self._peers: dict[str, Peer] = {}
-        self._kept: list[tuple[Region, object]] = []
+        self._kept: dict[Region, list[object]] = {}
+        self._ledger = Ledger.make()
+        serve()  # the ledger, for agents in other PID namespaces
         self._devices = Devices()
         self._reached, self._pinned = Reached(), Pinned()
         self._shares: dict[Region, Share] = {}  # of the host's memory
@@ -115,8 +123,8 @@ class Agent:
         self._keep_serving = served.append
         self._closed = False
         self._process = forks.here()
-        token, secret = os.urandom(lib.PROXYCCL_SECRET_BYTES), os.urandom(lib.PROXYCCL_SECRET_BYTES)
-        listeners, addresses = _listen(token, listen)
+        self._token, secret = os.urandom(lib.PROXYCCL_SECRET_BYTES), os.urandom(lib.PROXYCCL_SECRET_BYTES)
+        listeners, addresses = _listen(self._token, listen)
         descriptors = ffi.new("int[]", [each.detach() for each in listeners])
         handle = lib.proxyccl_agent_create(
             name.encode(), secret, "process_vm" in allowed, descriptors, len(descriptors)
@@ -139,15 +147,15 @@ class Agent:
             served.append(self._fabric)
             if status := lib.proxyccl_agent_set_fabric(handle, self._fabric.port):
                 raise ResourceError(f"an agent can't use libfabric: {os.strerror(status)}")
-        self._preparer = Preparer(
-            name, handle, self._own, self._devices, self._reached, self._pinned, self._fabric, allowed
-        )
+        self._preparer = Preparer(name, handle, self._devices, self._reached, self._pinned, self._fabric, allowed)
         fabric = b"" if self._fabric is None else self._fabric.address
         secret_address = lib.proxyccl_agent_secret(handle)
-        self._place = Place(boot_id(), self._process.pid, token, addresses, secret, secret_address, fabric)
+        self._place = Place(
+            boot_id(), self._process.pid, addresses, secret, secret_address, fabric, self._ledger.handle
+        )
 
     def __repr__(self) -> str:
-        return f"Agent({self.name!r}, {len(self._own.all)} regions, {len(self._peers)} peers)"
+        return f"Agent({self.name!r}, {len(self._own)} regions, {len(self._peers)} peers)"
 
     def __enter__(self) -> Self:
         return self
@@ -169,7 +177,8 @@ class Agent:
             lib.proxyccl_agent_stop(self._handle)
             for peer in peers:
                 peer.leave()
-            self._pinned.keep(())
+            self._pinned.forget()
+            self._ledger.close()
             if self._fabric is not None:
                 self._fabric.close()
             self._published.withdraw()
@@ -195,7 +204,7 @@ class Agent:
         owner: object = None
         runtime: Any = None
         if isinstance(memory, tuple):
-            address, nbytes = memory
+            address, nbytes = (as_integer(each, "memory", "must be (address, bytes)", 0, 2**63 - 1) for each in memory)
         else:
             if kind is not None:
                 raise ArgumentError("kind", "is for addresses: an array tells where it lies")
@@ -211,7 +220,7 @@ class Agent:
         self._register([region], runtime)
         if owner is not None:
             with self._lock:
-                self._kept.append((region, owner))
+                self._kept.setdefault(region, []).append(owner)
         return region
 
     def register_regions(self, regions: Sequence[Region]) -> None:
@@ -224,14 +233,14 @@ class Agent:
 
     def _register(self, regions: Sequence[Region], runtime: Any) -> None:
         for region in regions:
-            if region.kind not in (DRAM, VRAM):
-                raise ArgumentError("kind", f'must be "dram" or "vram", not {region.kind!r}')
-            if region.address + region.nbytes >= 2**63:
-                raise ArgumentError("regions", f"{region} is not a range of memory")
+            wrong = problem_of(region)
+            if wrong is not None:
+                raise ArgumentError(*wrong)
         # An array without elements may have no address.
         shares = [self._devices.share(each, runtime) for each in regions if each.kind == VRAM and each.nbytes]
         host_shares = shares_of(regions)
         copiers = {share.region: self._devices.of(share) for share in shares}
+        pages = {region: pages_of(region) for region in regions if region.nbytes}
         with self._lock:
             self._require_open()
             for copier in set(copiers.values()) - self._serving.keys():
@@ -241,35 +250,55 @@ class Agent:
                 try:
                     self._fabric.register(regions, {region: copier.runtime for region, copier in copiers.items()})
                 except BaseException:
-                    self._fabric.keep(self._own.all)
+                    self._fabric.deregister(region for region in regions if region not in self._own)
                     raise
-            self._own.add(regions)
+            self._begin(regions, pages)
             self._reached.add(shares)
             self._shares.update((share.region, share) for share in host_shares)
             self._publish()
 
+    def _begin(self, regions: Sequence[Region], pages: Mapping[Region, object]) -> None:
+        """Gives regions the numbers of their registrations: that of an equal region, if its memory is still there."""
+        numbers: dict[Region, int] = {}
+        for region in regions:
+            before = numbers.get(region) or self._own.number(region)
+            if self._ledger.holds(before):
+                numbers[region] = before
+                continue
+            numbers[region] = self._ledger.begin(pages.get(region))
+            if before:
+                self._ledger.end(before)
+        self._own.add(regions, [numbers[region] for region in regions])
+
     def deregister(self, *regions: Region) -> None:
         """Ends the registration of regions, all or none of them. When this returns, no socket of this agent touches
-        them. A peer whose path is "process_vm" reaches this process's memory whether it is registered or not.
+        them, and no transfer of a peer on this host begins that was prepared with them, or copies a further piece. A
+        piece, of at most 1 MiB, that a peer copies by itself at that moment may still arrive, and so may what a device
+        of the peer copies.
 
         Raises:
             NotRegisteredError: one is not registered.
         """
         with self._lock:
             self._require_open()
-            if not self._own.remove(regions):
+            numbers = {region: self._own.number(region) for region in regions}
+            gone = self._own.remove(regions)
+            if gone is None:
                 raise NotRegisteredError("a region is not registered")
+            for region in gone:
+                self._ledger.end(numbers[region])
+                self._shares.pop(region, None)
             self._publish()
             if self._fabric is not None:
-                self._fabric.keep(self._own.all)
-            self._reached.keep(self._own.all)
-            self._pinned.keep(self._own.all)
-            for region in set(regions) - set(self._own.all):
-                self._shares.pop(region, None)
+                self._fabric.deregister(gone)
+            self._reached.add((), gone)
+            self._pinned.forget(gone)
             for region in regions:
-                kept = next((index for index, (each, _) in enumerate(self._kept) if each == region), None)
-                if kept is not None:
-                    del self._kept[kept]
+                kept = self._kept.get(region)
+                if kept:
+                    del kept[0]
+                if not kept:
+                    self._kept.pop(region, None)
 
     @property
     def regions(self) -> list[Region]:
@@ -305,14 +334,14 @@ class Agent:
         """
         with self._lock:
             self._require_open()
-            chosen = self._own.all if regions is None else list(regions)
-            if regions is not None and not set(chosen) <= set(self._own.all):
+            once = list(dict.fromkeys(self._own.all if regions is None else regions))
+            if not all(region in self._own for region in once):
                 raise NotRegisteredError("a region is not registered")
-            once = list(dict.fromkeys(chosen))
             keys = [] if self._fabric is None else self._fabric.keys(once)
             told = self._place if place else None
             shares = self._reached.of(once) + [self._shares[region] for region in once if region in self._shares]
-            return metadata_of.encode(self.name, told, chosen, shares, keys)
+            numbers = [self._own.number(region) for region in once]
+            return metadata_of.encode(self.name, self._token, told, once, numbers, shares, keys)
 
     def add(self, metadata: bytes) -> str:
         """Adds another agent, or adds to its known regions. Nothing is sent.
@@ -322,27 +351,26 @@ class Agent:
 
         Raises:
             MetadataError: the bytes are not metadata.
-            ArgumentError: they are this agent's own.
-            UnknownAgentError: they only extend, and the agent was not added.
+            ArgumentError: they are this agent's own, or not bytes.
+            UnknownAgentError: they only extend, and the agent was not added; one of its name may be.
             NameTakenError: another agent of this name was added. `remove` it first.
         """
+        if not isinstance(metadata, bytes | bytearray | memoryview):
+            raise ArgumentError("metadata", f"must be bytes, not {type(metadata).__name__}")
         message = metadata_of.decode(bytes(metadata))
         if message.name == self.name:
             raise ArgumentError("metadata", f"are those of an agent of this one's name, {self.name!r}")
         with self._lock:
             self._require_open()
             peer = self._peers.get(message.name)
+            if message.place is None and (peer is None or peer.token != message.token):
+                raise _unknown(message.name)
             if peer is None:
-                if message.place is None:
-                    raise _unknown(message.name)
-                peer = self._peers[message.name] = Peer(message.place)
-            elif message.place not in (None, peer.place):
+                assert message.place is not None
+                peer = self._peers[message.name] = Peer(message.token, message.place)
+            elif (message.token, message.place or peer.place) != (peer.token, peer.place):
                 raise NameTakenError(f"another agent of the name {message.name!r} was added", message.name)
-            replaced = overlapping(peer.regions.all, message.regions)  # their memory may be freed by now
-            peer.regions.extend(message.regions)
-            peer.reached.add((share for share in message.shares if share.region.kind == VRAM), replaced)
-            peer.mapped.add(message.shares, replaced)
-            peer.keys.add(((each.region, each.address, each.key) for each in message.keys), replaced)
+            peer.know(message)
         return message.name
 
     def remove(self, name: str) -> None:
@@ -352,15 +380,34 @@ class Agent:
             UnknownAgentError: no such agent was added.
             ActiveError: it was forgotten, but a transfer's requests to libfabric are still outstanding, and may write.
         """
+        self._remove(name, None)
+
+    def _remove(self, name: str, token: bytes | None) -> None:
+        """`remove`; with a token, only the agent that has it, if it is known."""
         with self._lock:
             self._require_open()
-            peer = self._peer(name)
+            peer = self._peers.get(name)
+            if token is not None and (peer is None or peer.token != token):
+                return
+            if peer is None:
+                raise _unknown(name)
             del self._peers[name]
             peer.removed = True
         self._publish_links()
         peer.leave()
         if self._fabric is not None and peer.number is not None:
             self._fabric.remove(peer.number)
+
+    def remove_agent_of(self, metadata: bytes) -> None:
+        """`remove` for the agent whose metadata these are, unless it is not known. An agent that has its name by now
+        stays.
+
+        Raises:
+            MetadataError: the bytes are not metadata.
+            ActiveError: as `remove`.
+        """
+        message = metadata_of.decode(metadata)
+        self._remove(message.name, message.token)
 
     @property
     def peers(self) -> list[str]:
@@ -375,7 +422,7 @@ class Agent:
             UnknownAgentError: no such agent was added.
         """
         with self._lock:
-            return list(self._regions(name).all)
+            return self._regions(self._known(name)).all
 
     def connect(self, name: str) -> Path:
         """Connects to another agent, unless a link exists. Otherwise the first use does.
@@ -387,7 +434,7 @@ class Agent:
             UnknownAgentError: no such agent was added.
             DisconnectedError: it can't be reached.
         """
-        link = self._link(name)
+        link = self._link(name, self._known(name))
         return Path("self") if link is None else link.path
 
     def lost(self, name: str) -> str:
@@ -401,8 +448,8 @@ class Agent:
             link = self._peer(name).link
         return "" if link is None else link.lost
 
-    def find_outside(self, name: str, rows: Rows, kind: str) -> int | None:
-        """The index of the first block that is not known to be registered by an agent; None if all are.
+    def find_side(self, name: str, rows: Rows, kind: str) -> tuple[Side, int | None]:
+        """`side`, and the index of the first block that is not known to be registered by an agent; None if all are.
 
         Args:
             name: the other agent's, or this agent's own.
@@ -413,14 +460,14 @@ class Agent:
             UnknownAgentError: no such agent was added.
         """
         with self._lock:
-            regions = self._regions(name)
+            regions = self._regions(self._known(name))
             first = len(rows)
             for device in np.unique(rows[:, 2]):
                 chosen = np.flatnonzero(rows[:, 2] == device)
                 outside = regions.find_outside(rows[chosen, 0], rows[chosen, 1], kind, int(device))
                 if outside is not None:
                     first = min(first, int(chosen[outside]))
-        return None if first == len(rows) else first
+            return self.side(name, kind), None if first == len(rows) else first
 
     def _peer(self, name: str) -> Peer:
         peer = self._peers.get(name)
@@ -428,32 +475,47 @@ class Agent:
             raise _unknown(name)
         return peer
 
-    def _regions(self, name: str) -> Regions:
-        self._require_open()
-        return self._own if name == self.name else self._peer(name).regions
-
-    def _link(self, name: str) -> Link | None:
-        if name == self.name:
-            self._require_open()
-            return None
+    def _known(self, name: str) -> Peer | None:
+        """The agent of a name; None: this one."""
         with self._lock:
             self._require_open()
-            peer = self._peer(name)
+            return None if name == self.name else self._peer(name)
+
+    def _regions(self, peer: Peer | None) -> Regions:
+        """The regions of an agent that are known to be registered; None: this agent's."""
+        if peer is None:
+            return self._own
+        self._pinned.forget(region for region in peer.forget_ended() if region not in self._own)
+        return peer.regions
+
+    def _link(self, name: str, peer: Peer | None) -> Link | None:
+        """The link to an agent; None: within this one.
+
+        Raises:
+            UnknownAgentError: it was removed. Another one may have its name.
+            DisconnectedError: it can't be reached.
+        """
+        with self._lock:
+            self._require_open()
+            if peer is None:
+                return None
+            if peer.removed:
+                raise UnknownAgentError(f"agent {name!r} was removed", name)
             if peer.link is not None:
                 return peer.link
         with peer.connecting:  # not under the agent's lock: it may take its time
             if peer.link is None:
+                ledger, reason = _open_ledger(peer.place)
                 fabric = self._fabric if self._fabric and self._fabric.reaches(peer.place.fabric) else None
                 provider = "" if fabric is None else fabric.provider
-                connected = connect(
-                    name, peer.place, self._preparer.paths, min(self.timeout, _CONNECT_SECONDS), provider
-                )
+                seconds = min(self.timeout, _CONNECT_SECONDS)
+                connected = connect(name, peer.token, peer.place, self._preparer.paths, seconds, provider, reason)
                 link = Link(self._handle, name, peer.place.secret, connected, b"" if fabric is None else fabric.raw)
                 if fabric is not None and link.path.name.startswith("fabric"):
                     peer.number = fabric.insert(peer.place.fabric)
                 self._warn_of_slow(link, peer.place.host)
                 with self._lock:
-                    peer.link = link
+                    peer.ledger, peer.link = ledger, link
                 if peer.removed:
                     link.end()
                 _LOG.info("agent %s reaches agent %s by %s", shown(self.name), shown(name), link.path)
@@ -494,24 +556,57 @@ class Agent:
         if operation not in ("read", "write"):
             raise ArgumentError("operation", f'must be "read" or "write", not {operation!r}')
         rows = as_rows(blocks)
+        known = self._known(peer)
+        sides = self._sides(peer, rows)
+        if known is not None and known.link is None:  # only then are the regions known that it has deregistered
+            self._link(peer, known)
+            sides = self._sides(peer, rows)
+        return self.prepare_checked(operation == "write", rows, *sides)
+
+    def _sides(self, peer: str, rows: Rows) -> tuple[Side, Side]:
+        """Both sides of blocks. Raises ArgumentError, UnknownAgentError, NotRegisteredError as `prepare`."""
         with self._lock:
+            regions = self._regions(self._known(peer))
             kinds = (
                 kind_of(self._own, rows[:, 0], rows[:, 2], "local", ""),
-                kind_of(self._regions(peer), rows[:, 1], rows[:, 2], "remote", peer),
+                kind_of(regions, rows[:, 1], rows[:, 2], "remote", peer),
             )
-        return self.prepare_checked(operation == "write", peer, rows, kinds)
+            return self.side(self.name, kinds[0]), self.side(peer, kinds[1])
 
-    def prepare_checked(self, writes: bool, peer: str, rows: Rows, kinds: tuple[str, str] = (DRAM, DRAM)) -> Transfer:
-        """`prepare` for rows that are known to lie in registered memory, of one kind on either side.
+    def side(self, name: str, kind: str) -> Side:
+        """The registered memory of an agent as it is now, for `prepare_checked`.
+
+        Args:
+            name: the other agent's, or this agent's own.
+            kind: of memory.
 
         Raises:
-            UnknownAgentError, DisconnectedError, NoPathError: as `prepare`.
+            UnknownAgentError: no such agent was added.
         """
-        link = self._link(peer)
         with self._lock:
-            known = None if link is None else self._peer(peer)
-        transfer = self._preparer.prepare(link, known, peer, writes, rows, kinds)
-        return set_label(transfer, self._published.label(peer, transfer.path.name))
+            known = self._known(name)
+            return Side(name, known, kind, self._regions(known).view(kind))
+
+    def prepare_checked(self, writes: bool, rows: Rows, ours: Side, theirs: Side) -> Transfer:
+        """`prepare` for rows that were found to lie in the registered memory of two sides.
+
+        Raises:
+            UnknownAgentError: the other agent was removed. Another one may have its name.
+            NotRegisteredError: memory was deregistered since, or registered anew.
+            DisconnectedError, NoPathError: as `prepare`.
+        """
+        name, known = theirs.name, theirs.peer
+        link = self._link(name, known)
+        moved = rows[rows[:, 2] > 0]
+        with self._lock:
+            here, here_rows = ours.holders(moved[:, 0], self._own)
+            there, there_rows = theirs.holders(moved[:, 1], self._regions(known))
+        transfer = self._preparer.prepare(link, known, name, writes, rows, (ours.kind, theirs.kind), (here, there))
+        set_guard(transfer, False, self._ledger, here_rows)
+        ledger = self._ledger if known is None else known.ledger
+        if ledger is not None:
+            set_guard(transfer, True, ledger, there_rows)
+        return set_label(transfer, self._published.label(name, transfer.path.name))
 
     def read(self, peer: str, blocks: Any, *, message: bytes | None = None) -> Transfer:
         """Starts to read blocks of another agent's memory. Arguments and errors as for `prepare` and
@@ -556,7 +651,7 @@ class Agent:
             DisconnectedError: it has ended, or can't be reached.
             ArgumentError: the message is too long.
         """
-        link = self._link(peer)
+        link = self._link(peer, self._known(peer))
         if link is None:
             raise_status(lib.proxyccl_agent_tell_itself(self._handle, message, len(message)), peer)
         else:
@@ -606,15 +701,28 @@ def _release(handle: ProxycclAgentPointer, served: list[object]) -> None:
             each.close()
 
 
+def _open_ledger(place: Place) -> tuple[Ledger | None, str]:
+    """The ledger of an agent of this host, or None and why it can't be mapped; "" for another host's."""
+    if place.host != boot_id():
+        return None, ""
+    try:
+        return Ledger.open(place.ledger), ""
+    except ProxyCCLError as error:
+        return None, f"its registrations can't be looked at: {error}"
+
+
 def _unknown(name: str) -> UnknownAgentError:
     return UnknownAgentError(f"no agent of the name {name!r} was added", name)
 
 
 def _listen(token: bytes, addresses: Sequence[str] | None) -> tuple[list[Any], list[tuple[str, int]]]:
+    if addresses is not None and (isinstance(addresses, str) or not all(isinstance(each, str) for each in addresses)):
+        raise ArgumentError("listen", f"must be a list of addresses, not {addresses!r}")
     try:
         return listen(token, None if addresses is None else list(addresses))
-    except OSError as error:
-        raise ArgumentError("listen", f"this host can't listen at {addresses!r}: {error.strerror or error}") from None
+    except (OSError, ValueError, TypeError) as error:  # the last two: of characters that no address has
+        reason = getattr(error, "strerror", None) or error
+        raise ArgumentError("listen", f"this host can't listen at {addresses!r}: {reason}") from None
 
 
 def _forget() -> None:

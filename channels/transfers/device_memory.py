@@ -147,13 +147,6 @@ class Reached:
             self._shares.update((share.region, share) for share in shares)
             self._forget()
 
-    def keep(self, regions: Iterable[Region]) -> None:
-        """Forgets all other regions."""
-        with self._lock:
-            chosen = set(regions)
-            self._shares = {region: share for region, share in self._shares.items() if region in chosen}
-            self._forget()
-
     def _forget(self) -> None:
         """Forgets mappings of other shares. They stay while transfers hold them."""
         self._mapped = {
@@ -175,8 +168,15 @@ class Reached:
         shares, at = self._find(addresses[:1], nbytes[:1])
         return shares[int(at[0])]
 
-    def map(self, copier: Copier, addresses: Rows, nbytes: Rows) -> tuple[Rows, list[Memory], str]:
+    def map(
+        self, copier: Copier, addresses: Rows, nbytes: Rows, holders: Iterable[Region] = ()
+    ) -> tuple[Rows, list[Memory], str]:
         """The addresses at which a device reaches blocks.
+
+        Args:
+            copier: the device.
+            addresses, nbytes: of the blocks.
+            holders: the regions that hold them, whose registrations the transfer depends on.
 
         Returns:
             The addresses, the mapped memory that they lie in, and how it is shared, in words.
@@ -184,6 +184,9 @@ class Reached:
         Raises:
             NoPathError: a region can't be mapped, or was deregistered, or replaced by another one.
         """
+        for region in holders:
+            if region not in self._shares:
+                raise NoPathError(f"the region at {region.address:#x} was deregistered, or replaced by another one")
         shares, at = self._find(addresses, nbytes)
         used = np.flatnonzero(np.bincount(at, minlength=len(shares)))
         shifts = np.zeros(len(shares), np.uint64)
@@ -260,11 +263,10 @@ class Pinned:
                     memories.append(memory)
         return memories, reason
 
-    def keep(self, regions: Iterable[Region]) -> None:
-        """Unpins all other regions. No transfer may still use them."""
+    def forget(self, regions: Iterable[Region] | None = None) -> None:
+        """Unpins regions; None: all. No transfer may still use them."""
         with self._lock:
-            chosen = set(regions)
-            for region in [each for each in self._pinned if each not in chosen]:
-                memory = self._pinned.pop(region)
+            for region in list(self._pinned) if regions is None else regions:
+                memory = self._pinned.pop(region, None)
                 if memory is not None:
                     memory.close()

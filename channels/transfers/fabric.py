@@ -200,13 +200,15 @@ class AgentFabric:
         gpu_writes = self._options.gpu_writes
         return register_device_memory(self._endpoint, runtime, number, gpu_writes, region.address, region.nbytes)
 
-    def keep(self, regions: Iterable[Region]) -> None:
-        """Deregisters all other regions."""
+    def deregister(self, regions: Iterable[Region]) -> None:
+        """Deregisters those of the regions that are registered."""
         self._release_ended()
         with self._lock:
-            for region in self._registered.keys() - set(regions):
-                self._own.remove(region)
-                self._endpoint.release(self._registered.pop(region))
+            for region in regions:
+                made = self._registered.pop(region, None)
+                if made is not None:
+                    self._own.remove(region)
+                    self._endpoint.release(made)
 
     def stages(self, table: Table) -> Stages:
         """Registers memory by way of which a device's memory is copied; until nothing refers to the result.
@@ -249,7 +251,7 @@ class AgentFabric:
 
     def close(self) -> None:
         """Closes the endpoint, which must no longer be in use."""
-        self.keep(())
+        self.deregister(list(self._registered))
         self._endpoint.close()
 
 

@@ -15,7 +15,7 @@ from proxyccl.channels.transfers.fabric import Keys
 from proxyccl.channels.transfers.regions import DRAM, Region
 from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.memory.descriptor_server import serve
-from proxyccl.device.memory.shared_memory import SharedMemory, export_range
+from proxyccl.device.memory.shared_memory import SharedMemory, find_range
 
 _PLACE = "host"
 
@@ -53,11 +53,17 @@ def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> N
 
 def shares_of(regions: Iterable[Region]) -> list[Share]:
     """Shares of those regions of the host's memory that other processes can map."""
-    found = ((region, export_range(region.address, region.nbytes)) for region in regions if region.kind == DRAM)
-    shares = [Share(region, _PLACE, handle) for region, handle in found if handle is not None]
+    found = ((region, find_range(region.address, region.nbytes)) for region in regions if region.kind == DRAM)
+    shares = [Share(region, _PLACE, memory.handle) for region, memory in found if memory is not None]
     if shares:
         serve()  # for agents in other PID namespaces
     return shares
+
+
+def pages_of(region: Region) -> object:
+    """An object that lives as long as a region is mapped, of memory that ProxyCCL allocated; else None."""
+    memory = find_range(region.address, region.nbytes)
+    return None if memory is None else memory.addresses()
 
 
 class Mapped:
@@ -80,15 +86,23 @@ class Mapped:
             self._shares.update((share.region, share) for share in shares if share.region.kind == DRAM)
             self._new = True
 
-    def find(self, addresses: Rows, nbytes: Rows) -> tuple[Rows | None, list[SharedMemory], str]:
+    def find(
+        self, addresses: Rows, nbytes: Rows, holders: Iterable[Region]
+    ) -> tuple[Rows | None, list[SharedMemory], str]:
         """Where blocks are here.
 
+        Args:
+            addresses, nbytes: of the blocks.
+            holders: the regions that hold them, whose registrations the transfer depends on.
+
         Returns:
-            Their addresses, or None if a block is in no region that can be mapped; the mapped memory that they lie in;
-            and why a region that should be mapped could not, or "".
+            Their addresses, or None if one of the regions can't be mapped; the mapped memory that they lie in; and why
+            a region that should be mapped could not, or "".
         """
         with self._lock:
             reason = self._map() if self._new else ""
+            if not all(region in self._shares for region in holders):
+                return None, [], reason
             found = self._places.find(addresses, nbytes)
             if found is None:
                 return None, [], reason

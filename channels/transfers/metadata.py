@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -9,10 +10,11 @@ from msgspec import Meta
 from proxyccl.channels.transfers.device_memory import Share
 from proxyccl.channels.transfers.errors import MetadataError
 from proxyccl.channels.transfers.fabric import Key
-from proxyccl.channels.transfers.regions import Region
+from proxyccl.channels.transfers.regions import Region, is_range
 from proxyccl.proxy._transfers import lib
 from proxyccl.proxy.codec import Codec, Message, ProtocolError, Uint64
 
+LONGEST_NAME = 1024
 _LIMIT = 64 << 20  # bytes: some hundred thousand regions
 _TOKEN = Meta(min_length=lib.PROXYCCL_SECRET_BYTES, max_length=lib.PROXYCCL_SECRET_BYTES)
 
@@ -23,41 +25,67 @@ class Place(Message, frozen=True):
     Attributes:
         host: the boot id of its machine.
         process: its process's number in its PID namespace.
-        token: the name of its Unix socket, which is new with each agent.
         addresses: (address, port) pairs for other hosts.
         secret: the bytes that it expects of a link.
         secret_address: where they lie in its process.
         fabric: the address of its endpoint of libfabric; b"" if it has none.
+        ledger: the handle of its ledger.
     """
 
     host: Annotated[str, Meta(max_length=64)]
     process: Annotated[int, Meta(ge=1, le=2**31 - 1)]
-    token: Annotated[bytes, _TOKEN]
     addresses: Annotated[list[tuple[str, Annotated[int, Meta(ge=1, le=65535)]]], Meta(max_length=256)]
     secret: Annotated[bytes, _TOKEN]
     secret_address: Uint64
     fabric: Annotated[bytes, Meta(max_length=2048)]
+    ledger: Annotated[bytes, Meta(max_length=1024)]
 
 
 class Metadata(Message, frozen=True):
-    """An agent's message on itself: its place, some of its regions, or both. `shares` are those of devices, `keys` are
-    for libfabric.
+    """An agent's message on itself: its place, some of its regions, or both.
+
+    Attributes:
+        name: its name, which a later agent may have, too.
+        token: what no other agent has; it names its Unix socket.
+        place: where it listens.
+        regions, registrations: its memory, and for each region the number of its registration.
+        shares, keys: how processes of its host map memory, and how libfabric names it.
     """
 
-    format: Literal["proxyccl-agent-1"]
-    name: Annotated[str, Meta(min_length=1, max_length=1024)]
+    format: Literal["proxyccl-agent-2"]
+    name: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
+    token: Annotated[bytes, _TOKEN]
     place: Place | None
     regions: list[Region]
+    registrations: list[Annotated[int, Meta(ge=1, le=2**63 - 1)]]
     shares: list[Share]
     keys: list[Key]
+
+    def __post_init__(self) -> None:
+        if "\0" in self.name:
+            raise ValueError("name has a NUL character")
+        if len(self.regions) != len(self.registrations):
+            raise ValueError(f"{len(self.regions)} regions have {len(self.registrations)} registrations")
+        shared, named = ([each.region for each in self.shares], [each.region for each in self.keys])
+        for region in itertools.chain(self.regions, shared, named):
+            if not is_range(region):
+                raise ValueError(f"regions: {region} is not a range of memory")
 
 
 _CODEC = Codec(Metadata, _LIMIT, name="metadata of an agent")
 
 
-def encode(name: str, place: Place | None, regions: list[Region], shares: list[Share], keys: list[Key]) -> bytes:
-    """Metadata as bytes."""
-    return _CODEC.encode(Metadata("proxyccl-agent-1", name, place, regions, shares, keys))
+def encode(
+    name: str,
+    token: bytes,
+    place: Place | None,
+    regions: list[Region],
+    registrations: list[int],
+    shares: list[Share],
+    keys: list[Key],
+) -> bytes:
+    """Metadata as bytes. Raises ProtocolError if they are too long."""
+    return _CODEC.encode(Metadata("proxyccl-agent-2", name, token, place, regions, registrations, shares, keys))
 
 
 def decode(data: bytes) -> Metadata:

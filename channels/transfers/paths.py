@@ -179,15 +179,19 @@ def allowed_paths(names: Sequence[str] | None) -> tuple[frozenset[str], bool]:
     return frozenset(names), True
 
 
-def connect(peer: str, place: Place, allowed: frozenset[str], timeout: float, provider: str = "") -> Connected:
+def connect(
+    peer: str, token: bytes, place: Place, allowed: frozenset[str], timeout: float, provider: str = "", reason: str = ""
+) -> Connected:
     """Connects to an agent: by its Unix socket if it is on this host, else by TCP.
 
     Args:
         peer: its name.
+        token: its token.
         place: where it listens.
         allowed: the paths that data may take.
         timeout: seconds.
         provider: of libfabric, that both have; "": none.
+        reason: why its registrations can't be looked at from here, so that the kernel may not copy; "": they can.
 
     Raises:
         DisconnectedError: it does not answer within the time, or no allowed path leads to it.
@@ -196,6 +200,9 @@ def connect(peer: str, place: Place, allowed: frozenset[str], timeout: float, pr
     deadline = time.monotonic() + timeout
     here = place.host == boot_id()
     failures: list[str] = [] if here else ["it is on another host"]
+    if reason:
+        failures.append(reason)
+        allowed -= {"process_vm"}
     usable = {"process_vm"} if here else set()
     if provider:
         usable.add(FABRIC)
@@ -203,7 +210,10 @@ def connect(peer: str, place: Place, allowed: frozenset[str], timeout: float, pr
         for carrier in ("unix", "tcp") if here else ("tcp",):
             if allowed.isdisjoint(usable | {carrier}):
                 continue
-            connection = (_by_unix if carrier == "unix" else _by_tcp)(place, deadline, failures)
+            if carrier == "unix":
+                connection = _by_unix(token, deadline, failures)
+            else:
+                connection = _by_tcp(place, deadline, failures)
             if connection is not None:
                 connected = _choose(connection, carrier, place, allowed, failures, provider)
                 if connected is not None:
@@ -212,13 +222,13 @@ def connect(peer: str, place: Place, allowed: frozenset[str], timeout: float, pr
     raise DisconnectedError(f"agent {peer} can't be reached{paths}: {'; '.join(failures)}", peer)
 
 
-def _by_unix(place: Place, deadline: float, failures: list[str]) -> socket.socket | None:
+def _by_unix(token: bytes, deadline: float, failures: list[str]) -> socket.socket | None:
     with contextlib.ExitStack() as undo:
         local = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
             local.settimeout(max(0.001, deadline - time.monotonic()))
             local.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
-            local.connect(unix_address(place.token))
+            local.connect(unix_address(token))
         except (ConnectionError, TimeoutError):
             failures.append("there is no such agent in this network namespace")
             return None
@@ -231,8 +241,8 @@ def _by_tcp(place: Place, deadline: float, failures: list[str]) -> socket.socket
     for address, port in place.addresses:
         try:
             remote = socket.create_connection((address, port), max(0.001, deadline - time.monotonic()))
-        except OSError as error:
-            refused.append(f"{address} port {port}: {error.strerror or error}")
+        except (OSError, ValueError) as error:  # ValueError: of characters that no address has
+            refused.append(f"{address} port {port}: {getattr(error, 'strerror', None) or error}")
             continue
         _set_options(remote)
         return remote

@@ -10,8 +10,9 @@ from proxyccl.channels.transfers.device_memory import Reached
 from proxyccl.channels.transfers.errors import ActiveError
 from proxyccl.channels.transfers.fabric import Keys
 from proxyccl.channels.transfers.host_memory import Mapped
-from proxyccl.channels.transfers.metadata import Place
-from proxyccl.channels.transfers.regions import Regions
+from proxyccl.channels.transfers.ledger import Ledger
+from proxyccl.channels.transfers.metadata import Metadata, Place
+from proxyccl.channels.transfers.regions import VRAM, Region, Regions
 
 if TYPE_CHECKING:
     from proxyccl.channels.transfers.link import Link
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 class Peer:
     """Another agent, as its metadata describe it."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    def __init__(self, token: bytes, place: Place) -> None:
+        self.token, self.place = token, place
         self.regions = Regions()
+        self.ledger: Ledger | None = None  # of an agent of this host, when it is connected
+        self._ended = -1  # the ledger's count at the last look
         self.link: Link | None = None
         self.connecting = threading.Lock()  # one thread connects, and the others wait for it
         self.removed = False
@@ -37,6 +40,41 @@ class Peer:
         """Closes a transfer before the peer's memory is unmapped, or its address forgotten."""
         self.to_close.add(transfer)
         return transfer
+
+    def know(self, message: Metadata) -> None:
+        """Takes the regions of metadata, and how they are reached. A region that lies where another one was takes its
+        place: that one's memory may be freed by now."""
+        stale = {
+            region
+            for region, number in zip(message.regions, message.registrations, strict=True)
+            if number < self.regions.number(region)  # these metadata are older than some that came before
+        }
+        regions = [region for region in message.regions if region not in stale]
+        shares = [share for share in message.shares if share.region not in stale]
+        replaced = self.regions.overlapping(regions)
+        self.regions.know(message.regions, message.registrations)
+        self.reached.add((share for share in shares if share.region.kind == VRAM), replaced)
+        self.mapped.add(shares, replaced)
+        keys = (each for each in message.keys if each.region not in stale)
+        self.keys.add(((each.region, each.address, each.key) for each in keys), replaced)
+        self._ended = -1
+
+    def forget_ended(self) -> list[Region]:
+        """Forgets the regions that an agent of this host has deregistered, and returns them. What was mapped stays only
+        while transfers hold it."""
+        ledger = self.ledger
+        if ledger is None:
+            return []
+        count = ledger.count
+        if count == self._ended:
+            return []
+        ended = self.regions.ended(ledger.words)
+        self.regions.forget(ended)
+        self.reached.add((), ended)
+        self.mapped.add((), ended)
+        self.keys.add((), ended)
+        self._ended = count
+        return ended
 
     def leave(self) -> None:
         """Ends the link, and then unmaps the peer's memory.
@@ -54,5 +92,7 @@ class Peer:
                 active = error
         self.reached.close()
         self.mapped.close()
+        if self.ledger is not None:
+            self.ledger.close()
         if active is not None:
             raise active

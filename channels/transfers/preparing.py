@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import Struct
 
 from proxyccl.channels.transfers.blocks import Rows, sides
 from proxyccl.channels.transfers.copier import Copier
@@ -16,14 +17,47 @@ from proxyccl.channels.transfers.fabric import AgentFabric
 from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.paths import SHARED, Path, device_path, fabric_path, staged_path
 from proxyccl.channels.transfers.peers import Peer
-from proxyccl.channels.transfers.regions import DRAM, VRAM, Regions
+from proxyccl.channels.transfers.regions import DRAM, VRAM, Region, Regions, View
 from proxyccl.channels.transfers.transfer import Transfer
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.proxy._transfers import lib
-from proxyccl.proxy.hosts import boot_id
 
 if TYPE_CHECKING:
     from proxyccl.proxy._transfers import ProxycclAgentPointer
+
+
+class Side(Struct, frozen=True, eq=False):
+    """Registered memory of one kind and of one agent, at the time at which blocks were found to lie in it.
+
+    Attributes:
+        name: the agent's.
+        peer: the agent; None: this one.
+        kind: of memory.
+        view: its regions.
+    """
+
+    name: str
+    peer: Peer | None
+    kind: str
+    view: View
+
+    def holders(self, addresses: Rows, now: Regions) -> tuple[list[Region], Rows]:
+        """`View.holders` of blocks.
+
+        Args:
+            addresses: of the blocks.
+            now: the agent's regions by now.
+
+        Raises:
+            NotRegisteredError: a region was deregistered since, or registered anew.
+        """
+        regions, rows = self.view.holders(addresses)
+        if now.view(self.kind) is not self.view:
+            for region, (number, address) in zip(regions, rows.tolist(), strict=True):
+                if now.number(region) != number:
+                    whose = "this agent" if self.peer is None else f"agent {self.name}"
+                    raise NotRegisteredError(f"{whose} has deregistered its memory at {address:#x}", self.name)
+        return regions, rows
 
 
 def kind_of(regions: Regions, addresses: Rows, nbytes: Rows, side: str, peer: str) -> str:
@@ -69,7 +103,6 @@ class Preparer:
     Args:
         name: the agent's.
         handle: the engine's.
-        own: its regions.
         devices, reached, pinned: of its transfers with devices.
         fabric: its endpoint of libfabric.
         paths: those that its transfers may take.
@@ -79,14 +112,13 @@ class Preparer:
         self,
         name: str,
         handle: ProxycclAgentPointer,
-        own: Regions,
         devices: Devices,
         reached: Reached,
         pinned: Pinned,
         fabric: AgentFabric | None,
         paths: frozenset[str],
     ) -> None:
-        self._name, self._handle, self._own = name, handle, own
+        self._name, self._handle = name, handle
         self._devices, self._reached, self._pinned = devices, reached, pinned
         self._fabric, self.paths = fabric, paths
         self._warned: set[str] = set()
@@ -98,7 +130,14 @@ class Preparer:
             warnings.warn(f"agent {self._name} {what}: {reason}", RuntimeWarning, stacklevel=stacklevel)
 
     def prepare(
-        self, link: Link | None, known: Peer | None, peer: str, writes: bool, rows: Rows, kinds: tuple[str, str]
+        self,
+        link: Link | None,
+        known: Peer | None,
+        peer: str,
+        writes: bool,
+        rows: Rows,
+        kinds: tuple[str, str],
+        holders: tuple[list[Region], list[Region]],
     ) -> Transfer:
         """A transfer by the best path.
 
@@ -108,17 +147,18 @@ class Preparer:
             writes: whether data moves to it.
             rows: shape (N, 3): local address, remote address, bytes; registered memory.
             kinds: of memory, here and there.
+            holders: the regions that hold the blocks, here and there.
 
         Raises:
             DisconnectedError: the peer has gone.
             NoPathError: no device of this process reaches both sides, and no socket leads to the peer.
         """
         if VRAM in kinds and (rows[:, 2] > 0).any():
-            return self._on_device(link, known, peer, writes, rows[rows[:, 2] > 0], kinds)
+            return self._on_device(link, known, peer, writes, rows[rows[:, 2] > 0], kinds, holders)
         path = Path("self") if link is None else link.path
         requests = None
-        if link is not None and known is not None and SHARED in self.paths and known.place.host == boot_id():
-            mapped, memories, reason = known.mapped.find(rows[:, 1], rows[:, 2])
+        if link is not None and known is not None and SHARED in self.paths and known.ledger is not None:
+            mapped, memories, reason = known.mapped.find(rows[:, 1], rows[:, 2], holders[1])
             self.warn_once(f"can't map memory of agent {peer}", reason, 4)
             if mapped is not None:
                 lists, way = sides(np.column_stack((rows[:, 0], mapped, rows[:, 2]))), lib.PROXYCCL_BY_MAPPING
@@ -137,7 +177,14 @@ class Preparer:
         return transfer if requests is None or known is None else known.keep(transfer)
 
     def _on_device(
-        self, link: Link | None, known: Peer | None, peer: str, writes: bool, rows: Rows, kinds: tuple[str, str]
+        self,
+        link: Link | None,
+        known: Peer | None,
+        peer: str,
+        writes: bool,
+        rows: Rows,
+        kinds: tuple[str, str],
+        holders: tuple[list[Region], list[Region]],
     ) -> Transfer:
         """Of memory of devices, on one side or both."""
         if link is not None and link.carrier == "tcp" and not link.pid:  # another host, or as if it were one
@@ -145,8 +192,10 @@ class Preparer:
         in_process = link is None or link.pid == os.getpid()
         if kinds[1] == DRAM and not in_process and link is not None:
             return self._staged(link, writes, peer, rows)
+        if link is not None and known is not None and known.ledger is None:
+            reason = "its registrations can't be looked at from here"
+            return self._by_socket(link, writes, peer, rows, kinds, reason)
         theirs = self._reached if known is None else known.reached
-        regions = self._own if known is None else known.regions
         if kinds[0] == VRAM:
             copier = self._local_copier(rows)
         else:
@@ -159,13 +208,10 @@ class Preparer:
         mapped = rows.copy()
         kept: list[object] = []
         ways, unpinned = [], ""
-        for column, kind, reached, pinned in (
-            (0, kinds[0], self._reached, self._own),
-            (1, kinds[1], theirs, regions),
-        ):
+        for column, kind, reached in ((0, kinds[0], self._reached), (1, kinds[1], theirs)):
             if kind == VRAM:
                 try:
-                    mapped[:, column], memories, way = reached.map(copier, rows[:, column], rows[:, 2])
+                    mapped[:, column], memories, way = reached.map(copier, rows[:, column], rows[:, 2], holders[column])
                 except NoPathError as error:
                     if link is None or reached is self._reached:
                         raise
@@ -174,7 +220,7 @@ class Preparer:
                     return self._by_socket(link, writes, peer, rows, kinds, f"agent {peer}: {error}")
                 ways.append(way if column == 1 and not in_process else "")
             else:
-                memories, unpinned = self._pinned.pin(copier, pinned.holders(rows[:, column]))
+                memories, unpinned = self._pinned.pin(copier, holders[column])
                 ways.append("pinned memory" if memories else "")
             kept.append(memories)
         lists = local, remote = sides(mapped)

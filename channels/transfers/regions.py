@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import compress
 from typing import Annotated
 
 import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.proxy.codec import Message, Uint64
@@ -17,6 +17,10 @@ DRAM = "dram"
 
 VRAM = "vram"
 """Memory of a device: a GPU's, or the host runtime's in its place."""
+
+LONGEST_LABEL = 4096
+_END = 2**63
+"""No memory ends here or later."""
 
 
 class Region(Message, frozen=True):
@@ -34,102 +38,266 @@ class Region(Message, frozen=True):
     nbytes: Uint64
     device: Uint64 = 0
     kind: Annotated[str, Meta(max_length=16)] = DRAM
-    label: Annotated[str, Meta(max_length=4096)] = ""
+    label: Annotated[str, Meta(max_length=LONGEST_LABEL)] = ""
+
+
+def problem_of(region: Region) -> tuple[str, str] | None:
+    """The argument by which a region can't be registered, and what was expected; None if it can."""
+    for name in ("address", "nbytes", "device"):
+        value = getattr(region, name)
+        if type(value) is not int or not 0 <= value < 2**64:
+            return name, f"must be an integer from 0 to 2^64 - 1, not {value!r}"
+    if region.kind not in (DRAM, VRAM):
+        return "kind", f'must be "dram" or "vram", not {region.kind!r}'
+    if not isinstance(region.label, str) or len(region.label) > LONGEST_LABEL or not is_unicode(region.label):
+        return (
+            "label",
+            f"must be a text of at most {LONGEST_LABEL} characters that UTF-8 has, not {region.label!r:.100}",
+        )
+    return None if is_range(region) else ("regions", f"{region} is not a range of memory")
+
+
+def is_range(region: Region) -> bool:
+    """Whether a process can have memory there."""
+    return region.address + region.nbytes < _END
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 has all characters of a text: it has no surrogates, which stand for undecodable bytes."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 class Regions:
     """The regions of an agent. They may overlap, and a region may be registered more than once.
 
-    A block belongs to memory if one region holds all of it.
+    A block belongs to memory if one region holds all of it. Each region has the number of its registration (`Ledger`),
+    which is that of the latest one. Adding or removing a few of many costs only copies of arrays.
     """
 
     def __init__(self) -> None:
-        self.all: list[Region] = []
-        self._bounds: dict[tuple[str, int | None], tuple[Rows, Rows]] = {}
+        self._counts: dict[Region, int] = {}
+        self._numbers: dict[Region, int] = {}
+        self._tables: dict[str, _Table] = {}
+        self._views: dict[tuple[str, int | None], View] = {}
 
-    def add(self, regions: Iterable[Region]) -> None:
-        """Adds regions."""
-        self.all += regions
-        self._bounds = {}
+    def __contains__(self, region: Region) -> bool:
+        return region in self._counts
 
-    def extend(self, regions: Iterable[Region]) -> None:
-        """Adds the regions that are not there."""
-        known = set(self.all)
-        self.add(region for region in regions if region not in known)
+    def __len__(self) -> int:
+        return sum(self._counts.values())
 
-    def remove(self, regions: Iterable[Region]) -> bool:
-        """Removes regions, each once. False, without effect, if one is not there."""
-        left = list(self.all)
+    @property
+    def all(self) -> list[Region]:
+        """The regions, in the order of their first registrations, each as often as it is registered."""
+        return [region for region, count in self._counts.items() for _ in range(count)]
+
+    def number(self, region: Region) -> int:
+        """The number of a region's registration; 0: it is not there."""
+        return self._numbers.get(region, 0)
+
+    def add(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
+        """Adds regions, or registers those again that are there, with the numbers of their registrations."""
+        for region, number in zip(regions, numbers, strict=True):
+            self._counts[region] = self._counts.get(region, 0) + 1
+            self._numbers[region] = number
+        self._change(regions)
+
+    def know(self, regions: Sequence[Region], numbers: Sequence[int]) -> None:
+        """Adds regions of another agent. Of two registrations of a region, the later one counts: metadata may arrive in
+        another order than that in which they were made."""
+        for region, number in zip(regions, numbers, strict=True):
+            self._counts[region] = 1
+            self._numbers[region] = max(number, self.number(region))
+        self._change(regions)
+
+    def remove(self, regions: Iterable[Region]) -> list[Region] | None:
+        """Removes regions, each once. Returns those whose last registration this was; None, without effect, if one is
+        not there."""
+        counts: dict[Region, int] = {}
         for region in regions:
-            if region not in left:
-                return False
-            left.remove(region)
-        self.all = left
-        self._bounds = {}
-        return True
+            counts[region] = counts.get(region, 0) + 1
+            if counts[region] > self._counts.get(region, 0):
+                return None
+        for region, count in counts.items():
+            self._counts[region] -= count
+        gone = [region for region in counts if not self._counts[region]]
+        self.forget(gone)
+        return gone
 
-    def bounds(self, kind: str = DRAM, device: int | None = None) -> tuple[Rows, Rows]:
-        """The first addresses of the regions, in order, and for each the highest end of those up to it.
+    def forget(self, regions: Sequence[Region]) -> None:
+        """Removes regions, which are there, however often they are registered."""
+        for kind, chosen in _by_kind(regions).items():
+            self._tables[kind].remove(chosen)
+            self._forget_views(kind)
+        for region in regions:
+            del self._counts[region], self._numbers[region]
 
-        Args:
-            kind, device: whose; None: of all devices.
-        """
-        key = (kind, device)
-        if key not in self._bounds:
-            self._bounds[key] = _bounds(
-                region for region in self.all if region.kind == kind and device in (None, region.device)
-            )
-        return self._bounds[key]
+    def _change(self, regions: Sequence[Region]) -> None:
+        for kind, chosen in _by_kind(regions).items():
+            self._tables.setdefault(kind, _Table()).put(chosen, [self._numbers[region] for region in chosen])
+            self._forget_views(kind)
+
+    def _forget_views(self, kind: str) -> None:
+        for key in [key for key in self._views if key[0] == kind]:
+            del self._views[key]
+
+    def view(self, kind: str = DRAM, device: int | None = None) -> View:
+        """The regions of one kind as they are now; `device`: of one device, None: of all."""
+        view = self._views.get((kind, device))
+        if view is None:
+            view = self._views[kind, device] = self._tables.setdefault(kind, _Table()).view(device)
+        return view
 
     def ranges(self, kind: str = DRAM, device: int | None = None) -> tuple[Rows, Rows]:
         """The first addresses and the ends of the memory of regions, in order. Regions that touch are one range: blocks
-        that follow each other are sent as one, whatever regions they belong to. Arguments are those of `bounds`.
+        that follow each other are sent as one, whatever regions they belong to. Arguments are those of `view`.
         """
-        starts, ends = self.bounds(kind, device)
+        view = self.view(kind, device)
+        starts, ends = view.starts, view.ends
         if not len(starts):
             return starts, ends
         first = np.flatnonzero(np.append(True, starts[1:] > ends[:-1]))
         return starts[first], ends[np.append(first[1:], len(starts)) - 1]
 
-    def holders(self, addresses: Rows) -> list[Region]:
-        """The regions of the host's memory that hold blocks, which belong to such memory."""
-        chosen = outermost(region for region in self.all if region.kind == DRAM)
-        starts = np.array([region.address for region in chosen], np.uint64)
-        return [chosen[index] for index in np.unique(np.searchsorted(starts, addresses, "right") - 1)]
-
     def find_outside(self, addresses: Rows, nbytes: Rows, kind: str = DRAM, device: int | None = None) -> int | None:
         """The index of the first block that no region holds; None if all belong to registered memory."""
-        starts, ends = self.bounds(kind, device)
-        if not len(starts):
+        return self.view(kind, device).find_outside(addresses, nbytes)
+
+    def overlapping(self, others: Iterable[Region]) -> set[Region]:
+        """Those that have a byte in common with one of some regions, of whatever kind."""
+        chosen = sorted((other for other in others if other.nbytes), key=_order)
+        found: set[Region] = set()
+        if chosen:
+            starts = np.array([other.address for other in chosen], np.uint64)
+            ends = np.maximum.accumulate(np.array([_end(other) for other in chosen], np.uint64))
+            for table in self._tables.values():
+                at = np.searchsorted(starts, table.ends) - 1  # the last of the others that starts before a region's end
+                found |= set(table.regions[(at >= 0) & (ends[at] > table.starts)])
+        return found
+
+    def ended(self, words: Rows) -> list[Region]:
+        """Those that were deregistered, by the words of their ledger (`Ledger.words`)."""
+        ended: list[Region] = []
+        for table in self._tables.values():
+            now = words[table.numbers % np.uint64(len(words))]
+            ended += table.regions[(now != table.numbers) & (now != ~table.numbers)].tolist()
+        return ended
+
+
+class _Table:
+    """Regions of one kind by address, those that start at one address with the longest first."""
+
+    def __init__(self) -> None:
+        self.starts, self.ends, self.devices, self.numbers = (np.empty(0, np.uint64) for _ in range(4))
+        self.regions: NDArray[np.object_] = np.empty(0, object)
+
+    def put(self, regions: Iterable[Region], numbers: Iterable[int]) -> None:
+        """Adds those that are not there, and sets the numbers of all."""
+        new, places, again = [], [], {}
+        for region, number in sorted(zip(regions, numbers, strict=True), key=lambda each: _order(each[0])):
+            place, is_there = self._find(region)
+            if is_there:
+                again[place] = number
+            else:
+                new.append((region.address, _end(region), region.device, number, region))
+                places.append(place)
+        if again:
+            self.numbers = self.numbers.copy()
+            self.numbers[list(again)] = list(again.values())
+        if new:
+            columns = list(zip(*new, strict=True))
+            self.starts, self.ends, self.devices, self.numbers = (
+                np.insert(old, places, np.array(column, np.uint64))
+                for old, column in zip((self.starts, self.ends, self.devices, self.numbers), columns, strict=False)
+            )
+            objects = np.empty(len(new), object)
+            objects[:] = columns[4]
+            self.regions = np.insert(self.regions, places, objects)
+
+    def remove(self, regions: Iterable[Region]) -> None:
+        """Removes regions, which are there."""
+        left = np.ones(len(self.starts), bool)
+        left[[self._find(region)[0] for region in regions]] = False
+        self.starts, self.ends = self.starts[left], self.ends[left]
+        self.devices, self.numbers, self.regions = self.devices[left], self.numbers[left], self.regions[left]
+
+    def _find(self, region: Region) -> tuple[int, bool]:
+        """The index of a region, or where it belongs; and whether it is there."""
+        place = int(np.searchsorted(self.starts, np.uint64(region.address)))
+        while place < len(self.starts) and self.starts[place] == region.address:
+            if self.regions[place] == region:
+                return place, True
+            if self.ends[place] < _end(region):
+                break
+            place += 1
+        return place, False
+
+    def view(self, device: int | None) -> View:
+        """The regions of a device; None: all."""
+        chosen = slice(None) if device is None else self.devices == device
+        return View(self.starts[chosen], self.ends[chosen], self.numbers[chosen], self.regions[chosen])
+
+
+class View:
+    """Regions of one kind at one time. It never changes.
+
+    Attributes:
+        starts: the first addresses of the regions, in order.
+        ends: for each, the highest end of those up to it.
+    """
+
+    def __init__(self, starts: Rows, ends: Rows, numbers: Rows, regions: NDArray[np.object_]) -> None:
+        self.starts = np.ascontiguousarray(starts)
+        self.ends = np.maximum.accumulate(ends)
+        # The regions that no other one holds. The last of them that starts before a block, or with it, holds the block
+        # if any region does.
+        chosen = np.append(True, ends[1:] > self.ends[:-1])[: len(ends)]
+        self._starts, self._numbers, self._regions = self.starts[chosen], numbers[chosen], regions[chosen]
+
+    def find_outside(self, addresses: Rows, nbytes: Rows) -> int | None:
+        """The index of the first block that no region holds; None if all belong to these regions."""
+        if not len(self.starts):
             return 0 if len(addresses) else None
-        at = np.searchsorted(starts, addresses, "right") - 1
+        at = np.searchsorted(self.starts, addresses, "right") - 1
         last = addresses + nbytes
-        outside = (at < 0) | (ends[at] < last) | (last < addresses)
+        outside = (at < 0) | (self.ends[at] < last) | (last < addresses)
         return int(outside.argmax()) if outside.any() else None
 
+    def holders(self, addresses: Rows) -> tuple[list[Region], Rows]:
+        """The regions that hold blocks, which belong to these regions: of several that hold a block, the outermost.
 
-def _bounds(regions: Iterable[Region]) -> tuple[Rows, Rows]:
-    """`Regions.bounds` of some regions."""
-    chosen = sorted((region.address, region.address + region.nbytes) for region in regions)
-    found = np.array(chosen, np.uint64).reshape(-1, 2)
-    return np.ascontiguousarray(found[:, 0]), np.maximum.accumulate(found[:, 1])
+        Returns:
+            The regions, and rows of (number of its registration, address of a block in it).
+        """
+        if not len(addresses):
+            return [], np.empty((0, 2), np.uint64)
+        at = np.searchsorted(self._starts, addresses, "right") - 1
+        a_block = np.zeros(len(self._starts), np.uint64)
+        a_block[at[::-1]] = addresses[::-1]  # the first, if there are several
+        used = np.flatnonzero(np.bincount(at, minlength=len(self._starts)))
+        return self._regions[used].tolist(), np.column_stack((self._numbers[used], a_block[used]))
 
 
-def overlapping(regions: Sequence[Region], others: Iterable[Region]) -> set[Region]:
-    """Those of the regions that have a byte in common with one of the others, of whatever kind."""
-    starts, ends = _bounds(other for other in others if other.nbytes)
-    if not len(starts) or not regions:
-        return set()
-    ranges = np.array([(region.address, region.address + region.nbytes) for region in regions], np.uint64)
-    at = np.searchsorted(starts, ranges[:, 1]) - 1  # the last of the others that starts before the region's end
-    return set(compress(regions, (at >= 0) & (ends[at] > ranges[:, 0])))
+def _by_kind(regions: Iterable[Region]) -> dict[str, list[Region]]:
+    found: dict[str, list[Region]] = {}
+    for region in dict.fromkeys(regions):
+        found.setdefault(region.kind, []).append(region)
+    return found
+
+
+def _end(region: Region) -> int:
+    return region.address + region.nbytes
+
+
+def _order(region: Region) -> tuple[int, int]:
+    return region.address, -region.nbytes
 
 
 def outermost(regions: Iterable[Region]) -> list[Region]:
     """The regions that no other one holds, by address. The last of them that starts before a block, or with it, holds
     the block if any region does."""
     chosen: list[Region] = []
-    for region in sorted(regions, key=lambda each: (each.address, -each.nbytes)):
-        if not chosen or region.address + region.nbytes > chosen[-1].address + chosen[-1].nbytes:
+    for region in sorted(regions, key=_order):
+        if not chosen or _end(region) > _end(chosen[-1]):
             chosen.append(region)
     return chosen

@@ -7,6 +7,7 @@ import os
 from enum import Enum
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
 from msgspec import Struct
 
 from proxyccl.channels.timeouts import timeout_from
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from proxyccl.channels.transfers.copier import Copier, Plan, Table
     from proxyccl.channels.transfers.device_memory import Devices
     from proxyccl.channels.transfers.fabric import Requests
+    from proxyccl.channels.transfers.ledger import Ledger
     from proxyccl.channels.transfers.link import Link
     from proxyccl.channels.transfers.paths import Path
     from proxyccl.channels.transfers.stages import Stages
@@ -286,6 +288,8 @@ class Transfer:
         match fault.kind:
             case lib.PROXYCCL_FAULT_DEREGISTERED:
                 raise NotRegisteredError(f"agent {peer} has deregistered its memory at {fault.address:#x}", peer)
+            case lib.PROXYCCL_FAULT_ENDED_HERE:
+                raise NotRegisteredError(f"this agent has deregistered its memory at {fault.address:#x}", peer)
             case lib.PROXYCCL_FAULT_FREED:
                 raise FreedMemoryError(
                     f"agent {peer} has freed its memory at {fault.address:#x} without deregistering it", peer
@@ -301,6 +305,21 @@ class Transfer:
                     "mapped: it is protected, or its file was truncated",
                     peer,
                 )
+
+
+def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> None:
+    """Has a transfer depend on registrations of one side.
+
+    Args:
+        transfer: the transfer, which was never started.
+        remote: of which side.
+        ledger: that has them.
+        rows: (number of a registration, address of a block in it).
+    """
+    kept = np.ascontiguousarray(rows)
+    transfer._kept.append((ledger, kept))
+    pointer = ffi.cast("uint64_t *", kept.ctypes.data)
+    lib.proxyccl_transfer_guard(transfer._open(), remote, ledger.pointer, pointer, len(kept))
 
 
 def set_label(transfer: Transfer, number: int) -> Transfer:

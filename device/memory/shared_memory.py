@@ -227,12 +227,12 @@ class SharedMemory:
                 mapping.leave()
 
 
-def export_range(ptr: int, nbytes: int) -> bytes | None:
-    """A handle of a range of memory that this process has mapped as `SharedMemory`; None if it lies in none."""
+def find_range(ptr: int, nbytes: int) -> SharedMemory | None:
+    """A range of memory that this process has mapped as `SharedMemory`, not to be closed; None if it lies in none."""
     with _Mapping._lock:
         for mapping in list(_Mapping._by_file.values()):
             if mapping._users and mapping.address <= ptr and ptr + nbytes <= mapping.address + mapping.nbytes:
-                return SharedMemory(mapping, ptr - mapping.address, nbytes).handle
+                return SharedMemory(mapping, ptr - mapping.address, nbytes)
     return None
 
 

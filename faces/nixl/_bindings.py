@@ -14,6 +14,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from proxyccl.channels.transfers.agent import Agent
+from proxyccl.channels.transfers.preparing import Side
 from proxyccl.channels.transfers.regions import Region
 from proxyccl.channels.transfers.transfer import State, Transfer
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
@@ -119,6 +120,9 @@ NIXL_ERR_NO_TELEMETRY = nixl_status_t.NIXL_ERR_NO_TELEMETRY
 
 _BACKENDS = ["UCX", "LIBFABRIC"]  # both are ProxyCCL: clients ask for them by name
 _UNKNOWN_COST = 1
+_HANDLES = itertools.count(16, 16)
+"""Numbers of handles. No two agents of a process have one in common, so a handle of another agent is not valid."""
+
 _YES = ("y", "yes", "1", "on", "true")
 
 
@@ -158,11 +162,11 @@ class nixlXferTelemetry(Struct):
 
 
 class _Prepared(Struct, frozen=True, eq=False):
-    """A prepared list: of this agent's own side if `name` is empty."""
+    """A prepared list, and the registered memory of which agent it lies in: of this one if `is_own`."""
 
-    name: str
     rows: NDArray[np.uint64] | StridedRows
-    kind: str
+    side: Side
+    is_own: bool
 
 
 class _Posted(Struct, eq=False):
@@ -191,7 +195,6 @@ class nixlAgent:
         enabled = os.environ.get("NIXL_TELEMETRY_ENABLE")
         self._telemetry = config.captureTelemetry if enabled is None else enabled.lower() in _YES
         self._lock = threading.Lock()
-        self._handles = itertools.count(16, 16)
         self._backends: dict[int, str] = {}
         self._prepared: dict[int, _Prepared] = {}
         self._transfers: dict[int, _Posted] = {}
@@ -228,7 +231,7 @@ class nixlAgent:
         with self._lock:
             if type in self._backends.values():
                 raise nixlInvalidParamError(f"the backend {type} exists")
-            handle = next(self._handles)
+            handle = next(_HANDLES)
             self._backends[handle] = type
         return handle
 
@@ -302,13 +305,18 @@ class nixlAgent:
                 self._agent.remove(name)
         return NIXL_SUCCESS
 
+    def forgetSender(self, metadata: bytes) -> None:
+        """Forgets the agent whose metadata these are, if it is known: not another one that has its name by now."""
+        with in_nixls_words():
+            self._agent.remove_agent_of(metadata)
+
     def checkRemoteMD(self, remote_agent: str | bytes, descs: nixlXferDList) -> nixl_status_t:
         """Whether an agent is known, and all of these descriptors."""
         name = text_of(remote_agent)
         if name not in self._agent.peers:
             return NIXL_ERR_NOT_FOUND
         try:
-            return NIXL_SUCCESS if self._find_outside(name, descs) is None else NIXL_ERR_NOT_FOUND
+            return NIXL_SUCCESS if self._find(name, descs)[1] is None else NIXL_ERR_NOT_FOUND
         except nixlNotFoundError:  # it was forgotten meanwhile
             return NIXL_ERR_NOT_FOUND
 
@@ -340,7 +348,8 @@ class nixlAgent:
 
     def invalidateLocalMD(self, ip_addr: str = "", port: int = 0) -> None:
         """Makes a peer that listens forget this agent. A failure is logged."""
-        self._send(ip_addr, port, Request.INVALIDATE, self._name.encode())
+        with in_nixls_words():
+            self._send(ip_addr, port, Request.INVALIDATE, self._agent.metadata((), place=False))
 
     def _send(self, address: str, port: int, request: Request, data: bytes) -> None:
         if not address:
@@ -374,9 +383,9 @@ class nixlAgent:
         else:
             descs = _required(given.get("descs"), nixlXferDList)
             rows = descs.rows.copy()
-        self._check(name, descs)
-        handle = next(self._handles)
-        self._prepared[handle] = _Prepared(name, rows, _KINDS[descs.getType()])
+        side = self._check(name or self._name, descs)
+        handle = next(_HANDLES)
+        self._prepared[handle] = _Prepared(rows, side, not name)
         return handle
 
     def releasedDlistH(self, handle: int) -> nixl_status_t:
@@ -399,13 +408,14 @@ class nixlAgent:
 
         Raises:
             nixlInvalidParamError: of the lists, the indices, or lengths that differ.
-            nixlNotFoundError: the agent is unknown by now.
+            nixlNotFoundError: the agent was removed, also if another one has its name, or memory of a list was
+                deregistered, also if it was registered anew.
         """
         local, remote = self._prepared.get(local_side), self._prepared.get(remote_side)
-        if local is None or remote is None or local.name or not remote.name:
+        if local is None or remote is None or not local.is_own or remote.is_own:
             raise nixlInvalidParamError("expected a prepared list of this agent's side, then one of the other side")
         ours, theirs = _picked(local, local_indices), _picked(remote, remote_indices)
-        return self._make(operation, ours, theirs, remote.name, notif_msg, (local.kind, remote.kind))
+        return self._make(operation, ours, theirs, notif_msg, local.side, remote.side)
 
     def createXferReq(
         self,
@@ -427,27 +437,25 @@ class nixlAgent:
         self._require_known(name)
         if len(local) != len(remote) or not np.array_equal(local.rows[:, 1], remote.rows[:, 1]):
             raise nixlInvalidParamError("the lists differ in their number of descriptors, or in a length")
-        self._check(NIXL_INIT_AGENT, local)
-        self._check(name, remote)
-        kinds = (_KINDS[local.getType()], _KINDS[remote.getType()])
-        return self._make(operation, local.rows, remote.rows, name, notif_msg, kinds)
+        sides = self._check(self._name, local), self._check(name, remote)
+        return self._make(operation, local.rows, remote.rows, notif_msg, *sides)
 
     def _make(
         self,
         operation: nixl_xfer_op_t,
         local: NDArray[np.uint64],
         remote: NDArray[np.uint64],
-        name: str,
         notification: str | bytes,
-        kinds: tuple[str, str],
+        ours: Side,
+        theirs: Side,
     ) -> int:
         if not len(local) or len(local) != len(remote) or not np.array_equal(local[:, 1], remote[:, 1]):
             raise nixlInvalidParamError("the two sides differ in their number of descriptors, or in a length")
         rows = np.column_stack((local[:, 0], remote[:, :2]))
         with in_nixls_words():
-            transfer = self._agent.prepare_checked(operation == NIXL_WRITE, name, rows, kinds)
-        handle = next(self._handles)
-        self._transfers[handle] = _Posted(transfer, name, bytes_of(notification) or None, len(local))
+            transfer = self._agent.prepare_checked(operation == NIXL_WRITE, rows, ours, theirs)
+        handle = next(_HANDLES)
+        self._transfers[handle] = _Posted(transfer, theirs.name, bytes_of(notification) or None, len(local))
         return handle
 
     def estimateXferCost(self, req_handle: int) -> tuple[int, int, int]:
@@ -523,18 +531,19 @@ class nixlAgent:
         if name != self._name and name not in self._agent.peers:
             raise nixlNotFoundError(f"no agent of the name {name!r} was added")
 
-    def _check(self, name: str, descs: nixlXferDList) -> None:
-        """Raises nixlNotFoundError unless all descriptors belong to registered memory of an agent."""
-        self._require_known(name or self._name)
+    def _check(self, name: str, descs: nixlXferDList) -> Side:
+        """The registered memory of an agent. Raises nixlNotFoundError unless all descriptors belong to it."""
+        self._require_known(name)
         if descs.isEmpty():
             raise nixlNotFoundError("the list is empty")
-        outside = self._find_outside(name or self._name, descs)
+        side, outside = self._find(name, descs)
         if outside is not None:
             raise nixlNotFoundError(f"descriptor {outside}, {descs[outside]}, is not in registered memory")
+        return side
 
-    def _find_outside(self, name: str, descs: nixlXferDList) -> int | None:
+    def _find(self, name: str, descs: nixlXferDList) -> tuple[Side, int | None]:
         with in_nixls_words():
-            return self._agent.find_outside(name, descs.rows, _KINDS[descs.getType()])
+            return self._agent.find_side(name, descs.rows, _KINDS[descs.getType()])
 
     # Notifications
 

@@ -32,7 +32,7 @@ _logger = get_logger(__name__.removeprefix("proxyccl.nixl."))
 
 
 class Request(IntEnum):
-    """A request to a peer."""
+    """A request to a peer. INVALIDATE has metadata of the sender, which tell it from a later agent of its name."""
 
     LOAD = 1
     FETCH = 2
@@ -44,7 +44,7 @@ class Exchanging(Protocol):
 
     def loadRemoteMD(self, remote_metadata: bytes) -> bytes: ...  # noqa: D102
     def getLocalMD(self) -> bytes: ...  # noqa: D102
-    def invalidateRemoteMD(self, remote_agent: str | bytes) -> object: ...  # noqa: D102
+    def forgetSender(self, metadata: bytes) -> None: ...  # noqa: D102
 
 
 class Listener:
@@ -107,7 +107,7 @@ def _answer(connection: socket.socket, reference: weakref.ref[Exchanging], free:
             elif request == Request.FETCH:
                 _send(connection, deadline, Request.LOAD, agent.getLocalMD())
             elif request == Request.INVALIDATE:
-                agent.invalidateRemoteMD(data)
+                agent.forgetSender(data)
         except Exception as error:
             _logger.warning("a peer's metadata request failed: %s", error)
         finally:

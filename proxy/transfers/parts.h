@@ -210,6 +210,13 @@ typedef struct Part {
   uint32_t blocks;
 } Part;
 
+/* The registrations of one side of a transfer: proxyccl_transfer_guard. */
+typedef struct Guard {
+  const uint64_t *ledger, *rows; /* NULL: not known, the peer itself checks the blocks */
+  uint64_t count;
+  uint64_t seen; /* word 0 of the ledger when all stood; UINT64_MAX: not yet */
+} Guard;
+
 struct ProxycclTransfer {
   ProxycclTransfer *next; /* of its queue */
   ProxycclAgent *agent;
@@ -227,6 +234,7 @@ struct ProxycclTransfer {
   uint32_t unanswered; /* its frames */
   uint32_t refusal;    /* the first errno of an answer */
   int asks;            /* the kernel could not copy: the peer is asked what became of the block */
+  Guard guards[2];     /* of this side, and of the remote one */
   ProxycclFault fault;
   uint64_t faulted;               /* bytes of the copy that were left where the fault is */
   const ProxycclStaging *staging; /* NULL: pieces are copied without stages */

@@ -47,6 +47,63 @@ int is_mapped(const void *address) {
   return mincore((void *)page, 1, &resident) == 0 || errno != ENOMEM;
 }
 
+/* Finds the first registration that has ended, and remembers it as the fault. 0: there is none. */
+static int find_ended(ProxycclTransfer *transfer, int remote, uint64_t now) {
+  Guard *guard = &transfer->guards[remote];
+  for (uint64_t i = 0; i < guard->count; ++i) {
+    const uint64_t number = guard->rows[2 * i];
+    const uint64_t word = __atomic_load_n(&guard->ledger[number % PROXYCCL_LEDGER_WORDS], __ATOMIC_ACQUIRE);
+    if (word == number) continue;
+    const ProxycclFaultKind kind = word == ~number ? (remote ? PROXYCCL_FAULT_FREED : PROXYCCL_FAULT_FREED_HERE)
+                                   : remote        ? PROXYCCL_FAULT_DEREGISTERED
+                                                   : PROXYCCL_FAULT_ENDED_HERE;
+    transfer->fault = (ProxycclFault){kind, guard->rows[2 * i + 1]};
+    return 1;
+  }
+  guard->seen = now;
+  return 0;
+}
+
+/* Whether the registrations of its blocks stand, on both sides as far as this one knows. Otherwise `fault` names one.
+ */
+static int stands(ProxycclTransfer *transfer) {
+  for (int remote = 0; remote < 2; ++remote) {
+    const Guard *guard = &transfer->guards[remote];
+    if (guard->ledger == NULL) continue;
+    const uint64_t now = proxyccl_ledger_count(guard->ledger);
+    if (now != guard->seen && find_ended(transfer, remote, now)) return 0;
+  }
+  return 1;
+}
+
+static void end_without_registration(ProxycclTransfer *transfer) {
+  const ProxycclFaultKind kind = transfer->fault.kind;
+  const int freed = kind == PROXYCCL_FAULT_FREED || kind == PROXYCCL_FAULT_FREED_HERE;
+  transfer_end(transfer, freed ? PROXYCCL_TRANSFER_FAILED : PROXYCCL_TRANSFER_REFUSED);
+}
+
+void proxyccl_ledger_begin(uint64_t *ledger, uint64_t number) {
+  __atomic_store_n(&ledger[number % PROXYCCL_LEDGER_WORDS], number, __ATOMIC_RELEASE);
+}
+
+void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed) {
+  uint64_t *word = &ledger[number % PROXYCCL_LEDGER_WORDS], before = number;
+  if (!__atomic_compare_exchange_n(word, &before, freed ? ~number : 0, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {
+    if (freed || before != ~number) return;
+    __atomic_store_n(word, 0, __ATOMIC_RELEASE);
+  }
+  __atomic_add_fetch(&ledger[0], 1, __ATOMIC_RELEASE); /* after the word: who reads it reads that too */
+}
+
+uint64_t proxyccl_ledger_count(const uint64_t *ledger) { return __atomic_load_n(&ledger[0], __ATOMIC_ACQUIRE); }
+
+void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
+                             uint64_t count) {
+  pthread_mutex_lock(&transfer->agent->lock);
+  transfer->guards[remote] = (Guard){ledger, rows, count, UINT64_MAX};
+  pthread_mutex_unlock(&transfer->agent->lock);
+}
+
 static void set_state(ProxycclTransfer *transfer, ProxycclTransferState state) {
   __atomic_store_n(&transfer->state, state, __ATOMIC_RELEASE); /* whoever reads it may read the data */
 }
@@ -180,6 +237,8 @@ static void end_copies(ProxycclTransfer *transfer) {
   if (transfer->error == ESRCH) link_lose(link, "the peer's process has ended");
   if (link != NULL && link->lost != NULL) {
     transfer_end(transfer, PROXYCCL_TRANSFER_LOST); /* the number of its process may be another's by now */
+  } else if (!stands(transfer)) {
+    end_without_registration(transfer);
   } else if (transfer->pid != 0 && transfer->error == EFAULT && transfer->fault.kind == PROXYCCL_FAULT_PROTECTED) {
     /* The peer knows what became of it. If it has gone, so does the link, which then ends the transfer. */
     transfer->asks = 1;
@@ -193,6 +252,11 @@ static void end_copies(ProxycclTransfer *transfer) {
 void transfer_copy(ProxycclTransfer *transfer) {
   ProxycclAgent *agent = transfer->agent;
   Piece piece;
+  if (!stands(transfer)) {
+    drop_rest(transfer);
+    if (transfer->copying == 0) end_copies(transfer);
+    return;
+  }
   next_piece(transfer, &piece);
   blocks_advance(transfer->local, &transfer->at, piece.bytes);
   const uint64_t left = transfer->left;
@@ -300,6 +364,8 @@ void transfer_begin(ProxycclTransfer *transfer, const uint64_t *stream) {
     transfer_end(transfer, PROXYCCL_TRANSFER_CANCELED);
   } else if (link != NULL && proxyccl_link_lost(link) != NULL) {
     transfer_end(transfer, PROXYCCL_TRANSFER_LOST);
+  } else if (!stands(transfer)) {
+    end_without_registration(transfer);
   } else if (transfer->left == 0) {
     transfer_end(transfer, PROXYCCL_TRANSFER_DONE);
   } else if (transfer->copier != NULL) {

@@ -16,6 +16,7 @@
 
 #include <stdint.h>
 
+enum { PROXYCCL_LEDGER_WORDS = 1 << 20 };
 enum { PROXYCCL_SECRET_BYTES = 16, PROXYCCL_LONGEST_MESSAGE = 1 << 28, PROXYCCL_MOST_UNSENT = 1 << 29 };
 
 typedef struct ProxycclAgent ProxycclAgent;
@@ -38,7 +39,8 @@ typedef enum ProxycclFaultKind {
   PROXYCCL_FAULT_DEREGISTERED, /* the peer deregistered it */
   PROXYCCL_FAULT_FREED,        /* it is not mapped in the peer's process, which has not deregistered it */
   PROXYCCL_FAULT_FREED_HERE,   /* it is not mapped in this process */
-  PROXYCCL_FAULT_PROTECTED     /* it is mapped in both */
+  PROXYCCL_FAULT_PROTECTED,    /* it is mapped in both */
+  PROXYCCL_FAULT_ENDED_HERE    /* this agent deregistered it */
 } ProxycclFaultKind;
 
 typedef struct ProxycclFault {
@@ -146,6 +148,14 @@ int proxyccl_process_read(int32_t pid, uint64_t address, char *to, uint64_t byte
  * after the time. */
 int proxyccl_ask_to_copy(int socket, const char *secret, int timeout_ms);
 
+/* An agent's ledger: PROXYCCL_LEDGER_WORDS words in memory that its peers of the host map. The word of a registration,
+ * number % PROXYCCL_LEDGER_WORDS, is the number while the memory is registered, and its complement if the memory was
+ * freed first. Word 0 counts the ends of registrations. No number is used twice. */
+void proxyccl_ledger_begin(uint64_t *ledger, uint64_t number);
+/* Ends a registration, unless it has ended; `freed`: because its memory is no longer mapped. Any thread may call it. */
+void proxyccl_ledger_end(uint64_t *ledger, uint64_t number, int freed);
+uint64_t proxyccl_ledger_count(const uint64_t *ledger);
+
 /* Makes a link of a connected stream socket, which it takes over, also when it fails. `peer_secret`: of the agent that
  * it leads to. `process`: a pidfd of the peer, taken over too, or -1. `pid`: the peer's process if process_vm_readv
  * works for it, else 0. `address`: of this agent's endpoint of libfabric, which the peer will use; of 0 bytes: it will
@@ -195,6 +205,11 @@ ProxycclTransfer *proxyccl_transfer_create_by_fabric(ProxycclAgent *agent, Proxy
 /* Makes one that a device copies. `link`: NULL within the agent. `copier` outlives it. NULL with errno. */
 ProxycclTransfer *proxyccl_transfer_create_on_device(ProxycclAgent *agent, ProxycclLink *link,
                                                      const ProxycclCopier *copier, const ProxycclDeviceCopies *copies);
+/* The registrations that a transfer's blocks belong to on one side, and the ledger that has them: `count` rows of
+ * (number, address of a block), which outlive the transfer, as the ledger does. It does not begin, and a copy of the
+ * CPU or the kernel goes no further, when one has ended. */
+void proxyccl_transfer_guard(ProxycclTransfer *transfer, int remote, const uint64_t *ledger, const uint64_t *rows,
+                             uint64_t count);
 /* The number by which records name its peer and path. */
 void proxyccl_transfer_set_label(ProxycclTransfer *transfer, uint32_t label);
 /* Cancels it if it is active, and frees it. 0, or after 30 s EBUSY, as of proxyccl_transfer_cancel: its staging must

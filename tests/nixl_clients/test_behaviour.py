@@ -239,7 +239,8 @@ def test_metadata_that_extend(two: Two) -> None:
     two.a.initialize_xfer("READ", two.descs(0), descs, "agent1")
     two.b.deregister_memory(registered)
     assert two.a.add_remote_agent(two.b.get_agent_metadata()) == b"agent1"
-    two.a.initialize_xfer("READ", two.descs(0), descs, "agent1")  # it is not withdrawn
+    with not_found():
+        two.a.initialize_xfer("READ", two.descs(0), descs, "agent1")
     with not_found():
         two.b.deregister_memory(registered)
 
@@ -501,14 +502,65 @@ def test_input_that_makes_no_list(two: Two) -> None:
 
 
 def test_metadata_that_are_forgotten_while_they_are_checked(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = two.a.agent._agent.find_outside
+    find = two.a.agent._agent.find_side
 
-    def forgotten_first(*arguments: Any) -> int | None:
+    def forgotten_first(*arguments: Any) -> object:
         two.a.remove_remote_agent("agent1")
         return find(*arguments)
 
-    monkeypatch.setattr(two.a.agent._agent, "find_outside", forgotten_first)
+    monkeypatch.setattr(two.a.agent._agent, "find_side", forgotten_first)
     assert two.a.check_remote_metadata("agent1") is False
+
+
+def test_a_list_that_was_prepared_for_a_former_agent_of_the_name() -> None:
+    two = Two()
+    lists = two.a.prep_xfer_dlist("NIXL_INIT_AGENT", two.descs(0)), two.a.prep_xfer_dlist("agent1", two.descs(1))
+    two.a.make_prepped_xfer("READ", lists[0], [0], lists[1], [0])
+    later = nixl_agent("agent1")
+    later.register_memory([(two.buffers[1].ctypes.data, SIZE, 0, "")], "DRAM")  # even at the same address
+    two.a.remove_remote_agent("agent1")
+    two.a.add_remote_agent(later.get_agent_metadata())
+    with not_found():
+        two.a.make_prepped_xfer("WRITE", lists[0], [0], lists[1], [0])
+    two.a.prep_xfer_dlist("agent1", two.descs(1))
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_list_whose_memory_was_deregistered_and_registered_anew(two: Two, side: int) -> None:
+    lists = two.a.prep_xfer_dlist("NIXL_INIT_AGENT", two.descs(0)), two.a.prep_xfer_dlist("agent1", two.descs(1))
+    handle = two.a.make_prepped_xfer("WRITE", lists[0], [0], lists[1], [0])
+    assert finished(two.a, handle, two.a.transfer(handle)) == "DONE"
+    before = two.buffers[1].copy()
+    owner = two.agents[side]
+    owner.deregister_memory(two.registered[side])
+    owner.register_memory([(two.buffers[side].ctypes.data, SIZE, 0, "")], "DRAM")
+    two.buffers[0][:] = 9
+    with not_found():
+        two.a.transfer(handle)
+    with not_found():
+        two.a.make_prepped_xfer("WRITE", lists[0], [0], lists[1], [0])
+    np.testing.assert_array_equal(two.buffers[1], before)
+
+
+def test_handles_of_another_agent_are_not_valid(two: Two) -> None:
+    mine, theirs = two.transfer(), two.b.initialize_xfer("READ", two.descs(1), two.descs(0), "agent0")
+    assert mine._handle != theirs._handle
+    for call in (two.a.transfer, two.a.check_xfer_state):
+        with invalid():
+            call(theirs)
+    ours, lists = two.a.prep_xfer_dlist("agent1", two.descs(1)), two.b.prep_xfer_dlist("NIXL_INIT_AGENT", two.descs(1))
+    with invalid():
+        two.a.make_prepped_xfer("READ", lists, [0], ours, [0])
+
+
+def test_a_late_request_of_a_former_agent_does_not_remove_the_later_one() -> None:
+    listens, port = listening("listens")
+    former, later = nixl_agent("other"), nixl_agent("other")
+    listens.add_remote_agent(later.get_agent_metadata())
+    listens.agent.forgetSender(former.agent._agent.metadata((), place=False))
+    assert listens.check_remote_metadata("other") is True
+    later.invalidate_local_metadata("127.0.0.1", port)
+    eventually(lambda: not listens.check_remote_metadata("other"))
 
 
 def listening(name: str) -> tuple[Any, int]:
@@ -565,7 +617,7 @@ def test_requests_for_metadata_keep_their_order(monkeypatch: pytest.MonkeyPatch)
         done.append("load")
 
     monkeypatch.setattr(listens.agent, "loadRemoteMD", load)
-    monkeypatch.setattr(listens.agent, "invalidateRemoteMD", lambda _: done.append("invalidate"))
+    monkeypatch.setattr(listens.agent, "forgetSender", lambda _: done.append("invalidate"))
     other = nixl_agent("other")
     other.send_local_metadata("127.0.0.1", port)
     other.invalidate_local_metadata("127.0.0.1", port)

@@ -294,12 +294,16 @@ def test_memory_within_an_agent(pair: OnDevices) -> None:
 def test_memory_at_an_address_where_other_memory_was(pair: OnDevices) -> None:
     """A peer that frees memory often gets the same address for its next one."""
     here, at = pair.host_regions[0].address, 1 << 40
+    number = 0
     for value, nbytes in ((1, NBYTES), (2, NBYTES), (3, NBYTES // 2)):
+        if number:
+            pair.b._ledger.end(number)
+        number = pair.b._ledger.begin()
         array = array_of(1)
         array.fill(value)
         share = pair.b._devices.share(Region(array.ptr, nbytes, array.runtime.device, VRAM), array.runtime)
         share = structs.replace(share, region=structs.replace(share.region, address=at))
-        pair.a.add(metadata_of.encode("b", None, [share.region], [share], []))
+        pair.a.add(metadata_of.encode("b", pair.b._token, None, [share.region], [number], [share], []))
         pair.a.read("b", [(here, at, nbytes)]).wait()
         assert (pair.hosts[0][:nbytes] == value).all()
     with pytest.raises(NotRegisteredError):

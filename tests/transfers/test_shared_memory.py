@@ -97,6 +97,7 @@ def test_memory_that_cannot_be_mapped_takes_the_links_path(shared: Shared, monke
     def refuse(_: bytes) -> None:
         raise ArgumentError("handle", "the test refuses")
 
+    shared.agent.connect("b")
     monkeypatch.setattr(host_memory.SharedMemory, "open", refuse)
     with pytest.warns(RuntimeWarning, match="can't map memory of agent b: handle: the test refuses"):
         transfer = shared.agent.prepare("read", "b", [(shared.near.address, shared.far.address, 100)])
@@ -120,21 +121,31 @@ def test_memory_at_an_address_where_other_memory_was() -> None:
     with Agent("a", listen=()) as a, Agent("b", listen=()) as b:
         a.add(b.metadata())
         here = a.register(ours).address
-        transfers = []
+        transfers, number = [], 0
         for value, nbytes in ((1, 2000), (2, 2000), (3, 1000)):
             memory = shared_empty(2000)
             memory[:] = value
             (share,) = host_memory.shares_of([Region(memory.ctypes.data, nbytes)])
             share = structs.replace(share, region=Region(at, nbytes))
-            a.add(metadata_of.encode("b", None, [share.region], [share], []))
+            if number:
+                b._ledger.end(number)
+            number = b._ledger.begin()
+            a.add(metadata_of.encode("b", b._token, None, [share.region], [number], [share], []))
             transfers.append(a.read("b", [(here, at, nbytes)]))
             transfers[-1].wait()
             assert (ours[:nbytes] == value).all()
-        transfers[0].start().wait()  # it keeps its memory
-        assert (ours == 1).all()
-        a.add(metadata_of.encode("b", None, [Region(at + 500, 0)], [], []))  # takes no memory from the last one
+        ours[:] = 0
+        for transfer in transfers[:2]:
+            with pytest.raises(NotRegisteredError):
+                transfer.start().wait()
+        assert not ours.any()
+        a.add(
+            metadata_of.encode("b", b._token, None, [Region(at + 500, 0)], [b._ledger.begin()], [], [])
+        )  # takes no memory from the last one
         assert a.prepare("read", "b", [(here, at, 1000)]).path.name == "shared_memory"
-        a.add(metadata_of.encode("b", None, [Region(at, 500)], [], []))  # no memory of ProxyCCL's
+        a.add(
+            metadata_of.encode("b", b._token, None, [Region(at, 500)], [b._ledger.begin()], [], [])
+        )  # no memory of ProxyCCL's
         assert a.prepare("read", "b", [(here, at, 500)]).path.name == "process_vm"
 
 

@@ -154,7 +154,8 @@ def test_memory_that_was_deregistered(hosts: TwoHosts, operation: str) -> None:
     with pytest.raises(NotRegisteredError, match="agent b has deregistered its memory at 0x"):
         transfer.start().wait()
     hosts.b.register(hosts.arrays[1])
-    transfer.start().wait()
+    hosts.a.add(hosts.b.metadata())
+    hosts.whole(operation, ("device", "device")).start().wait()
     np.testing.assert_array_equal(hosts.contents("device", 0), hosts.contents("device", 1))
 
 

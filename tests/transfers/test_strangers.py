@@ -32,15 +32,15 @@ class Target:
         self.agent = Agent("b", listen=["127.0.0.1"])
         self.memory = np.arange(200, dtype=np.uint8)
         self.region = self.agent.register((self.memory.ctypes.data, 100))
-        place = metadata.decode(self.agent.metadata()).place
-        assert place is not None
-        self.place = place
+        described = metadata.decode(self.agent.metadata())
+        assert described.place is not None
+        self.token, self.place = described.token, described.place
 
     def link(self) -> socket.socket:
         """A connection to its Unix socket."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(60)
-        connection.connect(unix_address(self.place.token))
+        connection.connect(unix_address(self.token))
         return connection
 
     def greeted(self) -> socket.socket:

@@ -1,0 +1,274 @@
+"""A registration ends: no transfer that was prepared with it moves anything, whatever lies at its address by then."""
+
+from __future__ import annotations
+
+import gc
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from proxyccl.channels.transfers.paths import PATHS
+from proxyccl.device.errors import ArgumentError
+from proxyccl.transfer import (
+    Agent,
+    DisconnectedError,
+    FreedMemoryError,
+    MetadataError,
+    NameTakenError,
+    NotRegisteredError,
+    Region,
+    UnknownAgentError,
+    shared_empty,
+)
+from support.agents import Child, Pair, child, force_path
+
+NBYTES = 1 << 20
+
+pytestmark = [
+    pytest.mark.host_only("agents move the host's memory, whatever the runtime"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+def serve_orders(connection: socket.socket) -> None:
+    """An agent "b" that does with its memory what messages say, and answers with its metadata; b"sum": with the sum."""
+    agent = Agent("b", listen=["127.0.0.1"])
+    memory: Any = None
+    regions: list[Region] = []
+    while order := connection.recv(100):
+        answer = b""
+        match order:
+            case b"shared" | b"private":
+                memory = shared_empty(NBYTES) if order == b"shared" else np.zeros(NBYTES, np.uint8)
+            case b"register":
+                regions.append(agent.register(memory))
+            case b"by address":
+                regions.append(agent.register((memory.ctypes.data, NBYTES)))
+            case b"deregister":
+                agent.deregister(regions.pop())
+            case b"free":
+                memory = None
+                gc.collect()
+            case b"sum":
+                answer = b"%d" % int(memory.sum())
+        connection.send(answer or agent.metadata())
+
+
+class Owner:
+    """The process of `serve_orders`, and an agent "a" that knows it."""
+
+    def __init__(self, process: Child) -> None:
+        self._process = process
+        self.agent = Agent("a", listen=["127.0.0.1"])
+        self.memory = np.ones(NBYTES, np.uint8)
+        self.near = self.agent.register(self.memory)
+
+    def order(self, *orders: str) -> bytes:
+        """Gives orders, and returns the answer to the last one."""
+        answer = b""
+        for order in orders:
+            self._process.connection.send(order.encode())
+            answer = self._process.receive()
+        return answer
+
+    def blocks(self, far: Region) -> list[tuple[int, int, int]]:
+        """All memory as one block."""
+        return [(self.near.address, far.address, NBYTES)]
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    with child(serve_orders) as process:
+        made = Owner(process)
+        yield made
+        made.agent.close()
+
+
+_ENDS = [
+    ["deregister"],
+    ["deregister", "register"],
+    ["deregister", "free"],
+    ["deregister", "free", "{kind}", "register"],
+    ["deregister", "free", "{kind}", "by address"],
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "how", "ends"),
+    [
+        *(("shared_memory", "shared", "register", ends) for ends in _ENDS),
+        *((path, "private", "by address", ends) for ends in _ENDS for path in PATHS),
+        *(
+            (path, "shared", "by address", ends)
+            for ends in (_ENDS[3], ["free"], ["free", "shared", "by address"])
+            for path in ("shared_memory", *PATHS)
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else value,
+)
+def test_a_prepared_transfer_ends_with_its_registration(
+    owner: Owner, path: str, kind: str, how: str, ends: Sequence[str]
+) -> None:
+    if path != "shared_memory":
+        force_path(owner.agent, path)
+    owner.agent.add(owner.order(kind, how))
+    (far,) = owner.agent.regions_of("b")
+    transfers = [owner.agent.prepare(operation, "b", owner.blocks(far)) for operation in ("read", "write")]
+    for transfer in transfers:
+        assert transfer.path.name == path
+        transfer.start().wait()
+    metadata = owner.order(*(end.format(kind=kind) for end in ends))
+    owner.memory[:] = 2
+    for transfer in transfers:
+        with pytest.raises((NotRegisteredError, FreedMemoryError), match=f"{far.address:#x}"):
+            transfer.start(b"never told").wait()
+        with pytest.raises((NotRegisteredError, FreedMemoryError), match=f"{far.address:#x}"):
+            owner.agent.prepare("write" if transfer.writes else "read", "b", owner.blocks(far)).start().wait()
+    assert (owner.memory == 2).all()
+    if ends[-1] in ("register", "by address"):
+        if "free" in ends:  # the new memory is as it was made
+            assert owner.order("sum") == b"0"
+        owner.agent.add(metadata)
+        new = owner.agent.regions_of("b")[-1]
+        owner.agent.write("b", owner.blocks(new)).wait()
+        assert owner.order("sum") == b"%d" % (2 * NBYTES)
+
+
+@pytest.mark.parametrize("path", ["self", *PATHS])
+def test_local_memory_that_was_deregistered(pair: Pair, path: str) -> None:
+    blocks: Any = pair.whole()
+    if path == "self":
+        own = pair.a.register(pair.theirs)
+        blocks = [(pair.our_region.address, own.address, own.nbytes)]
+    else:
+        force_path(pair.a, path)
+    peer = "a" if path == "self" else "b"
+    transfers = [pair.a.prepare(operation, peer, blocks) for operation in ("read", "write")]
+    before = pair.theirs.copy()
+    pair.a.deregister(pair.our_region)
+    pair.a.register(pair.ours)  # at the same address
+    for transfer in transfers:
+        with pytest.raises(NotRegisteredError, match="this agent has deregistered its memory at 0x"):
+            transfer.start(b"never told").wait()
+    assert not pair.ours.any()
+    np.testing.assert_array_equal(pair.theirs, before)
+    assert not pair.b.messages()
+
+
+def test_within_an_agent_the_remote_side_is_checked_too(pair: Pair) -> None:
+    other = np.zeros(100, np.uint8)
+    region = pair.a.register(other)
+    transfer = pair.a.prepare("write", "a", [(pair.our_region.address, region.address, 100)])
+    pair.ours[:] = 1
+    pair.a.deregister(region)
+    with pytest.raises(NotRegisteredError):
+        transfer.start().wait()
+    assert not other.any()
+
+
+def test_a_region_that_is_registered_twice_stays_with_the_first_end(pair: Pair) -> None:
+    again = pair.b.register(pair.theirs)
+    assert again == pair.their_region
+    transfer = pair.a.prepare("read", "b", pair.whole())
+    pair.b.deregister(again)
+    transfer.start().wait()
+    pair.b.deregister(pair.their_region)
+    with pytest.raises(NotRegisteredError):
+        transfer.start().wait()
+    with pytest.raises(NotRegisteredError):
+        pair.b.deregister(again)
+
+
+def test_other_registrations_may_end(pair: Pair) -> None:
+    transfer = pair.a.prepare("read", "b", pair.whole())
+    for _ in range(3):
+        region = pair.b.register(np.zeros(10, np.uint8))
+        transfer.start().wait()
+        pair.b.deregister(region)
+        pair.a.deregister(pair.a.register(np.zeros(10, np.uint8)))
+        transfer.start().wait()
+    np.testing.assert_array_equal(pair.ours, pair.theirs)
+
+
+def test_metadata_that_come_late_do_not_bring_a_registration_back(pair: Pair) -> None:
+    late = pair.b.metadata()
+    pair.b.deregister(pair.their_region)
+    pair.b.register(pair.theirs)
+    pair.a.add(pair.b.metadata())
+    pair.a.add(late)
+    pair.a.read("b", pair.whole()).wait()
+    np.testing.assert_array_equal(pair.ours, pair.theirs)
+
+
+def test_metadata_of_a_former_agent_do_not_extend_the_later_one() -> None:
+    stale: NDArray[np.uint8] = np.zeros(100, np.uint8)
+    with Agent("a", listen=()) as a:
+        with Agent("b", listen=()) as former:
+            former.register(stale)
+            metadata, part = former.metadata(), former.metadata(place=False)
+        with Agent("b", listen=()) as later:
+            a.add(later.metadata())
+            with pytest.raises(UnknownAgentError):
+                a.add(part)
+            with pytest.raises(NameTakenError):
+                a.add(metadata)
+            assert a.regions_of("b") == []
+            a.remove("b")
+            a.add(metadata)
+            with pytest.raises(DisconnectedError):
+                a.connect("b")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"address": 2**64 - 10, "nbytes": 100}, "not a range"),
+        ({"address": 2**64 - 1, "nbytes": 2**64 - 1}, "not a range"),
+        ({"address": 2**63, "nbytes": 1}, "not a range"),
+    ],
+)
+def test_metadata_with_memory_that_no_process_has(pair: Pair, changed: dict[str, int], message: str) -> None:
+    good = json.loads(pair.b.metadata())
+    good["regions"][0].update(changed)
+    pair.a.remove("b")
+    with pytest.raises(MetadataError, match=message):
+        pair.a.add(json.dumps(good).encode())
+    assert pair.a.peers == []
+    with pytest.raises(ArgumentError, match=r"metadata: must be bytes, not str"):
+        pair.a.add(pair.b.metadata().decode())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("region", "argument"),
+    [
+        (Region(0, 10, label="x" * 4097), "label"),
+        (Region(0, 10, label="\ud800"), "label"),
+        (Region(-1, 10), "address"),
+        (Region(0, 2**64), "nbytes"),
+        (Region(0, 10, device=-1), "device"),
+        (Region(2**63 - 1, 1), "regions"),
+        (Region(0, 10, kind="file"), "kind"),
+    ],
+)
+def test_regions_that_no_peer_would_take(pair: Pair, region: Region, argument: str) -> None:
+    with pytest.raises(ArgumentError) as error:
+        pair.b.register_regions([Region(4096, 10), region])
+    assert error.value.argument == argument
+    assert pair.b.regions == [pair.their_region]
+    pair.a.add(pair.b.metadata())
+
+
+def test_labels_and_names_of_the_greatest_length(pair: Pair) -> None:
+    pair.b.register(np.zeros(10, np.uint8), label="ä" * 4096)
+    pair.a.add(pair.b.metadata())
+    for name in ("\ud800", "x" * 1025):
+        with pytest.raises(ArgumentError, match="name"):
+            Agent(name)
+    for listen in ("127.0.0.1", [5], ["\0"], ["\ud800"], ["a" * 300]):
+        with pytest.raises(ArgumentError, match="listen"):
+            Agent("c", listen=listen)  # type: ignore[arg-type]
