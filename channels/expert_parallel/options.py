@@ -136,8 +136,8 @@ class LayerOptions:
         if self.config.hidden % _SCALES_ALIGNMENT:
             raise ArgumentError(
                 "hidden",
-                f"must be a multiple of {_SCALES_ALIGNMENT} with dispatch_dtype, not {self.config.hidden}: a row's scales "
-                f"follow its elements",
+                f"must be a multiple of {_SCALES_ALIGNMENT} with dispatch_dtype, not {self.config.hidden}: a row's "
+                "scales follow its elements",
             )
 
     def _check_layout(self) -> None:

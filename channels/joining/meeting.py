@@ -244,7 +244,8 @@ def meet_apart(
         bootstrap = _subset(whole.bootstrap, members, key)
     if bootstrap is None:
         refusals = _Refusals(whole, members, meetings[ranks], give_up)
-        telling, explaining = refusals.telling(), refusals.explaining
+        telling: AbstractContextManager[None] = refusals.telling()
+        explaining: Callable[[], AbstractContextManager[None]] = refusals.explaining
     else:
         exchange = Exchange(bootstrap, timeout, give_up)
         telling, explaining = exchange.telling(), contextlib.nullcontext

@@ -215,7 +215,7 @@ def connect(
             else:
                 connection = _by_tcp(place, deadline, failures)
             if connection is not None:
-                connected = _choose(connection, carrier, place, allowed, failures, provider)
+                connected = _choose(connection, carrier, token, place, allowed, failures, provider)
                 if connected is not None:
                     return connected
     paths = "" if len(allowed) == len(_ALL) else f" by {' or '.join(sorted(allowed))}"
@@ -253,6 +253,7 @@ def _by_tcp(place: Place, deadline: float, failures: list[str]) -> socket.socket
 def _choose(
     connection: socket.socket,
     carrier: str,
+    token: bytes,
     place: Place,
     allowed: frozenset[str],
     failures: list[str],
@@ -274,7 +275,7 @@ def _choose(
                 process = os.pidfd_open(pid)
                 undo.callback(os.close, process)
         if here and "process_vm" in allowed:
-            reason = _why_not_copied(pid, place, carrier)
+            reason = _why_not_copied(pid, token, place, carrier)
             copied = not reason
             failures += [reason] if reason else []
         by_fabric = provider and FABRIC in allowed and (carrier == "tcp" or carrier not in allowed)
@@ -293,7 +294,7 @@ def _choose(
     return Connected(connection.detach(), process, pid if copied else 0, path, carrier)
 
 
-def _why_not_copied(pid: int, place: Place, carrier: str) -> str:
+def _why_not_copied(pid: int, token: bytes, place: Place, carrier: str) -> str:
     """Why the kernel can't copy from and to the peer's process; "" if it can.
 
     Where Yama restricts that to parents, the peer is asked to lift it if its Unix socket can be reached.
@@ -303,7 +304,7 @@ def _why_not_copied(pid: int, place: Place, carrier: str) -> str:
     error, seen = _read_secret(pid, place)
     refusal = ""
     if error == errno.EPERM and carrier == "unix" and _YAMA.exists() and _YAMA.read_text().strip() == "1":
-        refused = _ask_to_copy(place)
+        refused = _ask_to_copy(token, place)
         refusal = f"; asked to permit it, the peer answered: {os.strerror(refused)}" if refused else ""
         error, seen = _read_secret(pid, place)
     if error:
@@ -312,12 +313,12 @@ def _why_not_copied(pid: int, place: Place, carrier: str) -> str:
     return "" if seen == place.secret else "its process has another number here"
 
 
-def _ask_to_copy(place: Place) -> int:
+def _ask_to_copy(token: bytes, place: Place) -> int:
     """Asks the peer to let this process copy. 0 or an errno.
 
     The question has a connection of its own: over the link's, a late answer would be taken for that of a frame.
     """
-    connection = _by_unix(place, time.monotonic() + _ANSWER_MS / 1000, [])
+    connection = _by_unix(token, time.monotonic() + _ANSWER_MS / 1000, [])
     if connection is None:
         return errno.ECONNREFUSED
     with connection:

@@ -391,8 +391,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return work
 
     def _is_queued(self, device: torch.device, *, waits: bool) -> bool:
-        """Whether a collective on a GPU goes to the group's thread there. Asynchronous ones do until the ranks have met:
-        others may use other groups first, and wait there for this rank. A synchronous one waits for the queued ones.
+        """Whether a collective on a GPU goes to the group's thread there. Asynchronous ones do until the ranks have
+        met: others may use other groups first, and wait there for this rank. A synchronous one waits for the queued
+        ones.
         """
         executor = self._executors.get((device, None))
         is_idle = executor is None or executor.is_idle

@@ -19,11 +19,11 @@ enum {
 };
 
 /* A copy that a thread is within. */
-typedef struct Guard {
+typedef struct GuardedCopy {
   sigjmp_buf back;
   const struct iovec *to, *from;
   uint64_t count;
-} Guard;
+} GuardedCopy;
 
 /* A call of another handler, which a thread is within. */
 typedef struct Passing {
@@ -38,7 +38,7 @@ typedef struct Replaced {
 } Replaced;
 
 /* A handler may not allocate, as the first use of a thread's variable of another model does. */
-static __thread Guard *current __attribute__((tls_model("initial-exec")));
+static __thread GuardedCopy *current __attribute__((tls_model("initial-exec")));
 static __thread Passing passing __attribute__((tls_model("initial-exec")));
 static const int signals[] = {SIGSEGV, SIGBUS};
 static Replaced replaced[2];
@@ -53,7 +53,7 @@ static int is_near(const struct iovec *blocks, uint64_t count, uintptr_t address
 }
 
 /* Whether a copy has raised a signal. Another handler that was installed later may raise it again. */
-static int is_of(const Guard *guard, const siginfo_t *info) {
+static int is_of(const GuardedCopy *guard, const siginfo_t *info) {
   if (info->si_code <= 0) return info->si_pid == getpid();
   if (info->si_code == SI_KERNEL) return 1; /* not an address of this architecture: the kernel does not tell it */
   const uintptr_t address = (uintptr_t)info->si_addr;
@@ -88,7 +88,7 @@ static void pass_on(int number, siginfo_t *info, void *context) {
 }
 
 static void handle(int number, siginfo_t *info, void *context) {
-  Guard *guard = current;
+  GuardedCopy *guard = current;
   if (guard == NULL || !is_of(guard, info)) {
     const int kept = errno;
     pass_on(number, info, context);
@@ -130,7 +130,7 @@ void guard_admit(sigset_t *blocked) {
 
 /* 0: a byte can't be touched. */
 static int copy(const struct iovec *to, const struct iovec *from, uint64_t count) {
-  Guard guard;
+  GuardedCopy guard;
   guard.to = to;
   guard.from = from;
   guard.count = count;

@@ -988,7 +988,7 @@ def test_a_call_without_memory_reports_it_and_queues_nothing(tmp_path: Path) -> 
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    names = "copy fill write launch record wait stream event memory".split()
+    names = ["copy", "fill", "write", "launch", "record", "wait", "stream", "event", "memory"]
     assert done.stdout.splitlines() == [*names, "True 1 0 0 0", "True 2 0 0 0"]
 
 
