@@ -528,7 +528,7 @@ def test_a_former_reader_of_a_name_says_nothing_for_the_later_one(keep: Keep, mo
     trainer, former = keep(Trainer("a")), keep(Staged("s"))
     connect(trainer, [former])
     (source,), (owner,) = trainer.sources, trainer.agents
-    assert source.targets == ["s"]
+    until(lambda: source.targets == ["s"])
     with Agent("s") as agent:
         later = WeightTarget(agent)
         later.add("w", np.zeros((ROWS, COLUMNS), np.float32))
