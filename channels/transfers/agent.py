@@ -18,7 +18,7 @@ from proxyccl.channels import array_libraries
 from proxyccl.channels.timeouts import timeout_from
 from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.blocks import Rows, as_rows
-from proxyccl.channels.transfers.device_memory import Devices, Pinned, Reached, Share
+from proxyccl.channels.transfers.device_memory import Devices, Exported, Pinned, Reached, Share
 from proxyccl.channels.transfers.engine_calls import raise_status, wait_in_slices
 from proxyccl.channels.transfers.errors import (
     NameTakenError,
@@ -118,6 +118,7 @@ class Agent:
         self._devices = Devices()
         self._reached, self._pinned = Reached(), Pinned()
         self._shares: dict[Region, Share] = {}  # of the host's memory
+        self._exported: dict[Region, Exported] = {}
         self._serving: dict[Copier, ProxycclStagingPointer] = {}
         served: list[object] = []
         self._keep_serving = served.append
@@ -178,6 +179,8 @@ class Agent:
             for peer in peers:
                 peer.leave()
             self._pinned.forget()
+            self._exported.clear()
+            self._drop_pins_of_others(self._own.all)
             self._ledger.close()
             if self._fabric is not None:
                 self._fabric.close()
@@ -237,7 +240,8 @@ class Agent:
             if wrong is not None:
                 raise ArgumentError(*wrong)
         # An array without elements may have no address.
-        shares = [self._devices.share(each, runtime) for each in regions if each.kind == VRAM and each.nbytes]
+        exported = [self._devices.share(each, runtime) for each in regions if each.kind == VRAM and each.nbytes]
+        shares = [each.share for each in exported]
         host_shares = shares_of(regions)
         copiers = {share.region: self._devices.of(share) for share in shares}
         pages = {region: pages_of(region) for region in regions if region.nbytes}
@@ -254,6 +258,7 @@ class Agent:
                     raise
             self._begin(regions, pages)
             self._reached.add(shares)
+            self._exported.update((each.share.region, each) for each in exported)
             self._shares.update((share.region, share) for share in host_shares)
             self._publish()
 
@@ -288,17 +293,25 @@ class Agent:
             for region in gone:
                 self._ledger.end(numbers[region])
                 self._shares.pop(region, None)
+                self._exported.pop(region, None)
             self._publish()
             if self._fabric is not None:
                 self._fabric.deregister(gone)
             self._reached.add((), gone)
             self._pinned.forget(gone)
+            self._drop_pins_of_others(gone)
             for region in regions:
                 kept = self._kept.get(region)
                 if kept:
                     del kept[0]
                 if not kept:
                     self._kept.pop(region, None)
+
+    def _drop_pins_of_others(self, regions: Iterable[Region]) -> None:
+        """Other agents of this process pin this one's memory too, which may be freed from now on."""
+        for agent in list(_agents):
+            if agent is not self:
+                agent._pinned.drop(regions)
 
     @property
     def regions(self) -> list[Region]:

@@ -19,6 +19,7 @@ from proxyccl.device.base_runtime import Memory, StreamLike
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, ResourceError
 from proxyccl.device.memory.descriptor_server import serve
 from proxyccl.device.memory.handle_kinds import sharing_of
+from proxyccl.device.process import forks
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.runtimes import find_runtime, open_driver, open_runtime
 from proxyccl.proxy.codec import Message
@@ -109,8 +110,8 @@ class Devices:
                 return copier
         raise NoPathError(f"no device of this process reaches {share.place}")
 
-    def share(self, region: Region, runtime: Runtime | None = None) -> Share:
-        """Shares a region with other processes.
+    def share(self, region: Region, runtime: Runtime | None = None) -> Exported:
+        """Shares a region with other processes, until the result is garbage.
 
         Raises:
             ArgumentError: it is not memory of the device, or can't be shared.
@@ -122,7 +123,20 @@ class Devices:
             raise ArgumentError("memory", f"{region.address:#x} is not memory of {runtime.name} device {region.device}")
         self.copier(region.device, runtime=runtime)
         serve()  # for agents in other PID namespaces
-        return Share(region, runtime.device_id, runtime.export(region.address, region.nbytes))
+        return Exported(runtime, region)
+
+
+class Exported:
+    """A region of this process that others can map until this object is garbage.
+
+    Attributes:
+        share: how they map it.
+    """
+
+    def __init__(self, runtime: Runtime, region: Region) -> None:
+        handle = runtime.export(region.address, region.nbytes)
+        forks.finalizer(self, runtime.end_export, handle)
+        self.share = Share(region, runtime.device_id, handle)
 
 
 class Reached:
@@ -262,6 +276,12 @@ class Pinned:
                 if memory is not None:
                     memories.append(memory)
         return memories, reason
+
+    def drop(self, regions: Iterable[Region]) -> None:
+        """Forgets regions that another agent has deregistered. Each stays pinned while a transfer keeps it."""
+        with self._lock:
+            for region in regions:
+                self._pinned.pop(region, None)
 
     def forget(self, regions: Iterable[Region] | None = None) -> None:
         """Unpins regions; None: all. No transfer may still use them."""

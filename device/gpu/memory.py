@@ -294,13 +294,14 @@ class GpuMemoryManager:
             ResourceError: the driver refuses, for example because a part of it is pinned.
         """
         key = (self._driver.runtime, ptr, nbytes)
+        self.unused.unpin(ptr, nbytes)
         with self._context.current():
             try:
                 self._pinned.acquire(key, lambda: self._pin(ptr, nbytes, None))
             except DriverError as error:
                 raise ResourceError(f"{nbytes} bytes at {ptr:#x} can't be pinned: {error}") from None
         release = functools.partial(self._context.call, functools.partial(self._pinned.release, key, keep=False))
-        return GpuMemory(ptr, nbytes, self.unused.append, release)
+        return GpuMemory(ptr, nbytes, functools.partial(self.unused.append_pin, ptr, nbytes), release)
 
     def export(self, ptr: int, nbytes: int) -> bytes:
         """A handle to device memory, allocated by any library."""

@@ -59,6 +59,7 @@ class UnusedMemory:
 
     def __init__(self) -> None:
         self._others: deque[Free] = deque()
+        self._pins: deque[tuple[int, int, Free]] = deque()  # with their addresses and sizes
         self._allocations: deque[tuple[int, Free]] = deque()  # with their addresses
 
     @classmethod
@@ -74,11 +75,28 @@ class UnusedMemory:
         return len(kept)
 
     def __bool__(self) -> bool:
-        return bool(self._others or self._allocations)
+        return bool(self._others or self._pins or self._allocations)
 
     def append(self, free: Free) -> None:
         """Adds a resource that no other device's kernels use: a mapping, a module."""
         self._others.append(free)
+
+    def append_pin(self, ptr: int, nbytes: int, free: Free) -> None:
+        """Adds the pin of a range of the host's memory, which its owner may have freed."""
+        self._pins.append((ptr, nbytes, free))
+
+    @classmethod
+    def unpin(cls, ptr: int, nbytes: int) -> None:
+        """Ends the pins, on all devices, that overlap a range: the range may be other memory at the same addresses."""
+        for unused in list(cls._on.values()):
+            for pin in list(unused._pins):
+                first, size, free = pin
+                if first < ptr + nbytes and ptr < first + size:
+                    try:
+                        unused._pins.remove(pin)
+                    except ValueError:  # another thread has taken it
+                        continue
+                    free()
 
     def append_allocation(self, ptr: int, free: Free) -> None:
         """Adds memory that was allocated here, by its address."""
@@ -91,6 +109,8 @@ class UnusedMemory:
     def free(self) -> None:
         """Frees everything, except allocations while they are held. The caller has waited for the device."""
         for free in take_each(self._others):
+            free()
+        for *_, free in take_each(self._pins):
             free()
         taken = deque(take_each(self._allocations))
         try:

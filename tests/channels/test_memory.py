@@ -24,7 +24,7 @@ from proxyccl.device.memory.handle_cache import HandleCache
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import Memory
 from support.device_arrays import barrier, on_device, on_host
-from support.devices import rank_runtime
+from support.devices import ON_HOST, rank_runtime
 from support.ranks import Gate, Ranks, collect_garbage
 from support.running import TIMEOUT, run_ranks
 
@@ -335,6 +335,16 @@ def test_memory_that_was_not_allocated_here_is_not_exported(exported: Exported) 
         exported.runtime.export(array.ctypes.data, array.nbytes)
     with pytest.raises(ArgumentError, match=r"private to its process|leave their allocation"):
         exported.runtime.export(exported.memory.ptr + 8000, 400)
+
+
+@pytest.mark.skipif(ON_HOST, reason="the host runtime pins nothing")
+def test_a_forgotten_pin_makes_way_for_one_that_overlaps_it(exported: Exported) -> None:
+    """The array may have been freed, and other memory be at its addresses."""
+    array = np.zeros(1 << 16, np.uint8)
+    exported.runtime.pin(array.ctypes.data, array.nbytes)
+    overlapping = exported.runtime.pin(array.ctypes.data + 5000, 5000)
+    assert overlapping is not None
+    overlapping.close()
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
