@@ -122,7 +122,8 @@ class CallCache:
         key: Key | None,
     ) -> None:
         """Compares the call with the other ranks', prepares it or finds it prepared, and launches it."""
-        self._runtime.stream_handle(stream)  # refuses an invalid stream before anything is agreed
+        if stream is not None:
+            self._runtime.stream_handle(stream)  # refuses an invalid stream before anything is agreed
         fields = self._launches.agree(call)
         if call.count == 0:
             return

@@ -105,7 +105,8 @@ def run_transfers(
     """Issues transfers; `call` is what all ranks must agree on, if it is a collective."""
     group = collectives.group
     group.failure.require_usable()
-    group.runtime.stream_handle(stream)  # refuses an invalid stream before anything is agreed
+    if stream is not None:
+        group.runtime.stream_handle(stream)  # refuses an invalid stream before anything is agreed
     transfers = [transfer for transfer in transfers if transfer.nbytes and not transfer.in_place]
     if len(transfers) > 1 or any(transfer.peer == group.rank for transfer in transfers):
         _require_apart(transfers)

@@ -108,7 +108,7 @@ class HostRuntime:
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
         self._streams_lock = threading.Lock()  # ranks that are threads may share a runtime
-        self._default_stream = self.create_stream()
+        self._default_stream: HostStream | None = None  # it has a thread, which most programs don't need
         self._modules: dict[int, dict[str, VoidPointer]] = {}  # by control block
 
     def __repr__(self) -> str:
@@ -275,7 +275,7 @@ class HostRuntime:
     def _stream_of(self, stream: StreamLike) -> HostStream:
         found: HostStream | None
         if stream is None:
-            found = self._default_stream
+            found = self._default_stream or self._open_default_stream()
         elif isinstance(stream, HostStream):
             found = stream
         else:
@@ -287,6 +287,12 @@ class HostRuntime:
                 raise ArgumentError("stream", f"expected {expected}, not {stream!r}")
         found._require_open()  # a fork's child lacks its thread
         return found
+
+    def _open_default_stream(self) -> HostStream:
+        with self._lock:
+            if self._default_stream is None:
+                self._default_stream = self.create_stream()
+            return self._default_stream
 
     def is_capturing(self, stream: int) -> bool:
         """Never: the host runtime has no graphs."""

@@ -74,6 +74,8 @@ class Thread(threading.Thread):
             _logger.exception("the thread %s has failed", self.name)
             if self._failed is not None:
                 self._failed(error)
+        finally:
+            self._failed = None  # whoever keeps the thread need not keep its owner
 
     def _take(self) -> Callable[[], object] | None:
         # Python keeps a thread that did not begin forever, but not the objects that it would have used.

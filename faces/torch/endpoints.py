@@ -77,7 +77,9 @@ class Endpoints:
         members: Sequence[int] = (),
         runtimes: DeviceRuntimes | None = None,
     ) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._open_store: Any = store
+        self._bootstraps: list[StoreBootstrap] = []  # over it
+        self._rank, self._world_size = rank, world_size
         self._timeout = timeout
         self._whole, self._members = whole, list(members)
         if runtimes is None:
@@ -90,6 +92,14 @@ class Endpoints:
         self._checks: tuple[Callable[[], None], ...] = ()  # of the communicators that were made
         self._closed = self._aborted = False
         self._to_self = ToSelf(rank, self._require_open)
+
+    @property
+    def store(self) -> Any:
+        """Where the ranks meet, until `close`. Raises as a call would then."""
+        store = self._open_store
+        if store is None:
+            self._require_open()
+        return store
 
     def of_all(self, device: torch.device) -> Communicator:
         """The communicator of all ranks for a device. All ranks call this together."""
@@ -203,8 +213,9 @@ class Endpoints:
             name, rank, world_size = f"{runtime}-{low}-{high}", int(self._rank > peer), 2
             whole, members = self, [low, high]
         # A rank's GPUs may have other numbers than its peers', so the communicators of several are told by their order.
-        place = dist.PrefixStore(f"proxyccl-{name}-{self._meetings[name]}", self._store)
+        place = dist.PrefixStore(f"proxyccl-{name}-{self._meetings[name]}", self.store)
         bootstrap = StoreBootstrap(place, rank, world_size)
+        self._bootstraps.append(bootstrap)
         try:
             comm = self._meet(bootstrap, device, peer, whole, members, seconds)
         except WaitTimeoutError:  # whoever did not come in time may still meet this rank's next attempt
@@ -320,3 +331,6 @@ class Endpoints:
             self._closed = True
         for comm in self.made:
             comm.close(wait=False)
+        self._open_store = None  # the program may end it now, as by another init_process_group at its port
+        while self._bootstraps:
+            self._bootstraps.pop().close()

@@ -121,7 +121,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         timeout: bound of every wait.
         whole: the group that these ranks are a part of, or None.
         members: the ranks' numbers there.
-        endpoints: of these ranks, if they exist already.
+        endpoints: of these ranks, if they exist already, with a store of their own.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         endpoints: Endpoints | None = None,
     ) -> None:
         super().__init__(rank, size)
-        store = _unused_part(store, rank)
-        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._rank, self._size, self._timeout = rank, size, timeout
         seconds = timeout.total_seconds()
         if endpoints is None:
+            store = _unused_part(store, rank)
             endpoints = (
                 Endpoints(store, rank, size, seconds)
                 if whole is None
@@ -191,6 +191,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def endpoints(self) -> Endpoints:
         """The communicators of the group."""
         return self._endpoints
+
+    @property
+    def _store(self) -> Any:
+        with torch_errors():
+            return self._endpoints.store
 
     @property
     def options(self) -> Any:
@@ -246,6 +251,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def supports_shrinking(self) -> bool:
         """Whether torch may call `shrink`: it then makes its own process group around a backend."""
         return IS_BACKEND
+
+    def get_group_store(self) -> Any:
+        """Where the ranks meet."""
+        return self._store
 
     def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> Any:
         """A group of the ranks that are not excluded, in their order. They alone call this, together.
@@ -391,9 +400,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return work
 
     def _is_queued(self, device: torch.device, *, waits: bool) -> bool:
-        """Whether a collective on a GPU goes to the group's thread there. Asynchronous ones do until the ranks have
-        met: others may use other groups first, and wait there for this rank. A synchronous one waits for the queued
-        ones.
+        """Whether a collective on a GPU goes to the group's thread. Asynchronous ones do until the ranks have met:
+        others may use other groups first, and wait there for this rank. A synchronous one waits for the queued ones.
         """
         executor = self._executors.get((device, None))
         is_idle = executor is None or executor.is_idle

@@ -12,7 +12,7 @@ from proxyccl.channels.joining.bootstrap import require_place
 from proxyccl.channels.joining.bundles import COLLECTED_FROM, bundle, unbundle
 from proxyccl.channels.joining.survivors import Board
 from proxyccl.channels.segment.rendezvous import ranks_missing
-from proxyccl.device.errors import PeerLostError, WaitTimeoutError
+from proxyccl.device.errors import ClosedError, PeerLostError, WaitTimeoutError
 from torch.distributed import DistError, PrefixStore
 
 _FIRST_PAUSE_SECONDS = 2e-4
@@ -33,9 +33,16 @@ class StoreBootstrap:
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.rank, self.world_size = require_place(rank, world_size)
-        self._store = store
+        self._open_store: Any = store
         self._round = 0
         self._lock = threading.Lock()
+
+    @property
+    def _store(self) -> Any:
+        store = self._open_store
+        if store is None:
+            raise ClosedError("the bootstrap over torch's store was closed")
+        return store
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
         """See `Bootstrap.all_gather`. Also raises PeerLostError if the store is gone, and ExchangeError if a bundle in
@@ -57,6 +64,9 @@ class StoreBootstrap:
                 self._store.delete_key(f"{number - 2}/{self.rank}")
                 if self.world_size >= COLLECTED_FROM and not self.rank:
                     self._store.delete_key(_bundle_key(number - 2))
+        except ClosedError:
+            give_up()  # the user of the bootstrap tells better what has ended
+            raise
         except DistError as error:
             give_up()
             raise PeerLostError(
@@ -105,7 +115,8 @@ class StoreBootstrap:
         return _StoreBoard(PrefixStore("board", self._store), self.rank)
 
     def close(self) -> None:
-        """Does nothing: the store belongs to the caller."""
+        """Lets go of the store, which belongs to the caller: it ends when all have let go of it. No call may follow."""
+        self._open_store = None
 
 
 def _bundle_key(number: int) -> str:

@@ -54,16 +54,20 @@ def _run() -> None:
     reported: weakref.WeakSet[Watched] = weakref.WeakSet()
     while True:
         time.sleep(_INTERVAL_SECONDS)
-        with _lock:
-            groups = [group for group in _watched if group not in reported]
-        for group in groups:
-            try:
-                oldest = group.oldest_call()
-                comm = group.endpoints.failed
-                if comm is not None:
-                    reported.add(group)
-                    _logger.error("%s: %s", oldest, comm.group.failure.exception())
-            except Exception:  # the other groups are still watched
+        _look(reported)
+
+
+def _look(reported: weakref.WeakSet[Watched]) -> None:
+    """Reports the groups that have failed since. It is a function, so that no frame holds a group between two looks."""
+    with _lock:
+        groups = [group for group in _watched if group not in reported]
+    for group in groups:
+        try:
+            oldest = group.oldest_call()
+            comm = group.endpoints.failed
+            if comm is not None:
                 reported.add(group)
-                _logger.exception("a process group is no longer watched")
-        del groups
+                _logger.error("%s: %s", oldest, comm.group.failure.exception())
+        except Exception:  # the other groups are still watched
+            reported.add(group)
+            _logger.exception("a process group is no longer watched")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 
 class WholeGroup:
-    """A mixin: names, devices, the store, and itself in the place of a backend.
+    """A mixin: names, devices, and itself in the place of a backend.
 
     Attributes:
         bound_device_id: the device that was passed to `init_process_group`.
     """
 
-    _store: Any
     _group_name: str
     _group_desc: str
     bound_device_id: torch.device | None = None
@@ -56,10 +54,6 @@ class WholeGroup:
 
     def _get_backend(self, _: torch.device) -> WholeGroup:
         return self
-
-    def get_group_store(self) -> Any:
-        """Where the ranks meet."""
-        return self._store
 
     def _has_hooks(self) -> bool:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import re
@@ -512,6 +513,30 @@ def test_groups_are_made_again_over_one_store() -> None:
 
     for _ in range(2):
         run(body, store=store)
+
+
+def test_groups_that_were_shut_down_let_go_of_their_store() -> None:
+    """At once, so that a program can make a store at the same port: no garbage collection is needed."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+
+    def body(group: Any) -> None:
+        assert all_reduced(group, torch.ones(1)).item() == 2
+        part = group.split(group._store, [0, 1], None)
+        assert all_reduced(part, torch.ones(1)).item() == 2
+        (group.send if group.rank() else group.recv)([torch.ones(1)], 1 - group.rank()).wait()
+        part.shutdown()
+        group.shutdown()
+        with pytest.raises(dist.DistBackendError, match="ClosedError: the process group was shut down"):
+            group.monitored_barrier(TIMEOUT)
+
+    gc.disable()
+    try:
+        run(body, 2, store=store)
+        del store
+        dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    finally:
+        gc.enable()
 
 
 def test_ranks_that_came_in_vain_meet_those_that_come_later() -> None:
