@@ -432,6 +432,7 @@ class _ProxycclDispatch:
     scale_column: int
     id_bytes: int
     output_buffer: int
+    padded_rows: int
     row_bytes: int
     input: PointerField[CharPointer]
     expert_ids: PointerField[CharPointer]

@@ -172,7 +172,7 @@ typedef struct {
 typedef struct {
   uint32_t phases; uint32_t tokens; uint32_t capacity; uint32_t redispatch; uint64_t ticket; uint32_t wanted_tokens;
   uint32_t scale_bytes; uint32_t scale_column; uint32_t id_bytes; uint32_t output_buffer;
-  uint64_t row_bytes;
+  uint32_t padded_rows; uint64_t row_bytes;
   const char *input; const char *expert_ids; const char *weights; const int32_t *scatter; uint64_t scatter_tokens;
   char *output; char *output_scales; char *output_weights; int32_t *received; ProxycclExpertLayout layout; ...;
 } ProxycclDispatch;

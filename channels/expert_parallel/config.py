@@ -29,6 +29,12 @@ _MAX_TOKENS = 2**24  # kernels multiply the number of tokens by that of blocks, 
 _MAX_HIDDEN = 2**28  # kernels count a row's 16-byte words in 32 bits
 MAX_EXPERTS = 2**20  # tables have an entry for each rank, or segment, and expert
 _MAX_BYTES = 2**44  # of all rows of a layer: every size of its workspace is then far below 2**64
+_COLUMN_ALIGNMENT = 4  # scales
+
+
+def column_of(rows: int) -> int:
+    """Scales in a column for this many rows: columns begin at multiples of 16 bytes."""
+    return -(-rows // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT
 
 
 @dataclass(frozen=True)

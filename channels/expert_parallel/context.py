@@ -19,6 +19,7 @@ from proxyccl.channels.expert_parallel.config import (
     NUMBER_DROPS,
     SCALED_DTYPES,
     EPConfig,
+    column_of,
 )
 from proxyccl.channels.expert_parallel.geometry import (
     BY_EXPERT,
@@ -107,7 +108,7 @@ class DispatchCombineContext:
         dispatch_scaled, quantize_launch: the same for the dispatch that makes float8 rows where it stores them, and the
             kernel that makes them before; None if the layer needs none.
         scale_bytes: bytes of a row's scales in float8.
-        scale_column: see ProxycclDispatch.
+        scales_by_columns: as for `EPAll2AllLayer`.
         numbers: numbers the dispatches.
     """
 
@@ -124,7 +125,7 @@ class DispatchCombineContext:
         use_aot: bool = False,
         scales: int = 0,
         quantizes: bool = False,
-        scale_column: int = 0,
+        scales_by_columns: bool = False,
         layout: OutputLayout = BY_EXPERT,
         dropping_ids: int = NUMBER_DROPS,
     ) -> None:
@@ -154,7 +155,7 @@ class DispatchCombineContext:
         quantize = shipped("experts/quantize.h", "expert_quantize", config.token.name) if quantizes else None
         self._pack = shipped("experts/quantize.h", "expert_pack") if scales else None
         self.scale_bytes = 4 * scales
-        self.scale_column = scale_column
+        self.scales_by_columns = scales_by_columns
         self.nodes = Nodes.of_group(group, config, proxied=proxied)
         shape = WorkspaceShape(config, self.blocks, threads, layout, local_combine, self.scale_bytes)
         with group.exchange.telling():
@@ -277,6 +278,7 @@ class DispatchCombineContext:
         *,
         most_rows: int | None = None,
         counts_rows: bool = False,
+        most_tokens: int = 0,
     ) -> EPAllToAllLayoutDesc:
         """The descriptor of a new dispatch. Refuses the call if the ranks' arguments differ.
 
@@ -286,10 +288,11 @@ class DispatchCombineContext:
             taken: the output buffer to which its rows go. Then one kernel must send and receive.
             most_rows: rows that its tables have room for; None to size them when the number is known.
             counts_rows: whether kernels count the received rows for `num_recv_tokens`.
+            most_tokens: as for `logged`.
         """
         number = self.next_number()
         name = call_name(call, weights=inputs.weights is not None, indices=inputs.scatter is not None)
-        self._agree(name, self.ep_config.token.name, number)
+        self._agree(name, self.ep_config.token.name, number, most_tokens)
         tokens = inputs.tokens
         return EPAllToAllLayoutDesc(
             self,
@@ -492,7 +495,12 @@ class DispatchCombineContext:
             if view is not None:
                 setattr(call, name, ffi.cast("char *", view.ptr))
         if call.output_scales:
-            call.scale_bytes, call.scale_column = self.scale_bytes, self.scale_column
+            call.scale_bytes = self.scale_bytes
+            call.scale_column = column_of(call.padded_rows) if self.scales_by_columns else 0
+
+    def _padded_rows(self, desc: EPAllToAllLayoutDesc) -> int:
+        """Rows that each expert has room for in the outputs of a dispatch, if rows are padded; else 0."""
+        return desc.rows // self.ep_config.num_experts_per_rank if self.layout.padded_rows else 0
 
     def _fill_dispatch(self, phases: int, tokens: ArrayView, desc: EPAllToAllLayoutDesc) -> Any:
         call = self._dispatch_call
@@ -500,6 +508,7 @@ class DispatchCombineContext:
         call.phases, call.tokens, call.ticket = phases, tokens.shape[0], desc.number
         call.row_bytes = tokens.shape[1] * tokens.dtype.itemsize
         call.input = ffi.cast("char *", tokens.ptr)
+        call.padded_rows = self._padded_rows(desc)
         desc.fill(ffi.addressof(call, "layout"))
         return call
 
@@ -625,12 +634,12 @@ class DispatchCombineContext:
         self.group.runtime.stream_handle(found)
         return found
 
-    def _agree(self, call: str, dtype: str, number: int) -> None:
-        self.group.launches.agree(self.logged(call, dtype, number))
+    def _agree(self, call: str, dtype: str, number: int, most_tokens: int = 0) -> None:
+        self.group.launches.agree(self.logged(call, dtype, number, most_tokens))
 
-    def logged(self, call: str, dtype: str, number: int) -> CollectiveCall:
-        """A call on dispatch `number` as the ranks compare it."""
-        return CollectiveCall(call, dtype, root=logged_number(number), count=self.ep_config.hidden, of=self._number)
+    def logged(self, call: str, dtype: str, number: int, most_tokens: int = 0) -> CollectiveCall:
+        """A call on dispatch `number` as the ranks compare it; of a dispatch with the most tokens of a rank."""
+        return CollectiveCall(call, dtype, root=logged_number(number), count=most_tokens, of=self._number)
 
     def _launch(
         self,

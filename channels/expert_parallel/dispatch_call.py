@@ -81,7 +81,14 @@ class DispatchCall:
             self._taken = parts.take_buffer(self._like, self.stream, stream, buffered=buffered)
         most = parts.options.most_tokens if self.is_at_once else rows
         name, fixed = "dispatch_send" if halves else "dispatch", rows is not None
-        self.desc = ctx.describe(name, self.inputs, self._taken, most_rows=most, counts_rows=fixed)
+        self.desc = ctx.describe(
+            name,
+            self.inputs,
+            self._taken,
+            most_rows=most,
+            counts_rows=fixed,
+            most_tokens=parts.options.most_of_call,
+        )
         self.output = None if rows is None else self._new_output(rows, self._new_weights(rows))
 
     @property
@@ -143,7 +150,7 @@ class DispatchCall:
         if full_scatter_indices is not None:
             scatter = self._scatter(full_scatter_indices)
         wanted = 0
-        if slots[0] > options.config.max_tokens:  # nothing is sent but the number, so that all ranks raise the same
+        if slots[0] > options.most_of_call:  # nothing is sent but the number, so that all ranks raise the same
             wanted = slots[0]
             tokens, ids = _none_of(tokens), _none_of(ids)
             scales, weights = scales and _none_of(scales), weights and _none_of(weights)
@@ -158,7 +165,7 @@ class DispatchCall:
 
     def _check_tokens(self, count: int, *, scaled: bool) -> None:
         options = self._parts.options
-        most = options.config.max_tokens
+        most = options.most_of_call
         if count > most and not (options.grows and options.fixed_rows is None):
             raise ArgumentError("input", f"has {count} tokens; expected at most max_tokens, {most}")
         if options.quantized and not scaled and not options.quantizes:
@@ -266,7 +273,7 @@ def learn_counts(parts: LayerParts, desc: EPAllToAllLayoutDesc) -> ProxyCCLError
         desc.chosen_rows = ctx.workspace.chosen_rows
     wanted, bad = ctx.wanted_tokens, ctx.bad_expert("exp_indices", options.all_experts)
     if wanted:
-        return CapacityError(f"a rank dispatches {wanted} tokens; max_tokens is {options.config.max_tokens}", wanted)
+        return CapacityError(f"a rank dispatches {wanted} tokens; max_tokens is {options.most_of_call}", wanted)
     return bad
 
 

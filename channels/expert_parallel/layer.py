@@ -18,6 +18,7 @@ from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.dispatch_call import DispatchCall, check_ended, check_waited, refuse_capture
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members, node_size
+from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER
 from proxyccl.channels.expert_parallel.parts import LayerParts
@@ -27,6 +28,27 @@ from proxyccl.channels.expert_parallel.repeated_calls import RepeatedCalls
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
+
+_MOST_NARROWED = 16
+
+
+class UnderWay:
+    """The calls of a layer whose first halves are queued.
+
+    Attributes:
+        sent: the dispatch; None if there is none.
+        returned: the combine.
+        end_dispatch, end_combine: called where a call finds that dispatch, or combine, under way; each makes its second
+            half. None to refuse the later call.
+    """
+
+    __slots__ = ("end_combine", "end_dispatch", "returned", "sent")
+
+    def __init__(self) -> None:
+        self.sent: PendingDispatch | None = None
+        self.returned: PendingCombine | None = None
+        self.end_dispatch: Callable[[], None] | None = None
+        self.end_combine: Callable[[], None] | None = None
 
 
 class EPAll2AllLayer:
@@ -106,8 +128,7 @@ class EPAll2AllLayer:
         layout, max_recv_tokens: as given; max_recv_tokens is the number of padded rows with layout="padded".
         quantized: whether tokens are sent in float8.
         ctx: the buffers and launches.
-        end_dispatch, end_combine: called where a call finds another in two halves under way; each makes the second half
-            of that call. None to refuse the later call.
+        under_way: calls in two halves, whose second half is still to be made.
 
     Raises:
         ArgumentError: an argument is wrong, is not the group's, or differs between ranks.
@@ -162,13 +183,12 @@ class EPAll2AllLayer:
                 local_combine=options.enable_local_combine,
                 scales=options.scales,
                 quantizes=options.quantizes,
-                scale_column=options.scale_column,
+                scales_by_columns=options.scales_by_columns,
                 use_aot=options.use_aot,
                 dropping_ids=options.dropping_ids,
                 layout=options.output_layout,
             )
-        self.ep_config, self.lost_ranks = options.config, options.lost_ranks
-        self.layout, self.max_recv_tokens, self.quantized = options.layout, options.fixed_rows, options.quantized
+        self._take_options(options)
         surviving: SurvivingExperts | None = None
         if options.lost_ranks:
             surviving = SurvivingExperts(
@@ -179,12 +199,41 @@ class EPAll2AllLayer:
                 grid=ctx.grid,
                 use_aot=options.use_aot,
             )
-        self._parts, self._recording = LayerParts(ctx, options, surviving), Recording(options)
-        self._repeated, self._sums_on_own_node = RepeatedCalls(self._parts), self._parts.sums_on_own_node
-        self._sent: PendingDispatch | None = None
-        self._returned: PendingCombine | None = None
-        self.end_dispatch: Callable[[], None] | None = None
-        self.end_combine: Callable[[], None] | None = None
+        self._take_parts(LayerParts(ctx, options, surviving), UnderWay())
+        self._narrowed: dict[int, EPAll2AllLayer] = {}
+
+    def _take_parts(self, parts: LayerParts, under_way: UnderWay) -> None:
+        self._parts, self._recording, self.under_way = parts, Recording(parts.options), under_way
+        self._repeated, self._sums_on_own_node = RepeatedCalls(parts), parts.sums_on_own_node
+
+    def _take_options(self, options: LayerOptions) -> None:
+        self.ep_config, self.lost_ranks = options.config, options.lost_ranks
+        self.layout, self.max_recv_tokens, self.quantized = options.layout, options.fixed_rows, options.quantized
+
+    def narrowed(self, max_tokens: int) -> EPAll2AllLayer:
+        """This layer for calls in which a rank has at most that many tokens; all ranks pass the same number. With
+        layout="padded" the outputs of these calls have room for that number of tokens of each rank.
+
+        It has this layer's memory, and ends with it; one dispatch and one combine can be in flight in all of them. A
+        descriptor is used with the layer that made it. The latest few layers of different numbers are kept.
+
+        Args:
+            max_tokens: 1 to this layer's.
+        """
+        max_tokens = whole_number("max_tokens", max_tokens, 1, self.ep_config.max_tokens)
+        if max_tokens == self.ep_config.max_tokens:
+            return self
+        found = self._narrowed.pop(max_tokens, None)
+        if found is None:
+            found = object.__new__(EPAll2AllLayer)
+            options = replace(self._parts.options, call_tokens=max_tokens)
+            found.ctx, found._narrowed = self.ctx, {}
+            found._take_options(options)
+            found._take_parts(replace(self._parts, options=options), self.under_way)
+            if len(self._narrowed) == _MOST_NARROWED:
+                del self._narrowed[next(iter(self._narrowed))]
+        self._narrowed[max_tokens] = found
+        return found
 
     def __enter__(self) -> EPAll2AllLayer:
         return self
@@ -334,12 +383,12 @@ class EPAll2AllLayer:
         Returns:
             As these; None, without having done anything, if no such call was made before.
         """
-        if self.ctx.closed or self._sent is not None:
+        if self.ctx.closed or self.under_way.sent is not None:
             self._refuse_under_way()
         if not halves:
             return self._repeated.dispatch(input, exp_indices, weight, None, buffered=True)
-        self._sent = self._repeated.dispatch_send(input, exp_indices, weight, None)
-        return self._sent
+        sent = self.under_way.sent = self._repeated.dispatch_send(input, exp_indices, weight, None)
+        return sent
 
     def dispatch_send(
         self,
@@ -359,7 +408,7 @@ class EPAll2AllLayer:
         pending = self._send(input, exp_indices, weight, full_scatter_indices, stream)
         if recorder is not None:
             pending.recorded = input, weight
-        self._sent = pending
+        self.under_way.sent = pending
         return pending
 
     def _send(
@@ -381,12 +430,13 @@ class EPAll2AllLayer:
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         """The second half of `dispatch`: receives the rows. Returns and raises as `dispatch`."""
         self.ctx.require_usable()
-        if pending is not self._sent or pending is None:
+        under_way = self.under_way
+        if pending is not under_way.sent or pending is None:
             raise ArgumentError("pending", "is not the dispatch of this layer that is under way")
         stream = pending.stream if stream is None else stream
         refuse_capture(self._parts, stream)
         recorder = recorder_of(*pending.recorded)
-        self._sent = self.end_dispatch = None
+        under_way.sent = under_way.end_dispatch = None
         if recorder is None:
             return self._receive(pending, stream)
         tokens, weights = pending.recorded
@@ -514,11 +564,11 @@ class EPAll2AllLayer:
         Returns:
             As these; None, without having done anything, if no such call was made before.
         """
-        if self.ctx.closed or self._returned is not None:
+        if self.ctx.closed or self.under_way.returned is not None:
             self._refuse_returning()
         sent = self._repeated.combine(input, ep_a2a_layout_desc, weights, topk_weights, out, None, halves=halves)
         if halves:
-            self._returned = sent
+            self.under_way.returned = sent
         return sent
 
     @property
@@ -559,7 +609,7 @@ class EPAll2AllLayer:
         pending = self._send_back(input, ep_a2a_layout_desc, weights, topk_weights, stream)
         if recorder is not None:
             pending.recorded = input, weights
-        self._returned = pending
+        self.under_way.returned = pending
         return pending
 
     def _send_back(
@@ -578,14 +628,15 @@ class EPAll2AllLayer:
     def combine_recv(self, pending: PendingCombine, *, out: Any = None, stream: StreamLike = None) -> Any:
         """The second half of `combine`: sums the received rows. Returns and raises as `combine`."""
         self.ctx.require_usable()
-        if pending is not self._returned or pending is None:
+        under_way = self.under_way
+        if pending is not under_way.returned or pending is None:
             raise ArgumentError("pending", "is not the combine of this layer that is under way")
         recorder = recorder_of(*pending.recorded)
         if recorder is not None:
             refuse_output(out)
         output, target = pending.output(out)
         stream = pending.stream if stream is None else stream
-        self._returned = self.end_combine = None
+        under_way.returned = under_way.end_combine = None
         if recorder is None:
             return pending.receive(output, target, stream)
         rows, weights = pending.recorded
@@ -619,7 +670,7 @@ class EPAll2AllLayer:
         if self.ep_config.weight.name != "float32":
             raise ArgumentError("combine_weights", f"needs weight_dtype float32, not {self.ep_config.weight}")
         desc = self._own_desc(ep_a2a_layout_desc)
-        if self._returned is not None:
+        if self.under_way.returned is not None:
             raise ArgumentError("combine_weights", "a combine is under way; call combine_recv first")
         by_rank = self.layout == "rank"
         shape = (desc.rows, self.ep_config.topk) if by_rank else self._parts.leading(desc.rows)
@@ -682,18 +733,23 @@ class EPAll2AllLayer:
                 "ep_a2a_layout_desc", f"must be the descriptor that a dispatch gave, not {type(desc).__name__}"
             )
         desc.require_received(self.ctx, "ep_a2a_layout_desc")
+        if self.layout == "padded" and desc.rows != self.max_recv_tokens:
+            raise ArgumentError(
+                "ep_a2a_layout_desc",
+                f"has {desc.rows} padded rows, and this layer {self.max_recv_tokens}; see narrowed",
+            )
         return desc
 
     def _refuse_returning(self) -> None:
-        if self.ctx.closed or self._returned is not None:  # a launch asks whether ranks have failed
+        if self.ctx.closed or self.under_way.returned is not None:  # a launch asks whether ranks have failed
             self.ctx.require_usable()
-            if self.end_combine is None:
+            if self.under_way.end_combine is None:
                 raise ArgumentError("combine", "another combine is under way; call combine_recv first")
-            self.end_combine()
+            self.under_way.end_combine()
 
     def _refuse_under_way(self) -> None:
-        if self.ctx.closed or self._sent is not None:
+        if self.ctx.closed or self.under_way.sent is not None:
             self.ctx.require_usable()
-            if self.end_dispatch is None:
+            if self.under_way.end_dispatch is None:
                 raise ArgumentError("dispatch", "another dispatch is under way; call dispatch_recv first")
-            self.end_dispatch()
+            self.under_way.end_dispatch()

@@ -254,7 +254,7 @@ class EPAllToAllLayoutDesc(Descriptor):
         per_rank, own_node = config.num_experts_per_rank, config.rank // config.local_world_size
         # The first row for each expert from each source, on the expert's rank.
         by_rank = counts.reshape(config.world_size, config.world_size, per_rank).transpose(1, 2, 0).copy()
-        came, room = by_rank.sum(-1), self.owner.tables.padded_rows
+        came, room = by_rank.sum(-1), self.rows // per_rank if self.owner.tables.padded_rows else 0
         by_rank[..., -1] += room - came if room else -came % self.owner.tables.alignment
         flat = by_rank.reshape(config.world_size, -1)
         first = (np.cumsum(flat, axis=1) - flat).reshape(config.num_experts, config.world_size)

@@ -14,6 +14,7 @@ from proxyccl.channels.expert_parallel.config import (
     NUMBER_DROPS,
     SCALED_ELEMENTS,
     EPConfig,
+    column_of,
 )
 from proxyccl.channels.expert_parallel.geometry import OutputLayout
 from proxyccl.channels.expert_parallel.numbers import whole_number
@@ -28,7 +29,6 @@ MOST_BUFFERS = 64
 _SCALES_ALIGNMENT = 16  # where a row's scales begin
 _LAYOUTS = ("expert", "rank", "padded")
 _CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
-_COLUMN_ALIGNMENT = 4  # scales
 _MAY_DIFFER = {"rank", "use_aot", "capacity", "config"}  # between ranks
 
 
@@ -37,6 +37,7 @@ class LayerOptions:
     """The arguments of an `EPAll2AllLayer` except its group; see there.
 
     Attributes:
+        call_tokens: the most tokens of one rank in a call; None for max_tokens.
         config: sizes and types, of the remaining ranks. Tokens choose its experts.
 
     Raises:
@@ -68,6 +69,7 @@ class LayerOptions:
     keeps_outputs: bool
     minus_one_drops: bool
     capacity: int
+    call_tokens: int | None = None
     config: EPConfig = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +85,8 @@ class LayerOptions:
         ):
             self._set(name, as_flag(getattr(self, name), name))
         self._set("config", self._make_config())
+        if self.call_tokens is not None:
+            self._set("call_tokens", whole_number("max_tokens", self.call_tokens, 1, self.config.max_tokens))
         self._check_sizes()
         self._check_float8()
         self._check_layout()
@@ -217,14 +221,19 @@ class LayerOptions:
         return self.world_size * self.config.max_tokens
 
     @cached_property
+    def most_of_call(self) -> int:
+        """The most tokens of one rank in a call."""
+        return self.call_tokens or self.config.max_tokens
+
+    @cached_property
     def padded_rows(self) -> int:
         """Rows that each expert has room for, if they are padded; else 0."""
-        return self.all_ranks * self.config.max_tokens if self.layout == "padded" else 0
+        return self.all_ranks * self.most_of_call if self.layout == "padded" else 0
 
     @cached_property
     def scale_column(self) -> int:
         """With scales_by_columns: elements of a column, whose beginnings are aligned to 16 bytes; else 0."""
-        return -(-self.padded_rows // _COLUMN_ALIGNMENT) * _COLUMN_ALIGNMENT if self.scales_by_columns else 0
+        return column_of(self.padded_rows) if self.scales_by_columns else 0
 
     @cached_property
     def fixed_rows(self) -> int | None:

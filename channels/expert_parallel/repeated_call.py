@@ -63,14 +63,14 @@ class RepeatedCall:
     Args:
         parts: of the layer.
         like: an array of the call.
-        name, dtype: of the call, as ranks compare it.
+        name, dtype, most_tokens: of the call, as ranks compare it.
     """
 
-    def __init__(self, parts: LayerParts, like: Any, name: str, dtype: str) -> None:
+    def __init__(self, parts: LayerParts, like: Any, name: str, dtype: str, most_tokens: int = 0) -> None:
         self._parts, self._ctx, self._group = parts, parts.ctx, parts.ctx.group
         self._library, self._like_kind = libraries[type(like)], describe_kind(like)
         self._on_host = parts.ctx.runtime_name == "host"
-        self._fields = encode_fields(parts.ctx.logged(name, dtype, 0).encode())
+        self._fields = encode_fields(parts.ctx.logged(name, dtype, 0, most_tokens).encode())
 
     def issuer(self) -> tuple[Any, ...]:
         """How the call reaches its stream, for C (issuer.h)."""

@@ -104,6 +104,7 @@ static int unfit(void) { return PyErr_Occurred() != NULL ? -1 : 0; }
 static int fill(Form* self, const Inputs* inputs, const Descriptor* desc, PyObject* given, Begun* begun) {
   if (desc->tokens == 0 || desc->rows == 0) return 0;
   const int padded = self->padded_rows != 0;
+  if (padded && desc->rows != self->experts * self->padded_rows) return 0;
   const Py_ssize_t rows[] = {padded ? self->experts : desc->rows, padded ? self->padded_rows : self->hidden,
                              self->hidden};
   const Py_ssize_t slots[] = {desc->tokens, self->topk};

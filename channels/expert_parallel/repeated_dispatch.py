@@ -140,8 +140,9 @@ class RepeatedDispatch(RepeatedCall):
 
     def __init__(self, parts: LayerParts, x: Any, ids: Any, weight: Any, *, halves: bool, buffered: bool) -> None:
         like = x[0] if isinstance(x, tuple) else x
-        super().__init__(parts, like, name_of("dispatch", weight, halves=halves), parts.options.config.token.name)
         ctx, options = parts.ctx, parts.options
+        name = name_of("dispatch", weight, halves=halves)
+        super().__init__(parts, like, name, options.config.token.name, options.most_of_call)
         self._buffers, self._buffered = None if halves else ctx.workspace.outputs, buffered
         self._exact, self._halves = options.fixed_rows is None, halves
         self._at_once = not halves and (not self._exact or self._buffers is not None)
@@ -169,6 +170,7 @@ class RepeatedDispatch(RepeatedCall):
         call = ffi.cast("ProxycclDispatch *", launch.packed(1))
         call.id_bytes = input_view(self._group, ids, "exp_indices").dtype.itemsize
         call.row_bytes = tokens.row_bytes if scaled is None else config.hidden + self._scale_bytes
+        call.padded_rows = options.padded_rows
         weight_bytes = config.topk * config.weight.itemsize
         tables = ctx.tables.of_call(
             self._rows, buffered=self._buffers is not None, wide_ids=call.id_bytes == ffi.sizeof("uint64_t")
@@ -190,7 +192,7 @@ class RepeatedDispatch(RepeatedCall):
                 config.hidden,
                 tokens.scales,
                 config.topk,
-                config.max_tokens,
+                options.most_of_call,
                 tokens.given_bytes,
                 config.topk * call.id_bytes,
                 weight_bytes,
@@ -209,7 +211,7 @@ class RepeatedDispatch(RepeatedCall):
                 ctx.arrays.address,
             ),
             (-1 if self._rows is None else self._rows, not self._exact, received_offset(tables)),
-            (self._scale_bytes, ctx.scale_column),
+            (self._scale_bytes, options.scale_column),
             makers,
             self._take,
             self._receive_sent,
@@ -325,6 +327,7 @@ class RepeatedRouting(RepeatedCall):
         launch = ctx.dispatch_plain.copy()
         call = self._call = ffi.cast("ProxycclDispatch *", launch.packed(1))
         call.redispatch, call.id_bytes, call.row_bytes = 1, 4, tokens.row_bytes
+        call.padded_rows = parts.options.padded_rows
         self._own_ids = 4 * ctx.nodes.own * config.max_tokens * config.topk
         self._outputs = _Outputs(parts, like, float8=is_pair, weighted=False)
         first = self.prepared(launchable_after(self._group.runtime, tokens.before, launch))
@@ -334,13 +337,13 @@ class RepeatedRouting(RepeatedCall):
             first,
             first,
             (*tokens.kinds, None, None),
-            (config.hidden, tokens.scales, config.topk, config.max_tokens, tokens.given_bytes, 0, 0),
+            (config.hidden, tokens.scales, config.topk, parts.options.most_of_call, tokens.given_bytes, 0, 0),
             address_of(call),
             tokens.filled,
             (SEND | RECEIVE, 0, 0),
             (EPAllToAllLayoutDesc, NOT_RECEIVED, ctx, ctx.numbers, tables, None, 0, ctx.arrays.address),
             (-1, False, 0),
-            (ctx.scale_bytes if is_pair else 0, ctx.scale_column),
+            (ctx.scale_bytes if is_pair else 0, parts.options.scale_column),
             (None, None, None),
             None,
             None,

@@ -60,6 +60,9 @@ def _rounded(rows: int) -> int:
     return -(-rows // unit) * unit
 
 
+_MOST_KEPT = 64
+
+
 class TableLayouts:
     """The tables of the descriptors of a layer.
 
@@ -70,7 +73,7 @@ class TableLayouts:
 
     Attributes:
         alignment: each expert's rows begin at a multiple of it.
-        padded_rows: rows that each expert has room for, if rows are padded; else 0.
+        padded_rows: the most rows that an expert has room for, if rows are padded; else 0.
     """
 
     def __init__(self, config: EPConfig, nodes: Nodes, layout: OutputLayout) -> None:
@@ -89,6 +92,8 @@ class TableLayouts:
         """
         key = buffered, rows, wide_ids
         if key not in self._kept:
+            if len(self._kept) >= _MOST_KEPT:  # callers may vary the room of padded rows
+                self._kept.clear()
             shapes = self._shapes(buffered)
             if rows is not None:
                 shapes |= {**self._shapes_of_rows(rows), RECEIVED: (1,)}

@@ -343,7 +343,7 @@ class Buffer(Connected):
             [T, hidden]; the sums of topk_weights, float32 [T, topk], or None; and the event. Raises as `dispatch`.
         """
         plain = not others and topk_weights is None and bias is None and isinstance(handle, NormalHandle)
-        if plain and (layers := self._layers) is not None and handle.routing.layer in layers.all:
+        if plain and (layers := self._layers) is not None and handle.routing.layer.ctx in layers.all:
             repeated, event = self._repeat(normal.combine_again, NORMAL, previous_event, async_finish, x, handle)
             if repeated is not None:
                 return repeated, None, event
@@ -483,7 +483,7 @@ class Buffer(Connected):
         """
         plain = not others and combine_wait_recv_cost_stats is None and isinstance(handle, LowLatencyHandle)
         plain = plain and _are_plain(async_finish, return_recv_hook)
-        if plain and (layers := self._layers) is not None and handle.routing.layer in layers.all:
+        if plain and (layers := self._layers) is not None and handle.routing.layer.ctx in layers.all:
             repeated, event = self._repeat(
                 low_latency.combine_again,
                 LOW_LATENCY,

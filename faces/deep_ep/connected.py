@@ -71,7 +71,7 @@ class Connected:
         """Refuses anything but the handle of a dispatch among this buffer's remaining ranks."""
         layers = self._usable()
         routing = routing_of(handle)
-        if routing.layer not in layers.all:
+        if routing.layer.ctx not in layers.all:
             raise ArgumentError(
                 "handle", "is of a dispatch before ranks were lost, or of another buffer; dispatch again"
             )
@@ -84,7 +84,7 @@ class Connected:
             nonlocal was_called
             if was_called:
                 raise ArgumentError("hook", "was called already; a hook receives once")
-            if layer not in self._usable().all:
+            if layer.ctx not in self._usable().all:
                 raise ArgumentError("hook", "is of a call before ranks were lost; dispatch again")
             with names.told():
                 finish()

@@ -7,13 +7,15 @@ Layers live as long as their buffer, because handles of earlier dispatches belon
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.calls import LAYER_SIZE
+from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.options import MOST_BUFFERS
@@ -25,6 +27,7 @@ _TOKENS = Codec(int, 32, "number of tokens")
 _LEAST_TOKENS = 128
 _OUTPUTS = "PROXYCCL_DEEP_EP_OUTPUTS"
 _NOTHING = (None, None, None)
+_MOST_REPEATED = 64
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,22 @@ class Shape:
 
 
 class Turns:
-    """The two layers that calls with hooks of one kind take in turn, so that two of them can be in progress at once.
+    """The two layers that calls with hooks of one shape take in turn, so that two of them can be in progress at once.
 
     Args:
         layers: both.
 
     Attributes:
-        layer: of the next call.
+        layers: as given.
+        next: which of them the next call takes.
     """
 
     def __init__(self, *layers: EPAll2AllLayer) -> None:
-        self.layer, self._other = layers
+        self.layers, self.next = layers, 0
 
     def take(self) -> None:
         """The next call takes the other layer. A refused call does not take one."""
-        self.layer, self._other = self._other, self.layer
+        self.next = 1 - self.next
 
 
 class RepeatedDispatch(Protocol):
@@ -87,7 +91,7 @@ class Layers:
 
     Attributes:
         communicator, lost_ranks: as given.
-        all: these layers, in the order in which all ranks made them.
+        all: these layers by their memory, in the order in which all ranks made them.
         low_latency: low-latency dispatches that were made before, by their arguments that are not tensors, for each
             shape.
     """
@@ -96,24 +100,38 @@ class Layers:
         self.communicator, self.lost_ranks = communicator, lost_ranks
         self._growing: dict[Shape, EPAll2AllLayer] = {}
         self._known: dict[tuple[Any, ...], dict[Shape, EPAll2AllLayer]] = {}
-        self._of_size: dict[tuple[Shape, int], EPAll2AllLayer] = {}
-        self._turns: dict[tuple[Shape, int], Turns] = {}
-        self.all: dict[EPAll2AllLayer, None] = {}
+        self._of_size: dict[Shape, EPAll2AllLayer] = {}
+        self._turns: dict[Shape, Turns] = {}
+        self.all: dict[DispatchCombineContext, EPAll2AllLayer] = {}
         self.low_latency: dict[tuple[Any, ...], dict[Shape, RepeatedDispatch]] = {}
 
     def of_size(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
-        """A layer for at most this many tokens of a rank; all ranks pass the same number."""
-        key = shape, max_tokens
-        if key not in self._of_size:
-            self._of_size[key] = self._make(shape, max_tokens)
-        return self._of_size[key]
+        """A layer for at most this many tokens of a rank; all ranks pass the same number. It has the memory of the
+        largest of the shape. A larger one is made at least twice as large, so that few of them serve all numbers.
+        """
+        largest = self._of_size.get(shape)
+        if largest is None:
+            largest = self._of_size[shape] = self._make(shape, max_tokens)
+        elif largest.ep_config.max_tokens < max_tokens:
+            self.low_latency.clear()  # all ranks leave the smaller layer
+            largest = self._of_size[shape] = self._make_larger(shape, max_tokens, 2 * largest.ep_config.max_tokens)
+        return largest.narrowed(max_tokens)
 
     def turns(self, shape: Shape, max_tokens: int) -> Turns:
-        """The layers of calls with hooks; the first is that of `of_size`."""
-        key = shape, max_tokens
-        if key not in self._turns:
-            self._turns[key] = Turns(self.of_size(shape, max_tokens), self._make(shape, max_tokens))
-        return self._turns[key]
+        """The layers of calls with hooks, which have room for this many tokens; the first is that of `of_size`."""
+        self.of_size(shape, max_tokens)
+        largest = self._of_size[shape]
+        if shape not in self._turns or self._turns[shape].layers[0] is not largest:
+            self._turns[shape] = Turns(largest, self._make(shape, largest.ep_config.max_tokens))
+        return self._turns[shape]
+
+    def keep_low_latency(self, key: tuple[Any, ...], shape: Shape, make: Callable[[], RepeatedDispatch]) -> None:
+        """Keeps a low-latency dispatch that can be repeated, and forgets the oldest of many."""
+        if key not in self.low_latency and len(self.low_latency) == _MOST_REPEATED:
+            del self.low_latency[next(iter(self.low_latency))]
+        kept = self.low_latency.setdefault(key, {})
+        if shape not in kept:
+            kept[shape] = make()
 
     def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
         """Dispatches with a layer that is large enough for all ranks.
@@ -168,8 +186,14 @@ class Layers:
         layers, self.all, self._growing, self._of_size, self._turns = self.all, {}, {}, {}, {}
         self._known.clear()
         self.low_latency.clear()
-        for layer in layers:
+        for layer in layers.values():
             layer.finalize()
+
+    def _make_larger(self, shape: Shape, max_tokens: int, wished: int) -> EPAll2AllLayer:
+        if wished > max_tokens:
+            with contextlib.suppress(ArgumentError):  # on all ranks: a layer can't be that large
+                return self._make(shape, wished)
+        return self._make(shape, max_tokens)
 
     def _make(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
         communicator = self.communicator
@@ -200,7 +224,7 @@ class Layers:
             expert_alignment=shape.alignment,
             lost_ranks=self.lost_ranks,
         )
-        self.all[layer] = None
+        self.all[layer.ctx] = layer
         return layer
 
 

@@ -55,7 +55,8 @@ def dispatch(
     num_scales = hidden // ELEMENTS if use_fp8 else 0
     shape = Shape("padded", hidden, topk_idx.shape[1], num_experts, "bfloat16", num_sms, num_scales)
     turns = layers.turns(shape, max_tokens) if hooked else None
-    layer = layers.of_size(shape, max_tokens) if turns is None else turns.layer
+    largest = layers.of_size(shape, max_tokens) if turns is None else turns.layers[turns.next]
+    layer = largest.narrowed(max_tokens)
     require_stats(stats, layer.ep_config.num_experts_per_rank)
     tokens = quantize_rounded(x) if use_fp8 and round_scale else x
     pending = None
@@ -79,9 +80,8 @@ def dispatch(
     if half is None:
         finish()
     if not round_scale:
-        kept = layers.low_latency.setdefault((max_tokens, num_experts, num_sms, use_fp8, hooked), {})
-        if shape not in kept:
-            kept[shape] = Repeated(turns or layer, layer.ep_config.num_experts_per_rank, max_tokens, num_experts)
+        key = max_tokens, num_experts, num_sms, use_fp8, hooked
+        layers.keep_low_latency(key, shape, lambda: Repeated(turns, layer, max_tokens, num_experts))
     rows = received if scales is None else (received[0], scales)
     return rows, desc.expert_rows, handle, half
 
@@ -103,7 +103,7 @@ def _dispatch_later(layer: EPAll2AllLayer, pending: PendingDispatch, finish: Cal
         if finish is not None:
             finish()
 
-    layer.end_dispatch = end
+    layer.under_way.end_dispatch = end
     return receive, layer
 
 
@@ -122,15 +122,16 @@ class Repeated:
     It makes no layer, and asks those that there are: which shape fits is known to this rank alone if it has no tokens.
 
     Args:
-        layers: those of calls with hooks, or the one of calls without.
-        experts: of this rank.
+        turns: the layers of calls with hooks; None for calls without.
+        layer: of the first call.
         max_tokens, num_experts: of the calls.
     """
 
-    def __init__(self, layers: Turns | EPAll2AllLayer, experts: int, max_tokens: int, num_experts: int) -> None:
-        self._turns = layers if isinstance(layers, Turns) else None
-        self._layer = None if isinstance(layers, Turns) else layers
-        self._experts, self._max_tokens, self._num_experts = experts, max_tokens, num_experts
+    def __init__(self, turns: Turns | None, layer: EPAll2AllLayer, max_tokens: int, num_experts: int) -> None:
+        self._turns, self._layer = turns, layer
+        self._layers = () if turns is None else tuple(each.narrowed(max_tokens) for each in turns.layers)
+        self._experts = layer.ep_config.num_experts_per_rank
+        self._max_tokens, self._num_experts = max_tokens, num_experts
 
     def repeat(
         self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
@@ -138,9 +139,9 @@ class Repeated:
         """The results of `dispatch`; None, and nothing done, if it must be made as the first."""
         if stats is not None:
             require_stats(stats, self._experts)
+        if self._turns is not None:
+            return self._send(x, topk_idx, stats, self._turns)
         layer = self._layer
-        if layer is None:
-            return self._send(x, topk_idx, stats)
         made = layer.repeat_dispatch(x, topk_idx)
         if made is None:
             return None
@@ -154,11 +155,9 @@ class Repeated:
         return LowLatencyHandle(Routing(layer, desc), self._max_tokens, layer.ep_config.hidden, self._num_experts)
 
     def _send(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
+        self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None, turns: Turns
     ) -> tuple[Rows, torch.Tensor, Handle, Half | None] | None:
-        turns = self._turns
-        assert turns is not None
-        layer = turns.layer
+        layer = self._layers[turns.next]
         sent = layer.repeat_dispatch(x, topk_idx, halves=True)
         if sent is None:
             return None
@@ -206,7 +205,7 @@ def _combine_later(
         else:
             layer.combine_recv(pending, out=target)
 
-    layer.end_combine = end
+    layer.under_way.end_combine = end
     return target, (receive, layer)
 
 

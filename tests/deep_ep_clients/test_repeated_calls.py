@@ -14,9 +14,12 @@ import deep_ep  # noqa: E402
 from proxyccl import Communicator  # noqa: E402
 from proxyccl.channels.expert_parallel.combine_call import CombineCall  # noqa: E402
 from proxyccl.channels.expert_parallel.dispatch_call import DispatchCall  # noqa: E402
-from proxyccl.device.errors import ArgumentError, ClosedError  # noqa: E402
+from proxyccl.deep_ep.layers import Layers  # noqa: E402
+from proxyccl.device.errors import ArgumentError, ClosedError, MismatchError  # noqa: E402
+from support.cases.deep_ep_clients import dequantized  # noqa: E402
 from support.devices import runtime_with_blocks, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
+from support.running import run_ranks  # noqa: E402
 
 TOKENS, HIDDEN, TOPK, EXPERTS = 8, 256, 2, 4
 
@@ -190,3 +193,59 @@ def test_what_a_repeated_call_refuses(ranks: Ranks) -> None:
             sent(batch.x, batch.ids)
 
     ranks.run(body)
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "return_recv_hook"])
+def test_the_most_tokens_may_vary_within_the_same_memory(hooked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As callers pass the most tokens of each step. Ranks that pass different numbers are told so."""
+    made: list[int] = []
+    make = Layers._make
+
+    def noted(layers: Layers, shape: Any, max_tokens: int) -> Any:
+        made.append(max_tokens)
+        return make(layers, shape, max_tokens)
+
+    monkeypatch.setattr(Layers, "_make", noted)
+
+    def body(comm: Communicator) -> None:
+        buffer = deep_ep.Buffer(comm)
+
+        def step(tokens: int, most: int, *, float8: bool = False) -> None:
+            batch = Batch(comm, most, tokens)
+            rows, counts, handle, _, hook = buffer.low_latency_dispatch(
+                batch.x, batch.ids, most, EXPERTS, use_fp8=float8, return_recv_hook=hooked
+            )
+            if hook is not None:
+                hook()
+            if float8:
+                assert rows[1].stride()[1:] == (1, -(-2 * most // 4) * 4)
+                rows = dequantized(rows[0], rows[1].contiguous()).to(torch.bfloat16)
+            assert rows.shape == (EXPERTS // 2, 2 * most, HIDDEN)
+            assert handle[0].shape == rows.shape[:2]
+            assert (handle[1] & 0xFFFFFFFF).sum(1).tolist() == counts.tolist()
+            combined, _, hook = buffer.low_latency_combine(
+                rows, batch.ids, batch.weights, handle, return_recv_hook=hooked
+            )
+            if hook is not None:
+                hook()
+            torch.testing.assert_close(combined, batch.weighted, rtol=0.07 if float8 else 0, atol=2 if float8 else 0)
+
+        for float8 in (False, True):
+            for most in (1, 2, 3, 5, 7, 6, 9, 17, 12, 1, 18):
+                step(most, most, float8=float8)
+                step(most - comm.rank * (most // 2), most, float8=float8)
+                step(most * comm.rank, most, float8=float8)
+        with pytest.raises(ArgumentError, match=r"^x: has 5 tokens; expected at most num_max_dispatch"):
+            step(5, 4)
+
+        def differ() -> None:
+            step(1, 7 + comm.rank)
+            comm.synchronize()
+
+        with pytest.raises(MismatchError) as caught:
+            differ()
+        assert caught.value.argument == "count"
+
+    run_ranks(2, body, make_runtime=runtime_with_blocks)
+    of_a_rank = [1, 2, 4, 8, 16, 32]
+    assert sorted(made) == sorted(2 * 2 * (1 + hooked) * of_a_rank)

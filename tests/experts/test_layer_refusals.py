@@ -393,6 +393,31 @@ def test_weights_on_some_ranks_alone_are_a_mismatch() -> None:
     run_ranks(2, body)
 
 
+def test_a_narrowed_layer_has_its_own_descriptors_and_the_same_call_under_way() -> None:
+    plan = plan_of(Case((3, 3), spare_tokens=1))
+
+    def body(comm: Communicator) -> None:
+        layer = plan.case.layer(comm, layout="padded")
+        arrays = [on_device(comm, array[comm.rank]) for array in (plan.inputs, plan.routing.ids)]
+        for wrong in (0, layer.ep_config.max_tokens + 1, 2.0, None):
+            with pytest.raises(ArgumentError, match=r"^max_tokens"):
+                layer.narrowed(wrong)
+        with pytest.raises(ArgumentError, match=r"^input: has . tokens; expected at most max_tokens, 1"):
+            layer.narrowed(1).dispatch(*arrays)
+        narrow = layer.narrowed(layer.ep_config.max_tokens - 1)
+        assert layer.narrowed(layer.ep_config.max_tokens) is layer
+        pending = narrow.dispatch_send(*arrays)
+        with pytest.raises(ArgumentError, match="another dispatch is under way"):
+            layer.dispatch(*arrays)
+        rows, _, desc = narrow.dispatch_recv(pending)
+        for call in (lambda: layer.combine(rows, desc), lambda: layer.redispatch(arrays[0], desc)):
+            with pytest.raises(ArgumentError, match=r"^ep_a2a_layout_desc"):
+                call()
+        narrow.combine(rows, desc)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("instead", ["dispatch", "combine", "layer", "finalize", "all_reduce"])
 def test_calls_of_different_layers_are_a_mismatch(instead: str) -> None:
     plan = plan_of(Case((4, 4)))

@@ -252,9 +252,9 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::gatherCounts(const Group& group, Gathered* 
 
 template <class Mode>
 PROXYCCL_DEVICE uint32_t Dispatch<Mode>::placeRows(uint32_t* first, const uint32_t* before) const {
-  const uint32_t ranks = team_->world_size, experts = team_->experts_per_rank, room = team_->padded_rows;
+  const uint32_t ranks = team_->world_size, experts = team_->experts_per_rank, room = call_.padded_rows;
   if (team_->expert_alignment != 0) alignExperts(first);
-  if (room == 0) return exclusiveScan(first, before, ranks * experts);
+  if (!isPadded()) return exclusiveScan(first, before, ranks * experts);
   __shared__ uint32_t rows;
   if (threadIdx.x == 0) rows = 0;
   __syncthreads();

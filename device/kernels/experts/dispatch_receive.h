@@ -156,8 +156,7 @@ PROXYCCL_DEVICE int32_t Dispatch<Mode>::rowOf(const ProxycclExpertSlot& slot, ui
   if (slot.expert == PROXYCCL_NO_EXPERT || expert >= team_->experts_per_rank) return PROXYCCL_NO_ROW;
   uint64_t row = bases()[expert * team_->world_size + source] + slot.position;
   // A token that chooses an expert twice can bring more rows than there is room for.
-  if (team_->padded_rows != 0 && row >= (expert + 1) * static_cast<uint64_t>(team_->padded_rows))
-    return PROXYCCL_PAST_END;
+  if (isPadded() && row >= (expert + 1) * static_cast<uint64_t>(call_.padded_rows)) return PROXYCCL_PAST_END;
   if (call_.scatter != nullptr) {
     uint64_t before = token;
     for (uint32_t s = 0; s < source; ++s) before += tokensOf()[s];
@@ -173,8 +172,8 @@ PROXYCCL_DEVICE int32_t Dispatch<Mode>::rowOf(const ProxycclExpertSlot& slot, ui
 
 template <class Mode>
 PROXYCCL_DEVICE uint64_t Dispatch<Mode>::placeInColumn(uint32_t row, uint64_t columns, uint64_t column) const {
-  const uint32_t expert = row / team_->padded_rows;
-  return (expert * columns + column) * call_.scale_column + (row - expert * team_->padded_rows);
+  const uint32_t expert = row / call_.padded_rows;
+  return (expert * columns + column) * call_.scale_column + (row - expert * call_.padded_rows);
 }
 
 template <class Mode>

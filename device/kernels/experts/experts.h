@@ -132,7 +132,7 @@ typedef struct ProxycclExperts {
   uint32_t segments, segment_tokens; /* segments of a dispatch, the most tokens of one; blocks without one only send */
   uint32_t local_combine, weight_bytes;
   uint32_t chosen_per_rank;                /* with a row for each rank: experts of each rank; else 0 */
-  uint32_t padded_rows;                    /* with padded rows: how many each expert has room for; else 0 */
+  uint32_t padded_rows;                    /* with padded rows: the most that an expert has room for; else 0 */
   uint32_t expert_alignment;               /* each expert's rows begin at a multiple of it, if not 0 */
   uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
   uint32_t output_buffers, output_rows;    /* how many, the last for a combine's rows; rows that each has room for */
@@ -181,9 +181,10 @@ typedef struct ProxycclExpertLayout {
   int32_t* row_tokens;  /* [rows]: the token's number on its rank; or null */
   int32_t* row_experts; /* with a row for each rank, [rows][topk] of id_bytes each: this rank's experts that the token
                            chose, by their number here; -1 for others */
-  int32_t* expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert, at most padded_rows */
-  int32_t* sent_rows;   /* with output buffers, [max_tokens][topk]: the row of each slot of this rank's tokens, on the
-                           slot's rank */
+  int32_t*
+      expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert, at most those that it has room for */
+  int32_t* sent_rows; /* with output buffers, [max_tokens][topk]: the row of each slot of this rank's tokens, on the
+                         slot's rank */
 } ProxycclExpertLayout;
 
 typedef struct ProxycclDispatch {
@@ -198,6 +199,7 @@ typedef struct ProxycclDispatch {
                              row; 0: each row's scales lie together */
   uint32_t id_bytes;      /* 4 or 8; of row_experts, too, unless it is a repeated dispatch */
   uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's; else 0 */
+  uint32_t padded_rows;   /* with padded rows: how many each expert has room for in this call */
   uint64_t row_bytes;
   const char* input;       /* [tokens][row_bytes] */
   const char* expert_ids;  /* [tokens][topk] of id_bytes each; of a repeated dispatch those of the layout */
