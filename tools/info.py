@@ -278,7 +278,11 @@ def _cache() -> list[Finding]:
             require_private(directory, "cache")
         except (OSError, UntrustedPathError) as error:
             return [Finding("Kernels", "cache", False, str(error), advice)]
-    files = [path.stat().st_size for path in directory.glob("*") if path.is_file()]
+    files = []
+    for path in directory.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+            if path.is_file():
+                files.append(path.stat().st_size)
     return [Finding("Kernels", "cache", True, f"{directory}: {len(files)} files, {sum(files) / 2**20:.1f} MiB")]
 
 

@@ -416,7 +416,7 @@ def chosen_local_world_size(choice: int | None, world_size: int) -> int | None:
         text = os.environ.get("PROXYCCL_LOCAL_WORLD_SIZE")
         if not text:
             return None
-        if not text.isdigit() or int(text) < 1:
+        if not text.isdecimal() or int(text) < 1:
             raise ArgumentError("PROXYCCL_LOCAL_WORLD_SIZE", f"must be a positive integer, not {text!r}")
         choice = int(text)
     number = find_integer(choice)

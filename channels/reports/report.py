@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from proxyccl.proxy.codec import Codec, Message
-from proxyccl.proxy.reports.document import MOST_BYTES, Member
+from proxyccl.proxy.reports.document import MOST_BYTES, Member, require_moment
 from proxyccl.proxy.reports.rings import Ring
 
 
@@ -221,6 +221,9 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
     semaphores: list[Semaphore]
     threads: list[Thread]
     unread: list[str]
+
+    def __post_init__(self) -> None:
+        require_moment(self.written)
 
     def encode(self) -> str:
         """As text for a file."""

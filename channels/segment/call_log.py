@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 CALL_ABORTED: int = lib.PROXYCCL_CALL_ABORTED
 CALL_DIFFERS: int = lib.PROXYCCL_CALL_DIFFERS
 CALL_DIFFERED: int = lib.PROXYCCL_CALL_DIFFERED
+_LAST_NUMBER = (1 << 64) - 1
 LOG_ENTRIES: int = lib.PROXYCCL_CALL_LOG_ENTRIES
 
 
@@ -86,6 +87,8 @@ class CallLog:
 def calls_in(segment: ControlSegment, count: int) -> list[tuple[int, tuple[int, ...]]]:
     """Like `recent`, of the rank of a segment. Some may be missing: it goes on meanwhile."""
     last = sum(counts_in(segment).values())
+    if last > _LAST_NUMBER:  # of a segment that is not a rank's
+        return []
     return _read(ffi.cast("ProxycclCallEntry *", segment.calls_host), last, count)
 
 

@@ -68,6 +68,9 @@ class RankPublication(OfProcess, frozen=True):
     def __post_init__(self) -> None:
         if self.layout != segment_bytes():
             raise ValueError(f"layout is {self.layout}; expected {segment_bytes()}")
+        if all(each.rank != self.description.rank for each in self.neighbours):
+            raise ValueError(f"neighbours lack rank {self.description.rank} itself")
+        bytes.fromhex(self.segment)
 
 
 _RANKS = Codec(RankPublication, 1 << 20)
@@ -184,11 +187,14 @@ class RankObserver:
         self._segment.close()
 
     def snapshot(self) -> RankView:
-        """The rank now."""
+        """The rank now. Raises ArgumentError if the segment is not one of a rank."""
         counts = {name_of(digest, _OTHERS): calls for digest, calls in counts_in(self._segment).items()}
         recent = [Call(number, describe_call(fields)) for number, fields in calls_in(self._segment, 1)]
         code, failure = self._failure()
-        leaving = self._segment.presence in (Presence.LEFT, Presence.STOPPED)
+        try:
+            leaving = self._segment.presence in (Presence.LEFT, Presence.STOPPED)
+        except ValueError as error:
+            raise ArgumentError("segment", str(error)) from None
         return RankView(self.publication, counts, recent[0] if recent else None, failure, code, leaving)
 
     def _failure(self) -> tuple[int, str]:

@@ -7,7 +7,7 @@ from typing import Literal
 from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, WorkerView
-from proxyccl.proxy.reports.document import MOST_BYTES, Member
+from proxyccl.proxy.reports.document import MOST_BYTES, Member, require_moment
 from proxyccl.proxy.reports.rings import Ring
 
 
@@ -114,6 +114,9 @@ class DaemonReport(Message, frozen=True, tag_field="format", tag="proxyccl daemo
     threads: list[EngineThread]
     clients: list[Client]
     unread: list[str]
+
+    def __post_init__(self) -> None:
+        require_moment(self.written)
 
     def client_of(self, job: str, rank: int) -> Client | None:
         """The client that is a rank of a job."""

@@ -224,7 +224,7 @@ def withdraw(path: Path) -> None:
 
 
 def _read(path: Path, codec: Codec[P]) -> P | None:
-    """The publication in a file; None for another version's. Raises FileNotFoundError."""
+    """The publication in a file; None for another version's. Raises OSError."""
     with path.open("rb") as file:
         data = file.read(codec.limit + 1)
     try:
@@ -235,7 +235,7 @@ def _read(path: Path, codec: Codec[P]) -> P | None:
 
 def _is_stale(path: Path) -> bool:
     pid = path.name.lstrip(".").partition("-")[0]
-    return pid.isdigit() and start_of(int(pid)) is None
+    return pid.isdecimal() and start_of(int(pid)) is None
 
 
 def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
@@ -248,8 +248,8 @@ def find_running(suffix: str, codec: Codec[P]) -> list[tuple[Path, P]]:
     directory = publications_directory()
     with contextlib.suppress(FileNotFoundError):
         check_directory(directory)
-    for path in sorted(directory.glob(f"*{suffix}")):
-        with contextlib.suppress(FileNotFoundError):  # it was withdrawn meanwhile
+    for path in sorted(each for each in directory.glob(f"*{suffix}") if each.is_file()):
+        with contextlib.suppress(OSError):  # it was withdrawn meanwhile, or may not be read
             publication = _read(path, codec)
             if publication is None:  # observers of that version may use it
                 if _is_stale(path):

@@ -332,7 +332,7 @@ class Observer:
         channels = []
         for channel in range(MAX_CHANNELS):
             place = self._observed.pointer.channels[channel]
-            if not place.connection:
+            if not place.connection or place.ring >= len(self._rings):  # it is newer than the publication
                 continue
             of_handler = place.connection == lib.PROXYCCL_PLACE_HANDLER
             c = self._counters.pointer[channel]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from proxyccl.device.errors import ProxyCCLError
@@ -61,6 +62,12 @@ class Member(Message, frozen=True, eq=False):
     def shown(self) -> str:
         """The process and its host, as people name them."""
         return f"process {self.pid} on {self.host.partition('/')[0]}"
+
+
+def require_moment(written: str) -> None:
+    """Raises ValueError unless a report's `written` is a date and time in UTC."""
+    if datetime.fromisoformat(written).utcoffset() != timedelta(0):
+        raise ValueError(f"written: expected a date and time in UTC, got {written!r}")
 
 
 def read(path: Path) -> bytes:

@@ -74,10 +74,10 @@ def is_written(group: str, who: str) -> bool:
 
 
 def reports_in(where: Path) -> list[Path]:
-    """The reports in a directory by age, the oldest first. Raises OSError."""
+    """The reports in a directory by age, the oldest first: regular files alone. Raises OSError."""
     found = []
     for path in where.iterdir():
-        if _NAME.fullmatch(path.name):
+        if _NAME.fullmatch(path.name) and path.is_file():
             with contextlib.suppress(FileNotFoundError):  # another process has just removed it
                 found.append((path.stat().st_mtime_ns, path))
     return [path for _, path in sorted(found)]

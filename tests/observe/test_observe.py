@@ -378,6 +378,31 @@ def test_what_is_published_wrongly_is_refused(directory: Path) -> None:
     run_ranks(2, body)
 
 
+def test_a_channel_of_a_ring_that_is_not_published_is_left_out() -> None:
+    def body(comm: Communicator) -> None:
+        channels_of(comm)
+        ((_, publication),) = publications.find(comm.job, {comm.rank})
+        with Observer(replace(publication, rings=())) as observer:
+            view = observer.snapshot()
+        assert (view.rings, view.channels) == ((), ())
+        assert rates_between(view, view).channels == ()
+
+    run_ranks(1, body)
+
+
+def test_files_that_are_none_of_a_service_are_left_alone(directory: Path) -> None:
+    directory.mkdir(mode=0o700)
+    os.mkfifo(directory / "1-1.json")
+    (directory / "1-2.json").mkdir()
+    (directory / "1-3.json").symlink_to("1-3.json")
+    names = ("1-4.json", "²-1.json", f"{'9' * 100}-1.json", "-1.json")
+    for name, data in zip(names, (b"\xff" * 9, b"{}", b"[" * 10_000, b""), strict=True):
+        (directory / name).write_bytes(data)
+    assert publications.find() == []
+    assert find_ranks() == []
+    assert (directory / "1-1.json").exists()
+
+
 # -- top ---
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import os
 import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from proxyccl import ArgumentError, Communicator, CommunicatorError
 from proxyccl.channels.segment.published import RankObserver, RankView, find_ranks
+from proxyccl.device.memory.shared_memory import SharedMemory
+from proxyccl.tools.communicators import communicators
 from support.ranks import Ranks
 
 pytestmark = pytest.mark.no_proxy
@@ -96,6 +102,32 @@ def test_a_rank_of_another_version_is_left_alone(directory: Path) -> None:
         path.write_text(re.sub(r'"layout":\d+', '"layout":1', path.read_text()))
         assert [publication.description.rank for _, publication in find_ranks()] == [1]
         assert path.exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"segment": "not hexadecimal"}, {"segment": "0"}, {"neighbours": []}], ids=["text", "half a byte", "none"]
+)
+def test_a_file_that_does_not_fit_a_rank_is_left_alone(wrong: dict[str, object], directory: Path) -> None:
+    with Ranks(2) as ranks:
+        ranks.run(some_calls)
+        path, _ = directory.glob("*.rank")
+        path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
+        assert len(find_ranks()) == 1
+        (found,) = communicators()
+        assert (len(found.ranks), len(found.missing)) == (1, 1)
+
+
+def test_a_segment_of_something_else_is_refused() -> None:
+    with Ranks(2) as ranks:
+        ranks.run(some_calls)
+        publication = find_ranks()[0][1]
+        memory = SharedMemory.allocate(4 << 20)
+        for byte in (0xFF, 0x81, 0x01):
+            ctypes.memset(memory.ptr, byte, memory.nbytes)
+            found = replace(publication, segment=memory.handle.hex())
+            with RankObserver(found) as observer, contextlib.suppress(ArgumentError):
+                observer.snapshot()  # or values that a rank could have
+        memory.close()
 
 
 def test_a_rank_that_has_gone_is_refused() -> None:

@@ -148,6 +148,18 @@ def test_text_in_reports_stays_on_its_lines(reports: Path, capsys: pytest.Captur
     ]
 
 
+def test_a_file_that_is_not_a_report_of_a_moment_is_named(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, hang)
+    first, second = sorted(reports.iterdir())
+    for written in ("2026-13-40", "2026-11-28", "2026-11-28T10:00:00+05:00", ""):
+        first.write_text(json.dumps(json.loads(second.read_text()) | {"written": written}))
+        os.mkfifo(reports / "00000000-rank0-1-1.json")
+        capsys.readouterr()
+        assert main(["doctor", str(reports)]) == 0
+        assert f"proxyccl: invalid report from {first}: " in capsys.readouterr().err
+        (reports / "00000000-rank0-1-1.json").unlink()
+
+
 def test_what_can_not_be_read_is_said_and_the_rest_is_there(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("not today")
