@@ -19,6 +19,7 @@ from proxyccl.channels.transfers.regions import VRAM
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.proxy._transfers import ffi, lib
+from proxyccl.proxy.connecting import NoAddressError, connect_to_any
 from proxyccl.proxy.hosts import boot_id, host_addresses
 
 _TCP_OPTIONS = {
@@ -237,17 +238,16 @@ def _by_unix(token: bytes, deadline: float, failures: list[str]) -> socket.socke
 
 
 def _by_tcp(place: Place, deadline: float, failures: list[str]) -> socket.socket | None:
-    refused = []
-    for address, port in place.addresses:
-        try:
-            remote = socket.create_connection((address, port), max(0.001, deadline - time.monotonic()))
-        except (OSError, ValueError) as error:  # ValueError: of characters that no address has
-            refused.append(f"{address} port {port}: {getattr(error, 'strerror', None) or error}")
-            continue
-        _set_options(remote)
-        return remote
-    failures += refused or ["it listens for agents of its own host only"]
-    return None
+    if not place.addresses:
+        failures.append("it listens for agents of its own host only")
+        return None
+    try:
+        remote = connect_to_any(place.addresses, deadline)
+    except NoAddressError as error:
+        failures.append(str(error))
+        return None
+    _set_options(remote)
+    return remote
 
 
 def _choose(

@@ -7,10 +7,11 @@ import errno
 import socket
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
-from proxyccl.channels.transfers import paths
+from proxyccl.channels.transfers import metadata, paths
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy._transfers import lib
 from proxyccl.transfer import Agent, DisconnectedError
@@ -74,6 +75,26 @@ def test_accepted_links_send_small_answers_at_once_and_notice_silent_hosts() -> 
         accepted = undo.enter_context(listeners[1].accept()[0])
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_an_address_that_does_not_answer_takes_no_time_of_the_next(
+    apart: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host drops packets, as one does whose queue of connections is full."""
+    monkeypatch.setattr(paths, "boot_id", lambda: "another")
+    with contextlib.ExitStack() as undo:
+        full = undo.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            waits = undo.enter_context(socket.socket())
+            waits.setblocking(False)
+            waits.connect_ex(full.getsockname())
+        pair = undo.enter_context(contextlib.closing(Pair(timeout=1000)))
+        known = metadata.decode(pair.b.metadata())
+        assert known.place is not None
+        place = msgspec.structs.replace(known.place, addresses=[full.getsockname(), *known.place.addresses])
+        pair.a.remove("b")
+        pair.a.add(metadata.encode("b", place, known.regions, known.shares, known.keys))
+        assert pair.a.connect("b").name == "tcp"
 
 
 class Yama:

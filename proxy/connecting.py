@@ -1,0 +1,97 @@
+"""TCP connections to a host that has several addresses, of which some may not answer."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+_STAGGER_SECONDS = 0.25
+
+
+class NoAddressError(OSError):
+    """No address of a host could be connected to.
+
+    Attributes:
+        failures: why, for each address and port; TimeoutError: no answer came.
+    """
+
+    def __init__(self, failures: Mapping[tuple[str, int], OSError]) -> None:
+        reasons = (f"{host} port {port}: {error.strerror or error}" for (host, port), error in failures.items())
+        super().__init__("; ".join(reasons) or "there is no address")
+        self.failures = failures
+
+
+def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> socket.socket:
+    """Connects to the first address that answers.
+
+    An attempt begins after each quarter of a second, or at once when one fails, and the earlier ones go on meanwhile
+    (RFC 8305): an address that drops packets does not take the time of those after it.
+
+    Args:
+        addresses: hosts and ports, the preferred one first; a name may have several addresses.
+        deadline: of `time.monotonic`.
+
+    Raises:
+        NoAddressError: none has answered by then.
+        OSError: there are too few descriptors.
+    """
+    failures: dict[tuple[str, int], OSError] = {}
+    waiting = deque(_resolve(addresses, failures))
+    attempts: dict[int, tuple[socket.socket, tuple[str, int]]] = {}
+    poll = select.poll()
+    next_at = time.monotonic()
+    with contextlib.ExitStack() as undo:
+        while waiting or attempts:
+            now = time.monotonic()
+            if waiting and (now >= next_at or not attempts):
+                family, place, named = waiting.popleft()
+                attempt = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                attempt.setblocking(False)
+                status = attempt.connect_ex(place)
+                if status not in (0, errno.EINPROGRESS):
+                    failures[named] = OSError(status, os.strerror(status))
+                    attempt.close()
+                    continue
+                attempts[attempt.fileno()] = attempt, named
+                poll.register(attempt, select.POLLOUT)
+                next_at = now + _STAGGER_SECONDS
+            until = min(deadline, next_at) if waiting else deadline
+            ended = poll.poll(max(0, int(1000 * (until - time.monotonic())) + 1))
+            for descriptor, _ in ended:
+                attempt, named = attempts.pop(descriptor)
+                status = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                if status == 0:
+                    connected = attempt.dup()
+                    connected.setblocking(True)
+                    return connected
+                failures[named] = OSError(status, os.strerror(status))
+                poll.unregister(descriptor)
+                attempt.close()
+                next_at = now
+            if not ended and time.monotonic() >= deadline:
+                failures |= {named: TimeoutError("timed out") for _, named in attempts.values()}
+                break
+    raise NoAddressError(failures)
+
+
+def _resolve(
+    addresses: Iterable[tuple[str, int]], failures: dict[tuple[str, int], OSError]
+) -> Iterable[tuple[socket.AddressFamily, tuple[object, ...], tuple[str, int]]]:
+    """The families and places of addresses, with their names."""
+    for host, port in addresses:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            failures[host, port] = error
+            continue
+        except ValueError as error:  # characters that no address has
+            failures[host, port] = OSError(errno.EINVAL, str(error))
+            continue
+        for family, _, _, _, place in found:
+            yield family, place, (host, port)
