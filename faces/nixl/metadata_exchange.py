@@ -7,26 +7,28 @@ its memory. Agents that exchange metadata by other means need no listener.
 from __future__ import annotations
 
 import contextlib
+import errno
 import queue
+import selectors
 import socket
 import struct
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
 from typing import Protocol
 
-from proxyccl.device.errors import ResourceError
 from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
 from proxyccl.nixl.logging import get_logger
+from proxyccl.proxy.connecting import NoAddressError, connect_to_any
 
 _HEAD = struct.Struct("<4sBQ")
 _FORMAT = b"PXM1"
 _LONGEST = 64 << 20
 _SECONDS = 5.0  # for one exchange, and for a peer to start to listen
-_MOST_AT_ONCE = 16  # exchanges of a listener; further peers wait
+_MOST_AT_ONCE = 256  # exchanges of a listener; the oldest gives way to a further one
+_PART = 1 << 20
 _PAUSE_SECONDS = 0.05
 _logger = get_logger(__name__.removeprefix("proxyccl.nixl."))
 
@@ -73,45 +75,125 @@ def _end(listener: socket.socket) -> None:
         listener.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
 
 
-def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) -> None:
-    free = threading.BoundedSemaphore(_MOST_AT_ONCE)
-    with listener:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                if reference() is None:
-                    return
-                time.sleep(_PAUSE_SECONDS)  # no descriptor is left; the peer waits
-                continue
-            free.acquire()
-            try:
-                Thread(_answer, "proxyccl-nixl-answer", connection, reference, free).start()
-            except ResourceError as error:
-                _logger.warning("a peer's metadata request failed: %s", error)
-                connection.close()
-                free.release()
+class _Exchange:
+    """One peer's request, as far as it has come, and then the answer, as far as it is not sent. No call waits.
 
+    Attributes:
+        connection: to the peer.
+        deadline: when it must have ended.
+    """
 
-def _answer(connection: socket.socket, reference: weakref.ref[Exchanging], free: threading.BoundedSemaphore) -> None:
-    """Serves one request. A peer that leaves, or sends nothing valid, loses only that."""
-    deadline = time.monotonic() + _SECONDS
-    with connection:
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.deadline = time.monotonic() + _SECONDS
+        self._received = bytearray()
+        self._answer: memoryview | None = None
+
+    def proceed(self, reference: weakref.ref[Exchanging]) -> int:
+        """Goes on with it. Returns the event to wait for, 0 if it has ended.
+
+        Raises:
+            OSError: the peer has left, or sent nothing valid.
+        """
         try:
-            request, data = _receive(connection, deadline)
-            agent = reference()
-            if agent is None:
-                return
-            if request == Request.LOAD:
-                agent.loadRemoteMD(data)
-            elif request == Request.FETCH:
-                _send(connection, deadline, Request.LOAD, agent.getLocalMD())
-            elif request == Request.INVALIDATE:
-                agent.forgetSender(data)
-        except Exception as error:
-            _logger.warning("a peer's metadata request failed: %s", error)
-        finally:
-            free.release()
+            if self._answer is None:
+                part = self.connection.recv(_PART)
+                if not part:
+                    raise OSError("the peer has closed the connection")
+                self._received += part
+                complete = _split(self._received)
+                if complete is None:
+                    return selectors.EVENT_READ
+                self._answer = memoryview(_carry_out(reference(), *complete))
+            self._answer = self._answer[self.connection.send(self._answer) :] if self._answer else self._answer
+        except BlockingIOError:
+            pass
+        return selectors.EVENT_READ if self._answer is None else selectors.EVENT_WRITE if self._answer else 0
+
+
+def _carry_out(agent: Exchanging | None, request: int, data: bytes) -> bytes:
+    """Does what a peer asks for. Returns the answer, b"" for none."""
+    if agent is None:
+        return b""
+    if request == Request.LOAD:
+        agent.loadRemoteMD(data)
+    elif request == Request.FETCH:
+        metadata = agent.getLocalMD()
+        return _HEAD.pack(_FORMAT, Request.LOAD, len(metadata)) + metadata
+    elif request == Request.INVALIDATE:
+        agent.forgetSender(data)
+    return b""
+
+
+def _serve(listener: socket.socket, reference: weakref.ref[Exchanging]) -> None:
+    """Serves all peers in one thread, each as far as its bytes have come: strangers that stay silent hold up nobody."""
+    exchanges: list[_Exchange] = []  # the oldest first
+    listener.setblocking(False)
+    with listener, selectors.PollSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        while True:
+            bound = exchanges[0].deadline - time.monotonic() if exchanges else None
+            ready = [key.data for key, _ in selector.select(bound if bound is None else max(0.0, bound))]
+            if None in ready and not _accept(listener, selector, exchanges, reference):
+                break
+            now = time.monotonic()
+            for exchange in [each for each in exchanges if each in ready or each.deadline <= now]:
+                if exchange.deadline <= now:
+                    _leave(exchange, selector, exchanges, f"the exchange took more than {_SECONDS:g} s")
+                else:
+                    _proceed(exchange, selector, exchanges, reference)
+        for exchange in exchanges:
+            exchange.connection.close()
+
+
+def _accept(
+    listener: socket.socket,
+    selector: selectors.BaseSelector,
+    exchanges: list[_Exchange],
+    reference: weakref.ref[Exchanging],
+) -> bool:
+    """Accepts a peer. False: the agent has gone."""
+    try:
+        connection, _ = listener.accept()
+    except BlockingIOError:  # the peer has left meanwhile
+        return True
+    except OSError:
+        if reference() is None:
+            return False
+        time.sleep(_PAUSE_SECONDS)  # no descriptor is left; the peer waits
+        return True
+    if len(exchanges) >= _MOST_AT_ONCE:
+        _leave(exchanges[0], selector, exchanges, "too many peers have come after it")
+    exchanges.append(_Exchange(connection))
+    selector.register(connection, selectors.EVENT_READ, exchanges[-1])
+    return True
+
+
+def _proceed(
+    exchange: _Exchange,
+    selector: selectors.BaseSelector,
+    exchanges: list[_Exchange],
+    reference: weakref.ref[Exchanging],
+) -> None:
+    try:
+        events = exchange.proceed(reference)
+    except Exception as error:
+        _leave(exchange, selector, exchanges, str(error))
+        return
+    if events == 0:
+        _leave(exchange, selector, exchanges)
+    else:
+        selector.modify(exchange.connection, events, exchange)
+
+
+def _leave(exchange: _Exchange, selector: selectors.BaseSelector, exchanges: list[_Exchange], reason: str = "") -> None:
+    """Closes a peer's connection. One that leaves, or sends nothing valid, loses only its own request."""
+    if reason:
+        _logger.warning("a peer's metadata request failed: %s", reason)
+    exchanges.remove(exchange)
+    selector.unregister(exchange.connection)
+    exchange.connection.close()
 
 
 class Sender:
@@ -158,9 +240,10 @@ def _reach(address: str, port: int) -> socket.socket:
     deadline = time.monotonic() + _SECONDS
     while True:
         try:
-            return socket.create_connection((address, port), _SECONDS)
-        except ConnectionRefusedError:
-            if time.monotonic() > deadline:
+            return connect_to_any([(address, port)], deadline)
+        except NoAddressError as error:
+            refused = any(each.errno == errno.ECONNREFUSED for each in error.failures.values())
+            if not refused or time.monotonic() > deadline:
                 raise
             time.sleep(_PAUSE_SECONDS)
 
@@ -170,22 +253,29 @@ def _send(connection: socket.socket, deadline: float, request: Request, data: by
     connection.sendall(_HEAD.pack(_FORMAT, request, len(data)) + data)
 
 
-def _receive(connection: socket.socket, deadline: float) -> tuple[int, bytes]:
-    name, request, length = _HEAD.unpack(_exactly(connection, deadline, _HEAD.size))
+def _split(received: bytearray) -> tuple[int, bytes] | None:
+    """A request and its data, or None: they have not come whole.
+
+    Raises:
+        OSError: they are not valid.
+    """
+    if len(received) < _HEAD.size:
+        return None
+    name, request, length = _HEAD.unpack_from(received)
     if name != _FORMAT or length > _LONGEST:
         raise OSError("the peer sent an invalid request")
-    return request, _exactly(connection, deadline, length)
+    return (request, bytes(received[_HEAD.size :][:length])) if len(received) >= _HEAD.size + length else None
 
 
-def _exactly(connection: socket.socket, deadline: float, length: int) -> bytes:
-    data = bytearray()
-    while len(data) < length:
+def _receive(connection: socket.socket, deadline: float) -> tuple[int, bytes]:
+    received = bytearray()
+    while (complete := _split(received)) is None:
         _limit(connection, deadline)
-        part = connection.recv(min(length - len(data), 1 << 20))
+        part = connection.recv(_PART)
         if not part:
             raise OSError("the peer has closed the connection")
-        data += part
-    return bytes(data)
+        received += part
+    return complete
 
 
 def _limit(connection: socket.socket, deadline: float) -> None:

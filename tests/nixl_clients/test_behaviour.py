@@ -625,11 +625,15 @@ def test_requests_for_metadata_keep_their_order(monkeypatch: pytest.MonkeyPatch)
     assert done == ["load", "invalidate"]
 
 
-def test_a_peer_that_says_nothing_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("said", [b"", b"PXM1"])
+def test_peers_that_say_nothing_hold_up_no_other(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many they are, and although they have begun a request."""
     monkeypatch.setattr(metadata_exchange, "_SECONDS", 120)
     kept = listening("listens")
     other = nixl_agent("other")
-    with socket.create_connection(("127.0.0.1", kept[1])):
+    with contextlib.ExitStack() as silent:
+        for _ in range(300):
+            silent.enter_context(socket.create_connection(("127.0.0.1", kept[1]))).sendall(said)
         other.fetch_remote_metadata("listens", "127.0.0.1", kept[1])
         eventually(lambda: bool(other.check_remote_metadata("listens")))
 
