@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import ipaddress
 import os
 import platform
@@ -20,6 +21,7 @@ _SIOCGIFADDR = 0x8915
 _IPV6 = Path("/proc/net/if_inet6")
 
 
+@functools.cache  # also where no descriptor is left to read it again
 def boot_id() -> str:
     """A text that differs between machines and is the same in a machine's containers; "" if the system has none."""
     found = Path("/proc/sys/kernel/random/boot_id")

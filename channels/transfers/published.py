@@ -100,8 +100,8 @@ class Published:
         program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
         with self._lock:
             labels = [LinkSeen(*label) for label in self._labels]
-            seen = AgentSeen(*this_process(), self._name, program, self._links, labels, self.log.handle)
             try:
+                seen = AgentSeen(*this_process(), self._name, program, self._links, labels, self.log.handle)
                 self._path = write(self._file, _SEEN.encode(seen))
             except (OSError, ArgumentError) as error:
                 self._failed = True

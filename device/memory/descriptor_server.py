@@ -55,11 +55,14 @@ class DescriptorServer:
     def __init__(self) -> None:
         self.process = forks.here()
         self._directory: str | None = None
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        with naming_exhaustion("the server of descriptors of memory"):
-            self._listeners = [sockets.listen_in_network(self.process.token)]
-        self._listeners[0].setblocking(False)
-        Thread(self._run, "proxyccl-descriptors").start()
+        with contextlib.ExitStack() as undo, naming_exhaustion("the server of descriptors of memory"):
+            self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            for descriptor in (self._wake_read, self._wake_write):
+                undo.callback(os.close, descriptor)
+            self._listeners = [undo.enter_context(sockets.listen_in_network(self.process.token))]
+            self._listeners[0].setblocking(False)
+            Thread(self._run, "proxyccl-descriptors").start()
+            undo.pop_all()
 
     def listen_in_directory(self) -> None:
         """Accepts processes of other network namespaces too, where they see the directory of sockets.

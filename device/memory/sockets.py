@@ -70,25 +70,27 @@ def shared_network() -> str:
 
 def listen_in_network(token: bytes) -> socket.socket:
     """A socket that listens at a process's abstract name. Raises OSError."""
-    listener = _socket()
-    listener.bind(_abstract(token))
-    listener.listen(64)
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(_socket())
+        listener.bind(_abstract(token))
+        listener.listen(64)
+        undo.pop_all()
     return listener
 
 
 def listen_in_directory(place: Path, token: bytes) -> tuple[socket.socket, str]:
     """A socket that listens at a process's file in a directory, and the file's path. Raises OSError."""
     _remove_left(place)
-    listener, path = _socket(), _path(place, token)
+    path = _path(place, token)
     draft = os.path.join(place, f".{os.path.basename(path)[:8]}")
-    listener.bind(draft)
-    try:
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(_socket())
+        listener.bind(draft)
+        undo.callback(os.unlink, draft)
         os.chmod(draft, 0o600)
         listener.listen(64)
         os.rename(draft, path)  # it listens before it has its name: `_remove_left` removes those that don't
-    except OSError:
-        os.unlink(draft)
-        raise
+        undo.pop_all()
     return listener, path
 
 

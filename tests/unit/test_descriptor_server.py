@@ -14,8 +14,15 @@ from typing import Any, cast
 
 import pytest
 
+from proxyccl.device.errors import ResourceError
 from proxyccl.device.memory import sockets
-from proxyccl.device.memory.descriptor_server import fetch_descriptor, fetch_descriptors, serve, supply
+from proxyccl.device.memory.descriptor_server import (
+    DescriptorServer,
+    fetch_descriptor,
+    fetch_descriptors,
+    serve,
+    supply,
+)
 from proxyccl.device.memory.sockets import TOKEN_BYTES, UnreachableError
 from proxyccl.device.process import forks
 
@@ -130,3 +137,20 @@ def test_a_directory_that_takes_no_socket_is_not_offered(
     monkeypatch.setenv("PROXYCCL_SOCKETS", str(socket_directory))
     monkeypatch.setattr(os, "access", lambda *_: False)  # a file system that is mounted for reading
     assert sockets.usable_directory() == ("", f"{socket_directory} can't be written")
+
+
+@pytest.mark.parametrize("refused", ["os.pipe2", "sockets.listen_in_network", "Thread"])
+def test_a_server_that_does_not_start_keeps_no_descriptor(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> object:
+        if refused == "Thread":
+            raise ResourceError("no thread can be started")
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    listen = sockets.listen_in_network
+    monkeypatch.setattr(sockets, "listen_in_network", lambda _: listen(os.urandom(TOKEN_BYTES)))  # the name is taken
+    monkeypatch.setattr(f"proxyccl.device.memory.descriptor_server.{refused}", refuse)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(ResourceError, match=r"no thread|no descriptor is left for the server of descriptors"):
+            DescriptorServer()
+    assert len(os.listdir("/proc/self/fd")) == before
