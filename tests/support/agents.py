@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import signal
@@ -21,6 +22,9 @@ MAPPED_BYTES = 4 << 20
 
 _NOWHERE = 0x2000_0000_0000
 """The kernel maps nothing here by itself, so memory that is freed here stays so."""
+
+_numbers = itertools.count()
+"""Of such memory, which no other memory replaces."""
 
 _MAP_FIXED = 0x10
 
@@ -82,7 +86,8 @@ class Mapped:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
         arguments = (mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, ctypes.c_long(0))
-        self.address = int(self._libc.mmap(ctypes.c_void_p(_NOWHERE), ctypes.c_size_t(self._nbytes), *arguments))
+        place = ctypes.c_void_p(_NOWHERE + (next(_numbers) << 32))
+        self.address = int(self._libc.mmap(place, ctypes.c_size_t(self._nbytes), *arguments))
 
     def free(self, start: int = 0) -> None:
         """Unmaps it from an offset on."""
