@@ -173,7 +173,7 @@ static void complete(Fabric *fabric, Request *request, int error) {
   end_if_over(transfer);
 }
 
-/* Ends all transfers: the queue tells of no request any more. */
+/* Ends all transfers: the queue will report no completion. */
 static void fail_all(Fabric *fabric) {
   for (uint32_t i = 0; i < fabric->port.depth; ++i) {
     if (fabric->requests[i].transfer != NULL) complete(fabric, &fabric->requests[i], fabric->failed);

@@ -109,6 +109,13 @@ static void note_replaced(Replaced *before, const struct sigaction *action) {
   __atomic_store_n(&before->count, count + 1, __ATOMIC_RELEASE);
 }
 
+static void hold(void) { pthread_mutex_lock(&lock); }
+
+static void let_go(void) { pthread_mutex_unlock(&lock); }
+
+/* A fork waits for the lock: no thread of the child could release it. */
+__attribute__((constructor)) static void hold_while_forking(void) { pthread_atfork(hold, let_go, let_go); }
+
 int guard_install(void) {
   int error = 0;
   pthread_mutex_lock(&lock);

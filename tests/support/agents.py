@@ -101,7 +101,7 @@ class Mapped:
         assert self._libc.munmap(ctypes.c_void_p(self.address + start), ctypes.c_size_t(nbytes)) == 0
 
     def truncate(self) -> None:
-        """Replaces it by a file that has no bytes any more."""
+        """Replaces it by a file that is then truncated."""
         file, shared = os.memfd_create("truncated"), mmap.MAP_SHARED | _MAP_FIXED
         os.ftruncate(file, self._nbytes)
         arguments = (mmap.PROT_READ | mmap.PROT_WRITE, shared, file, ctypes.c_long(0))
