@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -112,6 +113,8 @@ class Group:
         self._meeting = meeting
         self._parent: Group | None = parent
         self._shrunk = ""  # what to do instead of another `shrink`
+        self._leaving = False  # waits for its work at its end
+        self._work_ends_by = math.inf  # then its watcher ends the group
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
         self._one_caller = OneCaller()
@@ -266,8 +269,10 @@ class Group:
 
         def each_turn() -> None:
             self.symmetric.update()
+            now = time.monotonic()
             for waits in tuple(self.stream_waits):
-                waits.look_for_timeouts(time.monotonic())
+                waits.look_for_timeouts(now)
+            self._end_work_in_vain(now)
             if self.control.take_report_request():
                 observer.asked()
             if (proxy := self.links.proxy_if_started) is not None:
@@ -306,6 +311,14 @@ class Group:
         self.failure.watch(self._watcher, observer, stopped_proxy)
         self.exchange.guard(self.failure, self._watcher)
         self._published = self._publish()
+
+    def _end_work_in_vain(self, now: float) -> None:
+        """Ends the group if its work waits, at its end, for peers that make no more calls."""
+        if self._leaving and self.linger is not None and self._work_ends_by == math.inf and not self._peers_present():
+            self._work_ends_by = now + self.linger
+        if now > self._work_ends_by:
+            self._work_ends_by = math.inf
+            self.failure.abort(f"it ended here, and its work did not end within {self.linger:g} s")
 
     def _publish(self) -> Published:
         ranks = self.topology.ranks
@@ -472,7 +485,11 @@ class Group:
 
     def _leave(self, reason: str = "") -> bool:
         """Ends this rank's work and lets the peers know. False if the group has failed, or fails by this."""
-        for child in list(self._children):
+        self._leaving = True
+        children = list(self._children)
+        for child in children:  # all, as a wait for one waits for the work of the others on its device
+            child._leaving = True
+        for child in children:
             child._leave_with_parent(reason)
         if not self.failure.usable:
             return False
@@ -486,6 +503,8 @@ class Group:
             self.failure.abort(f"its work failed: {error}")
             return False
         self.links.drain_for_peers()
+        self._leaving = False
+        self._work_ends_by = math.inf
         if not self.failure.usable:
             return False
         self._watcher.announce(Presence.LEFT, self.exchange.made)
@@ -497,6 +516,14 @@ class Group:
             if not self.failure.closed:
                 self._leave(reason)
                 self._close_for_use()
+
+    def has_left(self, peer: int | None) -> bool:
+        """Whether a peer, or with None any peer, has closed the communicator: it makes no call that is not made yet."""
+        peers = range(self.world_size) if peer is None else [peer]
+        with self._closing:  # the segments that tell it are not freed meanwhile
+            if self._released:
+                return False
+            return any(each != self.rank and self._watcher.presence(each) is Presence.LEFT for each in peers)
 
     def _peers_present(self) -> dict[int, Presence]:
         peers = {peer: self._watcher.presence(peer) for peer in range(self.world_size) if peer != self.rank}
@@ -680,6 +707,10 @@ def close_at_exit(failure: str) -> None:
     with _open_lock:
         groups = [group for group in _open_groups if group._parent is None]  # the others end with these
     left = []
+    ended = time.monotonic()
+    for group in groups:
+        if group.linger is not None:  # work that waits for a peer may wait in vain
+            group._work_ends_by = ended + group.linger
     for group in groups:
         if group._leave(failure):
             left.append(group)
@@ -688,6 +719,6 @@ def close_at_exit(failure: str) -> None:
     began = time.monotonic()
     deadline = began + max((group.timeout for group in groups if group.linger is None), default=0)
     for group in left:  # all have announced that they leave, so no rank waits for another's order
-        group._wait_at_exit(deadline if group.linger is None else began + group.linger)
+        group._wait_at_exit(deadline if group.linger is None else ended + group.linger)
     for thread, linger in _releasing:
-        thread.join(max(0, max(deadline, began + linger) - time.monotonic()))
+        thread.join(max(0, max(deadline, ended + linger) - time.monotonic()))

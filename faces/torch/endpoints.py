@@ -27,7 +27,7 @@ from proxyccl.torch.device_runtimes import DeviceRuntimes, runtime_name
 from proxyccl.torch.store_bootstrap import StoreBootstrap
 from proxyccl.torch.to_self import ToSelf
 
-_LINGER_SECONDS = 2.0
+LINGER_SECONDS = 2.0
 """The wait at the process's end for the last kernels of peers, which store to this rank's memory."""
 _CTA_POLICY: CtaPolicy = "efficiency"
 """The groups' policy where ``PROXYCCL_CTA_POLICY`` names none: programs of torch compute beside their collectives."""
@@ -258,7 +258,7 @@ class Endpoints:
         with self._naming(peer):
             own = self._runtimes.of(device)
             policy = None if os.environ.get("PROXYCCL_CTA_POLICY") else _CTA_POLICY
-            return Communicator(bootstrap, own, timeout=seconds, linger=_LINGER_SECONDS, cta_policy=policy)
+            return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS, cta_policy=policy)
 
     def _answers(self, bootstrap: StoreBootstrap, seconds: float, *, answer: bool) -> list[bool]:
         """Every rank's answer."""
@@ -313,6 +313,23 @@ class Endpoints:
         """A failed communicator, or None."""
         return next((comm for comm in self.made if not comm.closed and comm.group.failure.aborted), None)
 
+    def has_left(self, peer: int | None) -> bool:
+        """Whether a rank, or with None any other rank, has shut the group down, as far as communicators tell."""
+        with self._lock:
+            made = list(self._made.items())
+        for (_, _, other), comm in made:
+            number = peer if other is None else None
+            if other in (None, peer) and comm.group.has_left(number):
+                return True
+        return False
+
+    def end_calls(self, peer: int | None, reason: str) -> None:
+        """Ends the calls in progress with a rank, or with None those of all ranks, and their communicators."""
+        with self._lock:
+            made = [comm for (_, _, other), comm in self._made.items() if other == peer]
+        for comm in made:
+            comm.abort(reason)
+
     def set_timeout(self, seconds: float) -> None:
         """Changes the bound of every wait from now on."""
         self._timeout = seconds
@@ -325,10 +342,14 @@ class Endpoints:
         for comm in self.made:
             comm.abort(reason)
 
-    def close(self) -> None:
-        """Ends them. Waits for this rank's own work, but for no other rank."""
+    def end_meetings(self) -> None:
+        """Makes no communicator from now on: threads that wait for a peer to make one end by a ClosedError."""
         with self._lock:
             self._closed = True
+
+    def close(self) -> None:
+        """Ends them. Waits for this rank's own work, but for no other rank."""
+        self.end_meetings()
         for comm in self.made:
             comm.close(wait=False)
         self._open_store = None  # the program may end it now, as by another init_process_group at its port

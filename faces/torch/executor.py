@@ -19,11 +19,15 @@ class Executor:
     Args:
         name: of the thread.
         begin: called by the thread first.
+
+    Attributes:
+        ended: the number of tasks that have ended in its thread.
     """
 
     def __init__(self, name: str, begin: Task = lambda: None) -> None:
         self._name = name
         self._begin = begin
+        self.ended = 0
         self._changed = threading.Condition()
         self._tasks: deque[Task] = deque()
         self._runner: int | None = None  # the thread that runs a task
@@ -100,19 +104,21 @@ class Executor:
             finally:
                 del task  # releases its tensors before the next task arrives
                 with self._changed:
+                    self.ended += 1
                     self._runner = None
                     self._changed.notify_all()
 
     def _has_something_to_do(self) -> bool:
         return self._runner is None if self._tasks else self._ended
 
+    @property
+    def runs_here(self) -> bool:
+        """Whether the caller is a task of the executor."""
+        return self._runner == threading.get_ident()
+
     def wait_until_idle(self, seconds: float) -> bool:
-        """Waits for queued and running tasks. Returns whether they have ended: not if the time is over, nor if the
-        caller is one of them.
-        """
+        """Waits for queued and running tasks, of which the caller is none. Returns whether they have ended in time."""
         with self._changed:
-            if self._runner == threading.get_ident():
-                return False
             return self._changed.wait_for(lambda: self.is_idle, min(seconds, threading.TIMEOUT_MAX))
 
     def end(self) -> None:

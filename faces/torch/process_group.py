@@ -27,7 +27,7 @@ from proxyccl.device.process import forks
 from proxyccl.torch import own_streams, pools
 from proxyccl.torch import tensor_collectives as on_tensors
 from proxyccl.torch._repeated_calls import ADDED_BETWEEN, RepeatedCalls
-from proxyccl.torch.endpoints import Endpoints
+from proxyccl.torch.endpoints import LINGER_SECONDS, Endpoints
 from proxyccl.torch.errors import raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
 from proxyccl.torch.monitored_barrier import monitored_barrier
@@ -53,6 +53,8 @@ _FEW, _LARGE_BYTES = 4, 1 << 20
 """Tensors of a coalesced call are not joined if there are at most this many, or if they have this size on average."""
 _LONG_BYTES = 16 << 20
 """The least size of an asynchronous reduction by proxy: DDP's buckets have 25 MiB or more."""
+_LOOK_SECONDS = 0.05
+"""How often `shutdown`, while it waits for calls, looks whether ranks have left."""
 _CPU = torch.device("cpu")
 _Flow = tuple[int, bool]
 """A peer, and whether this rank sends to it."""
@@ -312,18 +314,18 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def shutdown(self) -> None:
         """Ends the group on this rank, after the calls that its threads still have: for these it waits, at most for the
-        group's time-out, unless the group has failed. Does not wait for other ranks to end it. Nothing in a fork's
-        child.
+        group's time-out, unless the group has failed; and at most two seconds for one that needs a rank which has ended
+        the group. Does not wait for other ranks to end it. Nothing in a fork's child.
         """
         if not self._process.is_here:
             return
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while self._endpoints.failed is None:
-            busy = next((executor for executor in self._all_executors if not executor.is_idle), None)
-            if busy is None or not busy.wait_until_idle(deadline - time.monotonic()):
-                break
-        for executor in self._all_executors:
+        self._await_calls(time.monotonic() + self._timeout.total_seconds())
+        self._endpoints.end_meetings()
+        until = time.monotonic() + LINGER_SECONDS
+        for (_, of), executor in self._all_executors.items():
             executor.end()
+            if not isinstance(of, int) and not executor.runs_here:  # calls that have failed use the memory until then
+                executor.wait_until_idle(until - time.monotonic())
         self._endpoints.close()
         for kind in self._repeated_kinds:
             kind.clear()
@@ -335,10 +337,31 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             gpu.give_back()
         _alive.discard(self)
 
+    def _await_calls(self, deadline: float) -> None:
+        """Waits for the calls that the group's threads have, as `shutdown` says."""
+        in_vain: dict[Any, tuple[int, float]] = {}  # the calls of a thread whose peers left, and when they are given up
+        while self._endpoints.failed is None:
+            busy = {key: executor for key, executor in self._all_executors.items() if not executor.is_idle}
+            now = time.monotonic()
+            if not busy or now > deadline or any(executor.runs_here for executor in busy.values()):
+                return
+            for key, executor in busy.items():
+                _, of = key
+                peer = of[0] if isinstance(of, tuple) else None
+                if isinstance(of, int) or peer == self._rank or not self._endpoints.has_left(peer):
+                    continue
+                ended, until = in_vain.get(key, (-1, 0.0))
+                if ended != executor.ended:  # those that the rank has made before it left do end
+                    in_vain[key] = executor.ended, now + LINGER_SECONDS
+                elif now > until:
+                    self._endpoints.end_calls(peer, "it was shut down, and a call waited for a rank that has left")
+                    return
+            next(iter(busy.values())).wait_until_idle(min(deadline - now, _LOOK_SECONDS))
+
     @property
-    def _all_executors(self) -> list[Executor]:
+    def _all_executors(self) -> dict[tuple[torch.device, _Flow | int | None], Executor]:
         with self._lock:
-            return list(self._executors.values())
+            return dict(self._executors)
 
     @property
     def _repeated_kinds(self) -> tuple[dict[Any, RepeatedCalls], ...]:

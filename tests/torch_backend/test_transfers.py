@@ -19,6 +19,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
 from proxyccl.device.gpu.stream_order import StreamOrder  # noqa: E402
+from proxyccl.torch import process_group  # noqa: E402
 from proxyccl.torch.endpoints import Endpoints  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
 from support.paths import ROOT  # noqa: E402
@@ -372,6 +373,34 @@ def test_a_shutdown_waits_for_transfers_that_were_issued(on: Ranks) -> None:
         for out in outs:
             irecv(group, out, 0).wait()
         assert all(on.holds(out, 7) for out in outs)
+
+    on.run(2, body)
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["first", "later"])
+def test_a_shutdown_does_not_wait_for_a_rank_that_has_left(
+    on: Ranks, met: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "LINGER_SECONDS", 0.1)
+    has_left = threading.Event()
+
+    def body(group: Any) -> None:
+        rank = group.rank()
+        group.allreduce([on.tensor(rank, 1.0)]).wait()
+        if met:
+            (irecv if rank else isend)(group, on.tensor(rank, 1.0), 1 - rank).wait()
+        if rank == 0:
+            group.shutdown()
+            has_left.set()
+            return
+        out = on.tensor(rank, 1.0)
+        assert has_left.wait(60)
+        work = irecv(group, out, 0)
+        group.shutdown()
+        if on.kind == "gpu" and met:  # the kernel was ended; after a shutdown nobody tells
+            return
+        with pytest.raises(dist.DistBackendError, match=r"ClosedError|AbortedError: .*a call waited for a rank that"):
+            work.wait(timedelta(seconds=50))
 
     on.run(2, body)
 
