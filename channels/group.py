@@ -24,7 +24,7 @@ from proxyccl.channels.liveness.failure import FailureState, Observer
 from proxyccl.channels.liveness.host_links import OFFER, HostLink, Listener
 from proxyccl.channels.liveness.watcher import Watcher
 from proxyccl.channels.peer_links import PeerLinks
-from proxyccl.channels.segment.call_log import CallLog
+from proxyccl.channels.segment.call_log import CallLog, counts_in
 from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.segment.published import Neighbour, Published
 from proxyccl.channels.semaphore_words import SemaphoreWords
@@ -50,6 +50,8 @@ from proxyccl.proxy.observe.publications import Description
 _CIRCLE_SECONDS = 0.1
 """A peer that waits this long for the end of another communicator may be waiting for this rank."""
 _POLL_SECONDS = 0.0005
+_LOOK_SECONDS = 0.25
+"""How often the watcher looks whether this rank waits for a peer that has closed the communicator."""
 
 
 class Shared(Protocol):
@@ -113,6 +115,7 @@ class Group:
         self._meeting = meeting
         self._parent: Group | None = parent
         self._shrunk = ""  # what to do instead of another `shrink`
+        self._next_look = 0.0  # for calls in vain
         self._leaving = False  # waits for its work at its end
         self._work_ends_by = math.inf  # then its watcher ends the group
         self._children: list[Group] = []
@@ -273,6 +276,7 @@ class Group:
             for waits in tuple(self.stream_waits):
                 waits.look_for_timeouts(now)
             self._end_work_in_vain(now)
+            self._end_call_in_vain(now)
             if self.control.take_report_request():
                 observer.asked()
             if (proxy := self.links.proxy_if_started) is not None:
@@ -319,6 +323,19 @@ class Group:
         if now > self._work_ends_by:
             self._work_ends_by = math.inf
             self.failure.abort(f"it ended here, and its work did not end within {self.linger:g} s")
+
+    def _end_call_in_vain(self, now: float) -> None:
+        """Ends the group if this rank has made a call that a peer of its host, which has closed it, never makes."""
+        if now < self._next_look or not self.failure.usable:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        left = [peer for peer, segment in self._segments.items() if segment.presence is Presence.LEFT]
+        for peer in left:  # it has announced that after its last call
+            if sum(counts_in(self.control).values()) > sum(counts_in(self._segments[peer]).values()):
+                ((_, call),) = self.launches.recent_calls(1) or [(0, {"collective": "a collective"})]
+                what = f"calls {call['collective']}, and rank {peer} has closed the communicator or ended its program"
+                self.failure.file_mismatch(peer, lambda this_rank, _, what=what: f"{this_rank} {what}")
+                return
 
     def _publish(self) -> Published:
         ranks = self.topology.ranks

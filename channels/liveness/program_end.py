@@ -2,8 +2,8 @@
 
 Python does not pass the status to exit handlers. So `sys.exit` and `exit` raise a SystemExit here that notes when it
 has left the program: then Python asks it for its code, and no frame of the program is left. mpi4py's runner says how
-the program ended, whatever it raised. A SystemExit that is raised without `sys.exit` and without that runner goes
-unnoticed.
+the program ended, whatever it raised. A SystemExit that is raised without `sys.exit` and without that runner is not
+noticed here: to the peers it is a normal end, and a call that they make afterwards is refused, as this rank makes none.
 """
 
 from __future__ import annotations

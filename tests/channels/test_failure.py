@@ -805,9 +805,13 @@ def test_close_with_work_that_can_never_end_is_bounded() -> None:
         stream = comm.runtime.create_stream()
         barrier(comm)
         impatient(comm)
-        if comm.rank == 0:
-            comm.all_reduce(ones(comm), stream=stream)
-        return caught(comm.close)
+
+        def end() -> None:
+            if comm.rank == 0:
+                comm.all_reduce(ones(comm), stream=stream)
+            comm.close()
+
+        return caught(end)
 
     started = time.monotonic()
     run_ranks(3, body)

@@ -24,6 +24,16 @@ def test_peers_hear_of_an_exit_with_a_status(how: str, status: int) -> None:
     assert "after no time" in survivor.stdout
 
 
+@pytest.mark.parametrize(("how", "status"), [("raise", 3), ("idiom", 0)])
+def test_a_call_after_a_peers_end_is_refused(how: str, status: int) -> None:
+    """Whatever its status, which Python tells nobody if the program raises SystemExit itself."""
+    survivor, victim = run_processes(2, PROGRAM, how, fresh=True)
+    assert victim.returncode == status, victim.stderr
+    assert "MismatchError" in survivor.stdout, survivor.stdout + survivor.stderr
+    assert "rank 1 has closed the communicator or ended its program" in survivor.stdout
+    assert "after no time" in survivor.stdout
+
+
 def test_an_exit_that_the_program_catches_is_not_its_end() -> None:
     survivor, other = run_processes(2, PROGRAM, "caught", fresh=True)
     assert other.returncode == 0, other.stderr

@@ -41,6 +41,8 @@ match how:
         exit("a message")
     case "raise":
         raise SystemExit(3)
+    case "idiom":
+        raise SystemExit(None)
     case "caught":
         try:
             sys.exit(3)
