@@ -30,6 +30,7 @@ from proxyccl.channels.transfers.fabric import AgentFabric, open_fabric
 from proxyccl.channels.transfers.host_memory import pages_of, shares_of
 from proxyccl.channels.transfers.ledger import Ledger
 from proxyccl.channels.transfers.link import Link
+from proxyccl.channels.transfers.losses import event_of_losses
 from proxyccl.channels.transfers.metadata import Place
 from proxyccl.channels.transfers.paths import (
     FABRIC,
@@ -138,7 +139,7 @@ class Agent:
         forks.finalizer(self, _release, handle, served)
         _agents.add(self)
         self._published = Published(name)
-        forks.finalizer(self, self._published.withdraw)
+        forks.finalizer(self, self._published.withdraw).atexit = True  # if the program does not close the agent
         self._published.write(())
         lib.proxyccl_agent_set_log(handle, ffi.cast("ProxycclTransferLog *", self._published.log.ptr))
         served.append(self._published.log)
@@ -519,6 +520,8 @@ class Agent:
         with peer.connecting:  # not under the agent's lock: it may take its time
             if peer.link is None:
                 ledger, reason = _open_ledger(peer.place)
+                if ledger is not None:  # its memory may be mapped
+                    lib.proxyccl_agent_tell_losses(self._handle, event_of_losses(self))
                 fabric = self._fabric if self._fabric and self._fabric.reaches(peer.place.fabric) else None
                 provider = "" if fabric is None else fabric.provider
                 seconds = min(self.timeout, _CONNECT_SECONDS)
@@ -529,11 +532,19 @@ class Agent:
                 self._warn_of_slow(link, peer.place.host)
                 with self._lock:
                     peer.ledger, peer.link = ledger, link
+                peer.unmap_lost()  # it may have gone before
                 if peer.removed:
                     link.end()
                 _LOG.info("agent %s reaches agent %s by %s", shown(self.name), shown(name), link.path)
                 self._publish_links()
         return peer.link
+
+    def unmap_lost(self) -> None:
+        """Unmaps the memory of agents whose links are lost. Called by a thread of the library's own."""
+        with self._lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.unmap_lost()
 
     def _publish_links(self) -> None:
         """Names the path of each link to `proxyccl info` and `top`."""

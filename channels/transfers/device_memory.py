@@ -243,11 +243,11 @@ class Reached:
         return shares, at
 
     def close(self) -> None:
-        """Unmaps everything. No transfer may still use it."""
+        """Unmaps everything, for good. No transfer may still use it."""
         with self._lock:
             for memory in self._mapped.values():
                 memory.close()
-            self._mapped = {}
+            self._shares, self._mapped, self._sorted = {}, {}, None
 
 
 class Pinned:

@@ -127,8 +127,8 @@ class Mapped:
         return reason
 
     def close(self) -> None:
-        """Unmaps everything. No transfer may still use it."""
+        """Unmaps everything, for good. No transfer may still use it."""
         with self._lock:
             for memory in self._memories:
                 memory.close()
-            self._mapped, self._memories, self._places = {}, [], Keys()
+            self._shares, self._mapped, self._memories, self._places = {}, {}, [], Keys()

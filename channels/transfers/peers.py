@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,12 @@ from proxyccl.channels.transfers.host_memory import Mapped
 from proxyccl.channels.transfers.ledger import Ledger
 from proxyccl.channels.transfers.metadata import Metadata, Place
 from proxyccl.channels.transfers.regions import VRAM, Region, Regions
+from proxyccl.channels.transfers.transfer import Transfer, has_ended
 
 if TYPE_CHECKING:
     from proxyccl.channels.transfers.link import Link
-    from proxyccl.channels.transfers.transfer import Transfer
+
+_LONGEST_SECONDS = 30.0
 
 
 class Peer:
@@ -34,12 +37,18 @@ class Peer:
         self.mapped = Mapped()
         self.keys = Keys()
         self.number: int | None = None  # of the endpoint, if the link's path is by libfabric
-        self.to_close: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._to_close: weakref.WeakSet[Transfer] = weakref.WeakSet()
 
     def keep(self, transfer: Transfer) -> Transfer:
         """Closes a transfer before the peer's memory is unmapped, or its address forgotten."""
-        self.to_close.add(transfer)
+        with self._lock:
+            self._to_close.add(transfer)
         return transfer
+
+    def _kept(self) -> list[Transfer]:
+        with self._lock:
+            return list(self._to_close)
 
     def know(self, message: Metadata) -> None:
         """Takes the regions of metadata, and how they are reached. A region that lies where another one was takes its
@@ -76,6 +85,16 @@ class Peer:
         self._ended = count
         return ended
 
+    def unmap_lost(self) -> None:
+        """Unmaps the peer's memory if its link is lost: no transfer that uses it begins again. The memory of a process
+        that was killed is free then. What a device still copies after the time stays until `leave`."""
+        if self.link is None or not self.link.lost:
+            return
+        deadline = time.monotonic() + _LONGEST_SECONDS
+        if all(has_ended(transfer, max(0.0, deadline - time.monotonic())) for transfer in self._kept()):
+            self.reached.close()
+            self.mapped.close()
+
     def leave(self) -> None:
         """Ends the link, and then unmaps the peer's memory.
 
@@ -85,7 +104,7 @@ class Peer:
         if self.link is not None:
             self.link.end()
         active = None
-        for transfer in list(self.to_close):
+        for transfer in self._kept():
             try:
                 transfer.close()
             except ActiveError as error:

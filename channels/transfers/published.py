@@ -18,7 +18,7 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.shown_text import shown
 from proxyccl.proxy._transfers import ffi
-from proxyccl.proxy.codec import Codec, Message
+from proxyccl.proxy.codec import Codec, Message, ProtocolError
 from proxyccl.proxy.observe.publications import OfProcess, find_running, new_name, this_process, withdraw, write
 
 if TYPE_CHECKING:
@@ -100,10 +100,10 @@ class Published:
         program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
         with self._lock:
             labels = [LinkSeen(*label) for label in self._labels]
-            try:
+            try:  # OSError: there may be no descriptor for a look at this process
                 seen = AgentSeen(*this_process(), self._name, program, self._links, labels, self.log.handle)
                 self._path = write(self._file, _SEEN.encode(seen))
-            except (OSError, ArgumentError) as error:
+            except (OSError, ArgumentError, ProtocolError) as error:
                 self._failed = True
                 _LOG.warning("`proxyccl info` and `top` cannot see agent %s: %s", shown(self._name), error)
 

@@ -307,6 +307,14 @@ class Transfer:
                 )
 
 
+def has_ended(transfer: Transfer, seconds: float) -> bool:
+    """Whether a transfer is not active, at the latest after a time: nothing touches the memory that it names. The
+    caller is a thread of the library's own."""
+    if transfer._closed:
+        return True
+    return State(lib.proxyccl_transfer_wait(transfer._handle, int(seconds * 1e9))) is not State.ACTIVE
+
+
 def set_guard(transfer: Transfer, remote: bool, ledger: Ledger, rows: Rows) -> None:
     """Has a transfer depend on registrations of one side.
 

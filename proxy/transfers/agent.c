@@ -92,6 +92,12 @@ int proxyccl_agent_tell_itself(ProxycclAgent *agent, const char *message, uint64
   return error;
 }
 
+void proxyccl_agent_tell_losses(ProxycclAgent *agent, int event) {
+  pthread_mutex_lock(&agent->lock);
+  agent->losses = event;
+  pthread_mutex_unlock(&agent->lock);
+}
+
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent) { return (uintptr_t)agent->secret; }
 
 /* Replaces ranges by a copy of others. 0 or ENOMEM. */
@@ -335,6 +341,7 @@ ProxycclAgent *proxyccl_agent_create(const char *name, const char *secret, int c
   memcpy(agent->secret, secret, sizeof agent->secret);
   agent->name = named;
   agent->copied = copied;
+  agent->losses = -1;
   agent->listeners = copy;
   agent->listener_count = count;
   agent->references = 1;

@@ -122,6 +122,11 @@ void link_lose(ProxycclLink *link, const char *reason) {
     if (transfer->link == link) transfer_lose(transfer);
   }
   fabric_lose(link);
+  if (!link->serves && agent->losses >= 0) {
+    const uint64_t one = 1;
+    const ssize_t written = write(agent->losses, &one, sizeof one);
+    (void)written; /* an eventfd refuses only a value that would overflow it: then its reader wakes anyway */
+  }
   if (link->in.stage != NULL) stage_give(link->in.stage);
   link->in.stage = NULL;
   while (link->answer != NULL) {

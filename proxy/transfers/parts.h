@@ -278,6 +278,7 @@ struct ProxycclAgent {
   char *name;
   char secret[PROXYCCL_SECRET_BYTES];
   int copied; /* peers may copy from and to this process */
+  int losses; /* an eventfd for links that were lost; -1: none */
   ProxycclLink *links;
   ProxycclTransfer *first, **last;               /* transfers to copy, in turn */
   ProxycclTransfer *looked_at, **last_looked_at; /* those of devices and streams, to be looked at in turn */

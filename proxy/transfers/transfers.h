@@ -120,6 +120,8 @@ void proxyccl_agent_set_log(ProxycclAgent *agent, ProxycclTransferLog *log);
  * last one, and `lost` to the number of those that were overwritten. Returns their number. */
 uint32_t proxyccl_transfer_log_read(const ProxycclTransferLog *log, uint64_t *next, ProxycclTransferRecord *records,
                                     uint32_t room, uint64_t *lost);
+/* Has an eventfd, which outlives the agent's links, raised when a link that this agent opened is lost. */
+void proxyccl_agent_tell_losses(ProxycclAgent *agent, int event);
 /* Where its secret lies in this process: what a peer of this host reads to find out that it reaches this memory. */
 uint64_t proxyccl_agent_secret(const ProxycclAgent *agent);
 /* Replaces the ranges that peers may reach through sockets. `ranges`: `count` first addresses, in order, then for each

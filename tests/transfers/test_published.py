@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from proxyccl.channels.transfers import published
 from proxyccl.channels.transfers.published import find_agents
 from proxyccl.channels.transfers.tracing import AgentTracer
 from proxyccl.proxy.observe.publications import publications_directory
@@ -103,3 +107,22 @@ def test_a_killed_agents_file_is_removed() -> None:
         process.kill()
         assert seen("to be killed", process.pid) == []
         assert not list(publications_directory().glob(f"{process.pid}-*.agent"))
+
+
+def test_an_agent_that_is_not_closed_leaves_no_file() -> None:
+    program = "import os; from proxyccl.transfer import Agent; agent = Agent('open', listen=()); print(os.getpid())"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
+    pid = done.stdout.strip()
+    assert not list(publications_directory().glob(f"{pid}-*.agent"))
+
+
+def test_an_agent_works_where_its_process_cannot_be_looked_at(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(published, "this_process", refuse)
+    with Agent("unseen", listen=()) as agent:
+        agent.register(np.zeros(10, np.uint8))
+    assert "cannot see agent unseen" in caplog.text

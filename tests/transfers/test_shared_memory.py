@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -113,6 +115,28 @@ def test_a_peer_that_is_killed_or_removed(process: Child, shared: Shared) -> Non
             transfer.start().wait()
     shared.agent.remove("b")
     assert (shared.memory[: NBYTES // 2] == 7).all()
+
+
+def mapped_files() -> set[str]:
+    """Shared memory that this process maps, by its file."""
+    return {line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line}
+
+
+def test_memory_of_a_peer_that_was_killed_is_free_although_nobody_looks(process: Child, shared: Shared) -> None:
+    shared.agent.connect("b")
+    before = mapped_files()
+    transfer = shared.agent.read("b", [(shared.near.address, shared.far.address, 100)])
+    transfer.wait()
+    assert mapped_files() > before
+    process.kill()
+    deadline = time.monotonic() + 60
+    while mapped_files() - before:  # without a call of the agent, and although the transfer is kept
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    with pytest.raises(DisconnectedError):
+        transfer.start().wait()
+    with pytest.raises(DisconnectedError):
+        shared.agent.read("b", [(shared.near.address, shared.far.address, 100)]).wait()
 
 
 def test_memory_at_an_address_where_other_memory_was() -> None:
