@@ -1,4 +1,7 @@
-"""Agents that come and go under load, a few. `make test-faults COUNT=1000` runs more."""
+"""Agents that come and go under load, and start again under their names: a few cases.
+
+`make test-faults COUNT=1000` runs more.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import pytest
 
 from proxyccl.channels.transfers.paths import PATHS
 from proxyccl.proxy import _engine
-from support.faults.agents import run
+from support.faults.agents import run, run_lives
 from support.packages.fabric import library_or_skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.host_only(reason="agents move the host's memory, whatever the runtime")]
@@ -15,6 +18,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.host_only(reason="agents move the ho
 @pytest.mark.parametrize("path", PATHS)
 def test_agents_come_and_go_under_load(path: str) -> None:
     assert run(1, 9, path) == []
+
+
+@pytest.mark.parametrize("seed", range(1 + len(PATHS)))
+def test_agents_start_again_under_their_names(seed: int) -> None:
+    assert run_lives(seed) == []
 
 
 @pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport")

@@ -1,16 +1,23 @@
-"""Agents that come and go under load, and every third is killed.
+"""Agents that come and go under load, and every third is killed; agents that start again under their names.
 
 python tests/support/faults/agents.py --count 100 --seed 1
 
-A case follows from its seed. One agent moves data to and from the peers, several at once, and cancels, while they are
-killed, close or end at random moments. A finding is a wrong byte, a canceled transfer that still writes, a transfer
-that does not end in time, an error with a peer that lives, or a descriptor that is left.
+A case follows from its seed, and has two parts. In the first one an agent moves data to and from the peers, several at
+once, and cancels, while they are killed, close or end at random moments. A finding is a wrong byte, a canceled transfer
+that still writes, a transfer that does not end in time, an error with a peer that lives, or a descriptor that is left.
+
+In the second part, each peer starts again and again under its name. Its memory lies at the same addresses, which it
+registers, deregisters and frees. The agent keeps the transfers and the metadata of all registrations, and uses those
+that have ended too. Every life of a peer verifies all its memory. A finding is also a transfer that is done although
+its registration has ended, metadata of an ended agent that are taken, and a byte that another incarnation has, or that
+was written to memory which was not registered for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import os
 import random
 import socket
@@ -20,13 +27,29 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import numpy as np
+from numpy.typing import NDArray
 
+from proxyccl.channels.transfers import metadata as metadata_of
 from proxyccl.channels.transfers.paths import PATHS
-from proxyccl.transfer import Agent, CanceledError, DisconnectedError, Region, Transfer, TransferError
+from proxyccl.device.errors import ClosedError
+from proxyccl.transfer import (
+    Agent,
+    CanceledError,
+    DisconnectedError,
+    FreedMemoryError,
+    NotRegisteredError,
+    Region,
+    Transfer,
+    TransferError,
+    TransferTimeoutError,
+    UnknownAgentError,
+    shared_empty,
+)
 from support.agents import Child, child, serve_memory
 
 _NBYTES = 1 << 20
@@ -36,6 +59,13 @@ _NOTICED_SECONDS = 30.0
 _WAIT_SECONDS = 60.0
 _FATES = ("kill", "close", "end")
 _WRONG = 255
+_SLOTS = 3
+_ADDRESS = 1 << 45
+_PRIVATE_FIXED = 0x2 | 0x20 | 0x100000  # MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+_LIBC = ctypes.CDLL(None)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Visit:
@@ -133,6 +163,217 @@ def _served(number: int) -> Callable[[socket.socket], None]:
     return lambda connection: serve_memory(connection, _NBYTES, number, _name(number))
 
 
+class Slot:
+    """Memory of a peer at an address that stays, and what it must contain: the first half its value, which is read, and
+    the other half what was written."""
+
+    def __init__(self) -> None:
+        self.transfers: list[Transfer] = []  # of the registration that stands
+        self.former: list[Transfer] = []
+        self.value = self.written = 0
+        self.is_registered = False
+
+
+class Lives:
+    """A peer that starts again under its name: what is done with it, and what it must contain.
+
+    Args:
+        agent: that meets it.
+        number: the peer's.
+        processes: of its lives, one after the other.
+        seed: of what happens.
+    """
+
+    def __init__(self, agent: Agent, number: int, processes: list[Child], seed: int) -> None:
+        self._agent, self._name, self._rng = agent, _name(number), random.Random(seed)
+        self._processes = processes
+        self._slots = [Slot() for _ in range(_SLOTS)]
+        self._metadata: list[bytes] = []  # of all registrations, partial ones
+        self._memory = np.zeros(_NBYTES, np.uint8)
+
+    def run(self) -> list[str]:
+        """Findings."""
+        ours = self._agent.register(self._memory)
+        findings: list[str] = []
+        for life, process in enumerate(self._processes):
+            for slot in self._slots:
+                slot.former += slot.transfers
+                slot.transfers = []
+            if life > 0:
+                self._agent.remove(self._name)
+            self._agent.add(process.receive())
+            found = self._live(process, ours)
+            fate = self._rng.choice(_FATES)
+            if fate == "kill":
+                process.kill()
+            else:
+                process.connection.send(b"close" if fate == "close" else b"")
+            findings += [f"{self._name}, life {life}: {finding}" for finding in found]
+        self._agent.remove(self._name)
+        self._agent.deregister(ours)
+        return findings
+
+    def _live(self, process: Child, ours: Region) -> list[str]:
+        for slot in range(_SLOTS):
+            self._renew(process, slot, ours)
+        for _ in range(self._rng.randrange(10, 30)):
+            number = self._rng.randrange(_SLOTS)
+            step = self._rng.choice(["renew", "current", "current", "former", "former", "late"])
+            try:
+                if step == "renew":
+                    self._renew(process, number, ours)
+                elif step == "current" and self._slots[number].is_registered:
+                    finding = self._use_current(self._slots[number])
+                elif step == "former" and self._slots[number].former:
+                    finding = self._use_former(self._slots[number])
+                elif step == "late" and self._metadata:
+                    finding = self._add_late()
+                else:
+                    continue
+            except TransferError as error:
+                return [f"{step}: {error!r}"]
+            if step != "renew" and finding:
+                return [finding]
+            process.connection.send(b"look")
+            seen = tuple(process.receive())
+            expected = tuple(value for slot in self._slots for value in (slot.value, slot.written))
+            if seen != expected:
+                return [f"{step}: the memory is {seen}, and must be {expected}"]
+        return []
+
+    def _renew(self, process: Child, number: int, ours: Region) -> None:
+        """Has the peer deregister and free memory, and map other memory at that address."""
+        slot = self._slots[number]
+        slot.value, slot.is_registered = self._rng.randrange(1, 200), self._rng.random() < 0.7
+        slot.written = slot.value
+        slot.former += slot.transfers
+        slot.transfers = []
+        process.connection.send(bytes([number, slot.value, slot.is_registered, self._rng.random() < 0.5]))
+        metadata = process.receive()
+        if not slot.is_registered:
+            return
+        self._metadata.append(metadata)
+        self._agent.add(metadata)
+        label = f"{number} {slot.value}"
+        theirs = next(each for each in reversed(self._agent.regions_of(self._name)) if each.label == label)
+        half = _NBYTES // 2
+        for operation, start in (("read", 0), ("write", half)):
+            row = (ours.address + start, theirs.address + start, half)
+            slot.transfers.append(self._agent.prepare(operation, self._name, [row]))
+
+    def _use_current(self, slot: Slot) -> str:
+        transfer = self._rng.choice(slot.transfers)
+        written = self._rng.randrange(200, _WRONG)
+        self._memory[:] = written if transfer.writes else _WRONG
+        transfer.start(self._rng.choice([None, b"told"])).wait(_WAIT_SECONDS)
+        if transfer.writes:
+            slot.written = written
+        elif not (self._memory[: _NBYTES // 2] == slot.value).all():
+            return f"wrong data after {transfer}"
+        return ""
+
+    def _use_former(self, slot: Slot) -> str:
+        transfer = self._rng.choice(slot.former)
+        self._memory[:] = _WRONG
+        try:
+            transfer.start(b"never told").wait(_WAIT_SECONDS)
+        except TransferTimeoutError as error:
+            return repr(error)
+        except (NotRegisteredError, FreedMemoryError, DisconnectedError, ClosedError):
+            return "" if (self._memory == _WRONG).all() else f"{transfer} read something"
+        return f"{transfer} is done, although its registration has ended"
+
+    def _add_late(self) -> str:
+        """Metadata of a former life are refused; of this life, they bring no registration back."""
+        metadata = self._rng.choice(self._metadata)
+        is_of_this_life = token_of(metadata) == self._agent._peers[self._name].token
+        try:
+            self._agent.add(metadata)
+        except UnknownAgentError:
+            return "late metadata of this agent were refused" if is_of_this_life else ""
+        return "" if is_of_this_life else "metadata of an ended agent were taken"
+
+
+def token_of(data: bytes) -> bytes:
+    """The token of the agent that metadata are of."""
+    return metadata_of.decode(data).token
+
+
+def _serve_slots(number: int) -> Callable[[socket.socket], None]:
+    """The body of a life: b"look" asks for the values of all memory, four bytes renew a slot (`Lives._renew`)."""
+
+    def serve(connection: socket.socket) -> None:
+        agent = Agent(_name(number), listen=["127.0.0.1"])
+        memory: list[Any] = [None] * _SLOTS
+        regions: list[Region | None] = [None] * _SLOTS
+        connection.send(agent.metadata(()))
+        while command := connection.recv(100):
+            if command == b"close":
+                agent.close()
+                connection.recv(1)
+                break
+            if command == b"look":
+                halves = (half for each in memory for half in np.split(each, 2))
+                connection.send(bytes(half[0] if (half == half[0]).all() else _WRONG for half in halves))
+                continue
+            slot, value, is_registered, is_shared = command
+            if regions[slot] is not None:
+                agent.deregister(regions[slot])
+                regions[slot] = None
+            memory[slot] = None  # it is freed before there is new memory, which gets its address
+            at = _ADDRESS + (number * _SLOTS + slot) * 2 * _NBYTES
+            memory[slot] = shared_empty(_NBYTES) if is_shared else mapped_at(at, _NBYTES)
+            memory[slot][:] = value
+            if is_registered:
+                regions[slot] = region = agent.register(memory[slot], label=f"{slot} {value}")
+                connection.send(agent.metadata([region], place=False))
+            else:
+                connection.send(b"none")
+        os._exit(0)
+
+    return serve
+
+
+class _Fixed:
+    """Memory at an address, unmapped with its last array."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        if _LIBC.mmap(address, nbytes, 3, _PRIVATE_FIXED, -1, 0) != address:
+            raise OSError("the address is taken")
+        self._range = address, nbytes
+        self.__array_interface__ = {"data": (address, False), "typestr": "|u1", "shape": (nbytes,), "version": 3}
+
+    def __del__(self) -> None:
+        _LIBC.munmap(*self._range)
+
+
+def mapped_at(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """New private memory at an address."""
+    return np.asarray(_Fixed(address, nbytes))
+
+
+def run_lives(seed: int, peers: int = 4, lives: int = 4, path: str | None = None) -> list[str]:
+    """Runs the second part of a case. Returns its findings.
+
+    Args:
+        seed: that it follows from.
+        peers: how many names there are.
+        lives: how often each of them starts.
+        path: how data moves; None: one in turn, or memory that is mapped and one for the rest.
+    """
+    rng = random.Random(seed)
+    paths = [path] if path else [["shared_memory", "process_vm"], *([each] for each in PATHS)][seed % (len(PATHS) + 1)]
+    with Agent("stays", listen=["127.0.0.1"], paths=paths) as agent, contextlib.ExitStack() as stack:
+        processes = [
+            [stack.enter_context(child(_serve_slots(number))) for _ in range(lives)] for number in range(peers)
+        ]
+        with ThreadPoolExecutor(peers) as pool:
+            each = [
+                pool.submit(Lives(agent, number, processes[number], rng.getrandbits(32)).run) for number in range(peers)
+            ]
+            return [finding for visits in each for finding in visits.result()]
+
+
 def run(seed: int, peers: int = 30, path: str | None = None) -> list[str]:
     """Runs a case. Returns its findings.
 
@@ -167,7 +408,7 @@ def main() -> int:
     options = parser.parse_args()
     findings = []
     for seed in range(options.seed, options.seed + options.count):
-        found = run(seed)
+        found = run(seed) + run_lives(seed)
         findings += found
         for finding in found:
             print(f"agents, seed {seed}: {finding}", flush=True)
