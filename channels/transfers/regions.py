@@ -271,11 +271,13 @@ class View:
         """
         if not len(addresses):
             return [], np.empty((0, 2), np.uint64)
-        at = np.searchsorted(self._starts, addresses, "right") - 1
+        at = self._starts.searchsorted(addresses, "right") - 1
         a_block = np.zeros(len(self._starts), np.uint64)
         a_block[at[::-1]] = addresses[::-1]  # the first, if there are several
-        used = np.flatnonzero(np.bincount(at, minlength=len(self._starts)))
-        return self._regions[used].tolist(), np.column_stack((self._numbers[used], a_block[used]))
+        (used,) = a_block.nonzero()  # no memory has the address 0
+        rows = np.empty((len(used), 2), np.uint64)
+        rows[:, 0], rows[:, 1] = self._numbers[used], a_block[used]
+        return self._regions[used].tolist(), rows
 
 
 def _by_kind(regions: Iterable[Region]) -> dict[str, list[Region]]:
