@@ -334,7 +334,7 @@ class Group:
             if sum(counts_in(self.control).values()) > sum(counts_in(self._segments[peer]).values()):
                 ((_, call),) = self.launches.recent_calls(1) or [(0, {"collective": "a collective"})]
                 what = f"calls {call['collective']}, and rank {peer} has closed the communicator or ended its program"
-                self.failure.file_mismatch(peer, lambda this_rank, _, what=what: f"{this_rank} {what}")
+                self.failure.file_mismatch(peer, lambda this_rank, _: f"{this_rank} {what}")
                 return
 
     def _publish(self) -> Published:
