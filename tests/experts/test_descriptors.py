@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from proxyccl import ArgumentError, ClosedError, Communicator, EPAll2AllLayer
+from proxyccl.channels.expert_parallel import repeated_dispatch
+from proxyccl.channels.expert_parallel.repeated_call import describe_kind
 from proxyccl.device.arrays.array import as_view
 from support.device_arrays import on_device, on_host
 from support.ranks import Ranks
@@ -145,3 +147,35 @@ def test_a_later_redispatch_of_no_tokens_sends_none() -> None:
             assert np.array_equal(layer.redispatch(tokens[:count], desc), rows)
 
     run_ranks(2, body, local_world_size=1)
+
+
+@pytest.mark.host_only(reason="arrays of numpy are looked at by Python's code")
+def test_an_interrupt_in_a_repeated_call_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def described(x: Any) -> Any:
+        found = describe_kind(x)
+        if found is None or found[1]:
+            return found
+
+        def kind_of(x: Any) -> Any:
+            if asked:
+                raise KeyboardInterrupt
+            return found[6](x)
+
+        return (*found[:6], kind_of, found[7])
+
+    def body(comm: Communicator) -> None:
+        x, ids = arguments(comm)
+        with layer_on(comm) as layer:
+            for _ in range(3):
+                layer.dispatch(x, ids)
+            asked.append(True)
+            with pytest.raises(KeyboardInterrupt):
+                layer.dispatch(x, ids)
+            asked.clear()
+            layer.dispatch(x, ids)
+            comm.synchronize()
+
+    monkeypatch.setattr(repeated_dispatch, "describe_kind", described)
+    run_ranks(1, body)
