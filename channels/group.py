@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -334,7 +335,7 @@ class Group:
             if sum(counts_in(self.control).values()) > sum(counts_in(self._segments[peer]).values()):
                 ((_, call),) = self.launches.recent_calls(1) or [(0, {"collective": "a collective"})]
                 what = f"calls {call['collective']}, and rank {peer} has closed the communicator or ended its program"
-                self.failure.file_mismatch(peer, lambda this_rank, _: f"{this_rank} {what}")
+                self.failure.note_mismatch(peer, functools.partial(_by, what))
                 return
 
     def _publish(self) -> Published:
@@ -690,6 +691,11 @@ class Group:
         self.control.close()
         if self._meeting.owns_bootstrap:
             self._meeting.bootstrap.close()
+
+
+def _by(what: str, this_rank: str, _: str) -> str:
+    """What a rank does, as `FailureState.note_mismatch` has it said."""
+    return f"{this_rank} {what}"
 
 
 _logger = logging.getLogger("proxyccl")

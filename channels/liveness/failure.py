@@ -226,12 +226,18 @@ class FailureState:
                 or for the other ranks its number.
             field: number in CALL_FIELDS of the argument that differs.
         """
+        self.note_mismatch(peer, cause, field)
+        return self.exception()
+
+    def note_mismatch(
+        self, peer: int, cause: Callable[[str, str], str], field: int = CALL_FIELDS.index(DIFFERENT_CALL)
+    ) -> None:
+        """As `file_mismatch`, for the watcher's thread, which writes the report that `exception` waits for."""
         name = f"rank {self._rank}"
         self.cause, elsewhere = cause("this rank", "here"), bounded(cause(name, f"on {name}"))
         self._control.raise_abort(
             ErrorRecord(lib.PROXYCCL_ERROR_MISMATCH, self._rank, peer, wait=field, cause=elsewhere)
         )
-        return self.exception()
 
     def file_exchange_failure(self, error: CommunicatorError) -> CommunicatorError:
         """Ends the group because an exchange of the bootstrap failed here, unless a rank has failed already.
