@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import struct
@@ -141,6 +142,7 @@ class Agent:
         self._published = Published(name)
         forks.finalizer(self, self._published.withdraw).atexit = True  # if the program does not close the agent
         self._published.write(())
+        lib.proxyccl_agent_tell_losses(handle, event_of_losses(self._unmap_lost))
         lib.proxyccl_agent_set_log(handle, ffi.cast("ProxycclTransferLog *", self._published.log.ptr))
         served.append(self._published.log)
         wants = FABRIC in allowed and (named or len(listeners) > 1)
@@ -519,14 +521,17 @@ class Agent:
                 return peer.link
         with peer.connecting:  # not under the agent's lock: it may take its time
             if peer.link is None:
-                ledger, reason = _open_ledger(peer.place)
-                if ledger is not None:  # its memory may be mapped
-                    lib.proxyccl_agent_tell_losses(self._handle, event_of_losses(self))
                 fabric = self._fabric if self._fabric and self._fabric.reaches(peer.place.fabric) else None
                 provider = "" if fabric is None else fabric.provider
                 seconds = min(self.timeout, _CONNECT_SECONDS)
-                connected = connect(name, peer.token, peer.place, self._preparer.paths, seconds, provider, reason)
-                link = Link(self._handle, name, peer.place.secret, connected, b"" if fabric is None else fabric.raw)
+                ledger, reason = _open_ledger(peer.place)
+                with contextlib.ExitStack() as undo:
+                    if ledger is not None:
+                        undo.callback(ledger.close)
+                    connected = connect(name, peer.token, peer.place, self._preparer.paths, seconds, provider, reason)
+                    raw = b"" if fabric is None else fabric.raw
+                    link = Link(self._handle, name, peer.place.secret, connected, raw)
+                    undo.pop_all()
                 if fabric is not None and link.path.name.startswith("fabric"):
                     peer.number = fabric.insert(peer.place.fabric)
                 self._warn_of_slow(link, peer.place.host)
@@ -534,12 +539,12 @@ class Agent:
                     peer.ledger, peer.link = ledger, link
                 peer.unmap_lost()  # it may have gone before
                 if peer.removed:
-                    link.end()
+                    peer.leave()
                 _LOG.info("agent %s reaches agent %s by %s", shown(self.name), shown(name), link.path)
                 self._publish_links()
         return peer.link
 
-    def unmap_lost(self) -> None:
+    def _unmap_lost(self) -> None:
         """Unmaps the memory of agents whose links are lost. Called by a thread of the library's own."""
         with self._lock:
             peers = list(self._peers.values())

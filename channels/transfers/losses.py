@@ -5,28 +5,23 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Protocol
+from collections.abc import Callable
 
 from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
 
-
-class Losing(Protocol):
-    """An agent of this process."""
-
-    def unmap_lost(self) -> None: ...  # noqa: D102
-
-
 _lock = threading.Lock()
 forks.hold_while_forking(_lock)
-_agents: list[weakref.ref[Losing]] = []
+_tasks: list[weakref.WeakMethod[Callable[[], object]]] = []
 _event = -1
 
 
-def event_of_losses(agent: Losing) -> int:
-    """The eventfd, one for the process, that the engine raises when a link of the agent is lost. A thread then calls
-    `unmap_lost` of all agents that were given it.
+def event_of_losses(task: Callable[[], object]) -> int:
+    """The eventfd, one for the process, that the engine raises when a link is lost. A thread then calls all tasks.
+
+    Args:
+        task: a method of an agent, which it does not keep alive.
 
     Raises:
         ResourceError: there are too few descriptors or threads.
@@ -42,8 +37,8 @@ def event_of_losses(agent: Losing) -> int:
                 os.close(made)
                 raise
             _event = made
-        _agents[:] = [each for each in _agents if each() is not None]
-        _agents.append(weakref.ref(agent))
+        _tasks[:] = [each for each in _tasks if each() is not None]
+        _tasks.append(weakref.WeakMethod(task))
         return _event
 
 
@@ -51,12 +46,12 @@ def _run(event: int) -> None:
     while True:
         os.eventfd_read(event)
         with _lock:
-            references = list(_agents)
+            references = list(_tasks)
         for reference in references:
-            agent = reference()
-            if agent is not None:
-                agent.unmap_lost()
-            del agent
+            task = reference()
+            if task is not None:
+                task()
+            del task
 
 
 def _forget() -> None:
@@ -65,7 +60,7 @@ def _forget() -> None:
     if _event >= 0:
         os.close(_event)
         _event = -1
-    _agents.clear()
+    _tasks.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
