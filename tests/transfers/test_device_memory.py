@@ -310,6 +310,19 @@ def test_memory_at_an_address_where_other_memory_was(pair: OnDevices) -> None:
         pair.a.read("b", [(here, at + NBYTES // 2, 8)]).wait()
 
 
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("kinds", [("device", "device"), ("host", "device"), ("device", "host")])
+def test_a_registration_that_ended(pair: OnDevices, kinds: tuple[str, str], side: int) -> None:
+    regions = [pair.regions[each] if kinds[each] == "device" else pair.host_regions[each] for each in (0, 1)]
+    transfer = pair.a.prepare("read", "b", [(regions[0].address, regions[1].address, NBYTES)])
+    transfer.start().wait()
+    owner = (pair.a, pair.b)[side]
+    owner.deregister(regions[side])
+    owner.register(pair.arrays[side] if kinds[side] == "device" else pair.hosts[side])  # at the same address
+    with pytest.raises(NotRegisteredError, match=f"has deregistered its memory at {regions[side].address:#x}"):
+        transfer.start().wait()
+
+
 def test_wrong_memory(pair: OnDevices) -> None:
     device, host, theirs = pair.regions[0].address, pair.host_regions[0].address, pair.regions[1].address
     with pytest.raises(NotRegisteredError, match=r"block 1: .* remote address .* by agent b"):
