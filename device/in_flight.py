@@ -11,10 +11,12 @@ from typing import Protocol
 
 from proxyccl.device.base_runtime import BaseRuntime, Event, StreamLike
 from proxyccl.device.errors import KernelError
-from proxyccl.device.owned import closed_stream
-from proxyccl.device.thread_streams import thread_number
+from proxyccl.device.owned import OwnedStream, closed_stream
+from proxyccl.device.thread_streams import ThreadStream, identify_stream, thread_number
 
 _BATCH = 16
+_MOST_OPEN = 8
+"""Streams with launches that no event follows yet: as many streams, and their arrays, may stay that nobody uses."""
 
 
 class Launcher(Protocol):
@@ -36,26 +38,47 @@ class InFlight:
         self._runtime = weakref.proxy(runtime)  # the runtime owns this object
         self._lock = threading.Lock()
         self._launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
-        self._open: dict[tuple[int, int], tuple[StreamLike, list[object]]] = {}  # by the stream's handle and the thread
+        self._open: dict[int | ThreadStream, tuple[StreamLike, list[object]]] = {}  # by the stream, whoever uses it
         self._batches: deque[tuple[Event, list[object]]] = deque()
 
     def add(self, kept: object, stream: StreamLike, handle: int) -> None:
         """Keeps an object, and the stream, until what is now queued on the stream, with this handle, is done."""
         with self._lock:
-            key = (handle, thread_number())
+            key = identify_stream(self._runtime, handle)
             if key in self._open and closed_stream(self._open[key][0]) is not None:
                 self._end_batch(key)  # another stream has its handle now
             _, batch = self._open.setdefault(key, (stream, []))
             batch.append(kept)
+            if len(self._open) > _MOST_OPEN:
+                self._end_an_open_batch()
             # A captured event never completes by itself; the batch waits for a later launch.
             if len(batch) < _BATCH or self._runtime.is_capturing(handle):
                 return
             self._end_batch(key)
-            # Each batch is queried once; those that are not done go to the back.
-            for _ in range(len(self._batches)):
-                waiting = self._batches.popleft()
-                if not waiting[0].query():
-                    self._batches.append(waiting)
+            self._release_done()
+
+    def _release_done(self) -> None:
+        # Each batch is queried once; those that are not done go to the back.
+        for _ in range(len(self._batches)):
+            waiting = self._batches.popleft()
+            if not waiting[0].query():
+                self._batches.append(waiting)
+
+    def _end_an_open_batch(self) -> None:
+        """Ends the oldest batch that is not full, on a stream of the runtime that the program may have dropped."""
+        for key, (stream, _) in self._open.items():
+            if isinstance(stream, OwnedStream) and self._is_reachable(key) and not self._is_capturing(key, stream):
+                self._end_batch(key)
+                self._release_done()
+                return
+
+    def _is_capturing(self, key: int | ThreadStream, stream: OwnedStream) -> bool:
+        return not stream.closed and self._runtime.is_capturing(_handle(key))
+
+    @staticmethod
+    def _is_reachable(key: int | ThreadStream) -> bool:
+        """Whether the stream's handle means it in the calling thread."""
+        return isinstance(key, int) or key[1] == thread_number()
 
     def follow(self, launcher: Launcher) -> None:
         """Makes `wait` wait for this launcher's launches too, as long as the launcher exists."""
@@ -68,14 +91,14 @@ class InFlight:
         Such a call, to load a module or to free memory, holds the device's context while it waits. The copies of the
         process's proxy then wait for it, and kernels wait for those copies.
 
-        This waits neither for graphs nor for the last few launches that other threads passed to `add`. It also skips
+        This waits neither for graphs nor for the last few launches on other threads' own default streams. It also skips
         the last few launches on streams that the program passes as integers: those streams may be gone.
         """
         with self._lock:
-            for (handle, thread), (stream, _) in list(self._open.items()):
-                lives = type(stream) is not int and thread == thread_number()
-                if closed_stream(stream) is not None or (lives and not self._runtime.is_capturing(handle)):
-                    self._end_batch((handle, thread))
+            for key, (stream, _) in list(self._open.items()):
+                lives = type(stream) is not int and self._is_reachable(key)
+                if closed_stream(stream) is not None or (lives and not self._runtime.is_capturing(_handle(key))):
+                    self._end_batch(key)
             events = [event for event, _ in self._batches]
             for launcher in self._launchers:
                 last = launcher.last_stream
@@ -101,10 +124,10 @@ class InFlight:
                     self._open.setdefault(key, (stream, []))[1].extend(kept)
             raise
 
-    def _end_batch(self, key: tuple[int, int]) -> None:
+    def _end_batch(self, key: int | ThreadStream) -> None:
         stream, kept = self._open.pop(key)
         closed = closed_stream(stream)
-        event = self._event(key[0]) if closed is None else closed.end
+        event = self._event(_handle(key)) if closed is None else closed.end
         if event is not None:
             self._batches.append((event, kept))
 
@@ -112,6 +135,10 @@ class InFlight:
         event: Event = self._runtime.create_event()
         event.record(handle)
         return event
+
+
+def _handle(key: int | ThreadStream) -> int:
+    return key if isinstance(key, int) else key[0]
 
 
 class LaunchRuntime(BaseRuntime, Protocol):
