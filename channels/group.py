@@ -694,7 +694,7 @@ class Group:
 
 
 def _by(what: str, this_rank: str, _: str) -> str:
-    """What a rank does, as `FailureState.note_mismatch` has it said."""
+    """The words for `FailureState.note_mismatch` that say of this rank what it does."""
     return f"{this_rank} {what}"
 
 

@@ -244,7 +244,7 @@ def meet_apart(
         bootstrap = _subset(whole.bootstrap, members, key)
     if bootstrap is None:
         refusals = _Refusals(whole, members, meetings[ranks], give_up)
-        telling: AbstractContextManager[None] = refusals.telling()
+        telling = refusals.telling()
         explaining: Callable[[], AbstractContextManager[None]] = refusals.explaining
     else:
         exchange = Exchange(bootstrap, timeout, give_up)
