@@ -93,7 +93,8 @@ def test_an_address_that_does_not_answer_takes_no_time_of_the_next(
         assert known.place is not None
         place = msgspec.structs.replace(known.place, addresses=[full.getsockname(), *known.place.addresses])
         pair.a.remove("b")
-        pair.a.add(metadata.encode("b", place, known.regions, known.shares, known.keys))
+        regions = known.regions, known.registrations, known.shares, known.keys
+        pair.a.add(metadata.encode("b", known.token, place, *regions))
         assert pair.a.connect("b").name == "tcp"
 
 
