@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import ipaddress
 import itertools
 import platform
+import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from proxyccl.proxy.fabric.requirements import INSTALL, library_name
 ffi, lib = _engine.ffi, _engine.lib
 
 _FUNCTIONS = ("fi_getinfo", "fi_freeinfo", "fi_dupinfo", "fi_fabric")
+_SIGACTION_BYTES = 256  # at least those of C's struct
 _NO_DATA = 61  # FI_ENODATA: no provider offers it
 _EXHAUSTED = (12, 24)  # FI_ENOMEM, FI_EMFILE
 _STREAMS = frozenset({"tcp", "net"})
@@ -28,6 +31,32 @@ _ORDERED_STORES = frozenset({"x86_64", "AMD64"})
 # Formats of addresses (rdma/fabric.h) that users know too.
 _SOCKADDR_IN, _SOCKADDR_IN6 = 2, 3
 _IPV4, _IPV6 = slice(4, 8), slice(8, 24)
+
+
+@contextlib.contextmanager
+def keeping_signal_handlers() -> Iterator[None]:
+    """Puts this process's signal handlers back after libraries were loaded.
+
+    PSM's libraries, which some builds of libfabric load, replace the handlers of SIGINT, SIGTERM and faults by one that
+    ends the process.
+    """
+    sigaction = ctypes.CDLL(None).sigaction
+
+    def actions() -> dict[int, bytes]:
+        found = {}
+        for number in signal.valid_signals():
+            action = ctypes.create_string_buffer(_SIGACTION_BYTES)
+            if sigaction(int(number), None, action) == 0:
+                found[int(number)] = action.raw
+        return found
+
+    before = actions()
+    try:
+        yield
+    finally:
+        for number, action in actions().items():
+            if action != before[number]:
+                sigaction(number, before[number], None)
 
 
 class Library:
@@ -43,7 +72,8 @@ class Library:
 
     def __init__(self, name: str) -> None:
         try:
-            loaded = ctypes.CDLL(name)
+            with keeping_signal_handlers():
+                loaded = ctypes.CDLL(name)
         except OSError as error:
             raise RuntimeUnavailableError(f"libfabric can't be loaded ({error}): {INSTALL}") from None
         self.functions = ffi.new("ProxycclFabricLibrary *")

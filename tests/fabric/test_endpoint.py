@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint
 from proxyccl.proxy.fabric.library import FabricOffer, fabric_offers
 from proxyccl.proxy.fabric.providers import choose_offer
 from proxyccl.proxy.remote_setup import RemoteSetup
+from support.packages.fabric import environment
 
 pytestmark = [
     pytest.mark.host_only(reason="the provider reaches the CPU's memory"),
@@ -36,6 +39,25 @@ def tcp(library: str, monkeypatch: pytest.MonkeyPatch) -> FabricOffer:
     monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     return choose_offer(fabric_offers(), FabricOptions(provider="tcp", interface="=lo"))
+
+
+def test_the_programs_signal_handlers_stay(library: str) -> None:
+    """Libraries that libfabric loads replace them."""
+    program = """
+import os, signal
+from proxyccl.proxy.fabric.library import load
+load()
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    env = environment() | {"PROXYCCL_LIBFABRIC": library}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
 
 
 @pytest.mark.parametrize(("signal", "joined"), [("auto", True), ("ordered", False), ("delivered", False)])

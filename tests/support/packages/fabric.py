@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from proxyccl.proxy.fabric.library import load
+from proxyccl.proxy.fabric.library import keeping_signal_handlers, load
 from support.packages.debian import UnavailableError
 from support.packages.fetched import FetchedPackages, installed_program
 
@@ -56,7 +56,8 @@ def library_or_skip() -> str:
 
 def _loads(library: Path) -> bool:
     try:
-        ctypes.CDLL(str(library))
+        with keeping_signal_handlers():
+            ctypes.CDLL(str(library))
     except OSError:
         return False
     return True
