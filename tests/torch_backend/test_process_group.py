@@ -638,14 +638,19 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_a_call_has_a_time_out_of_its_own() -> None:
+    timed_out = threading.Event()  # a call ends at once when a peer has left
+
     def body(group: Any) -> None:
         all_reduced(group, torch.ones(1))
+        if group.rank() == 1:
+            assert timed_out.wait(30)
         if group.rank() == 0:
             late = group.allreduce([torch.ones(1)], options("Allreduce", waits=False, timeout=timedelta(seconds=0.3)))
             with pytest.raises(RuntimeError, match=r"did not end within 0.05 s"):
                 late.wait(timedelta(seconds=0.05))
             with pytest.raises(dist.DistBackendError, match="Timed out with WaitTimeoutError"):
                 late.wait()
+            timed_out.set()
 
     run(body, ranks=2)
 
