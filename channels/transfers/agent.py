@@ -62,7 +62,8 @@ if TYPE_CHECKING:
 _CONNECT_SECONDS = 10.0
 _LENGTHS = struct.Struct("=QQ")
 _LOG = logging.getLogger("proxyccl.transfer")
-_agents: weakref.WeakSet[Agent] = weakref.WeakSet()
+_agents: weakref.WeakValueDictionary[int, Agent] = weakref.WeakValueDictionary()
+"""The agents of this process, by `id`. `valuerefs` lists them in one step: other threads make agents meanwhile."""
 
 
 class Agent:
@@ -138,7 +139,7 @@ class Agent:
             raise ResourceError(f"an agent can't be started: {os.strerror(ffi.errno)}")
         self._handle: ProxycclAgentPointer = handle
         forks.finalizer(self, _release, handle, served)
-        _agents.add(self)
+        _agents[id(self)] = self
         self._published = Published(name)
         forks.finalizer(self, self._published.withdraw).atexit = True  # if the program does not close the agent
         self._published.write(())
@@ -312,8 +313,9 @@ class Agent:
 
     def _drop_pins_of_others(self, regions: Iterable[Region]) -> None:
         """Other agents of this process pin this one's memory too, which may be freed from now on."""
-        for agent in list(_agents):
-            if agent is not self:
+        for reference in _agents.valuerefs():
+            agent = reference()
+            if agent is not None and agent is not self:
                 agent._pinned.drop(regions)
 
     @property
@@ -756,7 +758,7 @@ def _listen(token: bytes, addresses: Sequence[str] | None) -> tuple[list[Any], l
 
 def _forget() -> None:
     """In a fork's child: a peer learns of the parent's end although the child goes on."""
-    for agent in _agents:
+    for agent in _agents.values():
         lib.proxyccl_agent_forget(agent._handle)
     _agents.clear()
 
