@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 
+from proxyccl.device.memory.descriptors import EXHAUSTED
+
 _STAGGER_SECONDS = 0.25
 
 
@@ -51,7 +53,13 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
             now = time.monotonic()
             if waiting and (now >= next_at or not attempts):
                 family, place, named = waiting.popleft()
-                attempt = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                try:
+                    attempt = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                except OSError as error:  # EAFNOSUPPORT: names have IPv6 addresses also where the kernel lacks IPv6
+                    if error.errno in EXHAUSTED:
+                        raise
+                    failures[named] = error
+                    continue
                 attempt.setblocking(False)
                 status = attempt.connect_ex(place)
                 if status not in (0, errno.EINPROGRESS):
