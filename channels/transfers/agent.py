@@ -28,7 +28,7 @@ from proxyccl.channels.transfers.errors import (
     UnknownAgentError,
 )
 from proxyccl.channels.transfers.fabric import AgentFabric, open_fabric
-from proxyccl.channels.transfers.host_memory import pages_of, shares_of
+from proxyccl.channels.transfers.host_memory import mapped_memory, shares_of
 from proxyccl.channels.transfers.ledger import Ledger
 from proxyccl.channels.transfers.link import Link
 from proxyccl.channels.transfers.losses import event_of_losses
@@ -50,6 +50,7 @@ from proxyccl.device.arrays.array import Array, as_view
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.memory.descriptor_server import serve
 from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.process import forks
 from proxyccl.device.shown_text import shown
 from proxyccl.proxy._transfers import ffi, lib
@@ -246,38 +247,48 @@ class Agent:
         # An array without elements may have no address.
         exported = [self._devices.share(each, runtime) for each in regions if each.kind == VRAM and each.nbytes]
         shares = [each.share for each in exported]
-        host_shares = shares_of(regions)
+        mapped = mapped_memory(regions)
+        host_shares = shares_of(mapped)
         copiers = {share.region: self._devices.of(share) for share in shares}
-        pages = {region: pages_of(region) for region in regions if region.nbytes}
         with self._lock:
             self._require_open()
             for copier in set(copiers.values()) - self._serving.keys():
                 self._serving[copier], kept = copier.staging(None if self._fabric is None else self._fabric.stages)
                 self._keep_serving(kept)
-            if self._fabric is not None:  # not before the lock: `deregister` keeps only what is in `_own`
-                try:
+            with contextlib.ExitStack() as undo:
+                if self._fabric is not None:  # not before the lock: `deregister` keeps only what is in `_own`
+                    undo.callback(self._fabric.deregister, [region for region in regions if region not in self._own])
                     self._fabric.register(regions, {region: copier.runtime for region, copier in copiers.items()})
-                except BaseException:
-                    self._fabric.deregister(region for region in regions if region not in self._own)
-                    raise
-            self._begin(regions, pages)
+                self._begin(regions, mapped)
+                undo.pop_all()
             self._reached.add(shares)
             self._exported.update((each.share.region, each) for each in exported)
             self._shares.update((share.region, share) for share in host_shares)
             self._publish()
 
-    def _begin(self, regions: Sequence[Region], pages: Mapping[Region, object]) -> None:
-        """Gives regions the numbers of their registrations: that of an equal region, if its memory is still there."""
+    def _begin(self, regions: Sequence[Region], mapped: Mapping[Region, SharedMemory]) -> None:
+        """Gives all regions, or none, the numbers of their registrations: that of an equal region, if its memory is
+        still there."""
         numbers: dict[Region, int] = {}
-        for region in regions:
-            before = numbers.get(region) or self._own.number(region)
-            if self._ledger.holds(before):
-                numbers[region] = before
-                continue
-            numbers[region] = self._ledger.begin(pages.get(region))
-            if before:
-                self._ledger.end(before)
+        begun, ended = [], []
+        try:
+            for region in regions:
+                before = numbers.get(region) or self._own.number(region)
+                if self._ledger.holds(before):
+                    numbers[region] = before
+                    continue
+                memory = mapped.get(region)
+                numbers[region] = self._ledger.begin(None if memory is None else memory.addresses())
+                begun.append(numbers[region])
+                if before:
+                    ended.append(before)
+        except BaseException:
+            for number in begun:
+                self._ledger.end(number)
+            raise
         self._own.add(regions, [numbers[region] for region in regions])
+        for number in ended:
+            self._ledger.end(number)
 
     def deregister(self, *regions: Region) -> None:
         """Ends the registration of regions, all or none of them. When this returns, no socket of this agent touches

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,19 +51,18 @@ def shared_empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.uint8) -> N
     return np.asarray(_Holder(memory, kind, sizes))
 
 
-def shares_of(regions: Iterable[Region]) -> list[Share]:
-    """Shares of those regions of the host's memory that other processes can map."""
-    found = ((region, find_range(region.address, region.nbytes)) for region in regions if region.kind == DRAM)
-    shares = [Share(region, _PLACE, memory.handle) for region, memory in found if memory is not None]
+def mapped_memory(regions: Iterable[Region]) -> dict[Region, SharedMemory]:
+    """The memory that ProxyCCL allocated, of those regions that lie in it."""
+    found = ((region, find_range(region.address, region.nbytes)) for region in regions if region.nbytes)
+    return {region: memory for region, memory in found if memory is not None}
+
+
+def shares_of(mapped: Mapping[Region, SharedMemory]) -> list[Share]:
+    """Shares of those regions of `mapped_memory` that are the host's: other processes can map them."""
+    shares = [Share(region, _PLACE, memory.handle) for region, memory in mapped.items() if region.kind == DRAM]
     if shares:
         serve()  # for agents in other PID namespaces
     return shares
-
-
-def pages_of(region: Region) -> object:
-    """An object that lives as long as a region is mapped, of memory that ProxyCCL allocated; else None."""
-    memory = find_range(region.address, region.nbytes)
-    return None if memory is None else memory.addresses()
 
 
 class Mapped:

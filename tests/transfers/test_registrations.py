@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from proxyccl.channels.transfers import ledger
 from proxyccl.channels.transfers.paths import PATHS
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.transfer import (
     Agent,
     DisconnectedError,
@@ -261,6 +262,17 @@ def test_regions_that_no_peer_would_take(pair: Pair, region: Region, argument: s
     assert error.value.argument == argument
     assert pair.b.regions == [pair.their_region]
     pair.a.add(pair.b.metadata())
+
+
+def test_regions_for_which_there_is_no_room_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Agent("a", listen=()) as agent:
+        monkeypatch.setattr(ledger, "_WORDS", 4)
+        regions = [Region(4096 * (1 + index), 10) for index in range(4)]
+        with pytest.raises(ResourceError, match="at most 3 registered regions"):
+            agent.register_regions(regions)
+        assert agent.regions == []
+        agent.register_regions(regions[:3])
+        assert agent.regions == regions[:3]
 
 
 def test_labels_and_names_of_the_greatest_length(pair: Pair) -> None:

@@ -149,7 +149,7 @@ def test_memory_at_an_address_where_other_memory_was() -> None:
         for value, nbytes in ((1, 2000), (2, 2000), (3, 1000)):
             memory = shared_empty(2000)
             memory[:] = value
-            (share,) = host_memory.shares_of([Region(memory.ctypes.data, nbytes)])
+            (share,) = host_memory.shares_of(host_memory.mapped_memory([Region(memory.ctypes.data, nbytes)]))
             share = structs.replace(share, region=Region(at, nbytes))
             if number:
                 b._ledger.end(number)
