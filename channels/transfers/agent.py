@@ -514,7 +514,8 @@ class Agent:
         """The regions of an agent that are known to be registered; None: this agent's."""
         if peer is None:
             return self._own
-        self._pinned.forget(region for region in peer.forget_ended() if region not in self._own)
+        if ended := peer.forget_ended():
+            self._pinned.drop(region for region in ended if region not in self._own)
         return peer.regions
 
     def _link(self, name: str, peer: Peer | None) -> Link | None:
