@@ -49,6 +49,7 @@ class Ledger:
         self._unused: list[int] = []
         self._births = itertools.count(1)
         self._watched: dict[int, weakref.finalize[..., Any]] = {}
+        forks.finalizer(self, _unwatch, self._watched)  # the memory may outlive the agent, by which this stays mapped
 
     @classmethod
     def make(cls) -> Ledger:
@@ -113,6 +114,11 @@ class Ledger:
     def close(self) -> None:
         """Gives its descriptor back. What refers to it still reads it."""
         self._memory.close()
+
+
+def _unwatch(watched: dict[int, weakref.finalize[..., Any]]) -> None:
+    for each in list(watched.values()):
+        each.detach()
 
 
 def _freed(end: Any, pointer: Uint64Pointer, number: int, _mapped: object) -> None:

@@ -6,6 +6,7 @@ import gc
 import json
 import socket
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -262,6 +263,18 @@ def test_regions_that_no_peer_would_take(pair: Pair, region: Region, argument: s
     assert error.value.argument == argument
     assert pair.b.regions == [pair.their_region]
     pair.a.add(pair.b.metadata())
+
+
+def test_an_agent_that_is_gone_leaves_nothing_mapped() -> None:
+    memory = shared_empty(NBYTES)
+    mapped = []
+    for _ in range(3):
+        with Agent("a", listen=()) as agent:
+            agent.register(memory)
+        del agent
+        gc.collect()
+        mapped.append(Path("/proc/self/maps").read_text().count("memfd:proxyccl"))
+    assert mapped == mapped[:1] * 3
 
 
 def test_regions_for_which_there_is_no_room_take_none(monkeypatch: pytest.MonkeyPatch) -> None:
