@@ -125,9 +125,8 @@ class VirtualMemory:
         digest = int.from_bytes(hashlib.blake2b(numbers, digest_size=8).digest(), "little")
         request = _REQUEST.pack(context, base, size, digest)
         with self._lock:
-            known = self._exported.get(request)
-            if known is not None:
-                known.users += 1
+            if request in self._exported:  # no call before the next line: garbage that is collected may end the export
+                self._exported[request].users += 1
             else:
                 self._exported[request] = self._retain(blocks)
         serve()
@@ -167,9 +166,9 @@ class VirtualMemory:
 
     def _supply(self, request: bytes) -> Iterator[tuple[int, int]]:
         with self._lock:
-            export = self._exported.get(request)
-            if export is None:
+            if request not in self._exported:
                 raise DriverError("cuMemExportToShareableHandle", 0, "its owner no longer shares the memory")
+            export = self._exported[request]
             export.users += 1
         try:
             ok("cuCtxSetCurrent", cu.cuCtxSetCurrent(_REQUEST.unpack(request)[0]))
