@@ -20,10 +20,10 @@ class NoAddressError(OSError):
     """No address of a host could be connected to.
 
     Attributes:
-        failures: why, for each address and port; TimeoutError: no answer came.
+        failures: why, for each numeric address, or name that has none, and port; TimeoutError: no answer came.
     """
 
-    def __init__(self, failures: Mapping[tuple[str, int], OSError]) -> None:
+    def __init__(self, failures: Mapping[tuple[object, ...], OSError]) -> None:
         reasons = (f"{host} port {port}: {error.strerror or error}" for (host, port), error in failures.items())
         super().__init__("; ".join(reasons) or "there is no address")
         self.failures = failures
@@ -43,55 +43,55 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
         NoAddressError: none has answered by then.
         OSError: there are too few descriptors.
     """
-    failures: dict[tuple[str, int], OSError] = {}
+    failures: dict[tuple[object, ...], OSError] = {}
     waiting = deque(_resolve(addresses, failures))
-    attempts: dict[int, tuple[socket.socket, tuple[str, int]]] = {}
+    attempts: dict[int, tuple[socket.socket, tuple[object, ...]]] = {}
     poll = select.poll()
     next_at = time.monotonic()
     with contextlib.ExitStack() as undo:
         while waiting or attempts:
             now = time.monotonic()
             if waiting and (now >= next_at or not attempts):
-                family, place, named = waiting.popleft()
+                family, place = waiting.popleft()
                 try:
                     attempt = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 except OSError as error:  # EAFNOSUPPORT: names have IPv6 addresses also where the kernel lacks IPv6
                     if error.errno in EXHAUSTED:
                         raise
-                    failures[named] = error
+                    failures[place[:2]] = error
                     continue
                 attempt.setblocking(False)
                 status = attempt.connect_ex(place)
                 if status not in (0, errno.EINPROGRESS):
-                    failures[named] = OSError(status, os.strerror(status))
+                    failures[place[:2]] = OSError(status, os.strerror(status))
                     attempt.close()
                     continue
-                attempts[attempt.fileno()] = attempt, named
+                attempts[attempt.fileno()] = attempt, place[:2]
                 poll.register(attempt, select.POLLOUT)
                 next_at = now + _STAGGER_SECONDS
             until = min(deadline, next_at) if waiting else deadline
             ended = poll.poll(max(0, int(1000 * (until - time.monotonic())) + 1))
             for descriptor, _ in ended:
-                attempt, named = attempts.pop(descriptor)
+                attempt, address = attempts.pop(descriptor)
                 status = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if status == 0:
                     connected = attempt.dup()
                     connected.setblocking(True)
                     return connected
-                failures[named] = OSError(status, os.strerror(status))
+                failures[address] = OSError(status, os.strerror(status))
                 poll.unregister(descriptor)
                 attempt.close()
                 next_at = now
             if not ended and time.monotonic() >= deadline:
-                failures |= {named: TimeoutError("timed out") for _, named in attempts.values()}
+                failures |= {address: TimeoutError("timed out") for _, address in attempts.values()}
                 break
     raise NoAddressError(failures)
 
 
 def _resolve(
-    addresses: Iterable[tuple[str, int]], failures: dict[tuple[str, int], OSError]
-) -> Iterable[tuple[socket.AddressFamily, tuple[object, ...], tuple[str, int]]]:
-    """The families and places of addresses, with their names."""
+    addresses: Iterable[tuple[str, int]], failures: dict[tuple[object, ...], OSError]
+) -> Iterable[tuple[socket.AddressFamily, tuple[object, ...]]]:
+    """The families and numeric addresses of hosts, and why some have none."""
     for host, port in addresses:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -102,4 +102,4 @@ def _resolve(
             failures[host, port] = OSError(errno.EINVAL, str(error))
             continue
         for family, _, _, _, place in found:
-            yield family, place, (host, port)
+            yield family, place
