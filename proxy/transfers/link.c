@@ -658,6 +658,7 @@ static const char *take_body(ProxycclLink *link) {
     if (agent_receive(agent, link->name, link->name_bytes, in->body.bytes, in->body.used) != 0)
       return "there is no memory";
   } else if (frame->kind == FRAME_ANSWER) {
+    in->at = link->awaited[link->oldest % WINDOW].at;
     in->left = frame->count == 0 ? frame->bytes : 0;
     in->part = IN_DATA;
   } else {
@@ -749,16 +750,16 @@ static const char *end_data(ProxycclLink *link) {
 }
 
 /* The memory that data is for was freed, or is protected. The rest of the frame's data goes nowhere. */
-static void note_fault(ProxycclLink *link, const struct iovec *blocks, const Position *at) {
+static void note_fault(ProxycclLink *link, const struct iovec *blocks) {
   Receiving *in = &link->in;
-  const char *address = (char *)blocks[at->index].iov_base + at->offset;
+  const char *address = (char *)blocks[in->at.index].iov_base + in->at.offset;
   if (link->serves) { /* its answer tells the peer */
     in->error = is_mapped(address) ? EPERM : EFAULT;
-    in->block = at->index;
+    in->block = in->at.index;
     in->blocks = NULL;
     return;
   }
-  refuse(link, link->awaited[link->oldest % WINDOW].transfer, at->index, address);
+  refuse(link, link->awaited[link->oldest % WINDOW].transfer, in->at.index, address);
 }
 
 /* Takes data for its blocks. The bytes taken. */
@@ -766,14 +767,11 @@ static size_t take_data(ProxycclLink *link) {
   Receiving *in = &link->in;
   const struct iovec *blocks = in->blocks;
   uint64_t count = in->count;
-  Position *at = &in->at;
   if (!link->serves) {
-    Awaited *awaited = &link->awaited[link->oldest % WINDOW];
-    const ProxycclTransfer *transfer = awaited->transfer;
+    const ProxycclTransfer *transfer = link->awaited[link->oldest % WINDOW].transfer;
     const int wanted = transfer != NULL && transfer->refusal == 0;
     blocks = wanted ? transfer->local : NULL;
     count = wanted ? transfer->count : 0;
-    at = &awaited->at;
   } else {
     if (blocks != NULL && in->memory != link->agent->memory) check_write(link);
     blocks = in->blocks;
@@ -783,12 +781,12 @@ static size_t take_data(ProxycclLink *link) {
     }
   }
   if (blocks == NULL) return take(link, NULL, in->left);
-  const ssize_t taken = take_out(link, blocks, count, *at, in->left);
+  const ssize_t taken = take_out(link, blocks, count, in->at, in->left);
   if (taken < 0) {
-    note_fault(link, blocks, at);
+    note_fault(link, blocks);
     return take(link, NULL, in->left);
   }
-  blocks_advance(blocks, at, (uint64_t)taken);
+  blocks_advance(blocks, &in->at, (uint64_t)taken);
   return (size_t)taken;
 }
 

@@ -106,7 +106,7 @@ typedef struct Origin {
 /* A frame that the peer has not answered. */
 typedef struct Awaited {
   ProxycclTransfer *transfer; /* NULL: canceled */
-  Position at;                /* the first block; where a READ's data belongs */
+  Position at;                /* where its first block begins in the transfer's lists */
   uint64_t bytes;             /* of a READ's data; 0: another frame */
 } Awaited;
 

@@ -98,6 +98,19 @@ def test_a_socket_to_a_peer_that_freed_its_memory(pair: Pair, mapped: Mapped, pa
 
 
 @pytest.mark.parametrize("path", ["unix", "tcp"])
+@pytest.mark.parametrize("freed", [0, 2, 11])
+def test_a_socket_and_a_block_of_many_that_was_freed(pair: Pair, mapped: Mapped, path: str, freed: int) -> None:
+    """Of a read's answer, the blocks before it are sent by then."""
+    force_path(pair.a, path)
+    nbytes = 1 << 16  # eight fit into a frame
+    with with_mapped(pair, mapped) as region:
+        mapped.punch(freed * nbytes, nbytes)
+        blocks = [(pair.our_region.address, region.address + block * nbytes, nbytes) for block in range(16)]
+        with pytest.raises(FreedMemoryError, match=f"agent b has freed its memory at {blocks[freed][1]:#x} "):
+            pair.a.read("b", blocks).wait()
+
+
+@pytest.mark.parametrize("path", ["unix", "tcp"])
 def test_a_socket_and_blocks_before_one_that_was_freed(pair: Pair, mapped: Mapped, path: str) -> None:
     """Small ones that arrive with their request, of which the last spans the end of the memory that is left."""
     force_path(pair.a, path)
