@@ -1,7 +1,7 @@
-"""An agent's registrations, in memory that its peers of the host map: where a copy lands, it is checked by them.
+"""An agent's registrations, in memory that its peers of the host map: they check them where a copy lands.
 
-The number of a registration is never used again, so neither an address nor a region that is equal to a former one
-stands for what was registered before.
+The number of a registration is never used again. So memory that is registered later at the same address, even as an
+equal region, is not taken for the former one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Ledger:
     """The ledger of an agent: of this one, which writes it, or of a peer, as it is mapped here.
 
     The word of a registration, number % words, is the number while the memory is registered, and its complement if the
-    memory was freed first. Afterwards it is something else. Word 0 counts the ends of registrations: while it stays,
+    memory was freed first. After `end` it has any other value. Word 0 counts the ends of registrations: while it stays,
     those that stood still do.
 
     The callers of `begin` and `end` take turns.
 
     Attributes:
         words: all words, uint64.
-        pointer: the same, for the engine.
+        pointer: their address, for the engine.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -53,12 +53,12 @@ class Ledger:
 
     @classmethod
     def make(cls) -> Ledger:
-        """A new one. Raises ResourceError as `SharedMemory.allocate`."""
+        """Makes a new ledger. Raises ResourceError as `SharedMemory.allocate`."""
         return cls(SharedMemory.allocate(_NBYTES))
 
     @classmethod
     def open(cls, handle: bytes) -> Ledger:
-        """A peer's, by its handle.
+        """Maps a peer's ledger by its handle.
 
         Raises:
             ArgumentError, ResourceError: it can't be mapped, or is not a ledger.
@@ -112,7 +112,7 @@ class Ledger:
         self._unused.append(number % _WORDS)
 
     def close(self) -> None:
-        """Gives its descriptor back. What refers to it still reads it."""
+        """Closes the descriptor. Transfers that refer to the ledger still read it."""
         self._memory.close()
 
 
@@ -122,5 +122,5 @@ def _unwatch(watched: dict[int, weakref.finalize[..., Any]]) -> None:
 
 
 def _freed(end: Any, pointer: Uint64Pointer, number: int, _mapped: object) -> None:
-    """Any thread may be here, with any lock."""
+    """Notes that the memory was freed. Garbage collection calls this in any thread, which may hold any lock."""
     end(pointer, number, True)

@@ -292,7 +292,7 @@ struct ProxycclAgent {
   uint64_t memory;             /* the registered memory's version */
   Stage *stages, **last_stage; /* in turn */
   int starved;                 /* an answer waits for a stage */
-  int waits_for_stage;         /* and so does the thread, to copy the next piece of a transfer */
+  int waits_for_stage;         /* the thread waits for a stage, to copy a transfer's next piece */
   int feeds;                   /* serving links may go on with their answers */
   uint64_t turns;
 };
