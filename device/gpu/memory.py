@@ -308,6 +308,8 @@ class GpuMemoryManager:
         with self._context.current():
             try:
                 base, size = self._driver.address_range(ptr, nbytes)
+                if ptr + nbytes > base + size:
+                    raise ArgumentError("array", f"{nbytes} bytes at {ptr:#x} leave their allocation")
                 allocation = self._driver.allocation_id(base)
                 raw = self._driver.export_memory(base, size)
             except DriverError as error:
@@ -316,8 +318,6 @@ class GpuMemoryManager:
                     f"this memory can't be shared between processes ({error}); allocate memory for peers with "
                     "Communicator.empty()",
                 ) from None
-        if ptr + nbytes > base + size:
-            raise ArgumentError("array", f"{nbytes} bytes at {ptr:#x} leave their allocation")
         return MemoryHandle.pack(self._device, base, allocation, ptr - base, nbytes, raw)
 
     def end_export(self, handle: bytes) -> None:
