@@ -478,7 +478,8 @@ class Agent:
         return "" if link is None else link.lost
 
     def find_side(self, name: str, rows: Rows, kind: str) -> tuple[Side, int | None]:
-        """`side`, and the index of the first block that is not known to be registered by an agent; None if all are.
+        """The registered memory of an agent as it is now, for `prepare_checked`; and the index of the first block that
+        is not known to be registered, None if all are.
 
         Args:
             name: the other agent's, or this agent's own.
@@ -489,14 +490,15 @@ class Agent:
             UnknownAgentError: no such agent was added.
         """
         with self._lock:
-            regions = self._regions(self._known(name))
+            known = self._known(name)
+            regions = self._regions(known)
             first = len(rows)
             for device in np.unique(rows[:, 2]):
                 chosen = np.flatnonzero(rows[:, 2] == device)
                 outside = regions.find_outside(rows[chosen, 0], rows[chosen, 1], kind, int(device))
                 if outside is not None:
                     first = min(first, int(chosen[outside]))
-            return self.side(name, kind), None if first == len(rows) else first
+            return Side(name, known, kind, regions.view(kind)), None if first == len(rows) else first
 
     def _peer(self, name: str) -> Peer:
         peer = self._peers.get(name)
@@ -609,26 +611,11 @@ class Agent:
     def _sides(self, peer: str, rows: Rows) -> tuple[Side, Side]:
         """Both sides of blocks. Raises ArgumentError, UnknownAgentError, NotRegisteredError as `prepare`."""
         with self._lock:
-            regions = self._regions(self._known(peer))
-            kinds = (
-                kind_of(self._own, rows[:, 0], rows[:, 2], "local", ""),
-                kind_of(regions, rows[:, 1], rows[:, 2], "remote", peer),
-            )
-            return self.side(self.name, kinds[0]), self.side(peer, kinds[1])
-
-    def side(self, name: str, kind: str) -> Side:
-        """The registered memory of an agent as it is now, for `prepare_checked`.
-
-        Args:
-            name: the other agent's, or this agent's own.
-            kind: of memory.
-
-        Raises:
-            UnknownAgentError: no such agent was added.
-        """
-        with self._lock:
-            known = self._known(name)
-            return Side(name, known, kind, self._regions(known).view(kind))
+            known = self._known(peer)
+            regions = self._regions(known)  # once: the peer may end a registration at any moment
+            here = kind_of(self._own, rows[:, 0], rows[:, 2], "local", "")
+            there = kind_of(regions, rows[:, 1], rows[:, 2], "remote", peer)
+            return Side(self.name, None, here, self._own.view(here)), Side(peer, known, there, regions.view(there))
 
     def prepare_checked(self, writes: bool, rows: Rows, ours: Side, theirs: Side) -> Transfer:
         """`prepare` for rows that were found to lie in the registered memory of two sides.

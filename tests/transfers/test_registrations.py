@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from proxyccl.channels.transfers import agent as agent_module
 from proxyccl.channels.transfers import ledger
 from proxyccl.channels.transfers.paths import PATHS
+from proxyccl.channels.transfers.regions import Regions
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.transfer import (
     Agent,
@@ -160,6 +162,25 @@ def test_local_memory_that_was_deregistered(pair: Pair, path: str) -> None:
     assert not pair.ours.any()
     np.testing.assert_array_equal(pair.theirs, before)
     assert not pair.b.messages()
+
+
+def test_memory_that_is_deregistered_while_a_transfer_is_prepared(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = shared_empty(2 * NBYTES)
+    lower, upper = (pair.b.register(both[at : at + NBYTES]) for at in (0, NBYTES))
+    pair.a.add(pair.b.metadata())
+    pair.a.connect("b")
+    find_kind = agent_module.kind_of
+
+    def and_end_it(regions: Regions, *others: Any) -> str:
+        kind = find_kind(regions, *others)
+        if "remote" in others:
+            pair.b.deregister(upper)
+        return kind
+
+    monkeypatch.setattr(agent_module, "kind_of", and_end_it)
+    with pytest.raises(NotRegisteredError, match=f"{upper.address:#x}"):
+        pair.a.prepare("write", "b", [(pair.our_region.address, upper.address, 100)])
+    assert lower in pair.b.regions
 
 
 def test_within_an_agent_the_remote_side_is_checked_too(pair: Pair) -> None:
