@@ -239,7 +239,8 @@ def test_the_most_tokens_may_vary_within_the_same_memory(hooked: bool, monkeypat
             step(5, 4)
 
         def differ() -> None:
-            step(1, 7 + comm.rank)
+            batch = Batch(comm, 1, 1)
+            buffer.low_latency_dispatch(batch.x, batch.ids, 7 + comm.rank, EXPERTS, return_recv_hook=hooked)
             comm.synchronize()
 
         with pytest.raises(MismatchError) as caught:
