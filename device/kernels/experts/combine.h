@@ -348,25 +348,6 @@ class Combine {
     }
     return {team_.localOf(rank), row};
   }
-  // Called by one thread, where a token has one row on each rank: the slot of token i of a source whose row comes from
-  // a rank of this node; topk if none does.
-  PROXYCCL_DEVICE uint32_t slotFrom(uint32_t source, uint32_t i, uint32_t local) const {
-    uint32_t found = topk_;
-    if (cachesRows()) {
-#pragma unroll 8
-      for (uint32_t k = 0; k < topk_; ++k)
-        if (cachedRows()[i * topk_ + k].local == local) found = k;
-      return found;
-    }
-    const uint64_t token = team_.segmentOf(source).begin + i;
-    const uint64_t of_node = static_cast<uint64_t>(team_.nodeOf(source)) * team_->max_tokens + token;
-    const int32_t* ids = call_.layout.expert_ids + of_node * topk_;  // of kernels' experts, which are the ranks
-    const uint32_t rank = team_.nearRank(local);
-#pragma unroll 8
-    for (uint32_t k = 0; k < topk_; ++k)
-      if (static_cast<uint32_t>(ids[k]) == rank) found = k;
-    return found;
-  }
   PROXYCCL_DEVICE bool cachesRows() const { return hasBuffers() && own_.tokens * topk_ <= PROXYCCL_CACHED_ROWS; }
   static PROXYCCL_DEVICE SlotRow* cachedRows() {
     __shared__ SlotRow rows[PROXYCCL_CACHED_ROWS];
@@ -474,13 +455,13 @@ class Combine {
         return k < topk_ && findSum(ids, i, team_.localOf(orderedRank(token, k)), entry);
       });
     } else {
-      const bool by_ranks = team_->chosen_per_rank != 0 && call_.order_ids == nullptr;
-      group.list(begun + (by_ranks ? team_->local_size : topk_), [&](uint32_t n, RowEntry* entry) {
+      group.list(begun + topk_, [&](uint32_t n, RowEntry* entry) {
         if (n < begun) return addedRow(n, token, entry);
-        const uint32_t k = by_ranks ? slotFrom(source, i, n - begun) : slotInOrder(token, n - begun);
+        const uint32_t k = slotInOrder(token, n - begun);
         if (k == topk_) return false;
         const SlotRow slot = cachesRows() ? cachedRows()[i * topk_ + k] : findSlotRow(source, token, k);
         if (slot.local == kNotHere) return false;
+        entry->number = static_cast<int32_t>(slot.local);
         if (slot.local == team_->local_rank) {
           if (!ownRow(slot.row, entry)) return false;
         } else if (hasBuffers() && buffers()[slot.local] != 0) {
@@ -494,6 +475,8 @@ class Combine {
         if (call_.slot_weights != nullptr) entry->weight *= call_.slot_weights[token * topk_ + k];
         return true;
       });
+      // Where a token has one row on each rank, by rank, which is the entry's number.
+      if (team_->chosen_per_rank != 0 && call_.order_ids == nullptr) group.orderByNumber(begun);
     }
     return target;
   }

@@ -122,6 +122,27 @@ struct Group {
     if (lane == 0) space.count = count;
     sync();
   }
+
+  // Orders the listed entries from `begin` on, at most PROXYCCL_MAX_TOPK, by their numbers, which all differ. The
+  // numbers themselves stay.
+  PROXYCCL_DEVICE void orderByNumber(uint32_t begin) const {
+    GroupSpace& space = this->space();
+    constexpr uint32_t kEach = (PROXYCCL_MAX_TOPK + kGroupLanes - 1) / kGroupLanes;  // entries that a thread moves
+    RowEntry moved[kEach];                                                           // with its new place as the number
+    const uint32_t end = space.count, first = begin + lane;
+    for (uint32_t i = 0, from = first; i < kEach && from < end; ++i, from += kGroupLanes) {
+      uint32_t to = begin;
+#pragma unroll 1
+      for (uint32_t other = begin; other < end; ++other) to += space.number[other] < space.number[from];
+      moved[i] = {space.at[from], static_cast<int32_t>(to), space.weight[from]};
+    }
+    sync();
+    for (uint32_t i = 0, from = first; i < kEach && from < end; ++i, from += kGroupLanes) {
+      space.at[moved[i].number] = moved[i].at;
+      space.weight[moved[i].number] = moved[i].weight;
+    }
+    sync();
+  }
 };
 
 // A segment of a source's tokens, cut into items: pieces of rows, so that few tokens keep all groups busy.
