@@ -59,16 +59,6 @@ def dispatch(
     layer = largest.narrowed(max_tokens)
     require_stats(stats, layer.ep_config.num_experts_per_rank)
     tokens = quantize_rounded(x) if use_fp8 and round_scale else x
-    pending = None
-    if turns is None:
-        received, _, desc = layer.dispatch(tokens, topk_idx)
-    else:
-        pending = layer.dispatch_send(tokens, topk_idx)
-        turns.take()
-        assert pending.output is not None
-        received, desc = pending.output.rows, pending.desc
-    handle = LowLatencyHandle(Routing(layer, desc), max_tokens, hidden, num_experts)
-    scales = column_major(received[1], packed=True) if use_ue8m0 else None
 
     def finish() -> None:
         if scales is not None:
@@ -76,7 +66,17 @@ def dispatch(
         if stats is not None:
             stats.add_(desc.expert_rows)
 
-    half = None if pending is None else _dispatch_later(layer, pending, finish)
+    half = None
+    if turns is None:
+        received, _, desc = layer.dispatch(tokens, topk_idx)
+    else:
+        pending = layer.dispatch_send(tokens, topk_idx)
+        half = _dispatch_later(layer, pending, finish)
+        turns.take()
+        assert pending.output is not None
+        received, desc = pending.output.rows, pending.desc
+    handle = LowLatencyHandle(Routing(layer, desc), max_tokens, hidden, num_experts)
+    scales = column_major(received[1], packed=True) if use_ue8m0 else None
     if half is None:
         finish()
     if not round_scale:
@@ -87,8 +87,9 @@ def dispatch(
 
 
 def _dispatch_later(layer: EPAll2AllLayer, pending: PendingDispatch, finish: Callable[[], None] | None) -> Half:
-    """The second half of a dispatch, and what `finish` does then. If the next call of the layer comes before the hook
-    is called, because an exception came between, that call receives the rows, and `finish` is left to the hook.
+    """The second half of a dispatch, which then calls `finish`; to be made as soon as the first half is queued. If the
+    next call of the layer comes before the hook is called, because an exception came between, that call receives the
+    rows, and `finish` is left to the hook.
     """
     early: list[ProxyCCLError | None] = []
 
@@ -161,11 +162,10 @@ class Repeated:
         sent = layer.repeat_dispatch(x, topk_idx, halves=True)
         if sent is None:
             return None
-        turns.take()
         desc = sent.desc
-        expert_rows = desc.expert_rows
-        finish = None if stats is None else lambda: stats.add_(expert_rows)
-        return sent.output.rows, expert_rows, self._handle(layer, desc), _dispatch_later(layer, sent, finish)
+        half = _dispatch_later(layer, sent, None if stats is None else lambda: stats.add_(desc.expert_rows))
+        turns.take()
+        return sent.output.rows, desc.expert_rows, self._handle(layer, desc), half
 
 
 def combine_again(
@@ -191,9 +191,7 @@ def _require_out(out: Any, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) ->
 def _combine_later(
     layer: EPAll2AllLayer, pending: Any, x: torch.Tensor, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, Half]:
-    config = layer.ep_config
-    tokens = pending.desc.num_dispatch_token_cur_rank
-    target = x.new_empty(tokens, config.hidden) if out is None else out
+    """The result of a combine, and its second half; to be made as soon as the first half is queued."""
     early: list[torch.Tensor] = []
 
     def end() -> None:  # where an exception came before the hook, `out` may have another use by now
@@ -206,6 +204,8 @@ def _combine_later(
             layer.combine_recv(pending, out=target)
 
     layer.under_way.end_combine = end
+    tokens = pending.desc.num_dispatch_token_cur_rank
+    target = x.new_empty(tokens, layer.ep_config.hidden) if out is None else out
     return target, (receive, layer)
 
 

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 import deep_ep  # noqa: E402
 
 from proxyccl import Communicator  # noqa: E402
+from proxyccl.deep_ep import low_latency  # noqa: E402
 from support.cases.deep_ep_clients import Mixture  # noqa: E402
 from support.devices import runtime_with_blocks, torch_device  # noqa: E402
 from support.running import Stop, run_ranks  # noqa: E402
@@ -143,4 +144,30 @@ def test_a_hook_that_is_not_called_holds_up_no_later_call(losing: list[int]) -> 
                 hook()
             assert torch.equal(out, 10 * x)
 
+    run_ranks(2, body, make_runtime=runtime_with_blocks)
+
+
+def test_a_lack_of_memory_after_the_sends_holds_up_no_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    def body(comm: Communicator) -> None:
+        buffer, (x, ids, _) = deep_ep.Buffer(comm), ones(comm, 4, 512, 2)
+
+        def dispatched() -> Any:
+            return buffer.low_latency_dispatch(
+                x, ids, 4, 8, use_fp8=True, round_scale=True, use_ue8m0=True, return_recv_hook=True
+            )
+
+        with pytest.raises(MemoryError):
+            dispatched()
+        comm.barrier()
+        if comm.rank == 0:
+            monkeypatch.undo()
+        comm.barrier()
+        for _ in range(3):
+            *_, hook = dispatched()
+            hook()
+
+    monkeypatch.setattr(low_latency, "column_major", refuse)  # which allocates the scales that the caller gets
     run_ranks(2, body, make_runtime=runtime_with_blocks)
