@@ -181,10 +181,9 @@ typedef struct ProxycclExpertLayout {
   int32_t* row_tokens;  /* [rows]: the token's number on its rank; or null */
   int32_t* row_experts; /* with a row for each rank, [rows][topk] of id_bytes each: this rank's experts that the token
                            chose, by their number here; -1 for others */
-  int32_t*
-      expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert, at most those that it has room for */
-  int32_t* sent_rows; /* with output buffers, [max_tokens][topk]: the row of each slot of this rank's tokens, on the
-                         slot's rank */
+  int32_t* expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert, at most its room */
+  int32_t* sent_rows;   /* with output buffers, [max_tokens][topk]: the row of each slot of this rank's tokens, on the
+                           slot's rank */
 } ProxycclExpertLayout;
 
 typedef struct ProxycclDispatch {
