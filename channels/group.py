@@ -326,7 +326,7 @@ class Group:
             self.failure.abort(f"it ended here, and its work did not end within {self.linger:g} s")
 
     def _end_call_in_vain(self, now: float) -> None:
-        """Ends the group if this rank has made a call that a peer of its host, which has closed it, never makes."""
+        """Ends the group if this rank has made more calls than a peer of its host that has closed the group."""
         if now < self._next_look or not self.failure.usable:
             return
         self._next_look = now + _LOOK_SECONDS
@@ -694,7 +694,7 @@ class Group:
 
 
 def _by(what: str, this_rank: str, _: str) -> str:
-    """The words for `FailureState.note_mismatch` that say of this rank what it does."""
+    """A cause for `FailureState.note_mismatch`: this rank, and what it does."""
     return f"{this_rank} {what}"
 
 

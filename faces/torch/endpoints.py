@@ -113,7 +113,7 @@ class Endpoints:
         return comm, int(self._rank < peer)
 
     def has_met(self, device: torch.device, peer: int | None) -> bool:
-        """Whether the communicator with a peer, or with None that of all ranks, exists: getting it does not wait."""
+        """Whether the communicator exists, with a peer or with None of all ranks, so that no call waits for it."""
         return (device.type, device.index, peer) in self._made
 
     def send_to_self(self, tensor: torch.Tensor) -> None:

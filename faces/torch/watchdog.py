@@ -58,7 +58,8 @@ def _run() -> None:
 
 
 def _look(reported: weakref.WeakSet[Watched]) -> None:
-    """Reports the groups that have failed since. It is a function, so that no frame holds a group between two looks."""
+    """Reports the groups that failed after the last look. A function of its own: no frame then holds a group while the
+    watchdog sleeps."""
     with _lock:
         groups = [group for group in _watched if group not in reported]
     for group in groups:
