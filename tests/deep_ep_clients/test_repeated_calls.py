@@ -240,7 +240,9 @@ def test_the_most_tokens_may_vary_within_the_same_memory(hooked: bool, monkeypat
 
         def differ() -> None:
             batch = Batch(comm, 1, 1)
-            buffer.low_latency_dispatch(batch.x, batch.ids, 7 + comm.rank, EXPERTS, return_recv_hook=hooked)
+            *_, hook = buffer.low_latency_dispatch(batch.x, batch.ids, 7 + comm.rank, EXPERTS, return_recv_hook=hooked)
+            if hook is not None:
+                hook()
             comm.synchronize()
 
         with pytest.raises(MismatchError) as caught:
