@@ -54,16 +54,21 @@ class Reduction:
     factor: Any = None
     flags: bool = False
 
-    def given(self, flat: torch.Tensor) -> torch.Tensor:
-        """The values that a rank contributes, in a contiguous tensor of one dimension: a copy, or the tensor itself."""
+    def given(self, flat: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        """The values that a rank contributes: a contiguous tensor of one dimension itself, or a tensor made of it.
+
+        Args:
+            flat: the tensor.
+            into: holds the values if they are made, for example the tensor itself; None for a new one.
+        """
         if self.flags:  # a tensor that is a view of other bytes may hold any
-            return flat.view(torch.uint8).ne(0)
+            return torch.ne(flat.view(torch.uint8), 0, out=into)
         if self.factor is None:
             return flat
         if not isinstance(self.factor, torch.Tensor):
-            return flat * self.factor
+            return torch.mul(flat, self.factor, out=into)
         factor = self.factor.to(flat.device).reshape(())  # without dimensions, so that the product has flat's type
-        return flat * (factor if factor.is_floating_point() else factor.to(flat.dtype))
+        return torch.mul(flat, factor if factor.is_floating_point() else factor.to(flat.dtype), out=into)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """A contiguous tensor of one dimension as the communicator takes it. It shares the memory."""

@@ -31,7 +31,7 @@ def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, *, overlapped:
         return "all_reduce", tensor, tensor, plain, None, policy
     how = reduction(op, tensor.dtype)
     values = flat(tensor)
-    comm.all_reduce(how.of(how.given(values)), how.op, out=how.of(values), cta_policy=policy)
+    comm.all_reduce(how.of(how.given(values, into=values)), how.op, cta_policy=policy)
     put_back(tensor, values)
     return None
 

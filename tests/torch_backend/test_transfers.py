@@ -386,9 +386,12 @@ def test_a_shutdown_does_not_wait_for_a_rank_that_has_left(
 
     def body(group: Any) -> None:
         rank = group.rank()
-        group.allreduce([on.tensor(rank, 1.0)]).wait()
+        first = on.tensor(rank, 1.0)
+        group.allreduce([first]).wait()
+        assert on.holds(first, 2.0)  # a wait of a stream alone would leave freed memory to the call
         if met:
-            (irecv if rank else isend)(group, on.tensor(rank, 1.0), 1 - rank).wait()
+            (irecv if rank else isend)(group, first, 1 - rank).wait()
+            assert on.holds(first, 2.0)
         if rank == 0:
             group.shutdown()
             has_left.set()
