@@ -117,6 +117,7 @@ class Group:
         self._parent: Group | None = parent
         self._shrunk = ""  # what to do instead of another `shrink`
         self._next_look = 0.0  # for calls in vain
+        self.makes_transfers = False  # that the call log does not have
         self._leaving = False  # waits for its work at its end
         self._work_ends_by = math.inf  # then its watcher ends the group
         self._children: list[Group] = []
@@ -318,9 +319,13 @@ class Group:
         self._published = self._publish()
 
     def _end_work_in_vain(self, now: float) -> None:
-        """Ends the group if its work waits, at its end, for peers that make no more calls."""
-        if self._leaving and self.linger is not None and self._work_ends_by == math.inf and not self._peers_present():
-            self._work_ends_by = now + self.linger
+        """Ends the group if its transfers wait, at its end, for peers that make no more calls.
+
+        Collectives that wait so are found in the call log, and a program's own work may take longer.
+        """
+        awaits_peers = self._leaving and self.makes_transfers and self.linger is not None
+        if awaits_peers and self._work_ends_by == math.inf and not self._peers_present():
+            self._work_ends_by = now + (self.linger or 0.0)
         if now > self._work_ends_by:
             self._work_ends_by = math.inf
             self.failure.abort(f"it ended here, and its work did not end within {self.linger:g} s")
@@ -729,10 +734,11 @@ def close_at_exit(failure: str) -> None:
     """
     with _open_lock:
         groups = [group for group in _open_groups if group._parent is None]  # the others end with these
+        transferring = [group for group in _open_groups if group.makes_transfers]
     left = []
     ended = time.monotonic()
-    for group in groups:
-        if group.linger is not None:  # work that waits for a peer may wait in vain
+    for group in transferring:
+        if group.linger is not None:  # a transfer may wait in vain for a peer that waits likewise
             group._work_ends_by = ended + group.linger
     for group in groups:
         if group._leave(failure):

@@ -110,7 +110,9 @@ def run_transfers(
     transfers = [transfer for transfer in transfers if transfer.nbytes and not transfer.in_place]
     if len(transfers) > 1 or any(transfer.peer == group.rank for transfer in transfers):
         _require_apart(transfers)
-    if call is not None:
+    if call is None:
+        group.makes_transfers = True
+    else:
         group.launches.agree(call)
     if group.world_size > 1:
         flows = collectives.flows()

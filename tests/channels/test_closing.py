@@ -90,6 +90,29 @@ def test_a_rank_that_does_not_close_is_named() -> None:
     assert (error.rank, error.peer, error.operation) == (0, 1, "close")
 
 
+BUSY = r"""
+#include "proxyccl/proxyccl.h"
+extern "C" __global__ void busy(unsigned long* stopped, unsigned long lasts) {
+  const unsigned long start = proxyccl::nanoseconds();
+  while (proxyccl::nanoseconds() - start < lasts) {}
+  *stopped = 1;
+}
+"""
+
+
+def test_a_ranks_own_work_may_take_longer_than_its_end_waits_for_peers() -> None:
+    def body(comm: Communicator) -> None:
+        x, stopped = on_device(comm, np.ones(4, np.float32)), on_device(comm, np.zeros(1, np.uint64))
+        comm.all_reduce(x)
+        if comm.rank == 0:
+            comm.compile(BUSY)["busy"](1, 1, stopped, 500_000_000)
+        comm.close()  # rank 1 has left before rank 0's kernel ends
+        if comm.rank == 0:
+            assert on_host(stopped) == 1
+
+    run_ranks(2, body, linger=0.05)
+
+
 def test_an_exchange_with_a_rank_that_has_closed_ends_at_once() -> None:
     def body(comm: Communicator) -> BaseException | None:
         if comm.rank == 0:
