@@ -949,6 +949,7 @@ def test_a_call_without_memory_reports_it_and_queues_nothing(tmp_path: Path) -> 
         at = words.ctypes.data
         kernel = runtime.compile('extern "C" __global__ void add(uint64_t* word) { *word += 1; }').add
         kernel(1, 1, words)
+        runtime.synchronize()
         stream, event = runtime.create_stream(), runtime.create_event()
         event.record(stream)
         stream.synchronize()
