@@ -75,7 +75,7 @@ def connect_to_any(addresses: Iterable[tuple[str, int]], deadline: float) -> soc
                 attempt, address = attempts.pop(descriptor)
                 status = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if status == 0:
-                    connected = attempt.dup()
+                    connected = socket.socket(attempt.family, attempt.type, fileno=attempt.detach())
                     connected.setblocking(True)
                     return connected
                 failures[address] = OSError(status, os.strerror(status))
