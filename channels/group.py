@@ -323,12 +323,15 @@ class Group:
 
         Collectives that wait so are found in the call log, and a program's own work may take longer.
         """
-        awaits_peers = self._leaving and self.makes_transfers and self.linger is not None
-        if awaits_peers and self._work_ends_by == math.inf and not self._peers_present():
-            self._work_ends_by = now + (self.linger or 0.0)
+        linger = self.linger
+        if linger is None:
+            return
+        is_unbounded = self._leaving and self.makes_transfers and self._work_ends_by == math.inf
+        if is_unbounded and not self._peers_present():
+            self._work_ends_by = now + linger
         if now > self._work_ends_by:
             self._work_ends_by = math.inf
-            self.failure.abort(f"it ended here, and its work did not end within {self.linger:g} s")
+            self.failure.abort(f"it ended here, and its work did not end within {linger:g} s")
 
     def _end_call_in_vain(self, now: float) -> None:
         """Ends the group if this rank has made more calls than a peer of its host that has closed the group."""

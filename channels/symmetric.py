@@ -47,9 +47,9 @@ class Announced(Struct):
     Attributes:
         entry: its number in the table.
         start, end: its addresses.
-        handle: by which peers map it.
+        handle: the handle with which peers map it.
         allocations: the allocations that held it when it was announced.
-        guard: tells whether it is still in these.
+        guard: checks that the range still lies in these allocations.
         memory: keeps it from being freed until no peer maps it; None if its owner frees it.
         users: calls of `announce` that got it and have not withdrawn it.
         proxy_memory: its first id in this rank's proxy, if the proxy has it.
