@@ -626,7 +626,8 @@ class Communicator:
                 the choice may rely on it; the result does not depend on it. All ranks pass the same.
             stream: where to queue it: a stream of any library, or its handle, which must live until the next call. With
                 None the call waits on the host runtime; on a GPU it is queued on the current stream of the library
-                that owns `x` (torch, CuPy), else on the calling thread's default stream.
+                that owns `x` (torch, CuPy), else on the calling thread's default stream. While the thread captures a
+                graph, it must be a stream that is captured.
 
         Returns:
             `out`, or `x`.

@@ -507,7 +507,12 @@ class BaseRuntime(Protocol):
         ...
 
     def stream_handle(self, stream: StreamLike) -> int:
-        """The driver's handle of a stream of any kind. Raises ArgumentError if it is not a stream."""
+        """The driver's handle of the stream of a call, which may be of any kind.
+
+        Raises:
+            ArgumentError: it is not a stream; or the calling thread captures another one into a graph, as torch's or
+                cupy's current stream, and the graph would miss the call.
+        """
         ...
 
     @property

@@ -156,7 +156,8 @@ class Kernel:
         """Queues the kernel on the stream and returns. The arguments are kept alive until it has run.
 
         Raises:
-            ArgumentError: an argument does not fit its parameter, or grid or block is not a shape.
+            ArgumentError: an argument does not fit its parameter, or grid or block is not a shape; or the calling
+                thread captures another stream into a graph, which would miss the launch.
             HandleTypeError: it is a handle of another kind than the parameter takes, such as a ProxyChannel's for an
                 SmChannel's.
             KernelError: the driver refused the launch.

@@ -17,7 +17,7 @@ from proxyccl.channels.launches import Launchable
 from proxyccl.channels.segment.call_log import encode_fields
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.arrays.array import ArrayView
-from proxyccl.device.arrays.libraries import current_stream, libraries
+from proxyccl.device.arrays.libraries import current_stream, libraries, other_streams
 from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
@@ -95,8 +95,11 @@ class CallCache:
         # On a GPU nothing need be kept alive: an array's memory is freed after all work (gpu.py), and a tensor's is
         # reused in the order of its stream.
         owners = (x, out) if self._on_host and x is not None else ()
-        if stream is None and not self._on_host:
-            stream = current_stream(x)
+        if not self._on_host:
+            if stream is None:
+                stream = current_stream(x)
+            elif type(stream) is int and other_streams(self._runtime.device, stream):
+                self._runtime.stream_handle(stream)  # `issue` does not look at the number of the latest call's stream
         self._launches.issue(prepared.fields, prepared.launch, stream, owners)
         if owners and stream is None and guard is None:
             with self._lock:
@@ -122,7 +125,7 @@ class CallCache:
         key: Key | None,
     ) -> None:
         """Compares the call with the other ranks', prepares it or finds it prepared, and launches it."""
-        if stream is not None:
+        if stream is not None or not self._on_host:
             self._runtime.stream_handle(stream)  # refuses an invalid stream before anything is agreed
         fields = self._launches.agree(call)
         if call.count == 0:

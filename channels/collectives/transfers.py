@@ -105,9 +105,13 @@ def run_transfers(
     """Issues transfers; `call` is what all ranks must agree on, if it is a collective."""
     group = collectives.group
     group.failure.require_usable()
-    if stream is not None:
-        group.runtime.stream_handle(stream)  # refuses an invalid stream before anything is agreed
     transfers = [transfer for transfer in transfers if transfer.nbytes and not transfer.in_place]
+    views = [view for transfer in transfers for view in (transfer.source, transfer.target) if view is not None]
+    owners = tuple(view.owner for view in views)
+    if owners:
+        stream = group.launches.stream_for(stream, *owners)
+    if stream is not None or (owners and group.runtime.name != "host"):
+        group.runtime.stream_handle(stream)  # refuses an invalid stream before anything is agreed
     if len(transfers) > 1 or any(transfer.peer == group.rank for transfer in transfers):
         _require_apart(transfers)
     if call is None:
@@ -118,9 +122,6 @@ def run_transfers(
         flows = collectives.flows()
     if not transfers:
         return None
-    views = [view for transfer in transfers for view in (transfer.source, transfer.target) if view is not None]
-    owners = tuple(view.owner for view in views)
-    stream = group.launches.stream_for(stream, *owners)
     if group.world_size > 1:
         return flows.run(transfers, stream, owners)
     group.launches.launch(lambda handle: _copy(group.runtime, transfers, handle), stream, owners)

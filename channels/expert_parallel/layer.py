@@ -26,6 +26,7 @@ from proxyccl.channels.expert_parallel.pending_calls import PendingCombine, Pend
 from proxyccl.channels.expert_parallel.recording import Recording, recorder_of, refuse_output
 from proxyccl.channels.expert_parallel.repeated_calls import RepeatedCalls
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
+from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
 
@@ -587,7 +588,8 @@ class EPAll2AllLayer:
         desc = self._own_desc(ep_a2a_layout_desc)
         taken, outputs = NO_BUFFER, self.ctx.workspace.outputs
         if outputs is not None:
-            on_current = self._parts.outlives_no_graph(self.ctx.stream_for(None, desc.counts))
+            is_torch = libraries[type(desc.counts)].is_torch  # of other libraries no stream is known here
+            on_current = is_torch and self._parts.outlives_no_graph(self.ctx.stream_for(None, desc.counts))
             taken = outputs.take_for_combine(desc.counts, on_current_stream=on_current)
         return self._parts.new_rows(desc.counts, desc.rows, float8=False, taken=taken)
 

@@ -88,13 +88,12 @@ class RepeatedCall:
         return issue, callers, address_of(fields), address_of(launchable.prepared), (fields, launchable)
 
     def _stream(self, x: Any, given: StreamLike) -> StreamLike:
-        """The stream of a call: the caller's, or on a GPU the one where the library of `x` works now. An invalid stream
-        is refused before the dispatch has a number.
+        """The stream of a call that names one; on a GPU also of one that does not: where the library of `x` works now.
+        An invalid stream is refused before the dispatch has a number.
         """
-        if given is not None:
-            self._group.runtime.stream_handle(given)
-            return given
-        return None if self._on_host else self._library.stream(x)
+        stream = self._library.stream(x) if given is None else given
+        self._group.runtime.stream_handle(stream)
+        return stream
 
     def _queue(
         self,

@@ -227,6 +227,45 @@ def fingerprint(x: Any) -> tuple[Any, ...] | None:
     return libraries[type(x)].fingerprint(x)
 
 
+_raw_stream: Callable[[int], int] | None = None
+"""torch's function for the handle of the calling thread's current stream on a device, once torch has used a GPU."""
+LEGACY_STREAMS = (0, 1)
+"""Handles of the legacy default stream, which can't be captured: the null stream, and CU_STREAM_LEGACY."""
+
+
+def other_streams(device: int, handle: int) -> tuple[tuple[str, int], ...]:
+    """The streams of a GPU, other than one with a handle and the legacy default stream, on which libraries work now in
+    the calling thread: for each an expression for it, and its handle. Imports no library, and makes none use a GPU.
+    """
+    found: tuple[tuple[str, int], ...] = ()
+    raw_stream = _raw_stream
+    if raw_stream is None and "torch" in sys.modules:
+        raw_stream = _find_raw_stream()
+    if raw_stream is not None and (current := raw_stream(device)) != handle and current not in LEGACY_STREAMS:
+        found = (("torch.cuda.current_stream()", current),)
+    if "cupy" in sys.modules and (current := _cupys_handle(device)) != handle and current not in LEGACY_STREAMS:
+        found = (*found, ("cupy.cuda.get_current_stream()", current))
+    return found
+
+
+def _find_raw_stream() -> Callable[[int], int] | None:
+    global _raw_stream  # noqa: PLW0603
+    # Another thread may be importing torch. Before torch uses a GPU it works on no stream, and its function would make
+    # a context on the process's first device.
+    cuda = getattr(sys.modules["torch"], "cuda", None)
+    if cuda is not None and hasattr(cuda, "is_initialized") and cuda.is_initialized():
+        _raw_stream = _Library.current_of_device()
+    return _raw_stream
+
+
+def _cupys_handle(device: int) -> int:
+    """The handle of cupy's current stream if that is one of a device; otherwise 0."""
+    # Another thread may be importing cupy.
+    get_current = getattr(getattr(sys.modules["cupy"], "cuda", None), "get_current_stream", None)
+    stream = None if get_current is None else get_current()
+    return stream.ptr if stream is not None and stream.device_id in (-1, device) else 0
+
+
 def current_stream(x: Any) -> StreamLike:
     """The stream on which the library that owns a GPU's array works now; None if it has no such notion."""
     return libraries[type(x)].stream(x)

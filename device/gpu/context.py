@@ -13,11 +13,15 @@ class DeviceContext:
     """A device's context, made current for calls.
 
     Finalizers hold this instead of the runtime, which would otherwise never be collected.
+
+    Args:
+        driver: the vendor's.
+        device: the number of the device among those that this process may use.
     """
 
-    def __init__(self, driver: Driver, context: int) -> None:
-        self.driver = driver
-        self.handle = context
+    def __init__(self, driver: Driver, device: int) -> None:
+        self.driver, self.device = driver, device
+        self.handle = driver.context(device)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:

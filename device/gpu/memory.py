@@ -366,7 +366,7 @@ class GpuMemoryManager:
         """Raises ArgumentError if a handle of this process is damaged, or its memory was freed."""
         if not 0 <= device < self._driver.device_count():
             raise ArgumentError("handle", f"it names device {device}, which this process does not have")
-        with DeviceContext(self._driver, self._driver.context(device)).current():
+        with DeviceContext(self._driver, device).current():
             try:
                 start, size = self._driver.address_range(base, end)
                 found = self._driver.allocation_id(base)

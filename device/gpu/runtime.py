@@ -50,7 +50,7 @@ from proxyccl.device.errors import ArgumentError, CompileError, DriverError, Run
 from proxyccl.device.gpu import stream_order
 from proxyccl.device.gpu.context import DeviceContext
 from proxyccl.device.gpu.memory import GpuMemory, GpuMemoryManager, GpuPinnedMemory
-from proxyccl.device.gpu.streams import GpuEvent, GpuStream, stream_handle, synchronize
+from proxyccl.device.gpu.streams import GpuEvent, GpuStream, handle_of, stream_handle, synchronize
 from proxyccl.device.gpu.unused_memory import UnusedMemory
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.kernel import Kernel, Module, Parameter, parameters_of
@@ -141,7 +141,7 @@ class GpuRuntime:
             own_box_bytes=768 * 1024 if bundles else 0,
             one_crossing_bytes=8 * 1024 * 1024,
         )
-        self.context = DeviceContext(driver, driver.context(device))
+        self.context = DeviceContext(driver, number)
         self._memory = GpuMemoryManager(self.context, device, self.info, self.in_flight)
         self._lock = threading.Lock()
         self._warm: set[str] = set()  # devices, this one among them, to which copies were made ready
@@ -234,7 +234,7 @@ class GpuRuntime:
             if other and self.driver.can_access_peer(self.device, peer):
                 self.context.call(self.driver.enable_peer_access, self.driver.context(peer))
         if self.device_id in cold:
-            stream, event, memory = self.create_stream(), self.create_event(), self.allocate_pinned(16)
+            stream, event, memory = self.create_stream(for_proxy=True), self.create_event(), self.allocate_pinned(16)
             self.copy(memory.ptr + 8, memory.ptr, 8, stream)
             self.write_value(memory.ptr, 1, stream)
             event.record(stream)
@@ -342,7 +342,7 @@ class GpuRuntime:
 
     def stream_handle(self, stream: StreamLike) -> int:
         """The handle of a stream of any library, or the calling thread's default stream for None."""
-        return stream_handle(self.driver, stream)
+        return stream_handle(self.context, stream)
 
     def is_capturing(self, stream: int) -> bool:
         """Whether work queued on the stream goes into a graph."""
@@ -391,7 +391,7 @@ class GpuRuntime:
 
     def synchronize_stream(self, stream: StreamLike) -> None:
         """Waits for all work of a stream of any library."""
-        synchronize(self.context, self.stream_handle(stream))
+        synchronize(self.context, handle_of(self.driver, stream))
 
     # -- kernels ---
 

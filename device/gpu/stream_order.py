@@ -137,9 +137,9 @@ _made: dict[tuple[str, int], StreamOrder] = {}
 
 def of(driver: Driver, ordinal: int) -> StreamOrder:
     """The order of a device's streams, of which a process has one: its events live as long as the device's context."""
-    context = driver.context(ordinal)
+    context = DeviceContext(driver, ordinal)
     with _lock:
-        found = _made.get((driver.runtime, context))
+        found = _made.get((driver.runtime, context.handle))
         if found is None:
-            found = _made[driver.runtime, context] = StreamOrder(DeviceContext(driver, context))
+            found = _made[driver.runtime, context.handle] = StreamOrder(context)
         return found

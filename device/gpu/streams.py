@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from proxyccl.device.arrays.libraries import LEGACY_STREAMS, other_streams
 from proxyccl.device.base_runtime import StreamLike, foreign_stream_handle
 from proxyccl.device.driver import Driver
-from proxyccl.device.errors import KernelError
+from proxyccl.device.errors import ArgumentError, KernelError
+from proxyccl.device.gpu import stream_order
 from proxyccl.device.gpu.context import DeviceContext
 from proxyccl.device.owned import Owned, OwnedStream
 from proxyccl.device.process.interrupts import await_driver
@@ -18,11 +20,11 @@ class GpuStream(OwnedStream):
 
     Args:
         context: of the device.
-        first: as for `Driver.create_stream`.
+        first: as for `Driver.create_stream`. Such a stream has the library's own copies, which no graph needs.
     """
 
     def __init__(self, context: DeviceContext, *, first: bool = False) -> None:
-        self._context, self._driver = context, context.driver
+        self._context, self._driver, self.first = context, context.driver, first
         with context.current():
             self.handle = self._driver.create_stream(first=first)
         super().__init__(context.call, self._driver.destroy_stream, self.handle)
@@ -69,9 +71,15 @@ class GpuEvent(Owned):
         super().__init__(context.call, self._driver.destroy_event, self.handle)
 
     def record(self, stream: StreamLike = None) -> None:
-        """Marks the stream's current end."""
+        """Marks the stream's current end.
+
+        Raises:
+            ArgumentError: it is not a stream; or there is none, and the calling thread captures one into a graph.
+        """
+        # A stream that is named is marked also beside a capture: the mark of its end is not work for a graph.
+        handle = stream_handle(self._context, None) if stream is None else handle_of(self._driver, stream)
         with self._context.current():
-            self._driver.record_event(self.handle, stream_handle(self._driver, stream))
+            self._driver.record_event(self.handle, handle)
 
     def query(self) -> bool:
         """Whether the marked point was reached."""
@@ -97,7 +105,31 @@ def synchronize(context: DeviceContext, stream: int) -> None:
         context.driver.stream_synchronize(stream)
 
 
-def stream_handle(driver: Driver, stream: StreamLike) -> int:
+def stream_handle(context: DeviceContext, stream: StreamLike) -> int:
+    """The handle of the stream of a call, as `handle_of`.
+
+    Raises:
+        ArgumentError: it is not a stream, or is closed; or the calling thread captures another stream into a graph,
+            which would miss the call.
+    """
+    handle = handle_of(context.driver, stream)
+    others = other_streams(context.device, handle)
+    if others and not (type(stream) is GpuStream and stream.first):
+        _refuse_beside_capture(context, handle, others)
+    return handle
+
+
+def _refuse_beside_capture(context: DeviceContext, handle: int, others: tuple[tuple[str, int], ...]) -> None:
+    order = stream_order.of(context.driver, context.device)
+    for name, current in others:
+        if order.ask_capture(current) and (handle in LEGACY_STREAMS or not order.ask_capture(handle)):
+            raise ArgumentError(
+                "stream",
+                f"this thread captures another stream into a graph, which would miss the call; expected stream={name}",
+            )
+
+
+def handle_of(driver: Driver, stream: StreamLike) -> int:
     """The handle of a stream of any library, or the calling thread's default stream for None.
 
     The thread's own default stream is ordered with the legacy default stream, where other libraries work unless told
@@ -108,6 +140,8 @@ def stream_handle(driver: Driver, stream: StreamLike) -> int:
     """
     if stream is None:
         return driver.thread_stream
+    if type(stream) is int and stream >> 64 == 0:  # a handle, as the library's own calls give
+        return stream
     if isinstance(stream, GpuStream):
         stream._require_open()
         return stream.handle

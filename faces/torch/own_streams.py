@@ -31,7 +31,7 @@ def take(device: torch.device) -> Any:
         if idle:
             return idle.pop()
     driver = open_driver(runtime_name(device))
-    stream = GpuStream(DeviceContext(driver, driver.context(device.index)), first=True)
+    stream = GpuStream(DeviceContext(driver, device.index), first=True)
     with _lock:
         _made.append(stream)
     return torch.cuda.ExternalStream(stream.handle, device)

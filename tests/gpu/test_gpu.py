@@ -7,11 +7,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -484,6 +486,90 @@ def test_a_graph_of_many_calls_is_replayed_without_waits(ranks: Ranks) -> None:
             comm.synchronize(stream)
             for number, x in enumerate(arrays):
                 assert np.array_equal(x.numpy(), np.arange(1009) + turn * 100 + number + comm.world_size - 1)
+
+    ranks.run(body)
+
+
+ADD_ONE = 'extern "C" __global__ void add_one(float* x) { x[threadIdx.x] += 1; }'
+
+
+class BesideCapture:
+    """A kernel and a collective on an array that has no current stream: called in a capture and beside it."""
+
+    def __init__(self, comm: Communicator, captured: Any, name: str) -> None:
+        self._comm, self._captured, self._name = comm, captured, re.escape(name)
+        self.x, self._other = comm.empty(256, "float32").fill(0), comm.runtime.create_stream()
+        self._kernel, self._y = comm.compile(ADD_ONE, "add_one"), comm.empty(256, "float32").fill(0)
+        self.issue(captured)
+        self.issue(self._other)
+        comm.synchronize()
+        comm.all_gather_bytes(b"")
+
+    def issue(self, stream: Any) -> None:
+        self._kernel(1, 256, self.x, stream=stream)
+        self._comm.all_reduce(self.x, stream=stream)
+
+    def capture(self) -> None:
+        """Called while the stream is captured. Refusals do not end the capture, and other threads are not refused."""
+        for stream in (None, self._other, self._other.handle, 0):
+            for call in (self._kernel, lambda _, __, x, stream: self._comm.all_reduce(x, stream=stream)):
+                with pytest.raises(ArgumentError, match=f"^stream: .*; expected stream={self._name}$"):
+                    call(1, 256, self.x, stream=stream)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self._kernel, 1, 256, self._y).result(TIMEOUT)
+        self.issue(self._captured)
+
+    def check(self, replay: Callable[[], None]) -> None:
+        for turn in range(REPLAYS):
+            self.x.fill(turn)
+            replay()
+            assert (self.x.numpy() == self._comm.world_size * (turn + 1)).all()
+
+
+def test_a_call_that_torchs_capture_would_miss_is_refused(ranks: Ranks, torch: ModuleType) -> None:
+    one_at_a_time = threading.Lock()
+
+    def body(comm: Communicator) -> None:
+        device = here(comm)
+        with torch.cuda.device(device):
+            side, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+            calls = BesideCapture(comm, side, "torch.cuda.current_stream()")
+            with one_at_a_time, torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                calls.capture()
+
+            def replay() -> None:
+                graph.replay()
+                torch.cuda.current_stream(device).synchronize()
+
+            comm.all_gather_bytes(b"")
+            calls.check(replay)
+
+    ranks.run(body)
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("blocks", [False, True], ids=["non-blocking", "blocking"])
+def test_a_call_that_cupys_capture_would_miss_is_refused(ranks: Ranks, blocks: bool) -> None:
+    """A blocking stream is ordered with the legacy default stream, whose capture status can't be asked meanwhile."""
+    cupy = pytest.importorskip("cupy")
+    one_at_a_time = threading.Lock()
+
+    def body(comm: Communicator) -> None:
+        with cupy.cuda.Device(comm.runtime.device), cupy.cuda.Stream(non_blocking=not blocks) as stream:
+            calls = BesideCapture(comm, stream, "cupy.cuda.get_current_stream()")
+            with one_at_a_time:
+                stream.begin_capture(cupy.cuda.runtime.streamCaptureModeThreadLocal)
+                try:
+                    calls.capture()
+                finally:
+                    graph = stream.end_capture()
+
+            def replay() -> None:
+                graph.launch(stream)
+                stream.synchronize()
+
+            comm.all_gather_bytes(b"")
+            calls.check(replay)
 
     ranks.run(body)
 

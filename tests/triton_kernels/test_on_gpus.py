@@ -40,6 +40,26 @@ def test_a_captured_launch_is_replayed() -> None:
     run_ranks(2, body)
 
 
+def test_a_launch_that_a_capture_would_miss_is_refused() -> None:
+    torch = pytest.importorskip("torch")
+
+    def body(comm: Communicator) -> None:
+        torch.cuda.set_device(comm.runtime.device)
+        x = comm.empty(300, "float32").fill(1)  # no tensor, whose current stream it would be
+        kernel, graph = pt.compile(comm, kernels.scale, grid=1), torch.cuda.CUDAGraph()
+        kernel(x, 100, 2.0, BLOCK=128)
+        comm.synchronize()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with pytest.raises(ArgumentError, match=r"expected stream=torch\.cuda\.current_stream\(\)"):
+                kernel(x, 100, 2.0, BLOCK=128)
+            kernel(x, 100, 2.0, BLOCK=128, stream=torch.cuda.current_stream())
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (x.numpy()[:100] == 4).all()
+
+    run_ranks(1, body)
+
+
 def test_a_variant_that_was_not_compiled_is_refused_in_a_capture() -> None:
     torch = pytest.importorskip("torch")
 

@@ -64,6 +64,7 @@ auto& registered = *new std::map<uintptr_t, size_t>();  // host memory
 auto& allocated = *new std::map<int, size_t>();         // by device
 auto& priorities = *new std::map<void*, int>();         // by stream
 auto& peers = *new std::set<std::pair<int, int>>();
+auto& captured = *new std::set<hipStream_t>();
 uint64_t last_id = 0;
 
 template <class Map>
@@ -504,8 +505,19 @@ HIP_EXPORT hipError_t hipStreamWaitEvent(hipStream_t stream, hipEvent_t event, u
     return static_cast<hipError_t>(proxyccl_host_stream_wait_event(hostStream(stream), event, 0));
   });
 }
-HIP_EXPORT hipError_t hipStreamIsCapturing(hipStream_t, int* status) {
-  *status = 0;
+// For tests: has a stream be captured from now on, or not. Its work runs all the same.
+HIP_EXPORT void hipOnHostCapture(hipStream_t stream, int captures) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (captures != 0)
+    captured.insert(stream);
+  else
+    captured.erase(stream);
+}
+HIP_EXPORT hipError_t hipStreamIsCapturing(hipStream_t stream, int* status) {
+  std::lock_guard<std::mutex> lock(mutex);
+  // The legacy default stream would join every capture here, as it does of streams that are not non-blocking.
+  if (stream == nullptr && !captured.empty()) return hipErrorStreamCaptureImplicit;
+  *status = captured.count(stream) != 0;
   return hipSuccess;
 }
 HIP_EXPORT hipError_t hipThreadExchangeStreamCaptureMode(int* mode) {

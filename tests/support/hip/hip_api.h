@@ -24,6 +24,7 @@ enum hipError_t : int {
   hipErrorHostMemoryAlreadyRegistered = 712,
   hipErrorHostMemoryNotRegistered = 713,
   hipErrorLaunchFailure = 719,
+  hipErrorStreamCaptureImplicit = 906,
   hipErrorUnknown = 999,
 };
 
