@@ -875,6 +875,7 @@ class Lib:
         write64: int,
         wait64: int,
         copy: int,
+        set: int,
         is_capturing: int,
         current: int,
         /,

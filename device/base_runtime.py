@@ -157,6 +157,7 @@ class StreamOperationCalls(Struct, frozen=True):
 
     Attributes:
         copy: a copy between addresses of the device.
+        set: the setting of bytes.
         batch: several operations on words in one call; 0 if the driver lacks it.
         write64: one write of a word; needed if `batch` is 0.
         wait64: one wait for a word; needed if `batch` is 0.
@@ -166,6 +167,7 @@ class StreamOperationCalls(Struct, frozen=True):
     """
 
     copy: int
+    set: int
     batch: int = 0
     write64: int = 0
     wait64: int = 0

@@ -287,7 +287,8 @@ int proxyccl_host_is_looking(void);
 int proxyccl_driver_await(uintptr_t query, uintptr_t handle, unsigned milliseconds);
 int proxyccl_host_stream_operations(void *stream, unsigned count, ProxycclStreamOperation *operations, unsigned flags);
 void proxyccl_stream_operations_fill(ProxycclStreamOperations *operations, uintptr_t batch, uintptr_t write64,
-                                     uintptr_t wait64, uintptr_t copy, uintptr_t is_capturing, uintptr_t current);
+                                     uintptr_t wait64, uintptr_t copy, uintptr_t set, uintptr_t is_capturing,
+                                     uintptr_t current);
 int proxyccl_stream_issue(ProxycclStreamOperations *operations, uintptr_t stream);
 
 enum { PROXYCCL_OTHER_CONTEXT, ... };
@@ -345,12 +346,13 @@ static void proxyccl_launch_fill(ProxycclLaunch *launch, uintptr_t call, uintptr
   launch->current = (int (*)(uint64_t *))current;
 }
 static void proxyccl_stream_operations_fill(ProxycclStreamOperations *operations, uintptr_t batch, uintptr_t write64,
-                                            uintptr_t wait64, uintptr_t copy, uintptr_t is_capturing,
+                                            uintptr_t wait64, uintptr_t copy, uintptr_t set, uintptr_t is_capturing,
                                             uintptr_t current) {
   operations->batch = (int (*)(void *, unsigned, ProxycclStreamOperation *, unsigned))batch;
   operations->write64 = (int (*)(void *, uint64_t *, uint64_t, unsigned))write64;
   operations->wait64 = (int (*)(void *, uint64_t *, uint64_t, unsigned, uint64_t))wait64;
   operations->copy = (int (*)(uint64_t, uint64_t, size_t, void *))copy;
+  operations->set = (int (*)(uint64_t, int, size_t, void *))set;
   operations->is_capturing = (int (*)(void *, int *))is_capturing;
   operations->current = (int (*)(uint64_t *))current;
 }

@@ -24,7 +24,8 @@ typedef struct ProxycclStreamOperation {
   uint64_t reserved2[2];
 } ProxycclStreamOperation;
 
-/* The work of one driver call: words, else a kernel, else a copy. */
+/* The work of one driver call: words, else a kernel, else a copy, or from NULL the setting of all bits. A copy of no
+ * bytes takes no call. */
 typedef struct ProxycclStreamStep {
   uint32_t words;               /* the number of operations on words; they follow those of earlier steps */
   const ProxycclLaunch* launch; /* a kernel of the streams' context */
@@ -41,6 +42,8 @@ typedef struct ProxycclStreamOperations {
   int (*wait64)(void* stream, uint64_t* address, uint64_t value, unsigned flags, uint64_t mask);
   /* cuMemcpyAsync, hipMemcpyDtoDAsync, proxyccl_host_copy */
   int (*copy)(uint64_t dst, uint64_t src, size_t bytes, void* stream);
+  /* cuMemsetD8Async, hipMemsetD8Async, proxyccl_host_set */
+  int (*set)(uint64_t dst, int value, size_t bytes, void* stream);
   /* cuStreamIsCapturing, hipStreamIsCapturing; NULL if there are no graphs */
   int (*is_capturing)(void* stream, int* status);
   /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL if there is none. */
@@ -80,8 +83,12 @@ static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, 
       status = proxyccl_stream_issue_words(self, words, step->words, (void*)stream);
     else if (step->launch != 0)
       status = proxyccl_launch_current(step->launch, stream);
-    else
+    else if (step->bytes == 0)
+      status = 0;
+    else if (step->src != 0)
       status = self->copy(step->dst, step->src, step->bytes, (void*)stream);
+    else
+      status = self->set(step->dst, 0xff, step->bytes, (void*)stream);
     words += step->words;
     if (first == 0) first = status;
   }

@@ -1,5 +1,5 @@
-"""Operations of a stream in order, issued by one call into C: words that it writes or waits for, copies, and
-launches."""
+"""Operations of a stream in order, issued by one call into C: words that it writes or waits for, copies, memory whose
+bits are set, and launches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,19 @@ class CopyBytes(Struct, frozen=True):
     nbytes: int
 
 
-Operation = WriteValue | WaitValue | CopyBytes | Launch
+class SetBits(Struct, frozen=True):
+    """Sets all bits of memory, after all earlier work of the stream.
+
+    Attributes:
+        dst: the device's address.
+        nbytes: may be 0.
+    """
+
+    dst: int
+    nbytes: int
+
+
+Operation = WriteValue | WaitValue | CopyBytes | SetBits | Launch
 """A `Launch` must be of the streams' runtime."""
 
 
@@ -89,6 +101,8 @@ class StreamOperations:
         for operation in operations:
             if isinstance(operation, Launch):
                 steps.append({"launch": operation.prepared})
+            elif isinstance(operation, SetBits):
+                steps.append({"dst": operation.dst, "bytes": operation.nbytes})
             elif isinstance(operation, CopyBytes):
                 if operation.nbytes and operation.dst != operation.src:
                     steps.append({"dst": operation.dst, "src": operation.src, "bytes": operation.nbytes})
@@ -104,7 +118,14 @@ class StreamOperations:
         calls = runtime.stream_operation_calls()
         self.prepared = ffi.new("ProxycclStreamOperations *")
         lib.proxyccl_stream_operations_fill(
-            self.prepared, calls.batch, calls.write64, calls.wait64, calls.copy, calls.is_capturing, calls.current
+            self.prepared,
+            calls.batch,
+            calls.write64,
+            calls.wait64,
+            calls.copy,
+            calls.set,
+            calls.is_capturing,
+            calls.current,
         )
         self.prepared.context = calls.context
         self.prepared.words, self.prepared.steps, self.prepared.count = self._words, self._steps, len(steps)
@@ -119,6 +140,10 @@ class StreamOperations:
             with self._runtime.current():
                 status = lib.proxyccl_stream_issue(self.prepared, handle)
         self.check(status)
+
+    def step_address(self, step: int) -> int:
+        """The address of a step's ProxycclStreamStep, for callers in C that change it."""
+        return int(ffi.cast("uintptr_t", self._steps + step))
 
     def set_copy(self, step: int, copied: CopyBytes) -> None:
         """Changes the copy of a step, for calls from now on. The step must have been made as a copy."""

@@ -363,6 +363,7 @@ class CudaDriver:
         """Words by cuStreamBatchMemOp."""
         return StreamOperationCalls(
             copy=_address("cuMemcpyAsync"),
+            set=_address("cuMemsetD8Async"),
             batch=_address("cuStreamBatchMemOp"),
             is_capturing=_address("cuStreamIsCapturing"),
             current=_address("cuCtxGetCurrent"),

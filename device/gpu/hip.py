@@ -327,6 +327,7 @@ class HipDriver:
         """One call for each word: older ROCm lacks hipStreamBatchMemOp."""
         return StreamOperationCalls(
             copy=address_of("hipMemcpyDtoDAsync"),
+            set=address_of("hipMemsetD8Async"),
             write64=address_of("hipStreamWriteValue64"),
             wait64=address_of("hipStreamWaitValue64"),
             is_capturing=address_of("hipStreamIsCapturing"),

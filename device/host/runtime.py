@@ -350,7 +350,9 @@ class HostRuntime:
     def stream_operation_calls(self) -> StreamOperationCalls:
         """The host runtime's own."""
         return StreamOperationCalls(
-            copy=_address("proxyccl_host_copy"), batch=_address("proxyccl_host_stream_operations")
+            copy=_address("proxyccl_host_copy"),
+            set=_address("proxyccl_host_set"),
+            batch=_address("proxyccl_host_stream_operations"),
         )
 
     def synchronize(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from proxyccl.device.errors import ArgumentError, KernelError
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.device.runtimes import open_runtime
-from proxyccl.device.stream_operations import CopyBytes, StreamOperations, WaitValue, WriteValue
+from proxyccl.device.stream_operations import CopyBytes, SetBits, StreamOperations, WaitValue, WriteValue
 from support.devices import RUNTIME
 
 pytestmark = pytest.mark.hip
@@ -155,6 +155,8 @@ def test_copies_and_kernels_take_their_turn_between_words(runtime: Runtime, word
             WaitValue(at(words, 0), 1),
             CopyBytes(arrays[0].ptr, at(words, 1), 8),
             CopyBytes(arrays[1].ptr, arrays[0].ptr, 0),
+            SetBits(arrays[1].ptr, 4),
+            SetBits(arrays[0].ptr, 0),
             add.prepare(1, 1, arrays[0].ptr),
             CopyBytes(at(words, 2), arrays[0].ptr, 8),
             CopyBytes(at(words, 3), arrays[1].ptr, 8),
@@ -167,7 +169,7 @@ def test_copies_and_kernels_take_their_turn_between_words(runtime: Runtime, word
         word(words, 1).value = 40 + turn
         word(words, 0).value = 1
         stream.synchronize()
-        assert [word(words, number).value for number in range(4)] == [0, 40 + turn, 41 + turn, 0]
+        assert [word(words, number).value for number in range(4)] == [0, 40 + turn, 41 + turn, 2**32 - 1]
     for array in arrays:
         array.close()
 
