@@ -10,8 +10,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 INCLUDE_DIRS = ["device/include", "device/kernels"]
-EXPERT_CALLS = ("given_arrays", "descriptor", "issuer", "repeated_dispatch", "repeated_combine")
-EXPERT_HEADERS = ("given_arrays", "descriptor", "issuer", "repeated")
+EXPERT_CALLS = ("given_arrays", "descriptor", "issuer", "dispatch_form", "combine_form")
+EXPERT_HEADERS = ("given_arrays", "descriptor", "issuer", "forms")
 JOBS = len(os.sched_getaffinity(0))
 GENERATED = Path("build/host_kernels")
 

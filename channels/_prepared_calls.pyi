@@ -1,4 +1,4 @@
-"""The extension of prepared_calls_module.c: prepared_calls.c, and experts' repeated calls (expert_parallel/*.c)."""
+"""The extension of prepared_calls_module.c: prepared_calls.c, and the forms of experts' calls (expert_parallel/*.c)."""
 
 from collections.abc import Callable
 from typing import Any, Final, Protocol
@@ -114,27 +114,34 @@ class Descriptor:
         """A table's array, its place there and its `Tables`; None if there is none of that name."""
 
 class DispatchForm:
-    """A dispatch that was made before, whose arguments stay packed.
+    """The form of a dispatch, whose arguments stay packed (dispatch_form.py).
 
-    A call fits if its arrays are of the same types and places as before, contiguous, and of shapes that the layer
-    takes. Other calls do nothing and return None. A call without a stream is on the one where torch works now. Where
-    that is not the stream of C's calls, `queue` issues it.
+    A call whose arrays are of other types or places does nothing and returns None. The arrays of any other are looked
+    at by C, which fills in their addresses; where one has another shape than it should, or can't be placed by C, the
+    `check` of its kind raises ArgumentError or tells its address. A call without a stream is on the one where torch
+    works now. Where that is not the stream of C's calls, `queue` issues it.
 
     Args:
-        issuer: `RepeatedCall.issuer`.
-        first, second: `RepeatedCall.prepared`, of the whole call or its first half, and of what follows.
-        kinds: `describe_kind` of the rows, their scales, the ids and the weights; None for those that there are not.
+        issuer: `CallForm.issuer`.
+        first, second: `CallForm.prepared`, of the whole call or its first half, and of what follows.
+        kinds: `kind_of` the rows, their scales, the ids, the weights and the indices; None for those that there are
+            not.
         sizes: elements of a row, scales of a row, slots of a token, the most tokens; bytes of a given row, of a token's
             ids, and of its weights.
+        more: whether all ranks are told of more tokens than that; too_many(tokens) raises otherwise.
         call: address of the ProxycclDispatch.
         before: `GivenTokens.filled`.
+        renumbering: what makes the array of lost ranks' slots, by the number of tokens, or None; where the kernel
+            before takes the address of the ids, that array's, and the number of slots; and where it puts the new ids.
+        clearing: address of the ProxycclStreamStep that clears a table of rows before they are received, or 0; and the
+            table's number in ProxycclExpertLayout.
         phases: of a whole call and of its halves.
         descriptor: its type; `missing` of a new one; its owner; what numbers dispatches; its `Tables`, what makes their
             array, and the address of their offsets; what tells the address of an array that is not torch's.
         rows: how many the output has, or -1 if that is not known; whether kernels count them; where among the tables.
         scales: bytes of a row's scales; see scale_column of ProxycclDispatch.
         makers: of the output's rows, scales and weights; None for those that there are not.
-        begun: called as begun(like, stream, given) in `begin`; it returns the output buffer, or None for no call.
+        begun: called as begun(like, stream, given) in `begin`; it returns the output buffer.
         receive: called as receive(sent, stream) for second halves where the number of rows was not known.
         buffers: where the first output buffer begins, the bytes of each, and where scales begin in one; zeros for none.
     """
@@ -146,8 +153,11 @@ class DispatchForm:
         second: tuple[Any, ...],
         kinds: tuple[Any, ...],
         sizes: tuple[int, ...],
+        more: tuple[bool, Callable[[int], object] | None],
         call: int,
         before: tuple[int, ...],
+        renumbering: tuple[Any, ...],
+        clearing: tuple[int, int],
         phases: tuple[int, int, int],
         descriptor: tuple[Any, ...],
         rows: tuple[int, bool, int],
@@ -158,13 +168,13 @@ class DispatchForm:
         buffers: tuple[int, int, int],
         /,
     ) -> DispatchForm: ...
-    def repeat(self, x: Any, ids: Any, weight: Any, stream: Any, /) -> Any:
+    def run(self, x: Any, ids: Any, weight: Any, scatter: Any, stream: Any, /) -> Any:
         """Makes a call whose number of rows is known. Returns its rows, their weights and the descriptor."""
-    def send(self, x: Any, ids: Any, weight: Any, stream: Any, /) -> SentDispatch | None:
+    def send(self, x: Any, ids: Any, weight: Any, scatter: Any, stream: Any, /) -> SentDispatch | None:
         """Makes the first half of a call."""
-    def begin(self, x: Any, ids: Any, weight: Any, stream: Any, /) -> Any:
+    def begin(self, x: Any, ids: Any, weight: Any, scatter: Any, stream: Any, /) -> Any:
         """Fills in a call and makes its descriptor, which it returns; `issue` follows."""
-    def store(self, x: Any, ids: Any, weight: Any, stream: Any, /) -> Any:
+    def store(self, x: Any, ids: Any, weight: Any, scatter: Any, stream: Any, /) -> Any:
         """Makes a call whose rows go to an output buffer. Returns the descriptor, the buffer and the weights."""
     def issue(
         self,
@@ -178,19 +188,21 @@ class DispatchForm:
         /,
     ) -> None:
         """Issues phases of a call that was filled in, with room for rows and the addresses of rows, scales, weights."""
-    def fill(self, x: Any, /) -> int:
-        """Fills in tokens for `issue`. Returns their number; 0 if they do not fit."""
+    def fill(self, x: Any, tokens: int, /) -> bool | None:
+        """Fills in this many tokens for `issue`. None if they are of other kinds."""
     def stream(self, x: Any, given: Any, /) -> Any:
         """The stream of a call."""
 
 class SentDispatch:
-    """A repeated dispatch whose first half is made.
+    """A dispatch whose first half is queued.
 
     Attributes:
-        desc, stream, recorded: as of a `DispatchCall`.
+        desc: of the dispatch; filled when its rows are received.
+        stream: of the first half.
         output: itself; None if the number of rows is not known yet.
         rows, weights: of the output.
         owners: the arrays that kernels use.
+        recorded: the caller's tokens and weights, if a library records the call.
     """
 
     desc: Any
@@ -201,18 +213,19 @@ class SentDispatch:
     owners: tuple[Any, ...]
     recorded: tuple[Any, ...]
     def receive(self, stream: Any, /) -> Any:
-        """Makes the second half. Returns the rows, their weights and the descriptor."""
+        """Makes the second half on a stream. Returns the rows, their weights and the descriptor."""
 
 class CombineForm:
-    """A combine that was made before, whose arguments stay packed; see `DispatchForm`.
+    """The form of a combine, whose arguments stay packed (combine_form.py); see `DispatchForm`.
 
     Args:
-        issuer: `RepeatedCall.issuer`.
-        first, second: `RepeatedCall.prepared`, of the whole call or its first half, and of the second half.
+        issuer: `CallForm.issuer`.
+        first, second: `CallForm.prepared`, of the whole call or its first half, and of the second half.
         after_copy: the same for a whole call after a copy of its rows; None if there is none.
-        kinds: `describe_kind` of the rows, their weights, and the weights of slots.
+        kinds: `kind_of` the rows, their weights, the weights of slots, the ids that order sums, and two arrays with
+            which sums begin.
         sizes: elements of a row, slots of a token, bytes of a row; with padded rows experts of a rank and rows of each,
-            else 0 and 0.
+            else 0 and 0; and the number of arrays with which sums begin.
         halves: whether the call is made in two halves.
         call: address of the ProxycclCombine.
         buffers: numbers of output buffers by address, or None; the one that other rows pass, or 0; its address; and the
@@ -220,7 +233,7 @@ class CombineForm:
         context: the owner of descriptors.
         output: output(tokens) returns a function that makes outputs of that many tokens; and a function that returns
             the address of an array that is not torch's.
-        checks: place_sums(tokens, sums) fills in how sums begin, or returns False; check_output(x, desc, out) returns
+        checks: check_desc(desc) raises for a descriptor that can't be combined; check_output(x, desc, out) returns
             `out` and its address or raises.
     """
 
@@ -240,15 +253,28 @@ class CombineForm:
         checks: tuple[Any, Any],
         /,
     ) -> CombineForm: ...
-    def start(self, x: Any, desc: Any, weights: Any, topk_weights: Any, out: Any, stream: Any, sums: Any, /) -> Any:
+    def start(
+        self,
+        x: Any,
+        desc: Any,
+        weights: Any,
+        topk_weights: Any,
+        out: Any,
+        stream: Any,
+        order_ids: Any,
+        added: tuple[Any, ...],
+        /,
+    ) -> Any:
         """Makes a call or its first half. Returns the result, or a `SentCombine`."""
 
 class SentCombine:
-    """A repeated combine whose first half is made.
+    """A combine whose first half is queued.
 
     Attributes:
-        desc, stream, recorded: as of a `CombineCall`.
+        desc: of the dispatch.
+        stream: of the first half.
         x: the rows.
+        recorded: the caller's rows and weights, if a library records the call.
     """
 
     desc: Any

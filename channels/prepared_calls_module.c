@@ -1,5 +1,5 @@
-/* The module `_prepared_calls`: PreparedCalls, and the types of repeated calls that issue theirs by it. */
-#include "expert_parallel/repeated.h"
+/* The module `_prepared_calls`: PreparedCalls, and the forms of experts' calls, which issue theirs by it. */
+#include "expert_parallel/forms.h"
 #include "prepared_calls.h"
 
 static int add_types(PyObject* module) {

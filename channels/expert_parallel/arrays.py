@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from proxyccl.channels.arguments import input_view
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
-from proxyccl.device.arrays.array import Array, ArrayView
+from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.base_runtime import Memory
 
@@ -164,8 +165,9 @@ class ExpertArrays:
             return int(array.data_ptr())
         return int(array.ptr if isinstance(array, Array) else array.__array_interface__["data"][0])
 
-    def download_view(self, view: ArrayView) -> NDArray[Any]:
-        """A copy of a view in host memory, made after all queued work is done."""
+    def download_given(self, x: Any, argument: str) -> NDArray[Any]:
+        """A copy of a caller's array in host memory, made after all queued work is done."""
+        view = input_view(self._group, x, argument)
         self._group.synchronize()
         values = np.empty(view.shape, view.dtype.numpy())
         if view.nbytes:

@@ -1,25 +1,20 @@
-"""Launches dispatch and combine, fills in their arguments, and reads a dispatch's number of rows on the CPU."""
+"""The buffers and the launches of dispatch and combine; and a dispatch's number of rows, which the CPU awaits."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from proxyccl.channels.arguments import input_view
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
-from proxyccl.channels.expert_parallel.calls import FINALIZE, call_name
+from proxyccl.channels.expert_parallel.calls import FINALIZE
 from proxyccl.channels.expert_parallel.config import (
     MAX_SLOTS,
-    MOST_ADDED,
     NUMBER_DROPS,
     SCALED_DTYPES,
     EPConfig,
-    column_of,
 )
 from proxyccl.channels.expert_parallel.geometry import (
     BY_EXPERT,
@@ -34,10 +29,9 @@ from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members
 from proxyccl.channels.expert_parallel.nodes import Nodes
 from proxyccl.channels.expert_parallel.numbers import whole_number
-from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.tables import RECEIVED, TableLayouts
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace
-from proxyccl.channels.launches import CurrentStream
+from proxyccl.channels.launches import CurrentStream, Launchable
 from proxyccl.channels.memory import allocate
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device._native import ffi, lib
@@ -56,8 +50,6 @@ TELL: int = lib.PROXYCCL_EXPERT_TELL
 
 _SPINS = 2000  # polls of the count between two looks at the group; on a GPU a count takes about 20 us
 _HOST_THREADS = 16
-_WIDE_ID_BYTES = 8
-NO_TABLES = bytes(ffi.sizeof("ProxycclExpertLayout"))
 
 
 def logged_number(number: int) -> int:
@@ -65,33 +57,10 @@ def logged_number(number: int) -> int:
     return number % 2**31
 
 
-@dataclass(frozen=True)
-class DispatchInputs:
-    """The arrays that a dispatch reads until its end.
-
-    Attributes:
-        tokens: [T, elements of a row].
-        expert_ids: int32 or int64 [T, topk].
-        weights: [T, topk], or None.
-        scatter: int32 [tokens of all ranks, topk], or None: the caller's own rows.
-        lost_slots: bool [T, topk]: the slots whose experts' ranks are lost; None if the layer knows of no lost ranks.
-        wanted_tokens: the number of tokens that this rank would have sent if the layer were large enough, or 0 if it
-        is.
-    """
-
-    tokens: ArrayView
-    expert_ids: ArrayView
-    weights: ArrayView | None = None
-    scatter: ArrayView | None = None
-    lost_slots: ArrayView | None = None
-    wanted_tokens: int = 0
-
-
 class DispatchCombineContext:
     """The buffers of an expert-parallel layer, and the launches of its dispatch and combine.
 
-    All ranks make it together, with `create`, and make the same calls in the same order. `EPAll2AllLayer` and
-    `DispatchCombine` are built on it. Use it directly to schedule phases by hand.
+    All ranks make it together, with `create`. `EPAll2AllLayer` and `DispatchCombine` are built on it.
 
     Attributes:
         ep_config: sizes and types.
@@ -166,13 +135,11 @@ class DispatchCombineContext:
         group.keep(self.workspace)  # a rank may finish a call and drop its layer before its peers have finished
         self._capacity = capacity * config.max_tokens * config.topk
         self._output_buf: tuple[Array, Array] | None = None
-        self._dispatch_call = ffi.new("ProxycclDispatch *")
-        self._combine_call = ffi.new("ProxycclCombine *")
         experts = ProxiedStruct.of(bytes(ffi.buffer(self.workspace.experts)), self.workspace.sleepers)
         self.grid = (self.blocks, threads)
         name = DISPATCH_KERNELS[self.workspace.announces]
         dispatch = shipped(dispatch_file(name), name)
-        empty = bytes(ffi.buffer(self._dispatch_call))
+        empty = bytes(ffi.sizeof("ProxycclDispatch"))
         self.dispatch_plain = dispatch.prepare(*self.grid, experts, empty)
         self.dispatch_stored = self.dispatch_plain
         if self.workspace.outputs is not None and (store := STORE_KERNELS.get(self.workspace.announces)):
@@ -181,13 +148,13 @@ class DispatchCombineContext:
         if quantizes and self.workspace.outputs is not None and config.token.name in SCALED_DTYPES:
             scaled = shipped("experts/dispatch.h", f"{name}_scaled", config.token.name)
             self.dispatch_scaled = scaled.prepare(*self.grid, experts, empty)
-        filled = bytes(ffi.buffer(self._combine_call))
-        self._combine = {name: kernel.prepare(*self.grid, experts, filled) for name, kernel in combines.items()}
+        nothing = bytes(ffi.sizeof("ProxycclCombine"))
+        self._combine = {name: kernel.prepare(*self.grid, experts, nothing) for name, kernel in combines.items()}
         # Peers do not wait for it, so it takes the whole device.
         self._weighing = ffi.new("ProxycclWeighing *")
-        nothing = bytes(ffi.buffer(self._weighing))
-        self._weigh = weigh.prepare(runtime.launch_defaults.blocks, threads, experts, nothing)
-        self.quantize_launch = quantize.prepare(*self.grid, experts, filled) if quantize is not None else None
+        weighing = bytes(ffi.buffer(self._weighing))
+        self._weigh = weigh.prepare(runtime.launch_defaults.blocks, threads, experts, weighing)
+        self.quantize_launch = quantize.prepare(*self.grid, experts, nothing) if quantize is not None else None
         self.numbers = itertools.count(1)
         self.closed = False
 
@@ -268,55 +235,7 @@ class DispatchCombineContext:
             )
         return self._output_buf
 
-    # -- dispatch ---
-
-    def describe(
-        self,
-        call: str,
-        inputs: DispatchInputs,
-        taken: TakenBuffer = NO_BUFFER,
-        *,
-        most_rows: int | None = None,
-        counts_rows: bool = False,
-        most_tokens: int = 0,
-    ) -> EPAllToAllLayoutDesc:
-        """The descriptor of a new dispatch. Refuses the call if the ranks' arguments differ.
-
-        Args:
-            call: its name.
-            inputs: the arrays that it reads.
-            taken: the output buffer to which its rows go. Then one kernel must send and receive.
-            most_rows: rows that its tables have room for; None to size them when the number is known.
-            counts_rows: whether kernels count the received rows for `num_recv_tokens`.
-            most_tokens: as for `logged`.
-        """
-        number = self.next_number()
-        name = call_name(call, weights=inputs.weights is not None, indices=inputs.scatter is not None)
-        self._agree(name, self.ep_config.token.name, number, most_tokens)
-        tokens = inputs.tokens
-        return EPAllToAllLayoutDesc(
-            self,
-            number,
-            tokens.shape[0],
-            tokens.owner,
-            most_rows=most_rows,
-            counts_rows=counts_rows,
-            scatter=inputs.scatter,
-            lost_slots=inputs.lost_slots,
-            output_buffer=taken.number,
-            wide_ids=inputs.expert_ids.dtype.itemsize == _WIDE_ID_BYTES,
-        )
-
-    def next_number(self) -> int:
-        """The number of a new dispatch."""
-        return next(self.numbers)
-
-    def begin(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs, stream: StreamLike) -> None:
-        """Queues the start of a dispatch: its counts, and its rows if `phases` has SEND."""
-        desc.require_sent(self, "desc")
-        call = self._fill_inputs(phases, desc, inputs)
-        desc.stream = stream
-        self._launch(self.dispatch_plain, call, stream, desc, (inputs,))
+    # -- what dispatches have counted ---
 
     def await_rows(self, desc: EPAllToAllLayoutDesc) -> int:
         """Waits on the CPU until this dispatch's number of rows is known, but not for the stream. Returns the number.
@@ -374,192 +293,23 @@ class DispatchCombineContext:
         most, received.most_rows = int(received.most_rows), 0
         return most
 
-    def receive(
-        self,
-        phases: int,
-        desc: EPAllToAllLayoutDesc,
-        inputs: DispatchInputs,
-        rows: int,
-        output: tuple[ArrayView | None, ...] | None,
-        stream: StreamLike,
-    ) -> None:
-        """Queues the end of a dispatch, which fills the first `rows` rows of `output`: rows, weights and, if quantized,
-        scales. With None it receives nothing.
-        """
-        desc.require_sent(self, "desc")
-        desc.size_rows(rows if output is not None else 0)
-        call = self._fill_inputs(phases, desc, inputs)
-        if output is not None:
-            self._fill_output(call, rows, output)
-        if desc.counts_rows:
-            call.received = ffi.cast("int32_t *", desc.pointer(RECEIVED))
-        # Rows that nobody writes must show it: one that the caller's indices leave out, or in a gap.
-        cleared = "first_rows" if inputs.scatter is not None else "row_slots" if self.layout.expert_alignment else ""
-        at = desc.pointer(cleared) if cleared and desc.rows else 0
-        fill = (lambda handle: self._fill(at, 4 * rows, handle)) if at else None
-        if desc.stream is None:
-            desc.stream = stream
-        kept = (inputs, output)
-        launch = self.dispatch_stored if desc.output_buffer else self.dispatch_plain
-        config = self.ep_config
-        if output is not None and self.dispatch_scaled is not None and inputs.tokens.dtype == config.token:
-            launch, call.row_bytes = self.dispatch_scaled, config.hidden + self.scale_bytes
-        self._launch(launch, call, stream, desc, kept, before=fill)
-        desc.mark_received(refused=output is None)
-
-    def copy(self, copies: Sequence[tuple[int, int, int]], stream: StreamLike, owners: tuple[object, ...]) -> None:
-        """Queues copies in this device's memory, each to an address, from an address, of this many bytes."""
-        runtime = self.group.runtime
-
-        def launchable(handle: StreamLike) -> None:
-            for target, source, nbytes in copies:
-                if nbytes:
-                    runtime.copy(target, source, nbytes, handle)
-
-        self._queue(launchable, stream, None, owners)
-
-    def repeat(
-        self,
-        desc: EPAllToAllLayoutDesc,
-        tokens: ArrayView,
-        output: ArrayView,
-        stream: StreamLike,
-        scales: ArrayView | None = None,
-    ) -> None:
-        """Queues a dispatch of other tokens with an existing layout. Their element type and row length may differ. With
-        `scales` they are packed (`pack`), and their scales go there.
-        """
-        desc.require_received(self, "desc")
-        call = self._fill_dispatch(SEND | RECEIVE, tokens, desc)
-        call.redispatch = 1
-        self._fill_output(call, desc.rows, (output, None, scales))
-        own = desc.pointer("expert_ids") + 4 * self.nodes.own * self.ep_config.max_tokens * self.ep_config.topk
-        call.expert_ids, call.id_bytes = ffi.cast("char *", own), 4
-        self._agree("redispatch", tokens.dtype.name, desc.number)
-        kept = (tokens.owner, output.owner, scales and scales.owner)
-        self._launch(self.dispatch_plain, call, stream, desc, kept)
-
-    @property
-    def scales_while_storing(self) -> bool:
-        """Whether a dispatch to output buffers takes tokens of the layer's type, and makes float8 rows of them."""
-        return self.dispatch_scaled is not None
-
-    def quantize(self, tokens: ArrayView, stream: StreamLike) -> ArrayView:
-        """Queues the conversion of tokens to float8 rows with their scales after them: uint8 [T, hidden + bytes of
-        scales].
-        """
-        assert self.quantize_launch is not None
-        packed = self._packed(tokens)
-        call = self._combine_call
-        call.tokens, call.hidden = tokens.shape
-        call.rows, call.output = ffi.cast("char *", tokens.ptr), ffi.cast("char *", packed.ptr)
-        self._launch(self.quantize_launch, call, stream, None, (tokens.owner, packed.owner))
-        return packed
-
-    def pack(self, rows: ArrayView, scales: ArrayView, stream: StreamLike) -> ArrayView:
-        """Queues the same for rows that are already in float8, and their scales."""
-        packed = self._packed(rows)
-        launch = self.pack_launch(rows.ptr, scales.ptr, packed.ptr, rows.shape[0])
-        self._queue(launch, stream, None, (rows.owner, scales.owner, packed.owner))
-        return packed
-
-    def pack_launch(self, rows: int = 0, scales: int = 0, packed: int = 0, tokens: int = 0) -> Launch:
-        """The launch of `pack`, by the addresses of its arrays."""
-        assert self._pack is not None
-        arguments = (rows, scales, packed, tokens, self.ep_config.hidden, self.scale_bytes)
-        return self._pack.prepare(*self.grid, *arguments)
-
-    @functools.cached_property
-    def packed_rows(self) -> Array:
-        """Memory for the float8 rows of repeated dispatches, of which one is under way at a time."""
-        return allocate(self.group, (self.ep_config.max_tokens, self.ep_config.hidden + self.scale_bytes), "uint8")
-
-    def _packed(self, rows: ArrayView) -> ArrayView:
-        shape = (rows.shape[0], self.ep_config.hidden + self.scale_bytes)
-        return input_view(self.group, self.arrays.new(rows.owner, shape, "uint8"), "input")
-
-    def _fill_inputs(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs) -> Any:
-        call = self._fill_dispatch(phases, inputs.tokens, desc)
-        call.expert_ids = ffi.cast("char *", inputs.expert_ids.ptr)
-        call.id_bytes = inputs.expert_ids.dtype.itemsize
-        call.weights = ffi.cast("char *", inputs.weights.ptr if inputs.weights is not None else 0)
-        if inputs.scatter is not None:
-            call.scatter, call.scatter_tokens = ffi.cast("int32_t *", inputs.scatter.ptr), inputs.scatter.shape[0]
-        call.wanted_tokens = inputs.wanted_tokens
-        call.output_buffer = desc.output_buffer
-        return call
-
-    def _fill_output(self, call: Any, rows: int, output: tuple[ArrayView | None, ...]) -> None:
-        call.capacity = rows
-        for name, view in zip(("output", "output_weights", "output_scales"), output, strict=False):
-            if view is not None:
-                setattr(call, name, ffi.cast("char *", view.ptr))
-        if call.output_scales:
-            call.scale_bytes = self.scale_bytes
-            call.scale_column = column_of(call.padded_rows) if self.scales_by_columns else 0
-
-    def _padded_rows(self, desc: EPAllToAllLayoutDesc) -> int:
-        """Rows that each expert has room for in the outputs of a dispatch, if rows are padded; else 0."""
-        return desc.rows // self.ep_config.num_experts_per_rank if self.layout.padded_rows else 0
-
-    def _fill_dispatch(self, phases: int, tokens: ArrayView, desc: EPAllToAllLayoutDesc) -> Any:
-        call = self._dispatch_call
-        ffi.memmove(call, bytes(ffi.sizeof("ProxycclDispatch")), ffi.sizeof("ProxycclDispatch"))
-        call.phases, call.tokens, call.ticket = phases, tokens.shape[0], desc.number
-        call.row_bytes = tokens.shape[1] * tokens.dtype.itemsize
-        call.input = ffi.cast("char *", tokens.ptr)
-        call.padded_rows = self._padded_rows(desc)
-        desc.fill(ffi.addressof(call, "layout"))
-        return call
-
-    # -- combine ---
-
-    def combine(
-        self,
-        call: str,
-        phases: int,
-        desc: EPAllToAllLayoutDesc,
-        rows: ArrayView,
-        weights: ArrayView | None,
-        output: ArrayView | None,
-        stream: StreamLike,
-        slot_weights: ArrayView | None = None,
-        added: Sequence[ArrayView] = (),
-        order: ArrayView | None = None,
-    ) -> None:
-        """Queues those phases of a combine."""
-        desc.require_received(self, "desc")
-        filled = self._combine_call
-        filled.phases, filled.tokens = phases, desc.num_dispatch_token_cur_rank
-        filled.hidden = rows.shape[-1]
-        buffer, at, outputs = 0, rows.ptr, self.workspace.outputs
-        loaded = desc.output_buffer and weights is None and phases == SEND | RECEIVE
-        if loaded and outputs is not None and not self.workspace.experts.local_combine:
-            buffer = outputs.holding(rows)
-            if not buffer and outputs.passing and call == "combine":  # a copy here takes less time than sending
-                buffer, at = outputs.passing, outputs.address(outputs.passing)
-        filled.rows, filled.rows_buffer = ffi.cast("char *", at), buffer
-        filled.weights = ffi.cast("float *", 0)
-        if weights is not None:  # an empty tensor of torch is at 0, but the rows of peers have weights all the same
-            filled.weights = ffi.cast("float *", weights.ptr or self.workspace.experts.workspace)
-        filled.slot_weights = ffi.cast("float *", slot_weights.ptr if slot_weights is not None else 0)
-        filled.output = ffi.cast("char *", output.ptr if output is not None else 0)
-        first, second = [*(view.ptr for view in added), 0, 0][:MOST_ADDED]
-        ids = (0, 0) if order is None else (order.ptr, order.dtype.itemsize)
-        lib.proxyccl_expert_combine_order(filled, first, second, *ids)
-        ffi.memmove(ffi.addressof(filled, "layout"), NO_TABLES, len(NO_TABLES))
-        desc.fill(ffi.addressof(filled, "layout"))
-        if phases & SEND:
-            self._agree(call_name(call, weights=weights is not None), rows.dtype.name, desc.number)
-        if at != rows.ptr:
-            self.copy([(at, rows.ptr, rows.nbytes)], stream, (rows.owner,))
-        views = (weights, slot_weights, output, *added, order)
-        arrays = [rows.owner, *(view.owner for view in views if view is not None)]
-        self._launch(self._combine[rows.dtype.name], filled, stream, desc, (arrays,))
+    # -- launches of forms ---
 
     def combine_launch(self, dtype: str) -> Launch:
         """The combine of rows of a type, to `copy`."""
         return self._combine[dtype]
+
+    def pack_launch(self, packed: int) -> Launch:
+        """A launch that puts rows in float8 and their scales together at an address. Still to be filled in are the
+        addresses of both (arguments 0 and 1), and the number of rows (3).
+        """
+        assert self._pack is not None
+        return self._pack.prepare(*self.grid, 0, 0, packed, 0, self.ep_config.hidden, self.scale_bytes)
+
+    @functools.cached_property
+    def packed_rows(self) -> Array:
+        """Memory for the float8 rows of dispatches, of which one is under way at a time."""
+        return allocate(self.group, (self.ep_config.max_tokens, self.ep_config.hidden + self.scale_bytes), "uint8")
 
     def weigh(
         self,
@@ -594,37 +344,13 @@ class DispatchCombineContext:
         call.row_slots, call.received = ffi.cast("int32_t *", slots), ffi.cast("int32_t *", received)
         views = (values, weights, others, products)
         kept = tuple(view.owner for view in views if view is not None)
-        self._launch(self._weigh, call, stream, desc, (kept,))
+        self._weigh.replace(1, bytes(ffi.buffer(call)))
+        self.queue(ffi.NULL, self._weigh, stream, desc, kept)
 
     def collected_type(self, values: ArrayView) -> str:
         """The type in which `collect` takes values: their own if it is the tokens' or weights', else the weights'."""
         name = values.dtype.name
         return name if name in self._combine else self.ep_config.weight.name
-
-    def collect(self, desc: EPAllToAllLayoutDesc, values: ArrayView, stream: StreamLike) -> Any:
-        """Queues the return of each row's value to the row's slot: [T, topk] of the values' type, zero for slots
-        without a row. It is a combine of rows that are zero except in the slot's own column.
-        """
-        desc.require_received(self, "desc")
-        config, group, element = self.ep_config, self.group, values.dtype
-        matrix = self.arrays.new(values.owner, (desc.rows, config.topk), element)
-        slots = self.arrays.new(values.owner, (desc.num_dispatch_token_cur_rank, config.topk), element)
-        spread, slotted = input_view(group, matrix, "values"), input_view(group, slots, "values")
-        kernel = group.runtime.shipped("experts/spread.h", "expert_spread")
-        launch = kernel.prepare(
-            *self.grid, values.ptr, desc.pointer("row_slots"), spread.ptr, desc.rows, config.topk, element.itemsize
-        )
-        if desc.rows:
-            self._queue(launch, stream, desc, (values.owner, matrix))
-        self.combine("collect", SEND | RECEIVE, desc, spread, None, slotted, stream)
-        return slots
-
-    def collect_choices(self, desc: EPAllToAllLayoutDesc, values: ArrayView, stream: StreamLike) -> Any:
-        """Queues the same with a row for each rank, for float32 [R, topk]: sums of a token's values over its rows."""
-        slots = self.arrays.new(values.owner, (desc.num_dispatch_token_cur_rank, self.ep_config.topk), "float32")
-        slotted = input_view(self.group, slots, "values")
-        self.combine("collect", SEND | RECEIVE, desc, values, None, slotted, stream)
-        return slots
 
     # -- launching ---
 
@@ -634,44 +360,24 @@ class DispatchCombineContext:
         self.group.runtime.stream_handle(found)
         return found
 
-    def _agree(self, call: str, dtype: str, number: int, most_tokens: int = 0) -> None:
-        self.group.launches.agree(self.logged(call, dtype, number, most_tokens))
-
     def logged(self, call: str, dtype: str, number: int, most_tokens: int = 0) -> CollectiveCall:
         """A call on dispatch `number` as the ranks compare it; of a dispatch with the most tokens of a rank."""
         return CollectiveCall(call, dtype, root=logged_number(number), count=most_tokens, of=self._number)
 
-    def _launch(
+    def queue(
         self,
-        launch: Launch,
         call: Any,
-        stream: StreamLike,
-        desc: EPAllToAllLayoutDesc | None,
-        owners: tuple[object, ...],
-        before: Any = None,
-    ) -> None:
-        raw = bytes(ffi.buffer(call))
-
-        def launchable(handle: StreamLike) -> None:
-            launch.replace(1, raw)
-            if before is not None:
-                before(handle)
-            launch(handle)
-
-        self._queue(launchable, stream, desc, owners)
-
-    def _queue(
-        self,
-        launchable: Callable[[StreamLike], None],
+        launch: Launchable,
         stream: StreamLike,
         desc: EPAllToAllLayoutDesc | None,
         owners: tuple[object, ...],
     ) -> None:
-        """Queues a launchable, and keeps the arrays of `owners` and the tables of `desc` that it uses until then."""
-        kept: tuple[object, ...] = ()
-        if desc is not None and (desc.stream != stream or not isinstance(stream, CurrentStream)):
-            kept = (desc, desc.table_owners)  # tables that were made on another stream
-        self.group.launches.launch(launchable, stream, owners, kept)
-
-    def _fill(self, ptr: int, nbytes: int, handle: StreamLike) -> None:
-        self.group.runtime.fill(ptr, 0xFF, nbytes, handle)
+        """Queues a launch, after its ranks' calls were compared unless `call` is NULL. `owners` and the descriptor's
+        tables are kept until the stream has passed it, where their memory is not used again in the stream's order.
+        """
+        tables = () if desc is None else desc.table_owners
+        if not isinstance(stream, CurrentStream):
+            owners = (*owners, *tables)
+        else:
+            owners = () if desc is None or desc.stream == stream else tables
+        self.group.launches.issue(call, launch, stream, owners)

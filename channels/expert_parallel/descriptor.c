@@ -109,8 +109,15 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot slots[] = {
-    {Py_tp_new, PyType_GenericNew}, {Py_tp_dealloc, end},     {Py_tp_traverse, traverse}, {Py_tp_clear, let_go},
-    {Py_tp_methods, methods},       {Py_tp_members, members}, {Py_tp_getset, attributes}, {0, NULL},
+    {Py_tp_doc, "Descriptor()\n--\n\nThe part of EPAllToAllLayoutDesc that C reads and writes."},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_dealloc, end},
+    {Py_tp_traverse, traverse},
+    {Py_tp_clear, let_go},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_tp_getset, attributes},
+    {0, NULL},
 };
 static PyType_Spec spec = {
     .name = "proxyccl.channels._prepared_calls.Descriptor",

@@ -1,4 +1,4 @@
-/* The part of EPAllToAllLayoutDesc (layout.py) that repeated calls read and write. */
+/* The part of EPAllToAllLayoutDesc (layout.py) that forms read and write. */
 #ifndef PROXYCCL_DESCRIPTOR_H
 #define PROXYCCL_DESCRIPTOR_H
 

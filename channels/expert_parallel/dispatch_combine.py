@@ -10,25 +10,21 @@ from numpy.typing import NDArray
 
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.communicator import Communicator
-from proxyccl.channels.expert_parallel.arguments import input_array, output_array
+from proxyccl.channels.expert_parallel.arguments import input_array
 from proxyccl.channels.expert_parallel.config import MAX_EXPERTS, TOKEN_DTYPES, EPConfig
-from proxyccl.channels.expert_parallel.context import (
-    GATHER,
-    LAYOUT,
-    RECEIVE,
-    ROUTE,
-    SEND,
-    DispatchCombineContext,
-    DispatchInputs,
-)
+from proxyccl.channels.expert_parallel.context import DispatchCombineContext
+from proxyccl.channels.expert_parallel.forms import Forms
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members
 from proxyccl.channels.expert_parallel.numbers import whole_number
+from proxyccl.channels.expert_parallel.options import LayerOptions
+from proxyccl.channels.expert_parallel.parts import Arguments, LayerParts
 from proxyccl.device.arguments.flags import as_flag
-from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
+
+_ARGUMENTS = Arguments("tokens", "expert_ids", "weights", "x", "rows", spare_rows=True)
 
 
 @dataclass(frozen=True)
@@ -41,11 +37,11 @@ class _Prepared:
         row_weights: float32 [R], if weights were given.
     """
 
-    tokens: ArrayView
+    tokens: Any
     desc: EPAllToAllLayoutDesc
     counts: NDArray[np.int64]
     per_expert: NDArray[np.int64]
-    row_weights: ArrayView | None
+    row_weights: Any
 
 
 class DispatchCombine:
@@ -122,6 +118,18 @@ class DispatchCombine:
         compared = others | config.compared({"token_dtype": "dtype"})
         number = members.agree_on(compared, f"a DispatchCombine ({config.describe()})")
         self._ctx = DispatchCombineContext(members, config, number, num_sm=num_sm, proxied=algorithm == "proxy")
+        options = LayerOptions(
+            config.max_tokens,
+            config.hidden,
+            config.topk,
+            config.rank,
+            config.num_experts,
+            config.local_world_size,
+            config.world_size,
+            dtype=element,
+        )
+        self._parts = LayerParts(self._ctx, options, None, _ARGUMENTS)
+        self._forms = Forms(self._parts)
         self.hidden, self.max_tokens, self.topk = config.hidden, config.max_tokens, config.topk
         self.experts_per_rank = experts_per_rank
         self.dtype = element
@@ -171,33 +179,11 @@ class DispatchCombine:
         """
         self._prepared = None
         ctx, group = self._ctx, self._ctx.group
-        view = input_array(group, tokens, "tokens", (-1, self.hidden), self.dtype.name)
-        count = view.shape[0]
-        if count > self.max_tokens:
-            raise ArgumentError("tokens", f"has {count} tokens; expected at most max_tokens, {self.max_tokens}")
-        ids = input_array(group, expert_ids, "expert_ids", (count, self.topk), "int32")
-        scales = None
-        if weights is not None:
-            scales = input_array(group, weights, "weights", (count, self.topk), "float32")
-        stream = ctx.stream_for(stream, tokens)
-
-        inputs = DispatchInputs(view, ids, scales)
-        desc = ctx.describe("prepare", inputs)
-        ctx.begin(ROUTE | GATHER, desc, inputs, stream)
-        rows = ctx.await_rows(desc)
-        bad = ctx.bad_expert("expert_ids", ctx.ep_config.num_experts)
-        if bad is not None:
-            ctx.receive(LAYOUT, desc, inputs, 0, None, stream)
-            raise bad
-        row_weights = None
-        if scales is not None:
-            made = ctx.arrays.new(view.owner, (rows,), "float32")
-            row_weights = input_array(group, made, "weights", (rows,), "float32")
-        ctx.receive(LAYOUT, desc, inputs, rows, (None, row_weights), stream)
+        row_weights, desc = self._forms.prepare(tokens, expert_ids, weights, ctx.stream_for(stream, tokens))
         counts = ctx.arrays.download(desc.counts).astype(np.int64)
         first = group.rank * self.experts_per_rank
         per_expert: NDArray[np.int64] = counts[:, first : first + self.experts_per_rank].sum(axis=0)
-        self._prepared = _Prepared(view, desc, counts, per_expert, row_weights)
+        self._prepared = _Prepared(tokens, desc, counts, per_expert, row_weights)
         return per_expert.copy()
 
     def dispatch(
@@ -222,16 +208,13 @@ class DispatchCombine:
             CommunicatorError: a peer failed; see its subclasses.
         """
         prepared, group, weighted = self._require_prepared(), self._ctx.group, as_flag(weighted, "weighted")
-        source = prepared.tokens
-        if x is not None:
-            source = input_array(group, x, "x", prepared.tokens.shape, self.dtype.name)
-        shape = (prepared.desc.rows, self.hidden)
-        result, target = output_array(group, out, source, shape, self.dtype, spare_rows=True)
-        stream = self._ctx.stream_for(stream, source.owner)
-        self._ctx.repeat(prepared.desc, source, target, stream)
+        stream = self._ctx.stream_for(stream, prepared.tokens if x is None else x)
+        rows = self._forms.redispatch(prepared.tokens if x is None else x, prepared.desc, stream, out)
         if weighted and prepared.row_weights is not None:
-            self._ctx.weigh(replace(target, shape=shape), prepared.row_weights, stream)
-        return result, prepared.per_expert.copy()
+            target = input_view(group, rows, "out")
+            target = replace(target, shape=(prepared.desc.rows, self.hidden))
+            self._ctx.weigh(target, input_view(group, prepared.row_weights, "weights"), stream)
+        return rows, prepared.per_expert.copy()
 
     def combine(self, rows: Any, *, weighted: bool = True, out: Any = None, stream: StreamLike = None) -> Any:
         """Sends the experts' rows back, and sums the rows of each token.
@@ -248,16 +231,9 @@ class DispatchCombine:
         Returns:
             `out`, or the new array. Raises as `dispatch`.
         """
-        prepared, group, weighted = self._require_prepared(), self._ctx.group, as_flag(weighted, "weighted")
-        source = input_array(group, rows, "rows", (-1, self.hidden), self.dtype.name)
-        if source.shape[0] < prepared.desc.rows:
-            raise ArgumentError("rows", f"has {source.shape[0]} rows; expected at least {prepared.desc.rows}")
-        shape = (prepared.tokens.shape[0], self.hidden)
-        result, target = output_array(group, out, source, shape, self.dtype)
-        stream = self._ctx.stream_for(stream, rows)
-        scales = prepared.row_weights if weighted else None
-        self._ctx.combine("combine", SEND | RECEIVE, prepared.desc, source, scales, target, stream)
-        return result
+        prepared, weighted = self._require_prepared(), as_flag(weighted, "weighted")
+        factors = prepared.row_weights if weighted else None
+        return self._forms.combine(rows, prepared.desc, factors, None, out, self._ctx.stream_for(stream, rows))
 
     def collect(self, values: Any, *, stream: StreamLike = None) -> Any:
         """Brings each row's value back to the row's slot.
@@ -272,7 +248,7 @@ class DispatchCombine:
         prepared, group = self._require_prepared(), self._ctx.group
         dtype = self._ctx.collected_type(input_view(group, values, "values"))
         view = input_array(group, values, "values", (prepared.desc.rows,), dtype)
-        return self._ctx.collect(prepared.desc, view, self._ctx.stream_for(stream, values))
+        return self._forms.collect(view, prepared.desc, self._ctx.stream_for(stream, values))
 
     def _require_prepared(self) -> _Prepared:
         self._ctx.require_usable()

@@ -1,4 +1,4 @@
-/* How a repeated call of a layer reaches its stream. */
+/* How a call of a layer reaches its stream. */
 #ifndef PROXYCCL_ISSUER_H
 #define PROXYCCL_ISSUER_H
 
@@ -16,9 +16,9 @@ typedef struct Issuer {
   uint64_t* number; /* the field of the call that names its dispatch */
 } Issuer;
 
-/* Reads `RepeatedCall.issuer` (repeated_call.py). 0, or -1 with an exception. */
+/* Reads `CallForm.issuer` (call_form.py). 0, or -1 with an exception. */
 int proxyccl_read_issuer(PyObject* given, Issuer* issuer);
-/* Reads `RepeatedCall.prepared`. 0, or -1 with an exception. */
+/* Reads `CallForm.prepared`. 0, or -1 with an exception. */
 int proxyccl_read_prepared(PyObject* given, PreparedCall* call);
 int proxyccl_visit_issuer(const Issuer* issuer, visitproc visit, void* arg);
 void proxyccl_clear_issuer(Issuer* issuer);

@@ -8,23 +8,22 @@ from types import TracebackType
 from typing import Any
 
 from proxyccl.channels import array_libraries
-from proxyccl.channels.arguments import input_view
+from proxyccl.channels._prepared_calls import SentCombine, SentDispatch
 from proxyccl.channels.collectives.barrier import barrier
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array
-from proxyccl.channels.expert_parallel.combine_call import NO_SUMS, CombineCall, Sums
+from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Sums
 from proxyccl.channels.expert_parallel.config import SCALED_ELEMENTS
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
-from proxyccl.channels.expert_parallel.dispatch_call import DispatchCall, check_ended, check_waited, refuse_capture
+from proxyccl.channels.expert_parallel.forms import Forms
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members, node_size
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER
 from proxyccl.channels.expert_parallel.parts import LayerParts
-from proxyccl.channels.expert_parallel.pending_calls import PendingCombine, PendingDispatch
+from proxyccl.channels.expert_parallel.received import check_ended, check_waited, refuse_capture
 from proxyccl.channels.expert_parallel.recording import Recording, recorder_of, refuse_output
-from proxyccl.channels.expert_parallel.repeated_calls import RepeatedCalls
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
 from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import ArgumentError
@@ -46,8 +45,8 @@ class UnderWay:
     __slots__ = ("end_combine", "end_dispatch", "returned", "sent")
 
     def __init__(self) -> None:
-        self.sent: PendingDispatch | None = None
-        self.returned: PendingCombine | None = None
+        self.sent: SentDispatch | None = None
+        self.returned: SentCombine | None = None
         self.end_dispatch: Callable[[], None] | None = None
         self.end_combine: Callable[[], None] | None = None
 
@@ -129,6 +128,7 @@ class EPAll2AllLayer:
         layout, max_recv_tokens: as given; max_recv_tokens is the number of padded rows with layout="padded".
         quantized: whether tokens are sent in float8.
         ctx: the buffers and launches.
+        forms: of its calls.
         under_way: calls in two halves, whose second half is still to be made.
 
     Raises:
@@ -194,6 +194,7 @@ class EPAll2AllLayer:
         if options.lost_ranks:
             surviving = SurvivingExperts(
                 ctx.group,
+                (options.config.max_tokens, options.config.topk),
                 options.lost_ranks,
                 options.config.num_experts_per_rank,
                 dropping_ids=options.dropping_ids,
@@ -205,7 +206,7 @@ class EPAll2AllLayer:
 
     def _take_parts(self, parts: LayerParts, under_way: UnderWay) -> None:
         self._parts, self._recording, self.under_way = parts, Recording(parts.options), under_way
-        self._repeated, self._sums_on_own_node = RepeatedCalls(parts), parts.sums_on_own_node
+        self.forms, self._sums_on_own_node = Forms(parts), parts.sums_on_own_node
 
     def _take_options(self, options: LayerOptions) -> None:
         self.ep_config, self.lost_ranks = options.config, options.lost_ranks
@@ -348,47 +349,32 @@ class EPAll2AllLayer:
             CommunicatorError: a peer failed; see its subclasses.
         """
         recorder = self._recording.of_dispatch(input, weight)
-        self._refuse_under_way()
-        # What is kept for the backward pass must not be written over.
-        buffered = recorder is None or self._parts.options.keeps_outputs
-        arrays = input, exp_indices, weight, full_scatter_indices
         if recorder is None:
-            return self._dispatch(*arrays, stream, buffered=buffered)
-        return recorder.dispatch(self, lambda: self._dispatch(*arrays, stream, buffered=buffered), input, weight)
+            return self.dispatch_unrecorded(input, exp_indices, weight, full_scatter_indices, stream)
+        self._refuse_under_way()
+        buffered = self._parts.options.keeps_outputs  # what a backward pass needs must not be written over
 
-    def _dispatch(
+        def call() -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+            return self.forms.dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=buffered)
+
+        return recorder.dispatch(self, call, input, weight)
+
+    def dispatch_unrecorded(
         self,
         input: Any,
         exp_indices: Any,
-        weight: Any,
-        full_scatter_indices: Any,
-        stream: StreamLike,
-        *,
-        buffered: bool,
+        weight: Any = None,
+        full_scatter_indices: Any = None,
+        stream: StreamLike = None,
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-        repeats, repeated = full_scatter_indices is None, self._repeated
-        if repeats:
-            made = repeated.dispatch(input, exp_indices, weight, stream, buffered=buffered)
-            if made is not None:
-                return made
-        call = DispatchCall(self._parts, input, exp_indices, weight, full_scatter_indices, stream, buffered=buffered)
-        dispatched = call.run()
-        if repeats:
-            repeated.keep_dispatch(input, exp_indices, weight, buffered=buffered)
-        return dispatched
+        """`dispatch`, which is not recorded for a backward pass."""
+        self._refuse_under_way()
+        return self.forms.dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=True)
 
-    def repeat_dispatch(self, input: Any, exp_indices: Any, weight: Any = None, *, halves: bool = False) -> Any:
-        """`dispatch`, or with `halves` `dispatch_send`, for a call like one that was made before. It is not recorded
-        for a backward pass.
-
-        Returns:
-            As these; None, without having done anything, if no such call was made before.
-        """
-        if self.ctx.closed or self.under_way.sent is not None:
-            self._refuse_under_way()
-        if not halves:
-            return self._repeated.dispatch(input, exp_indices, weight, None, buffered=True)
-        sent = self.under_way.sent = self._repeated.dispatch_send(input, exp_indices, weight, None)
+    def send_unrecorded(self, input: Any, exp_indices: Any, weight: Any = None) -> SentDispatch:
+        """`dispatch_send`, which is not recorded for a backward pass."""
+        self._refuse_under_way()
+        sent = self.under_way.sent = self.forms.dispatch_send(input, exp_indices, weight, None, None)
         return sent
 
     def dispatch_send(
@@ -399,35 +385,21 @@ class EPAll2AllLayer:
         full_scatter_indices: Any = None,
         *,
         stream: StreamLike = None,
-    ) -> PendingDispatch:
+    ) -> SentDispatch:
         """The first half of `dispatch`: queues the sends and does not wait.
 
         The arguments must not change until `dispatch_recv`. One dispatch can be in flight at a time.
         """
         recorder = self._recording.of_dispatch(input, weight)
         self._refuse_under_way()
-        pending = self._send(input, exp_indices, weight, full_scatter_indices, stream)
+        sent = self.forms.dispatch_send(input, exp_indices, weight, full_scatter_indices, stream)
         if recorder is not None:
-            pending.recorded = input, weight
-        self.under_way.sent = pending
-        return pending
-
-    def _send(
-        self, input: Any, exp_indices: Any, weight: Any, full_scatter_indices: Any, stream: StreamLike
-    ) -> PendingDispatch:
-        repeats, repeated = full_scatter_indices is None, self._repeated
-        if repeats:
-            sent = repeated.dispatch_send(input, exp_indices, weight, stream)
-            if sent is not None:
-                return sent
-        call = DispatchCall(self._parts, input, exp_indices, weight, full_scatter_indices, stream, halves=True)
-        call.send()
-        if repeats:
-            repeated.keep_dispatch(input, exp_indices, weight, halves=True)
-        return call
+            sent.recorded = input, weight
+        self.under_way.sent = sent
+        return sent
 
     def dispatch_recv(
-        self, pending: PendingDispatch, *, stream: StreamLike = None
+        self, pending: SentDispatch, *, stream: StreamLike = None
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         """The second half of `dispatch`: receives the rows. Returns and raises as `dispatch`."""
         self.ctx.require_usable()
@@ -443,8 +415,8 @@ class EPAll2AllLayer:
         tokens, weights = pending.recorded
         return recorder.dispatch(self, lambda: self._receive(pending, stream), tokens, weights)
 
-    def _receive(self, pending: PendingDispatch, stream: StreamLike) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-        received = pending.receive(stream)
+    def _receive(self, pending: SentDispatch, stream: StreamLike) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+        received: tuple[Any, Any, EPAllToAllLayoutDesc] = pending.receive(stream)
         check_waited(self._parts, stream)
         return received
 
@@ -465,25 +437,8 @@ class EPAll2AllLayer:
         self._refuse_under_way()
         recorder = self._recording.of_dispatch(input)
         if recorder is None:
-            return self._repeat(input, desc, stream)
-        return recorder.redispatch(self, lambda: self._repeat(input, desc, stream), input, desc)
-
-    def _repeat(self, input: Any, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
-        ctx, group = self.ctx, self.ctx.group
-        repeated = self._repeated.redispatch(input, desc, stream)
-        if repeated is not None:
-            return repeated
-        rows, scales = self._parts.given_rows(input, desc.num_dispatch_token_cur_rank)
-        stream = ctx.stream_for(stream, rows.owner)
-        output = self._parts.new_rows(rows.owner, desc.rows, float8=scales is not None)
-        if scales is None:
-            ctx.repeat(desc, rows, input_view(group, output, "out"), stream)
-        else:
-            packed = ctx.pack(rows, scales, stream)
-            view = input_view(group, output[0], "out")
-            ctx.repeat(desc, packed, view, stream, self._parts.scales_view(output[1], view))
-        self._repeated.keep_redispatch(input)
-        return output
+            return self.forms.redispatch(input, desc, stream)
+        return recorder.redispatch(self, lambda: self.forms.redispatch(input, desc, stream), input, desc)
 
     # -- combine ---
 
@@ -524,52 +479,36 @@ class EPAll2AllLayer:
         recorder = self._recording.of_combine(input, weights, topk_weights)
         sums = Sums(tuple(added), order_ids) if added or order_ids is not None else NO_SUMS
         if recorder is None:
-            return self._combine(input, ep_a2a_layout_desc, weights, topk_weights, out, stream, sums)
+            return self.combine_unrecorded(input, ep_a2a_layout_desc, weights, topk_weights, out, stream, sums)
         refuse_output(out)
         desc = self._own_desc(ep_a2a_layout_desc)
-        return recorder.combine(
-            self, lambda: self._combine(input, desc, weights, None, None, stream, sums), input, weights, desc
-        )
 
-    def _combine(
-        self,
-        input: Any,
-        desc: EPAllToAllLayoutDesc,
-        weights: Any,
-        topk_weights: Any,
-        out: Any,
-        stream: StreamLike,
-        sums: Sums,
-    ) -> Any:
-        self._refuse_returning()
-        repeated = self._repeated.combine(input, desc, weights, topk_weights, out, stream, sums)
-        if repeated is not None:
-            return repeated
-        output = self._combine_call(input, desc, weights, topk_weights, stream, sums).run(out)
-        self._repeated.keep_combine(input, weights, topk_weights, out, sums)
-        return output
+        def call() -> Any:
+            return self.combine_unrecorded(input, desc, weights, None, None, stream, sums)
 
-    def repeat_combine(
+        return recorder.combine(self, call, input, weights, desc)
+
+    def combine_unrecorded(
         self,
         input: Any,
         ep_a2a_layout_desc: EPAllToAllLayoutDesc,
-        *,
         weights: Any = None,
         topk_weights: Any = None,
         out: Any = None,
-        halves: bool = False,
+        stream: StreamLike = None,
+        sums: Sums = NO_SUMS,
     ) -> Any:
-        """`combine`, or with `halves` `combine_send`, for a call like one that was made before. It is not recorded for
-        a backward pass.
+        """`combine`, which is not recorded for a backward pass."""
+        self._refuse_returning()
+        return self.forms.combine(input, ep_a2a_layout_desc, weights, topk_weights, out, stream, sums)
 
-        Returns:
-            As these; None, without having done anything, if no such call was made before.
-        """
-        if self.ctx.closed or self.under_way.returned is not None:
-            self._refuse_returning()
-        sent = self._repeated.combine(input, ep_a2a_layout_desc, weights, topk_weights, out, None, halves=halves)
-        if halves:
-            self.under_way.returned = sent
+    def send_back_unrecorded(
+        self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, weights: Any = None, topk_weights: Any = None
+    ) -> SentCombine:
+        """`combine_send`, which is not recorded for a backward pass."""
+        self._refuse_returning()
+        sent = self.forms.combine_send(input, ep_a2a_layout_desc, weights, topk_weights, None)
+        self.under_way.returned = sent
         return sent
 
     @property
@@ -601,33 +540,20 @@ class EPAll2AllLayer:
         weights: Any = None,
         topk_weights: Any = None,
         stream: StreamLike = None,
-    ) -> PendingCombine:
+    ) -> SentCombine:
         """The first half of `combine`: queues the sends and does not wait.
 
         `input` and the weights must not change until `combine_recv`. One combine can be in flight at a time.
         """
         recorder = self._recording.of_combine(input, weights, topk_weights)
         self._refuse_returning()
-        pending = self._send_back(input, ep_a2a_layout_desc, weights, topk_weights, stream)
+        sent = self.forms.combine_send(input, ep_a2a_layout_desc, weights, topk_weights, stream)
         if recorder is not None:
-            pending.recorded = input, weights
-        self.under_way.returned = pending
-        return pending
+            sent.recorded = input, weights
+        self.under_way.returned = sent
+        return sent
 
-    def _send_back(
-        self, input: Any, desc: EPAllToAllLayoutDesc, weights: Any, topk_weights: Any, stream: StreamLike
-    ) -> PendingCombine:
-        sent: PendingCombine | None = self._repeated.combine(
-            input, desc, weights, topk_weights, None, stream, halves=True
-        )
-        if sent is not None:
-            return sent
-        call = self._combine_call(input, desc, weights, topk_weights, stream)
-        call.send()
-        self._repeated.keep_combine(input, weights, topk_weights, None, halves=True)
-        return call
-
-    def combine_recv(self, pending: PendingCombine, *, out: Any = None, stream: StreamLike = None) -> Any:
+    def combine_recv(self, pending: SentCombine, *, out: Any = None, stream: StreamLike = None) -> Any:
         """The second half of `combine`: sums the received rows. Returns and raises as `combine`."""
         self.ctx.require_usable()
         under_way = self.under_way
@@ -643,17 +569,6 @@ class EPAll2AllLayer:
             return pending.receive(output, target, stream)
         rows, weights = pending.recorded
         return recorder.combine(self, lambda: pending.receive(output, target, stream), rows, weights, pending.desc)
-
-    def _combine_call(
-        self,
-        input: Any,
-        desc: EPAllToAllLayoutDesc,
-        weights: Any,
-        topk_weights: Any,
-        stream: StreamLike,
-        sums: Sums = NO_SUMS,
-    ) -> CombineCall:
-        return CombineCall(self._parts, self._own_desc(desc), input, weights, topk_weights, stream, sums)
 
     def combine_weights(
         self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None
@@ -677,8 +592,7 @@ class EPAll2AllLayer:
         by_rank = self.layout == "rank"
         shape = (desc.rows, self.ep_config.topk) if by_rank else self._parts.leading(desc.rows)
         values = input_array(self.ctx.group, input, "input", shape, "float32")
-        collect = self.ctx.collect_choices if by_rank else self.ctx.collect
-        return collect(desc, values, self.ctx.stream_for(stream, input))
+        return self.forms.collect(values, desc, self.ctx.stream_for(stream, input))
 
     def weights_by_row(self, topk_weights: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
         """Sends the weights of this rank's slots to their rows, for a later `combine`. For torch tensors.
@@ -693,16 +607,12 @@ class EPAll2AllLayer:
         """
         desc = self._own_desc(ep_a2a_layout_desc)
         self._refuse_under_way()
-        shape = (desc.num_dispatch_token_cur_rank, self.ep_config.topk)
-        weights = input_array(self.ctx.group, topk_weights, "topk_weights", shape, "float32")
+        topk = self.ep_config.topk
         # Every row gets all weights of its token, of which its slot's is one.
-        spread = self.ctx.arrays.new(weights.owner, (*self._parts.leading(desc.rows), shape[1]), "float32")
-        self.ctx.repeat(
-            desc, weights, input_view(self.ctx.group, spread, "out"), self.ctx.stream_for(None, weights.owner)
-        )
+        spread = self.forms.spread_weights(topk_weights, desc, None)
         if self.layout == "rank":
             return spread.masked_fill_(desc.local_expert_ids < 0, 0)
-        slots = desc.row_slots.clamp(0, shape[1] - 1).long().view(*self._parts.leading(desc.rows), 1)
+        slots = desc.row_slots.clamp(0, topk - 1).long().view(*self._parts.leading(desc.rows), 1)
         return spread.gather(-1, slots).squeeze(-1)
 
     # -- checking ---
@@ -729,18 +639,7 @@ class EPAll2AllLayer:
         return self._sums_on_own_node
 
     def _own_desc(self, desc: EPAllToAllLayoutDesc) -> EPAllToAllLayoutDesc:
-        self.ctx.require_usable()
-        if not isinstance(desc, EPAllToAllLayoutDesc):
-            raise ArgumentError(
-                "ep_a2a_layout_desc", f"must be the descriptor that a dispatch gave, not {type(desc).__name__}"
-            )
-        desc.require_received(self.ctx, "ep_a2a_layout_desc")
-        if self.layout == "padded" and desc.rows != self.max_recv_tokens:
-            raise ArgumentError(
-                "ep_a2a_layout_desc",
-                f"has {desc.rows} padded rows, and this layer {self.max_recv_tokens}; see narrowed",
-            )
-        return desc
+        return self._parts.own_desc(desc)
 
     def _refuse_returning(self) -> None:
         if self.ctx.closed or self.under_way.returned is not None:  # a launch asks whether ranks have failed

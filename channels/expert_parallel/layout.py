@@ -13,9 +13,7 @@ from proxyccl.channels.expert_parallel.arrays import ExpertArrays, words_of
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.nodes import Nodes
 from proxyccl.channels.expert_parallel.numbers import whole_number
-from proxyccl.channels.expert_parallel.tables import OF_ROWS, RECEIVED, TableLayouts, Tables
-from proxyccl.device._native import lib
-from proxyccl.device.arrays.array import ArrayView
+from proxyccl.channels.expert_parallel.tables import OF_ROWS, RECEIVED, TableLayouts
 from proxyccl.device.errors import ArgumentError
 
 NOT_RECEIVED = "its dispatch was not received; call dispatch_recv first"
@@ -54,54 +52,18 @@ class EPAllToAllLayoutDesc(Descriptor):
     owner: DescriptorOwner
     chosen_rows: list[int] | None = None
     lost_slots: Any = None
-    _scatter: ArrayView | None = None
-
-    def __init__(
-        self,
-        owner: DescriptorOwner,
-        number: int,
-        tokens: int,
-        like: Any,
-        *,
-        most_rows: int | None = None,
-        counts_rows: bool = False,
-        scatter: ArrayView | None = None,
-        lost_slots: ArrayView | None = None,
-        output_buffer: int = 0,
-        wide_ids: bool = False,
-    ) -> None:
-        self.owner, self.number, self.num_dispatch_token_cur_rank = owner, number, tokens
-        self.counts_rows, self.rows, self.output_buffer = counts_rows, most_rows or 0, output_buffer
-        self.like, self.missing = like, NOT_RECEIVED
-        self._allocate(owner.tables.of_call(most_rows, buffered=output_buffer != 0, wide_ids=wide_ids))
-        if scatter is not None:
-            self._scatter = scatter
-        if lost_slots is not None:
-            self.lost_slots = lost_slots.owner
+    _scatter: Any = None
 
     @property
     def wide_ids(self) -> bool:
         """Whether the expert ids are int64."""
         return bool(self.blocks[0][2].wide)
 
-    def require_sent(self, owner: object, argument: str) -> None:
-        """Raises ArgumentError unless `owner` made the dispatch and has not received it."""
-        self._require_owner(owner, argument)
-        if self.missing is not NOT_RECEIVED:
-            raise ArgumentError(argument, _REFUSED if self.missing else "its dispatch was received already")
-
-    def is_received(self, owner: object) -> bool:
-        """Whether `require_received` raises nothing."""
-        return self.owner is owner and self.missing is None
-
     def require_received(self, owner: object, argument: str) -> None:
         """Raises ArgumentError unless `owner` made the dispatch and has received it, so that the tables are filled."""
-        self._require_owner(owner, argument)
-        self._require_rows(argument)
-
-    def _require_owner(self, owner: object, argument: str) -> None:
         if self.owner is not owner:
             raise ArgumentError(argument, "is of a dispatch of another layer, or of another rank")
+        self._require_rows(argument)
 
     def _require_rows(self, argument: str) -> None:
         if self.missing is not None:
@@ -110,11 +72,6 @@ class EPAllToAllLayoutDesc(Descriptor):
     def mark_received(self, *, refused: bool = False) -> None:
         """Records that the kernels that fill the tables are queued; or that the dispatch was refused, so none will."""
         self.missing = _REFUSED if refused else None
-
-    def _allocate(self, tables: Tables) -> None:
-        arrays = self.owner.arrays
-        array = arrays.new_words(self.like, tables.words)
-        self.add_block(array, arrays.address(array), tables, tables.address)
 
     def _table(self, name: str) -> Any:
         """A table as an array; None if this descriptor has none of that name."""
@@ -129,7 +86,9 @@ class EPAllToAllLayoutDesc(Descriptor):
     def size_rows(self, rows: int) -> None:
         """Sets the number of rows, and allocates their tables if that was not known before."""
         if "first_rows" not in self.blocks[-1][2].places:
-            self._allocate(self.owner.tables.of_rows(rows, wide_ids=self.wide_ids))
+            tables, arrays = self.owner.tables.of_rows(rows, wide_ids=self.wide_ids), self.owner.arrays
+            array = arrays.new_words(self.like, tables.words)
+            self.add_block(array, arrays.address(array), tables, tables.address)
         self.rows = rows
 
     def pointer(self, name: str) -> int:
@@ -138,11 +97,6 @@ class EPAllToAllLayoutDesc(Descriptor):
             if name in tables.places:
                 return int(at + 4 * tables.places[name][0])
         raise KeyError(name)
-
-    def fill(self, layout: Any) -> None:
-        """Fills a ProxycclExpertLayout, but not the fields of tables that this descriptor lacks."""
-        for _, address, tables in self.blocks:
-            lib.proxyccl_expert_place(layout, address, tables.offsets)
 
     # -- for inspection ---
 
@@ -278,7 +232,7 @@ class EPAllToAllLayoutDesc(Descriptor):
             else:
                 begin = int(tokens[:source].sum())
                 given = (
-                    self.owner.arrays.download_view(self._scatter)[begin : begin + len(ids)]
+                    self.owner.arrays.download_given(self._scatter, "full_scatter_indices")[begin : begin + len(ids)]
                     .reshape(-1)
                     .astype(np.int64)
                 )

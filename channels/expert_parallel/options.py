@@ -51,24 +51,24 @@ class LayerOptions:
     num_tot_experts: int
     local_world_size: int
     world_size: int
-    dtype: Any
-    weight_dtype: Any
-    num_sm: int
-    enable_local_combine: bool
-    use_aot: bool
-    max_recv_tokens: int | None
-    dispatch_dtype: Any
-    scale_elements: int
-    num_scales: int | None
-    scales_by_columns: bool
-    layout: str
-    grows: bool
-    lost_ranks: Sequence[int]  # a tuple, in order, when checked
-    expert_alignment: int | None
-    output_buffers: int
-    keeps_outputs: bool
-    minus_one_drops: bool
-    capacity: int
+    dtype: Any = "bfloat16"
+    weight_dtype: Any = "float32"
+    num_sm: int = 20
+    enable_local_combine: bool = False
+    use_aot: bool = False
+    max_recv_tokens: int | None = None
+    dispatch_dtype: Any = None
+    scale_elements: int = SCALED_ELEMENTS
+    num_scales: int | None = None
+    scales_by_columns: bool = False
+    layout: str = "expert"
+    grows: bool = False
+    lost_ranks: Sequence[int] = ()  # a tuple, in order, when checked
+    expert_alignment: int | None = None
+    output_buffers: int = 0
+    keeps_outputs: bool = False
+    minus_one_drops: bool = False
+    capacity: int = 2
     call_tokens: int | None = None
     config: EPConfig = field(init=False)
 

@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.arguments import input_array
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
+from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8, LayerOptions
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
 from proxyccl.channels.launches import CurrentStream
 from proxyccl.device.arrays.array import ArrayView
-from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The names of a flow's arguments in its errors.
+
+    Attributes:
+        tokens, ids, weight: of a dispatch.
+        values: of other values of the same tokens.
+        rows: of a combine.
+        spare_rows: whether a combine ignores further rows.
+    """
+
+    tokens: str = "input"
+    ids: str = "exp_indices"
+    weight: str = "weight"
+    values: str = "input"
+    rows: str = "input"
+    spare_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,28 +47,45 @@ class LayerParts:
         ctx: the buffers and launches.
         options: of the layer.
         surviving: renumbers expert ids where ranks are lost; None if none are.
+        arguments: of its calls.
     """
 
     ctx: DispatchCombineContext
     options: LayerOptions
     surviving: SurvivingExperts | None
+    arguments: Arguments = Arguments()
 
     def leading(self, rows: int) -> tuple[int, ...]:
         """The shape of that many rows without their elements."""
         padded = self.options.padded_rows
         return (self.options.config.num_experts_per_rank, padded) if padded else (rows,)
 
-    def given_rows(self, input: Any, count: int) -> tuple[ArrayView, ArrayView | None]:
+    def given_rows(self, input: Any, count: int, argument: str) -> tuple[ArrayView, ArrayView | None]:
         """Views of a caller's tokens and, of a pair, of their scales. -1 for any number of tokens."""
         options, group = self.options, self.ctx.group
         config = options.config
         if not isinstance(input, tuple):
-            return input_array(group, input, "input", (count, config.hidden), config.token.name), None
+            return input_array(group, input, argument, (count, config.hidden), config.token.name), None
         if not options.quantized or len(input) != 2:
-            raise ArgumentError("input", "a pair of rows and scales needs a layer with dispatch_dtype")
-        rows = input_array(group, input[0], "input", (count, config.hidden), FLOAT8)
+            raise ArgumentError(argument, "a pair of rows and scales needs a layer with dispatch_dtype")
+        rows = input_array(group, input[0], argument, (count, config.hidden), FLOAT8)
         shape = (rows.shape[0], options.scales)
-        return rows, input_array(group, input[1], "input", shape, "float32")
+        return rows, input_array(group, input[1], argument, shape, "float32")
+
+    def own_desc(self, desc: Any) -> EPAllToAllLayoutDesc:
+        """A caller's descriptor. Raises ArgumentError unless it is of a dispatch of this layer that was received."""
+        self.ctx.require_usable()
+        if not isinstance(desc, EPAllToAllLayoutDesc):
+            raise ArgumentError(
+                "ep_a2a_layout_desc", f"must be the descriptor that a dispatch gave, not {type(desc).__name__}"
+            )
+        desc.require_received(self.ctx, "ep_a2a_layout_desc")
+        if self.options.padded_rows and desc.rows != self.options.fixed_rows:
+            raise ArgumentError(
+                "ep_a2a_layout_desc",
+                f"has {desc.rows} padded rows, and this layer {self.options.fixed_rows}; see narrowed",
+            )
+        return desc
 
     def new_rows(self, like: Any, rows: int, *, float8: bool, taken: TakenBuffer = NO_BUFFER) -> Any:
         """New rows, or those of an output buffer; in float8 a pair of them and their scales."""
@@ -70,13 +105,6 @@ class LayerParts:
         if not libraries[type(like)].is_torch:
             raise ArgumentError("input", f"must be torch's with scales_by_columns, not {type(like).__name__}")
         return self.ctx.arrays.columns_maker(like, shape, self.options.scale_column)()
-
-    def scales_view(self, scales: Any, rows: ArrayView) -> ArrayView:
-        """A view of new scales beside that of their rows. They are not contiguous if they lie in columns."""
-        if not self.options.scale_column:
-            return input_view(self.ctx.group, scales, "out")
-        at = self.ctx.arrays.address(scales)
-        return replace(rows, ptr=at, shape=tuple(scales.shape), dtype=as_dtype("float32"), owner=scales)
 
     def is_capturing(self, stream: StreamLike) -> bool:
         """Whether a stream is being captured in a graph."""

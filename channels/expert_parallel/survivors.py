@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from proxyccl.channels.arguments import input_view
-from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.channels.ranks import as_ranks
 from proxyccl.device._native import lib
 from proxyccl.device.arguments.integers import find_items
-from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.runtime import StreamLike
+from proxyccl.device.kernel import Launch
 
 
 def lost_ranks_of(given: Any, world_size: int) -> tuple[int, ...]:
@@ -53,16 +50,23 @@ class SurvivingExperts:
 
     Args:
         group: the remaining ranks.
+        shape: of the ids: the most tokens of a dispatch, and experts that each chooses.
         lost: the original numbers of the lost ranks.
         experts_per_rank: experts of each rank.
         dropping_ids: which ids drop a slot, before and after: NUMBER_DROPS, MINUS_ONE_DROPS or both.
         grid: blocks of the kernel and their threads.
         use_aot: use only kernels that were compiled beforehand.
+
+    Attributes:
+        ids: the new ids of a dispatch, int32, of which one is under way at a time; a slot without an expert has an id
+            that drops it, and a bad id -2.
+        topk: experts that each token chooses.
     """
 
     def __init__(
         self,
         group: Group,
+        shape: tuple[int, int],
         lost: Sequence[int],
         experts_per_rank: int,
         *,
@@ -74,23 +78,16 @@ class SurvivingExperts:
         left = [rank for rank in range(all_ranks) if rank not in lost]
         numbers = np.full(all_ranks, -1, np.int32)
         numbers[left] = np.arange(len(left))
-        self._group, self._arrays = group, ExpertArrays(group)
         self._numbers = allocate(group, numbers.shape, "int32").upload(numbers)
+        self.ids, self.topk = allocate(group, shape, "int32"), shape[1]
         kernel = group.runtime.shipped("experts/survivors.h", "expert_survivors", compiled_only=use_aot)
         experts = group.world_size * experts_per_rank
         dropped = experts if dropping_ids & lib.PROXYCCL_NUMBER_DROPS else -1
         self._sizes = (all_ranks, experts_per_rank, dropping_ids, dropped)
         self._prepare = functools.partial(kernel.prepare, *grid)
 
-    def renumber(self, ids: ArrayView, stream: StreamLike) -> tuple[ArrayView, ArrayView]:
-        """Queues it for int32 or int64 [T, topk]. Returns the new ids, int32, and the slots that lost ranks had, bool;
-        a slot without an expert has an id that drops it, and a bad id -2.
+    def launch(self, id_bytes: int) -> Launch:
+        """Its launch for ids of 4 or 8 bytes. Still to be filled in are their address (argument 0), that of the bool
+        array of the slots that lost ranks had (3), and the number of slots (4).
         """
-        like, shape = ids.owner, ids.shape
-        kept = input_view(self._group, self._arrays.new(like, shape, "int32"), "exp_indices")
-        lost = input_view(self._group, self._arrays.new(like, shape, "bool"), "exp_indices")
-        slots = shape[0] * shape[1]
-        pointers = (ids.ptr, self._numbers.ptr, kept.ptr, lost.ptr)
-        launch = self._prepare(*pointers, slots, ids.dtype.itemsize, *self._sizes)
-        self._group.launches.launch(launch, stream, (like, self._numbers, kept.owner, lost.owner))
-        return kept, lost
+        return self._prepare(0, self._numbers.ptr, self.ids.ptr, 0, 0, id_bytes, *self._sizes)

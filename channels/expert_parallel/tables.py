@@ -50,8 +50,13 @@ class Tables(Struct, frozen=True):
             end += -(-math.prod(shape) * (2 if name in wide else 1) // _ALIGNMENT) * _ALIGNMENT
         offsets = ffi.new("uint64_t[]", [_NO_TABLE] * lib.PROXYCCL_LAYOUT_TABLES)
         for name in places.keys() - {RECEIVED}:
-            offsets[ffi.offsetof("ProxycclExpertLayout", name) // 8] = 4 * places[name][0]
+            offsets[number_of(name)] = 4 * places[name][0]
         return Tables(end, places, offsets, int(ffi.cast("uintptr_t", offsets)), wide)
+
+
+def number_of(table: str | None) -> int:
+    """A table's number in the order of ProxycclExpertLayout's fields; 0 for None."""
+    return 0 if table is None else int(ffi.offsetof("ProxycclExpertLayout", table)) // 8
 
 
 def _rounded(rows: int) -> int:

@@ -12,7 +12,7 @@ from proxyccl.deep_ep import low_latency, normal
 from proxyccl.deep_ep.arguments import LOW_LATENCY, NORMAL, require_tensor
 from proxyccl.deep_ep.config import MOST_BYTES, Config, low_latency_size_hint
 from proxyccl.deep_ep.connected import Connected
-from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, NormalHandle, Rows, routing_of
+from proxyccl.deep_ep.handles import Handle, Rows, routing_of
 from proxyccl.deep_ep.layers import Layers
 from proxyccl.deep_ep.layout import dispatch_layout
 from proxyccl.deep_ep.masks import Masks
@@ -22,7 +22,6 @@ from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError, ClosedError
 from proxyccl.torch_tensors.untraced import untraced
 
-_NONE: dict[Any, Any] = {}
 _BEFORE_WORST_TOKENS = 9  # arguments of dispatch
 
 
@@ -211,59 +210,7 @@ class Buffer(Connected):
             MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
-        if handle is None and not others and (layers := self._unchanged_layers()) is not None:
-            num_sms = Buffer.num_sms if config is None else config.num_sms if isinstance(config, Config) else None
-            repeated, event = self._repeat(
-                normal.dispatch_again,
-                NORMAL,
-                previous_event,
-                async_finish,
-                layers,
-                x,
-                topk_idx,
-                topk_weights,
-                is_token_in_rank,
-                num_tokens_per_expert,
-                self.group_size,
-                expert_alignment,
-                num_worst_tokens,
-                num_sms,
-                self._nodes,
-            )
-            if repeated is not None:
-                rows, ids, weights, counts, made = repeated
-                return rows, ids, weights, counts, made, event
         refuse_unknown("dispatch", others)
-        with torch.no_grad():
-            return self._dispatch_in_full(
-                x,
-                handle,
-                is_token_in_rank,
-                num_tokens_per_expert,
-                topk_idx,
-                topk_weights,
-                expert_alignment,
-                num_worst_tokens,
-                config,
-                previous_event,
-                async_finish=async_finish,
-            )
-
-    def _dispatch_in_full(
-        self,
-        x: Rows,
-        handle: Any,
-        is_token_in_rank: torch.Tensor | None,
-        num_tokens_per_expert: torch.Tensor | None,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        expert_alignment: int,
-        num_worst_tokens: int,
-        config: Config | None,
-        previous_event: EventOverlap | None,
-        *,
-        async_finish: bool,
-    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
         layers = self._layers_of_the_left()
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
@@ -342,18 +289,13 @@ class Buffer(Connected):
         Returns:
             [T, hidden]; the sums of topk_weights, float32 [T, topk], or None; and the event. Raises as `dispatch`.
         """
-        plain = not others and topk_weights is None and bias is None and isinstance(handle, NormalHandle)
-        if plain and (layers := self._layers) is not None and handle.routing.layer.ctx in layers.all:
-            repeated, event = self._repeat(normal.combine_again, NORMAL, previous_event, async_finish, x, handle)
-            if repeated is not None:
-                return repeated, None, event
         refuse_unknown("combine", others)
         self._require_current(handle)
         routing_of(handle, "rank")
-        with torch.no_grad():
-            call = lambda: normal.combine(x, handle, topk_weights, bias)  # noqa: E731
-            used = (x, topk_weights, bias, handle)
-            (output, weights), event = self._run(call, (previous_event,), used, NORMAL, apart=async_finish)
+        used = (x, topk_weights, bias, handle)
+        (output, weights), event = self._run(
+            lambda: normal.combine(x, handle, topk_weights, bias), (previous_event,), used, NORMAL, apart=async_finish
+        )
         return output, weights, event
 
     def internode_dispatch(self, *arguments: Any, **options: Any) -> Any:
@@ -412,17 +354,6 @@ class Buffer(Connected):
             Raises as `dispatch`, and CapacityError where an expert got more rows than it has room for; on GPUs nothing
             waits on the CPU, so bad ids and such rows are dropped instead.
         """
-        plain = not others and dispatch_wait_recv_cost_stats is None and round_scale is False and use_ue8m0 is False
-        plain = plain and type(use_fp8) is bool and _are_plain(async_finish, return_recv_hook)
-        plain = plain and type(num_max_dispatch_tokens_per_rank) is type(num_experts) is int
-        if plain and (layers := self._unchanged_layers()) is not None:
-            options = num_max_dispatch_tokens_per_rank, num_experts, Buffer.num_sms, use_fp8, return_recv_hook
-            stats = cumulative_local_expert_recv_stats
-            for known in layers.low_latency.get(options, _NONE).values():
-                repeated, event = self._repeat(known.repeat, LOW_LATENCY, None, async_finish, x, topk_idx, stats)
-                if repeated is not None:
-                    rows, counts, handle, half = repeated
-                    return rows, counts, handle, event, half and self._hook(half)
         refuse_unknown("low_latency_dispatch", others)
         if dispatch_wait_recv_cost_stats is not None:
             raise refuse("dispatch_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
@@ -481,23 +412,6 @@ class Buffer(Connected):
         Returns:
             `out`, or the new tensor; the event; and the hook or None. Raises as `dispatch`.
         """
-        plain = not others and combine_wait_recv_cost_stats is None and isinstance(handle, LowLatencyHandle)
-        plain = plain and _are_plain(async_finish, return_recv_hook)
-        if plain and (layers := self._layers) is not None and handle.routing.layer.ctx in layers.all:
-            repeated, event = self._repeat(
-                low_latency.combine_again,
-                LOW_LATENCY,
-                None,
-                async_finish,
-                x,
-                topk_weights,
-                handle,
-                out,
-                return_recv_hook,
-            )
-            if repeated is not None:
-                output, half = repeated
-                return output, event, half and self._hook(half)
         refuse_unknown("low_latency_combine", others)
         if combine_wait_recv_cost_stats is not None:
             raise refuse("combine_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
@@ -561,11 +475,6 @@ class Buffer(Connected):
         self._usable()
         self._masks.clean()
 
-    def _unchanged_layers(self) -> Layers | None:
-        """The layers of earlier dispatches; None if the next dispatch may need others, or if there are none."""
-        changes = self.enable_shrink and (self._masks.pending or self.communicator.group.failure.aborted)
-        return None if changes else self._layers
-
     def _hook(self, half: low_latency.Half | None) -> Callable[[], None] | None:
         return None if half is None else self._once(*half, LOW_LATENCY)
 
@@ -584,10 +493,6 @@ class Buffer(Connected):
         self._owned = True
         self._layers = Layers(self.communicator, self._masks.lost)
         return self._layers
-
-
-def _are_plain(async_finish: Any, return_recv_hook: Any) -> bool:
-    return type(async_finish) is type(return_recv_hook) is bool and not (async_finish and return_recv_hook)
 
 
 def _is_hooked(async_finish: bool, return_recv_hook: bool) -> bool:

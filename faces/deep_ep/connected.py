@@ -92,23 +92,6 @@ class Connected:
 
         return hook
 
-    def _repeat(
-        self,
-        call: Callable[..., T],
-        names: Names,
-        event: EventHandle | EventOverlap | None,
-        apart: bool,
-        *arguments: Any,
-    ) -> tuple[T, EventOverlap]:
-        """`_run` for a call like one that was made before, which takes little time: its tensors are arguments."""
-        if apart is not False or event is not None:
-            return self._run(lambda: call(*arguments), (event,), arguments, names, apart=apart)
-        try:
-            return call(*arguments), EventOverlap()
-        except (ArgumentError, CapacityError) as error:
-            names.rename(error)
-            raise
-
     def _run(
         self,
         call: Callable[[], T],

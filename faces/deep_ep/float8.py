@@ -16,6 +16,7 @@ _WORDS_OF_A_LINE = 4  # of 16 bytes
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
+@torch.no_grad()
 def quantize_rounded(x: torch.Tensor) -> Rows:
     """Rows in float8, [T, hidden], and float32 scales [T, hidden / 128], each the least power of two that fits."""
     tokens, hidden = x.shape

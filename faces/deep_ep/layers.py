@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.calls import LAYER_SIZE
@@ -26,12 +25,9 @@ from proxyccl.proxy.codec import Codec
 _TOKENS = Codec(int, 32, "number of tokens")
 _LEAST_TOKENS = 128
 _OUTPUTS = "PROXYCCL_DEEP_EP_OUTPUTS"
-_NOTHING = (None, None, None)
-_MOST_REPEATED = 64
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """The properties that two calls must share to use one layer.
 
     Attributes:
@@ -74,14 +70,6 @@ class Turns:
         self.next = 1 - self.next
 
 
-class RepeatedDispatch(Protocol):
-    """A low-latency dispatch that was made before."""
-
-    def repeat(self, x: Any, topk_idx: Any, stats: Any) -> tuple[Any, Any, Any, Any] | None:
-        """See `low_latency.Repeated`."""
-        ...
-
-
 class Layers:
     """Makes layers of a communicator and keeps them.
 
@@ -92,18 +80,14 @@ class Layers:
     Attributes:
         communicator, lost_ranks: as given.
         all: these layers by their memory, in the order in which all ranks made them.
-        low_latency: low-latency dispatches that were made before, by their arguments that are not tensors, for each
-            shape.
     """
 
     def __init__(self, communicator: Communicator, lost_ranks: Sequence[int] = ()) -> None:
         self.communicator, self.lost_ranks = communicator, lost_ranks
         self._growing: dict[Shape, EPAll2AllLayer] = {}
-        self._known: dict[tuple[Any, ...], dict[Shape, EPAll2AllLayer]] = {}
         self._of_size: dict[Shape, EPAll2AllLayer] = {}
         self._turns: dict[Shape, Turns] = {}
         self.all: dict[DispatchCombineContext, EPAll2AllLayer] = {}
-        self.low_latency: dict[tuple[Any, ...], dict[Shape, RepeatedDispatch]] = {}
 
     def of_size(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
         """A layer for at most this many tokens of a rank; all ranks pass the same number. It has the memory of the
@@ -113,7 +97,6 @@ class Layers:
         if largest is None:
             largest = self._of_size[shape] = self._make(shape, max_tokens)
         elif largest.ep_config.max_tokens < max_tokens:
-            self.low_latency.clear()  # all ranks leave the smaller layer
             largest = self._of_size[shape] = self._make_larger(shape, max_tokens, 2 * largest.ep_config.max_tokens)
         return largest.narrowed(max_tokens)
 
@@ -125,16 +108,8 @@ class Layers:
             self._turns[shape] = Turns(largest, self._make(shape, largest.ep_config.max_tokens))
         return self._turns[shape]
 
-    def keep_low_latency(self, key: tuple[Any, ...], shape: Shape, make: Callable[[], RepeatedDispatch]) -> None:
-        """Keeps a low-latency dispatch that can be repeated, and forgets the oldest of many."""
-        if key not in self.low_latency and len(self.low_latency) == _MOST_REPEATED:
-            del self.low_latency[next(iter(self.low_latency))]
-        kept = self.low_latency.setdefault(key, {})
-        if shape not in kept:
-            kept[shape] = make()
-
     def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
-        """Dispatches with a layer that is large enough for all ranks.
+        """Dispatches with a layer that is large enough for all ranks. It is not recorded for a backward pass.
 
         Returns:
             The rows, their weights, the descriptor and the layer.
@@ -148,29 +123,9 @@ class Layers:
         while True:
             layer = self._growing[shape]
             try:
-                return *layer.dispatch(x, topk_idx, topk_weights), layer
+                return *layer.dispatch_unrecorded(x, topk_idx, topk_weights), layer
             except CapacityError as error:
                 self._grow(shape, error)
-
-    def dispatch_again(
-        self, key: tuple[Any, ...], x: Any, topk_idx: Any, topk_weights: Any
-    ) -> tuple[Any, Any, Any, EPAll2AllLayer] | None:
-        """The same for a call like one that was made before, by the key under which `keep` knows its shapes. None, and
-        nothing done but a larger layer made if one is needed, if it must be made as the first.
-        """
-        for shape, layer in self._known.get(key, {}).items():
-            try:
-                rows, weights, desc = layer.repeat_dispatch(x, topk_idx, topk_weights) or _NOTHING
-            except CapacityError as error:
-                self._grow(shape, error)
-                return None
-            if desc is not None:
-                return rows, weights, desc, layer
-        return None
-
-    def keep(self, key: tuple[Any, ...], shape: Shape) -> None:
-        """Has `dispatch_again` know one more shape of calls with this key."""
-        self._known.setdefault(key, {})[shape] = self._growing[shape]
 
     def _grow(self, shape: Shape, error: CapacityError) -> None:
         """Makes a layer that has enough room, after a call that all ranks have refused with this error. Raises it again
@@ -178,14 +133,11 @@ class Layers:
         """
         if shape.most_rows is not None:
             raise error
-        self._known.clear()
         self._growing[shape] = self._make(shape, _rounded(error.needed))
 
     def close(self) -> None:
         """Releases the layers. All ranks call it together."""
         layers, self.all, self._growing, self._of_size, self._turns = self.all, {}, {}, {}, {}
-        self._known.clear()
-        self.low_latency.clear()
         for layer in layers.values():
             layer.finalize()
 

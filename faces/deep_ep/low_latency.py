@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from proxyccl.channels._prepared_calls import SentDispatch
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-from proxyccl.channels.expert_parallel.pending_calls import PendingDispatch
 from proxyccl.deep_ep.arguments import require_ids, require_stats, require_tensor
 from proxyccl.deep_ep.float8 import (
     ELEMENTS,
@@ -19,14 +19,13 @@ from proxyccl.deep_ep.float8 import (
     require_packable,
 )
 from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, Routing, Rows, routing_of
-from proxyccl.deep_ep.layers import Layers, Shape, Turns
+from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
 
 Half = tuple[Callable[[], None], EPAll2AllLayer]
 """The second half of a call, and the layer that makes it."""
 
 
-@torch.no_grad()
 def dispatch(
     layers: Layers,
     x: torch.Tensor,
@@ -61,32 +60,28 @@ def dispatch(
     tokens = quantize_rounded(x) if use_fp8 and round_scale else x
 
     def finish() -> None:
-        if scales is not None:
-            scales.copy_(packed_exponents(received[1]))
+        if packed is not None:
+            packed.copy_(packed_exponents(rows[1]))
         if stats is not None:
-            stats.add_(desc.expert_rows)
+            stats.add_(expert_rows)
 
     half = None
     if turns is None:
-        received, _, desc = layer.dispatch(tokens, topk_idx)
+        rows, _, desc = layer.dispatch_unrecorded(tokens, topk_idx)
     else:
-        pending = layer.dispatch_send(tokens, topk_idx)
-        half = _dispatch_later(layer, pending, finish)
+        sent = layer.send_unrecorded(tokens, topk_idx)
+        half = _dispatch_later(layer, sent, finish)
         turns.take()
-        assert pending.output is not None
-        received, desc = pending.output.rows, pending.desc
-    handle = LowLatencyHandle(Routing(layer, desc), max_tokens, hidden, num_experts)
-    scales = column_major(received[1], packed=True) if use_ue8m0 else None
+        rows, desc = sent.rows, sent.desc
+    expert_rows = desc.expert_rows
+    packed = column_major(rows[1], packed=True) if use_ue8m0 else None
     if half is None:
         finish()
-    if not round_scale:
-        key = max_tokens, num_experts, num_sms, use_fp8, hooked
-        layers.keep_low_latency(key, shape, lambda: Repeated(turns, layer, max_tokens, num_experts))
-    rows = received if scales is None else (received[0], scales)
-    return rows, desc.expert_rows, handle, half
+    handle = LowLatencyHandle(Routing(layer, desc), max_tokens, hidden, num_experts)
+    return (rows if packed is None else (rows[0], packed)), expert_rows, handle, half
 
 
-def _dispatch_later(layer: EPAll2AllLayer, pending: PendingDispatch, finish: Callable[[], None] | None) -> Half:
+def _dispatch_later(layer: EPAll2AllLayer, pending: SentDispatch, finish: Callable[[], None]) -> Half:
     """The second half of a dispatch, which then calls `finish`; to be made as soon as the first half is queued. If the
     next call of the layer comes before the hook is called, because an exception came between, that call receives the
     rows, and `finish` is left to the hook.
@@ -101,8 +96,7 @@ def _dispatch_later(layer: EPAll2AllLayer, pending: PendingDispatch, finish: Cal
             layer.dispatch_recv(pending)
         elif early[0] is not None:
             raise early[0]
-        if finish is not None:
-            finish()
+        finish()
 
     layer.under_way.end_dispatch = end
     return receive, layer
@@ -115,73 +109,6 @@ def _error_of(call: Callable[[], Any]) -> ProxyCCLError | None:
     except (ArgumentError, CapacityError) as error:
         return error
     return None
-
-
-class Repeated:
-    """Dispatches like one that was made before: see `EPAll2AllLayer.repeat_dispatch`.
-
-    It makes no layer, and asks those that there are: which shape fits is known to this rank alone if it has no tokens.
-
-    Args:
-        turns: the layers of calls with hooks; None for calls without.
-        layer: of the first call.
-        max_tokens, num_experts: of the calls.
-    """
-
-    def __init__(self, turns: Turns | None, layer: EPAll2AllLayer, max_tokens: int, num_experts: int) -> None:
-        self._turns, self._layer = turns, layer
-        self._layers = () if turns is None else tuple(each.narrowed(max_tokens) for each in turns.layers)
-        self._experts = layer.ep_config.num_experts_per_rank
-        self._max_tokens, self._num_experts = max_tokens, num_experts
-
-    def repeat(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
-    ) -> tuple[Rows, torch.Tensor, Handle, Half | None] | None:
-        """The results of `dispatch`; None, and nothing done, if it must be made as the first."""
-        if stats is not None:
-            require_stats(stats, self._experts)
-        if self._turns is not None:
-            return self._send(x, topk_idx, stats, self._turns)
-        layer = self._layer
-        made = layer.repeat_dispatch(x, topk_idx)
-        if made is None:
-            return None
-        rows, _, desc = made
-        expert_rows = desc.expert_rows
-        if stats is not None:
-            stats.add_(expert_rows)
-        return rows, expert_rows, self._handle(layer, desc), None
-
-    def _handle(self, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> LowLatencyHandle:
-        return LowLatencyHandle(Routing(layer, desc), self._max_tokens, layer.ep_config.hidden, self._num_experts)
-
-    def _send(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None, turns: Turns
-    ) -> tuple[Rows, torch.Tensor, Handle, Half | None] | None:
-        layer = self._layers[turns.next]
-        sent = layer.repeat_dispatch(x, topk_idx, halves=True)
-        if sent is None:
-            return None
-        desc = sent.desc
-        half = _dispatch_later(layer, sent, None if stats is None else lambda: stats.add_(desc.expert_rows))
-        turns.take()
-        return sent.output.rows, desc.expert_rows, self._handle(layer, desc), half
-
-
-def combine_again(
-    x: Any, topk_weights: Any, handle: LowLatencyHandle, out: Any, hooked: bool
-) -> tuple[torch.Tensor, Half | None] | None:
-    """The results of `combine` for a call like one that was made before; None, and nothing done, if there was none."""
-    layer, desc = handle.routing.layer, handle.routing.desc
-    if not layer.sums_on_own_node:
-        return None
-    if not hooked:
-        combined = layer.repeat_combine(x, desc, topk_weights=topk_weights, out=out)
-        return None if combined is None else (combined, None)
-    if out is not None:
-        _require_out(out, layer, desc)
-    pending = layer.repeat_combine(x, desc, topk_weights=topk_weights, halves=True)
-    return None if pending is None else _combine_later(layer, pending, x, out)
 
 
 def _require_out(out: Any, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> None:
@@ -209,7 +136,6 @@ def _combine_later(
     return target, (receive, layer)
 
 
-@torch.no_grad()
 def combine(
     x: torch.Tensor, topk_weights: torch.Tensor, handle: Any, out: torch.Tensor | None, *, hooked: bool
 ) -> tuple[torch.Tensor, Half | None]:
@@ -228,5 +154,5 @@ def combine(
     else:
         weights = {"weights": layer.weights_by_row(topk_weights, desc)}
     if not hooked:
-        return layer.combine(x, desc, out=out, **weights), None
-    return _combine_later(layer, layer.combine_send(x, desc, **weights), x, out)
+        return layer.combine_unrecorded(x, desc, out=out, **weights), None
+    return _combine_later(layer, layer.send_back_unrecorded(x, desc, **weights), x, out)

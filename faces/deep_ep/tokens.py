@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ from proxyccl.deep_ep.handles import Rows
 from proxyccl.device.errors import ArgumentError
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """A caller's rows, in the form that a layer takes.
 
     Attributes:

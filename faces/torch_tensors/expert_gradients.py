@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
+from proxyccl.channels.expert_parallel.forms import Forms
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.device.arrays.array import ArrayView
@@ -25,6 +26,7 @@ class Layer(Protocol):
     """The part of `EPAll2AllLayer` that backward passes call."""
 
     ctx: DispatchCombineContext
+    forms: Forms
 
     def redispatch(self, *arguments: Any, **options: Any) -> Any:
         """See `EPAll2AllLayer.redispatch`."""
@@ -134,7 +136,7 @@ def _collect(layer: Layer, desc: EPAllToAllLayoutDesc, grad: Any) -> Any:
     if desc.local_expert_ids is not None:  # a row's weights of other ranks' experts are constant zeros
         return layer.combine_weights(grad.masked_fill(desc.local_expert_ids < 0, 0), desc)
     values, stream = _view_and_stream(layer, grad)
-    return layer.ctx.collect(desc, values, stream)
+    return layer.forms.collect(values, desc, stream)
 
 
 def _view_and_stream(layer: Layer, x: Any) -> tuple[ArrayView, StreamLike]:

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from proxyccl import ArgumentError, ClosedError, Communicator, EPAll2AllLayer
-from proxyccl.channels.expert_parallel import repeated_dispatch
-from proxyccl.channels.expert_parallel.repeated_call import describe_kind
-from proxyccl.device.arrays.array import as_view
+from proxyccl.channels.expert_parallel import call_form
 from support.device_arrays import on_device, on_host
 from support.ranks import Ranks
 from support.running import run_ranks
@@ -110,28 +108,6 @@ def test_a_descriptor_of_another_rank_or_a_remade_layer_is_refused(pair: Ranks) 
     pair.run(body)
 
 
-def test_phases_by_hand_need_a_descriptor_in_the_right_state(pair: Ranks) -> None:
-    def body(comm: Communicator) -> None:
-        with layer_on(comm) as layer:
-            ctx = layer.ctx
-            pending = layer.dispatch_send(*arguments(comm))
-            rows = as_view(on_device(comm, np.ones((4, HIDDEN), np.float32)), "rows")
-            for call in (
-                lambda: ctx.combine("combine", 4 | 8, pending.desc, rows, None, rows, None),
-                lambda: ctx.repeat(pending.desc, rows, rows, None),
-                lambda: ctx.collect(pending.desc, rows, None),
-            ):
-                with pytest.raises(ArgumentError, match=r"^desc: its dispatch was not received"):
-                    call()
-            desc = layer.dispatch_recv(pending)[2]
-            with pytest.raises(ArgumentError, match=r"^desc: its dispatch was received already"):
-                ctx.receive(8, desc, pending.inputs, 0, None, None)
-            with pytest.raises(ArgumentError, match=r"^desc: its dispatch was received already"):
-                ctx.begin(1, desc, pending.inputs, None)
-
-    pair.run(body)
-
-
 @pytest.mark.host_only(reason="fills tables with arbitrary numbers")
 def test_a_later_redispatch_of_no_tokens_sends_none() -> None:
     def body(comm: Communicator) -> None:
@@ -150,11 +126,12 @@ def test_a_later_redispatch_of_no_tokens_sends_none() -> None:
 
 
 @pytest.mark.host_only(reason="arrays of numpy are looked at by Python's code")
-def test_an_interrupt_in_a_repeated_call_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_a_call_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
+    kind_of_array = call_form.kind_of
 
-    def described(x: Any) -> Any:
-        found = describe_kind(x)
+    def described(group: Any, x: Any, check: Any) -> Any:
+        found = kind_of_array(group, x, check)
         if found is None or found[1]:
             return found
 
@@ -163,7 +140,7 @@ def test_an_interrupt_in_a_repeated_call_is_passed_on(monkeypatch: pytest.Monkey
                 raise KeyboardInterrupt
             return found[6](x)
 
-        return (*found[:6], kind_of, found[7])
+        return (*found[:6], kind_of, *found[7:])
 
     def body(comm: Communicator) -> None:
         x, ids = arguments(comm)
@@ -177,5 +154,5 @@ def test_an_interrupt_in_a_repeated_call_is_passed_on(monkeypatch: pytest.Monkey
             layer.dispatch(x, ids)
             comm.synchronize()
 
-    monkeypatch.setattr(repeated_dispatch, "describe_kind", described)
+    monkeypatch.setattr(call_form, "kind_of", described)
     run_ranks(1, body)

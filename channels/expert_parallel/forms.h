@@ -1,6 +1,6 @@
-/* The types of repeated_dispatch.c and repeated_combine.c. */
-#ifndef PROXYCCL_REPEATED_H
-#define PROXYCCL_REPEATED_H
+/* The types of dispatch_form.c and combine_form.c. */
+#ifndef PROXYCCL_FORMS_H
+#define PROXYCCL_FORMS_H
 
 #include "../prepared_calls.h"
 

@@ -1,13 +1,13 @@
-/* Combines like one that was made before, whole or in two halves. One kernel makes a combine, after a copy of rows that
- * peers are to load but can't reach where they lie. */
+/* Combines of one form, whole or in two halves. One kernel makes a combine, after a copy of rows that peers are to load
+ * but can't reach where they lie. */
 #include <string.h>
 
+#include "forms.h"
 #include "given_arrays.h"
 #include "issuer.h"
-#include "repeated.h"
 #include "stream_operations.h"
 
-enum { ROWS, WEIGHTS, SLOT_WEIGHTS, KINDS };
+enum { ROWS, WEIGHTS, SLOT_WEIGHTS, ORDER, ADDED, MOST_ADDED = 2, KINDS = ADDED + MOST_ADDED };
 
 /* See CombineForm in _prepared_calls.pyi. */
 typedef struct {
@@ -22,7 +22,8 @@ typedef struct {
   PyObject* buffers;    /* a dict: the number of the output buffer at an address; None if peers load no rows */
   Py_ssize_t passing;   /* the number of the buffer that other rows pass; 0 if there is none … */
   uintptr_t passing_at; /* … and where it begins */
-  PyObject *context, *new_output, *address, *place_sums, *check_output;
+  Py_ssize_t added;     /* the number of arrays with which sums begin */
+  PyObject *context, *new_output, *address, *check_desc, *check_output;
   PyObject* make_latest; /* makes outputs like the latest, of this many tokens */
   Py_ssize_t latest_tokens;
 } Form;
@@ -38,21 +39,15 @@ typedef struct {
 static PyTypeObject *form_type, *sent_type; /* of the process's one module */
 
 typedef struct {
-  PyObject *x, *weights, *slot_weights, *sums, *out;
+  PyObject *arrays[KINDS], *out; /* None for arrays that there are not */
 } Inputs;
 
 static PyObject* inputs_of(const void* of) {
   const Inputs* inputs = of;
-  return PyTuple_Pack(5, inputs->x, inputs->weights, inputs->slot_weights, inputs->sums, inputs->out);
-}
-
-/* The address of an array that may be None. 0 if it does not fit, perhaps with an exception of the program's. */
-static int place_optional(const Kind* kind, PyObject* x, const Py_ssize_t* shape, int dimensions, Py_ssize_t row_bytes,
-                          uintptr_t* at) {
-  *at = 0;
-  if (kind->type == NULL || x == Py_None) return kind->type == NULL && x == Py_None;
-  *at = proxyccl_place(kind, x, shape, dimensions, row_bytes, NULL);
-  return *at != 0;
+  PyObject* owners = PyTuple_New(KINDS + 1);
+  for (int i = 0; owners != NULL && i <= KINDS; ++i)
+    if (PyTuple_SetItem(owners, i, Py_NewRef(i < KINDS ? inputs->arrays[i] : inputs->out)) != 0) Py_CLEAR(owners);
+  return owners;
 }
 
 static Py_ssize_t bytes_of(const Form* self, Py_ssize_t rows) { return rows * self->row_bytes; }
@@ -66,19 +61,32 @@ static PyObject* new_output(Form* self, Py_ssize_t tokens, uintptr_t* at) {
     if (self->make_latest == NULL) return NULL;
   }
   PyObject* made = PyObject_CallNoArgs(self->make_latest);
-  if (made != NULL && (*at = proxyccl_address(&self->kinds[ROWS], made, self->address)) == 0) Py_CLEAR(made);
+  if (made != NULL && proxyccl_address(&self->kinds[ROWS], made, self->address, bytes_of(self, tokens), at) != 0)
+    Py_CLEAR(made);
   return made;
 }
 
-/* The address of the caller's array for the result; 0 if it does not fit, or overlaps the rows, perhaps with an
- * exception of the program's. Arrays of other libraries than torch may be read-only. */
-static uintptr_t place_output(const Form* self, const Descriptor* desc, uintptr_t rows_at, PyObject* out) {
+/* The caller's array for the result, a reference, and its address; or a new array for None. NULL with an exception, as
+ * where an array does not fit, or overlaps the rows. Arrays of other libraries than torch may be read-only. */
+static PyObject* take_output(Form* self, const Descriptor* desc, PyObject* x, uintptr_t rows_at, PyObject* out,
+                             uintptr_t* at) {
+  if (out == Py_None) return new_output(self, desc->tokens, at);
+  const Kind* kind = &self->kinds[ROWS];
   const Py_ssize_t shape[] = {desc->tokens, self->hidden};
-  if (!self->kinds[ROWS].is_torch) return 0;
-  const uintptr_t at = proxyccl_place(&self->kinds[ROWS], out, shape, 2, self->row_bytes, NULL);
+  const int is_like = kind->is_torch ? proxyccl_is_of_kind(kind, out) : 0;
+  if (is_like < 0) return NULL;
+  *at = is_like ? proxyccl_find(kind, out, shape, 2, self->row_bytes) : 0;
+  if (PyErr_Occurred() != NULL) return NULL;
   const int overlaps =
-      at < rows_at + (uintptr_t)bytes_of(self, desc->rows) && rows_at < at + (uintptr_t)bytes_of(self, desc->tokens);
-  return overlaps ? 0 : at;
+      *at < rows_at + (uintptr_t)bytes_of(self, desc->rows) && rows_at < *at + (uintptr_t)bytes_of(self, desc->tokens);
+  if (*at != 0 && !overlaps) return Py_NewRef(out);
+  PyObject* checked = PyObject_CallFunctionObjArgs(self->check_output, x, (PyObject*)desc, out, NULL);
+  unsigned long long found = 0;
+  const int fits = checked != NULL && PyArg_ParseTuple(checked, "OK", &out, &found);
+  *at = (uintptr_t)found;
+  PyObject* taken = fits ? Py_NewRef(out) : NULL;
+  Py_XDECREF(checked);
+  return taken;
 }
 
 static int number_at(const Form* self, uintptr_t at, Py_ssize_t* number) {
@@ -97,35 +105,49 @@ typedef struct {
   const PreparedCall* prepared;
 } Begun;
 
-/* Of a call that does not fit: 0, or -1 with an exception. */
-static int unfit(void) { return PyErr_Occurred() != NULL ? -1 : 0; }
+/* Whether arrays are of the form's kinds. -1 with an exception. */
+static int is_of_form(const Form* self, const Inputs* inputs) {
+  int fits = 1;
+  for (int i = 0; fits > 0 && i < KINDS; ++i) fits = proxyccl_is_of_kind(&self->kinds[i], inputs->arrays[i]);
+  return fits;
+}
 
-/* Fills in a call, but not the sums. 1; 0 if it does not fit, or -1 with an exception. */
-static int fill(Form* self, const Inputs* inputs, const Descriptor* desc, PyObject* given, Begun* begun) {
-  if (desc->tokens == 0 || desc->rows == 0) return 0;
+/* Fills in the arrays of a call, but not its result. 0, or -1 with an exception. */
+static int fill_arrays(Form* self, const Inputs* inputs, const Descriptor* desc, Begun* begun, uintptr_t* weights_at) {
   const int padded = self->padded_rows != 0;
-  if (padded && desc->rows != self->experts * self->padded_rows) return 0;
   const Py_ssize_t rows[] = {padded ? self->experts : desc->rows, padded ? self->padded_rows : self->hidden,
                              self->hidden};
-  const Py_ssize_t slots[] = {desc->tokens, self->topk};
+  const Py_ssize_t tokens[] = {desc->tokens, self->hidden}, slots[] = {desc->tokens, self->topk};
   const Py_ssize_t each = padded ? self->padded_rows : 1; /* rows of an entry */
+  const Kind* kinds = self->kinds;
+  uintptr_t order_at, added_at[MOST_ADDED];
+  if (proxyccl_place(&kinds[ROWS], inputs->arrays[ROWS], rows, 2 + padded, each * self->row_bytes, NULL, &begun->at) !=
+          0 ||
+      proxyccl_place(&kinds[WEIGHTS], inputs->arrays[WEIGHTS], rows, 1 + padded, 4 * each, NULL, weights_at) != 0 ||
+      proxyccl_place(&kinds[SLOT_WEIGHTS], inputs->arrays[SLOT_WEIGHTS], slots, 2, 4 * self->topk, NULL,
+                     &begun->slots_at) != 0)
+    return -1;
+  for (int i = 0; i < MOST_ADDED; ++i)
+    if (proxyccl_place(&kinds[ADDED + i], inputs->arrays[ADDED + i], tokens, 2, self->row_bytes, NULL, &added_at[i]) !=
+        0)
+      return -1;
+  const Py_ssize_t id_bytes = (Py_ssize_t)self->call->id_bytes;
+  if (proxyccl_place(&kinds[ORDER], inputs->arrays[ORDER], slots, 2, id_bytes * self->topk, NULL, &order_at) != 0)
+    return -1;
+  proxyccl_expert_combine_order(self->call, added_at[0], added_at[1], order_at, self->call->id_bytes);
+  return 0;
+}
+
+/* Fills in a call, and makes its result. 0, or -1 with an exception. */
+static int fill(Form* self, const Inputs* inputs, const Descriptor* desc, PyObject* given, Begun* begun) {
+  PyObject* const x = inputs->arrays[ROWS];
   uintptr_t weights_at;
-  begun->at = proxyccl_place(&self->kinds[ROWS], inputs->x, rows, 2 + padded, each * self->row_bytes, NULL);
-  if (begun->at == 0 ||
-      !place_optional(&self->kinds[WEIGHTS], inputs->weights, rows, 1 + padded, 4 * each, &weights_at))
-    return unfit();
-  if (!place_optional(&self->kinds[SLOT_WEIGHTS], inputs->slot_weights, slots, 2, 4 * self->topk, &begun->slots_at))
-    return unfit();
+  if (fill_arrays(self, inputs, desc, begun, &weights_at) != 0) return -1;
   begun->target = NULL, begun->target_at = 0;
-  if (!self->halves && inputs->out != Py_None) {
-    begun->target_at = place_output(self, desc, begun->at, inputs->out);
-    if (begun->target_at == 0) return unfit();
-    begun->target = Py_NewRef(inputs->out);
-  }
-  begun->stream = proxyccl_stream(&self->issuer, inputs->x, given);
-  if (begun->stream == NULL) goto failed;
-  if (!self->halves && begun->target == NULL) {
-    begun->target = new_output(self, desc->tokens, &begun->target_at);
+  begun->stream = proxyccl_stream(&self->issuer, x, given);
+  if (begun->stream == NULL) return -1;
+  if (!self->halves) {
+    begun->target = take_output(self, desc, x, begun->at, inputs->out, &begun->target_at);
     if (begun->target == NULL) goto failed;
   }
   uintptr_t rows_at = begun->at;
@@ -133,7 +155,7 @@ static int fill(Form* self, const Inputs* inputs, const Descriptor* desc, PyObje
   begun->prepared = &self->first;
   if (desc->output_buffer != 0 && self->buffers != Py_None) {
     if (number_at(self, begun->at, &buffer) != 0) goto failed;
-    if (buffer == 0 && self->passing != 0) {
+    if (buffer == 0 && self->passing != 0) { /* a copy here takes less time than sending */
       buffer = self->passing, rows_at = self->passing_at, begun->prepared = &self->after_copy;
       self->copy->dst = rows_at, self->copy->src = begun->at, self->copy->bytes = (uint64_t)bytes_of(self, desc->rows);
     }
@@ -143,10 +165,10 @@ static int fill(Form* self, const Inputs* inputs, const Descriptor* desc, PyObje
                                (uint32_t)desc->tokens, rows_at, (uint32_t)buffer, weights_at,
                                self->halves ? 0 : begun->slots_at, begun->target_at);
   proxyccl_place_tables(desc, &self->call->layout);
-  return 1;
+  return 0;
 failed:
   Py_XDECREF(begun->target);
-  Py_XDECREF(begun->stream);
+  Py_DECREF(begun->stream);
   return -1;
 }
 
@@ -154,31 +176,47 @@ static PyObject* sent_of(Form* self, const Inputs* inputs, PyObject* desc, const
   PyObject* object = PyType_GenericAlloc(sent_type, 0);
   if (object == NULL) return NULL;
   Sent* sent = (Sent*)object;
-  sent->form = (Form*)Py_NewRef((PyObject*)self), sent->desc = Py_NewRef(desc), sent->x = Py_NewRef(inputs->x);
+  sent->form = (Form*)Py_NewRef((PyObject*)self), sent->desc = Py_NewRef(desc),
+  sent->x = Py_NewRef(inputs->arrays[ROWS]);
   sent->stream = Py_NewRef(begun->stream), sent->at = begun->at, sent->slots_at = begun->slots_at;
   if ((sent->owners = inputs_of(inputs)) == NULL || (sent->recorded = PyTuple_New(0)) == NULL) Py_CLEAR(object);
   return object;
 }
 
+/* Reads start's arguments. 1; 0 if there is another number of arrays to add, or -1 with an exception. */
+static int take_inputs(const Form* self, PyObject* const* arguments, Py_ssize_t count, Inputs* inputs) {
+  if (count != 8 || !PyTuple_Check(arguments[7])) {
+    PyErr_SetString(PyExc_TypeError,
+                    "expected rows, descriptor, weights, topk_weights, out, stream, order_ids and a tuple of arrays");
+    return -1;
+  }
+  if (PyTuple_Size(arguments[7]) != self->added) return 0;
+  *inputs = (Inputs){{arguments[0], arguments[2], arguments[3], arguments[6]}, arguments[4]};
+  for (int i = 0; i < MOST_ADDED; ++i)
+    inputs->arrays[ADDED + i] = i < self->added ? PyTuple_GetItem(arguments[7], i) : Py_None;
+  return 1;
+}
+
+/* The object as a descriptor whose rows this form can combine; NULL with an exception. */
+static Descriptor* take_descriptor(const Form* self, PyObject* object) {
+  Descriptor* desc = proxyccl_received(object, self->context);
+  if (desc != NULL && (self->padded_rows == 0 || desc->rows == self->experts * self->padded_rows)) return desc;
+  PyObject* refused = PyObject_CallFunctionObjArgs(self->check_desc, object, NULL);
+  Py_XDECREF(refused);
+  if (refused != NULL) PyErr_SetString(PyExc_RuntimeError, "the descriptor is of another form");
+  return NULL;
+}
+
 /* Makes the call or, of a call in halves, the first half. */
 static PyObject* start(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
   Form* self = (Form*)object;
-  if (count != 7) {
-    PyErr_SetString(PyExc_TypeError, "expected rows, descriptor, weights, topk_weights, out, stream and sums");
-    return NULL;
-  }
-  Inputs inputs = {arguments[0], arguments[2], arguments[3], arguments[6], arguments[4]};
-  Descriptor* desc = proxyccl_received(arguments[1], self->context);
-  if (desc == NULL) Py_RETURN_NONE;
-  if (inputs.sums != Py_None) {
-    PyObject* placed = PyObject_CallFunction(self->place_sums, "nO", desc->tokens, inputs.sums);
-    Py_XDECREF(placed); /* True and False are never freed */
-    if (placed != Py_True) return placed == NULL ? NULL : Py_NewRef(Py_None);
-  }
-  Begun begun;
-  const int fits = fill(self, &inputs, desc, arguments[5], &begun);
+  Inputs inputs;
+  int fits = take_inputs(self, arguments, count, &inputs);
+  if (fits > 0) fits = is_of_form(self, &inputs);
   if (fits == 0) Py_RETURN_NONE;
-  if (fits < 0) return NULL;
+  Descriptor* desc = fits < 0 ? NULL : take_descriptor(self, arguments[1]);
+  Begun begun;
+  if (desc == NULL || fill(self, &inputs, desc, arguments[5], &begun) != 0) return NULL;
   if (begun.target != NULL) inputs.out = begun.target;
   PyObject* result = NULL;
   if (proxyccl_issue(&self->issuer, begun.prepared, desc, begun.stream, inputs_of, &inputs) == 0)
@@ -191,15 +229,10 @@ static PyObject* start(PyObject* object, PyObject* const* arguments, Py_ssize_t 
 /* `out`, or a new array, and its address. */
 static PyObject* output(PyObject* object, PyObject* out) {
   const Sent* self = (const Sent*)object;
-  Form* form = self->form;
-  const Descriptor* desc = (const Descriptor*)self->desc;
-  uintptr_t at = out == Py_None ? 0 : place_output(form, desc, self->at, out);
-  if (PyErr_Occurred() != NULL) return NULL;
-  if (out != Py_None && at == 0)
-    return PyObject_CallFunctionObjArgs(form->check_output, self->x, self->desc, out, NULL);
-  PyObject* made = out == Py_None ? new_output(form, desc->tokens, &at) : Py_NewRef(out);
-  PyObject* result = made == NULL ? NULL : Py_BuildValue("OK", made, (unsigned long long)at);
-  Py_XDECREF(made);
+  uintptr_t at = 0;
+  PyObject* taken = take_output(self->form, (const Descriptor*)self->desc, self->x, self->at, out, &at);
+  PyObject* result = taken == NULL ? NULL : Py_BuildValue("OK", taken, (unsigned long long)at);
+  Py_XDECREF(taken);
   return result;
 }
 
@@ -230,7 +263,7 @@ static PyObject* receive(PyObject* object, PyObject* arguments) {
 
 #define FORM_REFERENCES(apply)                                                                                \
   apply(first.kept) apply(second.kept) apply(after_copy.kept) apply(buffers) apply(context) apply(new_output) \
-      apply(address) apply(place_sums) apply(check_output) apply(make_latest)
+      apply(address) apply(check_desc) apply(check_output) apply(make_latest)
 
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   Form* self = (Form*)object;
@@ -255,19 +288,20 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   PyObject* object = PyType_GenericNew(type, NULL, NULL);
   if (object == NULL) return NULL;
   Form* self = (Form*)object;
-  PyObject *issuer, *first, *second, *after_copy, *kinds[KINDS], *buffers, *context, *maker, *address, *place_sums;
+  PyObject *issuer, *first, *second, *after_copy, *kinds[KINDS], *buffers, *context, *maker, *address, *check_desc;
   PyObject* check_output;
   unsigned long long call, copy, passing_at;
-  if (!PyArg_ParseTuple(arguments, "OOOO(OOO)(nnnnn)pK(OnKK)O(OO)(OO)", &issuer, &first, &second, &after_copy,
-                        &kinds[ROWS], &kinds[WEIGHTS], &kinds[SLOT_WEIGHTS], &self->hidden, &self->topk,
-                        &self->row_bytes, &self->experts, &self->padded_rows, &self->halves, &call, &buffers,
-                        &self->passing, &passing_at, &copy, &context, &maker, &address, &place_sums, &check_output)) {
+  if (!PyArg_ParseTuple(arguments, "OOOO(OOOOOO)(nnnnnn)pK(OnKK)O(OO)(OO)", &issuer, &first, &second, &after_copy,
+                        &kinds[ROWS], &kinds[WEIGHTS], &kinds[SLOT_WEIGHTS], &kinds[ORDER], &kinds[ADDED],
+                        &kinds[ADDED + 1], &self->hidden, &self->topk, &self->row_bytes, &self->experts,
+                        &self->padded_rows, &self->added, &self->halves, &call, &buffers, &self->passing, &passing_at,
+                        &copy, &context, &maker, &address, &check_desc, &check_output)) {
     Py_DECREF(object);
     return NULL;
   }
   self->call = (ProxycclCombine*)(uintptr_t)call, self->copy = (ProxycclStreamStep*)(uintptr_t)copy;
   self->buffers = Py_NewRef(buffers), self->passing_at = (uintptr_t)passing_at, self->context = Py_NewRef(context);
-  self->new_output = Py_NewRef(maker), self->address = Py_NewRef(address), self->place_sums = Py_NewRef(place_sums);
+  self->new_output = Py_NewRef(maker), self->address = Py_NewRef(address), self->check_desc = Py_NewRef(check_desc);
   self->check_output = Py_NewRef(check_output);
   int made = proxyccl_read_issuer(issuer, &self->issuer) == 0 && proxyccl_read_prepared(first, &self->first) == 0 &&
              proxyccl_read_prepared(second, &self->second) == 0;

@@ -1,21 +1,19 @@
-"""Calls of a layer like earlier ones, in all their forms: made without most checks, with the same results."""
+"""Calls of a layer in all their forms: a form is prepared once for a kind of call, and each call has its own arrays."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from proxyccl import Communicator, EPAll2AllLayer  # noqa: E402
-from proxyccl.channels.expert_parallel.combine_call import CombineCall  # noqa: E402
-from proxyccl.channels.expert_parallel.context import DispatchCombineContext  # noqa: E402
-from proxyccl.channels.expert_parallel.dispatch_call import DispatchCall  # noqa: E402
-from proxyccl.channels.expert_parallel.repeated_call import RepeatedCall  # noqa: E402
-from proxyccl.device.errors import ArgumentError  # noqa: E402
+from proxyccl.channels.expert_parallel.call_form import CallForm  # noqa: E402
+from proxyccl.device.errors import ArgumentError, CapacityError  # noqa: E402
 from support.devices import RUNTIME, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
@@ -50,6 +48,10 @@ FORMS = {
     "exact": Form(),
     "exact halves": Form(halves=True),
     "exact by rank": Form({"layout": "rank"}),
+    "aligned": Form({"expert_alignment": 4}),
+    "aligned halves": Form({"expert_alignment": 4}, halves=True),
+    "aligned fixed": Form({"expert_alignment": 4, "max_recv_tokens": 2 * TOKENS * TOPK + 16}),
+    "aligned fixed halves": Form({"expert_alignment": 4, "max_recv_tokens": 2 * TOKENS * TOPK + 16}, halves=True),
     "exact by rank halves": Form({"layout": "rank"}, halves=True),
     "fixed": Form(FIXED),
     "fixed halves": Form(FIXED, halves=True),
@@ -76,22 +78,16 @@ FORMS = {
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of calls that were made in full."""
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the calls for which forms were prepared."""
     names: list[str] = []
+    start = CallForm.__init__
 
-    def note(kind: type, method: str) -> None:
-        start = getattr(kind, method)
+    def noted(form: CallForm, parts: Any, arrays: Any, name: str, *others: Any) -> None:
+        names.append(name)
+        start(form, parts, arrays, name, *others)
 
-        def noted(call: Any, *arguments: Any, **options: Any) -> Any:
-            names.append(f"{kind.__name__}.{method}")
-            return start(call, *arguments, **options)
-
-        monkeypatch.setattr(kind, method, noted)
-
-    note(DispatchCall, "__init__")
-    note(CombineCall, "__init__")
-    note(DispatchCombineContext, "repeat")
+    monkeypatch.setattr(CallForm, "__init__", noted)
     return names
 
 
@@ -100,7 +96,7 @@ class Batch:
 
     def __init__(self, comm: Communicator, form: Form, turn: int) -> None:
         generator, device = torch.Generator().manual_seed(2 * turn + comm.rank), torch_device(comm)
-        tokens = TOKENS - 3 * (turn % 2)
+        tokens = (TOKENS, TOKENS - 3, 0 if comm.rank else 1, TOKENS, 0)[turn % 5]
         values = torch.randint(-8, 8, (tokens, HIDDEN), generator=generator)
         self.scale = 2 if form.pair else 1
         self.ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOPK].int().contiguous().to(device)
@@ -123,7 +119,7 @@ def plain(rows: Any) -> Any:
     if not isinstance(rows, tuple):
         return rows
     values, scales = rows
-    groups = values.float().view(*values.shape[:-1], scales.shape[-1], -1) * scales.unsqueeze(-1)
+    groups = values.float().view(*scales.shape, values.shape[-1] // scales.shape[-1]) * scales.unsqueeze(-1)
     return groups.view(values.shape).to(torch.bfloat16)
 
 
@@ -150,6 +146,8 @@ def call_pair(comm: Communicator, layer: EPAll2AllLayer, form: Form, batch: Batc
         count = desc.rows if desc.num_recv_tokens is None else int(desc.num_recv_tokens)
         if layer.layout == "padded":
             filled = torch.arange(results.shape[1]) < desc.expert_rows.cpu().unsqueeze(1)
+        elif desc.has_gaps:
+            filled = desc.row_slots.cpu() >= 0
         else:
             filled = torch.arange(len(results)) < count
         assert torch.equal(plain(again)[filled], results[filled])
@@ -161,20 +159,20 @@ def call_pair(comm: Communicator, layer: EPAll2AllLayer, form: Form, batch: Batc
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_later_calls_of_a_form_are_repeated(pair: Ranks, made: list[str], name: str) -> None:
+def test_each_call_of_a_form_has_arrays_and_tokens_of_its_own(pair: Ranks, prepared: list[str], name: str) -> None:
     form = FORMS[name]
 
     def body(comm: Communicator) -> list[str]:
         sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size)
         stream = comm.runtime.create_stream() if form.own_stream else None
         with EPAll2AllLayer(comm, *sizes, **form.options) as layer:
-            for turn in range(4):
+            for turn in range(6):
                 call_pair(comm, layer, form, Batch(comm, form, turn), stream)
                 comm.barrier()
                 if turn == 0:
-                    made.clear()
+                    prepared.clear()
                 comm.barrier()
-        return list(made)
+        return list(prepared)
 
     assert pair.run(body) == [[], []]
 
@@ -183,11 +181,11 @@ def test_later_calls_of_a_form_are_repeated(pair: Ranks, made: list[str], name: 
 def test_on_the_stream_where_torch_works_c_alone_issues_them(
     monkeypatch: pytest.MonkeyPatch, pair: Ranks, name: str
 ) -> None:
-    form, given, queued = FORMS[name], RepeatedCall.issuer, []
+    form, given, queued = FORMS[name], CallForm.issuer, []
     if RUNTIME != "host":
         pytest.skip("pretends that the host runtime's stream is torch's")
 
-    def issuer(call: RepeatedCall) -> tuple[Any, ...]:
+    def issuer(call: CallForm) -> tuple[Any, ...]:
         """The same as on a GPU, whose current stream is the one of calls without a stream."""
         calls, _, _, kind, stream_of, queue, _, number = given(call)
         handle = call._group.launches.default_stream.handle
@@ -198,7 +196,7 @@ def test_on_the_stream_where_torch_works_c_alone_issues_them(
 
         return calls, False, lambda _: handle, kind, stream_of, note, 0, number
 
-    monkeypatch.setattr(RepeatedCall, "issuer", issuer)
+    monkeypatch.setattr(CallForm, "issuer", issuer)
 
     def body(comm: Communicator) -> None:
         sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size)
@@ -234,7 +232,123 @@ def test_a_stream_of_the_callers_is_used_after_torchs(pair: Ranks) -> None:
     pair.run(body)
 
 
-def test_what_the_halves_of_repeated_calls_refuse(pair: Ranks) -> None:
+def test_kinds_of_arrays_alternate(pair: Ranks) -> None:
+    """Of several libraries too, in one call; and results are of the tokens' library."""
+
+    def body(comm: Communicator) -> None:
+        sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size)
+        changes: list[Any] = [lambda x: x, lambda x: x.cpu().numpy(), torch.nn.Parameter, OfNoLibrary]
+        with EPAll2AllLayer(comm, *sizes, dtype="float32", layout="rank") as layer, torch.no_grad():
+            for turn, (change, wide) in enumerate(itertools.product(changes * 2, (False, True))):
+                batch = Batch(comm, Form(), turn)
+                x, ids = batch.values.float(), batch.ids.long() if wide else batch.ids
+                if turn % 2:
+                    rows, _, desc = layer.dispatch(change(x), ids, batch.weights)
+                else:
+                    pending = layer.dispatch_send(change(x), ids.numpy(), batch.weights)
+                    rows, _, desc = layer.dispatch_recv(pending)
+                assert isinstance(rows, torch.Tensor) == isinstance(change(x), torch.Tensor)
+                again = torch.as_tensor(layer.redispatch(x, desc))
+                assert torch.equal(again, torch.as_tensor(rows))
+                combined = layer.combine(change(again), desc, out=None if turn % 3 else np.empty(x.shape, np.float32))
+                assert torch.equal(torch.as_tensor(combined), x * batch.times(layer))
+
+    pair.run(body)
+
+
+class OfNoLibrary:
+    """An array that is known by DLPack alone."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.x.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.x.__dlpack_device__()
+
+
+def test_more_tokens_than_a_layer_has_room_for(pair: Ranks) -> None:
+    """All ranks refuse the call, in whatever form it is, and nothing is lost."""
+
+    def body(comm: Communicator) -> None:
+        sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size)
+        for name in ("exact", "exact halves", "buffers", "pairs exact"):
+            form = FORMS[name]
+            with EPAll2AllLayer(comm, *sizes, **form.options, grows=True) as layer:
+                for turn in range(3):
+                    batch = Batch(comm, form, turn)
+                    call_pair(comm, layer, form, batch, None)
+                    times = 3 if comm.rank == turn % 2 else 1
+                    batch = Batch(comm, form, 0)
+                    ids, weights = batch.ids.repeat(times, 1), batch.weights.repeat(times, 1)
+                    x = tuple(each.repeat(times, 1) for each in (batch.given if form.pair else (batch.given,)))
+                    given = (x if form.pair else x[0]), ids, weights
+                    with pytest.raises(CapacityError) as caught:
+                        _ = layer.dispatch_recv(layer.dispatch_send(*given)) if form.halves else layer.dispatch(*given)
+                    assert caught.value.needed == 3 * TOKENS
+
+    pair.run(body)
+
+
+def test_calls_with_lost_ranks_and_indices_change_too(pair: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS + 2, comm.local_world_size, comm.world_size)
+        with EPAll2AllLayer(comm, *sizes, lost_ranks=[1], layout="rank") as layer:  # the last has experts 4 and 5
+            for turn in range(5):
+                batch = Batch(comm, Form(), turn)
+                lost = torch.arange(batch.ids.numel()).view(batch.ids.shape) % 3 == turn % 3
+                ids = torch.where(lost, 2 + batch.ids % 2, torch.where(batch.ids < 2, batch.ids, batch.ids + 2))
+                if turn % 2:
+                    rows, _, desc = layer.dispatch(batch.given, ids if turn == 1 else ids.long())
+                else:
+                    rows, _, desc = layer.dispatch_recv(layer.dispatch_send(batch.given, ids))
+                assert torch.equal(desc.lost_slots, lost)
+                times = torch.stack([(~lost & (batch.ids // 2 == rank)).any(1) for rank in range(2)]).sum(0)
+                assert torch.equal(layer.combine(rows, desc), times.unsqueeze(1) * batch.values)
+
+    pair.run(body)
+
+
+def test_rows_lie_where_each_calls_indices_say(pair: Ranks) -> None:
+    options: tuple[dict[str, Any], ...] = ({}, FIXED)
+
+    def body(comm: Communicator) -> None:
+        sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size)
+        for chosen, halves in itertools.product(options, (False, True)):
+            with EPAll2AllLayer(comm, *sizes, **chosen) as layer:
+                for turn in range(5):
+                    batches = [Batch(cast("Any", Other(comm, rank)), Form(), turn) for rank in range(2)]
+                    batch, slots = batches[comm.rank], torch.cat([each.ids.flatten() for each in batches]).long()
+                    places = torch.empty_like(slots)
+                    generator = torch.Generator().manual_seed(turn)
+                    for rank in range(2):  # each rank's rows in any order; they are numbered over all ranks
+                        here = slots // 2 == rank
+                        first = int((slots // 2 < rank).sum())
+                        places[here] = first + torch.randperm(int(here.sum()), generator=generator)
+                    scatter = places.int().view(-1, TOPK)
+                    if halves:
+                        sent = layer.dispatch_send(batch.given, batch.ids, batch.weights, scatter)
+                        rows, _, desc = layer.dispatch_recv(sent)
+                    else:
+                        rows, _, desc = layer.dispatch(batch.given, batch.ids, batch.weights, scatter)
+                    values = torch.cat([each.values.repeat_interleave(TOPK, 0) for each in batches])
+                    here, before = slots // 2 == comm.rank, int((slots // 2 < comm.rank).sum())
+                    assert torch.equal(rows[places[here] - before], values[here])
+                    assert torch.equal(layer.combine(rows, desc), TOPK * batch.values)
+
+    pair.run(body)
+
+
+class Other:
+    """A rank's communicator for a `Batch`, without its ranks."""
+
+    def __init__(self, comm: Communicator, rank: int) -> None:
+        self.rank, self.runtime, self.group = rank, comm.runtime, comm.group
+
+
+def test_what_halves_refuse(pair: Ranks) -> None:
     form = Form(halves=True)
 
     def body(comm: Communicator) -> None:

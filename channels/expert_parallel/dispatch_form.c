@@ -1,13 +1,15 @@
-/* Dispatches like one that was made before. What differs from call to call is filled in and issued here; everything
- * else was checked, and the kernel chosen, when the first call of the kind was made. */
+/* Dispatches of one form. What differs from call to call is filled in and issued here; everything else was checked, and
+ * the kernel chosen, when the form was prepared. */
 #include <string.h>
 
+#include "forms.h"
 #include "given_arrays.h"
 #include "issuer.h"
-#include "repeated.h"
+#include "stream_operations.h"
 
-enum { ROWS, SCALES, IDS, WEIGHTS, KINDS };
+enum { ROWS, SCALES, IDS, WEIGHTS, SCATTER, KINDS };
 enum { NONE_BEFORE, QUANTIZES_BEFORE, PACKS_BEFORE };
+enum { PARSED = 14 }; /* objects that `make` is given */
 
 /* See DispatchForm in _prepared_calls.pyi. */
 typedef struct {
@@ -16,12 +18,20 @@ typedef struct {
   PreparedCall first, second; /* of the whole call or its first half; of what follows */
   Kind kinds[KINDS];
   Py_ssize_t hidden, scales, topk, max_tokens, row_bytes, slot_bytes, weight_bytes;
+  int grows;          /* whether all ranks are told of more tokens than that … */
+  PyObject* too_many; /* … or too_many(tokens) raises */
   ProxycclDispatch* call;
   int before;                  /* whether a kernel before makes the rows that are sent … */
   ProxycclCombine* quantizing; /* … its arguments … */
   uint64_t* packing[2];        /* … which are these for rows that are in float8 already … */
   uint32_t* packed_tokens;
-  uintptr_t packed; /* … and where it puts them */
+  uintptr_t packed;                      /* … and where it puts them */
+  PyObject* new_lost;                    /* None but where ranks are lost. Then a kernel before renumbers ids … */
+  uint64_t *renumbered_ids, *lost_slots; /* … from here, and says here which slots were lost ranks'; … */
+  uint32_t* renumbered;                  /* … this is their number, … */
+  uintptr_t kept_ids;                    /* … and this is where it puts the ids */
+  ProxycclStreamStep* clearing;          /* fills a table of rows before rows are received; NULL: none … */
+  int cleared;                           /* … the table's number in ProxycclExpertLayout */
   uint32_t phases, send_phases, receive_phases;
   PyObject *descriptor_type, *not_received, *context, *numbers;
   PyObject *tables, *new_tables, *address;
@@ -48,71 +58,111 @@ static PyTypeObject *form_type, *sent_type; /* of the process's one module */
 
 /* The caller's arrays of a call, and those of its result. */
 typedef struct {
-  PyObject *x, *ids, *weight, *rows, *weights;
+  PyObject *x, *ids, *weight, *scatter, *rows, *weights;
 } Arrays;
 
 static PyObject* arrays_of(const void* of) {
   const Arrays* arrays = of;
-  return PyTuple_Pack(5, arrays->x, arrays->ids, arrays->weight, arrays->rows, arrays->weights);
-}
-
-/* Fills in the tokens, and the launch of a kernel that makes the rows that are sent. Their number; 0 if they do not
- * fit, perhaps with an exception of the program's. */
-static Py_ssize_t fill_tokens(const Form* self, PyObject* x) {
-  const int is_pair = self->kinds[SCALES].type != NULL;
-  if (is_pair != PyTuple_Check(x) || (is_pair && PyTuple_Size(x) != 2)) return 0;
-  const Py_ssize_t shape[] = {PROXYCCL_ANY_EXTENT, self->hidden};
-  Py_ssize_t tokens = 0;
-  const uintptr_t at =
-      proxyccl_place(&self->kinds[ROWS], is_pair ? PyTuple_GetItem(x, 0) : x, shape, 2, self->row_bytes, &tokens);
-  if (at == 0 || tokens > self->max_tokens) return 0;
-  uintptr_t scales_at = 0;
-  if (is_pair) {
-    const Py_ssize_t of_scales[] = {tokens, self->scales};
-    scales_at = proxyccl_place(&self->kinds[SCALES], PyTuple_GetItem(x, 1), of_scales, 2, 4 * self->scales, NULL);
-    if (scales_at == 0) return 0;
-  }
-  self->call->tokens = (uint32_t)tokens;
-  self->call->input = (const char*)(self->before == NONE_BEFORE ? at : self->packed);
-  if (self->before == QUANTIZES_BEFORE) {
-    self->quantizing->tokens = (uint32_t)tokens, self->quantizing->rows = (const char*)at;
-  } else if (self->before == PACKS_BEFORE) {
-    *self->packing[0] = at, *self->packing[1] = scales_at, *self->packed_tokens = (uint32_t)tokens;
-  }
-  return tokens;
-}
-
-/* Fills in the arrays of a call. The number of tokens; 0 if they do not fit, perhaps with an exception of the
- * program's.
- */
-static Py_ssize_t fill_inputs(const Form* self, const Arrays* inputs) {
-  const int weighted = self->kinds[WEIGHTS].type != NULL;
-  if (weighted != (inputs->weight != Py_None)) return 0;
-  const Py_ssize_t tokens = fill_tokens(self, inputs->x);
-  if (tokens == 0) return 0;
-  const Py_ssize_t slots[] = {tokens, self->topk};
-  const uintptr_t ids = proxyccl_place(&self->kinds[IDS], inputs->ids, slots, 2, self->slot_bytes, NULL);
-  if (ids == 0) return 0;
-  uintptr_t weights = 0;
-  if (weighted) weights = proxyccl_place(&self->kinds[WEIGHTS], inputs->weight, slots, 2, self->weight_bytes, NULL);
-  if (weighted && weights == 0) return 0;
-  self->call->expert_ids = (const char*)ids, self->call->weights = (const char*)weights;
-  return tokens;
+  return PyTuple_Pack(6, arrays->x, arrays->ids, arrays->weight, arrays->scatter, arrays->rows, arrays->weights);
 }
 
 static PyObject* like_of(PyObject* x) { return PyTuple_Check(x) ? PyTuple_GetItem(x, 0) : x; }
 
+/* Whether tokens are of the form's kinds. -1 with an exception. */
+static int has_tokens(const Form* self, PyObject* x) {
+  const int is_pair = self->kinds[SCALES].type != NULL;
+  if (is_pair != PyTuple_Check(x) || (is_pair && PyTuple_Size(x) != 2)) return 0;
+  const int fits = proxyccl_is_of_kind(&self->kinds[ROWS], like_of(x));
+  return fits > 0 && is_pair ? proxyccl_is_of_kind(&self->kinds[SCALES], PyTuple_GetItem(x, 1)) : fits;
+}
+
+/* Whether a call's arrays are of the form's kinds. -1 with an exception. */
+static int is_of_form(const Form* self, const Arrays* inputs) {
+  int fits = has_tokens(self, inputs->x);
+  if (fits > 0) fits = proxyccl_is_of_kind(&self->kinds[IDS], inputs->ids);
+  if (fits > 0) fits = proxyccl_is_of_kind(&self->kinds[WEIGHTS], inputs->weight);
+  return fits > 0 ? proxyccl_is_of_kind(&self->kinds[SCATTER], inputs->scatter) : fits;
+}
+
+/* Fills in the tokens, as many as `expected` or any number, and the launch of a kernel that makes the rows that are
+ * sent. Of too many for a layer that grows, none are sent. The number of given tokens; -1 with an exception. */
+static Py_ssize_t fill_tokens(const Form* self, PyObject* x, Py_ssize_t expected) {
+  const Py_ssize_t shape[] = {expected, self->hidden};
+  Py_ssize_t tokens = 0;
+  uintptr_t at, scales_at = 0;
+  if (proxyccl_place(&self->kinds[ROWS], like_of(x), shape, 2, self->row_bytes, &tokens, &at) != 0) return -1;
+  if (self->kinds[SCALES].type != NULL) {
+    const Py_ssize_t of_scales[] = {tokens, self->scales};
+    if (proxyccl_place(&self->kinds[SCALES], PyTuple_GetItem(x, 1), of_scales, 2, 4 * self->scales, NULL, &scales_at) !=
+        0)
+      return -1;
+  }
+  const int wanted = tokens > self->max_tokens;
+  if (wanted && !self->grows) {
+    Py_XDECREF(PyObject_CallFunction(self->too_many, "n", tokens));
+    if (PyErr_Occurred() == NULL) PyErr_SetString(PyExc_RuntimeError, "too many tokens");
+    return -1;
+  }
+  const uint32_t sent = wanted ? 0 : (uint32_t)tokens;
+  self->call->tokens = sent, self->call->wanted_tokens = wanted ? (uint32_t)tokens : 0;
+  self->call->input = (const char*)(self->before == NONE_BEFORE ? at : self->packed);
+  if (self->before == QUANTIZES_BEFORE) {
+    self->quantizing->tokens = sent, self->quantizing->rows = (const char*)at;
+  } else if (self->before == PACKS_BEFORE) {
+    *self->packing[0] = at, *self->packing[1] = scales_at, *self->packed_tokens = sent;
+  }
+  return tokens;
+}
+
+/* Fills in the arrays of a call. 1; 0 if they are of other kinds, or -1 with an exception. */
+static int fill_inputs(const Form* self, const Arrays* inputs) {
+  const int fits = is_of_form(self, inputs);
+  if (fits <= 0) return fits;
+  const Py_ssize_t tokens = fill_tokens(self, inputs->x, PROXYCCL_ANY_EXTENT);
+  if (tokens < 0) return -1;
+  const Py_ssize_t slots[] = {tokens, self->topk}, of_all[] = {PROXYCCL_ANY_EXTENT, self->topk};
+  Py_ssize_t scattered = 0;
+  uintptr_t ids, weights, scatter;
+  if (proxyccl_place(&self->kinds[IDS], inputs->ids, slots, 2, self->slot_bytes, NULL, &ids) != 0 ||
+      proxyccl_place(&self->kinds[WEIGHTS], inputs->weight, slots, 2, self->weight_bytes, NULL, &weights) != 0 ||
+      proxyccl_place(&self->kinds[SCATTER], inputs->scatter, of_all, 2, 4 * self->topk, &scattered, &scatter) != 0)
+    return -1;
+  ProxycclDispatch* call = self->call;
+  if (self->new_lost != Py_None)
+    *self->renumbered_ids = ids, *self->renumbered = call->tokens * (uint32_t)self->topk, ids = self->kept_ids;
+  call->expert_ids = (const char*)ids, call->weights = (const char*)weights;
+  call->scatter = (const int32_t*)scatter, call->scatter_tokens = (uint32_t)scattered;
+  return 1;
+}
+
+/* Adds what only some descriptors have: the indices that were given, and the slots that lost ranks had. 0, or -1 with
+ * an exception. */
+static int add_slots(const Form* self, Descriptor* desc, PyObject* scatter) {
+  if (scatter != Py_None && PyObject_SetAttrString((PyObject*)desc, "_scatter", scatter) != 0) return -1;
+  if (self->new_lost == Py_None) return 0;
+  PyObject* lost = PyObject_CallFunction(self->new_lost, "n", desc->tokens);
+  uintptr_t at = 0;
+  const int made = lost != NULL &&
+                   proxyccl_address(&self->kinds[ROWS], lost, self->address, desc->tokens * self->topk, &at) == 0 &&
+                   PyObject_SetAttrString((PyObject*)desc, "lost_slots", lost) == 0;
+  *self->lost_slots = at;
+  Py_XDECREF(lost);
+  return made ? 0 : -1;
+}
+
 /* A descriptor with its tables, without a number yet. NULL with an exception. */
-static Descriptor* new_descriptor(const Form* self, PyObject* like, PyObject* stream, Py_ssize_t tokens) {
-  PyObject* tables = PyObject_CallNoArgs(self->new_tables);
-  const uintptr_t at = tables == NULL ? 0 : proxyccl_address(&self->kinds[ROWS], tables, self->address);
-  Descriptor* desc = at == 0 ? NULL : (Descriptor*)PyType_GenericAlloc((PyTypeObject*)self->descriptor_type, 0);
+static Descriptor* new_descriptor(const Form* self, const Arrays* inputs, PyObject* stream) {
+  PyObject *const like = like_of(inputs->x), *tables = PyObject_CallNoArgs(self->new_tables);
+  uintptr_t at = 0;
+  const int placed = tables != NULL && proxyccl_address(&self->kinds[ROWS], tables, self->address, 1, &at) == 0;
+  Descriptor* desc = placed ? (Descriptor*)PyType_GenericAlloc((PyTypeObject*)self->descriptor_type, 0) : NULL;
   if (desc != NULL) {
     desc->owner = Py_NewRef(self->context), desc->like = Py_NewRef(like), desc->stream = Py_NewRef(stream);
     desc->missing = Py_NewRef(self->not_received);
-    desc->tokens = tokens, desc->rows = self->most_rows < 0 ? 0 : self->most_rows;
+    desc->tokens = (Py_ssize_t)self->call->tokens, desc->rows = self->most_rows < 0 ? 0 : self->most_rows;
     desc->counts_rows = (char)self->counts_rows;
-    if (proxyccl_add_block(desc, tables, at, self->tables, self->offsets) != 0) {
+    if (proxyccl_add_block(desc, tables, at, self->tables, self->offsets) != 0 ||
+        add_slots(self, desc, inputs->scatter) != 0) {
       Py_DECREF((PyObject*)desc);
       desc = NULL;
     }
@@ -135,12 +185,23 @@ static int number_call(const Form* self, Descriptor* desc) {
   return 0;
 }
 
+/* The address of a table; 0 if the descriptor lacks it. */
+static uintptr_t place_of(const Descriptor* desc, int table) {
+  for (int i = 0; i < desc->count; ++i)
+    if (desc->blocks[i].offsets[table] != PROXYCCL_NO_TABLE) return desc->blocks[i].at + desc->blocks[i].offsets[table];
+  return 0;
+}
+
 static void fill_output(const Form* self, const Descriptor* desc, uint32_t phases, Py_ssize_t rows,
                         const uintptr_t* at) {
   const uintptr_t received = self->counts_rows ? desc->blocks[0].at + (uintptr_t)self->received : 0;
   proxyccl_expert_dispatch_receive(self->call, phases, (uint32_t)rows, at[1] != 0 ? self->scale_bytes : 0, at[0], at[1],
                                    at[2], received);
   self->call->scale_column = at[1] != 0 ? self->scale_column : 0;
+  if (self->clearing != NULL) {
+    self->clearing->dst = rows != 0 ? place_of(desc, self->cleared) : 0;
+    self->clearing->bytes = (uint64_t)rows * sizeof(int32_t);
+  }
 }
 
 /* A new array and its address; None and 0 if there is none. NULL with an exception. */
@@ -148,7 +209,7 @@ static PyObject* new_array(const Form* self, PyObject* maker, uintptr_t* at) {
   *at = 0;
   if (maker == Py_None) return Py_NewRef(Py_None);
   PyObject* made = PyObject_CallNoArgs(maker);
-  if (made != NULL && (*at = proxyccl_address(&self->kinds[ROWS], made, self->address)) == 0) Py_CLEAR(made);
+  if (made != NULL && proxyccl_address(&self->kinds[ROWS], made, self->address, 1, at) != 0) Py_CLEAR(made);
   return made;
 }
 
@@ -174,23 +235,22 @@ static int new_output(const Form* self, uintptr_t* at, Arrays* arrays) {
 }
 
 static int take_arrays(PyObject* const* arguments, Py_ssize_t count, Arrays* arrays) {
-  if (count != 4) {
-    PyErr_SetString(PyExc_TypeError, "expected tokens, ids, weights and a stream");
+  if (count != 5) {
+    PyErr_SetString(PyExc_TypeError, "expected tokens, ids, weights, indices and a stream");
     return -1;
   }
-  *arrays = (Arrays){arguments[0], arguments[1], arguments[2], NULL, NULL};
+  *arrays = (Arrays){arguments[0], arguments[1], arguments[2], arguments[3], NULL, NULL};
   return 0;
 }
 
 /* Begins a call whose number of rows, if it is to be known then, is known: its arrays are filled in, and those of the
  * result made. 1; 0 if it does not fit, or -1 with an exception. */
 static int begin_known(Form* self, Arrays* arrays, PyObject* given, Descriptor** desc, uintptr_t* at) {
-  const Py_ssize_t tokens = fill_inputs(self, arrays);
-  if (tokens == 0) return PyErr_Occurred() != NULL ? -1 : 0;
-  PyObject* const like = like_of(arrays->x);
-  PyObject* stream = proxyccl_stream(&self->issuer, like, given);
+  const int fits = fill_inputs(self, arrays);
+  if (fits <= 0) return fits;
+  PyObject* stream = proxyccl_stream(&self->issuer, like_of(arrays->x), given);
   if (stream == NULL) return -1;
-  *desc = new_descriptor(self, like, stream, tokens);
+  *desc = new_descriptor(self, arrays, stream);
   Py_DECREF(stream);
   if (*desc == NULL) return -1;
   if (new_output(self, at, arrays) == 0) {
@@ -209,13 +269,13 @@ static void mark_received(Descriptor* desc) {
   Py_XDECREF(old);
 }
 
-static PyObject* repeat(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+static PyObject* run(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
   Form* self = (Form*)object;
   Arrays arrays;
   Descriptor* desc;
   uintptr_t at[3];
   if (take_arrays(arguments, count, &arrays) != 0) return NULL;
-  const int begun = begin_known(self, &arrays, arguments[3], &desc, at);
+  const int begun = begin_known(self, &arrays, arguments[4], &desc, at);
   if (begun == 0) Py_RETURN_NONE;
   if (begun < 0) return NULL;
   fill_output(self, desc, self->phases, self->most_rows, at);
@@ -247,7 +307,7 @@ static PyObject* send(PyObject* object, PyObject* const* arguments, Py_ssize_t c
   Descriptor* desc;
   uintptr_t at[3];
   if (take_arrays(arguments, count, &arrays) != 0) return NULL;
-  const int begun = begin_known(self, &arrays, arguments[3], &desc, at);
+  const int begun = begin_known(self, &arrays, arguments[4], &desc, at);
   if (begun == 0) Py_RETURN_NONE;
   if (begun < 0) return NULL;
   const uintptr_t nowhere[] = {0, 0, 0};
@@ -275,7 +335,7 @@ static PyObject* receive(PyObject* object, PyObject* stream) {
   return PyTuple_Pack(3, self->rows, self->weights, self->desc);
 }
 
-/* A call that `repeated_dispatch.py` goes on with, and the output buffer that it takes, both references. */
+/* A call that `dispatch_form.py` goes on with, and the output buffer that it takes, both references. */
 typedef struct {
   Descriptor* desc;
   PyObject* taken;
@@ -283,17 +343,17 @@ typedef struct {
 
 /* Fills in a call and makes its descriptor. 1; 0 if it does not fit, or -1 with an exception. */
 static int start(Form* self, const Arrays* arrays, PyObject* given, Started* started) {
-  const Py_ssize_t tokens = fill_inputs(self, arrays);
-  if (tokens == 0) return PyErr_Occurred() != NULL ? -1 : 0;
+  int status = fill_inputs(self, arrays);
+  if (status <= 0) return status;
   PyObject* const like = like_of(arrays->x);
   PyObject* stream = proxyccl_stream(&self->issuer, like, given);
   PyObject* taken = stream == NULL ? NULL : PyObject_CallFunctionObjArgs(self->begun, like, stream, given, NULL);
-  int status = taken == Py_None ? 0 : -1;
-  if (taken != NULL && taken != Py_None) {
+  status = -1;
+  if (taken != NULL) {
     PyObject* number = PyObject_GetAttrString(taken, "number");
     const Py_ssize_t buffer = number == NULL ? -1 : PyLong_AsSsize_t(number);
     Py_XDECREF(number);
-    Descriptor* desc = buffer < 0 ? NULL : new_descriptor(self, like, stream, tokens);
+    Descriptor* desc = buffer < 0 ? NULL : new_descriptor(self, arrays, stream);
     if (desc != NULL) {
       desc->output_buffer = buffer;
       *started = (Started){desc, Py_NewRef(taken)};
@@ -305,13 +365,13 @@ static int start(Form* self, const Arrays* arrays, PyObject* given, Started* sta
   return status;
 }
 
-/* Begins a call for `repeated_dispatch.py`, which goes on with it. */
+/* Begins a call for `dispatch_form.py`, which goes on with it. */
 static PyObject* begin(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
   Form* self = (Form*)object;
   Arrays arrays;
   Started started;
   if (take_arrays(arguments, count, &arrays) != 0) return NULL;
-  const int status = start(self, &arrays, arguments[3], &started);
+  const int status = start(self, &arrays, arguments[4], &started);
   if (status == 0) Py_RETURN_NONE;
   if (status < 0) return NULL;
   PyObject* result = NULL;
@@ -327,7 +387,7 @@ static PyObject* store(PyObject* object, PyObject* const* arguments, Py_ssize_t 
   Arrays arrays;
   Started started;
   if (take_arrays(arguments, count, &arrays) != 0) return NULL;
-  const int status = start(self, &arrays, arguments[3], &started);
+  const int status = start(self, &arrays, arguments[4], &started);
   if (status == 0) Py_RETURN_NONE;
   if (status < 0) return NULL;
   Descriptor* desc = started.desc;
@@ -378,16 +438,21 @@ static PyObject* find_stream(PyObject* object, PyObject* arguments) {
   return proxyccl_stream(&((Form*)object)->issuer, x, given);
 }
 
-/* Fills in the tokens of a call by an earlier dispatch's routing. */
-static PyObject* fill(PyObject* object, PyObject* x) {
-  const Py_ssize_t tokens = fill_tokens((Form*)object, x);
-  return PyErr_Occurred() != NULL ? NULL : PyLong_FromSsize_t(tokens);
+/* Fills in the tokens of a call by an earlier dispatch's routing. None if they are of other kinds. */
+static PyObject* fill(PyObject* object, PyObject* arguments) {
+  PyObject* x;
+  Py_ssize_t tokens;
+  if (!PyArg_ParseTuple(arguments, "On", &x, &tokens)) return NULL;
+  const int fits = has_tokens((Form*)object, x);
+  if (fits == 0) Py_RETURN_NONE;
+  if (fits < 0 || fill_tokens((Form*)object, x, tokens) < 0) return NULL;
+  Py_RETURN_TRUE;
 }
 
 #define FORM_REFERENCES(apply)                                                                                         \
   apply(first.kept) apply(second.kept) apply(descriptor_type) apply(not_received) apply(context) apply(numbers)        \
       apply(tables) apply(new_tables) apply(address) apply(new_rows) apply(new_scales) apply(new_weights) apply(begun) \
-          apply(receive_counted)
+          apply(receive_counted) apply(new_lost) apply(too_many)
 
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   Form* self = (Form*)object;
@@ -408,36 +473,37 @@ static int let_go(PyObject* object) {
 
 static void end(PyObject* object) { proxyccl_free(object, let_go); }
 
-/* Takes a reference to each of these, which were parsed. */
-static void take(PyObject** members[], int count) {
-  for (int i = 0; i < count; ++i) Py_INCREF(*members[i]);
-}
-
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject* object = PyType_GenericNew(type, NULL, NULL);
   if (object == NULL) return NULL;
   Form* self = (Form*)object;
-  PyObject *issuer, *first, *second, *kinds[KINDS], *parsed[12] = {NULL};
+  PyObject *issuer, *first, *second, *kinds[KINDS], *parsed[PARSED] = {NULL};
   unsigned long long call, before, packing[2], packed_tokens, packed, offsets;
-  unsigned long long buffers_at, buffer_bytes, scales_offset;
+  unsigned long long buffers_at, buffer_bytes, scales_offset, renumbering[4], clearing;
   const int taken = PyArg_ParseTuple(
-      arguments, "OOO(OOOO)(nnnnnnn)K(iKKKKK)(III)(OOOOOOKO)(nin)(II)(OOO)OO(KKK)", &issuer, &first, &second,
-      &kinds[ROWS], &kinds[SCALES], &kinds[IDS], &kinds[WEIGHTS], &self->hidden, &self->scales, &self->topk,
-      &self->max_tokens, &self->row_bytes, &self->slot_bytes, &self->weight_bytes, &call, &self->before, &before,
-      &packing[0], &packing[1], &packed_tokens, &packed, &self->phases, &self->send_phases, &self->receive_phases,
-      &parsed[0], &parsed[1], &parsed[2], &parsed[3], &parsed[4], &parsed[5], &offsets, &parsed[6], &self->most_rows,
-      &self->counts_rows, &self->received, &self->scale_bytes, &self->scale_column, &parsed[7], &parsed[8], &parsed[9],
-      &parsed[10], &parsed[11], &buffers_at, &buffer_bytes, &scales_offset);
+      arguments, "OOO(OOOOO)(nnnnnnn)(pO)K(iKKKKK)(OKKKK)(Ki)(III)(OOOOOOKO)(nin)(II)(OOO)OO(KKK)", &issuer, &first,
+      &second, &kinds[ROWS], &kinds[SCALES], &kinds[IDS], &kinds[WEIGHTS], &kinds[SCATTER], &self->hidden,
+      &self->scales, &self->topk, &self->max_tokens, &self->row_bytes, &self->slot_bytes, &self->weight_bytes,
+      &self->grows, &parsed[12], &call, &self->before, &before, &packing[0], &packing[1], &packed_tokens, &packed,
+      &parsed[13], &renumbering[0], &renumbering[1], &renumbering[2], &renumbering[3], &clearing, &self->cleared,
+      &self->phases, &self->send_phases, &self->receive_phases, &parsed[0], &parsed[1], &parsed[2], &parsed[3],
+      &parsed[4], &parsed[5], &offsets, &parsed[6], &self->most_rows, &self->counts_rows, &self->received,
+      &self->scale_bytes, &self->scale_column, &parsed[7], &parsed[8], &parsed[9], &parsed[10], &parsed[11],
+      &buffers_at, &buffer_bytes, &scales_offset);
   if (taken) {
     PyObject** members[] = {&self->descriptor_type, &self->not_received, &self->context, &self->numbers,
                             &self->tables,          &self->new_tables,   &self->address, &self->new_rows,
-                            &self->new_scales,      &self->new_weights,  &self->begun,   &self->receive_counted};
-    for (int i = 0; i < 12; ++i) *members[i] = parsed[i];
-    take(members, 12);
+                            &self->new_scales,      &self->new_weights,  &self->begun,   &self->receive_counted,
+                            &self->too_many,        &self->new_lost};
+    for (int i = 0; i < PARSED; ++i) *members[i] = Py_NewRef(parsed[i]);
     self->call = (ProxycclDispatch*)(uintptr_t)call, self->quantizing = (ProxycclCombine*)(uintptr_t)before;
     for (int i = 0; i < 2; ++i) self->packing[i] = (uint64_t*)(uintptr_t)packing[i];
     self->packed_tokens = (uint32_t*)(uintptr_t)packed_tokens, self->packed = (uintptr_t)packed;
     self->offsets = (const uint64_t*)(uintptr_t)offsets;
+    self->renumbered_ids = (uint64_t*)(uintptr_t)renumbering[0],
+    self->lost_slots = (uint64_t*)(uintptr_t)renumbering[1];
+    self->renumbered = (uint32_t*)(uintptr_t)renumbering[2], self->kept_ids = (uintptr_t)renumbering[3];
+    self->clearing = (ProxycclStreamStep*)(uintptr_t)clearing;
     self->buffers_at = (uintptr_t)buffers_at, self->buffer_bytes = (size_t)buffer_bytes;
     self->scales_offset = (size_t)scales_offset;
   }
@@ -450,12 +516,12 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
 }
 
 static PyMethodDef methods[] = {
-    {"repeat", (PyCFunction)(void (*)(void))repeat, METH_FASTCALL, NULL},
+    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, NULL},
     {"send", (PyCFunction)(void (*)(void))send, METH_FASTCALL, NULL},
     {"begin", (PyCFunction)(void (*)(void))begin, METH_FASTCALL, NULL},
     {"store", (PyCFunction)(void (*)(void))store, METH_FASTCALL, NULL},
     {"issue", issue, METH_VARARGS, NULL},
-    {"fill", fill, METH_O, NULL},
+    {"fill", fill, METH_VARARGS, NULL},
     {"stream", find_stream, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -1,4 +1,4 @@
-"""Calls of a buffer that were made before: they are issued without most checks, and must notice what has changed."""
+"""Calls of a buffer one after the other: each kind has one form, and each call notices what has changed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ torch = pytest.importorskip("torch")
 import deep_ep  # noqa: E402
 
 from proxyccl import Communicator  # noqa: E402
-from proxyccl.channels.expert_parallel.combine_call import CombineCall  # noqa: E402
-from proxyccl.channels.expert_parallel.dispatch_call import DispatchCall  # noqa: E402
+from proxyccl.channels.expert_parallel.call_form import CallForm  # noqa: E402
 from proxyccl.deep_ep.layers import Layers  # noqa: E402
 from proxyccl.device.errors import ArgumentError, ClosedError, MismatchError  # noqa: E402
 from support.cases.deep_ep_clients import dequantized  # noqa: E402
@@ -51,32 +50,30 @@ class Batch:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the classes that made calls in full."""
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the calls for which forms were prepared."""
     names: list[str] = []
-    for kind in (DispatchCall, CombineCall):
+    start = CallForm.__init__
 
-        def noted(
-            call: Any, *arguments: Any, start: Any = kind.__init__, name: str = kind.__name__, **options: Any
-        ) -> None:
-            names.append(name)
-            start(call, *arguments, **options)
+    def noted(form: CallForm, parts: Any, arrays: Any, name: str, *others: Any) -> None:
+        names.append(name.partition("_")[0])
+        start(form, parts, arrays, name, *others)
 
-        monkeypatch.setattr(kind, "__init__", noted)
+    monkeypatch.setattr(CallForm, "__init__", noted)
     return names
 
 
 @pytest.mark.parametrize("how", ["", "async_finish", "return_recv_hook"])
 @pytest.mark.parametrize("use_fp8", [False, True])
-def test_low_latency_calls_with_other_numbers_of_tokens_are_repeated(
-    ranks: Ranks, made: list[str], use_fp8: bool, how: str
+def test_low_latency_calls_with_other_numbers_of_tokens(
+    ranks: Ranks, prepared: list[str], use_fp8: bool, how: str
 ) -> None:
     chosen: dict[str, Any] = {how: True} if how else {}
     hooked = how == "return_recv_hook"
 
     def body(comm: Communicator) -> None:
         buffer = deep_ep.Buffer(comm, explicitly_destroy=True)
-        for turn, tokens in enumerate((TOKENS, TOKENS, 3, TOKENS)):
+        for turn, tokens in enumerate((TOKENS, TOKENS, 3, comm.rank, TOKENS)):
             batch = Batch(comm, turn, tokens)
             stats = torch.zeros(2, dtype=torch.int32, device=batch.x.device)
             rows, counts, handle, event, hook = buffer.low_latency_dispatch(
@@ -108,11 +105,11 @@ def test_low_latency_calls_with_other_numbers_of_tokens_are_repeated(
 
     ranks.run(body)
     layers = 2 if hooked else 1
-    assert sorted(made) == ["CombineCall"] * 2 * layers + ["DispatchCall"] * 2 * layers
+    assert sorted(prepared) == ["combine"] * 2 * layers + ["dispatch"] * 2 * layers
 
 
 @pytest.mark.parametrize("worst", [0, 2 * TOKENS])
-def test_calls_of_normal_mode_are_repeated_while_their_outputs_live(ranks: Ranks, made: list[str], worst: int) -> None:
+def test_calls_of_normal_mode_while_their_outputs_live(ranks: Ranks, prepared: list[str], worst: int) -> None:
     def body(comm: Communicator) -> None:
         buffer = deep_ep.Buffer(comm, explicitly_destroy=True)
         batches = [Batch(comm, turn, TOKENS - turn % 3) for turn in range(5)]
@@ -138,10 +135,10 @@ def test_calls_of_normal_mode_are_repeated_while_their_outputs_live(ranks: Ranks
         buffer.destroy()
 
     ranks.run(body)
-    assert sorted(made) == ["CombineCall"] * 2 + ["DispatchCall"] * 2
+    assert sorted(prepared) == ["combine"] * 2 + ["dispatch with weights"] * 2
 
 
-def test_what_a_repeated_call_refuses(ranks: Ranks) -> None:
+def test_what_a_call_refuses(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         buffer, batch = deep_ep.Buffer(comm, explicitly_destroy=True), Batch(comm, 0)
 

@@ -1,0 +1,154 @@
+"""The common part of the forms of a layer's calls: the kinds of the caller's arrays, and how a call is issued."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from proxyccl.channels.expert_parallel.arguments import input_array
+from proxyccl.channels.expert_parallel.calls import call_name
+from proxyccl.channels.expert_parallel.parts import LayerParts
+from proxyccl.channels.group import Group
+from proxyccl.channels.launches import CurrentStream, Launchable
+from proxyccl.channels.segment.call_log import encode_fields
+from proxyccl.channels.segment.calls import ROOT_FIELD
+from proxyccl.device._native import ffi
+from proxyccl.device.arrays.array import as_view
+from proxyccl.device.arrays.libraries import libraries
+from proxyccl.device.kernel import Launch
+from proxyccl.device.runtime import Runtime, StreamLike
+from proxyccl.device.stream_operations import Operation, StreamOperations
+
+Check = Callable[[Any, tuple[int, ...]], tuple[int, int]]
+"""Checks an array of a form's kind against a shape, in which -1 stands for any number. Returns its address and its
+first extent; raises ArgumentError, which names the argument, if the array can't be used."""
+Kind = tuple[Any, ...]
+"""A kind of arrays for C (given_arrays.h)."""
+Maker = Callable[[], Any]
+"""Makes an array."""
+
+
+def check_of(group: Group, argument: str, dtype: str) -> Check:
+    """The check of an argument of this element type."""
+
+    def check(x: Any, shape: tuple[int, ...]) -> tuple[int, int]:
+        view = input_array(group, x, argument, shape, dtype)
+        return view.ptr, view.shape[0]
+
+    return check
+
+
+def kind_of(group: Group, x: Any, check: Check) -> Kind | None:
+    """The kind of an array that was checked: its type, element type and place. None for None."""
+    if x is None:
+        return None
+    library = libraries[type(x)]
+    kind = library.kind(x)
+    if kind is None:  # each array of such a type is looked at and checked by Python
+        look = functools.partial(_element_of, group)
+        return type(x), False, None, -1, 1, look(x), look, library.memory, check
+    if not library.is_torch:
+        return type(x), False, None, -1, 1, kind, library.kind, library.memory, check
+    return type(x), True, *kind, x.element_size(), None, None, None, check
+
+
+def _element_of(group: Group, x: Any) -> str:
+    return as_view(x, "array", gpu=group.runtime.name).dtype.name
+
+
+def address_of(pointer: Any) -> int:
+    """The address that a pointer of cffi has."""
+    return int(ffi.cast("uintptr_t", pointer))
+
+
+class CallForm:
+    """A call of a layer with prepared arguments, for arrays of some kinds. C makes each call of the form, with the
+    addresses and the numbers of tokens that it has.
+
+    Args:
+        parts: of the layer.
+        arrays: of the call for which the form is prepared. The first is of the library that makes the results.
+        name, dtype, most_tokens: of the call, as ranks compare it.
+    """
+
+    def __init__(self, parts: LayerParts, arrays: tuple[Any, ...], name: str, dtype: str, most_tokens: int = 0) -> None:
+        self._parts, self._ctx, self._group = parts, parts.ctx, parts.ctx.group
+        known = [libraries[type(x)] for x in arrays if x is not None]
+        self._library, self._is_torch = known[0], all(library.is_torch for library in known)
+        self._device = arrays[0].get_device() if self._is_torch else None
+        self._on_host = parts.ctx.runtime_name == "host"
+        self._fields = encode_fields(parts.ctx.logged(name, dtype, 0, most_tokens).encode())
+
+    def kind(self, x: Any, argument: str, dtype: str) -> Kind | None:
+        """The kind of an argument of this element type; None for None."""
+        return kind_of(self._group, x, check_of(self._group, argument, dtype))
+
+    def issuer(self) -> tuple[Any, ...]:
+        """How the call reaches its stream, for C (issuer.h)."""
+        current = self._library.current_of_device() if self._is_torch and not self._on_host else None
+        number = address_of(self._fields.fields) + ffi.sizeof("uint64_t") * ROOT_FIELD
+        calls = self._group.launches.prepared_calls
+        return calls, self._on_host, current, CurrentStream, self._stream, self._queue, self._device, number
+
+    def prepared(self, launchable: Launchable, *, compared: bool = True) -> tuple[Any, ...]:
+        """A launch of the call, for C (prepared_calls.h). The first of a call is compared with the other ranks'."""
+        issue, callers = self._group.launches.issuer(launchable)
+        fields = self._fields if compared else ffi.NULL
+        return issue, callers, address_of(fields), address_of(launchable.prepared), (fields, launchable)
+
+    def _stream(self, x: Any, given: StreamLike) -> StreamLike:
+        """The stream of a call: the caller's, or on a GPU the one where the library of `x` works now. An invalid stream
+        is refused before the dispatch has a number.
+        """
+        stream = self._ctx.stream_for(given, x)
+        return int(stream) if isinstance(stream, CurrentStream) and not self._is_torch else stream
+
+    def _queue(
+        self, desc: Any, prepared: tuple[Any, Launchable], stream: StreamLike, owners: tuple[object, ...]
+    ) -> None:
+        self._ctx.queue(*prepared, stream, desc, owners)
+
+
+class GivenTokens:
+    """The tokens of dispatches, whose rows a kernel before quantizes or packs with their scales if need be.
+
+    Args:
+        parts: of the layer.
+        is_pair: whether the caller gives pairs of rows and scales.
+        row_bytes: of the rows that are given.
+        quantizes: whether tokens of the layer's type become float8 before they are sent.
+
+    Attributes:
+        before: the launch of that kernel; None if there is none.
+        row_bytes: of the rows that are sent.
+        filled: the arguments of `before` that C fills in (dispatch_form.c).
+    """
+
+    def __init__(self, parts: LayerParts, *, is_pair: bool, row_bytes: int, quantizes: bool) -> None:
+        ctx, self.row_bytes = parts.ctx, row_bytes
+        self.before: Launch | None = None
+        self.filled = (0, 0, 0, 0, 0, 0)
+        if is_pair:
+            self.before = ctx.pack_launch(ctx.packed_rows.ptr)
+            rows_at, scales_at, _, tokens_at = (address_of(self.before.packed(index)) for index in range(4))
+            self.filled = (2, 0, rows_at, scales_at, tokens_at, ctx.packed_rows.ptr)
+        elif quantizes:
+            assert ctx.quantize_launch is not None
+            self.before = ctx.quantize_launch.copy()
+            call = ffi.cast("ProxycclCombine *", self.before.packed(1))
+            call.hidden, call.output = parts.options.config.hidden, ffi.cast("char *", ctx.packed_rows.ptr)
+            self.filled = (1, address_of(call), 0, 0, 0, ctx.packed_rows.ptr)
+        if self.before is not None:
+            self.row_bytes = parts.options.config.hidden + ctx.scale_bytes
+
+
+def in_order(runtime: Runtime, operations: Sequence[Operation]) -> Launchable:
+    """Makes operations of a stream one after the other; the last is a launch."""
+    last = operations[-1]
+    return last if len(operations) == 1 and isinstance(last, Launch) else StreamOperations(runtime, operations)
+
+
+def name_of(call: str, weights: Any, *, halves: bool = False, indices: Any = None) -> str:
+    """The name under which ranks compare a call."""
+    return call_name(f"{call}_send" if halves else call, weights=weights is not None, indices=indices is not None)
