@@ -77,7 +77,6 @@ class DispatchCombineContext:
         dispatch_scaled, quantize_launch: the same for the dispatch that makes float8 rows where it stores them, and the
             kernel that makes them before; None if the layer needs none.
         scale_bytes: bytes of a row's scales in float8.
-        scales_by_columns: as for `EPAll2AllLayer`.
         numbers: numbers the dispatches.
     """
 
@@ -94,7 +93,6 @@ class DispatchCombineContext:
         use_aot: bool = False,
         scales: int = 0,
         quantizes: bool = False,
-        scales_by_columns: bool = False,
         layout: OutputLayout = BY_EXPERT,
         dropping_ids: int = NUMBER_DROPS,
     ) -> None:
@@ -124,7 +122,6 @@ class DispatchCombineContext:
         quantize = shipped("experts/quantize.h", "expert_quantize", config.token.name) if quantizes else None
         self._pack = shipped("experts/quantize.h", "expert_pack") if scales else None
         self.scale_bytes = 4 * scales
-        self.scales_by_columns = scales_by_columns
         self.nodes = Nodes.of_group(group, config, proxied=proxied)
         shape = WorkspaceShape(config, self.blocks, threads, layout, local_combine, self.scale_bytes)
         with group.exchange.telling():

@@ -340,7 +340,8 @@ class Dispatch(CallForm):
         """The output buffer of a whole call. Raises ArgumentError on a stream that is being captured, if the call must
         wait.
         """
-        refuse_capture(self._parts, stream)
+        if self._exact:
+            refuse_capture(self._parts, stream)
         if self._buffers is None:
             return NO_BUFFER
         return self._parts.take_buffer(like, stream, given, buffered=self._buffered)

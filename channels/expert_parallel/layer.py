@@ -20,7 +20,6 @@ from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members, node_size
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.options import LayerOptions
-from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.received import check_ended, check_waited, refuse_capture
 from proxyccl.channels.expert_parallel.recording import Recording, recorder_of, refuse_output
@@ -184,7 +183,6 @@ class EPAll2AllLayer:
                 local_combine=options.enable_local_combine,
                 scales=options.scales,
                 quantizes=options.quantizes,
-                scales_by_columns=options.scales_by_columns,
                 use_aot=options.use_aot,
                 dropping_ids=options.dropping_ids,
                 layout=options.output_layout,
@@ -368,7 +366,8 @@ class EPAll2AllLayer:
         stream: StreamLike = None,
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         """`dispatch`, which is not recorded for a backward pass."""
-        self._refuse_under_way()
+        if self.ctx.closed or self.under_way.sent is not None:
+            self._refuse_under_way()
         return self.forms.dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=True)
 
     def send_unrecorded(self, input: Any, exp_indices: Any, weight: Any = None) -> SentDispatch:
@@ -499,7 +498,8 @@ class EPAll2AllLayer:
         sums: Sums = NO_SUMS,
     ) -> Any:
         """`combine`, which is not recorded for a backward pass."""
-        self._refuse_returning()
+        if self.ctx.closed or self.under_way.returned is not None:
+            self._refuse_returning()
         return self.forms.combine(input, ep_a2a_layout_desc, weights, topk_weights, out, stream, sums)
 
     def send_back_unrecorded(
@@ -525,12 +525,15 @@ class EPAll2AllLayer:
             ep_a2a_layout_desc: of the dispatch.
         """
         desc = self._own_desc(ep_a2a_layout_desc)
-        taken, outputs = NO_BUFFER, self.ctx.workspace.outputs
+        config, outputs, like = self.ep_config, self.ctx.workspace.outputs, desc.counts
+        shape = (*self._parts.leading(desc.rows), config.hidden)
         if outputs is not None:
-            is_torch = libraries[type(desc.counts)].is_torch  # of other libraries no stream is known here
-            on_current = is_torch and self._parts.outlives_no_graph(self.ctx.stream_for(None, desc.counts))
-            taken = outputs.take_for_combine(desc.counts, on_current_stream=on_current)
-        return self._parts.new_rows(desc.counts, desc.rows, float8=False, taken=taken)
+            is_torch = libraries[type(like)].is_torch  # of other libraries no stream is known here
+            on_current = is_torch and self._parts.outlives_no_graph(self.ctx.stream_for(None, like))
+            taken = outputs.take_for_combine(like, on_current_stream=on_current)
+            if taken.whole is not None:
+                return outputs.rows(taken, shape, config.token)
+        return self.ctx.arrays.new(like, shape, config.token)
 
     def combine_send(
         self,

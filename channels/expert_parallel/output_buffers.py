@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Struct
 
 from proxyccl.channels.expert_parallel.arrays import MemoryPart, library_of, part_of
-from proxyccl.device.arrays.array import Array, ArrayView
+from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.base_runtime import BaseRuntime, Memory
 
@@ -78,10 +78,6 @@ class OutputBuffers:
         """An array at the beginning of a buffer with a `whole`."""
         return part_of(taken.whole, 0, shape, dtype)
 
-    def scales(self, taken: TakenBuffer, shape: tuple[int, ...]) -> Any:
-        """The scales of the same buffer's rows, float32."""
-        return part_of(taken.whole, self.scales_offset, shape, "float32")
-
     def address(self, number: int) -> int:
         """Where a buffer's rows begin."""
         return self._parts[number - 1].ptr
@@ -94,10 +90,6 @@ class OutputBuffers:
     def passing(self) -> int:
         """The number of the buffer that rows of a combine may pass; 0 if there is none."""
         return 0
-
-    def holding(self, view: ArrayView) -> int:
-        """The number of the buffer at whose beginning an array lies; 0 if there is none."""
-        return self.numbers.get(view.ptr, 0) if view.nbytes else 0
 
     def close(self) -> None:
         """Ends the use of the memory. Remaining arrays keep it."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +13,6 @@ from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuf
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
 from proxyccl.channels.launches import CurrentStream
 from proxyccl.device.arrays.array import ArrayView
-from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
 
@@ -86,25 +83,6 @@ class LayerParts:
                 f"has {desc.rows} padded rows, and this layer {self.options.fixed_rows}; see narrowed",
             )
         return desc
-
-    def new_rows(self, like: Any, rows: int, *, float8: bool, taken: TakenBuffer = NO_BUFFER) -> Any:
-        """New rows, or those of an output buffer; in float8 a pair of them and their scales."""
-        config, leading, outputs = self.options.config, self.leading(rows), self.ctx.workspace.outputs
-        new: Callable[..., Any] = functools.partial(self.ctx.arrays.new, like)
-        new_scales = functools.partial(new, dtype="float32")
-        if self.options.scale_column:
-            new_scales = functools.partial(self._new_columns, like)
-        if taken.whole is not None and outputs is not None:
-            new, new_scales = functools.partial(outputs.rows, taken), functools.partial(outputs.scales, taken)
-        if not float8:
-            return new((*leading, config.hidden), config.token)
-        scales = new_scales((*leading, self.options.scales))
-        return new((*leading, config.hidden), FLOAT8), scales
-
-    def _new_columns(self, like: Any, shape: tuple[int, ...]) -> Any:
-        if not libraries[type(like)].is_torch:
-            raise ArgumentError("input", f"must be torch's with scales_by_columns, not {type(like).__name__}")
-        return self.ctx.arrays.columns_maker(like, shape, self.options.scale_column)()
 
     def is_capturing(self, stream: StreamLike) -> bool:
         """Whether a stream is being captured in a graph."""

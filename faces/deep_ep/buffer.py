@@ -12,14 +12,14 @@ from proxyccl.deep_ep import low_latency, normal
 from proxyccl.deep_ep.arguments import LOW_LATENCY, NORMAL, require_tensor
 from proxyccl.deep_ep.config import MOST_BYTES, Config, low_latency_size_hint
 from proxyccl.deep_ep.connected import Connected
-from proxyccl.deep_ep.handles import Handle, Rows, routing_of
+from proxyccl.deep_ep.handles import Handle, Rows
 from proxyccl.deep_ep.layers import Layers
 from proxyccl.deep_ep.layout import dispatch_layout
 from proxyccl.deep_ep.masks import Masks
 from proxyccl.deep_ep.refusals import refuse, refuse_unknown
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.arguments.flags import as_flag
-from proxyccl.device.errors import ArgumentError, ClosedError
+from proxyccl.device.errors import ArgumentError
 from proxyccl.torch_tensors.untraced import untraced
 
 _BEFORE_WORST_TOKENS = 9  # arguments of dispatch
@@ -210,56 +210,34 @@ class Buffer(Connected):
             MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
-        refuse_unknown("dispatch", others)
+        if others:
+            refuse_unknown("dispatch", others)
         layers = self._layers_of_the_left()
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise ArgumentError("topk_idx", "can't be given with a handle, which has the routing")
-            self._require_current(handle)
-            routing_of(handle, "rank")
+            self._require_current(handle, "rank")
             rows, event = self._run(
                 lambda: normal.repeat(x, handle), (previous_event,), (x, handle), NORMAL, apart=async_finish
             )
             return rows, None, None, None, None, event
         if topk_idx is None and topk_weights is not None:
             raise ArgumentError("topk_weights", "can't be given without topk_idx")
-        for name, value in (("is_token_in_rank", is_token_in_rank), ("num_tokens_per_expert", num_tokens_per_expert)):
-            if value is None:
-                raise ArgumentError(name, "must be given without a handle")
+        if is_token_in_rank is None or num_tokens_per_expert is None:
+            name = "is_token_in_rank" if is_token_in_rank is None else "num_tokens_per_expert"
+            raise ArgumentError(name, "must be given without a handle")
         if config is not None and not isinstance(config, Config):
             raise ArgumentError("config", f"must be a Config or None, not {type(config).__name__}")
-        num_experts = require_tensor("num_tokens_per_expert", num_tokens_per_expert, (None,)).shape[0]
-        require_tensor("is_token_in_rank", is_token_in_rank, (None, self.group_size), (torch.bool,))
         expert_alignment = whole_number("expert_alignment", expert_alignment, 1)
         num_worst_tokens = whole_number("num_worst_tokens", num_worst_tokens, 0)
         num_sms = Buffer.num_sms if config is None else config.num_sms
 
-        def call() -> normal.Dispatched:
-            if topk_idx is None:
-                return normal.dispatch_to_ranks(
-                    layers,
-                    x,
-                    is_token_in_rank,
-                    num_tokens_per_expert,
-                    expert_alignment=expert_alignment,
-                    most_rows=num_worst_tokens or None,
-                    num_sms=num_sms,
-                    nodes=self._nodes,
-                )
-            return normal.dispatch(
-                layers,
-                x,
-                topk_idx,
-                topk_weights,
-                is_token_in_rank,
-                num_experts=num_experts,
-                expert_alignment=expert_alignment,
-                most_rows=num_worst_tokens or None,
-                num_sms=num_sms,
-                nodes=self._nodes,
-            )
-
+        options = normal.Options(self.group_size, expert_alignment, num_worst_tokens or None, num_sms, self._nodes)
         used = (x, topk_idx, topk_weights, is_token_in_rank, num_tokens_per_expert)
+        if topk_idx is None:
+            call = lambda: normal.dispatch_to_ranks(layers, options, x, is_token_in_rank, num_tokens_per_expert)  # noqa: E731
+        else:
+            call = lambda: normal.dispatch(layers, options, *used)  # noqa: E731
         dispatched, event = self._run(call, (previous_event,), used, NORMAL, apart=async_finish)
         return *dispatched, event
 
@@ -289,12 +267,16 @@ class Buffer(Connected):
         Returns:
             [T, hidden]; the sums of topk_weights, float32 [T, topk], or None; and the event. Raises as `dispatch`.
         """
-        refuse_unknown("combine", others)
-        self._require_current(handle)
-        routing_of(handle, "rank")
+        if others:
+            refuse_unknown("combine", others)
+        routing = self._require_current(handle, "rank")
         used = (x, topk_weights, bias, handle)
         (output, weights), event = self._run(
-            lambda: normal.combine(x, handle, topk_weights, bias), (previous_event,), used, NORMAL, apart=async_finish
+            lambda: normal.combine(x, handle, routing, topk_weights, bias),
+            (previous_event,),
+            used,
+            NORMAL,
+            apart=async_finish,
         )
         return output, weights, event
 
@@ -354,33 +336,26 @@ class Buffer(Connected):
             Raises as `dispatch`, and CapacityError where an expert got more rows than it has room for; on GPUs nothing
             waits on the CPU, so bad ids and such rows are dropped instead.
         """
-        refuse_unknown("low_latency_dispatch", others)
+        if others:
+            refuse_unknown("low_latency_dispatch", others)
         if dispatch_wait_recv_cost_stats is not None:
             raise refuse("dispatch_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
-        hooked = _is_hooked(async_finish, return_recv_hook)
+        if return_recv_hook is not False:
+            return_recv_hook = _is_hooked(async_finish, return_recv_hook)
         max_tokens = whole_number("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
         num_experts = whole_number("num_experts", num_experts, 1)
-        layers = self._layers_of_the_left()
-
-        def call() -> tuple[Rows, torch.Tensor, Handle, low_latency.Half | None]:
-            made: tuple[Rows, torch.Tensor, Handle, low_latency.Half | None] = low_latency.dispatch(
-                layers,
-                x,
-                topk_idx,
-                max_tokens=max_tokens,
-                num_experts=num_experts,
-                num_sms=Buffer.num_sms,
-                use_fp8=as_flag(use_fp8, "use_fp8"),
-                round_scale=as_flag(round_scale, "round_scale"),
-                use_ue8m0=as_flag(use_ue8m0, "use_ue8m0"),
-                stats=cumulative_local_expert_recv_stats,
-                hooked=hooked,
-            )
-            return made
-
-        used = (x, topk_idx, cumulative_local_expert_recv_stats)
-        (rows, counts, handle, half), event = self._run(call, (None,), used, LOW_LATENCY, apart=async_finish)
-        return rows, counts, handle, event, self._hook(half)
+        options = low_latency.Options(
+            max_tokens, num_experts, Buffer.num_sms, use_fp8, round_scale, use_ue8m0, return_recv_hook
+        )
+        layers, stats = self._layers_of_the_left(), cumulative_local_expert_recv_stats
+        (rows, counts, handle, half), event = self._run(
+            lambda: low_latency.dispatch(layers, options, x, topk_idx, stats),
+            (None,),
+            (x, topk_idx, stats),
+            LOW_LATENCY,
+            apart=async_finish,
+        )
+        return rows, counts, handle, event, half and self._hook(half)
 
     def low_latency_combine(
         self,
@@ -412,28 +387,26 @@ class Buffer(Connected):
         Returns:
             `out`, or the new tensor; the event; and the hook or None. Raises as `dispatch`.
         """
-        refuse_unknown("low_latency_combine", others)
+        if others:
+            refuse_unknown("low_latency_combine", others)
         if combine_wait_recv_cost_stats is not None:
             raise refuse("combine_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
-        hooked = _is_hooked(async_finish, return_recv_hook)
-        self._require_current(handle)
-
-        def call() -> tuple[torch.Tensor, low_latency.Half | None]:
-            made: tuple[torch.Tensor, low_latency.Half | None] = low_latency.combine(
-                x, topk_weights, handle, out, hooked=hooked
-            )
-            return made
-
-        used = (x, topk_weights, out, handle)
-        (output, half), event = self._run(call, (None,), used, LOW_LATENCY, apart=async_finish)
-        return output, event, self._hook(half)
+        hooked = return_recv_hook is not False and _is_hooked(async_finish, return_recv_hook)
+        routing = self._require_current(handle, "padded")
+        (output, half), event = self._run(
+            lambda: low_latency.combine(x, topk_weights, routing, out, hooked=hooked),
+            (None,),
+            (x, topk_weights, out, handle),
+            LOW_LATENCY,
+            apart=async_finish,
+        )
+        return output, event, half and self._hook(half)
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """A tensor for the experts' results, bfloat16 [experts of this rank, ranks * most tokens, hidden]. Each handle
         has one, so that batches under way do not overwrite each other's results.
         """
-        self._require_current(handle)
-        routing_of(handle, "padded")
+        self._require_current(handle, "padded")
         results: torch.Tensor = handle.combine_buffer
         return results
 
@@ -475,15 +448,16 @@ class Buffer(Connected):
         self._usable()
         self._masks.clean()
 
-    def _hook(self, half: low_latency.Half | None) -> Callable[[], None] | None:
-        return None if half is None else self._once(*half, LOW_LATENCY)
+    def _hook(self, half: low_latency.Half) -> Callable[[], None]:
+        return self._once(*half, LOW_LATENCY)
 
     def _layers_of_the_left(self) -> Layers:
         """The layers for a dispatch. After a loss all remaining ranks make them together."""
+        layers = self._layers
+        if layers is not None and not self.enable_shrink:
+            return layers
         layers = self._usable()
-        if self.communicator.closed:
-            raise ClosedError("the communicator of the buffer was closed")
-        if not self.enable_shrink or not (self._masks.pending or self.communicator.group.failure.aborted):
+        if not (self._masks.pending or self.communicator.group.failure.aborted):
             return layers
         before = self.communicator
         self.communicator = before.shrink(exclude=self._masks.numbers_in(before))

@@ -12,7 +12,7 @@ from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.timeouts import timeout_from
 from proxyccl.deep_ep.arguments import Names
 from proxyccl.deep_ep.elastic_handle import EPHandle
-from proxyccl.deep_ep.handles import Handle, routing_of
+from proxyccl.deep_ep.handles import Handle, Routing, routing_of
 from proxyccl.deep_ep.layers import Layers
 from proxyccl.deep_ep.streams import order_of
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
@@ -67,14 +67,17 @@ class Connected:
             raise ClosedError("the buffer was destroyed")
         return self._layers
 
-    def _require_current(self, handle: Any) -> None:
-        """Refuses anything but the handle of a dispatch among this buffer's remaining ranks."""
-        layers = self._usable()
-        routing = routing_of(handle)
-        if routing.layer.ctx not in layers.all:
+    def _require_current(self, handle: Any, *layouts: str) -> Routing:
+        """The dispatch of a handle, which must have one of these layouts, if any are given. It must be of this buffer,
+        and among its remaining ranks.
+        """
+        routing, layers = routing_of(handle), self._layers
+        if layers is None or routing.layer.ctx not in layers.all:
+            self._usable()
             raise ArgumentError(
                 "handle", "is of a dispatch before ranks were lost, or of another buffer; dispatch again"
             )
+        return routing_of(handle, *layouts) if routing.layer.layout not in layouts else routing
 
     def _once(self, finish: Callable[[], None], layer: EPAll2AllLayer, names: Names) -> Callable[[], None]:
         """A hook that makes the second half of a call of this layer once, and refuses to make it again."""

@@ -15,7 +15,7 @@ from proxyccl.deep_ep.connected import LEAST_TIMEOUT_SECONDS
 from proxyccl.deep_ep.elastic_calls import Options
 from proxyccl.deep_ep.elastic_handle import EPHandle
 from proxyccl.deep_ep.engram import EngramCalls
-from proxyccl.deep_ep.handles import Rows
+from proxyccl.deep_ep.handles import Routing, Rows
 from proxyccl.deep_ep.pipeline import PipelineCalls
 from proxyccl.deep_ep.refusals import refuse, refuse_unknown
 from proxyccl.deep_ep.sessions import SessionCalls, size_of
@@ -352,7 +352,7 @@ class ElasticBuffer(PipelineCalls, SessionCalls, EngramCalls):
         )
         return *combined, event
 
-    def _require_current(self, handle: Any) -> None:
+    def _require_current(self, handle: Any, *layouts: str) -> Routing:
         if not isinstance(handle, EPHandle):
             raise ArgumentError("handle", f"must be what dispatch returned, not {type(handle).__name__}")
-        super()._require_current(handle)
+        return super()._require_current(handle, *layouts)

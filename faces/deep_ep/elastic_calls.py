@@ -128,7 +128,9 @@ def combine(
         topk_weights = topk_weights.masked_fill(desc.local_expert_ids < 0, 0)
     # As DeepEP adds, for equal bits. Two numbers alone have the same sum either way.
     in_order = layer.sums_ranks_in_turn and (bias is not None or layer.ep_config.world_size > 2)
-    return normal.combine(x, handle, topk_weights, bias, order_ids=handle.topk_idx if in_order else None)
+    return normal.combine(
+        x, handle, handle.routing, topk_weights, bias, order_ids=handle.topk_idx if in_order else None
+    )
 
 
 def require_like(handle: EPHandle, **given: Any) -> None:

@@ -19,11 +19,12 @@ from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.options import MOST_BUFFERS
 from proxyccl.channels.segment.calls import CollectiveCall
-from proxyccl.device.errors import ArgumentError, CapacityError
+from proxyccl.device.errors import ArgumentError, CapacityError, ClosedError
 from proxyccl.proxy.codec import Codec
 
 _TOKENS = Codec(int, 32, "number of tokens")
 _LEAST_TOKENS = 128
+_MOST_FORMS = 64
 _OUTPUTS = "PROXYCCL_DEEP_EP_OUTPUTS"
 
 
@@ -80,6 +81,7 @@ class Layers:
     Attributes:
         communicator, lost_ranks: as given.
         all: these layers by their memory, in the order in which all ranks made them.
+        forms: prepared for calls' options and the shapes and types of their tensors, without numbers of tokens.
     """
 
     def __init__(self, communicator: Communicator, lost_ranks: Sequence[int] = ()) -> None:
@@ -88,6 +90,7 @@ class Layers:
         self._of_size: dict[Shape, EPAll2AllLayer] = {}
         self._turns: dict[Shape, Turns] = {}
         self.all: dict[DispatchCombineContext, EPAll2AllLayer] = {}
+        self.forms: dict[tuple[Any, ...], Any] = {}
 
     def of_size(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
         """A layer for at most this many tokens of a rank; all ranks pass the same number. It has the memory of the
@@ -97,6 +100,7 @@ class Layers:
         if largest is None:
             largest = self._of_size[shape] = self._make(shape, max_tokens)
         elif largest.ep_config.max_tokens < max_tokens:
+            self.forms.clear()  # all ranks leave the smaller layer
             largest = self._of_size[shape] = self._make_larger(shape, max_tokens, 2 * largest.ep_config.max_tokens)
         return largest.narrowed(max_tokens)
 
@@ -107,6 +111,13 @@ class Layers:
         if shape not in self._turns or self._turns[shape].layers[0] is not largest:
             self._turns[shape] = Turns(largest, self._make(shape, largest.ep_config.max_tokens))
         return self._turns[shape]
+
+    def add_form(self, key: tuple[Any, ...], form: Any) -> Any:
+        """Adds a form, in place of the oldest of many. Returns it."""
+        if len(self.forms) == _MOST_FORMS:
+            del self.forms[next(iter(self.forms))]
+        self.forms[key] = form
+        return form
 
     def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
         """Dispatches with a layer that is large enough for all ranks. It is not recorded for a backward pass.
@@ -138,6 +149,7 @@ class Layers:
     def close(self) -> None:
         """Releases the layers. All ranks call it together."""
         layers, self.all, self._growing, self._of_size, self._turns = self.all, {}, {}, {}, {}
+        self.forms.clear()
         for layer in layers.values():
             layer.finalize()
 
@@ -149,6 +161,8 @@ class Layers:
 
     def _make(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
         communicator = self.communicator
+        if communicator.closed:
+            raise ClosedError("the communicator of the buffer was closed")
         ranks, local_ranks = communicator.world_size, communicator.local_world_size
         by_rank = shape.layout == "rank"
         outputs = _kept_outputs() if by_rank else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,67 +18,112 @@ from proxyccl.deep_ep.float8 import (
     quantize_rounded,
     require_packable,
 )
-from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, Routing, Rows, routing_of
+from proxyccl.deep_ep.handles import Handle, LowLatencyHandle, Routing, Rows
 from proxyccl.deep_ep.layers import Layers, Shape
+from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
 
 Half = tuple[Callable[[], None], EPAll2AllLayer]
 """The second half of a call, and the layer that makes it."""
 
 
+class Options(NamedTuple):
+    """The options of `Buffer.low_latency_dispatch`. If `hooked`, a second half receives the rows."""
+
+    max_tokens: int
+    num_experts: int
+    num_sms: int
+    use_fp8: Any
+    round_scale: Any
+    use_ue8m0: Any
+    hooked: bool
+
+
 def dispatch(
-    layers: Layers,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    *,
-    max_tokens: int,
-    num_experts: int,
-    num_sms: int,
-    use_fp8: bool,
-    round_scale: bool,
-    use_ue8m0: bool,
-    stats: torch.Tensor | None,
-    hooked: bool,
+    layers: Layers, options: Options, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
 ) -> tuple[Rows, torch.Tensor, Handle, Half | None]:
-    """The results of `Buffer.low_latency_dispatch`, except the event. If `hooked`, the second half receives the
-    rows."""
-    if use_ue8m0 and not round_scale:
-        raise ArgumentError("use_ue8m0", "needs round_scale=True, as its scales are powers of two")
+    """The results of `Buffer.low_latency_dispatch`, except the event."""
+    try:
+        key = options, x.shape[1], x.dtype, topk_idx.shape[1], topk_idx.dtype
+    except (AttributeError, IndexError, TypeError):  # of another type than tensors
+        return Dispatches(layers, options, x, topk_idx).make(x, topk_idx, stats)
+    made = layers.forms.get(key)
+    if made is None:
+        made = layers.add_form(key, Dispatches(layers, options, x, topk_idx))
+    results: tuple[Rows, torch.Tensor, Handle, Half | None] = made.make(x, topk_idx, stats)
+    return results
+
+
+class Dispatches:
+    """Dispatches of one form: with the same options, and tensors that differ in their numbers of tokens alone.
+
+    Args:
+        layers: of the buffer.
+        options: of the calls.
+        x, topk_idx: of the call for which the form is prepared.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+    """
+
+    def __init__(self, layers: Layers, options: Options, x: torch.Tensor, topk_idx: torch.Tensor) -> None:
+        use_fp8, self._packs = as_flag(options.use_fp8, "use_fp8"), as_flag(options.use_ue8m0, "use_ue8m0")
+        self._rounds = as_flag(options.round_scale, "round_scale") and use_fp8
+        if self._packs and not options.round_scale:
+            raise ArgumentError("use_ue8m0", "needs round_scale=True, as its scales are powers of two")
+        _require_tokens(x, topk_idx)
+        hidden, most = x.shape[1], options.max_tokens
+        if use_fp8 and hidden % ELEMENTS:
+            raise ArgumentError("x", f"has {hidden} elements in a row; expected a multiple of {ELEMENTS} with use_fp8")
+        if self._packs:
+            require_packable(hidden)
+        num_scales = hidden // ELEMENTS if use_fp8 else 0
+        topk, experts = topk_idx.shape[1], options.num_experts
+        shape = Shape("padded", hidden, topk, experts, "bfloat16", options.num_sms, num_scales)
+        self._options = options
+        self._turns = layers.turns(shape, most) if options.hooked else None
+        both = (layers.of_size(shape, most),) if self._turns is None else self._turns.layers
+        self._layers = tuple(layer.narrowed(most) for layer in both)
+        self._experts = self._layers[0].ep_config.num_experts_per_rank
+
+    def make(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, stats: torch.Tensor | None
+    ) -> tuple[Rows, torch.Tensor, Handle, Half | None]:
+        """Makes a call."""
+        options, turns = self._options, self._turns
+        layer = self._layers[0 if turns is None else turns.next]
+        require_stats(stats, self._experts)
+        tokens = quantize_rounded(x) if self._rounds else x
+
+        def finish() -> None:
+            if packed is not None:
+                packed.copy_(packed_exponents(rows[1]))
+            if stats is not None:
+                stats.add_(expert_rows)
+
+        half = None
+        try:
+            if turns is None:
+                rows, _, desc = layer.dispatch_unrecorded(tokens, topk_idx)
+            else:
+                sent = layer.send_unrecorded(tokens, topk_idx)
+                half = _dispatch_later(layer, sent, finish)
+                turns.take()
+                rows, desc = sent.rows, sent.desc
+        except ArgumentError:
+            _require_tokens(x, topk_idx)  # in DeepEP's words
+            raise
+        expert_rows = desc.expert_rows
+        packed = column_major(rows[1], packed=True) if self._packs else None
+        if half is None:
+            finish()
+        handle = LowLatencyHandle(Routing(layer, desc), options.max_tokens, x.shape[1], options.num_experts)
+        return (rows if packed is None else (rows[0], packed)), expert_rows, handle, half
+
+
+def _require_tokens(x: Any, topk_idx: Any) -> None:
     require_tensor("x", x, (None, None), (torch.bfloat16,))
     require_ids(topk_idx, len(x))
-    hidden = x.shape[1]
-    if use_fp8 and hidden % ELEMENTS:
-        raise ArgumentError("x", f"has {hidden} elements in a row; expected a multiple of {ELEMENTS} with use_fp8")
-    if use_ue8m0:
-        require_packable(hidden)
-    num_scales = hidden // ELEMENTS if use_fp8 else 0
-    shape = Shape("padded", hidden, topk_idx.shape[1], num_experts, "bfloat16", num_sms, num_scales)
-    turns = layers.turns(shape, max_tokens) if hooked else None
-    largest = layers.of_size(shape, max_tokens) if turns is None else turns.layers[turns.next]
-    layer = largest.narrowed(max_tokens)
-    require_stats(stats, layer.ep_config.num_experts_per_rank)
-    tokens = quantize_rounded(x) if use_fp8 and round_scale else x
-
-    def finish() -> None:
-        if packed is not None:
-            packed.copy_(packed_exponents(rows[1]))
-        if stats is not None:
-            stats.add_(expert_rows)
-
-    half = None
-    if turns is None:
-        rows, _, desc = layer.dispatch_unrecorded(tokens, topk_idx)
-    else:
-        sent = layer.send_unrecorded(tokens, topk_idx)
-        half = _dispatch_later(layer, sent, finish)
-        turns.take()
-        rows, desc = sent.rows, sent.desc
-    expert_rows = desc.expert_rows
-    packed = column_major(rows[1], packed=True) if use_ue8m0 else None
-    if half is None:
-        finish()
-    handle = LowLatencyHandle(Routing(layer, desc), max_tokens, hidden, num_experts)
-    return (rows if packed is None else (rows[0], packed)), expert_rows, handle, half
 
 
 def _dispatch_later(layer: EPAll2AllLayer, pending: SentDispatch, finish: Callable[[], None]) -> Half:
@@ -137,22 +182,28 @@ def _combine_later(
 
 
 def combine(
-    x: torch.Tensor, topk_weights: torch.Tensor, handle: Any, out: torch.Tensor | None, *, hooked: bool
+    x: torch.Tensor, topk_weights: torch.Tensor, routing: Routing, out: torch.Tensor | None, *, hooked: bool
 ) -> tuple[torch.Tensor, Half | None]:
     """The results of `Buffer.low_latency_combine`, except the event. If `hooked`, the second half receives the rows."""
-    routing = routing_of(handle, "padded")
     layer, desc = routing.layer, routing.desc
-    desc.require_received(layer.ctx, "handle")
-    tokens, config = desc.num_dispatch_token_cur_rank, layer.ep_config
-    experts = config.num_experts_per_rank
-    require_tensor("x", x, (experts, desc.rows // experts, config.hidden), (torch.bfloat16,))
-    require_tensor("topk_weights", topk_weights, (tokens, config.topk), (torch.float32,))
+    if not isinstance(x, torch.Tensor) or not isinstance(topk_weights, torch.Tensor):
+        _require_results(x, topk_weights, layer, desc)
     if out is not None:
         _require_out(out, layer, desc)
-    if layer.sums_on_own_node:
-        weights = {"topk_weights": topk_weights}
-    else:
-        weights = {"weights": layer.weights_by_row(topk_weights, desc)}
-    if not hooked:
-        return layer.combine_unrecorded(x, desc, out=out, **weights), None
-    return _combine_later(layer, layer.send_back_unrecorded(x, desc, **weights), x, out)
+    try:
+        slots = topk_weights if layer.sums_on_own_node else None
+        weights = layer.weights_by_row(topk_weights, desc) if slots is None else None
+        if not hooked:
+            return layer.combine_unrecorded(x, desc, weights, slots, out), None
+        pending = layer.send_back_unrecorded(x, desc, weights, slots)
+    except ArgumentError:
+        _require_results(x, topk_weights, layer, desc)  # in DeepEP's words
+        raise
+    return _combine_later(layer, pending, x, out)
+
+
+def _require_results(x: Any, topk_weights: Any, layer: EPAll2AllLayer, desc: EPAllToAllLayoutDesc) -> None:
+    desc.require_received(layer.ctx, "handle")
+    config, experts = layer.ep_config, layer.ep_config.num_experts_per_rank
+    require_tensor("x", x, (experts, desc.rows // experts, config.hidden), (torch.bfloat16,))
+    require_tensor("topk_weights", topk_weights, (desc.num_dispatch_token_cur_rank, config.topk), (torch.float32,))
