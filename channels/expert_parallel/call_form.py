@@ -107,7 +107,8 @@ class CallForm:
     def _queue(
         self, desc: Any, prepared: tuple[Any, Launchable], stream: StreamLike, owners: tuple[object, ...]
     ) -> None:
-        self._ctx.queue(*prepared, stream, desc, owners)
+        # The form's layer has the memory that kernels before a dispatch fill.
+        self._ctx.queue(*prepared, stream, desc, (*owners, self))
 
 
 class GivenTokens:

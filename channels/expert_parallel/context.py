@@ -369,12 +369,12 @@ class DispatchCombineContext:
         desc: EPAllToAllLayoutDesc | None,
         owners: tuple[object, ...],
     ) -> None:
-        """Queues a launch, after its ranks' calls were compared unless `call` is NULL. `owners` and the descriptor's
-        tables are kept until the stream has passed it, where their memory is not used again in the stream's order.
+        """Queues a launch, after its ranks' calls were compared unless `call` is NULL. `owners` and the descriptor are
+        kept until the stream has passed it, where their memory is not used again in the stream's order.
         """
-        tables = () if desc is None else desc.table_owners
+        described = () if desc is None else (desc,)
         if not isinstance(stream, CurrentStream):
-            owners = (*owners, *tables)
+            owners = (*owners, *described)
         else:
-            owners = () if desc is None or desc.stream == stream else tables
+            owners = () if desc is None or desc.stream == stream else described
         self.group.launches.issue(call, launch, stream, owners)
