@@ -309,24 +309,24 @@ class Event {
  public:
   uint64_t begin() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return ++recorded_;
+    pending_.push_back(++recorded_);
+    return recorded_;
   }
   // Takes back the record that begin() returned, which no stream will finish. Who waits for it waits for the one
   // before.
   void withdraw(uint64_t record) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (recorded_ == record) --recorded_;
-    changed_.notify_all();
+    end(record);
   }
   void finish(uint64_t record) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (record > completed_) completed_ = record;
     time_ = std::chrono::steady_clock::now();
-    changed_.notify_all();
+    end(record);
   }
   int query() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return completed_ == recorded_ ? PROXYCCL_HOST_SUCCESS : PROXYCCL_HOST_NOT_READY;
+    return isDone(recorded_) ? PROXYCCL_HOST_SUCCESS : PROXYCCL_HOST_NOT_READY;
   }
   uint64_t lastRecord() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -334,14 +334,13 @@ class Event {
   }
   void waitFor(uint64_t record) {
     std::unique_lock<std::mutex> lock(mutex_);
-    host::waitFor(lock, changed_, [&] { return completed_ >= std::min(record, recorded_); });
+    host::waitFor(lock, changed_, [&] { return isDone(record); });
   }
   // Waits for at most `longest`. *target is one more than the record's number, or 0 for the last record so far.
   int await(uint64_t* target, std::chrono::milliseconds longest) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (*target == 0) *target = recorded_ + 1;
-    const auto reaches = [&] { return completed_ >= std::min(*target - 1, recorded_); };
-    const bool reached = changed_.wait_for(lock, longest, reaches);
+    const bool reached = changed_.wait_for(lock, longest, [&] { return isDone(*target - 1); });
     return reached ? PROXYCCL_HOST_SUCCESS : PROXYCCL_HOST_NOT_READY;
   }
   std::chrono::steady_clock::time_point time() {
@@ -350,9 +349,19 @@ class Event {
   }
 
  private:
+  // Records on several streams end in any order, and one that ends says nothing of those before.
+  bool isDone(uint64_t record) const {
+    return std::find(pending_.begin(), pending_.end(), std::min(record, recorded_)) == pending_.end();
+  }
+  void end(uint64_t record) {
+    pending_.erase(std::remove(pending_.begin(), pending_.end(), record), pending_.end());
+    changed_.notify_all();
+  }
+
   std::mutex mutex_;
   std::condition_variable changed_;
-  uint64_t recorded_ = 0, completed_ = 0;
+  uint64_t recorded_ = 0;
+  std::vector<uint64_t> pending_;
   std::chrono::steady_clock::time_point time_{};
 };
 
@@ -409,7 +418,12 @@ int proxyccl_host_event_destroy(void* event) {
 }
 int proxyccl_host_event_record(void* event, void* stream) {
   EventHolder holder = asEvent(event);
-  const uint64_t record = holder->begin();
+  uint64_t record = 0;
+  const int begun = statusOf([&] {
+    record = holder->begin();
+    return PROXYCCL_HOST_SUCCESS;
+  });
+  if (begun != PROXYCCL_HOST_SUCCESS) return begun;
   const int status = enqueue(stream, [holder, record] {
     holder->finish(record);
     return 0;

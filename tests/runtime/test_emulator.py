@@ -474,6 +474,23 @@ def test_an_event_orders_streams(runtime: HostRuntime, kernels: Module) -> None:
     assert out[0] == 5
 
 
+def test_a_wait_is_for_the_record_that_an_event_had_whatever_it_records_later(runtime: HostRuntime) -> None:
+    word = runtime.allocate(8)
+    held, waiting, idle = (runtime.create_stream() for _ in range(3))
+    event, after = runtime.create_event(), runtime.create_event()
+    runtime.wait_value(word.ptr, 1, held)
+    event.record(held)
+    waiting.wait_event(event)
+    after.record(waiting)
+    event.record(idle)
+    idle.synchronize()
+    assert event.query()
+    assert not after.query()
+    runtime.write_value(word.ptr, 1, idle)
+    waiting.synchronize()
+    assert after.query()
+
+
 def test_events_tell_the_time_between_them(runtime: HostRuntime, kernels: Module) -> None:
     stream = runtime.create_stream()
     word, out = zeros(1), zeros(1)
