@@ -110,6 +110,7 @@ class HostRuntime:
         self._streams_lock = threading.Lock()  # ranks that are threads may share a runtime
         self._default_stream: HostStream | None = None  # it has a thread, which most programs don't need
         self._modules: dict[int, dict[str, VoidPointer]] = {}  # by control block
+        self._shipped: dict[tuple[str, str], Kernel] = {}  # by file and name
 
     def __repr__(self) -> str:
         return f"HostRuntime(device={self.device})"
@@ -409,6 +410,9 @@ class HostRuntime:
         if that lacks it.
         """
         name = "_".join(filter(None, (kernel, dtype, op)))
+        known = self._shipped.get((file, name))
+        if known is not None:
+            return known
         library = shipped_library("experts" if file.startswith("experts/") else dtype or "moves")
         if library is None or self._cxxflags:
             from proxyccl.device.host.compiler import load_shipped
@@ -420,7 +424,7 @@ class HostRuntime:
                 module = self._load(library)
             except OSError as error:
                 raise CompileError(f"{error}; reinstall proxyccl") from None
-        return self._kernel(module, name)
+        return self._shipped.setdefault((file, name), self._kernel(module, name))
 
     def launch_target(self) -> LaunchTarget:
         """The launch call."""
