@@ -11,6 +11,7 @@ from setuptools import Extension, setup
 
 INCLUDE_DIRS = ["device/include", "device/kernels"]
 EXPERT_CALLS = ("given_arrays", "descriptor", "issuer", "dispatch_form", "combine_form")
+CALL_HEADERS = ("python_objects", "calls", "form", "flow_calls", "arrays", "reach")
 EXPERT_HEADERS = ("given_arrays", "descriptor", "issuer", "forms")
 JOBS = len(os.sched_getaffinity(0))
 GENERATED = Path("build/host_kernels")
@@ -99,15 +100,16 @@ of_objects = [
     )
     for name, sources, headers in (
         (
-            "proxyccl.channels._prepared_calls",
+            "proxyccl.channels.calls._calls",
             [
-                "channels/prepared_calls_module.c",
-                "channels/prepared_calls.c",
+                *(f"channels/calls/{name}.c" for name in ("module", "table", "form", "flow_calls", "arrays", "reach")),
                 *(f"channels/expert_parallel/{name}.c" for name in EXPERT_CALLS),
             ],
             [
-                *(f"device/{name}.h" for name in ("expert_calls", "stream_operations", "kernels/experts/experts")),
-                "channels/prepared_calls.h",
+                *(f"device/{name}.h" for name in ("expert_calls", "stream_operations")),
+                *(f"device/kernels/{name}.h" for name in ("experts/experts", "flows")),
+                *(f"channels/calls/{name}.h" for name in CALL_HEADERS),
+                *(f"proxy/engine/{name}.h" for name in ("calls", "order")),
                 *(f"channels/expert_parallel/{name}.h" for name in EXPERT_HEADERS),
             ],
         ),

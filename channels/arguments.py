@@ -9,6 +9,8 @@ import numpy as np
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, require_room
 from proxyccl.device.arrays.array import Array, ArrayView, as_view
+from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.arrays.libraries import from_torch, libraries
 from proxyccl.device.errors import ArgumentError
 
 
@@ -29,6 +31,15 @@ def input_view(group: Group, x: Any, argument: str) -> ArrayView:
     if view.ptr % view.dtype.itemsize:
         raise ArgumentError(argument, f"the array is not aligned to its element size of {view.dtype.itemsize} bytes")
     return view
+
+
+def flat_view(group: Group, x: Any, argument: str, *, in_bytes: bool) -> ArrayView:
+    """`input_view` of an array without its shape, and with `in_bytes` of its bytes, whatever its element type is."""
+    if in_bytes and libraries[type(x)].is_torch:
+        x = from_torch(x, argument, in_bytes=True)
+    view = input_view(group, x, argument)
+    dtype = as_dtype("uint8") if in_bytes else view.dtype
+    return ArrayView(view.ptr, (view.nbytes // dtype.itemsize,), dtype, view.device, view.writable, view.owner)
 
 
 def output_view(

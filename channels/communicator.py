@@ -6,7 +6,7 @@ import atexit
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from proxyccl.channels import array_libraries, kernel_languages, proxy_channel, sm_channel
 from proxyccl.channels.collectives.all_gather import ALL_GATHER
@@ -60,6 +60,18 @@ from proxyccl.proxy.verbs.options import RdmaOptions
 def _require_instance(argument: str, value: object, kind: type) -> None:
     if value is not None and not isinstance(value, kind):
         raise ArgumentError(argument, f"must be an object of {kind.__name__} or None, not {value!r}")
+
+
+class CallCounts(NamedTuple):
+    """How often a communicator was used.
+
+    Attributes:
+        made: calls that were launched.
+        prepared: forms of calls that were prepared.
+    """
+
+    made: int
+    prepared: int
 
 
 class Communicator:
@@ -348,8 +360,18 @@ class Communicator:
         return self._group
 
     @property
+    def calls(self) -> CallCounts:
+        """Counts of its collective calls, barriers included.
+
+        A call is prepared when it is the first of its kind: with these options, element types and shapes. Other calls
+        of the kind, also with new arrays, take the prepared form.
+        """
+        calls = self._group.launches.calls
+        return CallCounts(calls.made, calls.prepared)
+
+    @property
     def tensor_calls(self) -> TensorCalls:
-        """Its calls of torch's tensors that were made before. For torch's backend."""
+        """Its calls of torch's tensors. For torch's backend."""
         return TensorCalls(self._collectives)
 
     @property

@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
+from proxyccl.channels.calls.launches import Launches
 from proxyccl.channels.inventory import Inventory
 from proxyccl.channels.joining.bootstrap import Bootstrap
 from proxyccl.channels.joining.meeting import Meeting, meet_apart, meet_survivors, regroup
 from proxyccl.channels.joining.one_caller import OneCaller
 from proxyccl.channels.joining.topology import Topology
-from proxyccl.channels.launches import Launches
+from proxyccl.channels.lent_memory import LentMemory
 from proxyccl.channels.liveness.aftermath import Aftermath
 from proxyccl.channels.liveness.context_watch import ContextWatch
 from proxyccl.channels.liveness.failure import FailureState, Observer
@@ -99,6 +100,7 @@ class Group:
         inventory: the channels and semaphores in use.
         semaphore_words: the words that peers' kernels signal.
         symmetric: this rank's arrays that peers' kernels reach.
+        lent_memory: memory of other allocators that peers reach.
     """
 
     def __init__(self, meeting: Meeting, parent: Group | None = None, mapped: HandleCache | None = None) -> None:
@@ -132,7 +134,8 @@ class Group:
         self._segments = meeting.segments
         self._mapped = HandleCache(self.runtime.open) if mapped is None else mapped.hold()
         self.mappings = HandleCache(self._mapped.lease, below=self._mapped)
-        self.launches = Launches(self.runtime, self.failure, CallLog(self.control, self._segments, self.rank))
+        call_log = CallLog(self.control, self._segments, self.rank)
+        self.launches = Launches(self.runtime, self.failure, call_log, self.rank, self.world_size)
         self.inventory = Inventory()
         self.symmetric = SymmetricMemory(
             self.runtime,
@@ -141,7 +144,9 @@ class Group:
             {peer: segment.announcements for peer, segment in self._segments.items()},
             meeting.topology,
             self.rank,
+            self.launches.calls,
         )
+        self.lent_memory = LentMemory(self.runtime, self.symmetric, self.launches.calls)
         self._kept: list[Shared] = []
         self.semaphore_words = SemaphoreWords(self.runtime, self.mappings, exchange, self.keep)
         self.stream_waits: list[StreamWaits] = []
@@ -274,6 +279,7 @@ class Group:
 
         def each_turn() -> None:
             self.symmetric.update()
+            self.lent_memory.update()
             now = time.monotonic()
             for waits in tuple(self.stream_waits):
                 waits.look_for_timeouts(now)
@@ -676,6 +682,7 @@ class Group:
 
     def _free_memory(self, *, healthy: bool) -> None:
         self.launches.close()
+        self.lent_memory.close()
         reached = [*self._kept, *self.symmetric.memories(), *self._segments.values()]
         self.symmetric.close()
         self.semaphore_words.close()

@@ -1,32 +1,36 @@
-"""Lent memory: memory of other allocators, such as torch's, that calls meet repeatedly is announced to the peers.
+"""Lent memory: memory of other allocators, such as torch's, that calls meet often is announced to the peers.
 
 Nobody registered it. Its owner may free it at any time; then it is withdrawn (symmetric.py), and the peers unmap it.
 Until they have, the driver keeps it occupied. So only a part of the device's memory is lent, and none that is scarce.
+
+Calls only note the arrays that peers do not reach. The watcher's thread counts the notes, announces and withdraws, and
+the peers' watchers map. One step is left to a call: memory is exported while a call keeps it, as its owner may unmap it
+at any other moment.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-from typing import TypeVar
+import time
+from collections import Counter, deque
 
-from proxyccl.channels._prepared_calls import MOST_KEPT
-from proxyccl.channels.symmetric import SymmetricMemory
-from proxyccl.device.arrays.array import ArrayView
+from proxyccl.channels.calls._calls import RECEIVED_BY_PROXIES, Calls
+from proxyccl.channels.symmetric import Export, SymmetricMemory
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.process.left_behind import take_each
 from proxyccl.device.runtime import Runtime
 
-Value = TypeVar("Value")
-
 _VARIABLE = "PROXYCCL_LEND_BYTES"
-_LEAST_BYTES = 1 << 20  # of an array; shorter ones gain little
 _SHARE = 16  # of the device's memory, at most
 _MOST_RANGES = 64
-_REMEMBERED = MOST_KEPT
-"""Arrays that were met once, and of those that `is_in_place` knows: a step of a program meets as many before it begins
-again.
-"""
-_SURE, _IN_VAIN = 4, 32  # looks at an array
+_WINDOW_SECONDS = 1.0
+_OFTEN, _MOST_OFTEN = 16, 256
+"""How often an array must be met within the window, and the most: the number doubles each time that the array can't be
+lent, or that lent memory which begins at its address is freed."""
+_MOST_DOUBLED = 1024
+
+Met = tuple[int, int]
+"""Address and size of an array."""
 
 
 class LentMemory:
@@ -35,81 +39,70 @@ class LentMemory:
     Args:
         runtime: the rank's.
         symmetric: announces it.
+        calls: the calls of the group.
 
     Attributes:
         limit: most bytes that are lent; 0: none. By default ``PROXYCCL_LEND_BYTES``, else a share of the device's.
     """
 
-    def __init__(self, runtime: Runtime, symmetric: SymmetricMemory) -> None:
-        self._runtime, self._symmetric = runtime, symmetric
+    def __init__(self, runtime: Runtime, symmetric: SymmetricMemory, calls: Calls) -> None:
+        self._runtime, self._symmetric, self._calls = runtime, symmetric, calls
         self.limit = limit_of_environment()
-        self._met: dict[tuple[int, int], None] = {}  # addresses and sizes
-        self._looks: dict[tuple[int, int], int] = {}  # at the same: how many found it in place; below 0, did not
-        self._in_place: tuple[tuple[int, int], ...] = ()  # ranges, from start to end
-        self._lock = threading.Lock()  # of these
-        symmetric.listen(self._forget)
+        self._met: Counter[Met] = Counter()  # in this window
+        self._window_ends = 0.0
+        self._often: dict[int, int] = {}  # by address, where it is not _OFTEN: how often the array there must be met
+        self._exported: deque[Export] = deque()
+        self._refused: deque[int] = deque()  # addresses of arrays that can't be lent now
 
-    def meet(self, view: ArrayView) -> bool:
-        """Notes that a new call uses an array. The second time its memory is lent, if that pays and there is room.
+    @property
+    def is_possible(self) -> bool:
+        """Whether anything may be lent."""
+        return self.limit != 0 and self._symmetric.offered
 
-        Returns:
-            Whether that is decided: until then the next call must come here too.
-        """
-        if self.limit == 0 or view.nbytes < _LEAST_BYTES or not self._symmetric.offered:
-            return True
-        if self._symmetric.find(view.ptr, view.nbytes) is not None:
-            return True
-        met = view.ptr, view.nbytes
-        with self._lock:
-            if met not in self._met:
-                _remember(self._met, met, None)
-                return False
-            del self._met[met]
-        whole = self._runtime.whole_allocation(view.ptr, view.nbytes)
-        if whole is not None and self._has_room(whole[1]):
-            self._symmetric.announce(*whole, lent=True)
-        return True
+    def update(self) -> None:
+        """Counts the arrays that calls have noted, and announces memory that was exported. For the watcher's thread."""
+        for exported in take_each(self._exported):
+            self._symmetric.lend(exported)
+        for start in (*take_each(self._symmetric.freed), *take_each(self._refused)):
+            if len(self._often) >= _MOST_DOUBLED:
+                self._often.clear()
+            self._often[start] = min(2 * self._often.get(start, _OFTEN), _MOST_OFTEN)
+        notes = self._calls.take_notes()
+        now = time.monotonic()
+        if now > self._window_ends:
+            self._met.clear()
+            self._window_ends = now + _WINDOW_SECONDS
+        self._met.update(notes)
+        for met in dict.fromkeys(notes):
+            if self._calls.reach_of(*met):
+                del self._met[met]  # it was announced since
+            elif self._met[met] >= self._often.get(met[0], _OFTEN):
+                del self._met[met]
+                self._calls.want(*met, self._export)
 
-    def is_in_place(self, ptr: int, nbytes: int) -> bool:
-        """Whether calls by proxy receive in an array itself, most likely on all ranks.
+    def close(self) -> None:
+        """Drops memory that was exported and is not announced. The watcher must have ended."""
+        for exported in take_each(self._exported):
+            self._runtime.end_export(exported.handle)
 
-        The answer turns to yes some calls late, as other ranks may hear of it later. After many looks that did not find
-        an array in place, it stays no. So a repeated call takes no look.
-        """
-        if any(start <= ptr and ptr + nbytes <= end for start, end in self._in_place):
-            return True
-        array = ptr, nbytes
-        looks = self._looks.get(array, 0)
-        if looks == -_IN_VAIN:
-            return False
-        found = self._symmetric.serving_proxies(ptr, nbytes)
-        looks = min(looks, 0) - 1 if found is None else max(looks, 0) + 1
-        with self._lock:
-            if found is None or looks < _SURE:
-                _remember(self._looks, array, looks)
-            elif found.users:  # otherwise it was withdrawn meanwhile
-                self._looks.pop(array, None)
-                self._in_place += ((found.start, found.end),)
-        return False
+    def is_received_in(self, ptr: int, nbytes: int) -> bool:
+        """Whether the peers' proxies store to an array where it lies."""
+        return bool(self._calls.reach_of(ptr, nbytes) & RECEIVED_BY_PROXIES)
 
-    def _forget(self, start: int, end: int) -> None:
-        """Memory was announced or withdrawn."""
-        with self._lock:
-            self._in_place = tuple(known for known in self._in_place if known[1] <= start or end <= known[0])
-            for array in [array for array in self._looks if start <= array[0] < end]:
-                del self._looks[array]
+    def _export(self, ptr: int, nbytes: int) -> None:
+        """Exports the allocation of an array, in a call that keeps it, if there is room."""
+        whole = self._runtime.whole_allocation(ptr, nbytes)
+        exported = self._symmetric.export(*whole) if whole is not None and self._has_room(whole[1]) else None
+        if exported is None:
+            self._refused.append(ptr)
+        else:
+            self._exported.append(exported)
 
     def _has_room(self, nbytes: int) -> bool:
-        sizes = self._symmetric.lent_sizes
+        sizes = [*self._symmetric.lent_sizes, *(exported.nbytes for exported in list(self._exported))]
         free, total = self._runtime.memory_left()
         limit = total // _SHARE if self.limit is None else self.limit
         return len(sizes) < _MOST_RANGES and sum(sizes) + nbytes <= min(limit, free)
-
-
-def _remember(known: dict[tuple[int, int], Value], array: tuple[int, int], value: Value) -> None:
-    if array not in known and len(known) >= _REMEMBERED:
-        del known[next(iter(known))]
-    known[array] = value
 
 
 def limit_of_environment() -> int | None:

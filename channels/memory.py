@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from proxyccl.channels.calls._calls import NAMED_BY_PROXIES, RECEIVED_BY_PROXIES
 from proxyccl.channels.group import Group
 from proxyccl.channels.ranks import as_rank
 from proxyccl.channels.symmetric import Announced
 from proxyccl.device.arguments.integers import find_extents, find_integer
 from proxyccl.device.arrays import libraries
-from proxyccl.device.arrays.array import Array, ArrayView, as_view, current_stream, fingerprint
+from proxyccl.device.arrays.array import Array, ArrayView, as_view, current_stream
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.memory.handle_kinds import NOT_PASSED, passes_namespaces
@@ -52,6 +54,7 @@ class _Offer(Message, frozen=True):
     unsupported_reasons: dict[str, str]
 
 
+_numbers = itertools.count()
 _OFFER = Codec(_Offer, 1 << 20, "memory offer")
 _IDS = Codec[dict[int, Uint32]](dict[int, Uint32], 1 << 20, name="memory ids")
 
@@ -77,7 +80,7 @@ def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric:
     nbytes = element.itemsize * math.prod(dims)
     take = group.symmetric.allocate if symmetric else group.runtime.allocate
     array = Array(group.runtime, take(max(nbytes, 1)), dims, element)
-    array.identity = object()
+    array.address = array.ptr
     return array
 
 
@@ -150,6 +153,7 @@ class RegisteredMemory:
         self._transport_ids: dict[str, int] = {}  # of this rank's range, by transport
         self._ids_at_peers: dict[int, int] = {}
         self._schedule_ids = 0
+        self._number = -1 - next(_numbers)  # of the range for `Calls`; announcements have the numbers from 0 on
         self._closed = False
         self._allocations = group.runtime.allocations(view.ptr, view.nbytes)
         self.ptr = view.ptr
@@ -207,6 +211,9 @@ class RegisteredMemory:
                     ids[peer] = self.peer_id(peer)
         answers = group.exchange.all_gather(ids, _IDS, "register: memory ids")
         self._ids_at_peers = {peer: answers[peer][group.rank] for peer in peers if group.rank in answers[peer]}
+        if self.is_for_schedules:
+            proxies = NAMED_BY_PROXIES | RECEIVED_BY_PROXIES
+            group.launches.calls.set_reached(self._number, self.ptr, self.ptr + self.nbytes, None, proxies, 0, 0, None)
 
     @property
     def is_for_schedules(self) -> bool:
@@ -347,13 +354,6 @@ class RegisteredMemory:
             raise ArgumentError("memory", f"rank {rank} can't share its memory: {reason}")
         return offer.handle
 
-    def fingerprint(self) -> tuple[Any, ...] | None:
-        """As that of an array; None too if `require_current` would refuse it."""
-        if self._closed or self._group.runtime.allocations(self.ptr, self.nbytes) != self._allocations:
-            return None
-        array = fingerprint(self._owner)
-        return None if array is None else (self.digest, array)
-
     def require_current(self) -> None:
         """Raises ArgumentError if the array was freed, and ClosedError if this is closed."""
         self._require_open()
@@ -379,7 +379,8 @@ class RegisteredMemory:
         if self._closed or self._group.failure.inherited:
             return
         self._closed = True
-        if not self._group.failure.closed:  # calls that are kept name the ids, which go to other memory
+        if not self._group.failure.closed:  # forms name the ids, which go to other memory
+            self._group.launches.calls.unset_reached(self._number)
             self._group.symmetric.notify(self.ptr, self.ptr + self.nbytes)
         self._group.links.schedule_ids -= self._schedule_ids
         service = self._group.links.proxy_if_started
@@ -403,4 +404,4 @@ class RegisteredMemory:
         self._owner = None
 
 
-libraries.register(RegisteredMemory, RegisteredMemory.fingerprint, lambda memory: current_stream(memory.array))
+libraries.register(RegisteredMemory, lambda memory: current_stream(memory.array))

@@ -13,10 +13,10 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
 
 from msgspec import Struct, field
 
+from proxyccl.channels.calls._calls import NAMED_BY_PROXIES, RECEIVED_BY_PROXIES, Calls
 from proxyccl.channels.joining.topology import Topology
 from proxyccl.channels.segment.announcements import (
     ENTRIES,
@@ -55,6 +55,7 @@ class Announced(Struct):
         proxy_memory: its first id in this rank's proxy, if the proxy has it.
         for_proxies: whether peers' proxies were asked to add it.
         lent: whether no program asked for this (lent_memory.py): proxies' calls do not wait for the peers' replies.
+        known: how peers reach it, as `Calls` was told.
         heirs: the announcements of the same range to other groups, until it is withdrawn here.
     """
 
@@ -69,6 +70,7 @@ class Announced(Struct):
     proxy_memory: int | None = None
     for_proxies: bool = False
     lent: bool = False
+    known: tuple[list[int] | None, int, bool] = (None, 0, False)
     heirs: list[tuple[weakref.ref[SymmetricMemory], Announced]] = field(default_factory=list)
 
     @property
@@ -85,6 +87,21 @@ class Announced(Struct):
     def has_ids(self) -> bool:
         """Whether it has ids in a proxy, or peers were asked to give it some."""
         return self.for_proxies or self.proxy_memory is not None
+
+
+class Export(Struct, frozen=True):
+    """A range that was exported while its owner kept it.
+
+    Attributes:
+        ptr, nbytes: address and size.
+        handle: maps it.
+        allocations: the allocations that held it.
+    """
+
+    ptr: int
+    nbytes: int
+    handle: bytes
+    allocations: Allocations
 
 
 class _Handled(Struct):
@@ -153,6 +170,10 @@ class SymmetricMemory:
         peers: the tables of the host's other ranks, by rank.
         topology: the placement of the ranks.
         rank: this rank.
+        calls: the calls of the group, which learn how peers reach the memory.
+
+    Attributes:
+        freed: addresses of lent ranges that their owners have freed; whoever reads them removes them.
     """
 
     def __init__(
@@ -163,16 +184,18 @@ class SymmetricMemory:
         peers: dict[int, Announcements],
         topology: Topology,
         rank: int,
+        calls: Calls,
     ) -> None:
         self._runtime, self._mappings = runtime, mappings
         self._own = own
-        self._topology, self._rank = topology, rank
+        self._topology, self._rank, self._calls = topology, rank, calls
         self._numbers = {peer: number for number, peer in enumerate(sorted({*peers, rank}))}
         self._world_size = len(topology.accessible)
         self._offered = len(self._numbers) == self._world_size and self._world_size <= MOST_RANKS
         self._peers = peers if self._offered else {}  # otherwise none announces anything
         self._lock = threading.RLock()  # of the following, except the mappings
         self._announced: dict[int, Announced] = {}
+        self._unsettled: dict[int, Announced] = {}  # those of which peers, or their proxies, have yet to reply
         self._free = list(range(ENTRIES - 1, -1, -1))
         self._withdrawn: dict[int, object] = {}  # by entry; released when all peers have unmapped it
         self._ended: deque[Announced] = deque()  # ranges of arrays that are gone; needs no lock
@@ -180,21 +203,16 @@ class SymmetricMemory:
         self._pool_changes = -1  # of the pool that were handled
         self._following = threading.Lock()  # of what follows
         self._segments: dict[int, Announced | None] = {}  # by number; None where a segment can't be announced
-        self._listeners: list[Callable[[int, int], None]] = []
+        self.freed: deque[int] = deque()
         self._closed = False
         self._mapping = threading.Lock()  # of what follows
         self._proxy: Proxy | None = None
         self._seen = dict.fromkeys(peers, 0)  # changes of each peer's table that were handled
         self._handled: dict[tuple[int, int], _Handled] = {}  # by peer and entry
 
-    def listen(self, changed: Callable[[int, int], None]) -> None:
-        """Has `changed(start, end)` called when the knowledge about a range of this rank's memory changes."""
-        self._listeners.append(changed)
-
     def notify(self, start: int, end: int) -> None:
-        """Tells the listeners that the knowledge about a range has changed."""
-        for listener in self._listeners:
-            listener(start, end)
+        """Has forms forgotten that name memory in a range."""
+        self._calls.forget(start, end)
 
     # -- this rank's memory ---
 
@@ -219,9 +237,7 @@ class SymmetricMemory:
             return memory
         return SymmetricArrayMemory(memory, self, announced)
 
-    def announce(
-        self, ptr: int, nbytes: int, memory: object = None, *, reserved: bool = False, lent: bool = False
-    ) -> Announced | None:
+    def announce(self, ptr: int, nbytes: int, memory: object = None, *, reserved: bool = False) -> Announced | None:
         """Announces a range, or finds it announced. None if peers can't map it, or the table is full.
 
         Each call that returns something is paired with a `withdraw`.
@@ -231,7 +247,6 @@ class SymmetricMemory:
             nbytes: its size.
             memory: keeps it from being freed; released when it was withdrawn and no peer maps it.
             reserved: as for `allocate`.
-            lent: see `Announced`.
         """
         if not self._offered or self._world_size == 1 or nbytes == 0:
             return None
@@ -241,31 +256,77 @@ class SymmetricMemory:
             with self._lock:
                 if known.users:
                     known.users += 1
-                    known.lent = known.lent and lent  # whoever registers it may wait
+                    known.lent = False  # whoever registers it may wait
                     if known.memory is None:
                         known.memory = memory
+                    self._tell_calls(known)
                     return known
+        exported = self.export(ptr, nbytes)
+        return None if exported is None else self._announce(exported, memory, reserved=reserved)
+
+    def export(self, ptr: int, nbytes: int) -> Export | None:
+        """Exports a range that its owner keeps during the call. None if peers can't map it."""
         allocations = self._runtime.allocations(ptr, nbytes)
         try:
             handle = self._runtime.export(ptr, nbytes)
         except ProxyCCLError:  # private memory: it is staged
             return None
-        if len(handle) > LONGEST_HANDLE:
-            self._runtime.end_export(handle)
-            return None
-        guard = AllocationGuard(self._runtime.allocation_calls(), allocations)
+        if len(handle) <= LONGEST_HANDLE:
+            return Export(ptr, nbytes, handle, allocations)
+        self._runtime.end_export(handle)
+        return None
+
+    def lend(self, exported: Export) -> None:
+        """Announces a range that no program has registered, unless it is announced or has changed since its export."""
+        guard = AllocationGuard(self._runtime.allocation_calls(), exported.allocations)
+        with self._runtime.current():
+            is_unchanged = guard.holds
+        if is_unchanged and self.find(exported.ptr, exported.nbytes) is None:
+            self._announce(exported, lent=True)
+        else:
+            self._runtime.end_export(exported.handle)
+
+    def _announce(
+        self, exported: Export, memory: object = None, *, reserved: bool = False, lent: bool = False
+    ) -> Announced | None:
+        start, handle = exported.ptr, exported.handle
+        guard = AllocationGuard(self._runtime.allocation_calls(), exported.allocations)
         with self._lock:
             self.let_go_withdrawn()
             if self._closed or len(self._free) <= (0 if reserved else _RESERVED_ENTRIES):
                 self._runtime.end_export(handle)
                 return None
-            announced = Announced(self._free.pop(), ptr, ptr + nbytes, handle, allocations, guard, memory, lent=lent)
+            entry, end = self._free.pop(), start + exported.nbytes
+            announced = Announced(entry, start, end, handle, exported.allocations, guard, memory, lent=lent)
             self._announced[announced.entry] = announced
             self._own.announce(announced.entry, handle)
             if lent and self._proxy is not None:
                 self._offer_to_proxies(announced)
+            self._unsettled[entry] = announced
+            self._tell_calls(announced)
         self.notify(announced.start, announced.end)
         return announced
+
+    def _tell_calls(self, announced: Announced) -> None:
+        """Tells `Calls` how peers reach a range by now."""
+        replies = self._replies(announced.entry)
+        bases = None
+        if replies is not None and UNREACHED not in replies:
+            bases = [announced.start if rank == self._rank else replies.pop(0) for rank in range(self._world_size)]
+        at_peers = self.memories_at_peers(announced) if announced.lent and announced.for_proxies else {}
+        proxies = NAMED_BY_PROXIES  # calls wait until peers' proxies have memory that is not lent
+        if at_peers is not None and (at_peers or not announced.lent) and NO_MEMORY not in at_peers.values():
+            proxies |= RECEIVED_BY_PROXIES
+        if replies is not None and at_peers is not None:
+            self._unsettled.pop(announced.entry, None)
+        kept = announced.memory is not None
+        if announced.known == (bases, proxies, kept):
+            return
+        announced.known = bases, proxies, kept
+        holds, guard = (0, 0) if kept else announced.guard.addresses
+        self._calls.set_reached(
+            announced.entry, announced.start, announced.end, bases, proxies, holds, guard, announced.guard
+        )
 
     def withdraw(self, announced: Announced) -> None:
         """Ends an `announce`. With the last one, no queued work of this rank may still use the range."""
@@ -320,11 +381,15 @@ class SymmetricMemory:
                 return
             announced.users = 0
             self._end(announced)
+            if announced.lent:
+                self.freed.append(announced.start)
         self.notify(announced.start, announced.end)
         self._remove_from_proxy(announced)
 
     def _end(self, announced: Announced) -> None:
         del self._announced[announced.entry]
+        self._unsettled.pop(announced.entry, None)
+        self._calls.unset_reached(announced.entry)
         self._own.announce(announced.entry, b"")
         self._runtime.end_export(announced.handle)
         self._withdrawn[announced.entry] = announced.memory
@@ -350,20 +415,6 @@ class SymmetricMemory:
             return None
         offset = view.ptr - announced.start
         return [view.ptr if rank == self._rank else replies.pop(0) + offset for rank in range(self._world_size)]
-
-    def is_settled(self, view: ArrayView) -> bool:
-        """Whether `reached` says the same until the range is announced or withdrawn, and for lent memory also whether
-        it has ids in the peers' proxies."""
-        announced = self.find(view.ptr, view.nbytes)
-        if announced is None:
-            return True
-        awaits_proxies = announced.lent and announced.for_proxies and self.memories_at_peers(announced) is None
-        return self._replies(announced.entry) is not None and not awaits_proxies
-
-    def is_lent(self, view: ArrayView) -> bool:
-        """Whether an array lies in lent memory."""
-        announced = self.find(view.ptr, view.nbytes)
-        return announced is not None and announced.lent
 
     @property
     def lent_sizes(self) -> list[int]:
@@ -397,6 +448,7 @@ class SymmetricMemory:
             for announced in self._announced.values():
                 if announced.lent:
                     self._offer_to_proxies(announced)
+                    self._unsettled[announced.entry] = announced
 
     def may_have_memory_ids(self, announced: Announced) -> bool:
         """Whether a range has ids in proxies, or may take some: all ranks' optional ranges take at most half of a
@@ -429,16 +481,6 @@ class SymmetricMemory:
         found = self._own.memories(announced.entry, [self._numbers[peer] for peer in peers])
         return None if found is None else dict(zip(peers, found, strict=True))
 
-    def serving_proxies(self, ptr: int, nbytes: int) -> Announced | None:
-        """The announced range that contains a range, if a call by proxy would now receive in it."""
-        announced = self.find(ptr, nbytes)
-        if announced is None or not self.may_have_memory_ids(announced):
-            return None
-        if not announced.lent:
-            return announced  # the call waits until peers' proxies have it
-        found = self.memories_at_peers(announced) if announced.for_proxies else None
-        return None if found is None or NO_MEMORY in found.values() else announced
-
     def _ask_proxies(self, announced: Announced) -> None:
         if not announced.for_proxies:
             announced.for_proxies = True
@@ -448,24 +490,6 @@ class SymmetricMemory:
         """Asks the peers' proxies to add a range before a call needs it, as that will not wait."""
         if self.may_have_memory_ids(announced):
             self._ask_proxies(announced)
-
-    def guard(self, views: Iterable[ArrayView]) -> AllocationGuard | None:
-        """A guard that checks, for a launchable with these arrays, whether the addresses of `reached` are still valid.
-        None if only a change of the range, which listeners are told of, ends that.
-        """
-        watched: list[tuple[int, int]] = []
-        for view in views:
-            announced = self.find(view.ptr, view.nbytes)
-            if announced is None or announced.memory is not None:
-                continue
-            starts = [ptr for ptr, _ in announced.allocations]
-            ends = [*starts[1:], announced.end]
-            watched += [
-                allocation
-                for allocation, end in zip(announced.allocations, ends, strict=True)
-                if end > view.ptr and allocation[0] < view.ptr + view.nbytes
-            ]
-        return AllocationGuard(self._runtime.allocation_calls(), tuple(watched)) if watched else None
 
     def find(self, ptr: int, nbytes: int) -> Announced | None:
         """The announced range that contains a range."""
@@ -532,6 +556,9 @@ class SymmetricMemory:
         if self._pool is not None:
             self._follow_pool(self._pool)
         self._withdraw_freed()
+        with self._lock:
+            for announced in list(self._unsettled.values()):
+                self._tell_calls(announced)
         if self._closed or all(table.changes == self._seen[peer] for peer, table in self._peers.items()):
             return
         if not self._mapping.acquire(blocking=wait):

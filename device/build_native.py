@@ -260,7 +260,7 @@ typedef struct {
   int attribute; const uint64_t *ptrs; const uint64_t *ids; uint32_t count; ...;
 } ProxycclAllocationGuard;
 void proxyccl_allocation_guard_fill(ProxycclAllocationGuard *guard, uintptr_t pointer_attribute);
-int proxyccl_allocations_hold(const ProxycclAllocationGuard *guard);
+int proxyccl_allocations_hold(const ProxycclAllocationGuard *guard, uint64_t start, uint64_t end);
 uintptr_t proxyccl_allocations_hold_address(void);
 
 enum { PROXYCCL_MOST_SLEEPERS, ... };

@@ -59,6 +59,11 @@ def parameters_of(table: Any) -> list[Parameter]:
     return [Parameter(word >> 8, word & 3, word >> 2 & 63) for word in words]
 
 
+def find_range(ranges: Sequence[tuple[int, int]], address: int) -> int | None:
+    """The number of the first range, each an address and a size, that an address lies in; None if it lies in none."""
+    return next((i for i, (start, size) in enumerate(ranges) if start <= address < start + max(size, 1)), None)
+
+
 def _dimensions(shape: Shape, argument: str) -> tuple[int, int, int]:
     expected = "must be one to three positive 32-bit integers"
     given = find_extents(shape) or []
@@ -100,6 +105,35 @@ class Launch:
         """The same launch with arguments of its own, as they were first packed."""
         prepared = self.prepared
         return Launch(self._kernel, tuple(prepared.grid), tuple(prepared.block), self._arguments, prepared.shared_bytes)
+
+    def pointers_into(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+        """The words of the arguments that point into ranges of memory.
+
+        Args:
+            ranges: address and size of each, in bytes.
+
+        Returns:
+            For each word its address, the number of the range, and the offset in that range.
+        """
+        found = []
+        for index, (argument, parameter) in enumerate(zip(self._arguments, self._kernel.parameters, strict=True)):
+            offsets = (0,) if parameter.kind == POINTER else getattr(argument, "pointers", ())
+            for offset in offsets:
+                value = struct.unpack_from("<Q", self._values[index], offset)[0]
+                number = find_range(ranges, value)
+                if number is not None:
+                    word = int(ffi.cast("uintptr_t", self.packed(index))) + offset
+                    found.append((word, number, value - ranges[number][0]))
+        return found
+
+    @property
+    def peers_words(self) -> int:
+        """The address of the words of an argument that `ProxiedStruct.peers_words` names; 0 if there are none."""
+        for index, argument in enumerate(self._arguments):
+            offset: int | None = getattr(argument, "peers_words", None)
+            if offset is not None:
+                return int(ffi.cast("uintptr_t", self.packed(index))) + offset
+        return 0
 
     def packed(self, index: int) -> VoidPointer:
         """The address of an argument, which can be changed there for launches from now on; queued ones keep theirs."""

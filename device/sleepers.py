@@ -29,21 +29,33 @@ class Sleepers:
 
 
 class ProxiedStruct(bytes):
-    """A struct, as a kernel's argument, with handles of channels whose triggers a proxy takes.
+    """A struct, as a kernel's argument, of which a launch must know more than its bytes.
 
     Attributes:
-        sleepers: of that proxy.
+        sleepers: of the proxy that takes the triggers of its channels; None if it has no such channels.
+        pointers: offsets of its pointers to arrays of a call.
+        peers_words: offset of the addresses, by rank, at which kernels of all ranks reach the output of a call. None if
+            it has none, or the call leaves them null.
     """
 
-    sleepers: Sleepers
+    sleepers: Sleepers | None = None
+    pointers: tuple[int, ...] = ()
+    peers_words: int | None = None
 
     @classmethod
-    def of(cls, raw: bytes, sleepers: Sleepers | None) -> bytes:
-        """The struct; plain bytes if no proxy is concerned."""
-        if sleepers is None:
+    def of(
+        cls,
+        raw: bytes,
+        sleepers: Sleepers | None,
+        *,
+        pointers: tuple[int, ...] = (),
+        peers_words: int | None = None,
+    ) -> bytes:
+        """The struct; plain bytes if its bytes are all there is to know."""
+        if sleepers is None and not pointers and peers_words is None:
             return raw
         made = cls(raw)
-        made.sleepers = sleepers
+        made.sleepers, made.pointers, made.peers_words = sleepers, pointers, peers_words
         return made
 
 

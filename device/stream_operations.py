@@ -11,7 +11,7 @@ from msgspec import Struct
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import BaseRuntime, StreamLike
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.kernel import Launch
+from proxyccl.device.kernel import Launch, find_range
 from proxyccl.device.sleepers import Sleepers, wakes
 
 _WORD_BYTES = 8
@@ -140,6 +140,18 @@ class StreamOperations:
             with self._runtime.current():
                 status = lib.proxyccl_stream_issue(self.prepared, handle)
         self.check(status)
+
+    def pointers_into(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+        """The words of copies and launches that point into ranges of memory. See `Launch.pointers_into`."""
+        found = [pointer for launch in self._launches for pointer in launch.pointers_into(ranges)]
+        for step in self._steps:
+            for field in ("dst", "src") if step.bytes else ():
+                value = getattr(step, field)
+                number = find_range(ranges, value)
+                if number is not None:
+                    word = int(ffi.cast("uintptr_t", ffi.addressof(step, field)))
+                    found.append((word, number, value - ranges[number][0]))
+        return found
 
     def step_address(self, step: int) -> int:
         """The address of a step's ProxycclStreamStep, for callers in C that change it."""

@@ -286,36 +286,6 @@ class _ProxycclCallers:
 
 class ProxycclCallers(_ProxycclCallers, CData): ...
 class ProxycclCallersPointer(_ProxycclCallers, ItemPointer[ProxycclCallers]): ...
-class ProxycclStreamOrder(CData): ...
-class ProxycclStreamOrderPointer(Pointer): ...
-class ProxycclLaunch(CData): ...
-class ProxycclLaunchPointer(Pointer): ...
-
-class _ProxycclLastOfFlow:
-    event: int
-
-class ProxycclLastOfFlow(_ProxycclLastOfFlow, CData): ...
-class ProxycclLastOfFlowPointer(_ProxycclLastOfFlow, ItemPointer[ProxycclLastOfFlow]): ...
-
-class _ProxycclFlowOrder:
-    streams: PointerField[ProxycclStreamOrderPointer]
-    control: PointerField[ProxycclControlPointer]
-    thread_stream: int
-    last: PointerField[ProxycclLastOfFlowPointer]
-    flow_count: int
-
-class ProxycclFlowOrder(_ProxycclFlowOrder, CData): ...
-class ProxycclFlowOrderPointer(_ProxycclFlowOrder, ItemPointer[ProxycclFlowOrder]): ...
-
-class _ProxycclFlowCall:
-    flows: PointerField[Uint32Pointer]
-    flow_count: int
-    launches: PointerField[PointerTo[ProxycclLaunchPointer]]
-    launch_count: int
-    event: int
-
-class ProxycclFlowCall(_ProxycclFlowCall, CData): ...
-class ProxycclFlowCallPointer(_ProxycclFlowCall, ItemPointer[ProxycclFlowCall]): ...
 
 class _ProxycclAnnouncement:
     version: int
@@ -434,7 +404,6 @@ class Lib:
     PROXYCCL_TRACED_STEP_SHIFT: Final[int]
     PROXYCCL_NO_MORE_TURNS: Final[int]
     PROXYCCL_NO_ID: Final[int]
-    PROXYCCL_NO_STREAM: Final[int]
     PROXYCCL_UNREACHED: Final[int]
     PROXYCCL_NO_MEMORY: Final[int]
     PROXYCCL_OBSERVE_FORMAT: Final[int]
@@ -714,18 +683,6 @@ class Lib:
         stream: int,
         /,
     ) -> int: ...
-    def proxyccl_flow_order_issue(
-        self,
-        order: Passed[ProxycclFlowOrderPointer],
-        call: Passed[ProxycclFlowCallPointer],
-        unused: Pointer,
-        stream: int,
-        /,
-    ) -> int: ...
-    def proxyccl_flow_order_unname(
-        self, order: Passed[ProxycclFlowOrderPointer], call: Passed[ProxycclFlowCallPointer], /
-    ) -> None: ...
-    def proxyccl_flow_order_needs(self, order: Passed[ProxycclFlowOrderPointer], event: int, /) -> int: ...
     def proxyccl_announce(
         self,
         table: Passed[ProxycclAnnouncementsPointer],
@@ -1019,58 +976,6 @@ class FFI(BaseFFI):
     ) -> Array[ProxycclCallEntryPointer, PointerTo[ProxycclCallEntryPointer]]: ...
     @overload
     def new(
-        self, cdecl: Literal["ProxycclStreamOrder *"], init: Initial[ProxycclStreamOrder] = ..., /
-    ) -> ProxycclStreamOrderPointer: ...
-    @overload
-    def new(
-        self, cdecl: Literal["ProxycclStreamOrder[]"], init: int | Sequence[Initial[ProxycclStreamOrder]], /
-    ) -> Array[ProxycclStreamOrder, ProxycclStreamOrderPointer]: ...
-    @overload
-    def new(
-        self, cdecl: Literal["ProxycclLaunch *"], init: Initial[ProxycclLaunch] = ..., /
-    ) -> ProxycclLaunchPointer: ...
-    @overload
-    def new(
-        self, cdecl: Literal["ProxycclLaunch[]"], init: int | Sequence[Initial[ProxycclLaunch]], /
-    ) -> Array[ProxycclLaunch, ProxycclLaunchPointer]: ...
-    @overload
-    def new(
-        self, cdecl: Literal["ProxycclLastOfFlow *"], init: Initial[ProxycclLastOfFlow] = ..., /
-    ) -> ProxycclLastOfFlowPointer: ...
-    @overload
-    def new(
-        self, cdecl: Literal["ProxycclLastOfFlow[]"], init: int | Sequence[Initial[ProxycclLastOfFlow]], /
-    ) -> Array[ProxycclLastOfFlow, ProxycclLastOfFlowPointer]: ...
-    @overload
-    def new(
-        self, cdecl: Literal["ProxycclFlowOrder *"], init: Initial[ProxycclFlowOrder] = ..., /
-    ) -> ProxycclFlowOrderPointer: ...
-    @overload
-    def new(
-        self, cdecl: Literal["ProxycclFlowOrder[]"], init: int | Sequence[Initial[ProxycclFlowOrder]], /
-    ) -> Array[ProxycclFlowOrder, ProxycclFlowOrderPointer]: ...
-    @overload
-    def new(
-        self, cdecl: Literal["ProxycclFlowCall *"], init: Initial[ProxycclFlowCall] = ..., /
-    ) -> ProxycclFlowCallPointer: ...
-    @overload
-    def new(
-        self, cdecl: Literal["ProxycclFlowCall[]"], init: int | Sequence[Initial[ProxycclFlowCall]], /
-    ) -> Array[ProxycclFlowCall, ProxycclFlowCallPointer]: ...
-    @overload
-    def new(self, cdecl: Literal["uint32_t *"], init: int = ..., /) -> Uint32Pointer: ...
-    @overload
-    def new(self, cdecl: Literal["uint32_t[]"], init: int | Sequence[int], /) -> Array[int, Uint32Pointer]: ...
-    @overload
-    def new(
-        self, cdecl: Literal["ProxycclLaunch **"], init: Passed[ProxycclLaunchPointer] = ..., /
-    ) -> PointerTo[ProxycclLaunchPointer]: ...
-    @overload
-    def new(
-        self, cdecl: Literal["ProxycclLaunch *[]"], init: int | Sequence[Passed[ProxycclLaunchPointer]], /
-    ) -> Array[ProxycclLaunchPointer, PointerTo[ProxycclLaunchPointer]]: ...
-    @overload
-    def new(
         self, cdecl: Literal["ProxycclAnnouncement *"], init: Initial[ProxycclAnnouncement] = ..., /
     ) -> ProxycclAnnouncementPointer: ...
     @overload
@@ -1157,6 +1062,10 @@ class FFI(BaseFFI):
     def new(
         self, cdecl: Literal["ProxycclWireThread[]"], init: int | Sequence[Initial[ProxycclWireThread]], /
     ) -> Array[ProxycclWireThread, ProxycclWireThreadPointer]: ...
+    @overload
+    def new(self, cdecl: Literal["uint32_t *"], init: int = ..., /) -> Uint32Pointer: ...
+    @overload
+    def new(self, cdecl: Literal["uint32_t[]"], init: int | Sequence[int], /) -> Array[int, Uint32Pointer]: ...
     @overload
     def new(
         self, cdecl: Literal["ProxycclFabricOptions *"], init: Initial[ProxycclFabricOptions] = ..., /
@@ -1277,20 +1186,6 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclCallEntry **"], value: CData | int, /
     ) -> PointerTo[ProxycclCallEntryPointer]: ...
     @overload
-    def cast(self, cdecl: Literal["ProxycclStreamOrder *"], value: CData | int, /) -> ProxycclStreamOrderPointer: ...
-    @overload
-    def cast(self, cdecl: Literal["ProxycclLaunch *"], value: CData | int, /) -> ProxycclLaunchPointer: ...
-    @overload
-    def cast(self, cdecl: Literal["ProxycclLastOfFlow *"], value: CData | int, /) -> ProxycclLastOfFlowPointer: ...
-    @overload
-    def cast(self, cdecl: Literal["ProxycclFlowOrder *"], value: CData | int, /) -> ProxycclFlowOrderPointer: ...
-    @overload
-    def cast(self, cdecl: Literal["ProxycclFlowCall *"], value: CData | int, /) -> ProxycclFlowCallPointer: ...
-    @overload
-    def cast(self, cdecl: Literal["uint32_t *"], value: CData | int, /) -> Uint32Pointer: ...
-    @overload
-    def cast(self, cdecl: Literal["ProxycclLaunch **"], value: CData | int, /) -> PointerTo[ProxycclLaunchPointer]: ...
-    @overload
     def cast(self, cdecl: Literal["ProxycclAnnouncement *"], value: CData | int, /) -> ProxycclAnnouncementPointer: ...
     @overload
     def cast(
@@ -1318,6 +1213,8 @@ class FFI(BaseFFI):
     ) -> ProxycclStagedOptionsPointer: ...
     @overload
     def cast(self, cdecl: Literal["ProxycclWireThread *"], value: CData | int, /) -> ProxycclWireThreadPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["uint32_t *"], value: CData | int, /) -> Uint32Pointer: ...
     @overload
     def cast(
         self, cdecl: Literal["ProxycclFabricOptions *"], value: CData | int, /
@@ -1367,13 +1264,6 @@ class FFI(BaseFFI):
             "ProxycclCallCount",
             "ProxycclCallers",
             "ProxycclCallEntry *",
-            "ProxycclStreamOrder",
-            "ProxycclLaunch",
-            "ProxycclLastOfFlow",
-            "ProxycclFlowOrder",
-            "ProxycclFlowCall",
-            "uint32_t",
-            "ProxycclLaunch *",
             "ProxycclAnnouncement",
             "ProxycclAnnouncements",
             "ProxycclLetter",
@@ -1385,6 +1275,7 @@ class FFI(BaseFFI):
             "ProxycclStagedWire",
             "ProxycclStagedOptions",
             "ProxycclWireThread",
+            "uint32_t",
             "ProxycclFabricOptions",
             "ProxycclFabricOffers *",
             "ProxycclFabricEndpoint *",

@@ -193,23 +193,6 @@ int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, con
                          uintptr_t stream);
 int proxyccl_calls_ring(ProxycclCallers *callers, const ProxycclCall *call, const void *operations, uintptr_t stream);
 
-typedef struct { ...; } ProxycclStreamOrder;
-typedef struct { ...; } ProxycclLaunch;
-typedef struct { uintptr_t event; ...; } ProxycclLastOfFlow;
-typedef struct {
-  const ProxycclStreamOrder *streams; const ProxycclControl *control; uintptr_t thread_stream;
-  ProxycclLastOfFlow *last; uint32_t flow_count; ...;
-} ProxycclFlowOrder;
-typedef struct {
-  const uint32_t *flows; uint32_t flow_count; const ProxycclLaunch *const *launches; uint32_t launch_count;
-  uintptr_t event; ...;
-} ProxycclFlowCall;
-#define PROXYCCL_NO_STREAM ...
-int proxyccl_flow_order_issue(ProxycclFlowOrder *order, const ProxycclFlowCall *call, const void *unused,
-                              uintptr_t stream);
-void proxyccl_flow_order_unname(ProxycclFlowOrder *order, const ProxycclFlowCall *call);
-int proxyccl_flow_order_needs(const ProxycclFlowOrder *order, uintptr_t event);
-
 enum { PROXYCCL_ANNOUNCEMENTS, PROXYCCL_ANNOUNCED_HANDLE_BYTES, PROXYCCL_ANNOUNCEMENT_PEERS, ... };
 #define PROXYCCL_UNREACHED ...
 #define PROXYCCL_NO_MEMORY ...
@@ -256,7 +239,6 @@ ffi.set_source(
 #include "calls.h"
 #include "engine.h"
 #include "fabric_objects.h"
-#include "flow_order.h"
 #include "rendezvous.h"
 #include "transports.h"
 #include "verbs_objects.h"
@@ -288,7 +270,6 @@ static void proxyccl_thread_helped_by(ProxycclThread *thread, uintptr_t add_help
         "device/launch.h",
         "device/waking.h",
         "device/stream_operations.h",
-        "device/stream_order.h",
         "device/include/proxyccl/trigger.h",
         "device/include/proxyccl/control.h",
         "device/include/proxyccl/platform_host_memmove.h",

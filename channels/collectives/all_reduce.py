@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.collectives.by_proxy import rounds
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import WIDE_PARTS_BYTES, Collectives
@@ -21,7 +22,6 @@ from proxyccl.channels.collectives.table import (
 )
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.group import Group
-from proxyccl.channels.launches import Launchable
 from proxyccl.channels.schedules.rings import Step
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DTYPES, DType
@@ -53,8 +53,8 @@ class AllReduce(Collective):
         if chosen in ("two_shot", "proxy") and collectives.goes_by_schedule(chosen):
             return prepare_all_reduce(collectives.by_proxy(), source, target, op)
         if chosen == "two_shot":
-            arrays, reached_at = (source.ptr, target.ptr, source.size), group.symmetric.reached(target)
-            return _prepare_two_shot(group, team, source.dtype, op, policy, *arrays, reached_at)
+            arrays = source.ptr, target.ptr, source.size
+            return _prepare_two_shot(group, team, source.dtype, op, policy, *arrays, reached=call.reached)
         kernel, arrays = ALL_REDUCE_KERNELS[chosen], (source.ptr, target.ptr, source.size)
         if chosen in PACKET_ALGORITHMS and team.packets is not None:
             launch = team.packets.launch(chosen, source.dtype, source.size, policy)
@@ -78,12 +78,15 @@ def _prepare_two_shot(
     source: int,
     target: int,
     count: int,
-    reached_at: Sequence[int] | None = None,
+    *,
+    reached: bool = False,
     divisor: int | None = None,
 ) -> Launch:
     kernel = ALL_REDUCE_KERNELS["two_shot" if team.all_mapped else "proxy"]
     loadable = source == target and source % 16 == 0
-    blocks, parameter = team.pipeline(count, dtype.itemsize, policy, reached_at, loadable=loadable, divisor=divisor)
+    blocks, parameter = team.pipeline(
+        count, dtype.itemsize, policy, reached=reached, loadable=loadable, divisor=divisor
+    )
     shipped = group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
     return shipped.prepare(blocks, team.threads, parameter, source, target, count)
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from proxyccl.channels.collectives.call_cache import Key
+from proxyccl.channels.calls._calls import Form
+from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.run import issue
 from proxyccl.channels.collectives.team import Team
-from proxyccl.channels.launches import Launchable
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
-
-
-def key_of(*, inside: bool) -> Key:
-    """The key of barriers in the call cache: of a node's ranks if `inside`, else of all."""
-    return "barrier", inside
 
 
 def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bool = False) -> None:
@@ -26,11 +24,23 @@ def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bo
     """
     group = collectives.group
     inside = as_flag(intra_node_only, "intra_node_only") and group.topology.node_count > 1
-    key = key_of(inside=inside)
-    if collectives.call_cache.repeat(key, None, None, stream):
-        return
+    issue(collectives, (), (), options_of(collectives, inside=inside), stream)
 
-    def prepare() -> Launchable:
+
+def options_of(collectives: Collectives, *, inside: bool) -> tuple[Callable[..., Form], bool]:
+    """The options of barriers for `Calls` (_calls.pyi): of a node's ranks if `inside`, else of all."""
+    found = collectives.preparing.get(barrier)
+    if found is None:
+        found = collectives.preparing.setdefault(barrier, functools.partial(_prepare, collectives))
+    return found, inside
+
+
+def _prepare(
+    collectives: Collectives, _x: Any, _out: Any, options: tuple[Any, bool], _reached: bool, logged: bool
+) -> Form:
+    group, (_, inside) = collectives.group, options
+
+    def launch() -> Launchable:
         if (group.topology.local_world_size if inside else group.world_size) == 1:
             return StreamOperations(group.runtime, [CopyBytes(0, 0, 0)])
         shipped = group.runtime.shipped("moves.h", "barrier")
@@ -45,4 +55,4 @@ def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bo
         launches = [shipped.prepare(1, team.threads, team.parameter()) for team in teams]
         return launches[0] if len(launches) == 1 else StreamOperations(group.runtime, launches)
 
-    collectives.call_cache.run(CollectiveCall("barrier", root=int(inside), count=1), (), prepare, stream, key)
+    return collectives.prepare_form(CollectiveCall("barrier", root=int(inside), count=1), (), launch, logged=logged)

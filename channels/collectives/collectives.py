@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from proxyccl.channels.calls._calls import Form
+from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.by_proxy import ByProxy
-from proxyccl.channels.collectives.call_cache import CallCache
 from proxyccl.channels.collectives.flows import Flows
 from proxyccl.channels.collectives.packet_team import MAX_RANKS, carries_whole_lines
 from proxyccl.channels.collectives.proxied_kernels import proxied_kernel_bytes
@@ -19,7 +23,7 @@ from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.execution_plans.executor import ExecutionPlans
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group
-from proxyccl.channels.lent_memory import LentMemory
+from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError
@@ -57,24 +61,21 @@ class Collectives:
 
     Attributes:
         group: the ranks.
-        call_cache: calls that were made before.
         defaults: the tables before any are measured or set; the same on all ranks.
         execution_plans: the executor of MSCCL++'s plans.
-        lent_memory: memory of other allocators that peers reach.
-        repeat_prepared: issues a call without a stream like `repeat`, but without Python: repeat_prepared(x, out,
-            options). False if it can't; then `CallCache.repeat` may. None on a GPU, where a call without a stream is on
-            the stream that is current.
-        unspecified: the request of calls that name neither an algorithm nor a policy nor symmetric memory.
+        on_host: whether the runtime is the host's.
+        preparing: by collective, the function that prepares its forms.
+        call: makes a call: see `Calls` (_calls.pyi).
     """
 
     def __init__(self, group: Group, cta_policy: CtaPolicy = "default") -> None:
         self.group = group
-        self.call_cache = CallCache(group)
-        self.execution_plans = ExecutionPlans(group, self.call_cache.clear)
-        self.lent_memory = LentMemory(group.runtime, group.symmetric)
-        self.repeat_prepared = group.launches.prepared_calls.repeat if group.runtime.name == "host" else None
+        self.on_host = group.runtime.name == "host"
+        self._calls = group.launches.calls
+        self.call = self._calls.call
+        self.preparing: dict[Any, Callable[..., Form]] = {}
+        self.execution_plans = ExecutionPlans(group, self._calls.clear)
         self._cta_policy = cta_policy
-        self.unspecified = request("all_reduce", None, None, False, cta_policy)  # the same for all collectives
         self._team: Team | None = None
         self._levels: tuple[Team, Team] | None = None
         self._by_proxy: ByProxy | None = None
@@ -152,10 +153,15 @@ class Collectives:
                 self._flows = Flows(self.group)
         return self._flows
 
+    @property
+    def made_flows(self) -> Flows | None:
+        """The same, if the ranks have made it."""
+        return self._flows
+
     def scratch(self, nbytes: int) -> Memory:
         """At least this many bytes of scratch memory of this rank, which its next collective may overwrite."""
         if self._scratch is None or self._scratch.nbytes < nbytes:
-            self.call_cache.clear()  # calls hold the address of the previous memory
+            self._calls.clear()  # calls hold the address of the previous memory
             # That is freed with the last queued call that uses it.
             self._scratch = self.group.runtime.allocate(max(nbytes, 1))
         return self._scratch
@@ -172,6 +178,37 @@ class Collectives:
         packets = self._all_mapped and self.group.world_size <= MAX_RANKS
         works.update(dict.fromkeys(PACKET_ALGORITHMS, packets))
         return tuple(name for name in ALGORITHMS_BY_COLLECTIVE[collective] if works.get(name, True))
+
+    def prepare_form(
+        self,
+        call: CollectiveCall,
+        views: tuple[ArrayView, ...],
+        launch: Callable[[], Launchable],
+        *,
+        logged: bool,
+        ranges: tuple[tuple[int, int], ...] = (),
+        lent: Callable[[Launchable], int] = lambda _: -1,
+    ) -> Form:
+        """Compares a call with the other ranks' calls, and makes its form.
+
+        Args:
+            call: the fields on which the ranks must agree.
+            views: the call's arrays.
+            launch: makes the launchable; not called for a call without elements.
+            logged: whether the call was compared before.
+            ranges: as for `Launches.form`.
+            lent: the number of the array to lend, of a call with this launchable, as for `Launches.form`.
+        """
+        launches = self.group.launches
+        fields = call.encode() if logged else launches.agree(call)
+        if call.count == 0:
+            return launches.form(fields, None)
+        self.group.symmetric.update()
+        with self.group.exchange.telling():
+            launchable = launch()
+        for view in views:
+            self.group.runtime.expect_reuse(view.ptr, view.nbytes)
+        return launches.form(fields, launchable, views, ranges, lent(launchable))
 
     def request(self, collective: str, algorithm: str | None, cta_policy: str | None, symmetric: bool) -> Request:
         """The request of a call, from the caller's arguments and the standing policy. Raises ArgumentError."""
@@ -250,11 +287,11 @@ class Collectives:
         for plan in selector.plans:
             self.execution_plans.require_executable(plan)
         self._selector = selector
-        self.call_cache.clear()  # calls prepared by size hold the old choice
+        self._calls.clear()  # calls prepared by size hold the old choice
 
     def close(self) -> None:
         """Frees the kernels' memory. Kernels of all ranks must have ended."""
-        self.call_cache.clear()
+        self._calls.clear()
         for part in (self._team, *(self._levels or ()), self._flows, self._by_proxy):
             if part is not None:
                 part.close()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 
+from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.move_schedules import Exchange, prepare_move
 from proxyccl.channels.collectives.table import COLLECTIVES, LINE_KERNELS, PACKET_MOVES
 from proxyccl.channels.group import Group
-from proxyccl.channels.launches import Launchable
 from proxyccl.device.stream_operations import StreamOperations
 
 
@@ -64,7 +64,7 @@ class Move(Collective):
         kernel = COLLECTIVES[self.name][0]
         root = () if call.root is None else (call.root,)
         staged = self.rereads_output and source.ptr == target.ptr
-        reached_at = None if staged else group.symmetric.reached(target)
-        arguments = (team.parameter(nbytes=share, reached_at=reached_at), source.ptr, target.ptr, share, *root)
+        reached = call.reached and not staged
+        arguments = (team.parameter(nbytes=share, reached=reached), source.ptr, target.ptr, share, *root)
         blocks = team.grid(share, call.request.cta_policy)
         return group.runtime.shipped(kernel.file, kernel.name).prepare(blocks, team.threads, *arguments)

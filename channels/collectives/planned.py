@@ -6,14 +6,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from proxyccl.channels.arguments import input_view, new_like, output_view, overlap, refuse_partial_overlap
-from proxyccl.channels.collectives.collective import Call, Collective
+from proxyccl.channels.arguments import input_view, output_view, overlap, refuse_partial_overlap
+from proxyccl.channels.calls.launches import Launchable
+from proxyccl.channels.collectives.collective import Call, Collective, Options
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.request import Request
 from proxyccl.channels.execution_plans.executor import Reached
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group
-from proxyccl.channels.launches import Launchable
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.channels.segment.calls import CollectiveCall, register_names
 from proxyccl.device.arrays.array import ArrayView
@@ -26,13 +26,24 @@ class Planned(Collective):
     Args:
         plan: the plan.
         collective: the collective that it implements.
+        registered_x, registered_out: the caller's input and output where these are registered memory.
     """
 
     copies_alone = False
 
-    def __init__(self, plan: ExecutionPlan, collective: Collective) -> None:
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        collective: Collective,
+        registered_x: RegisteredMemory | None = None,
+        registered_out: RegisteredMemory | None = None,
+    ) -> None:
         gpu = plan.document.gpus[0]
         self._plan = plan
+        self._registered = registered_x, registered_out
+        self.ranges = tuple(
+            (memory.ptr, memory.ptr + memory.nbytes) for memory in self._registered if memory is not None
+        )
         self.name, self.reduces, self.rooted = collective.name, collective.reduces, collective.rooted
         self.in_place = collective.in_place or (plan.in_place and gpu.input_chunks == gpu.output_chunks)
 
@@ -45,20 +56,22 @@ class Planned(Collective):
             )
         return (lead * gpu.output_chunks // gpu.input_chunks, *source.shape[1:])
 
-    def check(
-        self, collectives: Collectives, x: Any, out: Any, op: str | None, root: int | None, request: Request
-    ) -> Call:
+    def new_output(self, collectives: Collectives, x: Any) -> Any:
+        """See `Collective.new_output`."""
+        (array, _), _ = plain_arrays(x, None)
+        return super().new_output(collectives, array)
+
+    def check(self, collectives: Collectives, x: Any, out: Any, options: Options, request: Request) -> Call:
         """See `Collective.check`. An output may have any shape with as many elements as the plan writes."""
-        group, given = collectives.group, _array(x)
+        group = collectives.group
         collectives.execution_plans.require_executable(self._plan)
-        source = input_view(group, given, "x")
-        result = new_like(group, source, self.shape(group, source)) if out is None else out
-        _, target = output_view(group, _array(result), given, source, None)
+        source = input_view(group, x, "x")
+        _, target = output_view(group, out, x, source, None)
         refuse_partial_overlap(group.rank, source, target)
-        refusal = self._plan.refusal(source.size, target.size, source.dtype, op)
+        refusal = self._plan.refusal(source.size, target.size, source.dtype, options.op)
         if refusal is not None:
             raise refusal
-        return Call(x, result, source, target, op, root, request)
+        return Call(x, out, source, target, options.op, options.root, request)
 
     def share(self, ranks: int, call: Call) -> int:
         """See `Collective.share`."""
@@ -79,23 +92,36 @@ class Planned(Collective):
         Where a plan works in place, that is one array which holds input and output. Where it does not, an input inside
         the output is not one of them: the plan would overwrite it.
         """
-        plan, x, out = self._plan, call.x, call.result
+        plan, (x, out) = self._plan, self._registered
         if plan.in_place:
-            whole = isinstance(x, RegisteredMemory) and (out is x or _array(out) is x.array)
-            return {"i": x, "o": x} if plan.reached and whole else {}
+            whole = x is not None and (out is x or call.result is x.array)
+            return {"i": x, "o": x} if plan.reached and x is not None and whole else {}
         given: Reached = {}
-        if isinstance(x, RegisteredMemory) and "i" in plan.reached and not overlap(call.source, call.target):
+        if x is not None and "i" in plan.reached and not overlap(call.source, call.target):
             given["i"] = x
-        if isinstance(out, RegisteredMemory) and "o" in plan.reached:
+        if out is not None and "o" in plan.reached:
             given["o"] = out
         return given
 
 
-def _array(x: Any) -> Any:
-    if isinstance(x, RegisteredMemory):
-        x.require_current()
-        return x.array
-    return x
+def plain_arrays(x: Any, out: Any) -> tuple[tuple[Any, Any], tuple[RegisteredMemory | None, RegisteredMemory | None]]:
+    """The arrays of a plan's call, and the registered memory among them, whose arrays take its places.
+
+    Raises as `RegisteredMemory.require_current`.
+    """
+    registered = tuple(each if isinstance(each, RegisteredMemory) else None for each in (x, out))
+    for memory in registered:
+        if memory is not None:
+            memory.require_current()
+    arrays = (each if memory is None else memory.array for each, memory in zip((x, out), registered, strict=True))
+    return tuple(arrays), registered  # type: ignore[return-value]  # of two each
+
+
+def planned(plan: ExecutionPlan, collective: Collective) -> Planned:
+    """A collective as a plan runs it. Raises ArgumentError if it is a plan of another collective."""
+    if collective is not EXECUTE:
+        plan.require_collective(collective.name, "algorithm")
+    return Planned(plan, collective)
 
 
 class _Execute(Collective):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from proxyccl.channels.calls._calls import Form
 from proxyccl.channels.collectives.by_proxy import others
 from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.run import issue
 from proxyccl.channels.schedules.memory import ScheduleSpan
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.arrays.array import ArrayView
@@ -31,7 +34,7 @@ class RangeGathers:
     def __init__(self, collectives: Collectives, view: ArrayView) -> None:
         self._collectives, self._view = collectives, view
         self._by_proxy = collectives.by_proxy()
-        self._key = object()  # of this array and no later one at its address
+        self._prepare = self._form  # one object, which names this array and no later one at its address
         self._span: ScheduleSpan | None = self._by_proxy.memories.target(view.ptr, view.nbytes)
         reached = bytes([self._span is not None])
         answers = collectives.group.exchange.all_gather_bytes(reached, "gathers of ranges")
@@ -42,20 +45,22 @@ class RangeGathers:
 
         Raises as `Communicator.all_gather`.
         """
-        parts = tuple(each for each in ranges if each[1])
-        cache = self._collectives.call_cache
-        key = (("all_gather of ranges", parts), self._key, None)
-        if not parts or cache.repeat(key, None, None, stream):
-            return
+        parts = tuple(tuple(each) for each in ranges if each[1])
+        if parts:
+            issue(self._collectives, (), (), (self._prepare, parts), stream)
+
+    def _form(self, _x: Any, _out: Any, options: tuple[Any, Any], _reached: bool, logged: bool) -> Form:
+        _, parts = options
         call = CollectiveCall(
             "all_gather",
             algorithm="proxy",
             count=sum(nbytes for _, nbytes in parts),
             shape=tuple(number for part in parts for number in part),
         )
-        cache.run(call, (self._view,), lambda: self._prepare(parts), stream, key)
+        of_array = (self._view.ptr, self._view.ptr + self._view.nbytes)
+        return self._collectives.prepare_form(call, (), lambda: self._launch(parts), logged=logged, ranges=(of_array,))
 
-    def _prepare(self, parts: Sequence[Range]) -> StreamOperations:
+    def _launch(self, parts: Sequence[Range]) -> StreamOperations:
         span, group, links, rings = self._span, self._by_proxy.group, self._by_proxy.links, self._by_proxy.rings
         assert span is not None
         peers = others(group)

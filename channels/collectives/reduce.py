@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxyccl.channels.arguments import input_view
+from proxyccl.channels.arguments import flat_view, input_view
+from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.collectives.all_reduce import AllReduce
+from proxyccl.channels.collectives.collective import Call, Options
 from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.reductions import require_reducible
+from proxyccl.channels.collectives.request import Request
 from proxyccl.channels.collectives.run import run
 from proxyccl.channels.ranks import as_rank
-from proxyccl.device.arrays import libraries
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.runtime import StreamLike
+
+DROPPED = ()
+"""In place of the output, on the ranks that drop the result."""
 
 
 class _Reduce(AllReduce):
@@ -19,15 +25,21 @@ class _Reduce(AllReduce):
     table = "all_reduce"
     rooted = True
 
+    def lent(self, launchable: Launchable) -> int:
+        return -1  # the ranks that drop the result have no output
 
-_REDUCE = _Reduce()
+    def check(self, collectives: Collectives, x: Any, out: Any, options: Options, request: Request) -> Call:
+        if not isinstance(out, tuple):
+            return super().check(collectives, x, out, options, request)
+        read = flat_view(collectives.group, x, "x", in_bytes=False) if options.flat else None
+        source = read or input_view(collectives.group, x, "x")
+        require_reducible(source, options.op)
+        scratch = collectives.scratch(source.nbytes)
+        target = ArrayView(scratch.ptr, source.shape, source.dtype, source.device, True, scratch)
+        return Call(x, out, source, target, options.op, options.root, request)
 
 
-class _Dropped(ArrayView):
-    """An array in scratch memory; if that moves, all calls are forgotten."""
-
-
-libraries.register(_Dropped, lambda view: (view.ptr, view.shape, view.dtype.name))
+REDUCE = _Reduce()
 
 
 def reduce(
@@ -39,13 +51,8 @@ def reduce(
     group = collectives.group
     root = as_rank(group.world_size, root, "root")
     if group.rank == root:
-        return run(collectives, _REDUCE, x, out, op, root, algorithm, stream=stream)
-    target = dropped_result(collectives, input_view(group, x, "x"))
-    run(collectives, _REDUCE, x, target, op, root, algorithm, stream=stream)
+        if isinstance(out, tuple):
+            input_view(group, out, "out")  # refuses it, which `check` would take for DROPPED
+        return run(collectives, REDUCE, x, out, op, root, algorithm, stream=stream)
+    run(collectives, REDUCE, x, DROPPED, op, root, algorithm, stream=stream)
     return None
-
-
-def dropped_result(collectives: Collectives, source: ArrayView) -> ArrayView:
-    """The result of a reduction of an array on the ranks that drop it, in scratch memory."""
-    scratch = collectives.scratch(source.nbytes)
-    return _Dropped(scratch.ptr, source.shape, source.dtype, source.device, True, scratch)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from proxyccl.channels.arguments import share_shape
+from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.reduce_schedules import prepare_reduce_scatter
 from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.group import Group
-from proxyccl.channels.launches import Launchable
 from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.stream_operations import StreamOperations
 
 
 class _ReduceScatter(Collective):
@@ -18,6 +19,10 @@ class _ReduceScatter(Collective):
 
     def shape(self, group: Group, source: ArrayView) -> tuple[int, ...]:
         return share_shape(group, source)
+
+    def lent(self, launchable: Launchable) -> int:
+        # Kernels of other ranks touch neither array; proxies send from the input.
+        return 0 if isinstance(launchable, StreamOperations) else -1
 
     def launch(self, collectives: Collectives, call: Call) -> Launchable:
         group, source, target, op = collectives.group, call.source, call.target, call.op

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Literal, NamedTuple
 
@@ -75,20 +74,13 @@ def request(
     """
     if algorithm is not None and not isinstance(algorithm, str):
         raise ArgumentError("algorithm", f"must be a name or None, not {algorithm!r}")
-    policy = None if cta_policy is None else _policy("cta_policy", cta_policy)
+    named = None if cta_policy is None else _policy("cta_policy", cta_policy)
     if not isinstance(symmetric, bool):
         raise ArgumentError("symmetric", f"must be True or False, not {symmetric!r}")
-    return _request(collective, algorithm, policy, symmetric, standing)
-
-
-@functools.cache
-def _request(
-    collective: str, algorithm: str | None, cta_policy: CtaPolicy | None, symmetric: bool, standing: CtaPolicy
-) -> Request:
-    policy: CtaPolicy = cta_policy or standing
+    policy: CtaPolicy = named or standing
     if algorithm is not None:
         require_algorithm(algorithm, collective)
-        if cta_policy == "zero" and algorithm != "proxy":
+        if named == "zero" and algorithm != "proxy":
             raise ArgumentError(
                 "algorithm", f"{algorithm!r} occupies multiprocessors; with cta_policy 'zero' expected None or 'proxy'"
             )

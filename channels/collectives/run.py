@@ -1,21 +1,28 @@
-"""The one way to run a collective: a call that was made before is repeated; others are checked and launched."""
+"""How a collective is called, and how the form of its calls is prepared."""
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
-from proxyccl.channels.collectives.call_cache import Key, call_key, copy_launchable
-from proxyccl.channels.collectives.collective import Call, Collective
+from proxyccl.channels.arguments import input_view
+from proxyccl.channels.calls._calls import MOST_DIMENSIONS, Form
+from proxyccl.channels.calls.launches import Launchable
+from proxyccl.channels.collectives.collective import Collective, Options
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.planned import EXECUTE, Planned
+from proxyccl.channels.collectives.planned import Planned, plain_arrays, planned
 from proxyccl.channels.collectives.reductions import require_op
 from proxyccl.channels.collectives.request import request_for
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
-from proxyccl.channels.launches import Launchable
 from proxyccl.channels.ranks import as_rank
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.libraries import other_streams
 from proxyccl.device.runtime import StreamLike
+from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 
 def run(
@@ -45,45 +52,89 @@ def run(
 
     Raises the errors of `Communicator.all_reduce`.
     """
-    if algorithm is None and cta_policy is None and symmetric is False:
-        request = collectives.unspecified
-    elif isinstance(algorithm, ExecutionPlan):
-        if collective is not EXECUTE:
-            algorithm.require_collective(collective.name, "algorithm")
-        collective, request = Planned(algorithm, collective), request_for(algorithm)
-    else:
-        request = collectives.request(collective.table, algorithm, cta_policy, symmetric)
     if collective.rooted:
         root = as_rank(collectives.group.world_size, root, "root")
-    given = x if out is None and collective.in_place else out
-    options = (collective.name, op, root, request.name)
-    if stream is None and (repeat := collectives.repeat_prepared) is not None and repeat(x, given, options):
-        return given
+    described = planned(algorithm, collective) if isinstance(algorithm, ExecutionPlan) else collective
+    given = x if out is None and described.in_place else out
+    if given is None:
+        given = described.new_output(collectives, x)
+    try:
+        prepare = collectives.preparing[collective]
+    except KeyError:
+        prepare = preparing(collectives, collective)
+    options = (prepare, op, root, algorithm, cta_policy, symmetric, False, None, None)
+    if described is collective:
+        issue(collectives, x, given, options, stream)
+    else:
+        arrays, registered = plain_arrays(x, given)
+        issue(collectives, *arrays, (*options[:-2], *registered), stream)
+    return given
+
+
+def issue(collectives: Collectives, x: Any, out: Any, options: tuple[Any, ...], stream: StreamLike) -> None:
+    """Makes a call with these arrays, or empty tuples, and options for `Calls` (_calls.pyi)."""
+    if not collectives.on_host:
+        runtime = collectives.group.runtime
+        if stream is None:
+            stream = collectives.group.launches.stream_for(None, x, out)
+        elif type(stream) is int and other_streams(runtime.device, stream):
+            runtime.stream_handle(stream)  # C does not look at the number of the latest call's stream
+    if not collectives.call(x, out, options, stream):
+        view = _view(collectives, x, "x")
+        views = view, view if out is x else _view(collectives, out, "out")
+        if not collectives.call(*views, options, stream):
+            raise RuntimeError(f"the views {views} can't be read")
+
+
+def _view(collectives: Collectives, x: Any, argument: str) -> Any:
+    """A view of an array that C does not read: of another library, or of many dimensions."""
+    if isinstance(x, tuple):
+        return x
+    runtime, view = collectives.group.runtime, input_view(collectives.group, x, argument)
+    has_many = len(view.shape) > MOST_DIMENSIONS
+    shape = (view.shape[0], math.prod(view.shape[1:])) if has_many else view.shape
+    return ArrayView(view.ptr, shape, view.dtype, (runtime.name, runtime.device), view.writable, view.owner)
+
+
+def preparing(collectives: Collectives, collective: Collective) -> Callable[..., Form]:
+    """The function that prepares the forms of a collective: the first of its `Options`."""
+    found = collectives.preparing.get(collective)
+    if found is None:
+        made = functools.partial(_prepare, collectives, collective)
+        found = collectives.preparing.setdefault(collective, made)
+    return found
+
+
+def _prepare(
+    collectives: Collectives,
+    collective: Collective,
+    x: Any,
+    out: Any,
+    given: tuple[Any, ...],
+    reached: bool,
+    logged: bool,
+) -> Form:
+    """Checks a call, compares it with the other ranks', and prepares its form. For C: see `Calls` (_calls.pyi)."""
+    group, options = collectives.group, Options(*given)
     if collective.reduces:
-        require_op(op)
-    key = call_key(options, x, given)
-    if collectives.call_cache.repeat(key, x, given, stream):
-        return given
-    return _run_new(collectives, collective, collective.check(collectives, x, given, op, root, request), stream, key)
-
-
-def _run_new(collectives: Collectives, collective: Collective, call: Call, stream: StreamLike, key: Key | None) -> Any:
-    """Runs a call that can't be repeated, and keeps it under a key."""
-    group = collectives.group
+        require_op(options.op)
+    if isinstance(options.algorithm, ExecutionPlan):
+        collective = Planned(options.algorithm, collective, options.registered_x, options.registered_out)
+        request = request_for(options.algorithm)
+    else:
+        request = collectives.request(collective.table, options.algorithm, options.cta_policy, options.symmetric)
+    call = replace(collective.check(collectives, x, out, options, request), reached=reached)
     plan = collectives.execution_plan(collective.table, call.request, call.source, call.target, call.op)
     if plan is not None:
         collective, call = Planned(plan, collective), replace(call, request=request_for(plan))
 
-    def prepare() -> Launchable:
+    def launch() -> Launchable:
         if collective.copies_alone and group.world_size == 1:
-            return copy_launchable(group, call.source, call.target)
+            copied = CopyBytes(call.target.ptr, call.source.ptr, call.source.nbytes)
+            return StreamOperations(group.runtime, [copied])
         return collective.launch(collectives, call)
 
-    collectives.call_cache.run(
-        collective.entry(group.world_size, call),
-        (call.source, call.target),
-        prepare,
-        group.launches.stream_for(stream, call.x, call.result),
-        key,
-    )
-    return call.result
+    entry = collective.entry(group.world_size, call)
+    views = (call.source,) if isinstance(out, tuple) else (call.source, call.target)
+    lent = collective.lent if options.flat and group.lent_memory.is_possible else lambda _: -1
+    return collectives.prepare_form(entry, views, launch, logged=logged, ranges=collective.ranges, lent=lent)

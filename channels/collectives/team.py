@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from proxyccl.channels.collectives import packet_team
@@ -29,6 +29,7 @@ _ONE_CROSSING_BYTES = 32 * 1024
 """Up to here at most an all_reduce by proxy takes one crossing. A team of two that are not mapped always does: two
 crossings send as much."""
 _NO_LIMIT = (1 << 64) - 1
+_REACHED_AT: int = ffi.offsetof("ProxycclTeam", "reached_at")
 _PINNED_BUFFER_BYTES = 1 << 20
 """Of each buffer of scratch memory that is pinned."""
 _PINNED_BYTES_PER_BLOCK = 64 * 1024
@@ -126,26 +127,24 @@ class Team:
         most = self._efficient_blocks if policy == "efficiency" else self.blocks
         return max(1, min(most, -(-nbytes // self._bytes_per_block)))
 
-    def parameter(
-        self, *, nbytes: int = 0, reached_at: Sequence[int] | None = None, divisor: int | None = None
-    ) -> bytes:
+    def parameter(self, *, nbytes: int = 0, reached: bool = False, divisor: int | None = None) -> bytes:
         """A kernel's ProxycclTeam.
 
         Args:
             divisor: of an average; None for the number of the team's ranks.
             nbytes: bytes of a share, for kernels that learn of peers' outputs before they send, which pays from
                 `meeting_bytes` on.
-            reached_at: by rank, the address at which its kernels reach this rank's output; None if not all do.
+            reached: whether the kernels of all ranks reach this rank's output; a form then has their addresses.
         """
-        return self._struct(self._call(nbytes, reached_at, divisor))
+        return self._struct(self._call(nbytes, divisor), reached=reached)
 
     def pipeline(
         self,
         count: int,
         itemsize: int,
         policy: CtaPolicy,
-        reached_at: Sequence[int] | None = None,
         *,
+        reached: bool = False,
         loadable: bool = False,
         divisor: int | None = None,
     ) -> tuple[int, bytes]:
@@ -153,24 +152,23 @@ class Team:
 
         Args:
             loadable: whether the input lies where the output does, at a multiple of 16 bytes.
-            divisor: as for `parameter`.
+            reached, divisor: as for `parameter`.
         """
-        team = self._call(0, reached_at, divisor)
-        reached = self._writes_outputs and reached_at is not None
-        team.offers = reached and loadable and count * itemsize <= self._offered_bytes
+        team = self._call(0, divisor)
+        team.offers = self._writes_outputs and reached and loadable and count * itemsize <= self._offered_bytes
         aligned = 16 // itemsize  # shares and pieces start on 16 bytes where the array does
         most = share = round_up(-(-count // team.world_size), aligned)
         if not self.all_mapped:  # even a message that fits at once is cut, so that its transfers overlap
             most = max(round_up(-(-share // _PROXIED_PARTS), aligned), _SHORTEST_PROXIED_PIECE // itemsize)
         self._cut(team, share, itemsize, most)
-        return self.grid(count * itemsize, policy), self._struct(team)
+        return self.grid(count * itemsize, policy), self._struct(team, reached=reached)
 
     def scatter(self, count: int, itemsize: int, policy: CtaPolicy) -> tuple[int, bytes]:
         """Blocks of a reduce_scatter kernel for `count` elements of each rank, and its ProxycclTeam: in pieces if it
         would take several rounds.
         """
         nbytes = count * itemsize
-        team = self._call(0, None)
+        team = self._call(0)
         if self.all_mapped and nbytes % 16 == 0 and nbytes * (team.world_size - 1) > team.exchange_bytes:
             self._cut(team, count, itemsize, count)
         return self.grid(nbytes * team.world_size, policy), self._struct(team)
@@ -182,20 +180,18 @@ class Team:
         team.piece = min(team.slot_bytes // itemsize, share, most)
         team.pieces = -(-share // team.piece)
 
-    def _struct(self, team: ProxycclTeamPointer) -> bytes:
-        return ProxiedStruct.of(bytes(ffi.buffer(team)), self._links.sleepers)
+    def _struct(self, team: ProxycclTeamPointer, *, reached: bool = False) -> bytes:
+        peers_words = _REACHED_AT if reached and self._writes_outputs else None
+        return ProxiedStruct.of(bytes(ffi.buffer(team)), self._links.sleepers, peers_words=peers_words)
 
     def takes_one_crossing(self, nbytes: int) -> bool:
         """Whether `all_reduce_by_proxy` reduces this many bytes in one crossing."""
         return nbytes <= self._team.one_crossing_bytes
 
-    def _call(self, nbytes: int, reached_at: Sequence[int] | None, divisor: int | None = None) -> ProxycclTeamPointer:
+    def _call(self, nbytes: int, divisor: int | None = None) -> ProxycclTeamPointer:
         team = ffi.new("ProxycclTeam *", self._team[0])
         team.divisor = divisor or team.world_size
-        if self._writes_outputs:
-            team.meet = nbytes >= self._meeting_bytes
-            for rank, address in enumerate(reached_at or ()):
-                team.reached_at[rank] = ffi.cast("char *", address)
+        team.meet = self._writes_outputs and nbytes >= self._meeting_bytes
         return team
 
     def close(self) -> None:

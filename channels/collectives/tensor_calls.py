@@ -1,33 +1,63 @@
-"""Collectives of torch's tensors on a GPU, for torch's backend: a call that was made before is one call into C."""
+"""Collectives of torch's tensors on a GPU, for torch's backend: shapes and types of bytes that move do not count."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from proxyccl.channels.arguments import input_view
-from proxyccl.channels.collectives import barrier
-from proxyccl.channels.collectives.call_cache import call_key
+from proxyccl.channels.collectives import barrier, transfers
+from proxyccl.channels.collectives.all_gather import ALL_GATHER
+from proxyccl.channels.collectives.all_reduce import ALL_REDUCE
+from proxyccl.channels.collectives.all_to_all import ALL_TO_ALL
+from proxyccl.channels.collectives.broadcast import BROADCAST
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.flows import FlowCall
-from proxyccl.channels.collectives.reduce import dropped_result
-from proxyccl.channels.collectives.request import CtaPolicy, Request, request
+from proxyccl.channels.collectives.reduce import REDUCE
+from proxyccl.channels.collectives.reduce_scatter import REDUCE_SCATTER
+from proxyccl.channels.collectives.request import CtaPolicy
+from proxyccl.channels.collectives.run import issue, preparing
 
 Repeat = Callable[[Any, Any, tuple[Any, ...], int], bool]
 """repeat(x, out, options, stream) issues a call again: see `TensorCalls`."""
 
+_COLLECTIVES = {each.name: each for each in (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, REDUCE_SCATTER)}
+
 
 class TensorCalls:
-    """The calls that torch's backend has made on one communicator.
+    """The calls that torch's backend makes on one communicator.
 
     Attributes:
-        repeat: repeat(x, out, options, stream) issues a call again, given its tensors, its options as for `keep`, and a
-            stream's handle. Returns False if the call is not kept or can't be repeated. Raises the collective's errors.
+        repeat: repeat(x, out, options, stream) issues a call whose form is kept: see `Calls` (_calls.pyi). Raises the
+            collective's errors.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self.repeat: Repeat = collectives.group.launches.prepared_calls.repeat
+        self.repeat: Repeat = collectives.group.launches.calls.repeat
+
+    def options(
+        self, collective: str, op: str | None = None, root: int | None = None, cta_policy: CtaPolicy | None = None
+    ) -> tuple[Any, ...]:
+        """The options of calls for `make` and `repeat`.
+
+        Args:
+            collective: its name, "barrier" included.
+            op: the operator of a reduction.
+            root: the rank, where the collective has one.
+            cta_policy: as for `Communicator.all_reduce`.
+        """
+        if collective == "barrier":
+            return barrier.options_of(self._collectives, inside=False)
+        prepare = preparing(self._collectives, _COLLECTIVES[collective])
+        return prepare, op, root, None, cta_policy, False, True, None, None
+
+    def make(self, options: tuple[Any, ...], x: Any, out: Any) -> None:
+        """Makes a call on the stream where torch works now. Raises as `Communicator.all_reduce`.
+
+        Args:
+            options: of `options`.
+            x, out: contiguous tensors; an empty tuple for the result of a reduction that this rank drops.
+        """
+        issue(self._collectives, x, out, options, None)
 
     @property
     def overlapped_policy(self) -> CtaPolicy | None:
@@ -50,67 +80,22 @@ class TensorCalls:
             if collectives.group.launches.choose(wish):
                 collectives.by_proxy()
             return False
-        return collectives.group.launches.choose(wish and collectives.lent_memory.is_in_place(ptr, nbytes))
+        return collectives.group.launches.choose(wish and collectives.group.lent_memory.is_received_in(ptr, nbytes))
 
-    def keep(
-        self,
-        options: tuple[Any, ...],
-        x: Any,
-        out: Any,
-        collective: str,
-        source: Any,
-        target: Any,
-        op: str | None,
-        root: int | None,
-        cta_policy: CtaPolicy | None,
-    ) -> None:
-        """Has `repeat` issue the latest call with some arrays. The backend has made it on their communicator.
-
-        Where the call would use memory that peers reach, the arrays' memory is lent to them first, from the second call
-        on; the first one is not repeated.
+    def exchange(self, x: Any, out: Any, options: tuple[str, Any, Any]) -> bool:
+        """Makes transfers on the stream where torch works now, unless Python must look at the tensors. Returns whether
+        they were made. Raises as `Communicator.transfers`.
 
         Args:
-            options: the call's other arguments, at most six. They are compared by identity.
-            x, out: the tensors of torch's call; empty tuples for a barrier.
-            collective, source, target, op, root, cta_policy: the communicator's, as that was given them: on the same
-                memory, with elements of any type. The target does not count where a reduction's result is dropped.
+            x, out, options: as for `FlowCalls.call` (_calls.pyi).
         """
-        group = self._collectives.group
-        if collective == "reduce" and root != group.rank:
-            target = dropped_result(self._collectives, input_view(group, source, "x"))
-        named = self._collectives.unspecified
-        if cta_policy is not None:
-            named = request(collective, None, cta_policy, False, self._collectives.cta_policy)
-        key = (
-            barrier.key_of(inside=False)
-            if collective == "barrier"
-            else call_key((collective, op, root, named.name), source, target)
-        )
-        if key is not None and self._met(collective, named, source, target):
-            self._collectives.call_cache.keep_under(key, x, out, options)
-
-    def _met(self, collective: str, named: Request, source: Any, target: Any) -> bool:
-        """Has the array lent that peers store to, or whose values proxies send. Whether that is decided."""
-        collectives = self._collectives
-        if collective in ("barrier", "reduce"):
-            return True
-        if collective != "reduce_scatter":
-            return collectives.lent_memory.meet(input_view(collectives.group, target, "out"))
-        view = input_view(collectives.group, source, "x")  # kernels of other ranks touch neither array
-        algorithm = collectives.choose(collective, named, view.dtype, view.nbytes)
-        return not collectives.goes_by_schedule(algorithm) or collectives.lent_memory.meet(view)
+        return transfers.issue(self._collectives, x, out, options, None)
 
     @property
-    def repeat_transfers(self) -> Repeat:
-        """`repeat` for the calls of `keep_transfers`. All ranks make what transfers need when it is first used."""
-        return self._collectives.flows().prepared_calls.repeat
-
-    def keep_transfers(self, options: tuple[Any, ...], x: Any, out: Any, call: FlowCall) -> None:
-        """Has `repeat_transfers` issue transfers again.
-
-        Args:
-            options: as for `keep`.
-            x, out: the tensors of torch's call, or tuples of them. The transfers use their memory alone.
-            call: the transfers, as `Communicator.transfers` has issued them.
-        """
-        self._collectives.flows().keep(call, x, out, options)
+    def repeat_transfers(self) -> Repeat | None:
+        """`repeat` for transfers, by `FlowCalls`; None until the ranks have made what these need."""
+        flows = self._collectives.made_flows
+        if flows is None:
+            return None
+        self._collectives.group.makes_transfers = True
+        return flows.calls.repeat

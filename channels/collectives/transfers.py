@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from proxyccl.channels.arguments import (
     input_view,
+    new_like,
     output_view,
     overlap,
     refuse_partial_overlap,
@@ -16,11 +19,13 @@ from proxyccl.channels.arguments import (
     share_shape,
 )
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.flows import FlowCall, Transfer
+from proxyccl.channels.collectives.flows import Transfer
+from proxyccl.channels.group import Group
 from proxyccl.channels.ranks import as_rank
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.arguments.integers import as_integer, find_items
 from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import Runtime, StreamLike
 
@@ -32,19 +37,16 @@ class Transfers:
     same peer: a rank's sends to a peer match that peer's receives from it in order. An array that is received must not
     overlap another one of the block, except where this rank sends itself an array in place: the end of the block raises
     ArgumentError, and issues nothing. Nor does an exception in the block. Made by `Communicator.transfers`.
-
-    Attributes:
-        issued: after the block, the transfers as they were prepared; None if there were none, or copies alone.
     """
 
     def __init__(self, collectives: Collectives, stream: StreamLike) -> None:
         self._collectives = collectives
         self._group = collectives.group
         self._stream = stream
-        self._transfers: list[Transfer] = []
-        self._own_sends: list[ArrayView] = []
-        self._own_receives: list[ArrayView] = []
-        self.issued: FlowCall | None = None
+        self._sent: list[Any] = []
+        self._received: list[Any] = []
+        self._to: list[int] = []
+        self._of: list[int] = []
 
     def send(self, x: Any, peer: int) -> None:
         """Sends an array to a rank, which must receive the same number of bytes. The rank may be this one.
@@ -56,22 +58,26 @@ class Transfers:
         Raises:
             ArgumentError: an argument is wrong.
         """
-        view = input_view(self._group, x, "x")
-        peer = self._peer(peer)
-        if peer == self._group.rank:
-            self._own_sends.append(view)
-        else:
-            self._transfers.append(Transfer(peer, source=view))
+        x = self._array(x, "x", received=False)
+        self._to.append(self._peer(peer))
+        self._sent.append(x)
 
     def recv(self, out: Any, peer: int) -> None:
         """Receives from a rank. Arguments as for `send`; the array must be writable."""
-        view = input_view(self._group, out, "out")
-        require_writable(view, "out")
-        peer = self._peer(peer)
-        if peer == self._group.rank:
-            self._own_receives.append(view)
-        else:
-            self._transfers.append(Transfer(peer, target=view))
+        out = self._array(out, "out", received=True)
+        self._of.append(self._peer(peer))
+        self._received.append(out)
+
+    def _array(self, x: Any, argument: str, *, received: bool) -> Any:
+        """The array itself, or its view if C does not take it."""
+        self._group.failure.require_usable()
+        flows = self._collectives.made_flows
+        if flows is not None and flows.calls.takes(x, received):
+            return x
+        view = input_view(self._group, x, argument)
+        if received:
+            require_writable(view, argument)
+        return view
 
     def _peer(self, peer: Any) -> int:
         return as_rank(self._group.world_size, peer, "peer")
@@ -86,22 +92,56 @@ class Transfers:
             if error is None:
                 self._issue()
         finally:  # another block collects anew
-            for collected in (self._transfers, self._own_sends, self._own_receives):
+            for collected in (self._sent, self._received, self._to, self._of):
                 collected.clear()
 
     def _issue(self) -> None:
+        sent, received = tuple(self._sent), tuple(self._received)
+        options = ("transfers", tuple(self._to), tuple(self._of))
+        if issue(self._collectives, sent, received, options, self._stream):
+            return
         group = self._group
-        sent, received = ([view.nbytes for view in views] for views in (self._own_sends, self._own_receives))
-        if sent != received:
-            raise ArgumentError("peer", f"this rank sends itself arrays of {sent} bytes and receives {received}")
-        own = zip(self._own_sends, self._own_receives, strict=True)
-        copies = [Transfer(group.rank, *views) for views in own]
-        self.issued = run_transfers(self._collectives, [*self._transfers, *copies], self._stream)
+        sends = [Transfer(peer, source=input_view(group, x, "x")) for x, peer in zip(sent, self._to, strict=True)]
+        receives = [
+            Transfer(peer, target=input_view(group, x, "out")) for x, peer in zip(received, self._of, strict=True)
+        ]
+        own_sends, own_receives = ([each for each in given if each.peer == group.rank] for given in (sends, receives))
+        sizes = [[each.nbytes for each in own] for own in (own_sends, own_receives)]
+        if sizes[0] != sizes[1]:
+            raise ArgumentError("peer", f"this rank sends itself arrays of {sizes[0]} bytes and receives {sizes[1]}")
+        own = zip(own_sends, own_receives, strict=True)
+        copies = [Transfer(group.rank, one.source, other.target) for one, other in own]
+        others = [each for each in (*sends, *receives) if each.peer != group.rank]
+        run_transfers(self._collectives, [*others, *copies], self._stream)
+
+
+Agree = Callable[[tuple[Any, Any]], object]
+"""Compares a call with the other ranks, given its input and output."""
+
+
+def issue(
+    collectives: Collectives, x: Any, out: Any, options: tuple[Agree | str, Any, Any], stream: StreamLike
+) -> bool:
+    """Makes a call by one call into C, if Python need not look at its arguments. Returns whether it was made.
+
+    Args:
+        collectives: the state of the group's collectives.
+        x, out, options, stream: as for `FlowCalls.call`.
+    """
+    flows, group = collectives.made_flows, collectives.group
+    if flows is None:
+        return False
+    if isinstance(options[0], str):
+        group.makes_transfers = True
+    if stream is None and not collectives.on_host:
+        arrays = [each for given in (x, out) for each in (given if isinstance(given, tuple | list) else (given,))]
+        stream = group.launches.stream_for(None, *arrays) if arrays else None
+    return flows.calls.call(x, out, options, stream)
 
 
 def run_transfers(
     collectives: Collectives, transfers: Sequence[Transfer], stream: StreamLike, call: CollectiveCall | None = None
-) -> FlowCall | None:
+) -> None:
     """Issues transfers; `call` is what all ranks must agree on, if it is a collective."""
     group = collectives.group
     group.failure.require_usable()
@@ -121,11 +161,11 @@ def run_transfers(
     if group.world_size > 1:
         flows = collectives.flows()
     if not transfers:
-        return None
+        return
     if group.world_size > 1:
-        return flows.run(transfers, stream, owners)
+        flows.run(transfers, stream, owners)
+        return
     group.launches.launch(lambda handle: _copy(group.runtime, transfers, handle), stream, owners)
-    return None
 
 
 def _require_apart(transfers: Sequence[Transfer]) -> None:
@@ -153,12 +193,16 @@ def _copy(runtime: Runtime, copies: Sequence[Transfer], stream: StreamLike) -> N
 
 def send(collectives: Collectives, x: Any, peer: int, stream: StreamLike) -> None:
     """See `Communicator.send`."""
+    if issue(collectives, x, (), ("send", peer, ()), stream):
+        return
     with Transfers(collectives, stream) as transfers:
         transfers.send(x, _another(collectives, peer))
 
 
 def recv(collectives: Collectives, out: Any, peer: int, stream: StreamLike) -> Any:
     """See `Communicator.recv`."""
+    if issue(collectives, (), out, ("recv", (), peer), stream):
+        return out
     with Transfers(collectives, stream) as transfers:
         transfers.recv(out, _another(collectives, peer))
     return out
@@ -181,6 +225,13 @@ def all_to_all_v(
 ) -> Any:
     """See `Communicator.all_to_all_v`."""
     group = collectives.group
+    if out is None:
+        source = input_view(group, x, "x")
+        rows = sum(_counts(group.world_size, recv_counts, "recv_counts"))
+        out = new_like(group, source, (rows, *source.shape[1:]))
+    agree = functools.partial(_agree, group, "all_to_all_v", 0, None)
+    if issue(collectives, x, out, (agree, send_counts, recv_counts), stream):
+        return out
     source = input_view(group, x, "x")
     send_counts = _counts(group.world_size, send_counts, "send_counts")
     recv_counts = _counts(group.world_size, recv_counts, "recv_counts")
@@ -206,6 +257,13 @@ def gather(collectives: Collectives, x: Any, root: int, out: Any, stream: Stream
     """See `Communicator.gather`."""
     group = collectives.group
     root = as_rank(group.world_size, root, "root")
+    is_root = group.rank == root
+    if is_root and out is None:
+        source = input_view(group, x, "x")
+        out = new_like(group, source, rows_of_all(group, source))
+    agree = functools.partial(_agree, group, "gather", root, 0)
+    if issue(collectives, x, out if is_root else (), (agree, root, "even" if is_root else ()), stream):
+        return out if is_root else None
     source, ranks = input_view(group, x, "x"), group.world_size
     call = CollectiveCall("gather", source.dtype.name, root=root, count=source.size, shape=source.shape)
     if group.rank != root:
@@ -223,7 +281,15 @@ def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: Strea
     """See `Communicator.scatter`."""
     group = collectives.group
     root = as_rank(group.world_size, root, "root")
-    ranks = group.world_size
+    ranks, is_root = group.world_size, group.rank == root
+    if is_root and out is None:
+        source = input_view(group, x, "x")
+        out = new_like(group, source, share_shape(group, source))
+    agree = functools.partial(_agree, group, "scatter", root, 1)
+    if out is not None and issue(
+        collectives, x if is_root else (), out, (agree, "even" if is_root else (), root), stream
+    ):
+        return out
     if group.rank != root:
         if out is None:
             raise ArgumentError("out", f"expected an array: this rank gets its share of rank {root}'s")
@@ -240,6 +306,19 @@ def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: Strea
     call = CollectiveCall("scatter", source.dtype.name, root=root, count=target.size, shape=target.shape)
     run_transfers(collectives, [*transfers, Transfer(root, parts[root], target)], stream, call)
     return result
+
+
+def _agree(group: Group, name: str, root: int, whole: int | None, arrays: tuple[Any, Any]) -> None:
+    """Compares a collective's call with the other ranks. `whole`: which of its arrays has the count and the shape that
+    all ranks give; None for input rows alone.
+    """
+    array = arrays[whole or 0]
+    dtype, shape = as_dtype(array.dtype), tuple(array.shape)
+    if whole is None:
+        call = CollectiveCall(name, dtype.name, shape=shape[1:])
+    else:
+        call = CollectiveCall(name, dtype.name, root=root, count=math.prod(shape), shape=shape)
+    group.launches.agree(call)
 
 
 def _refuse_overlap(a: ArrayView, b: ArrayView) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 from msgspec import Struct
 
 from proxyccl.channels.arguments import overlap
+from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.execution_plans.document import BufferName
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.execution_plans.program import ChannelEnd
 from proxyccl.channels.execution_plans.steps import Layout, Writer
 from proxyccl.channels.group import Group
-from proxyccl.channels.launches import Launchable
 from proxyccl.channels.memory import RegisteredMemory, allocate, register
 from proxyccl.channels.proxy_channel import connect_handles
 from proxyccl.channels.sm_channel import SmSemaphores
@@ -36,6 +36,7 @@ _LINE = 128
 _BARRIER_BYTES = 8  # a DeviceSyncer
 Reached = dict[BufferName, RegisteredMemory]
 _ARRAYS: dict[BufferName, int] = {"i": 0, "o": 1}
+_ARRAY_POINTERS = tuple(ffi.offsetof("ProxycclExecution", name) for name in ("input", "output"))
 _Key = tuple[int, tuple[tuple[BufferName, RegisteredMemory], ...]]
 """Bytes of the input, and the registered arrays that peers reach. Their digests would not do: two arrays that can't be
 shared may have the same one."""
@@ -46,7 +47,7 @@ class ExecutionPlans:
 
     Args:
         group: the ranks.
-        forget: called when memory of a plan has moved, after which what `prepare` returned must not be launched.
+        forget: called when memory of a plan has moved. Results of earlier calls of `prepare` must not be launched then.
     """
 
     def __init__(self, group: Group, forget: Callable[[], None]) -> None:
@@ -342,7 +343,7 @@ class _Resources:
         assert scratch is not None
         execution.alternate_bytes = scratch.nbytes // 2 if self._plan.document.use_double_scratch_buffer else 0
         sleepers = self._group.links.proxy.sleepers if ports else None
-        return ProxiedStruct.of(bytes(ffi.buffer(execution)), sleepers)
+        return ProxiedStruct.of(bytes(ffi.buffer(execution)), sleepers, pointers=_ARRAY_POINTERS)
 
     def close(self) -> None:
         """Frees what the kernels use."""

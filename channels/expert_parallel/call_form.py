@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from proxyccl.channels.calls.launches import CurrentStream, Launchable
 from proxyccl.channels.expert_parallel.arguments import input_array
 from proxyccl.channels.expert_parallel.calls import call_name
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.group import Group
-from proxyccl.channels.launches import CurrentStream, Launchable
 from proxyccl.channels.segment.call_log import encode_fields
 from proxyccl.channels.segment.calls import ROOT_FIELD
 from proxyccl.device._native import ffi
@@ -88,11 +88,11 @@ class CallForm:
         """How the call reaches its stream, for C (issuer.h)."""
         current = self._library.current_of_device() if self._is_torch and not self._on_host else None
         number = address_of(self._fields.fields) + ffi.sizeof("uint64_t") * ROOT_FIELD
-        calls = self._group.launches.prepared_calls
+        calls = self._group.launches.calls
         return calls, self._on_host, current, CurrentStream, self._stream, self._queue, self._device, number
 
     def prepared(self, launchable: Launchable, *, compared: bool = True) -> tuple[Any, ...]:
-        """A launch of the call, for C (prepared_calls.h). The first of a call is compared with the other ranks'."""
+        """A launch of the call, for C (form.h). The first of a call is compared with the other ranks'."""
         issue, callers = self._group.launches.issuer(launchable)
         fields = self._fields if compared else ffi.NULL
         return issue, callers, address_of(fields), address_of(launchable.prepared), (fields, launchable)

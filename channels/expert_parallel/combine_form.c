@@ -9,7 +9,7 @@
 
 enum { ROWS, WEIGHTS, SLOT_WEIGHTS, ORDER, ADDED, MOST_ADDED = 2, KINDS = ADDED + MOST_ADDED };
 
-/* See CombineForm in _prepared_calls.pyi. */
+/* See CombineForm in _calls.pyi. */
 typedef struct {
   PyObject ob_base;
   Issuer issuer;
@@ -321,7 +321,7 @@ static PyType_Slot slots[] = {
     {Py_tp_clear, let_go}, {Py_tp_methods, methods}, {0, NULL},
 };
 static PyType_Spec spec = {
-    .name = "proxyccl.channels._prepared_calls.CombineForm",
+    .name = "proxyccl.channels.calls._calls.CombineForm",
     .basicsize = sizeof(Form),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
@@ -361,7 +361,7 @@ static PyType_Slot sent_slots[] = {
     {Py_tp_methods, sent_methods}, {Py_tp_members, sent_members},   {0, NULL},
 };
 static PyType_Spec sent_spec = {
-    .name = "proxyccl.channels._prepared_calls.SentCombine",
+    .name = "proxyccl.channels.calls._calls.SentCombine",
     .basicsize = sizeof(Sent),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = sent_slots,

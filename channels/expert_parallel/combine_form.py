@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from proxyccl.channels._prepared_calls import CombineForm
 from proxyccl.channels.arguments import input_view
+from proxyccl.channels.calls._calls import CombineForm
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
 from proxyccl.channels.expert_parallel.call_form import CallForm, Check, Maker, address_of, check_of, kind_of, name_of
 from proxyccl.channels.expert_parallel.config import MOST_ADDED

@@ -7,6 +7,7 @@ import itertools
 import time
 from typing import Any
 
+from proxyccl.channels.calls.launches import CurrentStream, Launchable
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.calls import FINALIZE
@@ -31,7 +32,6 @@ from proxyccl.channels.expert_parallel.nodes import Nodes
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.tables import RECEIVED, TableLayouts
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace
-from proxyccl.channels.launches import CurrentStream, Launchable
 from proxyccl.channels.memory import allocate
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device._native import ffi, lib

@@ -120,7 +120,7 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 static PyType_Spec spec = {
-    .name = "proxyccl.channels._prepared_calls.Descriptor",
+    .name = "proxyccl.channels.calls._calls.Descriptor",
     .basicsize = sizeof(Descriptor),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
     .slots = slots,

@@ -2,7 +2,7 @@
 #ifndef PROXYCCL_DESCRIPTOR_H
 #define PROXYCCL_DESCRIPTOR_H
 
-#include "../prepared_calls.h"
+#include "../calls/calls.h"
 #include "expert_calls.h"
 
 enum { PROXYCCL_DESCRIPTOR_BLOCKS = 2 };

@@ -11,7 +11,7 @@ enum { ROWS, SCALES, IDS, WEIGHTS, SCATTER, KINDS };
 enum { NONE_BEFORE, QUANTIZES_BEFORE, PACKS_BEFORE };
 enum { PARSED = 14 }; /* objects that `make` is given */
 
-/* See DispatchForm in _prepared_calls.pyi. */
+/* See DispatchForm in _calls.pyi. */
 typedef struct {
   PyObject ob_base;
   Issuer issuer;
@@ -530,7 +530,7 @@ static PyType_Slot slots[] = {
     {Py_tp_clear, let_go}, {Py_tp_methods, methods}, {0, NULL},
 };
 static PyType_Spec spec = {
-    .name = "proxyccl.channels._prepared_calls.DispatchForm",
+    .name = "proxyccl.channels.calls._calls.DispatchForm",
     .basicsize = sizeof(Form),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
@@ -590,7 +590,7 @@ static PyType_Slot sent_slots[] = {
     {0, NULL},
 };
 static PyType_Spec sent_spec = {
-    .name = "proxyccl.channels._prepared_calls.SentDispatch",
+    .name = "proxyccl.channels.calls._calls.SentDispatch",
     .basicsize = sizeof(Sent),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = sent_slots,

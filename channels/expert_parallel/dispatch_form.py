@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from proxyccl.channels._prepared_calls import DispatchForm, SentDispatch
 from proxyccl.channels.arguments import input_view
+from proxyccl.channels.calls._calls import DispatchForm, SentDispatch
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
 from proxyccl.channels.expert_parallel.arrays import first_rows, part_maker
 from proxyccl.channels.expert_parallel.call_form import (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from proxyccl.channels._prepared_calls import SentCombine, SentDispatch
+from proxyccl.channels.calls._calls import SentCombine, SentDispatch
 from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Combine, Sums
 from proxyccl.channels.expert_parallel.dispatch_form import Dispatch, Redispatch
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc

@@ -2,7 +2,7 @@
 #ifndef PROXYCCL_GIVEN_ARRAYS_H
 #define PROXYCCL_GIVEN_ARRAYS_H
 
-#include "../prepared_calls.h"
+#include "../calls/calls.h"
 
 /* An argument's type, element type and place: one that was checked when the form was prepared stands for all others of
  * its kind. */

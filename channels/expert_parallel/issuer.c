@@ -5,7 +5,7 @@ int proxyccl_read_issuer(PyObject* given, Issuer* issuer) {
   unsigned long long number;
   if (!PyArg_ParseTuple(given, "OpOOOOOK", &calls, &issuer->on_host, &current, &stream_type, &stream_of, &queue,
                         &device, &number) ||
-      !proxyccl_require_prepared_calls(calls))
+      !proxyccl_require_calls(calls))
     return -1;
   issuer->calls = Py_NewRef(calls), issuer->current = Py_NewRef(current), issuer->device = Py_NewRef(device);
   issuer->stream_type = Py_NewRef(stream_type), issuer->stream_of = Py_NewRef(stream_of);

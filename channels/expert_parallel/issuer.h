@@ -5,7 +5,7 @@
 #include "descriptor.h"
 
 typedef struct Issuer {
-  PyObject* calls;       /* PreparedCalls of the group */
+  PyObject* calls;       /* Calls of the group */
   int on_host;           /* calls without a stream wait for their end there */
   PyObject* current;     /* current(device): the handle of torch's current stream; None for other libraries */
   PyObject* stream_type; /* CurrentStream (launches.py) … */

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from proxyccl.channels import array_libraries
-from proxyccl.channels._prepared_calls import SentCombine, SentDispatch
+from proxyccl.channels.calls._calls import SentCombine, SentDispatch
 from proxyccl.channels.collectives.barrier import barrier
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array

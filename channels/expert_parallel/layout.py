@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from proxyccl.channels._prepared_calls import Descriptor
+from proxyccl.channels.calls._calls import Descriptor
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays, words_of
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.nodes import Nodes

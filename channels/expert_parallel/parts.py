@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from proxyccl.channels.calls.launches import CurrentStream
 from proxyccl.channels.expert_parallel.arguments import input_array
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8, LayerOptions
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
-from proxyccl.channels.launches import CurrentStream
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike

@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
+from proxyccl.channels.calls._calls import NAMED_BY_PROXIES
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import RegisteredMemory, allocate, register
 from proxyccl.channels.schedules.pinned_boxes import PinnedBoxes
@@ -193,7 +194,12 @@ class ScheduleMemories:
         return None
 
     def _find(self, ptr: int, nbytes: int) -> Announced | None:
-        """The announced range of an array, unless arrays have taken as many memory ids as they may."""
+        """The announced range of an array, unless arrays have taken as many memory ids as they may.
+
+        None where `Calls` takes the array for memory that schedules don't name: its form is kept for all such arrays.
+        """
+        if not self._group.launches.calls.reach_of(ptr, nbytes) & NAMED_BY_PROXIES:
+            return None
         announced = self._group.symmetric.find(ptr, nbytes)
         may = announced is not None and self._group.symmetric.may_have_memory_ids(announced)
         return announced if may else None

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.dlpack import dlpack_device, export_dlpack, from_dlpack
 from proxyccl.device.arrays.dtypes import DType, as_dtype
-from proxyccl.device.arrays.libraries import current_stream, fingerprint, from_torch, libraries, register
+from proxyccl.device.arrays.libraries import current_stream, from_torch, libraries, register
 from proxyccl.device.arrays.view import ArrayView, require_contiguous, require_memory
 from proxyccl.device.base_runtime import BaseRuntime, Memory, StreamLike
 from proxyccl.device.errors import ArgumentError, ClosedError
@@ -26,7 +26,7 @@ from proxyccl.device.errors import ArgumentError, ClosedError
 if TYPE_CHECKING:
     from proxyccl.device._native import VoidPointer  # the stub's; cffi has no such name
 
-__all__ = ["Array", "ArrayView", "as_view", "current_stream", "fingerprint"]
+__all__ = ["Array", "ArrayView", "as_view", "current_stream"]
 
 _MOST_ADDRESS = 2**64 - 1
 _from_buffer, _cast = ffi.from_buffer, ffi.cast  # looked up once, not in each call
@@ -39,8 +39,7 @@ class Array:
     ``__cuda_array_interface__`` and ``__dlpack__``.
 
     Attributes:
-        identity: an object that belongs to no other array, as long as the memory exists and only this array may
-            free it. Otherwise None.
+        address: `ptr`, as long as the memory exists and only this array may free it. Otherwise None.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, shape: tuple[int, ...], dtype: DType) -> None:
@@ -48,7 +47,7 @@ class Array:
         self.memory = memory
         self.shape = shape
         self.dtype = dtype
-        self.identity: object = None
+        self.address: int | None = None
         self._views: set[int] = set()
         self._view_numbers = itertools.count()
 
@@ -122,7 +121,7 @@ class Array:
         """
         if self._views:
             raise BufferError(f"the array can't be freed: other libraries have views of it ({len(self._views)})")
-        self.identity = None
+        self.address = None
         self.memory.close()
 
     def fill(self, value: Any) -> Array:
@@ -169,18 +168,6 @@ class Array:
         return export_dlpack(self)
 
 
-def _fingerprint(x: Array) -> tuple[Any, ...] | None:
-    return None if x.memory.closed else (x.memory.ptr, x.shape, x.dtype.name)
-
-
-def _numpy_fingerprint(x: Any) -> tuple[Any, ...] | None:
-    try:
-        first = _from_buffer(x)  # a quarter of the time of x.ctypes.data or x.__array_interface__
-    except ValueError:  # it is not contiguous, or collectives don't support its type
-        return None
-    return int(_cast("uintptr_t", first)), x.flags.writeable, x.shape, x.dtype
-
-
 def _kind(x: Array) -> tuple[Any, ...]:
     return (x.dtype.name, x.runtime)
 
@@ -194,12 +181,18 @@ def _numpy_kind(x: Any) -> tuple[Any, ...]:
 
 
 def _numpy_memory(x: Any, nbytes: int) -> int:
-    known = _numpy_fingerprint(x) if nbytes else None
-    return 0 if known is None or known[0] % x.itemsize else int(known[0])
+    if not nbytes:
+        return 0
+    try:
+        first = _from_buffer(x)  # a quarter of the time of x.ctypes.data or x.__array_interface__
+    except ValueError:  # it is not contiguous, or buffers do not support its type
+        return 0
+    address = int(_cast("uintptr_t", first))
+    return 0 if address % x.itemsize else address
 
 
-register(Array, _fingerprint, kind_of=_kind, memory=_memory)
-register(np.ndarray, _numpy_fingerprint, kind_of=_numpy_kind, memory=_numpy_memory)
+register(Array, kind_of=_kind, memory=_memory)
+register(np.ndarray, kind_of=_numpy_kind, memory=_numpy_memory)
 
 
 def _from_interface(x: Any, device: tuple[str, int], argument: str) -> ArrayView:

@@ -23,8 +23,8 @@ def _is_cupy(kind: type) -> bool:
     return kind.__module__.startswith("cupy") and kind.__name__ == "ndarray"
 
 
-def from_torch(x: Any, argument: str) -> ArrayView:
-    """A view of a tensor.
+def from_torch(x: Any, argument: str, *, in_bytes: bool = False) -> ArrayView:
+    """A view of a tensor; with `in_bytes` of its bytes in one dimension, whatever its element type is.
 
     Raises:
         ArgumentError: it has no memory or is a lazy view, it is not contiguous, or it has an unknown element type or
@@ -38,7 +38,7 @@ def from_torch(x: Any, argument: str) -> ArrayView:
                 argument,
                 f"the tensor is a {kind} view, whose memory holds other values; pass x.resolve_{method}()",
             )
-    dtype = as_dtype(x.dtype, argument)
+    dtype = as_dtype("uint8" if in_bytes else x.dtype, argument)
     if not x.is_contiguous():
         raise ArgumentError(
             argument, f"the array is not contiguous in C order (shape {tuple(x.shape)}, strides {x.stride()} elements)"
@@ -46,7 +46,8 @@ def from_torch(x: Any, argument: str) -> ArrayView:
     device = ("host", 0)
     if x.is_cuda:
         device = ("hip" if sys.modules["torch"].version.hip else "cuda", x.get_device())
-    return ArrayView(x.data_ptr(), tuple(x.shape), dtype, device, True, x)
+    shape = (x.numel() * x.element_size(),) if in_bytes else tuple(x.shape)
+    return ArrayView(x.data_ptr(), shape, dtype, device, True, x)
 
 
 _INSTEAD = {
@@ -94,15 +95,6 @@ def require_tensor_memory(x: Any, argument: str) -> None:
         raise ArgumentError(argument, f"the {kind.__name__} of shape {tuple(x.shape)} has no memory: {reason}")
 
 
-def _torch_fingerprint(x: Any) -> tuple[Any, ...] | None:
-    try:
-        # A lazy view has the address, shape and type of the tensor that it is a view of.
-        known = (x.is_cuda or x.is_cpu) and x.is_contiguous() and not (x.is_neg() or x.is_conj())
-        return (x.data_ptr(), x.shape, x.dtype) if known else None
-    except RuntimeError:  # it has no storage
-        return None
-
-
 def _tensor_kind(x: Any) -> tuple[Any, ...]:
     return (x.dtype, x.get_device())
 
@@ -119,10 +111,6 @@ def _tensor_memory(x: Any, nbytes: int) -> int:
     except RuntimeError:  # it has no storage
         return 0
     return 0 if address % itemsize else address
-
-
-def _cupy_fingerprint(x: Any) -> tuple[Any, ...] | None:
-    return (x.data.ptr, x.shape, x.dtype.str) if x.flags.c_contiguous else None
 
 
 def _torch_stream(x: Any) -> int | None:
@@ -149,7 +137,7 @@ def _no_memory(_: Any, __: int) -> int:
 
 
 class _Library(Struct, frozen=True):
-    """The functions for a type of arrays; see `fingerprint`, `current_stream`, `from_torch`, `_INSTEAD`, and:
+    """The functions for a type of arrays; see `current_stream`, `from_torch`, `_INSTEAD`, and:
 
     Attributes:
         kind: kind(array): its element type and place. If one array of a type and kind was checked, another need only
@@ -158,7 +146,6 @@ class _Library(Struct, frozen=True):
             empty, or if another check must decide.
     """
 
-    fingerprint: Callable[[Any], tuple[Any, ...] | None]
     stream: Callable[[Any], StreamLike]
     kind: Callable[[Any], tuple[Any, ...] | None] = _nothing
     memory: Callable[[Any, int], int] = _no_memory
@@ -174,12 +161,12 @@ class _Library(Struct, frozen=True):
 
 def _find_library(kind: type) -> _Library:
     if kind.__module__ == "torch" and kind.__name__ == "Tensor":
-        return _Library(_torch_fingerprint, _torch_stream, _tensor_kind, _tensor_memory, is_torch=True)
+        return _Library(_torch_stream, _tensor_kind, _tensor_memory, is_torch=True)
     if is_torch(kind):
-        return _Library(_torch_fingerprint, _torch_stream, is_torch=True, instead=_find_instead(kind))
+        return _Library(_torch_stream, is_torch=True, instead=_find_instead(kind))
     if _is_cupy(kind):
-        return _Library(_cupy_fingerprint, _cupy_stream)
-    return _Library(_nothing, _nothing)
+        return _Library(_cupy_stream)
+    return _Library(_nothing)
 
 
 class _Libraries(dict[type, _Library]):
@@ -206,25 +193,15 @@ libraries = _Libraries()
 
 def register(
     kind: type,
-    fingerprint: Callable[[Any], tuple[Any, ...] | None],
     stream: Callable[[Any], StreamLike] = _nothing,
     *,
     kind_of: Callable[[Any], tuple[Any, ...] | None] = _nothing,
     memory: Callable[[Any, int], int] = _no_memory,
 ) -> None:
-    """Makes an array type known. See `fingerprint`, and `current_stream` for its stream; none by default. For `kind_of`
-    and `memory` see `libraries`.
+    """Makes an array type known. See `current_stream` for its stream; none by default. For `kind_of` and `memory` see
+    `libraries`.
     """
-    libraries[kind] = _Library(fingerprint, stream, kind_of, memory)
-
-
-def fingerprint(x: Any) -> tuple[Any, ...] | None:
-    """An array's identity for a call: equal for two arrays only if every call treats them alike.
-
-    None if that can't be found cheaply. An array that was checked once need not be checked again while its
-    fingerprint is the same.
-    """
-    return libraries[type(x)].fingerprint(x)
+    libraries[kind] = _Library(stream, kind_of, memory)
 
 
 _raw_stream: Callable[[int], int] | None = None

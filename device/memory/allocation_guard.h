@@ -8,15 +8,17 @@
 typedef struct ProxycclAllocationGuard {
   /* cuPointerGetAttribute, hipPointerGetAttribute, proxyccl_host_pointer_attribute */
   int (*pointer_attribute)(void* data, int attribute, uint64_t ptr);
-  int attribute; /* the one that is the allocation's number, of 64 bits */
-  const uint64_t* ptrs;
-  const uint64_t* ids; /* by address, the driver's expected answer */
+  int attribute;        /* the one that is the allocation's number, of 64 bits */
+  const uint64_t* ptrs; /* rising: each allocation ends where the next begins */
+  const uint64_t* ids;  /* by address, the driver's expected answer */
   uint32_t count;
 } ProxycclAllocationGuard;
 
-/* 1 if all do. 0 if one does not, or if the driver can't tell. */
-static inline int proxyccl_allocations_hold(const ProxycclAllocationGuard* self) {
-  for (uint32_t i = 0; i < self->count; ++i) {
+/* Asks for the allocations that contain a range. 1 if all are the same. 0 if one is not, or if the driver can't tell.
+ */
+static inline int proxyccl_allocations_hold(const ProxycclAllocationGuard* self, uint64_t start, uint64_t end) {
+  for (uint32_t i = 0; i < self->count && self->ptrs[i] < end; ++i) {
+    if (i + 1 < self->count && self->ptrs[i + 1] <= start) continue;
     uint64_t id = 0;
     if (self->pointer_attribute(&id, self->attribute, self->ptrs[i]) != 0 || id != self->ids[i]) return 0;
   }

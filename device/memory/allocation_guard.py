@@ -5,6 +5,8 @@ from __future__ import annotations
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import AllocationCalls, Allocations
 
+_LAST_ADDRESS = (1 << 64) - 1
+
 
 class AllocationGuard:
     """Remembers allocations (allocation_guard.h).
@@ -25,9 +27,9 @@ class AllocationGuard:
     @property
     def holds(self) -> bool:
         """Whether each address still lies in its allocation. Also False if the driver can't tell now."""
-        return bool(lib.proxyccl_allocations_hold(self._guard))
+        return bool(lib.proxyccl_allocations_hold(self._guard, 0, _LAST_ADDRESS))
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """For callers in C: of the function that tells what `holds` does, and of its argument."""
+        """For callers in C: of the function that tells the same of a range, and of its first argument."""
         return lib.proxyccl_allocations_hold_address(), int(ffi.cast("uintptr_t", self._guard))

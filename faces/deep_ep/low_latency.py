@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from proxyccl.channels._prepared_calls import SentDispatch
+from proxyccl.channels.calls._calls import SentDispatch
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.deep_ep.arguments import require_ids, require_stats, require_tensor

@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from proxyccl.channels.collectives.flows import FlowCall
 from proxyccl.channels.collectives.tensor_calls import Repeat
-from proxyccl.channels.communicator import Communicator
 from proxyccl.device.errors import CommunicatorError
 from proxyccl.device.process import forks
 from proxyccl.torch import own_streams, pools
 from proxyccl.torch import tensor_collectives as on_tensors
 from proxyccl.torch._repeated_calls import ADDED_BETWEEN, RepeatedCalls
+from proxyccl.torch.device_calls import DeviceCalls, reduce_to
 from proxyccl.torch.endpoints import LINGER_SECONDS, Endpoints
 from proxyccl.torch.errors import raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
@@ -58,39 +57,13 @@ _LOOK_SECONDS = 0.05
 _CPU = torch.device("cpu")
 _Flow = tuple[int, bool]
 """A peer, and whether this rank sends to it."""
-_Again = tuple[tuple[Any, ...], Any, Any]
-"""The key of equal calls: the call's name and options, known by identity, its input and its output: a tensor
-each, or a tuple of tensors."""
-
-
-_Kind = dist.ReduceOp.RedOpType
-_KINDS = [kind.value for kind in _Kind.__members__.values() if kind != _Kind.PREMUL_SUM]  # it has a factor besides
-_ALL_REDUCE = {kind: ("all_reduce", kind) for kind in _KINDS}
-_OVERLAPPED = {kind: ("all_reduce, overlapped", kind) for kind in _KINDS}
-_REDUCE_SCATTER = {kind: ("reduce_scatter_single", kind) for kind in _KINDS}
-_NONE: dict[int, tuple[str, int]] = {}
-_BROADCAST: dict[int, tuple[str, int]] = {}
-_GATHER: dict[int, tuple[str, int]] = {}
-_SCATTER: dict[int, tuple[str, int]] = {}
-_ALL_GATHER, _ALL_TO_ALL = ("all_gather_single",), ("all_to_all_single",)
-_GATHERED_BESIDE = ("all_gather_single, overlapped",)
-_ALL_GATHER_LIST, _ALL_TO_ALL_LIST, _BARRIER = ("all_gather",), ("all_to_all",), ("barrier",)
-"""The options under which calls are kept: by the number of the operator's kind, by the root, or as they are."""
 
 
 @functools.cache
-def _reduce_to(root: int) -> dict[Any, tuple[str, int, int]]:
-    return {kind: ("reduce", kind, root) for kind in _KINDS}
-
-
-@functools.cache
-def _by_flow(peer: int, sends: bool) -> tuple[str]:
-    return (f"send to rank {peer}" if sends else f"recv from rank {peer}",)
-
-
-@functools.lru_cache(1024)
-def _by_splits(output_splits: tuple[int, ...], input_splits: tuple[int, ...]) -> tuple[Any, ...]:
-    return "all_to_all_single", (output_splits, input_splits)
+def _by_flow(peer: int, number: int, sends: bool) -> tuple[str, on_tensors.Transfers]:
+    """The name and the options of a transfer with a peer, which has this number in their communicator."""
+    name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
+    return name, ((name, number, ()) if sends else (name, (), number))
 
 
 class _Coalescing(threading.local):
@@ -152,10 +125,12 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._executors: dict[tuple[torch.device, _Flow | int | None], Executor] = {}
         self._gpus: dict[torch.device, GroupOnGpu] = {}
         self._flow_streams: dict[tuple[torch.device, _Flow], Any] = {}
-        self._repeating: dict[int, RepeatedCalls] = {}  # by the GPU's number: collectives, …
-        self._repeated_barriers: dict[int | None, RepeatedCalls] = {}
-        self._exchanging: dict[int, RepeatedCalls] = {}  # … collectives that are transfers between all ranks …
+        self._made: dict[int, DeviceCalls] = {}  # by the GPU's number, once its communicator was made: collectives, …
         self._transferring: dict[tuple[int, int, bool], RepeatedCalls] = {}  # … and transfers, by GPU and flow
+        everyone = tuple(range(size))
+        self._to_all = {root: ("scatter", everyone if rank == root else (), root) for root in everyone}
+        self._from_all = {root: ("gather", root, everyone if rank == root else ()) for root in everyone}
+        self._all_gather, self._all_to_all = ("all_gather", "all", everyone), ("all_to_all", everyone, everyone)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)  # of the group's calls
         self._sequence = 0  # of the latest, except those that `_repeat` has issued
@@ -216,8 +191,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Nothing to agree on: every rank counts its calls from 0."""
 
     def _get_sequence_number_for_group(self) -> int:
-        repeated = [calls.number for kind in self._repeated_kinds for calls in kind.values()]
-        return max(self._sequence, *repeated, 0)
+        made = [calls for each in self._made.values() for calls in each.all]
+        return max(self._sequence, *(calls.number for calls in (*made, *self._transferring.values())), 0)
 
     @property
     def supports_splitting(self) -> bool:
@@ -327,8 +302,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             if not isinstance(of, int) and not executor.runs_here:  # calls that have failed use the memory until then
                 executor.wait_until_idle(until - time.monotonic())
         self._endpoints.close()
-        for kind in self._repeated_kinds:
-            kind.clear()
+        self._made.clear()
+        self._transferring.clear()
         while self._flow_streams:
             (device, _), stream = self._flow_streams.popitem()
             own_streams.give_back(device, stream)
@@ -363,10 +338,6 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         with self._lock:
             return dict(self._executors)
 
-    @property
-    def _repeated_kinds(self) -> tuple[dict[Any, RepeatedCalls], ...]:
-        return self._repeating, self._repeated_barriers, self._exchanging, self._transferring
-
     # -- issuing calls ---
 
     def _require_process(self) -> None:
@@ -386,7 +357,6 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         opts: Any = None,
         blocks: bool = False,
         flow: _Flow | None = None,
-        again: _Again | None = None,
     ) -> Any:
         """Runs a call, or queues it. Returns its Work: None for a call on the current stream, which torch need not wait
         for.
@@ -400,7 +370,6 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             opts: torch's options, which say whether the program continues meanwhile.
             blocks: whether the end of a device's call is waited for on the CPU.
             flow: for a single transfer, the peer and whether it is a send: it runs concurrently with other calls.
-            again: what tells calls on a GPU apart that `_repeat` may repeat; `function` returns how (`Made`).
         """
         self._require_process()
         self._sequence = next(self._numbers)
@@ -411,7 +380,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         elif flow is not None or self._is_queued(device, waits=waits):
             work = self._issue_queued(name, outs, xs, function, device, flow, blocks=blocks)
         else:
-            work = self._issue_on_device(name, outs, xs, function, device, again, waits=waits, blocks=blocks)
+            work = self._issue_on_device(name, outs, xs, function, device, waits=waits, blocks=blocks)
         return work if work is None else self._handed_out(work, waits=waits)
 
     def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
@@ -463,14 +432,20 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             calls = self._endpoints.of_all(output.device).tensor_calls
             return calls.gathers_beside(beside, output.data_ptr(), output.numel() * output.element_size())
 
-    def _repeat(self, x: Any, out: Any, opts: Any, attribute: str | None, kept: Any) -> Any:
-        """Issues a call on a GPU that was made before with the same tensors and options, by one call into C.
+    def _repeat(self, x: Any, out: Any, opts: Any, attribute: str | None, name: str) -> Any:
+        """Makes a call on a GPU by one call into C, if its form is kept.
 
-        Arguments and result as for `RepeatedCalls.repeat`.
+        Args:
+            x, out, opts, attribute: as for `RepeatedCalls.repeat`.
+            name: of the call; see `DeviceCalls`.
+
+        Returns:
+            As `RepeatedCalls.repeat`.
         """
-        return self._repeated(
-            self._repeating.get((x[0] if type(x) is list else x).get_device()), x, out, opts, attribute, kept
-        )
+        made = self._made.get((x[0] if type(x) is list else x).get_device())
+        if made is None:
+            return NotImplemented
+        return self._repeated(made.collectives, x, out, opts, attribute, made.named[name])
 
     @staticmethod
     def _repeated(calls: RepeatedCalls | None, x: Any, out: Any, opts: Any, attribute: str | None, kept: Any) -> Any:
@@ -481,16 +456,18 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         except Exception as error:
             raise_as_torch(error)
 
-    def _repeat_exchange(
-        self, on: torch.Tensor, x: Any, out: Any, opts: Any, kept: Any, attribute: str | None = None
-    ) -> Any:
+    def _exchange(self, on: torch.Tensor, x: Any, out: Any, opts: Any, options: on_tensors.Transfers) -> Any:
         """As `_repeat`, for a call that is transfers between all ranks; a list of tensors is a tuple here.
 
         Args:
             on: one of the tensors.
-            x, out, opts, kept, attribute: as for `_repeat`.
+            x, out, opts: as for `_repeat`.
+            options: as for `on_tensors.exchange`.
         """
-        return self._repeated(self._exchanging.get(on.get_device()), x, out, opts, attribute, kept)
+        made = self._made.get(on.get_device())
+        if made is None:
+            return NotImplemented
+        return self._repeated(made.exchanges, x, out, opts, None, (options[0], options))
 
     def _issue_on_device(
         self,
@@ -499,7 +476,6 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         xs: Tensors,
         function: Callable[[], Any],
         device: torch.device,
-        again: _Again | None,
         *,
         waits: bool,
         blocks: bool,
@@ -508,14 +484,14 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         with torch_errors(), torch.no_grad():
             stream = gpu.current()
             if waits:
-                made = function()
+                function()
             else:
                 gpu.order.follow(stream, gpu.own)
                 stream = gpu.own
                 with torch.cuda.stream(gpu.own_stream):
-                    made = function()
-            if again is not None and made is not None:
-                self._keep(gpu, again, made)
+                    function()
+            if device.index not in self._made:
+                self._made[device.index] = self._device_calls(gpu)
         captured = gpu.order.is_capturing(stream)
         if waits and not blocks:
             if not captured:
@@ -529,21 +505,12 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             self._under_way.add(None, self._sequence, name, call.mark)
         return DeviceWork.of(call)
 
-    def _keep(self, gpu: GroupOnGpu, again: _Again, made: on_tensors.Made) -> None:
-        """Has `_repeat` find a call that was made."""
+    def _device_calls(self, gpu: GroupOnGpu) -> DeviceCalls:
+        """The collectives of a GPU, whose communicator was made."""
         calls = self._endpoints.of_all(gpu.device).tensor_calls
-        options, x, out = again
-        if isinstance(made, FlowCall):
-            if gpu.device.index not in self._exchanging:
-                exchanging = self._repeated_calls(gpu, calls.repeat_transfers, gpu.own, None)
-                self._exchanging[gpu.device.index] = exchanging
-            calls.keep_transfers(options, x, out, made)
-            return
-        blocks = made[0] == "barrier"
-        kind: dict[Any, RepeatedCalls] = self._repeated_barriers if blocks else self._repeating
-        if gpu.device.index not in kind:
-            kind[gpu.device.index] = self._repeated_calls(gpu, calls.repeat, gpu.own, None, blocks=blocks)
-        calls.keep(options, x, out, *made)
+        repeated = functools.partial(self._repeated_calls, gpu, stream=gpu.own, flow=None)
+        barriers = repeated(calls.repeat, blocks=True)
+        return DeviceCalls(calls, self._size, repeated(calls.repeat), barriers, repeated)
 
     def _repeated_calls(
         self,
@@ -714,27 +681,25 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Reduces a tensor over all ranks, in place."""
         (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         overlapped = self._reduces_beside(x, opts)
-        kept = _OVERLAPPED if overlapped else _ALL_REDUCE
-        work = self._repeat(x, x, opts, "reduceOp", kept)
+        work = self._repeat(x, x, opts, "reduceOp", "all_reduce, overlapped" if overlapped else "all_reduce")
         if work is not NotImplemented:
             return work
         op = _op_of(opts)
         (tensor,) = in_memory([x])
         device = tensor.device
 
-        def call() -> on_tensors.Made | None:
+        def call() -> None:
             comm = self._endpoints.of_all(device)
             beside = comm.tensor_calls.reduces_beside(True) if overlapped is None else overlapped
-            return on_tensors.all_reduce(comm, tensor, op, overlapped=beside)
+            on_tensors.all_reduce(comm, tensor, op, overlapped=beside)
 
-        again = None if overlapped is None else _again(kept.get(_kind_of(op)), x, x)
-        return self._issue("all_reduce", [tensor], (), call, device=device, opts=opts, again=again)
+        return self._issue("all_reduce", [tensor], (), call, device=device, opts=opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduces several tensors over all ranks, in place."""
         if _goes_apart(tensors):
-            kept = _NONE if any(map(_is_long, tensors)) else _ALL_REDUCE  # long ones are chosen for one by one
-            return self._joint(self.allreduce, tensors, tensors, opts, "reduceOp", kept)
+            name = None if any(map(_is_long, tensors)) else "all_reduce"  # long ones are chosen for one by one
+            return self._joint(self.allreduce, tensors, tensors, opts, "reduceOp", name)
         op = _op_of(opts)
         tensors = in_memory(tensors)
         device = tensors[0].device
@@ -750,7 +715,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         """Copies a rank's tensor to all ranks."""
         (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        work = self._repeat(x, x, opts, "rootRank", _BROADCAST)
+        work = self._repeat(x, x, opts, "rootRank", "broadcast")
         if work is not NotImplemented:
             return work
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
@@ -764,18 +729,17 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             lambda: on_tensors.broadcast(self._endpoints.of_all(device), tensor, root),
             device=device,
             opts=opts,
-            again=_again(_BROADCAST.setdefault(root, ("broadcast", root)), x, x),
         )
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
         """Reduces a tensor over all ranks, in place on one."""
         (x,) = tensors
-        kept = _reduce_to(opts.rootRank)
-        work = self._repeat(x, x, opts, "reduceOp", kept)
+        self._require_rank(opts.rootRank, "root")
+        result = x if opts.rootRank == self._rank else ()
+        work = self._repeat(x, result, opts, "reduceOp", reduce_to(opts.rootRank))
         if work is not NotImplemented:
             return work
         tensors = in_memory(tensors)
-        self._require_rank(opts.rootRank, "root")
         (tensor,) = tensors
         device = tensor.device
         return self._issue(
@@ -785,55 +749,50 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             lambda: on_tensors.reduce(self._endpoints.of_all(device), tensor, opts.reduceOp, opts.rootRank),
             device=device,
             opts=opts,
-            again=_again(kept.get(_kind_of(opts.reduceOp)), x, x),
         )
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Any:
         """Every rank's tensor into a list."""
         (x,), (given,) = inputs, map(tuple, outputs)
-        work = self._repeat_exchange(x, x, given, opts, _ALL_GATHER_LIST)
+        work = self._exchange(x, x, given, opts, self._all_gather)
         if work is not NotImplemented:
             return work
-        again = (_ALL_GATHER_LIST, x, given)
         x, *parts = in_memory([x, *given])
         self._require_one_each(parts, "output_tensors")
         return self._issue(
             "all_gather",
             parts,
             [x],
-            lambda: on_tensors.all_gather_lists(self._endpoints.of_all(x.device), parts, x),
+            lambda: on_tensors.all_gather_lists(self._endpoints.of_all(x.device), parts, x, self._all_gather),
             device=x.device,
             opts=opts,
-            again=again,
         )
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Concatenates the ranks' tensors of one size."""
         overlapped = self._gathers_beside(output, opts)
-        kept = _GATHERED_BESIDE if overlapped else _ALL_GATHER
-        again = None if overlapped is None else _again(kept, x, output)
-        work = self._repeat(x, output, opts, None, kept)
+        work = self._repeat(x, output, opts, None, "all_gather, overlapped" if overlapped else "all_gather")
         if work is not NotImplemented:
             return work
         output, x = in_memory([output, x])
         self._require_gathered(output, x)
 
-        def call() -> on_tensors.Made | None:
+        def call() -> None:
             comm, beside = self._endpoints.of_all(x.device), overlapped
             if beside is None:
                 nbytes = output.numel() * output.element_size()
                 beside = comm.tensor_calls.gathers_beside(True, output.data_ptr(), nbytes)
-            return on_tensors.all_gather(comm, output, x, overlapped=beside)
+            on_tensors.all_gather(comm, output, x, overlapped=beside)
 
-        return self._issue("all_gather_single", [output], [x], call, device=x.device, opts=opts, again=again)
+        return self._issue("all_gather_single", [output], [x], call, device=x.device, opts=opts)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`all_gather_single` of several tensors."""
         if _goes_apart(inputs):
-            kept = _NONE if any(map(_is_long, outputs)) else _ALL_GATHER
-            return self._joint(self.all_gather_single, inputs, outputs, opts, None, kept)
+            name = None if any(map(_is_long, outputs)) else "all_gather"
+            return self._joint(self.all_gather_single, inputs, outputs, opts, None, name)
         outputs, inputs = in_memory(outputs), in_memory(inputs)
         for output, x in zip(outputs, inputs, strict=True):
             self._require_gathered(output, x)
@@ -854,13 +813,14 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         outputs, inputs = [in_memory(of_rank) for of_rank in outputs], in_memory(inputs)
         written = [tensor for of_rank in outputs for tensor in of_rank]
         device = inputs[0].device
-        sends = dict.fromkeys(range(self._size), inputs)
-        receives = dict(enumerate(outputs))
+        sent = [(x, rank) for rank in range(self._size) for x in inputs]
+        received = [(tensor, rank) for rank, of_rank in enumerate(outputs) for tensor in of_rank]
+        (xs, to), (outs, of) = (([], []) if not pairs else zip(*pairs, strict=True) for pairs in (sent, received))
         return self._issue(
             "all_gather of several tensors",
             written,
             inputs,
-            lambda: on_tensors.exchange(self._endpoints.of_all(device), sends, receives),
+            lambda: on_tensors.exchange(self._endpoints.of_all(device), xs, outs, ("all_gather", to, of)),
             device=device,
             opts=opts,
         )
@@ -869,11 +829,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Every rank's tensor into a list on one rank."""
         (x,), root = inputs, opts.rootRank
         given = tuple(outputs[0]) if self._rank == root else ()
-        work = self._repeat_exchange(x, x, given, opts, _GATHER, "rootRank")
+        self._require_rank(root, "root")
+        options = self._from_all[root]
+        work = self._exchange(x, x, given, opts, options)
         if work is not NotImplemented:
             return work
-        self._require_rank(root, "root")
-        again = (_GATHER.setdefault(root, ("gather", root)), x, given)
         if self._rank == root:
             self._require_one_each(given, "gather_list")
         x, *parts = in_memory([x, *given])
@@ -881,21 +841,20 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             "gather",
             parts,
             [x],
-            lambda: on_tensors.gather(self._endpoints.of_all(x.device), parts, x, root),
+            lambda: on_tensors.exchange(self._endpoints.of_all(x.device), x, tuple(parts), options),
             device=x.device,
             opts=opts,
-            again=again,
         )
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *_: Any) -> Any:
         """A tensor of one rank's list for each rank."""
         (output,), root = outputs, opts.rootRank
         given = tuple(inputs[0]) if self._rank == root else ()
-        work = self._repeat_exchange(output, given, output, opts, _SCATTER, "rootRank")
+        self._require_rank(root, "root")
+        options = self._to_all[root]
+        work = self._exchange(output, given, output, opts, options)
         if work is not NotImplemented:
             return work
-        self._require_rank(root, "root")
-        again = (_SCATTER.setdefault(root, ("scatter", root)), given, output)
         if self._rank == root:
             self._require_one_each(given, "scatter_list")
         output, *parts = in_memory([output, *given])
@@ -903,10 +862,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             "scatter",
             [output],
             parts,
-            lambda: on_tensors.scatter(self._endpoints.of_all(output.device), output, parts, root),
+            lambda: on_tensors.exchange(self._endpoints.of_all(output.device), tuple(parts), output, options),
             device=output.device,
             opts=opts,
-            again=again,
         )
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any) -> Any:
@@ -929,11 +887,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Reduces a tensor over all ranks and gives each its share."""
-        work = self._repeat(x, output, opts, "reduceOp", _REDUCE_SCATTER)
+        work = self._repeat(x, output, opts, "reduceOp", "reduce_scatter")
         if work is not NotImplemented:
             return work
         op = _op_of(opts)
-        again = _again(_REDUCE_SCATTER.get(_kind_of(op)), x, output)
         output, x = in_memory([output, x])
         self._require_share(output, x)
         return self._issue(
@@ -943,7 +900,6 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             lambda: on_tensors.reduce_scatter(self._endpoints.of_all(x.device), output, x, op),
             device=x.device,
             opts=opts,
-            again=again,
         )
 
     _reduce_scatter_base = reduce_scatter_single
@@ -951,7 +907,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`reduce_scatter_single` of several tensors."""
         if _goes_apart(inputs):
-            return self._joint(self.reduce_scatter_single, inputs, outputs, opts, "reduceOp", _REDUCE_SCATTER)
+            return self._joint(self.reduce_scatter_single, inputs, outputs, opts, "reduceOp", "reduce_scatter")
         op = _op_of(opts)
         outputs, inputs = in_memory(outputs), in_memory(inputs)
         for output, x in zip(outputs, inputs, strict=True):
@@ -979,26 +935,26 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     ) -> Any:
         """Rows of a tensor to each rank: evenly many, or as the splits say."""
         even = not output_splits and not input_splits
+        options = ("all_to_all_single", input_splits or "even", output_splits or "even")
         if even:
-            kept, work = _ALL_TO_ALL, self._repeat(x, output, opts, None, _ALL_TO_ALL)
+            work = self._repeat(x, output, opts, None, "all_to_all")
         else:
-            kept = _by_splits(tuple(output_splits), tuple(input_splits))
-            work = self._repeat_exchange(x, x, output, opts, kept)
+            work = self._exchange(x, x, output, opts, options)
         if work is not NotImplemented:
             return work
-        again = (kept, x, output)
         output, x = in_memory([output, x])
         _require_dtype(output, x)
         for tensor, splits in ((output, output_splits), (x, input_splits)):
             self._require_splits(tensor, splits)
         comm_of = self._endpoints.of_all
 
-        def call() -> on_tensors.Made | None:
+        def call() -> None:
             if even:
-                return on_tensors.all_to_all(comm_of(x.device), output, x)
-            return on_tensors.all_to_all_v(comm_of(x.device), output, x, output_splits, input_splits)
+                on_tensors.all_to_all(comm_of(x.device), output, x)
+            else:
+                on_tensors.all_to_all_v(comm_of(x.device), output, x, options)
 
-        return self._issue("all_to_all_single", [output], [x], call, device=x.device, opts=opts, again=again)
+        return self._issue("all_to_all_single", [output], [x], call, device=x.device, opts=opts)
 
     alltoall_base = all_to_all_single
 
@@ -1006,10 +962,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """A list's i-th tensor to rank i."""
         targets, sources = tuple(outputs), tuple(inputs)
         if sources:
-            work = self._repeat_exchange(sources[0], sources, targets, opts, _ALL_TO_ALL_LIST)
+            work = self._exchange(sources[0], sources, targets, opts, self._all_to_all)
             if work is not NotImplemented:
                 return work
-        outputs, inputs = in_memory(outputs), in_memory(inputs)
+        outputs, inputs = tuple(in_memory(outputs)), tuple(in_memory(inputs))
         self._require_one_each(outputs, "output_tensor_list")
         self._require_one_each(inputs, "input_tensor_list")
         device = inputs[0].device
@@ -1017,10 +973,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             "all_to_all",
             outputs,
             inputs,
-            lambda: on_tensors.all_to_all_lists(self._endpoints.of_all(device), outputs, inputs),
+            lambda: on_tensors.exchange(self._endpoints.of_all(device), inputs, outputs, self._all_to_all),
             device=device,
             opts=opts,
-            again=(_ALL_TO_ALL_LIST, sources, targets),
         )
 
     def barrier(self, opts: Any = None, *_: Any) -> Any:
@@ -1031,9 +986,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if getattr(opts, "device_ids", None):
             device = torch.device("cuda", opts.device_ids[0]) if torch.cuda.is_available() else _CPU
         device = _with_index(device)
-        work = self._repeated(self._repeated_barriers.get(device.index), (), (), opts, None, _BARRIER)
-        if work is not NotImplemented:
-            return work
+        made = None if device.index is None else self._made.get(device.index)
+        if made is not None:
+            work = self._repeated(made.barriers, (), (), opts, None, made.named["barrier"])
+            if work is not NotImplemented:
+                return work
         return self._issue(
             "barrier",
             (),
@@ -1042,7 +999,6 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             device=device,
             opts=opts,
             blocks=True,
-            again=(_BARRIER, (), ()),
         )
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -1075,9 +1031,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def _transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
         (x,) = tensors
-        kept, flow = _by_flow(peer, sends), (peer, sends)
-        again = (kept, x, ()) if sends else (kept, (), x)
-        work = self._repeat_transfer(x, flow, again)
+        named, flow = _by_flow(peer, int(self._rank < peer), sends), (peer, sends)
+        work = self._transfer_at_once(x, flow, named)
         if work is NotImplemented:
             tensors = in_memory(tensors)
             self._require_rank(peer, "peer")
@@ -1087,48 +1042,46 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 if peer == self._rank:
                     (self._endpoints.send_to_self if sends else self._endpoints.recv_from_self)(tensor)
                     return
-                comm, number = self._endpoints.with_peer(tensor.device, peer)
-                pair = {number: [tensor]}
+                comm, _ = self._endpoints.with_peer(tensor.device, peer)
                 with self._endpoints.transferring(peer):
-                    made = on_tensors.exchange(comm, pair if sends else {}, {} if sends else pair)
-                if isinstance(made, FlowCall) and tensor.device.type != "cpu":
-                    self._keep_transfer(comm, tensor.device, flow, again, made)
+                    on_tensors.exchange(comm, *_sides(tensor, flow), named[1])
 
             outs, xs = ((), tensors) if sends else (tensors, ())
-            work = self._issue(kept[0], outs, xs, call, device=tensor.device, flow=flow)
+            work = self._issue(named[0], outs, xs, call, device=tensor.device, flow=flow)
         return None if self._coalescing.works is not None else work
 
-    def _repeat_transfer(self, x: torch.Tensor, flow: _Flow, again: _Again) -> Any:
-        """As `_repeat`, for a transfer. It is not repeated while others of its flow are queued."""
-        device = x.get_device()
-        calls = self._transferring.get((device, *flow))
-        if calls is None or not self._executors[x.device, flow].is_idle:
+    def _transfer_at_once(self, x: torch.Tensor, flow: _Flow, named: tuple[str, on_tensors.Transfers]) -> Any:
+        """As `_repeat`, for a transfer: once the ranks have met, and while no other of its flow is queued."""
+        number = x.get_device()
+        executor = None if number < 0 else self._executors.get((x.device, flow))
+        if executor is None or not executor.is_idle:
             return NotImplemented
-        kept, source, target = again
+        calls = self._transferring.get((number, *flow))
+        if calls is None and (calls := self._transfers_of(x.device, flow)) is None:
+            return NotImplemented
         try:
-            return calls.repeat(source, target, None, None, kept)
+            return calls.repeat(*_sides(x, flow), None, None, named)
         except Exception as error:
             raise_as_torch(self._endpoints.with_ranks(error, flow[0]))
 
-    def _keep_transfer(
-        self, comm: Communicator, device: torch.device, flow: _Flow, again: _Again, made: FlowCall
-    ) -> None:
-        """Has `_repeat_transfer` find a transfer that was made."""
-        calls = comm.tensor_calls
-        if (device.index, *flow) not in self._transferring:
-            stream = self._stream_of(device, flow).cuda_stream
-            repeated = self._repeated_calls(self._gpu(device), calls.repeat_transfers, stream, (device, flow))
-            self._transferring[device.index, *flow] = repeated
-        options, x, out = again
-        calls.keep_transfers(options, x, out, made)
+    def _transfers_of(self, device: torch.device, flow: _Flow) -> RepeatedCalls | None:
+        """Makes the transfers of a flow; None if the ranks have not met."""
+        if not self._endpoints.has_met(device, flow[0]):
+            return None
+        comm, _ = self._endpoints.with_peer(device, flow[0])
+        repeat, stream = comm.tensor_calls.repeat_transfers, self._stream_of(device, flow).cuda_stream
+        assert repeat is not None  # `with_peer` has prepared them
+        made = self._repeated_calls(self._gpu(device), repeat, stream, (device, flow))
+        return self._transferring.setdefault((device.index, *flow), made)
 
     # -- coalescing ---
 
     def _joint(
-        self, call: Callable[..., Any], xs: Tensors, outs: Tensors, opts: Any, attribute: str | None, kept: Any
+        self, call: Callable[..., Any], xs: Tensors, outs: Tensors, opts: Any, attribute: str | None, name: str | None
     ) -> Any:
-        """Makes a call for each tensor, with one Work for all; arguments from `xs` on as for `_repeat`."""
-        repeated = self._repeat(xs, outs, opts, attribute, kept)
+        """Makes a call for each tensor, with one Work for all; arguments from `xs` on as for `_repeat`, which is not
+        tried without a name."""
+        repeated = NotImplemented if name is None else self._repeat(xs, outs, opts, attribute, name)
         if repeated is not NotImplemented and type(repeated) is not tuple:
             return repeated
         collected: list[DeviceWork | HostWork | JointWork] = []
@@ -1215,21 +1168,17 @@ def _waits(opts: Any) -> bool:
     return opts is not None and not getattr(opts, "asyncOp", True)
 
 
-def _kind_of(op: Any) -> int | None:
-    """The number of an operator's kind; None for anything else."""
-    return getattr(getattr(op, "op", op), "value", None)
-
-
-def _again(options: tuple[Any, ...] | None, x: torch.Tensor, out: torch.Tensor) -> _Again | None:
-    return None if options is None else (options, x, out)
-
-
 def _begin_thread(device: torch.device, of: _Flow | int | None) -> None:
     """Called by a thread of `ProcessGroupProxyCCL._executor` first."""
     if device.type != "cpu":  # a thread begins on device 0, and would open that device when it returns to it
         torch.cuda.set_device(device)
     if isinstance(of, int):
         _callbacks.depth = of
+
+
+def _sides(tensor: torch.Tensor, flow: _Flow) -> tuple[Any, Any]:
+    """A transfer's tensor as input and output for `on_tensors.exchange`."""
+    return (tensor, ()) if flow[1] else ((), tensor)
 
 
 def _source_of(flow: _Flow | None) -> int:

@@ -21,6 +21,8 @@ _OPS = {
     _Kind.BXOR: "bxor",
     _Kind.PREMUL_SUM: "sum",
 }
+PLAIN_OPS = {kind: op for kind, op in _OPS.items() if kind != _Kind.PREMUL_SUM}
+"""The communicator's operators, by the kinds of torch's that need no factor."""
 _BITWISE = {_Kind.BAND, _Kind.BOR, _Kind.BXOR}
 _OF_COMPLEX = {_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM}
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}

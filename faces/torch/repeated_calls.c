@@ -12,7 +12,7 @@ enum { ADDED_BETWEEN = 128 };
 typedef struct {
   PyObject ob_base;
   Gpu* gpu;
-  PyObject* repeat;  /* PreparedCalls.repeat */
+  PyObject* repeat;  /* of Calls or FlowCalls */
   PyObject* process; /* of the group: a fork's child repeats nothing */
   PyObject *own, *numbers, *log, *forget, *work, *hand_out, *source;
   PyObject *is_here, *async_op, *call, *unwaited; /* names */
@@ -29,8 +29,9 @@ static PyObject* option(PyObject* options, PyObject* name) {
   return found;
 }
 
-/* The options under which a call is kept: `kept` itself, or if torch's options have an attribute that tells calls
- * apart, the entry of the dict `kept` for it. NULL if there are none, perhaps with an exception of the program's. */
+/* The name of a call and its options for `repeat`: `kept` itself, or if torch's options have an attribute that tells
+ * calls apart, the entry of the dict `kept` for it. NULL if there are none, perhaps with an exception of the program's.
+ */
 static PyObject* kept_under(PyObject* options, PyObject* name, PyObject* kept) {
   if (name == Py_None) return Py_NewRef(kept);
   if (!PyDict_Check(kept)) return NULL;
@@ -47,8 +48,10 @@ static PyObject* kept_under(PyObject* options, PyObject* name, PyObject* kept) {
   return found;
 }
 
-/* Repeats the calls of leading tensors, on a stream. The number of those that were repeated; -1 with an exception. */
+/* Makes the calls of leading tensors, on a stream. The number of those that were made; -1 with an exception. */
 static Py_ssize_t repeat_on(RepeatedCalls* self, PyObject* x, PyObject* out, PyObject* kept, PyObject* stream) {
+  PyObject* const options = PyTuple_GetItem(kept, 1);
+  if (options == NULL) return -1;
   const int several = PyList_Check(x);
   const Py_ssize_t count = several ? PyList_Size(x) : 1;
   if (several && (!PyList_Check(out) || PyList_Size(out) != count)) return 0;
@@ -58,7 +61,7 @@ static Py_ssize_t repeat_on(RepeatedCalls* self, PyObject* x, PyObject* out, PyO
     PyObject* source = Py_XNewRef(several ? PyList_GetItem(x, done) : x);
     PyObject* target = source == NULL ? NULL : Py_XNewRef(several ? PyList_GetItem(out, done) : out);
     PyObject* repeated =
-        target == NULL ? NULL : PyObject_CallFunctionObjArgs(self->repeat, source, target, kept, stream, NULL);
+        target == NULL ? NULL : PyObject_CallFunctionObjArgs(self->repeat, source, target, options, stream, NULL);
     Py_XDECREF(source);
     Py_XDECREF(target);
     if (repeated == NULL) return -1;

@@ -6,46 +6,43 @@ when the call is done. Tensors need not be contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from proxyccl.channels.collectives.flows import FlowCall
-from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.communicator import Communicator
 from proxyccl.torch.reductions import plain_op, reduction
 from proxyccl.torch.tensors import as_bytes, flat, is_plain, put_back, put_back_all, require_same_dtype
 
 Tensors = Sequence[torch.Tensor]
-Made = tuple[str, torch.Tensor | None, torch.Tensor | None, str | None, int | None, CtaPolicy | None] | FlowCall
-"""The one call of a communicator that a call was, on the tensors' own memory: its name, input, output, operator, root
-and policy, which `TensorCalls.keep` takes; or its transfers, for `TensorCalls.keep_transfers`."""
+Transfers = tuple[str, Any, Any]
+"""The options of a call that consists of transfers, as `FlowCalls.call` (_calls.pyi) takes them."""
 
 
-def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, *, overlapped: bool = False) -> Made | None:
+def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, *, overlapped: bool = False) -> None:
     """Reduces a tensor over all ranks, in place. `overlapped`: it is long, and the program computes meanwhile."""
     plain = plain_op(op, tensor.dtype)
-    policy = comm.tensor_calls.overlapped_policy if overlapped else None
+    calls = comm.tensor_calls
+    policy = calls.overlapped_policy if overlapped else None
     if plain is not None and is_plain(tensor):
-        comm.all_reduce(tensor, plain, cta_policy=policy)
-        return "all_reduce", tensor, tensor, plain, None, policy
+        calls.make(calls.options("all_reduce", plain, cta_policy=policy), tensor, tensor)
+        return
     how = reduction(op, tensor.dtype)
     values = flat(tensor)
-    comm.all_reduce(how.of(how.given(values, into=values)), how.op, cta_policy=policy)
+    given = how.of(how.given(values, into=values))
+    calls.make(calls.options("all_reduce", how.op, cta_policy=policy), given, given)
     put_back(tensor, values)
-    return None
 
 
-def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> Made | None:
+def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> None:
     """Reduces a tensor over all ranks, in place on `root`."""
     how = reduction(op, tensor.dtype)
-    values = flat(tensor)
+    values = tensor if plain_op(op, tensor.dtype) is not None and is_plain(tensor) else flat(tensor)
     given = how.given(values)
-    comm.reduce(how.of(given), how.op, root, out=how.of(values))
+    calls = comm.tensor_calls
+    calls.make(calls.options("reduce", how.op, root), how.of(given), how.of(values) if comm.rank == root else ())
     if comm.rank == root:
         put_back(tensor, values)
-    in_place = given is values and is_plain(tensor)
-    return ("reduce", how.of(values), how.of(values), how.op, root, None) if in_place else None
 
 
 def all_reduce_coalesced(comm: Communicator, tensors: Tensors, op: Any) -> None:
@@ -66,21 +63,25 @@ def _by_dtype(tensors: Tensors) -> list[list[torch.Tensor]]:
     return list(groups.values())
 
 
-def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> Made | None:
+def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> None:
     """Copies a rank's tensor to all ranks."""
-    values = as_bytes(tensor)
-    comm.broadcast(values, root)
+    values = _moved(tensor)
+    calls = comm.tensor_calls
+    calls.make(calls.options("broadcast", root=root), values, values)
     put_back(tensor, values)
-    return ("broadcast", values, values, None, root, None) if is_plain(tensor) else None
 
 
-def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, *, overlapped: bool = False) -> Made | None:
+def _moved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if its memory holds its elements in order, else a copy of its bytes."""
+    return tensor if is_plain(tensor) else as_bytes(tensor)
+
+
+def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, *, overlapped: bool = False) -> None:
     """Concatenates the ranks' tensors of one size. `overlapped` as for `all_reduce`."""
-    own, values = as_bytes(x), as_bytes(output)
-    policy = comm.tensor_calls.overlapped_policy if overlapped else None
-    comm.all_gather(own, out=values, cta_policy=policy)
+    values, calls = _moved(output), comm.tensor_calls
+    policy = calls.overlapped_policy if overlapped else None
+    calls.make(calls.options("all_gather", cta_policy=policy), _moved(x), values)
     put_back(output, values)
-    return ("all_gather", own, values, None, None, policy) if is_plain(x) and is_plain(output) else None
 
 
 def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) -> None:
@@ -99,16 +100,16 @@ def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) 
         at += size
 
 
-def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op: Any) -> Made | None:
+def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op: Any) -> None:
     """Reduces a tensor over all ranks and gives each its share."""
+    plain, calls = plain_op(op, x.dtype), comm.tensor_calls
+    if plain is not None and is_plain(x) and is_plain(output):
+        calls.make(calls.options("reduce_scatter", plain), x, output)
+        return
     how = reduction(op, x.dtype)
-    values, share = flat(x), flat(output)
-    given = how.given(values)
-    source, target = how.of(given), how.of(share)
-    comm.reduce_scatter(source, how.op, out=target)
+    share = flat(output)
+    calls.make(calls.options("reduce_scatter", how.op), how.of(how.given(flat(x))), how.of(share))
     put_back(output, share)
-    in_place = given is values and is_plain(x) and is_plain(output)
-    return ("reduce_scatter", source, target, how.op, None, None) if in_place else None
 
 
 def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors, op: Any) -> None:
@@ -141,74 +142,60 @@ def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensor
     put_back(output, share[: output.numel()])
 
 
-def exchange(comm: Communicator, sends: Mapping[int, Tensors], receives: Mapping[int, Tensors]) -> Made | None:
-    """Sends tensors to ranks and receives tensors from ranks, all by one launch.
+def exchange(comm: Communicator, x: Any, out: Any, options: Transfers) -> None:
+    """Sends tensors to ranks and receives tensors from ranks, all by one call.
 
-    It serves the calls with a tensor for each rank: for these, nothing is copied before or after the launch.
+    It serves the calls with a tensor for each rank: for these, nothing is copied before or after the call.
+
+    Args:
+        comm: the communicator.
+        x, out, options: as for `FlowCalls.call` (_calls.pyi).
     """
-    outputs = [(tensor, as_bytes(tensor)) for tensors in receives.values() for tensor in tensors]
-    values = iter(outputs)
+    if comm.tensor_calls.exchange(x, out, options):
+        return
+    _, to, of = options
+    outputs = [(tensor, as_bytes(tensor), peer) for tensor, peer in _parts(comm, out, of)]
     with comm.transfers() as transfers:
-        for peer, tensors in sends.items():
-            for tensor in tensors:
-                transfers.send(as_bytes(tensor), peer)
-        for peer, tensors in receives.items():
-            for _ in tensors:
-                transfers.recv(next(values)[1], peer)
-    for tensor, received in outputs:
-        put_back(tensor, received)
-    used = [*sends.values(), *receives.values()]
-    in_place = all(is_plain(tensor) for tensors in used for tensor in tensors)
-    return transfers.issued if in_place else None
+        for tensor, peer in _parts(comm, x, to):
+            transfers.send(as_bytes(tensor), peer)
+        for _, values, peer in outputs:
+            transfers.recv(values, peer)
+    for tensor, values, _ in outputs:
+        put_back(tensor, values)
 
 
-def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor) -> Made | None:
+def _parts(comm: Communicator, given: Any, ranks: Any) -> list[tuple[torch.Tensor, int]]:
+    """The tensors that one side of `exchange` consists of, each with its rank."""
+    if isinstance(given, tuple | list):
+        return list(zip(given, ranks, strict=True))
+    if isinstance(ranks, int):
+        return [(given, ranks)]
+    if ranks == "all":
+        return [(given, rank) for rank in range(comm.world_size)]
+    rows = [given.size(0) // comm.world_size] * comm.world_size if ranks == "even" else list(ranks)
+    return [(part, rank) for rank, part in enumerate(given.split(rows))]
+
+
+def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor, options: Transfers) -> None:
     """Every rank's tensor, of any sizes, into a list."""
     require_same_dtype([x, *outputs])
-    return exchange(comm, {rank: [x] for rank in range(comm.world_size)}, _by_rank(outputs))
+    exchange(comm, x, tuple(outputs), options)
 
 
-def gather(comm: Communicator, outputs: Tensors, x: torch.Tensor, root: int) -> Made | None:
-    """Every rank's tensor into a list on `root`."""
-    return exchange(comm, {root: [x]}, {rank: [out] for rank, out in enumerate(outputs)} if comm.rank == root else {})
-
-
-def scatter(comm: Communicator, output: torch.Tensor, inputs: Tensors, root: int) -> Made | None:
-    """A tensor of `root`'s list for each rank."""
-    return exchange(comm, {rank: [x] for rank, x in enumerate(inputs)} if comm.rank == root else {}, {root: [output]})
-
-
-def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> Made | None:
+def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> None:
     """The i-th share of each rank goes to rank i."""
-    own, values = as_bytes(x), as_bytes(output)
-    comm.all_to_all(own, out=values)
+    values, calls = _moved(output), comm.tensor_calls
+    calls.make(calls.options("all_to_all"), _moved(x), values)
     put_back(output, values)
-    return ("all_to_all", own, values, None, None, None) if is_plain(x) and is_plain(output) else None
 
 
-def all_to_all_v(
-    comm: Communicator, output: torch.Tensor, x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-) -> Made | None:
-    """The same with rows of any number; empty splits mean even ones."""
-    ranks = comm.world_size
+def all_to_all_v(comm: Communicator, output: torch.Tensor, x: torch.Tensor, options: Transfers) -> None:
+    """The same with rows of any number."""
     target = output if output.is_contiguous() else output.contiguous()
-    sends = x.contiguous().split(list(input_splits) or [x.size(0) // ranks] * ranks)
-    receives = target.split(list(output_splits) or [target.size(0) // ranks] * ranks)
-    made = exchange(comm, _by_rank(sends), _by_rank(receives))
+    exchange(comm, x.contiguous(), target, options)
     put_back(output, target)
-    return made if is_plain(x) and is_plain(output) else None
 
 
-def all_to_all_lists(comm: Communicator, outputs: Tensors, inputs: Tensors) -> Made | None:
-    """A list's i-th tensor goes to rank i."""
-    return exchange(comm, _by_rank(inputs), _by_rank(outputs))
-
-
-def barrier(comm: Communicator, device: torch.device) -> Made:
+def barrier(comm: Communicator, device: torch.device) -> None:
     """Waits until all ranks have arrived: on the current stream of a GPU, or on the CPU."""
     comm.barrier(stream=None if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index))
-    return "barrier", None, None, None, None, None
-
-
-def _by_rank(tensors: Tensors) -> dict[int, Tensors]:
-    return {rank: [tensor] for rank, tensor in enumerate(tensors)}

@@ -110,6 +110,7 @@ static int end_call(const ProxycclCallers *callers, uintptr_t stream, int status
 
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const ProxycclLaunch *launch,
                          uintptr_t stream) {
+  if (launch == NULL) return agree_to_issue(callers, call);
   if (!proxyccl_is_current(launch->current, launch->context)) return PROXYCCL_OTHER_CONTEXT;
   const int status = agree_to_issue(callers, call);
   return status != 0 ? status : end_call(callers, stream, proxyccl_launch_current(launch, stream));

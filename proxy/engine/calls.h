@@ -72,7 +72,7 @@ int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
 /* The same, then the launch unless a rank has failed by then, and the wait for it if it is on the stream of `wait_on`.
  * Returns the driver's status, or one of the above: a rank may have failed during the wait, too.
  * PROXYCCL_OTHER_CONTEXT: nothing was done, and the call is not logged. Without a call, the launch is part of one that
- * was logged. */
+ * was logged; without a launch, the call is logged alone. */
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const ProxycclLaunch *launch,
                          uintptr_t stream);
 /* The same with operations of the stream. PROXYCCL_STREAM_OTHER_CONTEXT, which has the same value: nothing was done. */

@@ -136,18 +136,6 @@ def test_integers_of_numpy_are_taken(ranks: Ranks, call: str, kind: Callable[[in
     ranks.run(body)
 
 
-def test_a_root_of_numpy_is_the_same_repeated_call(ranks: Ranks) -> None:
-    def body(comm: Communicator) -> None:
-        x = ones(comm)
-        for _ in range(3):
-            comm.broadcast(x, 1)
-        kept = len(comm.collectives.call_cache._prepared)
-        comm.broadcast(x, np.int64(1))
-        assert len(comm.collectives.call_cache._prepared) == kept
-
-    ranks.run(body)
-
-
 REFUSED: dict[str, tuple[str, Callable[[Communicator, Any], object]]] = {
     "broadcast": ("root", lambda c, v: c.broadcast(ones(c), v)),
     "reduce": ("root", lambda c, v: c.reduce(ones(c), root=v)),

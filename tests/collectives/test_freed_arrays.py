@@ -5,6 +5,7 @@ No communicator follows the memory's pool, so the memory is freed at once.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from proxyccl import ArgumentError, Array, Communicator
+from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.runtimes import open_runtime
 from support.cases.memory import registered, room_for
 from support.cases.reference import Call
@@ -56,12 +58,12 @@ def replaced(comm: Communicator, memory: ForeignMemory, *, here: bool = True) ->
     return found
 
 
-def gather(comm: Communicator, call: Call, source: Array, target: Array) -> None:
+def gather(comm: Communicator, call: Call, source: Array, target: Array, algorithm: str | None = None) -> None:
     """Makes a call with whole arrays, which the next call with similar arrays repeats."""
     source.upload(call.input(comm.rank, comm.world_size))
     target.fill(-1)
     barrier(comm)
-    comm.all_gather(source, out=target)
+    comm.all_gather(source, out=target, algorithm=algorithm)
     comm.synchronize()
     call.check(target.numpy(), comm.rank, comm.world_size)
 
@@ -103,6 +105,31 @@ def test_it_may_be_registered_itself(ranks: Ranks) -> None:
         gather(comm, replace(call, seed=6), source, target)
         barrier(comm)
         target.free()
+
+    ranks.run(body)
+
+
+def test_other_memory_is_not_taken_for_an_array_that_may_have_been_freed(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a thread without a context a driver may not tell. Then the array is staged, as other memory is."""
+    unknown = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
+    address = ctypes.cast(unknown, ctypes.c_void_p).value
+    monkeypatch.setattr(AllocationGuard, "addresses", property(lambda _: (address, 0)))
+    call = Call("all_gather", count=1000, in_place=False)
+
+    def body(comm: Communicator) -> None:
+        sources = [ForeignMemory(comm.runtime, 4 * call.count) for _ in range(2)]
+        targets = [ForeignMemory(comm.runtime, 4 * call.count * comm.world_size) for _ in range(2)]
+        registrations = [comm.register(memory.array(call.dtype)) for memory in (sources[0], targets[0])]
+        for seed, number in enumerate((0, 0, 0, 1, 1, 0)):
+            arrays = sources[number].array(call.dtype), targets[number].array(call.dtype)
+            gather(comm, replace(call, seed=seed), *arrays, algorithm="proxy")
+        for registration in registrations:
+            comm.deregister(registration)
+        barrier(comm)
+        for memory in (*sources, *targets):
+            memory.close()
 
     ranks.run(body)
 

@@ -1,9 +1,10 @@
-"""Memory that its owner may free at any time, lent to peers because calls meet it repeatedly."""
+"""Memory that its owner may free at any time, lent to peers because calls meet it often."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -11,38 +12,82 @@ from typing import Any
 import pytest
 
 from proxyccl import ArgumentError, Array, Communicator
+from proxyccl.channels import lent_memory
+from proxyccl.channels.calls._calls import LEAST_LENT_BYTES
 from proxyccl.channels.collectives.request import CtaPolicy
-from proxyccl.channels.lent_memory import LentMemory
 from support.cases.memory import registered, room_for
 from support.cases.reference import Call
 from support.device_arrays import barrier
 from support.fakes.foreign_memory import ForeignMemory
 from support.ranks import Ranks
-from support.running import wait_for
+from support.running import run_ranks, wait_for
 
 CALL = Call("all_gather", count=1 << 18, in_place=False)  # of 4 bytes: arrays from 1 MiB on are lent
 ROOM = 64 << 20
+OFTEN = lent_memory._OFTEN
 
 
-@pytest.fixture(scope="module", params=(2, 3), ids=lambda n: f"{n}-ranks")
+@pytest.fixture(autouse=True)
+def _enough_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take longer than a second for as many calls."""
+    monkeypatch.setattr(lent_memory, "_WINDOW_SECONDS", 60.0)
+
+
+@pytest.fixture(params=(2, 3), ids=lambda n: f"{n}-ranks")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """New ones for each test: they remember the addresses of memory that was freed."""
     with Ranks(request.param) as group:
         yield group
 
 
-def lender(comm: Communicator, limit: int | None = ROOM) -> LentMemory:
-    lent = LentMemory(comm.runtime, comm.group.symmetric)
-    lent.limit = limit
-    return lent
-
-
-def memory_for(comm: Communicator) -> ForeignMemory:
+def memory_for(comm: Communicator, limit: int | None = ROOM) -> ForeignMemory:
+    comm.group.lent_memory.limit = limit
     return ForeignMemory(comm.runtime, room_for(CALL, comm.world_size) - 256)
 
 
-def lend(comm: Communicator, lent: LentMemory, array: Array) -> None:
-    assert [lent.meet(array.view()), lent.meet(array.view())] == [False, True]
-    wait_for(lambda: registered(comm, array.view()), "the peers have mapped it")
+def meet(
+    comm: Communicator, source: Array, target: Array, times: int = 1, collective: str = "all_gather", **options: Any
+) -> None:
+    """Calls of tensors, which lend the tensors' memory."""
+    calls = comm.tensor_calls
+    for _ in range(times):
+        calls.make(calls.options(collective, **options), source, target)
+    comm.synchronize()
+
+
+def lend(comm: Communicator, source: Array, target: Array) -> None:
+    """Meets an array often enough, until all peers have mapped it on all ranks."""
+
+    def lent() -> bool:
+        meet(comm, source, target, OFTEN)
+        comm.group.symmetric.update()
+        return all(map(any, comm.all_gather_bytes(bytes([registered(comm, target.view())]))))
+
+    wait_for(lent, "it is lent")
+
+
+def withdrawn(comm: Communicator, *memories: ForeignMemory) -> None:
+    """Frees memory, and waits until peers have unmapped it."""
+    barrier(comm)
+    comm.all_gather_bytes(b"")
+    for memory in memories:
+        memory.close()
+    symmetric = comm.group.symmetric
+    wait_for(lambda: not symmetric.lent_sizes and not symmetric._withdrawn, "it is withdrawn")
+
+
+def exports(comm: Communicator, patch: pytest.MonkeyPatch, *memories: ForeignMemory) -> list[int]:
+    """The threads that export this memory from now on."""
+    made: list[int] = []
+    export = comm.runtime.export
+
+    def noted(ptr: int, nbytes: int) -> bytes:
+        if any(memory.ptr == ptr for memory in memories):
+            made.append(threading.get_ident())
+        return export(ptr, nbytes)
+
+    patch.setattr(comm.runtime, "export", noted)
+    return made
 
 
 def gather(comm: Communicator, seed: int, source: Array, target: Array, algorithm: str | None = None) -> None:
@@ -55,29 +100,44 @@ def gather(comm: Communicator, seed: int, source: Array, target: Array, algorith
     call.check(target.numpy(), comm.rank, comm.world_size)
 
 
-def unmapped_by_all(comm: Communicator) -> Callable[[], bool]:
-    symmetric = comm.group.symmetric
-    return lambda: not symmetric.lent_sizes and not symmetric._withdrawn
-
-
 def mapped_handles(comm: Communicator) -> set[bytes]:
     return {handled.handle for handled in comm.group.symmetric._handled.values() if handled.mapped is not None}
 
 
-def test_memory_is_lent_when_it_is_met_again(ranks: Ranks) -> None:
+def test_memory_is_lent_when_it_is_met_often(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call exports it once; the watcher announces it."""
+
     def body(comm: Communicator) -> None:
-        source, lent, memory = comm.empty(CALL.count, CALL.dtype), lender(comm), memory_for(comm)
-        target = memory.array(CALL.dtype)
-        assert not lent.meet(target.view())
-        gather(comm, 1, source, target)
-        assert not registered(comm, target.view())
-        assert lent.meet(target.view())
-        wait_for(lambda: registered(comm, target.view()), "the peers have mapped it")
+        source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
+        target, announced = memory.array(CALL.dtype), []
+        meet(comm, source, target)
+        with monkeypatch.context() as patch:
+            exported, announce = exports(comm, patch, memory), comm.group.symmetric.lend
+            patch.setattr(
+                comm.group.symmetric, "lend", lambda export: (announced.append(threading.get_ident()), announce(export))
+            )
+            lend(comm, source, target)
+        assert exported == [threading.get_ident()]
+        assert len(announced) == 1
+        assert announced[0] != threading.get_ident()
         for seed in (2, 3, 4):
             gather(comm, seed, source, target)
-        barrier(comm)
-        memory.close()
-        wait_for(unmapped_by_all(comm), "it is withdrawn")
+        withdrawn(comm, memory)
+
+    ranks.run(body)
+
+
+def test_memory_that_is_met_once_is_never_exported(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        source, memories = comm.empty(CALL.count, CALL.dtype), [memory_for(comm) for _ in range(8)]
+        with monkeypatch.context() as patch:
+            exported = exports(comm, patch, *memories)
+            for _ in range(OFTEN - 1):
+                for memory in memories:
+                    meet(comm, source, memory.array(CALL.dtype))
+                    comm.group.lent_memory.update()  # as the watcher does
+            assert not exported
+        withdrawn(comm, *memories)
 
     ranks.run(body)
 
@@ -87,31 +147,31 @@ def test_what_its_owner_frees_is_withdrawn_without_a_call(ranks: Ranks, algorith
     """And its mappings are closed, which would keep it occupied."""
 
     def body(comm: Communicator) -> None:
-        source, lent, memory = comm.empty(CALL.count, CALL.dtype), lender(comm), memory_for(comm)
+        source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
         target = memory.array(CALL.dtype)
-        lend(comm, lent, target)
+        lend(comm, source, target)
         for seed in (1, 2, 3):
             gather(comm, seed, source, target, algorithm)
         comm.all_gather_bytes(b"")
         before = mapped_handles(comm)
+        withdrawn(comm, memory)
         comm.all_gather_bytes(b"")
-        memory.close()
-        wait_for(unmapped_by_all(comm), "it is withdrawn")
-        comm.all_gather_bytes(b"")
-        withdrawn = before - mapped_handles(comm)
-        assert len(withdrawn) >= comm.world_size - 1
+        unmapped = before - mapped_handles(comm)
+        assert len(unmapped) >= comm.world_size - 1
         for cache in (comm.group.mappings, comm.group._mapped):
-            assert not withdrawn & cache._mappings._entries.keys()
+            assert not unmapped & cache._mappings._entries.keys()
 
     ranks.run(body)
 
 
-def test_other_memory_at_its_address_is_lent_anew(ranks: Ranks) -> None:
+def test_other_memory_at_its_address_is_lent_anew_when_it_is_met_more_often(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if it comes before anybody has noticed the end of the first."""
 
     def body(comm: Communicator) -> None:
-        source, lent, memory = comm.empty(CALL.count, CALL.dtype), lender(comm), memory_for(comm)
-        lend(comm, lent, memory.array(CALL.dtype))
+        source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
+        lend(comm, source, memory.array(CALL.dtype))
         gather(comm, 1, source, memory.array(CALL.dtype))
         for turn in range(comm.world_size):
             comm.all_gather_bytes(b"")  # ranks are threads: while one frees memory, another may allocate
@@ -122,33 +182,35 @@ def test_other_memory_at_its_address_is_lent_anew(ranks: Ranks) -> None:
         target = memory.array(CALL.dtype)
         assert not registered(comm, target.view())
         gather(comm, 2, source, target)
-        lend(comm, lent, target)
+        comm.group.symmetric.update()
+        comm.group.lent_memory.update()  # its address was freed
+        with monkeypatch.context() as patch:
+            exported = exports(comm, patch, memory)
+            meet(comm, source, target, 2 * OFTEN - 1)
+            comm.group.lent_memory.update()
+            assert not exported
+        lend(comm, source, target)
         gather(comm, 3, source, target)
         gather(comm, 4, source, target, "proxy")
-        barrier(comm)
-        memory.close()
-        wait_for(unmapped_by_all(comm), "it is withdrawn")
+        withdrawn(comm, memory)
 
     ranks.run(body)
 
 
 def test_calls_by_proxy_use_it_when_peers_have_added_it(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
-        source, lent, memory = comm.empty(CALL.count, CALL.dtype), lender(comm), memory_for(comm)
+        source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
         gather(comm, 1, source, comm.empty(CALL.count * comm.world_size, CALL.dtype), "proxy")  # it makes the proxies
         target = memory.array(CALL.dtype)
-        lend(comm, lent, target)
-        symmetric = comm.group.symmetric
-        found = symmetric.find(target.ptr, target.nbytes)
-        assert found is not None
-        assert found.for_proxies, "no call needs to ask"
-        wait_for(lambda: symmetric.is_settled(target.view()), "the peers' proxies have it")
+        lend(comm, source, target)
+        received = comm.group.lent_memory.is_received_in
+        wait_for(lambda: received(target.ptr, target.nbytes), "the peers' proxies have it")
+        assert received(target.ptr + 4096, CALL.count), "the whole allocation is lent"
         stages = {side: len(made) for side, made in comm.collectives.by_proxy().memories._stages.items()}
         gather(comm, 2, source, target, "proxy")
         assert stages == {side: len(made) for side, made in comm.collectives.by_proxy().memories._stages.items()}
-        barrier(comm)
-        memory.close()
-        wait_for(unmapped_by_all(comm), "it is withdrawn")
+        withdrawn(comm, memory)
+        assert not received(memory.ptr, memory.nbytes)
 
     ranks.run(body)
 
@@ -157,7 +219,7 @@ def test_calls_by_proxy_use_it_when_peers_have_added_it(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "modules",
     [
-        pytest.param(["channels.symmetric", "channels.lent_memory", "channels.collectives.call_cache"], id="channels"),
+        pytest.param(["channels.symmetric", "channels.lent_memory", "channels.calls.launches"], id="channels"),
         pytest.param(
             ["proxy.service", "proxy.memory_table", "proxy.daemon.client", "proxy.daemon.connection"],
             marks=pytest.mark.daemon,
@@ -169,7 +231,6 @@ def test_an_array_may_end_at_any_line(ranks: Ranks, modules: list[str]) -> None:
     traced = {sys.modules[f"proxyccl.{name}"].__file__ for name in modules}
 
     def body(comm: Communicator) -> None:
-        lent = lender(comm)
         small, source = comm.empty(256, CALL.dtype), comm.empty(CALL.count, CALL.dtype)
         arrays = [comm.empty(256 * comm.world_size, CALL.dtype) for _ in range(300)]
         for array in arrays:
@@ -191,7 +252,7 @@ def test_an_array_may_end_at_any_line(ranks: Ranks, modules: list[str]) -> None:
             sys.settrace(trace)
             try:
                 target = comm.empty(CALL.count * comm.world_size, CALL.dtype)
-                lent.is_in_place(target.ptr, target.nbytes)
+                comm.group.lent_memory.update()
                 gather(comm, seed, source, target, "proxy" if seed % 2 else None)
                 target.free()
             finally:
@@ -202,71 +263,78 @@ def test_an_array_may_end_at_any_line(ranks: Ranks, modules: list[str]) -> None:
     ranks.run(body)
 
 
+@pytest.mark.parametrize("why", ["small", "scarce", "limit", "full"])
+def test_nothing_is_lent_that_is_small_or_scarce_or_not_to_be_lent(
+    ranks: Ranks, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a call does not look again and again whether there is room."""
+
+    def body(comm: Communicator) -> None:
+        source = comm.empty(CALL.count, CALL.dtype)
+        memory = memory_for(comm, {"limit": 0, "full": LEAST_LENT_BYTES}.get(why, ROOM))
+        target, looks = memory.array(CALL.dtype), []
+        if why == "small":
+            source, target = source.view(), target.view()
+            count = (LEAST_LENT_BYTES - 4) // 4 // comm.world_size
+            source = replace(source, shape=(count,))
+            target = replace(target, shape=(count * comm.world_size,))
+        left = (memory.nbytes - 1 if why == "scarce" else 1 << 40, 1 << 40)
+        with monkeypatch.context() as patch:
+            patch.setattr(comm.runtime, "memory_left", lambda: (looks.append(1), left)[1])
+            exported = exports(comm, patch, memory)
+            for _ in range(40):
+                meet(comm, source, target, OFTEN // 4)
+                comm.group.lent_memory.update()
+            assert not exported
+        assert len(looks) <= 4
+        withdrawn(comm, memory)
+
+    ranks.run(body)
+
+
 def test_only_so_much_is_lent(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
-        memories = [memory_for(comm) for _ in range(3)]
-        lent = lender(comm, limit=2 * memories[0].nbytes + 100)
-        for memory in memories:
-            lent.meet(memory.array().view())
-            assert lent.meet(memory.array().view())
-        assert [comm.group.symmetric.find(memory.ptr, memory.nbytes) is not None for memory in memories] == [
-            True,
-            True,
-            False,
-        ]
-        for memory in memories:
-            memory.close()
-        wait_for(unmapped_by_all(comm), "they are withdrawn")
+        source, memories = comm.empty(CALL.count, CALL.dtype), [memory_for(comm) for _ in range(3)]
+        comm.group.lent_memory.limit = 2 * memories[0].nbytes + 100
+        for memory in memories[:2]:
+            lend(comm, source, memory.array(CALL.dtype))
+        for _ in range(3):
+            meet(comm, source, memories[2].array(CALL.dtype), OFTEN)
+            comm.group.lent_memory.update()
+        assert comm.group.symmetric.find(memories[2].ptr, memories[2].nbytes) is None
+        withdrawn(comm, *memories)
 
     ranks.run(body)
 
 
-def test_nothing_is_lent_that_is_small_or_scarce_or_not_to_be_lent(ranks: Ranks) -> None:
+def test_what_a_call_has_exported_ends_with_the_communicator() -> None:
+    """Also if the watcher has not announced it."""
+    exported: list[bytes] = []
+    ended: list[bytes] = []
+
     def body(comm: Communicator) -> None:
-        memory, small = memory_for(comm), ForeignMemory(comm.runtime, 4096)
-        for lent, array in ((lender(comm, 0), memory.array()), (lender(comm), small.array())):
-            assert lent.meet(array.view()), "at once: no later call changes it"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(comm.runtime, "memory_left", lambda: (memory.nbytes - 1, 1 << 40))
-            scarce = lender(comm)
-            scarce.meet(memory.array().view())
-            assert scarce.meet(memory.array().view())
-        assert not comm.group.symmetric.lent_sizes
-        for each in (memory, small):
-            each.close()
+        memory, runtime = memory_for(comm), comm.runtime
+        export, end = runtime.export, runtime.end_export
+        runtime.export = lambda *given: exported.append(export(*given)) or exported[-1]  # type: ignore[method-assign]
+        runtime.end_export = lambda handle: ended.append(handle) or end(handle)  # type: ignore[method-assign]
+        comm.group.lent_memory._export(memory.ptr, memory.nbytes)
 
-    ranks.run(body)
-
-
-def test_memory_is_lent_though_many_arrays_are_met_in_turn(ranks: Ranks) -> None:
-    def body(comm: Communicator) -> None:
-        lent, memory = lender(comm), memory_for(comm)
-        whole = memory.array().view()
-        views = [replace(whole, ptr=whole.ptr + 256 * i, shape=(1 << 20,)) for i in range(1000)]
-        for view in views:
-            assert not lent.meet(view)
-        assert lent.meet(views[0])
-        wait_for(lambda: registered(comm, views[0]), "the peers have mapped it")
-        comm.all_gather_bytes(b"")
-        memory.close()
-        wait_for(unmapped_by_all(comm), "it is withdrawn")
-
-    ranks.run(body)
+    run_ranks(2, body)
+    assert set(exported) <= set(ended)
+    assert len(exported) >= 2
 
 
 def test_memory_that_is_registered_too_stays_lent_after_that(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
-        source, lent, memory = comm.empty(CALL.count, CALL.dtype), lender(comm), memory_for(comm)
+        source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
         target = memory.array(CALL.dtype)
-        lend(comm, lent, target)
+        lend(comm, source, target)
         registration = comm.register(target)
         gather(comm, 1, source, target, "proxy")
         comm.deregister(registration)
         gather(comm, 2, source, target)
         assert registered(comm, target.view())
-        barrier(comm)
-        memory.close()
-        wait_for(unmapped_by_all(comm), "it is withdrawn")
+        withdrawn(comm, memory)
 
     ranks.run(body)
 
@@ -281,7 +349,7 @@ def test_the_limit_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _require_limit(comm: Communicator, limit: int) -> None:
-    assert comm.collectives.lent_memory.limit == limit
+    assert comm.group.lent_memory.limit == limit
 
 
 @pytest.mark.parametrize(
@@ -299,20 +367,21 @@ def test_calls_of_tensors_lend_what_peers_touch(
     op = None if collective == "all_gather" else "sum"
 
     def body(comm: Communicator) -> None:
-        comm.collectives.lent_memory.limit = ROOM
+        comm.group.lent_memory.limit = ROOM
         call = replace(CALL, collective=collective)
         memories = [ForeignMemory(comm.runtime, 4 * size) for size in call.sizes(comm.world_size)]
         source, target = (memory.array(CALL.dtype) for memory in memories)
+
+        def found() -> list[bool]:
+            meet(comm, source, target, OFTEN, collective, op=op, cta_policy=policy)
+            return [comm.group.symmetric.find(memory.ptr, memory.nbytes) is not None for memory in memories]
+
+        if lent:
+            expected = [lent == "input", lent == "output"]
+            wait_for(lambda: all(map(any, comm.all_gather_bytes(bytes([found() == expected])))), "it is lent")
         for _ in range(2):
-            arguments = {} if op is None else {"op": op}
-            getattr(comm, collective)(source, out=target, cta_policy=policy, **arguments)
-            comm.tensor_calls.keep((collective,), source, target, collective, source, target, op, None, policy)
-        found = [comm.group.symmetric.find(memory.ptr, memory.nbytes) is not None for memory in memories]
-        assert found == [lent == "input", lent == "output"]
-        barrier(comm)
-        for memory in memories:
-            memory.close()
-        wait_for(unmapped_by_all(comm), "it is withdrawn")
+            assert found() == [lent == "input", lent == "output"]
+        withdrawn(comm, *memories)
 
     ranks.run(body)
 
@@ -322,7 +391,6 @@ def test_gathers_go_by_proxy_once_peers_proxies_have_the_output() -> None:
 
     def body(comm: Communicator) -> None:
         calls, rank = comm.tensor_calls, comm.rank
-        lent = comm.collectives.lent_memory
         source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
         target = memory.array(CALL.dtype)
         found = []
@@ -336,36 +404,18 @@ def test_gathers_go_by_proxy_once_peers_proxies_have_the_output() -> None:
         turn(wish=rank == 0)
         turn(wish=True)
         assert not any(found)
-        lend(comm, lent, target)
-        wait_for(lambda: comm.group.symmetric.is_settled(target.view()), "the peers' proxies may have it")
+        lend(comm, source, target)
+        wait_for(lambda: comm.group.lent_memory.is_received_in(target.ptr, target.nbytes), "peers' proxies have it")
         comm.all_gather_bytes(b"")
         for _ in range(6):
             turn(wish=True)
         assert found[-1]
-        assert lent.is_in_place(target.ptr + 4096, CALL.count), "the whole allocation is"
         turn(wish=False)
         assert not found[-1]
         everyone = [list(each) for each in comm.all_gather_bytes(bytes(found))]
         assert everyone == [everyone[0]] * comm.world_size
-        barrier(comm)
-        memory.close()
-        wait_for(unmapped_by_all(comm), "it is withdrawn")
+        withdrawn(comm, memory)
         assert not calls.gathers_beside(wish=True, ptr=memory.ptr, nbytes=memory.nbytes)
-
-    with Ranks(2, cta_policy="efficiency") as ranks:
-        ranks.run(body)
-
-
-def test_gathers_into_memory_that_is_not_lent_stay_kernels() -> None:
-    def body(comm: Communicator) -> None:
-        comm.collectives.by_proxy()
-        memory = memory_for(comm)
-        for _ in range(40):
-            assert not comm.collectives.lent_memory.is_in_place(memory.ptr, memory.nbytes)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(comm.group.symmetric, "find", None)
-            assert not comm.collectives.lent_memory.is_in_place(memory.ptr, memory.nbytes), "without a look"
-        memory.close()
 
     with Ranks(2, cta_policy="efficiency") as ranks:
         ranks.run(body)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from proxyccl import Array, Communicator
-from proxyccl.channels.symmetric import SymmetricMemory
 from proxyccl.device.arrays.view import ArrayView
 from proxyccl.device.memory.memory_pool import MemoryPool
 from proxyccl.device.runtimes import open_runtime
@@ -216,33 +214,6 @@ def test_the_proxies_reach_segments(ranks: Ranks) -> None:
         wait_for(lambda: pool.segments() == before, "the pool's memory is freed")
 
     ranks.run(body)
-
-
-def test_what_is_freed_behind_its_withdrawal_costs_no_look_at_the_driver(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = []
-    guard = SymmetricMemory.guard
-
-    def noted(*args: Any) -> Any:
-        made.append(guard(*args))
-        return made[-1]
-
-    monkeypatch.setattr(SymmetricMemory, "guard", noted)
-
-    def body(comm: Communicator) -> None:
-        follow(comm)
-        source, target = symmetric(comm, 4096), ForeignMemory(comm.runtime, 4096).array()
-        comm.group.symmetric.update()
-        assert shown(comm, target)
-        comm.broadcast(source, out=target)
-        comm.synchronize()
-        barrier(comm)
-        target.free()
-
-    ranks.run(body)
-    assert made
-    assert all(each is None for each in made)
 
 
 @pytest.mark.slow

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
 
-from proxyccl import ArgumentError, Communicator, MismatchError
+from proxyccl import AbortedError, ArgumentError, ClosedError, Communicator, MismatchError
+from proxyccl.channels.collectives import transfers as in_python
 from proxyccl.channels.collectives.flows import MOST_TRANSFERS
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import world_sizes
@@ -344,3 +347,167 @@ def test_wrong_arguments_are_refused_before_anything_moves(pairs: Ranks) -> None
                 comm.scatter(None, 0)
 
     pairs.run(body)
+
+
+@pytest.mark.host_only(reason="the path is the same on GPUs")
+def test_calls_with_new_arrays_and_other_counts_are_made_by_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_are_ready = threading.Barrier(2)
+
+    def body(comm: Communicator) -> None:
+        rank = comm.rank
+        comm.prepare_transfers()
+        if all_are_ready.wait() == 0:
+            monkeypatch.delattr(in_python, "run_transfers")
+        all_are_ready.wait()
+        for rows in (3, 1, 40_000):
+            sent, received = ([rows, 5], [rows, 7]) if rank == 0 else ([7, rows], [5, rows])
+            blocks = [values(rank, to, 8 * count).reshape(count, 8) for to, count in enumerate(sent)]
+            out = comm.all_to_all_v(np.concatenate(blocks), sent, received)
+            expected = [values(of, rank, 8 * count) for of, count in enumerate(received)]
+            assert out.tobytes() == np.concatenate(expected).tobytes()
+            x = values(rank, 0, rows)
+            whole = comm.gather(x, 0, out=np.zeros(2 * rows, np.uint8) if rank == 0 else None)
+            back = comm.scatter(whole, 0, out=np.zeros(rows, np.uint8))
+            assert back.tobytes() == x.tobytes()
+            if rank == 0:
+                comm.send(values(0, 1, rows).view(), 1)
+            else:
+                assert comm.recv(np.zeros(rows, np.uint8), 0).tobytes() == values(0, 1, rows).tobytes()
+
+    run_ranks(2, body)
+
+
+def _read_only(x: np.ndarray) -> np.ndarray:
+    x.flags.writeable = False
+    return x
+
+
+@pytest.mark.host_only(reason="is about numpy's arrays")
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (_read_only, "is read-only"),
+        (lambda x: x[::2], "not contiguous"),
+        (np.ma.masked_array, "is masked"),
+        (lambda x: x.astype(object), "unknown element type 'object'"),
+        (lambda x: x.astype(">i8"), "expected this machine's byte order"),
+        (lambda x: x.view("V8"), "unknown element type"),
+        (lambda x: x.view(np.uint8)[1:9].view(np.int64), "not aligned"),
+        (lambda _: None, "expected an array"),
+    ],
+    ids=["read-only", "strides", "masked", "objects", "byte order", "bytes", "alignment", "none"],
+)
+def test_an_array_that_can_not_be_received_in_is_named(pairs: Ranks, other: Callable[[Any], Any], message: str) -> None:
+    def body(comm: Communicator) -> None:
+        comm.prepare_transfers()
+        with pytest.raises(ArgumentError, match=f"out: .*{message}"):
+            comm.recv(other(np.zeros(4, np.int64)), 1 - comm.rank)
+
+    pairs.run(body)
+
+
+@pytest.mark.host_only(reason="is about arrays of the host's memory")
+def test_arrays_without_a_type_that_c_knows_are_transferred_too(pairs: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        comm.prepare_transfers()
+        if comm.rank == 0:
+            comm.send(b"12345678", np.int64(1))
+        else:
+            out = array("q", [0])
+            comm.recv(memoryview(out), np.int64(0))
+            assert out.tobytes() == b"12345678"
+
+    pairs.run(body)
+
+
+class Interrupts(type):
+    """A type that looks into a set can't find without an interrupt."""
+
+    def __hash__(cls) -> int:
+        raise KeyboardInterrupt
+
+
+def test_an_exception_of_the_program_s_own_is_passed_on(pairs: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        comm.prepare_transfers()
+        x = Interrupts("Array", (), {})()
+        with pytest.raises(KeyboardInterrupt):
+            comm.send(x, 1 - comm.rank, stream=comm.runtime.create_stream())
+
+    pairs.run(body)
+
+
+def test_an_array_that_was_freed_is_refused(pairs: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        comm.prepare_transfers()
+        x = comm.empty(8)
+        comm.all_gather_bytes(b"")
+        x.free()
+        with pytest.raises(ClosedError, match="memory was freed"):
+            comm.send(x, 1 - comm.rank)
+
+    pairs.run(body)
+
+
+def test_a_group_that_has_ended_refuses_transfers() -> None:
+    kept: list[tuple[Communicator, Any]] = []
+
+    def body(comm: Communicator) -> None:
+        comm.prepare_transfers()
+        kept.append((comm, on_device(comm, np.zeros(4, np.float32))))
+        comm.all_gather_bytes(b"")
+
+    run_ranks(2, body)
+    for comm, x in kept:
+        for call in (lambda: comm.send(x, 1 - comm.rank), lambda: comm.all_to_all_v(x, [2, 2], [2, 2], out=x)):  # noqa: B023
+            with pytest.raises(ClosedError, match="the communicator is closed"):
+                call()
+
+
+@pytest.mark.host_only(reason="on a GPU the call is only queued")
+def test_an_aborted_group_refuses_transfers() -> None:
+    def body(comm: Communicator) -> None:
+        comm.prepare_transfers()
+        x, out = (on_device(comm, np.zeros(4, np.float32)) for _ in range(2))
+        comm.all_gather_bytes(b"")
+        if comm.rank == 0:
+            comm.abort("enough")
+        with pytest.raises(AbortedError, match="enough" if comm.rank == 0 else "rank 0 ended"):
+            comm.recv(x, 1 - comm.rank)
+        with pytest.raises(AbortedError):
+            comm.all_to_all_v(x, [2, 2], [2, 2], out=out)
+
+    run_ranks(2, body)
+
+
+def test_collectives_of_transfers_that_differ_are_told(pairs: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        comm.prepare_transfers()
+        x = on_device(comm, np.zeros(4, np.float32 if comm.rank == 0 else np.int32))
+        out = on_device(comm, np.zeros(8, np.float32))
+        comm.gather(x, 0, out=out if comm.rank == 0 else None)
+        comm.synchronize()
+
+    with pytest.raises(MismatchError, match="different dtype"):
+        pairs.run(body)
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_events_of_calls_are_used_again(streams: int) -> None:
+    def body(comm: Communicator) -> None:
+        given = [comm.runtime.create_stream() for _ in range(streams)]
+        x, out = (on_device(comm, np.zeros(4, np.float32)) for _ in range(2))
+        for turn in range(12):
+            for stream in given:
+                with comm.transfers(stream=stream) as block:
+                    block.send(x, 1 - comm.rank)
+                    if turn % 2:
+                        block.recv(out, 1 - comm.rank)
+            if not turn % 2:
+                for stream in given:
+                    comm.recv(out, 1 - comm.rank, stream=stream)
+        for stream in given:
+            comm.synchronize(stream)
+        assert len(comm.collectives.flows().calls.events) <= 3
+
+    run_ranks(2, body)

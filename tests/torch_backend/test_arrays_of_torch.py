@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from proxyccl import ArgumentError, Communicator  # noqa: E402
 from proxyccl.device.arrays.array import as_view, current_stream  # noqa: E402
+from support.cases.reference import Call  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 pytestmark = pytest.mark.host_only(reason="tensors of CPUs")
@@ -122,15 +124,71 @@ def test_a_class_derived_from_tensors_and_a_parameter_are_taken() -> None:
         assert as_view(x, "x").ptr == x.data_ptr()
 
 
-@pytest.mark.parametrize("where", ["x", "out"])
-def test_a_tensor_that_is_freed_after_a_call_is_refused_by_the_next(ranks: Ranks, where: str) -> None:
+class Placed(torch.Tensor):
+    """A tensor whose device a test chooses."""
+
+    is_cpu = True
+
+
+def elsewhere() -> Any:
+    x = ones().as_subclass(Placed)
+    x.is_cpu = False
+    return x
+
+
+def freed_with_offset() -> Any:
+    x = ones(COUNT + 1)
+    view = x[1:]
+    x.untyped_storage().resize_(0)
+    return view
+
+
+def shrunk() -> Any:
+    x = ones()
+    x.untyped_storage().resize_(8)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("like", "make", "message"),
+    [
+        (ones, freed, "has no memory"),
+        (ones, shrunk, "has no memory"),
+        (lambda: ones(COUNT + 1)[1:], freed_with_offset, "has no memory"),
+        (lambda: ones().as_subclass(Placed), elsewhere, "torch device .* is not supported"),
+    ],
+    ids=["freed", "shrunk", "freed-with-offset", "elsewhere"],
+)
+def test_a_tensor_is_refused_after_calls_of_others_like_it(
+    ranks: Ranks, like: Callable[[], Any], make: Callable[[], Any], message: str
+) -> None:
     def body(comm: Communicator) -> None:
-        given = {"x": ones(), "out": ones()}
-        for _ in range(4):  # the first is prepared, the others repeat it
-            comm.all_reduce(given["x"], out=given["out"])
-        given[where].untyped_storage().resize_(0)
-        with pytest.raises(ArgumentError, match=f"{where}: .*has no memory"):
-            comm.all_reduce(given["x"], out=given["out"])
+        for _ in range(3):
+            comm.all_reduce(like(), out=like())
+        with pytest.raises(ArgumentError, match=f"x: .*{message}"):
+            comm.all_reduce(make(), out=like())
+        with pytest.raises(ArgumentError, match=f"out: .*{message}"):
+            comm.all_reduce(like(), out=make())
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"])
+def test_calls_of_new_tensors_are_right_and_prepared_once(ranks: Ranks, collective: str) -> None:
+    call = Call(collective, count=COUNT, in_place=False)
+
+    def body(comm: Communicator) -> None:
+        kept, prepared = [], 0
+        for turn in range(8):
+            each = replace(call, seed=turn)
+            x = torch.from_numpy(each.input(comm.rank, comm.world_size).copy())
+            out = torch.empty(each.sizes(comm.world_size)[1])
+            kept.append((x, out))  # so that each has an address of its own
+            assert each.issue(comm, x, out, None) is out
+            each.check(out.numpy(), comm.rank, comm.world_size)
+            if turn == 2:  # the first calls make memory that peers reach, which may end what is prepared meanwhile
+                prepared = comm.calls.prepared
+        assert comm.calls.prepared == prepared
 
     ranks.run(body)
 

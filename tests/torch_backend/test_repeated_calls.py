@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
+from proxyccl import ArgumentError, Communicator  # noqa: E402
 from proxyccl.device.gpu.stream_order import StreamOrder  # noqa: E402
 from proxyccl.torch._repeated_calls import ADDED_BETWEEN  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
@@ -54,11 +55,16 @@ class Repeats:
 
     @property
     def _so_far(self) -> int:
-        return sum(calls.count for kind in self._group._repeated_kinds for calls in kind.values())
+        made = [calls for each in self._group._made.values() for calls in each.all]
+        return sum(calls.count for calls in (*made, *self._group._transferring.values()))
 
     @property
     def count(self) -> int:
         return self._so_far - self._before
+
+
+def communicator(group: Any) -> Communicator:
+    return group.endpoints.of_all(torch.device("cuda", group.rank()))
 
 
 def wait(work: Any, *, waits: bool) -> None:
@@ -74,36 +80,36 @@ def all_reduce(group: Any, x: Any, *, waits: bool = True, op: Any = dist.ReduceO
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["synchronous", "asynchronous"])
-def test_each_collective_is_repeated_with_what_its_memory_holds_then(waits: bool) -> None:
+def test_each_collective_of_new_tensors_is_right_and_prepared_once(waits: bool) -> None:
     size = 24
 
     def body(group: Any) -> None:
-        rank = group.rank()
-        memory = {name: torch.empty(size) for name in ("x", "share", "whole", "moved")}
-        x, share, whole, moved = (torch_on_hip.on_gpu(each, rank) for each in memory.values())
-        share, half = share[: size // 2], moved[: size // 2]
-        calls = {
-            "all_reduce": lambda: all_reduce(group, x, waits=waits),
-            "reduce_scatter": lambda: group._reduce_scatter_base(share, x, options("ReduceScatter", waits=waits)),
-            "all_gather": lambda: group._allgather_base(whole, share, options("Allgather", waits=waits)),
-            "broadcast": lambda: group.broadcast([half], options("Broadcast", waits=waits, rootRank=1)),
-            "all_to_all": lambda: group.alltoall_base(whole, x, [], [], options("AllToAll", waits=waits)),
-        }
-        expected = {"all_reduce": 3.0, "reduce_scatter": 6.0, "all_gather": 6.0, "broadcast": 2.0, "all_to_all": 3.0}
-        results = dict(zip(calls, (x, share, whole, half, whole), strict=True))
-        repeats = None
+        rank, kept, repeats, prepared = group.rank(), [], None, 0
         for turn in (1.0, 2.0, 3.0, 4.0, 5.0):
-            if turn == 4.0:  # until then peers may still learn of arrays, which has calls forgotten
-                repeats = Repeats(group)
-            for name, call in calls.items():
-                if name == "all_reduce":
-                    torch_on_hip.on_cpu(whole)
-                    memory["x"].fill_(turn * (rank + 1))
-                    memory["moved"].fill_(turn * (rank + 1))
-                wait(call(), waits=waits)
-                assert (torch_on_hip.on_cpu(results[name]) == turn * expected[name]).all(), (name, turn)
+            if turn == 4.0:  # the first calls make memory that peers reach, which may end what is prepared meanwhile
+                repeats, prepared = Repeats(group), communicator(group).calls.prepared
+            memory = [
+                torch.full((count,), turn * (rank + 1)) for count in (size, size, size // 2, size, size // 2, size)
+            ]
+            kept.append(memory)  # so that each has an address of its own
+            x, moved, share, whole, half, spread = (torch_on_hip.on_gpu(each, rank) for each in memory)
+            calls = [
+                (group._reduce_scatter_base(share, x, options("ReduceScatter", waits=waits)), share, 3.0),
+                (group._allgather_base(whole, half, options("Allgather", waits=waits)), whole, None),
+                (group.broadcast([half], options("Broadcast", waits=waits, rootRank=1)), half, 2.0),
+                (group.alltoall_base(spread, moved, [], [], options("AllToAll", waits=waits)), spread, None),
+                (all_reduce(group, x, waits=waits), x, 3.0),
+            ]
+            for work, result, expected in calls:
+                wait(work, waits=waits)
+                values = torch_on_hip.on_cpu(result)
+                if expected is None:
+                    assert values.reshape(2, -1).tolist() == [[turn] * (size // 2), [2.0 * turn] * (size // 2)]
+                else:
+                    assert (values == turn * expected).all()
         assert repeats is not None
         assert repeats.count == 2 * len(calls)
+        assert communicator(group).calls.prepared == prepared
 
     on_gpus(body)
 
@@ -204,14 +210,13 @@ def test_the_host_does_not_wait_for_a_captured_barrier(monkeypatch: pytest.Monke
     on_gpus(body)
 
 
-def test_lists_of_other_tensors_or_other_splits_are_not_confused() -> None:
+def test_lists_of_other_tensors_and_other_splits_are_made_by_c() -> None:
     def body(group: Any) -> None:
         rank = group.rank()
         x = torch_on_hip.on_gpu(torch.arange(8.0) + 10 * rank, rank)
         outs = [torch_on_hip.on_gpu(torch.full((8,), -1.0), rank) for _ in range(3)]
         opts = options("Allgather")
-        for _ in range(3):
-            group.allgather([outs[:2]], [x], opts)
+        group.allgather([outs[:2]], [x], opts)
         repeats = Repeats(group)
         for chosen in (outs[1:], [outs[1], outs[0]], [outs[0], outs[2]]):
             group.allgather([chosen], [x], opts)
@@ -221,7 +226,7 @@ def test_lists_of_other_tensors_or_other_splits_are_not_confused() -> None:
             group.alltoall_base(into, x, splits, splits, options("AllToAll"))
             mine = slice(0, splits[0]) if rank == 0 else slice(splits[0], 8)
             assert (torch_on_hip.on_cpu(into)[mine] == torch_on_hip.on_cpu(x)[mine]).all()
-        assert repeats.count == 0
+        assert repeats.count == 5
 
     on_gpus(body)
 
@@ -320,20 +325,17 @@ def test_a_call_with_other_memory_or_another_operator_is_not_confused() -> None:
         memory = torch.full((64,), 1.0 + rank)
         x = torch_on_hip.on_gpu(memory, rank)
         all_reduce(group, x)
-        repeats = Repeats(group)
-        for other in (x[:32], x.view(8, 8), x[1:], x[32:]):
+        for other in (x[:32], x.view(8, 8), x[1:], x[32:], x[2:34]):
             torch_on_hip.on_cpu(x)
             memory.fill_(1.0 + rank)
             all_reduce(group, other)
             assert (torch_on_hip.on_cpu(other) == 3.0).all()
             assert memory.sum() == 3.0 * other.numel() + (1.0 + rank) * (64 - other.numel())
-        assert repeats.count == 0
         memory.fill_(1.0 + rank)
         for op, value in ((dist.ReduceOp.MAX, 2.0), (dist.ReduceOp.AVG, 2.0), (dist._make_nccl_premul_sum(0.5), 2.0)):
             for _ in range(2):
                 all_reduce(group, x, op=op)
                 assert (torch_on_hip.on_cpu(x) == value).all()
-        assert repeats.count == 2  # calls with a factor are not kept
 
     on_gpus(body)
 
@@ -357,6 +359,18 @@ def test_synchronous_and_asynchronous_calls_follow_each_other() -> None:
             work.wait()
             value *= RANKS**2
             assert (torch_on_hip.on_cpu(x) == value).all()
+
+    on_gpus(body)
+
+
+def test_a_truth_value_is_not_taken_for_a_stream_after_calls_on_streams() -> None:
+    def body(group: Any) -> None:
+        x, comm = torch_on_hip.on_gpu(torch.ones(8), group.rank()), communicator(group)
+        for _ in range(3):
+            comm.all_reduce(x, stream=torch.cuda.current_stream(x.device).cuda_stream)
+        with pytest.raises(ArgumentError, match="stream: "):
+            comm.all_reduce(x, stream=True)
+        torch_on_hip.on_cpu(x)
 
     on_gpus(body)
 

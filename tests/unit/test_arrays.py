@@ -18,7 +18,7 @@ import pytest
 
 from proxyccl import ArgumentError, Array, ClosedError, Communicator, Runtime
 from proxyccl.device._native import ffi
-from proxyccl.device.arrays.array import as_view, fingerprint
+from proxyccl.device.arrays.array import as_view
 from proxyccl.device.arrays.dlpack import export_dlpack
 from proxyccl.device.arrays.dtypes import DTYPES as ALL_DTYPES
 from proxyccl.device.arrays.dtypes import as_dtype, from_dlpack_type
@@ -227,31 +227,6 @@ def test_devices_that_nobody_knows_are_refused(device: int) -> None:
 
     with pytest.raises(ArgumentError, match=f"device type {device}"):
         as_view(Elsewhere(np.zeros(3)), "x")
-
-
-def test_a_fingerprint_tells_apart_what_calls_treat_differently() -> None:
-    values = np.zeros((4, 6), np.uint16)
-    alike = [values, values[:], np.asarray(values)]
-    assert len({fingerprint(x) for x in alike}) == 1
-    read_only = values[:]
-    read_only.flags.writeable = False
-    others = [
-        read_only,
-        values[1:],
-        values[:2],
-        values.reshape(-1),
-        values.view(np.int16),
-        values.view(ml_dtypes.bfloat16),
-        values.view(ml_dtypes.float8_e4m3fn),
-        values.view(ml_dtypes.float8_e5m2),
-        values.view(">u2"),
-    ]
-    assert len({fingerprint(x) for x in (values, *others)}) == 1 + len(others)
-
-
-@pytest.mark.parametrize("x", [np.zeros((4, 6)).T, np.zeros(8)[::2], np.zeros(3).tolist()], ids=["T", "step", "list"])
-def test_what_no_call_takes_has_no_fingerprint(x: Any) -> None:
-    assert fingerprint(x) is None
 
 
 def test_the_view_keeps_its_exporter_alive() -> None:

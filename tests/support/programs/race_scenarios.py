@@ -6,6 +6,7 @@ Scenarios whose names begin with "planted" contain a race on purpose; the others
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import proxyccl.device
 from proxyccl import Communicator, DispatchCombine, EPAll2AllLayer, WaitTimeoutError
 from proxyccl.channels.transfers.blocks import Rows
 from proxyccl.channels.transfers.paths import PATHS
+from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.host import HostRuntime
@@ -660,9 +662,12 @@ def planted_missing_meeting() -> None:
     def body(comm: Communicator) -> None:
         data = comm.empty(3 * 4096, "uint8").fill(0)
         comm.register(data)
-        parameter = comm._collectives.team().parameter(reached_at=comm.group.symmetric.reached(data.view()))
+        parameter = bytearray(comm._collectives.team().parameter())
+        reached_at = comm.group.symmetric.reached(data.view())
+        assert reached_at is not None
+        struct.pack_into(f"<{len(reached_at)}Q", parameter, ffi.offsetof("ProxycclTeam", "reached_at"), *reached_at)
         gather = comm.compile(MISSING_MEETING, "gather_unmet", include_dirs=[str(KERNELS)])
-        gather(1, 64, parameter, comm.empty(4096, "uint8"), data, 4096)
+        gather(1, 64, bytes(parameter), comm.empty(4096, "uint8"), data, 4096)
         comm.synchronize()
 
     run(2, body)

@@ -7,21 +7,20 @@ waits for that one. The fields that must agree between ranks are compared throug
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from proxyccl.channels._prepared_calls import PreparedCalls
+from proxyccl.channels.calls._calls import Calls, Form
 from proxyccl.channels.liveness.failure import FailureState
 from proxyccl.channels.segment.call_log import CALL_DIFFERED, CALL_DIFFERS, LOG_ENTRIES, CallLog, encode_fields
 from proxyccl.channels.segment.calls import CALL_FIELDS, OBJECT_FIELD, SHAPED, CollectiveCall, describe_call
 from proxyccl.channels.segment.error_record import DIFFERENT_CALL
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.arrays.array import Array, current_stream
+from proxyccl.device.arrays.array import Array, ArrayView, current_stream
 from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import KernelError
 from proxyccl.device.kernel import Launch
-from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.owned import OwnedStream, closed_stream
 from proxyccl.device.process.interrupts import forget, when_interrupted
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
@@ -41,6 +40,12 @@ class CurrentStream(int):
 _NUMBERS = (int, CurrentStream)
 
 
+def array_types(runtime: Runtime) -> tuple[type, type, set[type], tuple[str, int], int]:
+    """The types of arrays that C reads, as `Calls` takes them."""
+    device = -1 if runtime.name == "host" else runtime.device
+    return Array, ArrayView, libraries.tensor_types, (runtime.name, runtime.device), device
+
+
 class Launches:
     """Launches of one rank's collectives.
 
@@ -48,14 +53,16 @@ class Launches:
         runtime: where they run.
         failure: checked before a launch, and where a call waits.
         call_log: compares the ranks' calls.
+        rank, ranks: this rank's number, and how many there are.
 
     Attributes:
         default_stream: the stream of calls without one on the host runtime.
-        prepared_calls: calls that were repeated before: without a stream on the host runtime, and torch's on a GPU.
+        calls: the forms of calls that were made before, by which every call is issued.
     """
 
-    def __init__(self, runtime: Runtime, failure: FailureState, call_log: CallLog) -> None:
+    def __init__(self, runtime: Runtime, failure: FailureState, call_log: CallLog, rank: int, ranks: int) -> None:
         self._runtime = runtime
+        self._rank, self._ranks = rank, ranks
         self._on_host = runtime.name == "host"
         self._failure = failure
         self._call_log = call_log
@@ -66,12 +73,15 @@ class Launches:
         self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
         self.default_stream: Stream = runtime.create_stream(in_caller=True)
         self._default_handle = self.default_stream.handle
-        self.prepared_calls = PreparedCalls(
-            Array, "identity", self._lock, self._refuse, self._next_stream, libraries.tensor_types
+        self.calls = Calls(
+            array_types(runtime),
+            rank,
+            self._lock,
+            CurrentStream,
+            (self._refuse, self._turn, runtime.current, runtime.in_flight.add),
         )
-        self._repeating = [self.prepared_calls]
         if (order := runtime.stream_order_in_c()) is not None:
-            self.prepared_calls.order_by(*order)
+            self.calls.order_by(*order)
         when_interrupted(self._default_handle, lambda error: failure.abort(f"interrupted by {type(error).__name__}"))
         if synchronize := runtime.launch_target().synchronize:
             call_log.wait_on(self._default_handle, synchronize)
@@ -160,23 +170,38 @@ class Launches:
         if owners and stream is not None:
             self._runtime.in_flight.add(owners, stream, handle)
 
-    def keep(
+    def form(
         self,
-        call: Any,
-        launch: Launchable,
-        x: Any,
-        out: Any,
-        options: tuple[Any, ...],
-        guard: AllocationGuard | None = None,
-    ) -> None:
-        """Keeps a call that `issue` has made, or may make, for ``prepared_calls.repeat(x, out, options)``.
+        fields: tuple[int, ...],
+        launch: Launchable | None,
+        views: Sequence[ArrayView] = (),
+        ranges: Sequence[tuple[int, int]] = (),
+        lent: int = -1,
+    ) -> Form:
+        """The form of a call, whose fields are encoded.
 
-        On the host runtime that repeats it without a stream, on a GPU on the stream that it is given.
+        Args:
+            fields: the fields that are compared with the other ranks.
+            launch: the launchable, for these arrays; None if the call launches nothing.
+            views: the call's arrays. Other arrays with the same signature may take their places.
+            ranges: start and end of memory whose withdrawal ends the form, besides that of the arrays.
+            lent: the number of the array that peers should reach if the program uses it often; -1 for none.
         """
-        issue, callers = self.issuer(launch)
-        prepared, fields = (int(ffi.cast("uintptr_t", each)) for each in (launch.prepared, call))
-        holds = (0, 0) if guard is None else guard.addresses
-        self.prepared_calls.keep(x, out, options, issue, callers, fields, prepared, (call, launch, guard), *holds)
+        call = encode_fields(fields)
+        operations = isinstance(launch, StreamOperations)
+        issue, callers = self._call_log.addresses(operations=operations)
+        prepared = 0 if launch is None else int(ffi.cast("uintptr_t", launch.prepared))
+        pointers = [] if launch is None else launch.pointers_into([(view.ptr, view.nbytes) for view in views])
+        words = launch.peers_words if isinstance(launch, Launch) else 0
+        return Form(
+            (issue, callers, int(ffi.cast("uintptr_t", call)), prepared),
+            (call, launch),
+            pointers,
+            (words, self._ranks, self._rank),
+            list(ranges),
+            lent,
+            operations,  # schedules name memory that proxies know by numbers, not by addresses
+        )
 
     def issuer(self, launch: Launchable) -> tuple[int, int]:
         """Addresses for C: of the function that issues a launchable as `issue` does, and of its first argument."""
@@ -208,14 +233,9 @@ class Launches:
             with lock:
                 pass
 
-    def add_prepared_calls(self, calls: PreparedCalls) -> None:
-        """Adds calls that `end_repeats` ends too. Their lock is one of `add_lock`."""
-        self._repeating.append(calls)
-
     def end_repeats(self) -> None:
         """From now on no prepared call is repeated."""
-        for calls in self._repeating:
-            calls.set_stream(None)
+        self.calls.set_stream(None)
 
     def close(self) -> None:
         """Frees the default stream."""
@@ -226,6 +246,7 @@ class Launches:
         """Raises the error for a nonzero status of a call, whose fields and launchable `kept` begins with."""
         call, launch, *_ = kept
         if status > 0:
+            assert launch is not None
             launch.check(status)
         self._check(status, call)
 
@@ -281,9 +302,14 @@ class Launches:
             return int(stream)
         return self._next_stream(stream)
 
+    def _turn(self, stream: StreamLike) -> int:
+        """The handle of a stream for a call, ordered after the latest launch. For C, with the lock held."""
+        self._failure.require_usable()
+        return self._next_stream(stream)
+
     def _see_turns(self) -> None:
         """Learns on which stream C has repeated the latest call, if it has turned to another by itself."""
-        if not self._on_host and (turned := self.prepared_calls.stream) is not None and turned != self._last:
+        if not self._on_host and (turned := self.calls.stream) is not None and turned != self._last:
             self._last = self._last_stream_owner = turned
 
     def _next_stream(self, stream: StreamLike) -> int:
@@ -303,7 +329,7 @@ class Launches:
             self._last_stream_owner = stream
         # By its number a program names a stream that it keeps; an object might be closed, and its handle another's.
         is_number = not self._on_host and isinstance(self._last_stream_owner, int) and named == handle
-        self.prepared_calls.set_stream(handle if on_default or is_number else None)
+        self.calls.set_stream(handle if on_default or is_number else None)
         if self._failure.closed:  # since this call's check
             self.end_repeats()
         return handle

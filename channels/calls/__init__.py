@@ -1,0 +1,1 @@
+"""The one path of every call: its form is found or prepared, filled in, logged and launched."""

@@ -1,0 +1,436 @@
+"""The extension of `module.c`: the forms of calls, transfers, and experts' calls (expert_parallel/*.c)."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final, Protocol
+
+from proxyccl.device.base_runtime import StreamLike
+
+MOST_FORMS: Final[int]
+"""The most forms that a `Calls` keeps. Beyond them the one that was not used for longest goes."""
+
+LEAST_LENT_BYTES: Final[int]
+"""The size from which `Calls.take_notes` has arrays."""
+
+MOST_DIMENSIONS: Final[int]
+"""The most dimensions of an array that `Calls` reads."""
+
+NAMED_BY_PROXIES: Final[int]
+RECEIVED_BY_PROXIES: Final[int]
+"""Whether schedules may send from memory, and receive in it."""
+
+class _Lock(Protocol):
+    def acquire(self) -> object: ...
+    def release(self) -> object: ...
+
+class Form:
+    """A call without the addresses of its arrays.
+
+    Args:
+        prepared: addresses of the function that issues the call (proxyccl_calls_issue or one like it, calls.h), and of
+            its arguments: the callers, the encoded fields, and the launch, which is 0 if the call launches nothing.
+        kept: what must live as long as these; `refuse` of `Calls` is given it.
+        relocations: the words of the launch's arguments that point into the call's arrays: address of the word, number
+            of the array, offset in it.
+        peers: address of the words that hold, by rank, the address of the call's last array for the kernels of that
+            rank, or 0 if there are none; the number of ranks; this rank.
+        ranges: start and end of memory whose withdrawal ends the form.
+        lent: the number of the array that peers should reach if the program uses it often; -1 for none.
+        names_memory: whether the launch names memory by numbers of the proxies. The form is then bound to the addresses
+            of a call, if proxies reach one of its arrays.
+    """
+
+    def __new__(
+        cls,
+        prepared: tuple[int, int, int, int],
+        kept: object,
+        relocations: list[tuple[int, int, int]],
+        peers: tuple[int, int, int],
+        ranges: list[tuple[int, int]],
+        lent: int,
+        names_memory: bool,
+    ) -> Form: ...
+
+class Calls:
+    """The calls of one group.
+
+    A call is found by its options and by the kinds of its arrays: type, element type, shape, alignment, whether it is
+    read-only, how peers reach it, and how it lies to the other array. If none is kept, the first option is called as
+    ``prepare(x, out, options, reached, logged)`` and returns the `Form`: `reached` tells whether kernels of all ranks
+    reach `out`, and `logged` whether `prepare` was called for this call before, and has logged it.
+
+    Args:
+        arrays: the types `Array` and `ArrayView`; the types of torch's tensors that have memory of their own, to which
+            types may be added; the `device` of views; the GPU on which tensors lie, or -1 for the CPU.
+        rank: this rank.
+        lock: held while a call is issued, but not while it is prepared.
+        current_stream: the type of the handles of streams whose order tells when a call's arrays are free again.
+        functions: ``refuse(status, kept)`` raises the error for a nonzero status of a call; ``turn(stream)`` returns
+            the handle of a stream, ordered after the latest call, and calls `set_stream`; ``context()`` makes the
+            device current in a block; ``keep(objects, stream, handle)`` keeps objects until the stream has passed the
+            work that it has.
+
+    Attributes:
+        stream: the handle of the stream of the latest call; None if the next call must ask `turn`.
+        made: calls that were issued.
+        prepared: forms that were prepared.
+    """
+
+    stream: int | None
+    made: int
+    prepared: int
+
+    def __new__(
+        cls,
+        arrays: tuple[type, type, set[type], tuple[str, int], int],
+        rank: int,
+        lock: _Lock,
+        current_stream: type,
+        functions: tuple[
+            Callable[[int, Any], object],
+            Callable[[StreamLike], int],
+            Callable[[], AbstractContextManager[None]],
+            Callable[[object, StreamLike, int], object],
+        ],
+    ) -> Calls: ...
+    def call(self, x: object, out: object, options: tuple[object, ...], stream: StreamLike, /) -> bool:
+        """Makes a call.
+
+        Args:
+            x, out: its arrays, which may be the same object; an empty tuple for none.
+            options: at most ten. Texts, integers and tuples are known by value, other objects by identity.
+            stream: None for the default stream.
+
+        Returns:
+            False, with nothing done, if an array can't be read here; `as_view` may read it.
+
+        Raises what `prepare`, `refuse` and `turn` raise.
+        """
+    def repeat(self, x: object, out: object, options: tuple[object, ...], stream: int, /) -> bool:
+        """The same, if the form is kept; otherwise returns False with nothing done. The caller keeps the arrays until
+        the stream has passed the call.
+        """
+    def clear(self) -> None:
+        """Forgets all forms, including those that are being prepared."""
+    def forget(self, start: int, end: int, /) -> None:
+        """Forgets the forms that are bound to memory in a range, and those that are being prepared."""
+    def set_reached(
+        self,
+        number: int,
+        start: int,
+        end: int,
+        bases: list[int] | None,
+        proxies: int,
+        holds: int,
+        guard: int,
+        kept: object,
+        /,
+    ) -> None:
+        """Makes known how peers reach a range of this rank's memory.
+
+        Args:
+            number: names the range.
+            start, end: its addresses.
+            bases: by rank, the address of `start` for the kernels of that rank; None unless all reach it.
+            proxies: the sum of `NAMED_BY_PROXIES` and `RECEIVED_BY_PROXIES`, where these hold.
+            holds, guard: addresses of a function, and of its first argument, that tells whether memory in the range is
+                still in the allocations that held it (allocation_guard.h); 0 if nothing need tell.
+            kept: what must live as long as the guard.
+        """
+    def unset_reached(self, number: int, /) -> None:
+        """Forgets a range; one that is not known is ignored."""
+    def reach_of(self, start: int, nbytes: int, /) -> int:
+        """How peers reach an array: 1 if the kernels of all ranks do, plus `NAMED_BY_PROXIES` and
+        `RECEIVED_BY_PROXIES` where these hold."""
+    def take_notes(self) -> list[tuple[int, int]]:
+        """Address and size of each `lent` array, from `LEAST_LENT_BYTES` on, that calls have met since the last time
+        and that peers do not reach. An array that was met repeatedly is there as often."""
+    def want(self, start: int, nbytes: int, lend: Callable[[int, int], object], /) -> None:
+        """Has ``lend(start, nbytes)`` called in the next call with that array, after it was issued."""
+    def set_stream(self, stream: int | None) -> None:
+        """The stream of the latest call, by its handle; with None the next call asks `turn`."""
+    def order_by(self, order: int, event: int, thread_stream: int) -> None:
+        """Has calls on another stream than the last follow it without `turn`.
+
+        Args:
+            order: address of a ProxycclStreamOrder (stream_order.h).
+            event: that nothing else uses.
+            thread_stream: the handle that means another stream in each thread, which stays with `turn`.
+        """
+
+class FlowCalls:
+    """The transfers between pairs of ranks of one group.
+
+    Args:
+        arrays: as for `Calls`.
+        ndarray: numpy's type of arrays.
+        current_stream: as for `Calls`.
+        runtime: of the arrays that are `Array`; the group's.
+        failure: the group's `FailureState`.
+        lock: held while a call is issued.
+        launch: the addresses of a ProxycclLaunch and of its argument, a ProxycclFlows; their owner; bytes of a lane.
+        order: addresses of the ProxycclStreamOrder of streams and events, and of the group's ProxycclControl; the
+            handle that means another stream in each thread, or 2**64 - 1.
+        functions: ``refuse(status)`` raises the error for a nonzero status of a call; ``handle_of(stream)`` returns a
+            stream's handle; ``context()`` makes the device current in a block; ``keep(objects, stream, handle)`` keeps
+            objects until the stream has passed the work that it has; ``make_event()`` returns the handle of an event;
+            ``take_stream()`` returns a stream for a call that waits; ``wait(stream)`` waits for it, and takes it back.
+
+    Attributes:
+        made: calls that were issued.
+        events: handles of those that were made.
+    """
+
+    made: int
+    events: list[int]
+
+    def __new__(
+        cls,
+        arrays: tuple[type, type, set[type], tuple[str, int], int],
+        ndarray: type,
+        current_stream: type,
+        runtime: object,
+        failure: object,
+        lock: _Lock,
+        launch: tuple[int, int, object, int],
+        order: tuple[int, int, int],
+        functions: tuple[
+            Callable[[int], object],
+            Callable[[StreamLike], int],
+            Callable[[], AbstractContextManager[None]],
+            Callable[[object, StreamLike, int], object],
+            Callable[[], int],
+            Callable[[], Any],
+            Callable[[Any], object],
+        ],
+    ) -> FlowCalls: ...
+    def call(self, x: Any, out: Any, options: tuple[Any, Any, Any], stream: StreamLike, /) -> bool:
+        """Makes a call, and waits for it if there is no stream on the host runtime.
+
+        Args:
+            x, out: the arrays to send, and those to receive in: one, or a list or tuple of them.
+            options: a function that compares the call with the other ranks, given (x, out), or the call's name if that
+                is not to be done; then the ranks of `x`, and those of `out`. For a list of arrays these are a list of a
+                rank for each. For one array they are a rank; or how many rows go to each rank, or come from it; or
+                "even" if these are as many for all; or "all" for an array that goes to all as a whole.
+            stream: None for the default stream.
+
+        Returns:
+            False, with nothing done, if Python must look at an argument: to take it in another way, or to refuse it.
+
+        Raises what the functions raise.
+        """
+    def repeat(self, x: Any, out: Any, options: tuple[Any, Any, Any], stream: int, /) -> bool:
+        """The same; the caller keeps the arrays until the stream has passed the call."""
+    def takes(self, x: Any, received: bool, /) -> bool:
+        """Whether `call` can send an array, or receive in it; otherwise Python must look at it."""
+    def run(self, transfers: list[tuple[int, int, int, int]], stream: StreamLike, owners: object, /) -> None:
+        """Makes a call of transfers that were checked.
+
+        Args:
+            transfers: of each the peer, the address of the data to send, or 0, that for received data, or 0, and the
+                size. With both addresses it is a copy within this rank.
+            stream: as for `call`.
+            owners: kept until the stream has passed the call.
+        """
+
+class Descriptor:
+    """The part of `EPAllToAllLayoutDesc` that C reads and writes.
+
+    Attributes:
+        like: an array of the library and device of the tables.
+        missing: why there are no rows; None if they were received.
+        blocks: the arrays in which tables lie, their addresses, and the `Tables`.
+        table_owners: these arrays, which must be kept alive while kernels use them.
+    """
+
+    owner: Any
+    like: Any
+    stream: Any
+    missing: str | None
+    number: int
+    num_dispatch_token_cur_rank: int
+    rows: int
+    output_buffer: int
+    counts_rows: bool
+    @property
+    def blocks(self) -> tuple[tuple[Any, int, Any], ...]: ...
+    @property
+    def table_owners(self) -> tuple[Any, ...]: ...
+    def add_block(self, array: Any, address: int, tables: Any, offsets: int) -> None:
+        """Adds tables that lie in an array, with the address of their offsets. There can be two blocks."""
+    def find(self, name: str, /) -> tuple[Any, Any, Any] | None:
+        """A table's array, its place there and its `Tables`; None if there is none of that name."""
+
+class DispatchForm:
+    """The form of a dispatch, whose arguments stay packed (dispatch_form.py).
+
+    A call whose arrays are of other types or places does nothing and returns None. The arrays of any other are looked
+    at by C, which fills in their addresses; where one has another shape than it should, or can't be placed by C, the
+    `check` of its kind raises ArgumentError or tells its address. A call without a stream is on the one where torch
+    works now. Where that is not the stream of C's calls, `queue` issues it.
+
+    Args:
+        issuer: `CallForm.issuer`.
+        first, second: `CallForm.prepared`, of the whole call or its first half, and of what follows.
+        kinds: `kind_of` the rows, their scales, the ids, the weights and the indices; None for those that there are
+            not.
+        sizes: elements of a row, scales of a row, slots of a token, the most tokens; bytes of a given row, of a token's
+            ids, and of its weights.
+        more: whether all ranks are told of more tokens than that; too_many(tokens) raises otherwise.
+        call: address of the ProxycclDispatch.
+        before: `GivenTokens.filled`.
+        renumbering: what makes the array of lost ranks' slots, by the number of tokens, or None; where the kernel
+            before takes the address of the ids, that array's, and the number of slots; and where it puts the new ids.
+        clearing: address of the ProxycclStreamStep that clears a table of rows before they are received, or 0; and the
+            table's number in ProxycclExpertLayout.
+        phases: of a whole call and of its halves.
+        descriptor: its type; `missing` of a new one; its owner; what numbers dispatches; its `Tables`, what makes their
+            array, and the address of their offsets; what tells the address of an array that is not torch's.
+        rows: how many the output has, or -1 if that is not known; whether kernels count them; where among the tables.
+        scales: bytes of a row's scales; see scale_column of ProxycclDispatch.
+        makers: of the output's rows, scales and weights; None for those that there are not.
+        begun: called as begun(like, stream, given) in `begin`; it returns the output buffer.
+        receive: called as receive(sent, stream) for second halves where the number of rows was not known.
+        buffers: where the first output buffer begins, the bytes of each, and where scales begin in one; zeros for none.
+    """
+
+    def __new__(
+        cls,
+        issuer: tuple[Any, ...],
+        first: tuple[Any, ...],
+        second: tuple[Any, ...],
+        kinds: tuple[Any, ...],
+        sizes: tuple[int, ...],
+        more: tuple[bool, Callable[[int], object] | None],
+        call: int,
+        before: tuple[int, ...],
+        renumbering: tuple[Any, ...],
+        clearing: tuple[int, int],
+        phases: tuple[int, int, int],
+        descriptor: tuple[Any, ...],
+        rows: tuple[int, bool, int],
+        scales: tuple[int, int],
+        makers: tuple[Callable[[], Any] | None, ...],
+        begun: Callable[[Any, Any, Any], Any] | None,
+        receive: Callable[[Any, Any], Any] | None,
+        buffers: tuple[int, int, int],
+        /,
+    ) -> DispatchForm: ...
+    def run(self, x: Any, ids: Any, weight: Any, scatter: Any, stream: Any, /) -> Any:
+        """Makes a call whose number of rows is known. Returns its rows, their weights and the descriptor."""
+    def send(self, x: Any, ids: Any, weight: Any, scatter: Any, stream: Any, /) -> SentDispatch | None:
+        """Makes the first half of a call."""
+    def begin(self, x: Any, ids: Any, weight: Any, scatter: Any, stream: Any, /) -> Any:
+        """Fills in a call and makes its descriptor, which it returns; `issue` follows."""
+    def store(self, x: Any, ids: Any, weight: Any, scatter: Any, stream: Any, /) -> Any:
+        """Makes a call whose rows go to an output buffer. Returns the descriptor, the buffer and the weights."""
+    def issue(
+        self,
+        desc: Any,
+        stream: Any,
+        owners: tuple[object, ...],
+        first: bool,
+        phases: int,
+        rows: int,
+        addresses: tuple[int, int, int],
+        /,
+    ) -> None:
+        """Issues phases of a call that was filled in, with room for rows and the addresses of rows, scales, weights."""
+    def fill(self, x: Any, tokens: int, /) -> bool | None:
+        """Fills in this many tokens for `issue`. None if they are of other kinds."""
+    def stream(self, x: Any, given: Any, /) -> Any:
+        """The stream of a call."""
+
+class SentDispatch:
+    """A dispatch whose first half is queued.
+
+    Attributes:
+        desc: of the dispatch; filled when its rows are received.
+        stream: of the first half.
+        output: itself; None if the number of rows is not known yet.
+        rows, weights: of the output.
+        owners: the arrays that kernels use.
+        recorded: the caller's tokens and weights, if a library records the call.
+    """
+
+    desc: Any
+    stream: Any
+    output: Any
+    rows: Any
+    weights: Any
+    owners: tuple[Any, ...]
+    recorded: tuple[Any, ...]
+    def receive(self, stream: Any, /) -> Any:
+        """Makes the second half on a stream. Returns the rows, their weights and the descriptor."""
+
+class CombineForm:
+    """The form of a combine, whose arguments stay packed (combine_form.py); see `DispatchForm`.
+
+    Args:
+        issuer: `CallForm.issuer`.
+        first, second: `CallForm.prepared`, of the whole call or its first half, and of the second half.
+        after_copy: the same for a whole call after a copy of its rows; None if there is none.
+        kinds: `kind_of` the rows, their weights, the weights of slots, the ids that order sums, and two arrays with
+            which sums begin.
+        sizes: elements of a row, slots of a token, bytes of a row; with padded rows experts of a rank and rows of each,
+            else 0 and 0; and the number of arrays with which sums begin.
+        halves: whether the call is made in two halves.
+        call: address of the ProxycclCombine.
+        buffers: numbers of output buffers by address, or None; the one that other rows pass, or 0; its address; and the
+            address of the copy's ProxycclStreamStep.
+        context: the owner of descriptors.
+        output: output(tokens) returns a function that makes outputs of that many tokens; and a function that returns
+            the address of an array that is not torch's.
+        checks: check_desc(desc) raises for a descriptor that can't be combined; check_output(x, desc, out) returns
+            `out` and its address or raises.
+    """
+
+    def __new__(
+        cls,
+        issuer: tuple[Any, ...],
+        first: tuple[Any, ...],
+        second: tuple[Any, ...],
+        after_copy: tuple[Any, ...] | None,
+        kinds: tuple[Any, ...],
+        sizes: tuple[int, ...],
+        halves: bool,
+        call: int,
+        buffers: tuple[Any, ...],
+        context: Any,
+        output: tuple[Any, ...],
+        checks: tuple[Any, Any],
+        /,
+    ) -> CombineForm: ...
+    def start(
+        self,
+        x: Any,
+        desc: Any,
+        weights: Any,
+        topk_weights: Any,
+        out: Any,
+        stream: Any,
+        order_ids: Any,
+        added: tuple[Any, ...],
+        /,
+    ) -> Any:
+        """Makes a call or its first half. Returns the result, or a `SentCombine`."""
+
+class SentCombine:
+    """A combine whose first half is queued.
+
+    Attributes:
+        desc: of the dispatch.
+        stream: of the first half.
+        x: the rows.
+        recorded: the caller's rows and weights, if a library records the call.
+    """
+
+    desc: Any
+    stream: Any
+    x: Any
+    recorded: tuple[Any, ...]
+    def output(self, out: Any, /) -> tuple[Any, int]:
+        """`out`, or a new array, and its address. Raises ArgumentError if it does not fit."""
+    def receive(self, output: Any, target: int, stream: Any, /) -> Any:
+        """Makes the second half on a stream. Returns the output."""

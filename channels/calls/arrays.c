@@ -1,0 +1,151 @@
+#include "arrays.h"
+
+#include <string.h>
+
+enum { CPU, GPU, DEVICE, CONTIGUOUS, NEGATIVE, CONJUGATE, STORAGE, BYTES, ADDRESS, SHAPE, DTYPE, ITEMSIZE, PTR, NAMES };
+static const char* const kNames[NAMES] = {"is_cpu",  "is_cuda",         "get_device", "is_contiguous", "is_neg",
+                                          "is_conj", "untyped_storage", "nbytes",     "data_ptr",      "shape",
+                                          "dtype",   "itemsize",        "ptr"};
+static const char* const kOfArrays[] = {"_runtime", "writable", "address", "device"};
+static PyObject *names[NAMES], *runtime_name, *writable_name, *address_name,
+    *device_name; /* of the process's one module */
+
+int proxyccl_name_array_attributes(void) {
+  for (int i = 0; i < NAMES; ++i)
+    if (names[i] == NULL && (names[i] = PyUnicode_InternFromString(kNames[i])) == NULL) return -1;
+  if (runtime_name == NULL) runtime_name = PyUnicode_InternFromString(kOfArrays[0]);
+  if (writable_name == NULL) writable_name = PyUnicode_InternFromString(kOfArrays[1]);
+  if (address_name == NULL) address_name = PyUnicode_InternFromString(kOfArrays[2]);
+  if (device_name == NULL) device_name = PyUnicode_InternFromString(kOfArrays[3]);
+  return runtime_name == NULL || writable_name == NULL || address_name == NULL || device_name == NULL ? -1 : 0;
+}
+
+int proxyccl_read_array_types(PyObject* given, ArrayTypes* types) {
+  PyObject *array, *view, *tensors, *place;
+  Py_ssize_t device;
+  if (!PyArg_ParseTuple(given, "O!O!O!O!n", &PyType_Type, &array, &PyType_Type, &view, &PySet_Type, &tensors,
+                        &PyTuple_Type, &place, &device))
+    return -1;
+  *types = (ArrayTypes){(PyTypeObject*)Py_NewRef(array), (PyTypeObject*)Py_NewRef(view), Py_NewRef(place),
+                        Py_NewRef(tensors), device};
+  return 0;
+}
+
+static PyObject* call(PyObject* x, int name) { return PyObject_CallMethodObjArgs(x, names[name], NULL); }
+
+/* A number, whose reference this takes; -1 with an exception if `found` is NULL. */
+static Py_ssize_t number(PyObject* found) {
+  const Py_ssize_t value = found == NULL ? -1 : PyLong_AsSsize_t(found);
+  Py_XDECREF(found);
+  return value;
+}
+
+static uintptr_t address(PyObject* found) {
+  const uintptr_t value = found == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(found);
+  Py_XDECREF(found);
+  return PyErr_Occurred() != NULL ? 0 : value;
+}
+
+/* Whether `found` is True or False, as expected. */
+static int is(PyObject* found, PyObject* expected) {
+  Py_XDECREF(found); /* True and False are never freed */
+  return found == expected;
+}
+
+/* Reads the dtype and the shape, and computes the size. 1, or 0, perhaps with an exception: there may be symbols. */
+static int read_elements(PyObject* x, GivenArray* array) {
+  ArrayKind* kind = &array->kind;
+  PyObject* shape = PyObject_GetAttr(x, names[SHAPE]);
+  const Py_ssize_t dimensions = shape != NULL && PyTuple_Check(shape) ? PyTuple_Size(shape) : -1;
+  int read = 0 <= dimensions && dimensions <= PROXYCCL_MOST_DIMENSIONS;
+  size_t count = 1;
+  for (Py_ssize_t i = 0; read && i < dimensions; ++i) {
+    kind->shape[i] = PyLong_AsSsize_t(PyTuple_GetItem(shape, i));
+    read = kind->shape[i] >= 0;
+    count *= (size_t)kind->shape[i];
+  }
+  Py_XDECREF(shape);
+  kind->dimensions = dimensions;
+  if (!read || (kind->element = PyObject_GetAttr(x, names[DTYPE])) == NULL) return 0;
+  const Py_ssize_t itemsize = number(PyObject_GetAttr(kind->element, names[ITEMSIZE]));
+  array->bytes = count * (size_t)itemsize;
+  return itemsize > 0;
+}
+
+/* Whether a tensor's storage holds its elements. A view of a storage that was freed has its offset as address, and a
+ * storage may have been shrunk. */
+static int has_memory(PyObject* x, const GivenArray* array) {
+  PyObject* storage = call(x, STORAGE);
+  const Py_ssize_t held = storage == NULL ? -1 : number(call(storage, BYTES));
+  const uintptr_t first = held <= 0 ? 0 : address(call(storage, ADDRESS));
+  Py_XDECREF(storage);
+  return first != 0 && first <= array->at && array->at + array->bytes <= first + (size_t)held;
+}
+
+static int read_tensor(const ArrayTypes* types, PyObject* x, GivenArray* array) {
+  if (!is(PyObject_GetAttr(x, names[types->device < 0 ? CPU : GPU]), Py_True)) return 0;
+  if (types->device >= 0 && number(call(x, DEVICE)) != types->device) return 0;
+  if (!is(call(x, CONTIGUOUS), Py_True) || !is(call(x, NEGATIVE), Py_False) || !is(call(x, CONJUGATE), Py_False))
+    return 0;
+  array->at = address(call(x, ADDRESS));
+  return PyErr_Occurred() == NULL && read_elements(x, array) && (array->bytes == 0 || has_memory(x, array));
+}
+
+static int lies_here(const ArrayTypes* types, PyObject* view) {
+  PyObject* device = PyObject_GetAttr(view, device_name);
+  const int same = device != NULL && PyObject_RichCompareBool(device, types->place, Py_EQ) > 0;
+  Py_XDECREF(device);
+  return same;
+}
+
+static int read_of_array(const ArrayTypes* types, PyObject* x, GivenArray* array) {
+  PyObject* known = array->kind.type == types->array ? PyObject_GetAttr(x, address_name) : NULL;
+  if (known == Py_None) Py_CLEAR(known);
+  if (PyErr_Occurred() != NULL) return 0;
+  array->at = address(known != NULL ? known : PyObject_GetAttr(x, names[PTR])); /* an error if it was freed */
+  if (PyErr_Occurred() != NULL || !read_elements(x, array)) return 0;
+  if (array->kind.type == types->array) return (array->kind.runtime = PyObject_GetAttr(x, runtime_name)) != NULL;
+  array->kind.readonly = !is(PyObject_GetAttr(x, writable_name), Py_True);
+  return PyErr_Occurred() == NULL && lies_here(types, x);
+}
+
+static int read_buffer(PyObject* x, GivenArray* array) {
+  Py_buffer* const buffer = &array->buffer;
+  ArrayKind* const kind = &array->kind;
+  if (!PyObject_CheckBuffer(x)) return 0;
+  if (PyObject_GetBuffer(x, buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+    buffer->obj = NULL; /* it is not contiguous, or buffers do not support its type */
+    return 0;
+  }
+  const size_t format = buffer->format == NULL ? PROXYCCL_LONGEST_FORMAT : strlen(buffer->format);
+  if (buffer->ndim > PROXYCCL_MOST_DIMENSIONS || format >= PROXYCCL_LONGEST_FORMAT) return 0;
+  kind->dimensions = buffer->ndim, kind->readonly = buffer->readonly != 0;
+  if (buffer->ndim > 0) memcpy(kind->shape, buffer->shape, (size_t)buffer->ndim * sizeof *buffer->shape);
+  memcpy(kind->format, buffer->format, format);
+  array->at = (uintptr_t)buffer->buf, array->bytes = (size_t)buffer->len;
+  return 1;
+}
+
+int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array) {
+  memset(&array->kind, 0, sizeof array->kind);
+  array->buffer.obj = NULL;
+  PyTypeObject* const type = Py_TYPE(x);
+  array->kind.type = type;
+  int read;
+  if (type == types->array || type == types->view)
+    read = read_of_array(types, x, array);
+  else if ((read = PySet_Contains(types->tensors, (PyObject*)type)) != 0) /* -1: the type has no hash */
+    read = read > 0 && read_tensor(types, x, array);
+  else
+    read = read_buffer(x, array);
+  array->kind.alignment = array->at % 16;
+  if (read) return 1;
+  proxyccl_release_array(array);
+  return proxyccl_clear_exception();
+}
+
+void proxyccl_release_array(GivenArray* array) {
+  Py_CLEAR(array->kind.element);
+  Py_CLEAR(array->kind.runtime);
+  PyBuffer_Release(&array->buffer); /* does nothing without an object */
+}

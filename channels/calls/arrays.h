@@ -1,0 +1,45 @@
+/* The arrays of a call, as Python's objects of several libraries: where they lie, and what else a form depends on. */
+#ifndef PROXYCCL_ARRAYS_H
+#define PROXYCCL_ARRAYS_H
+
+#include "python_objects.h"
+
+enum { PROXYCCL_MOST_DIMENSIONS = 8, PROXYCCL_LONGEST_FORMAT = 8 };
+
+/* The types that `proxyccl_read_array` takes besides those with buffers. */
+typedef struct ArrayTypes {
+  PyTypeObject *array, *view; /* Array and ArrayView (device/arrays) */
+  PyObject* place;            /* the `device` of views */
+  PyObject* tensors;          /* the set of torch's types of tensors that have memory */
+  Py_ssize_t device;          /* the GPU of tensors; -1: the CPU */
+} ArrayTypes;
+
+/* What a form depends on of an array. It has no padding, because kinds are compared by memcmp. */
+typedef struct ArrayKind {
+  PyTypeObject* type;
+  PyObject* element; /* a tensor's, Array's or ArrayView's dtype; NULL of a buffer, which has a format */
+  PyObject* runtime; /* an Array's; NULL of other arrays */
+  Py_ssize_t dimensions, shape[PROXYCCL_MOST_DIMENSIONS];
+  uint32_t alignment; /* the address modulo 16 */
+  uint16_t readonly;
+  uint16_t reach;                       /* how peers reach it (reach.h) */
+  char format[PROXYCCL_LONGEST_FORMAT]; /* padded with zeros */
+} ArrayKind;
+
+typedef struct GivenArray {
+  ArrayKind kind;
+  uintptr_t at;
+  size_t bytes;
+  Py_buffer buffer; /* held until `proxyccl_release_array`; without an object for arrays that have none */
+} GivenArray;
+
+/* 0, or -1 with an exception. */
+int proxyccl_name_array_attributes(void);
+/* Reads the tuple of `array_types` (launches.py), with references. 0, or -1 with an exception. */
+int proxyccl_read_array_types(PyObject* given, ArrayTypes* types);
+/* Reads an array whose memory holds its elements in order. Returns 1, with references to release; 0 if it can't be read
+ * so: then `as_view` can, or tells why not; -1 with an exception of the program's (python_errors.h). */
+int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array);
+void proxyccl_release_array(GivenArray* array);
+
+#endif

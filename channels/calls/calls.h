@@ -1,0 +1,15 @@
+/* The calls of one group: each is found by its signature, filled in and issued on the group's streams. */
+#ifndef PROXYCCL_CALLS_TABLE_H
+#define PROXYCCL_CALLS_TABLE_H
+
+#include "form.h"
+
+/* Adds the type Calls to the module. 0, or -1 with an exception. */
+int proxyccl_add_calls(PyObject* module);
+/* Whether an object is a Calls; if not, with an exception. */
+int proxyccl_require_calls(PyObject* object);
+/* Issues a call on a stream, after the group's earlier ones; NULL: on the stream of the latest call. Returns 1 if it
+ * was issued; 0 if nothing was done, as no call can be issued there now without Python; -1 with an exception. */
+int proxyccl_issue_prepared(PyObject* calls, const PreparedCall* call, PyObject* stream);
+
+#endif

@@ -1,0 +1,740 @@
+/* A call's arrays and options give *moves*, which are checked against one another. Under the lock they are put in the
+ * order of launches, and each launch is filled in and issued. Nothing is kept of a call but the event after it.
+ *
+ * A flow is a direction of a pair of ranks. A launch follows the last launch of each of its flows, by an event after
+ * that one. Waiting for the whole stream would not do: work that was queued later may wait for the peer.
+ */
+#include "flow_calls.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../proxy/engine/calls.h"
+#include "../../proxy/engine/order.h"
+#include "flows.h"
+#include "stream_order.h"
+
+enum { FEW_MOVES = 32 };
+static const uintptr_t NO_STREAM = UINTPTR_MAX; /* one whose handle may mean another stream later */
+
+/* Data that this rank sends (`target` is 0), receives (`source` is 0), or copies within itself. */
+typedef struct Move {
+  uint64_t key; /* the order of launches, see `order_moves` */
+  uintptr_t source, target;
+  uint64_t bytes;
+  uint32_t peer;
+} Move;
+
+typedef struct Moves {
+  size_t count, room; /* 0 at first */
+  Move* each;         /* `few`, or memory of its own */
+  Move few[FEW_MOVES];
+} Moves;
+
+/* The latest launch of a flow. */
+typedef struct LastOfFlow {
+  uint32_t event;   /* the number of the event after it, from 1; 0 if there was none */
+  uintptr_t stream; /* or NO_STREAM */
+  int captured;     /* into a graph, so that nothing outside the graph can wait for the event */
+} LastOfFlow;
+
+typedef struct Event {
+  uintptr_t handle;
+  uint32_t flows; /* whose latest launch it follows; 0: it may be recorded anew */
+} Event;
+
+typedef struct FlowCalls {
+  PyObject ob_base;
+  ArrayTypes types;
+  PyTypeObject *ndarray, *current_stream;
+  PyObject *runtime, *failure, *acquire, *release;
+  PyObject *refuse, *handle_of, *context, *keep, *make_event, *take_stream, *await;
+  PyObject* launchable; /* the owner of the following two */
+  ProxycclLaunch* launch;
+  ProxycclFlows* flows; /* its argument */
+  uint64_t bytes_per_lane;
+  const ProxycclStreamOrder* streams;
+  const ProxycclControl* control;
+  uintptr_t thread_stream; /* the handle that means another stream in each thread; NO_STREAM if none does */
+  LastOfFlow* last;        /* by flow: 2 * peer, and one more where this rank sends */
+  uint32_t* turns;         /* by flow, while moves are ordered */
+  Event* events;           /* one more than flows suffice */
+  uint32_t event_count;
+  unsigned long long made;
+} FlowCalls;
+
+static PyObject *state_name, *open_name; /* of the process's one module */
+
+static uint32_t flow_of(const Move* move) { return 2 * move->peer + (move->source != 0); }
+
+/* -- moves --- */
+
+/* 0, or -1 with an exception. */
+static int append(Moves* moves, const Move* move) {
+  if (moves->room == 0) {
+    moves->each = moves->few, moves->room = FEW_MOVES;
+  } else if (moves->count == moves->room) {
+    const size_t room = 2 * moves->room;
+    Move* each = PyMem_Malloc(room * sizeof *each);
+    if (each == NULL) {
+      PyErr_NoMemory();
+      return -1;
+    }
+    memcpy(each, moves->each, moves->count * sizeof *each);
+    if (moves->each != moves->few) PyMem_Free(moves->each);
+    moves->each = each, moves->room = room;
+  }
+  moves->each[moves->count++] = *move;
+  return 0;
+}
+
+/* Adds a move, unless it is empty or copies an array to itself. 0, or -1 with an exception. */
+static int add_move(Moves* moves, const Move* move) {
+  return move->bytes == 0 || move->source == move->target ? 0 : append(moves, move);
+}
+
+static void free_moves(Moves* moves) {
+  if (moves->room > FEW_MOVES) PyMem_Free(moves->each);
+}
+
+/* Memory that a call reads or writes. */
+typedef struct Used {
+  uintptr_t begin, end;
+  int received;
+} Used;
+
+static int compare_used(const void* a, const void* b) {
+  const Used *first = a, *second = b;
+  if (first->begin != second->begin) return first->begin < second->begin ? -1 : 1;
+  return (first->end > second->end) - (first->end < second->end);
+}
+
+/* Whether no array that is received shares memory with another one: 1 or 0, or -1 with an exception. Arrays that are
+ * sent may overlap. */
+static int are_apart(const Moves* moves) {
+  if (moves->count == 1 && (moves->each[0].source == 0 || moves->each[0].target == 0)) return 1;
+  Used few[2 * FEW_MOVES];
+  Used* used = 2 * moves->count <= 2 * FEW_MOVES ? few : PyMem_Malloc(2 * moves->count * sizeof *used);
+  if (used == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  size_t count = 0;
+  for (size_t i = 0; i < moves->count; ++i) {
+    const Move* move = &moves->each[i];
+    if (move->source != 0) used[count++] = (Used){move->source, move->source + move->bytes, 0};
+    if (move->target != 0) used[count++] = (Used){move->target, move->target + move->bytes, 1};
+  }
+  qsort(used, count, sizeof *used, compare_used);
+  uintptr_t sent_to = 0, received_to = 0; /* ends of the ranges so far */
+  int apart = 1;
+  for (size_t i = 0; i < count && apart; ++i) {
+    apart = used[i].begin >= received_to && (!used[i].received || used[i].begin >= sent_to);
+    uintptr_t* end = used[i].received ? &received_to : &sent_to;
+    if (used[i].end > *end) *end = used[i].end;
+  }
+  if (used != few) PyMem_Free(used);
+  return apart;
+}
+
+static int compare_moves(const void* a, const void* b) {
+  const uint64_t first = ((const Move*)a)->key, second = ((const Move*)b)->key;
+  return (first > second) - (first < second);
+}
+
+/* Puts moves in the order of launches, with the lock held: first those that are the first of their flows, then the
+ * second ones; of these the nearest ranks first. So the launches of all ranks of a collective fit together. */
+static void order_moves(FlowCalls* self, Moves* moves) {
+  const uint32_t rank = self->flows->rank, ranks = self->flows->world_size;
+  int in_order = 1;
+  for (size_t i = 0; i < moves->count; ++i) self->turns[flow_of(&moves->each[i])] = 0;
+  for (size_t i = 0; i < moves->count; ++i) {
+    Move* move = &moves->each[i];
+    const uint64_t turn = self->turns[flow_of(move)]++;
+    const uint32_t distance = (move->source != 0 ? move->peer + ranks - rank : rank + ranks - move->peer) % ranks;
+    move->key = turn << 32 | (uint64_t)distance << 1 | (move->target != 0);
+    if (i > 0 && move->key < moves->each[i - 1].key) in_order = 0;
+  }
+  if (!in_order) qsort(moves->each, moves->count, sizeof *moves->each, compare_moves);
+}
+
+/* -- issuing, with the lock held --- */
+
+/* Fills in the launch of the first moves. Returns their number. */
+static size_t fill(const FlowCalls* self, const Move* moves, size_t count) {
+  ProxycclFlows* flows = self->flows;
+  size_t filled = 0;
+  unsigned blocks = 0;
+  for (; filled < count && filled < PROXYCCL_MAX_TRANSFERS && moves[filled].key >> 32 == moves[0].key >> 32; ++filled) {
+    const Move* move = &moves[filled];
+    const uint64_t wanted = (move->bytes + self->bytes_per_lane - 1) / self->bytes_per_lane;
+    const uint32_t lanes = wanted < flows->lanes ? (uint32_t)wanted : flows->lanes; /* both sides compute the same */
+    flows->transfers[filled] = (ProxycclTransfer){
+        .src = (const char*)move->source,
+        .dst = (char*)move->target,
+        .bytes = move->bytes,
+        .lane_bytes = ((move->bytes + lanes - 1) / lanes + 127) / 128 * 128,
+        .peer = move->peer,
+        .lanes = lanes,
+    };
+    blocks += lanes;
+  }
+  flows->count = (uint32_t)filled;
+  self->launch->grid[0] = blocks;
+  return filled;
+}
+
+/* Makes a stream wait for earlier launches of the flows on other streams. Returns the driver's status.
+ *
+ * A stream that is being captured into a graph can't wait for one that is not; the graph's own launches are the
+ * program's to order. */
+static int follow_earlier(const FlowCalls* self, const Moves* moves, uintptr_t stream, int captured) {
+  uint32_t waited = 0;
+  for (size_t i = 0; i < moves->count; ++i) {
+    if (moves->each[i].peer == self->flows->rank) continue;
+    const LastOfFlow* last = &self->last[flow_of(&moves->each[i])];
+    if (last->event == 0 || last->event == waited || last->captured != captured || last->stream == stream) continue;
+    const int status = self->streams->wait((void*)stream, (void*)self->events[last->event - 1].handle, 0);
+    if (status != 0) return status;
+    waited = last->event;
+  }
+  return 0;
+}
+
+static void note_launch(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t stream, int captured) {
+  for (size_t i = 0; i < moves->count; ++i) {
+    if (moves->each[i].peer == self->flows->rank) continue;
+    LastOfFlow* last = &self->last[flow_of(&moves->each[i])];
+    self->events[event - 1].flows += 1;
+    if (last->event != 0) self->events[last->event - 1].flows -= 1;
+    *last = (LastOfFlow){.event = event, .stream = stream, .captured = captured};
+  }
+}
+
+/* Issues ordered moves, and records an event after them. `named`: the handle is good as long as the program names the
+ * stream. Returns the driver's status, PROXYCCL_OTHER_CONTEXT with nothing done, or PROXYCCL_CALL_ABORTED. */
+static int issue(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t stream, int named) {
+  if (!proxyccl_order_is_current(self->streams)) return PROXYCCL_OTHER_CONTEXT;
+  const int captured = proxyccl_stream_captures(self->streams, stream);
+  int status = follow_earlier(self, moves, stream, captured);
+  if (status != 0) return status;
+  /* The last look before the driver is called: a kernel that begins after a failure must not use memory that a peer may
+   * have freed. */
+  if (failure_is_told(self->control)) return PROXYCCL_CALL_ABORTED;
+  for (size_t done = 0; done < moves->count && status == 0;) {
+    done += fill(self, moves->each + done, moves->count - done);
+    status = proxyccl_launch_current(self->launch, stream); /* it copies the argument */
+  }
+  if (status == 0) status = self->streams->record((void*)self->events[event - 1].handle, (void*)stream);
+  if (status != 0) return status;
+  note_launch(self, moves, event, named && stream != self->thread_stream ? stream : NO_STREAM, captured);
+  return 0;
+}
+
+/* The number of an event that no flow needs; 0 with an exception. */
+static uint32_t take_event(FlowCalls* self) {
+  for (uint32_t i = 0; i < self->event_count; ++i)
+    if (self->events[i].flows == 0) return i + 1;
+  PyObject* made = PyObject_CallNoArgs(self->make_event);
+  if (made == NULL) return 0;
+  const uintptr_t handle = (uintptr_t)PyLong_AsUnsignedLongLong(made);
+  Py_DECREF(made);
+  if (PyErr_Occurred() != NULL) return 0;
+  self->events[self->event_count] = (Event){.handle = handle};
+  return ++self->event_count;
+}
+
+/* Whether the group is open; if not, perhaps with an exception. */
+static int is_open(const FlowCalls* self) {
+  PyObject* state = PyObject_GetAttr(self->failure, state_name);
+  const int open = state != NULL && (state == open_name || PyUnicode_Compare(state, open_name) == 0);
+  Py_XDECREF(state);
+  return open;
+}
+
+static int issue_without_gil(FlowCalls* self, const Moves* moves, uint32_t event, uintptr_t stream, int named) {
+  int status;
+  Py_BEGIN_ALLOW_THREADS;
+  status = issue(self, moves, event, stream, named);
+  Py_END_ALLOW_THREADS;
+  return status;
+}
+
+/* 0, or -1 with an exception. */
+static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named) {
+  if (!is_open(self)) { /* C looks at the abort word itself */
+    PyObject* usable = PyObject_CallMethod(self->failure, "require_usable", NULL);
+    Py_XDECREF(usable);
+  }
+  const uint32_t event = PyErr_Occurred() != NULL ? 0 : take_event(self);
+  if (event == 0) return -1;
+  order_moves(self, moves);
+  int status = issue_without_gil(self, moves, event, stream, named);
+  if (status == PROXYCCL_OTHER_CONTEXT) {
+    PyObject* context = PyObject_CallNoArgs(self->context);
+    PyObject* entered = context == NULL ? NULL : PyObject_CallMethod(context, "__enter__", NULL);
+    if (entered != NULL) {
+      status = issue_without_gil(self, moves, event, stream, named);
+      Py_DECREF(entered);
+      Py_XDECREF(PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None));
+    }
+    Py_XDECREF(context);
+    if (PyErr_Occurred() != NULL) return -1;
+  }
+  if (status == 0) {
+    self->made += 1;
+    return 0;
+  }
+  Py_XDECREF(PyObject_CallFunction(self->refuse, "i", status)); /* it raises */
+  return -1;
+}
+
+static int issue_locked(FlowCalls* self, Moves* moves, uintptr_t stream, int named) {
+  PyObject* locked = PyObject_CallNoArgs(self->acquire);
+  Py_XDECREF(locked);
+  if (locked == NULL) return -1;
+  const int issued = issue_here(self, moves, stream, named);
+  PyObject *error_type, *error, *traceback;
+  PyErr_Fetch(&error_type, &error, &traceback);
+  PyObject* released = PyObject_CallNoArgs(self->release);
+  if (released != NULL) {
+    PyErr_Restore(error_type, error, traceback);
+    Py_DECREF(released);
+    return issued;
+  }
+  Py_XDECREF(error_type);
+  Py_XDECREF(error);
+  Py_XDECREF(traceback);
+  return -1;
+}
+
+/* Issues moves on a stream of their own and waits for them. 0, or -1 with an exception. */
+static int issue_and_wait(FlowCalls* self, Moves* moves) {
+  PyObject* stream = PyObject_CallNoArgs(self->take_stream);
+  PyObject* handle = stream == NULL ? NULL : PyObject_GetAttrString(stream, "handle");
+  const uintptr_t own = handle == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(handle);
+  Py_XDECREF(handle);
+  int issued = PyErr_Occurred() != NULL ? -1 : issue_locked(self, moves, own, 0);
+  if (issued == 0) {
+    PyObject* waited = PyObject_CallFunctionObjArgs(self->await, stream, NULL);
+    if (waited == NULL) issued = -1;
+    Py_XDECREF(waited);
+  }
+  Py_XDECREF(stream);
+  return issued;
+}
+
+/* A stream's handle. A number that a program gives may be refused; `own`: the stream is not the program's choice. 0, or
+ * -1 with an exception. */
+static int find_handle(const FlowCalls* self, PyObject* stream, int own, uintptr_t* handle) {
+  PyObject* found = (own && PyLong_Check(stream)) || Py_TYPE(stream) == self->current_stream
+                        ? Py_NewRef(stream)
+                        : PyObject_CallFunctionObjArgs(self->handle_of, stream, NULL);
+  *handle = found == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(found);
+  Py_XDECREF(found);
+  return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+/* Issues a call's moves. `owners` are kept until the stream has passed them; NULL: the caller does so. `agree` compares
+ * the call with the other ranks; NULL if that is not to be done. 0, or -1 with an exception. */
+static int issue_call(FlowCalls* self, Moves* moves, PyObject* stream, PyObject* owners, PyObject* agree) {
+  const int waits = stream == Py_None && self->types.device < 0;
+  uintptr_t handle = 0;
+  if (!waits && find_handle(self, stream, owners == NULL, &handle) != 0) return -1;
+  if (agree != NULL) {
+    PyObject* agreed = PyObject_CallFunctionObjArgs(agree, owners, NULL);
+    Py_XDECREF(agreed);
+    if (agreed == NULL) return -1;
+  }
+  if (waits) return issue_and_wait(self, moves);
+  /* An object may be closed, and its handle become another stream's. */
+  if (issue_locked(self, moves, handle, PyLong_Check(stream)) != 0) return -1;
+  if (owners == NULL || Py_TYPE(stream) == self->current_stream) return 0;
+  PyObject* kept = PyObject_CallFunction(self->keep, "OOK", owners, stream, (unsigned long long)handle);
+  Py_XDECREF(kept);
+  return kept == NULL ? -1 : 0;
+}
+
+/* -- the arrays of a call --- */
+
+/* One side of a call: the arrays that this rank sends, or those that it receives. */
+typedef struct Side {
+  PyObject* arrays; /* one, or a list or tuple of them */
+  PyObject* ranks;  /* see FlowCalls.call in _calls.pyi */
+  int receives;
+  GivenArray array; /* where there is one; it was released except for a reference to its element type */
+  int is_split;     /* 1: its rows go to all ranks, or come from them */
+} Side;
+
+static int is_sequence(PyObject* object) { return PyTuple_Check(object) || PyList_Check(object); }
+
+static Py_ssize_t size_of(PyObject* sequence) {
+  return PyTuple_Check(sequence) ? PyTuple_Size(sequence) : PyList_Size(sequence);
+}
+
+/* A new reference; NULL with an exception. */
+static PyObject* item_of(PyObject* sequence, Py_ssize_t i) {
+  PyObject* item = PyTuple_Check(sequence) ? PyTuple_GetItem(sequence, i) : PyList_GetItem(sequence, i);
+  return Py_XNewRef(item);
+}
+
+static int is_text(PyObject* object, const char* text) {
+  return PyUnicode_Check(object) && PyUnicode_CompareWithASCIIString(object, text) == 0;
+}
+
+/* Whether a buffer's elements are of a type that every call takes, in this machine's order of bytes. */
+static int has_known_format(const ArrayKind* kind) {
+  const char* format = kind->format;
+  if (format[0] == 'Z') return (format[1] == 'f' || format[1] == 'd') && format[2] == 0;
+  return format[0] != 0 && format[1] == 0 && strchr("?bBhHiIlLqQefd", format[0]) != NULL;
+}
+
+/* Reads an array that needs no other check: 1, with a reference to its element type; 0, or -1 with an exception
+ * of the program's. */
+static int read_array(const FlowCalls* self, PyObject* x, int receives, GivenArray* array) {
+  const int read = proxyccl_read_array(&self->types, x, array);
+  if (read <= 0) return read;
+  const PyTypeObject* type = array->kind.type;
+  int usable = !(receives && array->kind.readonly) && type != self->types.view;
+  if (type == self->types.array)
+    usable = usable && array->kind.runtime == self->runtime;
+  else if (array->buffer.obj != NULL)
+    usable = usable && type == self->ndarray && self->types.device < 0 && has_known_format(&array->kind) &&
+             array->at % (uintptr_t)array->buffer.itemsize == 0;
+  Py_CLEAR(array->kind.runtime);
+  PyBuffer_Release(&array->buffer);
+  if (!usable) Py_CLEAR(array->kind.element);
+  return usable;
+}
+
+/* The number of a rank, or of rows; -1, perhaps with an exception, for anything else. */
+static Py_ssize_t count_in(PyObject* number, Py_ssize_t end) {
+  if (number == NULL || !PyLong_CheckExact(number)) return -1;
+  const Py_ssize_t count = PyLong_AsSsize_t(number);
+  return 0 <= count && count < end ? count : -1;
+}
+
+/* The moves of a call while they are read. */
+typedef struct Reading {
+  Moves moves;
+  Moves own;       /* those within this rank, of which each is one half: first all that send, then all that receive */
+  size_t sent_own; /* how many send */
+} Reading;
+
+/* Adds what one array has for a rank, or from it. 1, or -1 with an exception. */
+static int add_part(const FlowCalls* self, const Side* side, size_t rank, uintptr_t at, uint64_t bytes,
+                    Reading* reading) {
+  const Move part = {
+      .source = side->receives ? 0 : at, .target = side->receives ? at : 0, .bytes = bytes, .peer = (uint32_t)rank};
+  if (rank != self->flows->rank) return add_move(&reading->moves, &part) == 0 ? 1 : -1;
+  reading->sent_own += !side->receives;
+  return append(&reading->own, &part) == 0 ? 1 : -1;
+}
+
+/* Adds the copies within this rank. 1; 0 if their halves do not fit; -1 with an exception. */
+static int pair_own(Reading* reading) {
+  const size_t count = reading->sent_own;
+  if (reading->own.count != 2 * count) return 0;
+  for (size_t i = 0; i < count; ++i) {
+    Move move = reading->own.each[i];
+    const Move* received = &reading->own.each[count + i];
+    if (move.bytes != received->bytes) return 0;
+    move.target = received->target;
+    if (add_move(&reading->moves, &move) != 0) return -1;
+  }
+  return 1;
+}
+
+/* Adds the rows of an array by rank, `rows` of them each, or as the list says. 1, 0 or -1 as `add_side`. */
+static int add_rows(const FlowCalls* self, const Side* side, Reading* reading) {
+  const size_t ranks = self->flows->world_size;
+  const GivenArray* array = &side->array;
+  if (array->kind.dimensions == 0) return 0;
+  const Py_ssize_t rows = array->kind.shape[0];
+  const uint64_t row_bytes = rows == 0 ? 0 : array->bytes / (uint64_t)rows;
+  const int even = !is_sequence(side->ranks);
+  if (even ? rows % (Py_ssize_t)ranks != 0 : size_of(side->ranks) != (Py_ssize_t)ranks) return 0;
+  Py_ssize_t taken = 0;
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    Py_ssize_t count = rows / (Py_ssize_t)ranks;
+    if (!even) {
+      PyObject* number = item_of(side->ranks, (Py_ssize_t)rank);
+      count = count_in(number, rows - taken + 1);
+      Py_XDECREF(number);
+      if (count < 0) return proxyccl_clear_exception();
+    }
+    if (add_part(self, side, rank, array->at + (uint64_t)taken * row_bytes, (uint64_t)count * row_bytes, reading) < 0)
+      return -1;
+    taken += count;
+  }
+  return taken == rows;
+}
+
+static int add_list(const FlowCalls* self, Side* side, Reading* reading) {
+  const Py_ssize_t count = size_of(side->arrays);
+  if (!is_sequence(side->ranks) || size_of(side->ranks) != count) return 0;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* number = item_of(side->ranks, i);
+    const Py_ssize_t rank = count_in(number, (Py_ssize_t)self->flows->world_size);
+    Py_XDECREF(number);
+    PyObject* x = rank < 0 ? NULL : item_of(side->arrays, i);
+    if (x == NULL) return proxyccl_clear_exception();
+    GivenArray array;
+    const int read = read_array(self, x, side->receives, &array);
+    Py_DECREF(x);
+    if (read <= 0) return read;
+    if (i == 0) {
+      side->array = array;
+    } else {
+      if (array.kind.element != side->array.kind.element || strcmp(array.kind.format, side->array.kind.format) != 0)
+        side->array.kind.type = NULL; /* not all are of one element type */
+      Py_XDECREF(array.kind.element);
+    }
+    if (add_part(self, side, (size_t)rank, array.at, array.bytes, reading) < 0) return -1;
+  }
+  return 1;
+}
+
+/* Adds the moves of one side. 1; 0 if Python must look at them; -1 with an exception. */
+static int add_side(const FlowCalls* self, Side* side, Reading* reading) {
+  if (is_sequence(side->arrays)) return add_list(self, side, reading);
+  const int read = read_array(self, side->arrays, side->receives, &side->array);
+  if (read <= 0) return read;
+  if (is_text(side->ranks, "all")) {
+    int added = !side->receives;
+    for (size_t rank = 0; added > 0 && rank < self->flows->world_size; ++rank)
+      added = add_part(self, side, rank, side->array.at, side->array.bytes, reading);
+    return added;
+  }
+  side->is_split = is_sequence(side->ranks) || is_text(side->ranks, "even");
+  if (side->is_split) return add_rows(self, side, reading);
+  const Py_ssize_t peer = count_in(side->ranks, (Py_ssize_t)self->flows->world_size);
+  if (peer < 0) return proxyccl_clear_exception();
+  return add_part(self, side, (size_t)peer, side->array.at, side->array.bytes, reading);
+}
+
+static int overlap(const GivenArray* a, const GivenArray* b) {
+  return a->at < b->at + b->bytes && b->at < a->at + a->bytes;
+}
+
+static int is_empty_list(PyObject* arrays) { return is_sequence(arrays) && size_of(arrays) == 0; }
+
+/* Whether two sides with arrays fit each other: where rows are split, both have rows of one shape and type; and an
+ * array that goes to all ranks comes with others of its type. */
+static int sides_fit(const Side* x, const Side* out) {
+  const ArrayKind *sent = &x->array.kind, *received = &out->array.kind;
+  if (sent->type == NULL || received->type == NULL) /* of lists */
+    return !is_text(x->ranks, "all");
+  if (!x->is_split && !out->is_split && !is_text(x->ranks, "all")) return 1;
+  if (is_sequence(x->arrays)) return 1;
+  if (sent->element != received->element || strcmp(sent->format, received->format) != 0) return 0;
+  if (is_sequence(out->arrays)) return 1;
+  if (sent->dimensions == 0 || sent->dimensions != received->dimensions) return 0;
+  for (Py_ssize_t i = 1; i < sent->dimensions; ++i)
+    if (sent->shape[i] != received->shape[i]) return 0;
+  return !(x->is_split && out->is_split && overlap(&x->array, &out->array)); /* in place means something else */
+}
+
+/* Reads a call's moves. 1; 0 if Python must look at them; -1 with an exception. */
+static int read_moves(const FlowCalls* self, Side* x, Side* out, Reading* reading) {
+  int read = add_side(self, x, reading);
+  if (read > 0) read = add_side(self, out, reading);
+  if (read > 0 && !is_empty_list(x->arrays) && !is_empty_list(out->arrays)) read = sides_fit(x, out);
+  if (read > 0) read = pair_own(reading);
+  if (read <= 0) return read;
+  return reading->moves.count == 0 ? 0 : are_apart(&reading->moves);
+}
+
+/* Makes a call of Python's arguments. 1; 0 if Python must look at them; -1 with an exception. */
+static int make_call(FlowCalls* self, PyObject* const* given, int keeps) {
+  if (self->acquire == NULL || !is_open(self)) return proxyccl_clear_exception();
+  PyObject* const options = given[2];
+  if (!PyTuple_Check(options) || PyTuple_Size(options) != 3) {
+    PyErr_SetString(PyExc_TypeError, "options: expected a tuple of 3");
+    return -1;
+  }
+  Side x = {.arrays = given[0], .ranks = PyTuple_GetItem(options, 1)};
+  Side out = {.arrays = given[1], .ranks = PyTuple_GetItem(options, 2), .receives = 1};
+  Reading reading;
+  reading.moves.count = reading.moves.room = reading.own.count = reading.own.room = reading.sent_own = 0;
+  int made = read_moves(self, &x, &out, &reading);
+  Py_CLEAR(x.array.kind.element);
+  Py_CLEAR(out.array.kind.element);
+  if (made > 0) {
+    PyObject* const first = PyTuple_GetItem(options, 0);
+    PyObject* const agree = PyCallable_Check(first) ? first : NULL;
+    PyObject* owners = keeps ? PyTuple_Pack(2, given[0], given[1]) : NULL;
+    if ((keeps && owners == NULL) || issue_call(self, &reading.moves, given[3], owners, agree) != 0) made = -1;
+    Py_XDECREF(owners);
+  }
+  free_moves(&reading.moves);
+  free_moves(&reading.own);
+  return made;
+}
+
+static PyObject* call(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 4) {
+    PyErr_SetString(PyExc_TypeError, "call(x, out, options, stream) takes 4 arguments");
+    return NULL;
+  }
+  const int made = make_call((FlowCalls*)object, arguments, 1);
+  return made < 0 ? NULL : PyBool_FromLong(made);
+}
+
+static PyObject* repeat(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 4) {
+    PyErr_SetString(PyExc_TypeError, "repeat(x, out, options, stream) takes 4 arguments");
+    return NULL;
+  }
+  const int made = make_call((FlowCalls*)object, arguments, 0);
+  return made < 0 ? NULL : PyBool_FromLong(made);
+}
+
+static PyObject* takes(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "takes(x, received) takes 2 arguments");
+    return NULL;
+  }
+  GivenArray array;
+  const int read = read_array((const FlowCalls*)object, arguments[0], arguments[1] == Py_True, &array);
+  if (read > 0) Py_XDECREF(array.kind.element);
+  return read < 0 ? NULL : PyBool_FromLong(read);
+}
+
+static PyObject* run(PyObject* object, PyObject* arguments) {
+  FlowCalls* self = (FlowCalls*)object;
+  PyObject *transfers, *stream, *owners;
+  if (!PyArg_ParseTuple(arguments, "O!OO", &PyList_Type, &transfers, &stream, &owners)) return NULL;
+  if (self->acquire == NULL) Py_RETURN_NONE; /* the garbage collector has cleared it */
+  Moves moves;
+  moves.count = moves.room = 0;
+  int issued = 0;
+  for (Py_ssize_t i = 0; i < PyList_Size(transfers) && issued == 0; ++i) {
+    unsigned long long source, target, bytes;
+    unsigned peer;
+    if (!PyArg_ParseTuple(PyList_GetItem(transfers, i), "IKKK", &peer, &source, &target, &bytes))
+      issued = -1;
+    else
+      issued = add_move(&moves, &(Move){.source = source, .target = target, .bytes = bytes, .peer = peer});
+  }
+  if (issued == 0 && moves.count > 0) issued = issue_call(self, &moves, stream, owners, NULL);
+  free_moves(&moves);
+  return issued != 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* -- the object --- */
+
+#define REFERENCES(apply)                                                                                           \
+  apply(types.tensors) apply(types.place) apply(runtime) apply(failure) apply(acquire) apply(release) apply(refuse) \
+      apply(handle_of) apply(context) apply(keep) apply(make_event) apply(take_stream) apply(await) apply(launchable)
+
+static int traverse(PyObject* object, visitproc visit, void* arg) {
+  FlowCalls* self = (FlowCalls*)object;
+  Py_VISIT(Py_TYPE(object));
+  REFERENCES(PROXYCCL_VISIT)
+  return 0;
+}
+
+static int let_go(PyObject* object) {
+  FlowCalls* self = (FlowCalls*)object;
+  REFERENCES(PROXYCCL_CLEAR)
+  return 0;
+}
+
+static int let_all_go(PyObject* object) {
+  FlowCalls* self = (FlowCalls*)object;
+  let_go(object);
+  Py_CLEAR(self->types.array);
+  Py_CLEAR(self->types.view);
+  Py_CLEAR(self->ndarray);
+  Py_CLEAR(self->current_stream);
+  PyMem_Free(self->last);
+  PyMem_Free(self->turns);
+  PyMem_Free(self->events);
+  return 0;
+}
+
+static void end(PyObject* object) { proxyccl_free(object, let_all_go); }
+
+static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
+  PyObject *types, *ndarray, *current_stream, *runtime, *failure, *lock, *launchable;
+  PyObject *refused, *handle_of, *context, *keep, *make_event, *take_stream, *await;
+  unsigned long long launch, flows, bytes_per_lane, streams, control, thread_stream;
+  if (!PyArg_ParseTuple(arguments, "OO!O!OOO(KKOK)(KKK)(OOOOOOO)", &types, &PyType_Type, &ndarray, &PyType_Type,
+                        &current_stream, &runtime, &failure, &lock, &launch, &flows, &launchable, &bytes_per_lane,
+                        &streams, &control, &thread_stream, &refused, &handle_of, &context, &keep, &make_event,
+                        &take_stream, &await))
+    return NULL;
+  PyObject* object = PyType_GenericNew(type, NULL, NULL);
+  if (object == NULL) return NULL;
+  FlowCalls* self = (FlowCalls*)object;
+  if (proxyccl_read_array_types(types, &self->types) != 0) {
+    Py_DECREF(object);
+    return NULL;
+  }
+  self->ndarray = (PyTypeObject*)Py_NewRef(ndarray), self->current_stream = (PyTypeObject*)Py_NewRef(current_stream);
+  self->runtime = Py_NewRef(runtime), self->failure = Py_NewRef(failure), self->launchable = Py_NewRef(launchable);
+  self->launch = (ProxycclLaunch*)(uintptr_t)launch, self->flows = (ProxycclFlows*)(uintptr_t)flows;
+  self->bytes_per_lane = bytes_per_lane;
+  self->streams = (const ProxycclStreamOrder*)(uintptr_t)streams;
+  self->control = (const ProxycclControl*)(uintptr_t)control, self->thread_stream = (uintptr_t)thread_stream;
+  self->refuse = Py_NewRef(refused), self->handle_of = Py_NewRef(handle_of), self->context = Py_NewRef(context);
+  self->keep = Py_NewRef(keep), self->make_event = Py_NewRef(make_event);
+  self->take_stream = Py_NewRef(take_stream), self->await = Py_NewRef(await);
+  const size_t count = 2 * (size_t)self->flows->world_size;
+  self->last = PyMem_Calloc(count, sizeof *self->last);
+  self->turns = PyMem_Calloc(count, sizeof *self->turns);
+  self->events = PyMem_Calloc(count + 1, sizeof *self->events);
+  self->acquire = PyObject_GetAttrString(lock, "acquire");
+  self->release = self->acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
+  if (self->release != NULL && self->last != NULL && self->turns != NULL && self->events != NULL) return object;
+  if (PyErr_Occurred() == NULL) PyErr_NoMemory();
+  Py_DECREF(object);
+  return NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"call", (PyCFunction)(void (*)(void))call, METH_FASTCALL, NULL},
+    {"repeat", (PyCFunction)(void (*)(void))repeat, METH_FASTCALL, NULL},
+    {"takes", (PyCFunction)(void (*)(void))takes, METH_FASTCALL, NULL},
+    {"run", run, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef members[] = {
+    {"made", T_ULONGLONG, offsetof(FlowCalls, made), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyObject* events_of(PyObject* object, void* Py_UNUSED(closure)) {
+  const FlowCalls* self = (const FlowCalls*)object;
+  PyObject* list = PyList_New(0);
+  for (uint32_t i = 0; list != NULL && i < self->event_count; ++i) {
+    PyObject* handle = PyLong_FromUnsignedLongLong(self->events[i].handle);
+    if (handle == NULL || PyList_Append(list, handle) != 0) Py_CLEAR(list);
+    Py_XDECREF(handle);
+  }
+  return list;
+}
+static PyGetSetDef attributes[] = {
+    {"events", events_of, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_new, make},        {Py_tp_dealloc, end},     {Py_tp_traverse, traverse}, {Py_tp_clear, let_go},
+    {Py_tp_methods, methods}, {Py_tp_members, members}, {Py_tp_getset, attributes}, {0, NULL},
+};
+static PyType_Spec spec = {
+    .name = "proxyccl.channels.calls._calls.FlowCalls",
+    .basicsize = sizeof(FlowCalls),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
+
+int proxyccl_add_flow_calls(PyObject* module) {
+  if (state_name == NULL) state_name = PyUnicode_InternFromString("state");
+  if (open_name == NULL) open_name = PyUnicode_InternFromString("open");
+  if (state_name == NULL || open_name == NULL) return -1;
+  PyObject* type = PyType_FromSpec(&spec);
+  const int added = type == NULL ? -1 : PyModule_AddObjectRef(module, "FlowCalls", type);
+  Py_XDECREF(type);
+  return added;
+}

@@ -1,0 +1,12 @@
+/* The transfers between pairs of ranks of one group (channels/collectives/DESIGN.md): each call is read from Python's
+ * objects, cut into launches, and issued in the order of its flows.
+ */
+#ifndef PROXYCCL_FLOW_CALLS_H
+#define PROXYCCL_FLOW_CALLS_H
+
+#include "arrays.h"
+
+/* Adds the type FlowCalls to the module. 0, or -1 with an exception. */
+int proxyccl_add_flow_calls(PyObject* module);
+
+#endif

@@ -1,0 +1,115 @@
+#include "form.h"
+
+static PyTypeObject* form_type; /* of the process's one module */
+
+int proxyccl_is_form(PyObject* object) { return Py_TYPE(object) == form_type; }
+
+void proxyccl_fill_form(const CallForm* form, const GivenArray* arrays, size_t count, const ReachedRange* output) {
+  for (size_t i = 0; i < form->relocation_count; ++i) {
+    const Relocation* relocation = &form->relocations[i];
+    *relocation->word = arrays[relocation->array].at + relocation->offset;
+  }
+  if (form->peers_words == NULL || output == NULL) return;
+  const uintptr_t at = arrays[count - 1].at;
+  for (size_t rank = 0; rank < form->ranks; ++rank)
+    form->peers_words[rank] = rank == form->rank ? at : output->bases[rank] + (at - output->start);
+}
+
+/* Reads a list of tuples of numbers, `width` each. NULL with an exception; memory to free otherwise. */
+static unsigned long long* read_rows(PyObject* list, size_t width, size_t* count) {
+  const Py_ssize_t rows = PyList_Size(list);
+  if (rows < 0) return NULL;
+  unsigned long long* numbers = PyMem_Calloc((size_t)rows * width + 1, sizeof *numbers);
+  if (numbers == NULL) {
+    PyErr_NoMemory();
+    return NULL;
+  }
+  for (Py_ssize_t i = 0; i < rows && PyErr_Occurred() == NULL; ++i)
+    for (size_t k = 0; k < width && PyErr_Occurred() == NULL; ++k) {
+      PyObject* number = PyTuple_GetItem(PyList_GetItem(list, i), (Py_ssize_t)k);
+      if (number != NULL) numbers[(size_t)i * width + k] = PyLong_AsUnsignedLongLong(number);
+    }
+  *count = (size_t)rows;
+  if (PyErr_Occurred() == NULL) return numbers;
+  PyMem_Free(numbers);
+  return NULL;
+}
+
+static int read_relocations(CallForm* self, PyObject* given) {
+  unsigned long long* rows = read_rows(given, 3, &self->relocation_count);
+  self->relocations = rows == NULL ? NULL : PyMem_Calloc(self->relocation_count + 1, sizeof *self->relocations);
+  for (size_t i = 0; self->relocations != NULL && i < self->relocation_count; ++i)
+    self->relocations[i] =
+        (Relocation){(uintptr_t*)(uintptr_t)rows[3 * i], (size_t)rows[3 * i + 1], (size_t)rows[3 * i + 2]};
+  PyMem_Free(rows);
+  return self->relocations == NULL ? -1 : 0;
+}
+
+static int read_ranges(CallForm* self, PyObject* given) {
+  unsigned long long* rows = read_rows(given, 2, &self->range_count);
+  self->ranges = rows == NULL ? NULL : PyMem_Calloc(self->range_count + 1, sizeof *self->ranges);
+  for (size_t i = 0; self->ranges != NULL && i < self->range_count; ++i)
+    self->ranges[i] = (AddressRange){(uintptr_t)rows[2 * i], (uintptr_t)rows[2 * i + 1]};
+  PyMem_Free(rows);
+  return self->ranges == NULL ? -1 : 0;
+}
+
+static int traverse(PyObject* object, visitproc visit, void* arg) {
+  CallForm* self = (CallForm*)object;
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->prepared.kept);
+  return 0;
+}
+
+static int let_go(PyObject* object) {
+  CallForm* self = (CallForm*)object;
+  self->prepared.launch = NULL; /* it may be gone */
+  self->relocation_count = 0, self->peers_words = NULL;
+  Py_CLEAR(self->prepared.kept);
+  return 0;
+}
+
+static int let_all_go(PyObject* object) {
+  CallForm* self = (CallForm*)object;
+  PyMem_Free(self->relocations);
+  PyMem_Free(self->ranges);
+  return let_go(object);
+}
+
+static void end(PyObject* object) { proxyccl_free(object, let_all_go); }
+
+static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
+  PyObject *kept, *relocations, *ranges;
+  unsigned long long issue, callers, call, launch, peers_words;
+  Py_ssize_t ranks, rank, lent;
+  int names_memory;
+  if (!PyArg_ParseTuple(arguments, "(KKKK)OO!(Knn)O!np", &issue, &callers, &call, &launch, &kept, &PyList_Type,
+                        &relocations, &peers_words, &ranks, &rank, &PyList_Type, &ranges, &lent, &names_memory))
+    return NULL;
+  PyObject* object = PyType_GenericNew(type, NULL, NULL);
+  if (object == NULL) return NULL;
+  CallForm* self = (CallForm*)object;
+  self->prepared = (PreparedCall){(Issue)(uintptr_t)issue, (void*)(uintptr_t)callers, (void*)(uintptr_t)call,
+                                  (void*)(uintptr_t)launch, Py_NewRef(kept)};
+  self->peers_words = (uintptr_t*)(uintptr_t)peers_words;
+  self->ranks = (size_t)ranks, self->rank = (size_t)rank, self->lent = lent, self->names_memory = names_memory;
+  if (read_relocations(self, relocations) == 0 && read_ranges(self, ranges) == 0) return object;
+  if (PyErr_Occurred() == NULL) PyErr_NoMemory();
+  Py_DECREF(object);
+  return NULL;
+}
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, make}, {Py_tp_dealloc, end}, {Py_tp_traverse, traverse}, {Py_tp_clear, let_go}, {0, NULL},
+};
+static PyType_Spec spec = {
+    .name = "proxyccl.channels.calls._calls.Form",
+    .basicsize = sizeof(CallForm),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
+
+int proxyccl_add_form(PyObject* module) {
+  if (form_type == NULL) form_type = (PyTypeObject*)PyType_FromSpec(&spec);
+  return form_type == NULL ? -1 : PyModule_AddObjectRef(module, "Form", (PyObject*)form_type);
+}

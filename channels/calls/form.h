@@ -1,0 +1,49 @@
+/* A form: a call without the addresses of its arrays, and how it is issued. */
+#ifndef PROXYCCL_FORM_H
+#define PROXYCCL_FORM_H
+
+#include "arrays.h"
+#include "reach.h"
+
+/* proxyccl_calls_issue, proxyccl_calls_ring (calls.h), or a function like them. */
+typedef int (*Issue)(void* callers, void* call, void* launch, uintptr_t stream);
+
+typedef struct PreparedCall {
+  Issue issue;
+  void *callers, *call, *launch; /* its arguments */
+  PyObject* kept;                /* what must live as long as these; see Calls in _calls.pyi */
+} PreparedCall;
+
+/* A word of a launch's arguments that holds an address in an array of the call. */
+typedef struct Relocation {
+  uintptr_t* word;
+  size_t array;
+  size_t offset;
+} Relocation;
+
+typedef struct AddressRange {
+  uintptr_t start, end;
+} AddressRange;
+
+/* See Form in _calls.pyi. */
+typedef struct CallForm {
+  PyObject ob_base;
+  PreparedCall prepared; /* `launch` is NULL if nothing is to be launched */
+  Relocation* relocations;
+  size_t relocation_count;
+  uintptr_t* peers_words; /* by rank, for the address of the output for that rank's kernels; NULL if there are none */
+  size_t ranks, rank;
+  AddressRange* ranges; /* memory whose change ends the form */
+  size_t range_count;
+  Py_ssize_t lent;  /* number of the array that peers should reach if the program uses it often; -1: of none */
+  int names_memory; /* 1: memory that proxies reach is named by numbers, so that the form is of one address alone */
+} CallForm;
+
+/* Fills in the addresses of a call's arrays, with the lock of its group held. `output` is the range in which kernels of
+ * all ranks reach the last array, or NULL. */
+void proxyccl_fill_form(const CallForm* form, const GivenArray* arrays, size_t count, const ReachedRange* output);
+int proxyccl_is_form(PyObject* object);
+/* Adds the type Form to the module. 0, or -1 with an exception. */
+int proxyccl_add_form(PyObject* module);
+
+#endif

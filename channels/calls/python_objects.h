@@ -1,0 +1,26 @@
+/* What the extensions of this room share of CPython's limited API. */
+#ifndef PROXYCCL_PYTHON_OBJECTS_H
+#define PROXYCCL_PYTHON_OBJECTS_H
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <stdint.h>
+#include <structmember.h>
+
+#include "python_errors.h"
+
+/* For the references of an object: REFERENCES(apply) is apply(member) for each of them. */
+#define PROXYCCL_VISIT(member) Py_VISIT(self->member);
+#define PROXYCCL_CLEAR(member) Py_CLEAR(self->member);
+
+/* Frees an object of a type that the garbage collector knows, by its tp_clear. */
+static inline void proxyccl_free(PyObject* object, inquiry clear) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  clear(object);
+  ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+  Py_DECREF(type);
+}
+
+#endif

@@ -1,0 +1,768 @@
+/* Every call of a group: its form is found by the call's signature, or prepared by Python; then the addresses of the
+ * call's arrays are filled in, and one call of the engine logs, compares and launches it.
+ *
+ * A signature is what the form depends on: the options, the kinds of the arrays (arrays.h) and how they overlap. It
+ * has no addresses, except for the rare form that is bound to them.
+ *
+ * Ranks take turns on the cores, so a rank's next call runs from caches and branch predictors that others have used.
+ * There the interpreter takes several times as long as in a tight loop, and so this is C.
+ *
+ * This is an extension that uses CPython's limited API, not cffi, because it looks into Python objects.
+ */
+#include <string.h>
+
+#include "calls.h"
+#include "launch.h"
+#include "stream_order.h"
+
+enum { LEAST_LENT_BYTES = 1 << 20, MOST_NOTES = 256, MOST_WANTED = 16 };
+enum { CHAINS = 512, MOST_FORMS = 2048, MOST_OPTIONS = 10, MOST_ARRAYS = 2 };
+
+/* How the arrays of a call lie to each other: apart, beginning together, the smaller one as this rank's share of the
+ * larger, or in a way that no call allows. */
+typedef enum { APART, TOGETHER, SHARE, OVERLAPPING } Relation;
+
+typedef struct Signature {
+  PyObject* options; /* a tuple */
+  size_t count;      /* of arrays */
+  const GivenArray* arrays;
+  Relation relation;
+  uint64_t hash;
+} Signature;
+
+/* A form that is kept: in the chain of its hash, and in the order of use. */
+typedef struct Entry {
+  struct Entry *next, *older, *newer;
+  uint64_t hash;
+  PyObject* options;
+  size_t count;
+  ArrayKind kinds[MOST_ARRAYS];
+  Relation relation;
+  int by_address; /* 1: the form is bound to these addresses */
+  uintptr_t at[MOST_ARRAYS];
+  CallForm* form; /* NULL: forms with this signature are bound, and kept by address */
+} Entry;
+
+/* An array of a call that peers do not reach, although they would store to it or load from it. */
+typedef struct Note {
+  uintptr_t at;
+  size_t bytes;
+} Note;
+
+typedef struct Calls {
+  PyObject ob_base;
+  ArrayTypes types;
+  size_t rank;
+  PyTypeObject* current_stream;
+  PyObject *acquire, *release, *refuse, *turn, *context, *keep;
+  int direct;       /* 1: a call on `stream` needs no `turn` */
+  uintptr_t stream; /* of the latest call */
+  int on_host;
+  const ProxycclStreamOrder* order; /* NULL: `turn` orders streams */
+  uintptr_t event, thread_stream;
+  Reach reach;
+  Entry** chains;
+  Entry *oldest, *newest; /* by when they were used */
+  Py_ssize_t count;       /* of them */
+  uint64_t changes;       /* of what forms depend on */
+  unsigned long long made, prepared;
+  Note notes[MOST_NOTES]; /* since they were taken; later ones are dropped */
+  size_t note_count;
+  Note wanted[MOST_WANTED]; /* arrays that `lend` is to be told of in their next call */
+  size_t wanted_count;
+  PyObject* lend;
+} Calls;
+
+/* -- signatures --- */
+
+static Relation relation_of(const GivenArray* x, const GivenArray* out, size_t rank) {
+  const GivenArray* part = out->bytes < x->bytes ? out : x;
+  const GivenArray* whole = part == out ? x : out;
+  const size_t share = part->bytes < whole->bytes ? rank * part->bytes : 0;
+  if (part->at == whole->at + share) return share == 0 ? TOGETHER : SHARE;
+  return part->at < whole->at + whole->bytes && whole->at < part->at + part->bytes ? OVERLAPPING : APART;
+}
+
+/* Whether an option is known by its value. True is not taken for 1. */
+static int has_value(PyObject* option) {
+  return PyUnicode_CheckExact(option) || PyLong_CheckExact(option) || PyTuple_CheckExact(option);
+}
+
+/* Whether options of two calls are equal: the same object, or equal values of one type. */
+static int same_option(PyObject* a, PyObject* b) {
+  if (a == b) return 1;
+  if (Py_TYPE(a) != Py_TYPE(b) || !has_value(a)) return 0;
+  const int same = PyObject_RichCompareBool(a, b, Py_EQ);
+  if (same < 0) PyErr_Clear();
+  return same > 0;
+}
+
+static uint64_t hash_of_option(PyObject* option) {
+  const Py_hash_t hash = has_value(option) ? PyObject_Hash(option) : -1;
+  if (hash != -1) return (uint64_t)hash;
+  PyErr_Clear(); /* of a tuple of something without a hash */
+  return (uintptr_t)option;
+}
+
+static uint64_t mix(uint64_t hash, uint64_t word) {
+  hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+  return hash ^ hash >> 32;
+}
+
+static uint64_t hash_of(const Signature* signature) {
+  uint64_t hash = signature->relation;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(signature->options); ++i)
+    hash = mix(hash, hash_of_option(PyTuple_GetItem(signature->options, i)));
+  for (size_t i = 0; i < signature->count; ++i) {
+    const ArrayKind* kind = &signature->arrays[i].kind;
+    hash = mix(hash, (uintptr_t)kind->type ^ (uintptr_t)kind->element << 1 ^ kind->reach);
+    for (Py_ssize_t k = 0; k < kind->dimensions; ++k) hash = mix(hash, (uint64_t)kind->shape[k]);
+  }
+  return hash;
+}
+
+static uint64_t hash_with_addresses(const Signature* signature) {
+  uint64_t hash = signature->hash;
+  for (size_t i = 0; i < signature->count; ++i) hash = mix(hash, signature->arrays[i].at);
+  return hash;
+}
+
+static int is_of(const Entry* entry, const Signature* signature, int by_address) {
+  if (entry->by_address != by_address || entry->count != signature->count || entry->relation != signature->relation)
+    return 0;
+  for (size_t i = 0; i < entry->count; ++i) {
+    const GivenArray* array = &signature->arrays[i];
+    if (memcmp(&entry->kinds[i], &array->kind, sizeof(ArrayKind)) != 0) return 0;
+    if (by_address && entry->at[i] != array->at) return 0;
+  }
+  const Py_ssize_t options = PyTuple_Size(signature->options);
+  if (PyTuple_Size(entry->options) != options) return 0;
+  for (Py_ssize_t i = 0; i < options; ++i)
+    if (!same_option(PyTuple_GetItem(entry->options, i), PyTuple_GetItem(signature->options, i))) return 0;
+  return 1;
+}
+
+/* -- the forms that are kept --- */
+
+static Entry** chain_of(const Calls* self, uint64_t hash) { return &self->chains[hash % CHAINS]; }
+
+static Entry* find_entry(const Calls* self, const Signature* signature, uint64_t hash, int by_address) {
+  Entry* entry = *chain_of(self, hash);
+  while (entry != NULL && !(entry->hash == hash && is_of(entry, signature, by_address))) entry = entry->next;
+  return entry;
+}
+
+static void leave_order(Calls* self, Entry* entry) {
+  *(entry->older != NULL ? &entry->older->newer : &self->oldest) = entry->newer;
+  *(entry->newer != NULL ? &entry->newer->older : &self->newest) = entry->older;
+}
+
+static void become_newest(Calls* self, Entry* entry) {
+  entry->older = self->newest, entry->newer = NULL;
+  *(self->newest != NULL ? &self->newest->newer : &self->oldest) = entry;
+  self->newest = entry;
+}
+
+static void use(Calls* self, Entry* entry) {
+  if (entry == self->newest) return;
+  leave_order(self, entry);
+  become_newest(self, entry);
+}
+
+/* The form for a signature, a new reference; NULL if none is kept. */
+static CallForm* find(Calls* self, const Signature* signature) {
+  Entry* entry = find_entry(self, signature, signature->hash, 0);
+  if (entry != NULL && entry->form == NULL) {
+    use(self, entry);
+    entry = find_entry(self, signature, hash_with_addresses(signature), 1);
+  }
+  if (entry == NULL) return NULL;
+  use(self, entry);
+  return (CallForm*)Py_NewRef((PyObject*)entry->form);
+}
+
+/* Takes an entry out, and only then frees it: releasing an object may run Python. */
+static void drop(Calls* self, Entry* entry) {
+  Entry** at = chain_of(self, entry->hash);
+  while (*at != entry) at = &(*at)->next;
+  *at = entry->next;
+  leave_order(self, entry);
+  self->count -= 1;
+  Py_DECREF(entry->options);
+  for (size_t i = 0; i < entry->count; ++i) {
+    Py_DECREF((PyObject*)entry->kinds[i].type);
+    Py_XDECREF(entry->kinds[i].element);
+    Py_XDECREF(entry->kinds[i].runtime);
+  }
+  Py_XDECREF((PyObject*)entry->form);
+  PyMem_Free(entry);
+}
+
+/* Adds an entry, with references of its own. 0, or -1 with an exception. */
+static int add(Calls* self, const Signature* signature, CallForm* form, int by_address) {
+  Entry* entry = PyMem_Calloc(1, sizeof *entry);
+  if (entry == NULL) {
+    PyErr_NoMemory();
+    return -1;
+  }
+  entry->hash = by_address ? hash_with_addresses(signature) : signature->hash;
+  entry->options = Py_NewRef(signature->options);
+  entry->count = signature->count, entry->relation = signature->relation, entry->by_address = by_address;
+  for (size_t i = 0; i < signature->count; ++i) {
+    const GivenArray* array = &signature->arrays[i];
+    entry->kinds[i] = array->kind, entry->at[i] = array->at;
+    Py_INCREF((PyObject*)array->kind.type);
+    Py_XINCREF(array->kind.element);
+    Py_XINCREF(array->kind.runtime);
+  }
+  entry->form = (CallForm*)Py_XNewRef((PyObject*)form);
+  Entry* before = find_entry(self, signature, entry->hash, by_address);
+  Entry** chain = chain_of(self, entry->hash);
+  entry->next = *chain;
+  *chain = entry;
+  become_newest(self, entry);
+  self->count += 1;
+  if (before != NULL)
+    drop(self, before);
+  else if (self->count > MOST_FORMS)
+    drop(self, self->oldest);
+  return 0;
+}
+
+static int keep_form(Calls* self, const Signature* signature, CallForm* form) {
+  int bound = 0;
+  for (size_t i = 0; form->names_memory && i < signature->count; ++i)
+    bound |= signature->arrays[i].kind.reach & PROXYCCL_NAMED_BY_PROXIES;
+  if (!bound) return add(self, signature, form, 0);
+  return add(self, signature, NULL, 0) != 0 ? -1 : add(self, signature, form, 1);
+}
+
+static void drop_all(Calls* self) {
+  while (self->oldest != NULL) drop(self, self->oldest);
+}
+
+static int touches(const Entry* entry, uintptr_t start, uintptr_t end) {
+  for (size_t i = 0; entry->by_address && i < entry->count; ++i)
+    if (start <= entry->at[i] && entry->at[i] < end) return 1;
+  for (size_t i = 0; entry->form != NULL && i < entry->form->range_count; ++i)
+    if (entry->form->ranges[i].start < end && start < entry->form->ranges[i].end) return 1;
+  return 0;
+}
+
+/* -- streams --- */
+
+static int call_turn(Calls* self, PyObject* stream, uintptr_t* handle) {
+  PyObject* turned = PyObject_CallFunctionObjArgs(self->turn, stream, NULL); /* it calls set_stream */
+  *handle = turned == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(turned);
+  Py_XDECREF(turned);
+  return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+/* With the lock held: the handle of a call's stream, which is ordered after the latest call. 0, or -1 with an
+ * exception. */
+static int turn_to(Calls* self, PyObject* stream, uintptr_t* handle) {
+  if (stream == Py_None && self->on_host && self->direct) {
+    *handle = self->stream;
+    return 0;
+  }
+  if (!PyLong_Check(stream) || PyBool_Check(stream)) return call_turn(self, stream, handle);
+  *handle = (uintptr_t)PyLong_AsUnsignedLongLong(stream);
+  if (PyErr_Occurred() != NULL) {
+    PyErr_Clear(); /* `turn` refuses it by name */
+    return call_turn(self, stream, handle);
+  }
+  if (self->on_host || !self->direct) return call_turn(self, stream, handle);
+  if (self->stream == *handle) return 0;
+  if (self->order != NULL && *handle != self->thread_stream &&
+      proxyccl_stream_follow(self->order, self->event, self->stream, *handle, 1) == 0) {
+    self->stream = *handle;
+    return 0;
+  }
+  return call_turn(self, stream, handle);
+}
+
+/* -- issuing --- */
+
+/* With the lock held. A call that was `logged` is launched alone. Returns the driver's status, or one of calls.h. */
+static int issue(const PreparedCall* prepared, int logged, uintptr_t stream) {
+  int status;
+  Py_BEGIN_ALLOW_THREADS;
+  status = prepared->issue(prepared->callers, logged ? NULL : prepared->call, prepared->launch, stream);
+  Py_END_ALLOW_THREADS;
+  return status;
+}
+
+/* `issue` where the device's context is current. -1 with an exception, or 0 with the status stored. */
+static int issue_in_context(Calls* self, const PreparedCall* prepared, int logged, uintptr_t stream, int* status) {
+  *status = issue(prepared, logged, stream);
+  if (*status != PROXYCCL_OTHER_CONTEXT) return 0;
+  PyObject* context = PyObject_CallNoArgs(self->context);
+  PyObject* entered = context == NULL ? NULL : PyObject_CallMethod(context, "__enter__", NULL);
+  if (entered != NULL) {
+    *status = issue(prepared, logged, stream);
+    Py_DECREF(entered);
+    PyObject* left = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    Py_XDECREF(left);
+  }
+  Py_XDECREF(context);
+  return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+static int refuse(Calls* self, int status, PyObject* kept) {
+  PyObject* refused = status == 0 ? NULL : PyObject_CallFunction(self->refuse, "iO", status, kept);
+  Py_XDECREF(refused);
+  return PyErr_Occurred() != NULL ? -1 : 0;
+}
+
+static int take_lock(Calls* self) {
+  PyObject* locked = self->acquire == NULL ? NULL : PyObject_CallNoArgs(self->acquire);
+  Py_XDECREF(locked);
+  if (locked != NULL) return 0;
+  if (PyErr_Occurred() == NULL) PyErr_SetString(PyExc_RuntimeError, "the calls were cleared");
+  return -1;
+}
+
+/* Releases the lock. Returns `result`, or -1 with an exception. */
+static int leave_lock(Calls* self, int result) {
+  PyObject *error_type, *error, *traceback; /* of a call that was refused */
+  PyErr_Fetch(&error_type, &error, &traceback);
+  PyObject* released = PyObject_CallNoArgs(self->release);
+  if (released != NULL) {
+    PyErr_Restore(error_type, error, traceback);
+    Py_DECREF(released);
+    return result;
+  }
+  Py_XDECREF(error_type);
+  Py_XDECREF(error);
+  Py_XDECREF(traceback);
+  return -1;
+}
+
+/* A call while it is made. */
+typedef struct Making {
+  PyObject *x, *out, *options, *stream;
+  GivenArray arrays[MOST_ARRAYS];
+  Signature signature;
+  CallForm* form;
+  uintptr_t handle;
+  int kept_alone, logged;
+} Making;
+
+/* Stores how peers reach the arrays, and the signature with that. Returns the range of the output that kernels reach,
+ * or NULL, as for a call without an output. */
+static const ReachedRange* look_up_reach(const Calls* self, Making* call) {
+  const ReachedRange* last = NULL;
+  for (size_t i = 0; i < call->signature.count; ++i) {
+    GivenArray* array = &call->arrays[i];
+    array->kind.reach = (uint16_t)proxyccl_find_reached(&self->reach, array->at, array->bytes, &last);
+  }
+  call->signature.hash = hash_of(&call->signature);
+  return PyTuple_Check(call->out) ? NULL : last;
+}
+
+/* Prepares a form in Python, without the lock, and keeps it. `reached`: whether kernels of all ranks reach the output.
+ * 0, or -1 with an exception. */
+static int prepare(Calls* self, Making* call, int reached) {
+  const size_t count = call->signature.count;
+  const uint64_t changes = self->changes; /* read first: it may miss changes that happen meanwhile */
+  PyObject* made = PyObject_CallFunctionObjArgs(PyTuple_GetItem(call->options, 0), call->x, call->out, call->options,
+                                                reached ? Py_True : Py_False, call->logged ? Py_True : Py_False, NULL);
+  if (made == NULL) return -1;
+  if (!proxyccl_is_form(made)) {
+    PyErr_Format(PyExc_TypeError, "expected a Form, not %R", (PyObject*)Py_TYPE(made));
+    Py_DECREF(made);
+    return -1;
+  }
+  call->form = (CallForm*)made, call->logged = 1;
+  self->prepared += 1;
+  for (size_t i = 0; i < call->form->relocation_count; ++i)
+    if (call->form->relocations[i].array >= count) {
+      PyErr_SetString(PyExc_ValueError, "the form has an address in an array that the call does not have");
+      return -1;
+    }
+  return changes == self->changes ? keep_form(self, &call->signature, call->form) : 0;
+}
+
+/* Whether a form that was prepared without the lock can still be issued: what it relies on may have changed. */
+static int still_fits(const Making* call, const ArrayKind* before, const ReachedRange* output) {
+  for (size_t i = 0; i < call->signature.count; ++i)
+    if (before[i].reach & ~call->arrays[i].kind.reach) return 0;
+  return call->form->peers_words == NULL || output != NULL;
+}
+
+/* After a call was issued, and its arrays are kept as long as its stream needs them, whatever happens here: notes the
+ * array that peers should reach if the program uses it often, or tells `lend` of it, as it can't be freed meanwhile. 0,
+ * or -1 with an exception. */
+static int note_lent(Calls* self, const Making* call) {
+  if (call->form->lent < 0) return 0;
+  const size_t last = call->signature.count - 1, lent = (size_t)call->form->lent;
+  const GivenArray* array = &call->arrays[lent < last ? lent : last];
+  if (array->kind.reach != 0 || array->bytes < LEAST_LENT_BYTES) return 0;
+  for (size_t i = 0; i < self->wanted_count; ++i) {
+    if (self->wanted[i].at != array->at || self->wanted[i].bytes != array->bytes) continue;
+    self->wanted[i] = self->wanted[--self->wanted_count];
+    PyObject* lend = Py_NewRef(self->lend); /* `want` may replace it meanwhile */
+    PyObject* lent = PyObject_CallFunction(lend, "KK", (unsigned long long)array->at, (unsigned long long)array->bytes);
+    Py_DECREF(lend);
+    Py_XDECREF(lent);
+    return lent == NULL ? -1 : 0;
+  }
+  if (self->note_count < MOST_NOTES) self->notes[self->note_count++] = (Note){array->at, array->bytes};
+  return 0;
+}
+
+/* Finds the form, or has it prepared, and issues the call. 1; 0 if it is not kept and is not to be prepared; -1 with an
+ * exception. */
+static int find_and_issue(Calls* self, Making* call) {
+  if (take_lock(self) != 0) return -1;
+  if (turn_to(self, call->stream, &call->handle) != 0) return leave_lock(self, -1);
+  const ReachedRange* output = look_up_reach(self, call);
+  while ((call->form = find(self, &call->signature)) == NULL) {
+    if (leave_lock(self, 0) != 0) return -1;
+    if (call->kept_alone) return 0;
+    if (prepare(self, call, output != NULL) != 0 || take_lock(self) != 0) return -1;
+    if (turn_to(self, call->stream, &call->handle) != 0) return leave_lock(self, -1);
+    ArrayKind before[MOST_ARRAYS];
+    for (size_t i = 0; i < call->signature.count; ++i) before[i] = call->arrays[i].kind;
+    output = look_up_reach(self, call);
+    if (still_fits(call, before, output)) break;
+    Py_CLEAR(call->form);
+  }
+  proxyccl_fill_form(call->form, call->arrays, call->signature.count, output);
+  int status;
+  if (issue_in_context(self, &call->form->prepared, call->logged, call->handle, &status) != 0)
+    return leave_lock(self, -1);
+  if (refuse(self, status, call->form->prepared.kept) != 0) return leave_lock(self, -1);
+  self->made += 1;
+  return leave_lock(self, 1);
+}
+
+/* Reads the arrays. 1; 0 if one can't be read, or -1 with an exception of the program's. */
+static int read_arrays(const Calls* self, Making* call) {
+  PyObject* const given[] = {call->x, call->out};
+  Signature* signature = &call->signature;
+  for (int i = 0; i < MOST_ARRAYS; ++i) {
+    if (PyTuple_Check(given[i])) continue; /* none */
+    if (i > 0 && given[i] == given[0]) {   /* one array, read once */
+      signature->relation = TOGETHER;
+      continue;
+    }
+    const int read = proxyccl_read_array(&self->types, given[i], &call->arrays[signature->count]);
+    if (read <= 0) return read;
+    signature->count += 1;
+  }
+  if (signature->count == 2) signature->relation = relation_of(&call->arrays[0], &call->arrays[1], self->rank);
+  return 1;
+}
+
+static int make_call(Calls* self, Making* call) {
+  if (!PyTuple_Check(call->options) || PyTuple_Size(call->options) == 0 || PyTuple_Size(call->options) > MOST_OPTIONS) {
+    PyErr_Format(PyExc_TypeError, "options: expected a tuple of 1 to %d", MOST_OPTIONS);
+    return -1;
+  }
+  if (self->acquire == NULL) { /* the garbage collector has cleared them */
+    PyErr_SetString(PyExc_RuntimeError, "the calls of a group that is gone");
+    return -1;
+  }
+  call->signature = (Signature){.options = call->options, .arrays = call->arrays};
+  const int read = read_arrays(self, call);
+  int made = read;
+  if (read > 0 && call->signature.relation == OVERLAPPING) call->kept_alone = 0; /* Python refuses it */
+  if (read > 0) made = find_and_issue(self, call);
+  for (size_t i = 0; i < call->signature.count; ++i) proxyccl_release_array(&call->arrays[i]);
+  return made;
+}
+
+/* Begins a call with x, out, options and a stream. The arrays are not set: they are large. */
+static void begin(Making* call, PyObject* const* arguments, int kept_alone) {
+  call->x = arguments[0], call->out = arguments[1], call->options = arguments[2], call->stream = arguments[3];
+  call->form = NULL, call->logged = 0, call->kept_alone = kept_alone;
+}
+
+static PyObject* call_kept(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 4) {
+    PyErr_SetString(PyExc_TypeError, "repeat(x, out, options, stream) takes 4 arguments");
+    return NULL;
+  }
+  Making call;
+  begin(&call, arguments, 1);
+  int made = make_call((Calls*)object, &call);
+  if (made > 0 && note_lent((Calls*)object, &call) != 0) made = -1;
+  Py_XDECREF((PyObject*)call.form);
+  return made < 0 ? NULL : PyBool_FromLong(made);
+}
+
+static PyObject* make_any(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 4) {
+    PyErr_SetString(PyExc_TypeError, "call(x, out, options, stream) takes 4 arguments");
+    return NULL;
+  }
+  Calls* self = (Calls*)object;
+  Making call;
+  begin(&call, arguments, 0);
+  int made = make_call(self, &call);
+  if (made > 0 && call.stream != Py_None && Py_TYPE(call.stream) != self->current_stream) {
+    PyObject* kept = PyObject_CallFunction(self->keep, "(OOO)OK", call.x, call.out, (PyObject*)call.form, call.stream,
+                                           (unsigned long long)call.handle);
+    if (kept == NULL) made = -1;
+    Py_XDECREF(kept);
+  }
+  if (made > 0 && note_lent(self, &call) != 0) made = -1;
+  Py_XDECREF((PyObject*)call.form);
+  return made < 0 ? NULL : PyBool_FromLong(made);
+}
+
+int proxyccl_issue_prepared(PyObject* calls, const PreparedCall* call, PyObject* stream) {
+  Calls* self = (Calls*)calls;
+  if (!self->direct && stream == NULL) return 0;
+  if (take_lock(self) != 0) return -1;
+  if (!self->direct && stream == NULL) return leave_lock(self, 0);
+  uintptr_t handle = self->stream;
+  if (stream != NULL && turn_to(self, stream, &handle) != 0) return leave_lock(self, -1);
+  int status;
+  PyObject* kept = Py_NewRef(call->kept);
+  int issued = issue_in_context(self, call, 0, handle, &status);
+  if (issued == 0) issued = refuse(self, status, kept);
+  Py_DECREF(kept);
+  return leave_lock(self, issued != 0 ? -1 : 1);
+}
+
+/* -- the object --- */
+
+static PyObject* clear(PyObject* object, PyObject* Py_UNUSED(nothing)) {
+  Calls* self = (Calls*)object;
+  self->changes += 1;
+  drop_all(self);
+  Py_RETURN_NONE;
+}
+
+static PyObject* forget(PyObject* object, PyObject* arguments) {
+  Calls* self = (Calls*)object;
+  unsigned long long start, end;
+  if (!PyArg_ParseTuple(arguments, "KK", &start, &end)) return NULL;
+  self->changes += 1;
+  for (int dropped = 1; dropped;) { /* from the beginning: dropping one may run Python */
+    dropped = 0;
+    for (Entry* entry = self->oldest; entry != NULL && !dropped; entry = entry->newer)
+      if (touches(entry, (uintptr_t)start, (uintptr_t)end)) drop(self, entry), dropped = 1;
+  }
+  Py_RETURN_NONE;
+}
+
+static PyObject* set_reached(PyObject* object, PyObject* arguments) {
+  Calls* self = (Calls*)object;
+  unsigned long long start, end, holds, guard;
+  PyObject *bases, *kept;
+  long number;
+  int proxies;
+  if (!PyArg_ParseTuple(arguments, "lKKOiKKO", &number, &start, &end, &bases, &proxies, &holds, &guard, &kept))
+    return NULL;
+  ReachedRange range = {.number = number, .start = (uintptr_t)start, .end = (uintptr_t)end};
+  range.reached = (unsigned)proxies;
+  range.holds = (int (*)(const void*, uint64_t, uint64_t))(uintptr_t)holds, range.guard = (const void*)(uintptr_t)guard;
+  if (bases != Py_None) {
+    const Py_ssize_t ranks = PyList_Size(bases);
+    if (ranks < 0 || (range.bases = PyMem_Calloc((size_t)ranks + 1, sizeof *range.bases)) == NULL)
+      return ranks < 0 ? NULL : PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < ranks; ++i)
+      range.bases[i] = (uintptr_t)PyLong_AsUnsignedLongLong(PyList_GetItem(bases, i));
+    range.reached |= PROXYCCL_REACHED_BY_KERNELS;
+    if (PyErr_Occurred() != NULL) {
+      PyMem_Free(range.bases);
+      return NULL;
+    }
+  }
+  range.kept = Py_NewRef(kept);
+  self->changes += 1;
+  if (proxyccl_set_reached(&self->reach, &range) != 0) return NULL;
+  Py_RETURN_NONE;
+}
+
+static PyObject* unset_reached(PyObject* object, PyObject* number) {
+  Calls* self = (Calls*)object;
+  const long range = PyLong_AsLong(number);
+  if (PyErr_Occurred() != NULL) return NULL;
+  self->changes += 1;
+  proxyccl_unset_reached(&self->reach, range);
+  Py_RETURN_NONE;
+}
+
+static PyObject* take_notes(PyObject* object, PyObject* Py_UNUSED(nothing)) {
+  Calls* self = (Calls*)object;
+  PyObject* taken = PyList_New(0);
+  for (size_t i = 0; taken != NULL && i < self->note_count; ++i) {
+    PyObject* note =
+        Py_BuildValue("(KK)", (unsigned long long)self->notes[i].at, (unsigned long long)self->notes[i].bytes);
+    if (note == NULL || PyList_Append(taken, note) != 0) Py_CLEAR(taken);
+    Py_XDECREF(note);
+  }
+  self->note_count = 0;
+  return taken;
+}
+
+static PyObject* want(PyObject* object, PyObject* arguments) {
+  Calls* self = (Calls*)object;
+  unsigned long long at, bytes;
+  PyObject* lend;
+  if (!PyArg_ParseTuple(arguments, "KKO", &at, &bytes, &lend)) return NULL;
+  PyObject* before = self->lend;
+  self->lend = Py_NewRef(lend);
+  Py_XDECREF(before);
+  if (self->wanted_count == MOST_WANTED) self->wanted_count = 0; /* none of them was met for long */
+  self->wanted[self->wanted_count++] = (Note){(uintptr_t)at, (size_t)bytes};
+  Py_RETURN_NONE;
+}
+
+static PyObject* reach_of(PyObject* object, PyObject* arguments) {
+  unsigned long long at, bytes;
+  const ReachedRange* range;
+  if (!PyArg_ParseTuple(arguments, "KK", &at, &bytes)) return NULL;
+  return PyLong_FromUnsignedLong(proxyccl_find_reached(&((Calls*)object)->reach, (uintptr_t)at, (size_t)bytes, &range));
+}
+
+static PyObject* set_stream(PyObject* object, PyObject* stream) {
+  Calls* self = (Calls*)object;
+  const uintptr_t handle = stream == Py_None ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(stream);
+  if (PyErr_Occurred() != NULL) return NULL;
+  self->stream = handle;
+  self->direct = stream != Py_None;
+  Py_RETURN_NONE;
+}
+
+static PyObject* order_by(PyObject* object, PyObject* arguments) {
+  Calls* self = (Calls*)object;
+  unsigned long long order, event, thread_stream;
+  if (!PyArg_ParseTuple(arguments, "KKK", &order, &event, &thread_stream)) return NULL;
+  self->order = (const ProxycclStreamOrder*)(uintptr_t)order;
+  self->event = (uintptr_t)event, self->thread_stream = (uintptr_t)thread_stream;
+  Py_RETURN_NONE;
+}
+
+static PyObject* stream_of_calls(PyObject* object, void* Py_UNUSED(closure)) {
+  const Calls* self = (const Calls*)object;
+  if (!self->direct) Py_RETURN_NONE;
+  return PyLong_FromUnsignedLongLong(self->stream);
+}
+
+#define REFERENCES(apply)                                                                                             \
+  apply(acquire) apply(release) apply(refuse) apply(turn) apply(context) apply(keep) apply(lend) apply(types.tensors) \
+      apply(types.place)
+
+static int traverse(PyObject* object, visitproc visit, void* arg) {
+  Calls* self = (Calls*)object;
+  Py_VISIT(Py_TYPE(object));
+  REFERENCES(PROXYCCL_VISIT)
+  Py_VISIT((PyObject*)self->types.array);
+  Py_VISIT((PyObject*)self->types.view);
+  Py_VISIT((PyObject*)self->current_stream);
+  for (const Entry* entry = self->oldest; entry != NULL; entry = entry->newer) {
+    Py_VISIT(entry->options);
+    for (size_t i = 0; i < entry->count; ++i) {
+      Py_VISIT((PyObject*)entry->kinds[i].type);
+      Py_VISIT(entry->kinds[i].element);
+      Py_VISIT(entry->kinds[i].runtime);
+    }
+    Py_VISIT((PyObject*)entry->form);
+  }
+  return proxyccl_visit_reach(&self->reach, visit, arg);
+}
+
+static int let_go(PyObject* object) {
+  Calls* self = (Calls*)object;
+  self->direct = 0;
+  drop_all(self);
+  proxyccl_clear_reach(&self->reach);
+  REFERENCES(PROXYCCL_CLEAR)
+  return 0;
+}
+
+static int let_all_go(PyObject* object) {
+  Calls* self = (Calls*)object;
+  let_go(object);
+  PyMem_Free(self->chains);
+  Py_XDECREF((PyObject*)self->types.array);
+  Py_XDECREF((PyObject*)self->types.view);
+  Py_XDECREF((PyObject*)self->current_stream);
+  return 0;
+}
+
+static void end(PyObject* object) { proxyccl_free(object, let_all_go); }
+
+static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
+  PyObject *types, *lock, *refused, *turn, *context, *keep, *current_stream;
+  Py_ssize_t rank;
+  if (!PyArg_ParseTuple(arguments, "OnOO!(OOOO)", &types, &rank, &lock, &PyType_Type, &current_stream, &refused, &turn,
+                        &context, &keep))
+    return NULL;
+  PyObject* object = PyType_GenericNew(type, NULL, NULL);
+  if (object == NULL) return NULL;
+  Calls* self = (Calls*)object;
+  if (proxyccl_read_array_types(types, &self->types) != 0) {
+    Py_DECREF(object);
+    return NULL;
+  }
+  self->rank = (size_t)rank, self->on_host = self->types.device < 0;
+  self->current_stream = (PyTypeObject*)Py_NewRef(current_stream);
+  self->refuse = Py_NewRef(refused), self->turn = Py_NewRef(turn);
+  self->context = Py_NewRef(context), self->keep = Py_NewRef(keep);
+  self->acquire = PyObject_GetAttrString(lock, "acquire");
+  self->release = self->acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
+  self->chains = self->release == NULL ? NULL : PyMem_Calloc(CHAINS, sizeof(Entry*));
+  if (self->chains != NULL) return object;
+  if (self->release != NULL) PyErr_NoMemory();
+  Py_DECREF(object);
+  return NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"call", (PyCFunction)(void (*)(void))make_any, METH_FASTCALL, NULL},
+    {"repeat", (PyCFunction)(void (*)(void))call_kept, METH_FASTCALL, NULL},
+    {"clear", clear, METH_NOARGS, NULL},
+    {"forget", forget, METH_VARARGS, NULL},
+    {"set_reached", set_reached, METH_VARARGS, NULL},
+    {"unset_reached", unset_reached, METH_O, NULL},
+    {"reach_of", reach_of, METH_VARARGS, NULL},
+    {"take_notes", take_notes, METH_NOARGS, NULL},
+    {"want", want, METH_VARARGS, NULL},
+    {"set_stream", set_stream, METH_O, NULL},
+    {"order_by", order_by, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyMemberDef members[] = {
+    {"made", T_ULONGLONG, offsetof(Calls, made), READONLY, NULL},
+    {"prepared", T_ULONGLONG, offsetof(Calls, prepared), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+static PyGetSetDef attributes[] = {
+    {"stream", stream_of_calls, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_new, make},        {Py_tp_dealloc, end},     {Py_tp_traverse, traverse}, {Py_tp_clear, let_go},
+    {Py_tp_methods, methods}, {Py_tp_members, members}, {Py_tp_getset, attributes}, {0, NULL},
+};
+static PyType_Spec spec = {
+    .name = "proxyccl.channels.calls._calls.Calls",
+    .basicsize = sizeof(Calls),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
+
+static PyTypeObject* calls_type; /* of the process's one module */
+
+int proxyccl_require_calls(PyObject* object) {
+  if (PyObject_TypeCheck(object, calls_type)) return 1;
+  PyErr_SetString(PyExc_TypeError, "expected Calls");
+  return 0;
+}
+
+int proxyccl_add_calls(PyObject* module) {
+  if (calls_type == NULL) calls_type = (PyTypeObject*)PyType_FromSpec(&spec);
+  if (calls_type == NULL || PyModule_AddIntConstant(module, "MOST_FORMS", MOST_FORMS) != 0 ||
+      PyModule_AddIntConstant(module, "MOST_DIMENSIONS", PROXYCCL_MOST_DIMENSIONS) != 0 ||
+      PyModule_AddIntConstant(module, "LEAST_LENT_BYTES", LEAST_LENT_BYTES) != 0 ||
+      PyModule_AddIntConstant(module, "NAMED_BY_PROXIES", PROXYCCL_NAMED_BY_PROXIES) != 0 ||
+      PyModule_AddIntConstant(module, "RECEIVED_BY_PROXIES", PROXYCCL_RECEIVED_BY_PROXIES) != 0)
+    return -1;
+  return PyModule_AddObjectRef(module, "Calls", (PyObject*)calls_type);
+}

@@ -1,0 +1,79 @@
+"""The collectives that C makes for a process group on one GPU: their options, as `TensorCalls` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from proxyccl.channels.collectives.request import CtaPolicy
+from proxyccl.channels.collectives.tensor_calls import Repeat, TensorCalls
+from proxyccl.torch._repeated_calls import RepeatedCalls
+from proxyccl.torch.reductions import PLAIN_OPS
+
+Named = tuple[str, tuple[Any, ...]]
+"""The name of a call, and its options."""
+
+
+class DeviceCalls:
+    """The collectives of one process group on one GPU, by the names of `ProcessGroupProxyCCL._repeat`.
+
+    Args:
+        calls: the communicator's.
+        ranks: number of ranks.
+        collectives: makes them.
+        barriers: makes barriers, which the CPU waits for.
+        repeated: makes what makes the calls of a function like `TensorCalls.repeat`.
+
+    Attributes:
+        collectives, barriers: as given.
+        named: by name, a call's options; of reductions by the number of the operator's kind, of broadcasts by the root.
+    """
+
+    def __init__(
+        self,
+        calls: TensorCalls,
+        ranks: int,
+        collectives: RepeatedCalls,
+        barriers: RepeatedCalls,
+        repeated: Callable[[Repeat], RepeatedCalls],
+    ) -> None:
+        self.collectives, self.barriers = collectives, barriers
+        self._calls, self._repeated = calls, repeated
+        self._exchanges: RepeatedCalls | None = None
+        beside = calls.overlapped_policy
+
+        def named(name: str, **options: Any) -> Named:
+            return name, calls.options(name, **options)
+
+        def reductions(name: str, root: int | None = None, cta_policy: CtaPolicy | None = None) -> dict[int, Named]:
+            options = {"root": root, "cta_policy": cta_policy}
+            return {kind.value: named(name, op=op, **options) for kind, op in PLAIN_OPS.items()}
+
+        self.named: dict[str, Any] = {
+            "all_reduce": reductions("all_reduce"),
+            "all_reduce, overlapped": reductions("all_reduce", cta_policy=beside),
+            "reduce_scatter": reductions("reduce_scatter"),
+            "broadcast": {root: named("broadcast", root=root) for root in range(ranks)},
+            "all_gather": named("all_gather"),
+            "all_gather, overlapped": named("all_gather", cta_policy=beside),
+            "all_to_all": named("all_to_all"),
+            "barrier": named("barrier"),
+            **{reduce_to(root): reductions("reduce", root) for root in range(ranks)},
+        }
+
+    @property
+    def exchanges(self) -> RepeatedCalls | None:
+        """Makes the calls that consist of transfers; None until the ranks have made what these need."""
+        if self._exchanges is None and (repeat := self._calls.repeat_transfers) is not None:
+            self._exchanges = self._repeated(repeat)
+        return self._exchanges
+
+    @property
+    def all(self) -> list[RepeatedCalls]:
+        """All of these that were made."""
+        return [self.collectives, self.barriers, *([] if self._exchanges is None else [self._exchanges])]
+
+
+def reduce_to(root: int) -> str:
+    """The name of reductions on a rank."""
+    return f"reduce to rank {root}"
