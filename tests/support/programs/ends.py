@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
-
 import numpy as np
 
-from proxyccl import Bootstrap, Communicator, MpiBootstrap, ProxyCCLError
-from support.processes import FileBootstrap
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+
+@atexit.register
+def hear_out() -> None:
+    """Waits under MPI until rank 0 has said how its call ended, as MPI_Abort ends both programs. It runs after the
+    communicator's exit handler, which is registered later."""
+    if isinstance(bootstrap, MpiBootstrap):
+        bootstrap.all_gather(b"", 30, lambda: None)
+
+
+from proxyccl import Bootstrap, Communicator, MpiBootstrap, ProxyCCLError  # noqa: E402  it registers exit handlers
+from support.processes import FileBootstrap  # noqa: E402
 
 how = sys.argv[1]
 bootstrap: Bootstrap = FileBootstrap.from_environment() if "RENDEZVOUS" in os.environ else MpiBootstrap()
@@ -33,6 +43,7 @@ if comm.rank == 0:
         sys.stdout.write(f"{type(error).__name__}: {error}\n")
     sys.stdout.write(f"after {'long' if time.monotonic() - began > 10 else 'no time'}\n")
     sys.stdout.flush()
+    hear_out()
     os._exit(0)  # the other rank's status must end only its own program
 match how:
     case "sys.exit":
