@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -147,6 +148,17 @@ def overlapped(device: torch.device) -> None:
         assert (x == dist.get_world_size()).all()
 
 
+def call_until(call: Callable[[], None], is_ready: Callable[[], bool], device: torch.device) -> None:
+    """Makes the same calls on all ranks until all are ready: memory is lent after many calls in short time."""
+    ready, end = torch.zeros(1, device=device), time.monotonic() + 10
+    while not ready.item():
+        assert time.monotonic() < end, "not all ranks are ready"
+        for _ in range(32):
+            call()
+        ready.fill_(is_ready())
+        dist.all_reduce(ready, dist.ReduceOp.MIN)
+
+
 def gathers(device: torch.device) -> None:
     """Long gathers on a stream of the program's are by proxy once peers know the output, and others by kernels. Ranks
     may differ in that."""
@@ -167,9 +179,8 @@ def gathers(device: torch.device) -> None:
         return {event.key for event in found.key_averages() if "gather" in event.key}
 
     current = torch.cuda.current_stream(device)
-    for turn in range(12):
-        gather(turn, side)
-        time.sleep(0.02)
+    lent_memory = dist.group.WORLD._get_backend(device).endpoints.of_all(device).group.lent_memory
+    call_until(lambda: gather(0, side), lambda: lent_memory.is_received_in(out.data_ptr(), out.nbytes), device)
     assert not kernels(side)
     for turn in range(4):
         gather(turn, current)
@@ -233,41 +244,45 @@ def memory(device: torch.device) -> None:
 def lent(device: torch.device) -> None:
     """Memory of torch that calls meet again is lent to the peers. The device has it back when torch has freed it, and
     other memory at its address is not taken for it."""
-    ranks, count = dist.get_world_size(), 8 << 20  # 32 MiB a rank
-    comm = dist.group.WORLD._get_backend(device).endpoints.of_all(device)
-    symmetric = comm.group.symmetric
-    x, side = torch.full((count,), float(dist.get_rank()), device=device), torch.cuda.Stream(device)
     for turn in range(3):
-        out = torch.empty(ranks * count, device=device)
-        for _ in range(2):
-            dist.all_gather_into_tensor(out, x + turn)
-        end = time.monotonic() + 10
-        while symmetric.reached(as_view(out, "out")) is None:
-            assert time.monotonic() < end, "it is not lent"
-            time.sleep(0.001)
-        for _ in range(3):
-            out.fill_(-1)
-            dist.all_gather_into_tensor(out, x + turn)
-            assert (out.view(ranks, count)[:, 0] == torch.arange(ranks, device=device) + turn).all()
-        for _ in range(12):  # the later ones by proxy
-            torch.cuda.synchronize()
-            time.sleep(0.01)
-            with torch.cuda.stream(side):
-                out.fill_(-1)
-                dist.all_gather_into_tensor(out, x)
-                assert (out.view(ranks, count)[:, 9] == torch.arange(ranks, device=device)).all()
-        torch.cuda.synchronize()
-        assert comm.collectives.lent_memory.is_in_place(out.data_ptr(), out.nbytes)
-        dist.barrier()
-        torch.cuda.synchronize()
+        nbytes, before = gather_into_lent(device, turn)
+        start = time.monotonic()
         torch.cuda.empty_cache()
-        before, start = torch.cuda.mem_get_info()[0], time.monotonic()
-        del out
-        torch.cuda.empty_cache()
-        while torch.cuda.mem_get_info()[0] < before + ranks * count * 4 * 0.9:
+        while torch.cuda.mem_get_info()[0] < before + nbytes * 0.9:
             assert time.monotonic() < start + 10, "it stays occupied"
             time.sleep(0.001)
         print(f"rank {dist.get_rank()}: free again after {(time.monotonic() - start) * 1e3:.0f} ms", flush=True)
+
+
+def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
+    """Gathers into one tensor, by kernels and by proxy, until it is lent and afterwards. Returns its size and how much
+    memory is free beside it, in bytes."""
+    ranks, count = dist.get_world_size(), 8 << 20  # 32 MiB a rank
+    group = dist.group.WORLD._get_backend(device).endpoints.of_all(device).group
+    x, side = torch.full((count,), float(dist.get_rank() + turn), device=device), torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    out = torch.empty(ranks * count, device=device)
+    view = as_view(out, "out")
+
+    def gather() -> None:
+        out.fill_(-1)
+        dist.all_gather_into_tensor(out, x)
+        assert (out.view(ranks, count)[:, 9] == torch.arange(ranks, device=device) + turn).all()
+
+    def gather_on_side() -> None:
+        with torch.cuda.stream(side):
+            gather()
+
+    call_until(gather, lambda: group.symmetric.reached(view) is not None, device)
+    gather()
+    torch.cuda.synchronize()
+    call_until(gather_on_side, lambda: group.lent_memory.is_received_in(view.ptr, view.nbytes), device)
+    gather_on_side()
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return out.nbytes, torch.cuda.mem_get_info()[0]
 
 
 def mixed(device: torch.device) -> None:
