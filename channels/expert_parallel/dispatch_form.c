@@ -234,22 +234,27 @@ static int new_output(const Form* self, uintptr_t* at, Arrays* arrays) {
   return -1;
 }
 
-static int take_arrays(PyObject* const* arguments, Py_ssize_t count, Arrays* arrays) {
+/* Takes the arguments of a call, which are arrays and a stream or None, and fills the arrays in. `stream` becomes a
+ * reference to the call's stream. 1; 0 if the arrays are of other kinds, or -1 with an exception. */
+static int take(Form* self, PyObject* const* arguments, Py_ssize_t count, Arrays* arrays, PyObject** stream) {
   if (count != 5) {
     PyErr_SetString(PyExc_TypeError, "expected tokens, ids, weights, indices and a stream");
     return -1;
   }
   *arrays = (Arrays){arguments[0], arguments[1], arguments[2], arguments[3], NULL, NULL};
-  return 0;
+  const int fits = fill_inputs(self, arrays);
+  if (fits <= 0) return fits;
+  *stream = proxyccl_stream(&self->issuer, like_of(arrays->x), arguments[4]);
+  return *stream == NULL ? -1 : 1;
 }
 
 /* Begins a call whose number of rows, if it is to be known then, is known: its arrays are filled in, and those of the
  * result made. 1; 0 if it does not fit, or -1 with an exception. */
-static int begin_known(Form* self, Arrays* arrays, PyObject* given, Descriptor** desc, uintptr_t* at) {
-  const int fits = fill_inputs(self, arrays);
+static int begin_known(Form* self, PyObject* const* arguments, Py_ssize_t count, Arrays* arrays, Descriptor** desc,
+                       uintptr_t* at) {
+  PyObject* stream;
+  const int fits = take(self, arguments, count, arrays, &stream);
   if (fits <= 0) return fits;
-  PyObject* stream = proxyccl_stream(&self->issuer, like_of(arrays->x), given);
-  if (stream == NULL) return -1;
   *desc = new_descriptor(self, arrays, stream);
   Py_DECREF(stream);
   if (*desc == NULL) return -1;
@@ -274,8 +279,7 @@ static PyObject* run(PyObject* object, PyObject* const* arguments, Py_ssize_t co
   Arrays arrays;
   Descriptor* desc;
   uintptr_t at[3];
-  if (take_arrays(arguments, count, &arrays) != 0) return NULL;
-  const int begun = begin_known(self, &arrays, arguments[4], &desc, at);
+  const int begun = begin_known(self, arguments, count, &arrays, &desc, at);
   if (begun == 0) Py_RETURN_NONE;
   if (begun < 0) return NULL;
   fill_output(self, desc, self->phases, self->most_rows, at);
@@ -306,8 +310,7 @@ static PyObject* send(PyObject* object, PyObject* const* arguments, Py_ssize_t c
   Arrays arrays;
   Descriptor* desc;
   uintptr_t at[3];
-  if (take_arrays(arguments, count, &arrays) != 0) return NULL;
-  const int begun = begin_known(self, &arrays, arguments[4], &desc, at);
+  const int begun = begin_known(self, arguments, count, &arrays, &desc, at);
   if (begun == 0) Py_RETURN_NONE;
   if (begun < 0) return NULL;
   const uintptr_t nowhere[] = {0, 0, 0};
@@ -342,12 +345,11 @@ typedef struct {
 } Started;
 
 /* Fills in a call and makes its descriptor. 1; 0 if it does not fit, or -1 with an exception. */
-static int start(Form* self, const Arrays* arrays, PyObject* given, Started* started) {
-  int status = fill_inputs(self, arrays);
+static int start(Form* self, PyObject* const* arguments, Py_ssize_t count, Arrays* arrays, Started* started) {
+  PyObject* stream;
+  int status = take(self, arguments, count, arrays, &stream);
   if (status <= 0) return status;
-  PyObject* const like = like_of(arrays->x);
-  PyObject* stream = proxyccl_stream(&self->issuer, like, given);
-  PyObject* taken = stream == NULL ? NULL : PyObject_CallFunctionObjArgs(self->begun, like, stream, given, NULL);
+  PyObject* taken = PyObject_CallFunctionObjArgs(self->begun, like_of(arrays->x), stream, arguments[4], NULL);
   status = -1;
   if (taken != NULL) {
     PyObject* number = PyObject_GetAttrString(taken, "number");
@@ -360,7 +362,7 @@ static int start(Form* self, const Arrays* arrays, PyObject* given, Started* sta
       status = 1;
     }
   }
-  Py_XDECREF(stream);
+  Py_DECREF(stream);
   Py_XDECREF(taken);
   return status;
 }
@@ -370,8 +372,7 @@ static PyObject* begin(PyObject* object, PyObject* const* arguments, Py_ssize_t 
   Form* self = (Form*)object;
   Arrays arrays;
   Started started;
-  if (take_arrays(arguments, count, &arrays) != 0) return NULL;
-  const int status = start(self, &arrays, arguments[4], &started);
+  const int status = start(self, arguments, count, &arrays, &started);
   if (status == 0) Py_RETURN_NONE;
   if (status < 0) return NULL;
   PyObject* result = NULL;
@@ -386,8 +387,7 @@ static PyObject* store(PyObject* object, PyObject* const* arguments, Py_ssize_t 
   Form* self = (Form*)object;
   Arrays arrays;
   Started started;
-  if (take_arrays(arguments, count, &arrays) != 0) return NULL;
-  const int status = start(self, &arrays, arguments[4], &started);
+  const int status = start(self, arguments, count, &arrays, &started);
   if (status == 0) Py_RETURN_NONE;
   if (status < 0) return NULL;
   Descriptor* desc = started.desc;
