@@ -177,11 +177,9 @@ class FlowCalls:
             ``take_stream()`` returns a stream for a call that waits; ``wait(stream)`` waits for it, and takes it back.
 
     Attributes:
-        made: calls that were issued.
-        events: handles of those that were made.
+        events: handles of the events that were made.
     """
 
-    made: int
     events: list[int]
 
     def __new__(

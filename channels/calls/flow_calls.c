@@ -60,7 +60,6 @@ typedef struct FlowCalls {
   uint32_t* turns;         /* by flow, while moves are ordered */
   Event* events;           /* one more than flows suffice */
   uint32_t event_count;
-  unsigned long long made;
 } FlowCalls;
 
 static PyObject *state_name, *open_name; /* of the process's one module */
@@ -281,10 +280,7 @@ static int issue_here(FlowCalls* self, Moves* moves, uintptr_t stream, int named
     Py_XDECREF(context);
     if (PyErr_Occurred() != NULL) return -1;
   }
-  if (status == 0) {
-    self->made += 1;
-    return 0;
-  }
+  if (status == 0) return 0;
   Py_XDECREF(PyObject_CallFunction(self->refuse, "i", status)); /* it raises */
   return -1;
 }
@@ -700,10 +696,6 @@ static PyMethodDef methods[] = {
     {"run", run, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
-static PyMemberDef members[] = {
-    {"made", T_ULONGLONG, offsetof(FlowCalls, made), READONLY, NULL},
-    {NULL, 0, 0, 0, NULL},
-};
 static PyObject* events_of(PyObject* object, void* Py_UNUSED(closure)) {
   const FlowCalls* self = (const FlowCalls*)object;
   PyObject* list = PyList_New(0);
@@ -719,8 +711,13 @@ static PyGetSetDef attributes[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot slots[] = {
-    {Py_tp_new, make},        {Py_tp_dealloc, end},     {Py_tp_traverse, traverse}, {Py_tp_clear, let_go},
-    {Py_tp_methods, methods}, {Py_tp_members, members}, {Py_tp_getset, attributes}, {0, NULL},
+    {Py_tp_new, make},
+    {Py_tp_dealloc, end},
+    {Py_tp_traverse, traverse},
+    {Py_tp_clear, let_go},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, attributes},
+    {0, NULL},
 };
 static PyType_Spec spec = {
     .name = "proxyccl.channels.calls._calls.FlowCalls",
