@@ -10,9 +10,10 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 INCLUDE_DIRS = ["device/include", "device/kernels"]
-EXPERT_CALLS = ("given_arrays", "descriptor", "issuer", "dispatch_form", "combine_form")
-CALL_HEADERS = ("python_objects", "calls", "form", "flow_calls", "arrays", "reach")
-EXPERT_HEADERS = ("given_arrays", "descriptor", "issuer", "forms")
+CALLS = ("module", "table", "form", "form_list", "flow_calls", "arrays", "reach")
+EXPERT_CALLS = ("sent_call", "descriptor", "issuer", "dispatch_form", "combine_form")
+CALL_HEADERS = ("python_objects", "calls", "form", "form_list", "flow_calls", "arrays", "reach")
+EXPERT_HEADERS = ("sent_call", "descriptor", "issuer", "forms")
 JOBS = len(os.sched_getaffinity(0))
 GENERATED = Path("build/host_kernels")
 
@@ -102,7 +103,7 @@ of_objects = [
         (
             "proxyccl.channels.calls._calls",
             [
-                *(f"channels/calls/{name}.c" for name in ("module", "table", "form", "flow_calls", "arrays", "reach")),
+                *(f"channels/calls/{name}.c" for name in CALLS),
                 *(f"channels/expert_parallel/{name}.c" for name in EXPERT_CALLS),
             ],
             [

@@ -361,10 +361,10 @@ class Communicator:
 
     @property
     def calls(self) -> CallCounts:
-        """Counts of its collective calls, barriers included.
+        """Counts of its collective calls, and of those of experts' layers, barriers included.
 
         A call is prepared when it is the first of its kind: with these options, element types and shapes. Other calls
-        of the kind, also with new arrays, take the prepared form.
+        of the kind, also with new arrays, take the prepared form. For experts' calls, numbers of tokens do not count.
         """
         calls = self._group.launches.calls
         return CallCounts(calls.made, calls.prepared)

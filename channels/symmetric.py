@@ -47,7 +47,7 @@ class Announced(Struct):
     Attributes:
         entry: its number in the table.
         start, end: its addresses.
-        handle: the handle with which peers map it.
+        handle: the exported handle by which peers map the range.
         allocations: the allocations that held it when it was announced.
         guard: checks that the range still lies in these allocations.
         memory: keeps it from being freed until no peer maps it; None if its owner frees it.

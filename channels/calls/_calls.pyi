@@ -260,47 +260,79 @@ class Descriptor:
     def find(self, name: str, /) -> tuple[Any, Any, Any] | None:
         """A table's array, its place there and its `Tables`; None if there is none of that name."""
 
+class FormList:
+    """The forms of one call whose arrays may have any first extent.
+
+    Args:
+        calls: of the group.
+        form: the type of the forms, `DispatchForm` or `CombineForm`.
+        widths: for each argument of the call that is an array, how many arrays it may be as a tuple; 1 for no tuples.
+            Each array may be None.
+        further: how many other arguments follow.
+        view: called as view(argument, x) for an array that C can't read, with the argument's number. It returns a view
+            of the array, or raises ArgumentError.
+        prepare: called with the arguments of a call for whose arrays' kinds no form is listed. It returns a form, or
+            raises ArgumentError. A kind is the type, the element type, the shape without the first extent, and whether
+            the array is read-only. 16 forms are listed; beyond them the oldest goes.
+    """
+
+    def __new__(
+        cls,
+        calls: Calls,
+        form: type,
+        widths: tuple[int, ...],
+        further: int,
+        view: Callable[[int, Any], Any],
+        prepare: Callable[..., Any],
+        /,
+    ) -> FormList: ...
+    def call(self, *arguments: Any) -> Any:
+        """Makes a call. Returns what its form returns. If the form refuses the first extents of the arrays, `prepare`
+        raises ArgumentError.
+        """
+
 class DispatchForm:
     """The form of a dispatch, whose arguments stay packed (dispatch_form.py).
 
-    A call whose arrays are of other types or places does nothing and returns None. The arrays of any other are looked
-    at by C, which fills in their addresses; where one has another shape than it should, or can't be placed by C, the
-    `check` of its kind raises ArgumentError or tells its address. A call without a stream is on the one where torch
-    works now. Where that is not the stream of C's calls, `queue` issues it.
+    A call is given the tokens or a pair of rows and scales, the ids, the weights, the indices, and a stream. A call by
+    an earlier routing is given the tokens, its descriptor, a stream and an array for the rows. A call without a stream
+    is on the one where torch works now. Where that is not the stream of C's calls, `queue` issues it.
 
     Args:
+        way: how calls are made, and what they return; see dispatch_form.c. A whole call returns its rows, their weights
+            and the descriptor, half a call a `SentCall`, and any other what `proceed` returns.
         issuer: `CallForm.issuer`.
         first, second: `CallForm.prepared`, of the whole call or its first half, and of what follows.
-        kinds: `kind_of` the rows, their scales, the ids, the weights and the indices; None for those that there are
-            not.
-        sizes: elements of a row, scales of a row, slots of a token, the most tokens; bytes of a given row, of a token's
-            ids, and of its weights.
-        more: whether all ranks are told of more tokens than that; too_many(tokens) raises otherwise.
+        tokens: slots of a token, the most tokens, and whether all ranks are told of more tokens than that.
         call: address of the ProxycclDispatch.
         before: `GivenTokens.filled`.
-        renumbering: what makes the array of lost ranks' slots, by the number of tokens, or None; where the kernel
-            before takes the address of the ids, that array's, and the number of slots; and where it puts the new ids.
+        renumbering: what returns the maker of the array of lost ranks' slots, by the number of tokens, or None; where
+            the kernel before takes the address of the ids, that array's, and the number of slots; and where it puts
+            the new ids.
         clearing: address of the ProxycclStreamStep that clears a table of rows before they are received, or 0; and the
             table's number in ProxycclExpertLayout.
         phases: of a whole call and of its halves.
         descriptor: its type; `missing` of a new one; its owner; what numbers dispatches; its `Tables`, what makes their
-            array, and the address of their offsets; what tells the address of an array that is not torch's.
+            array, and the address of their offsets.
         rows: how many the output has, or -1 if that is not known; whether kernels count them; where among the tables.
         scales: bytes of a row's scales; see scale_column of ProxycclDispatch.
         makers: of the output's rows, scales and weights; None for those that there are not.
-        begun: called as begun(like, stream, given) in `begin`; it returns the output buffer.
-        receive: called as receive(sent, stream) for second halves where the number of rows was not known.
+        begun: called as begun(like, stream, given) before a call that `proceed` goes on with; it returns the output
+            buffer.
+        proceed: goes on with a call: with the descriptor, the buffer and the weights of one whose rows were stored
+            there; with the descriptor and the arrays of one that is not issued yet; with the descriptor, the stream,
+            the array for the rows and the tokens of one by an earlier routing; with the `SentCall` and a stream of a
+            second half whose number of rows is not known.
         buffers: where the first output buffer begins, the bytes of each, and where scales begin in one; zeros for none.
     """
 
     def __new__(
         cls,
+        way: int,
         issuer: tuple[Any, ...],
         first: tuple[Any, ...],
         second: tuple[Any, ...],
-        kinds: tuple[Any, ...],
-        sizes: tuple[int, ...],
-        more: tuple[bool, Callable[[int], object] | None],
+        tokens: tuple[int, int, bool],
         call: int,
         before: tuple[int, ...],
         renumbering: tuple[Any, ...],
@@ -311,18 +343,10 @@ class DispatchForm:
         scales: tuple[int, int],
         makers: tuple[Callable[[], Any] | None, ...],
         begun: Callable[[Any, Any, Any], Any] | None,
-        receive: Callable[[Any, Any], Any] | None,
+        proceed: Callable[..., Any],
         buffers: tuple[int, int, int],
         /,
     ) -> DispatchForm: ...
-    def run(self, x: Any, ids: Any, weight: Any, scatter: Any, stream: Any, /) -> Any:
-        """Makes a call whose number of rows is known. Returns its rows, their weights and the descriptor."""
-    def send(self, x: Any, ids: Any, weight: Any, scatter: Any, stream: Any, /) -> SentDispatch | None:
-        """Makes the first half of a call."""
-    def begin(self, x: Any, ids: Any, weight: Any, scatter: Any, stream: Any, /) -> Any:
-        """Fills in a call and makes its descriptor, which it returns; `issue` follows."""
-    def store(self, x: Any, ids: Any, weight: Any, scatter: Any, stream: Any, /) -> Any:
-        """Makes a call whose rows go to an output buffer. Returns the descriptor, the buffer and the weights."""
     def issue(
         self,
         desc: Any,
@@ -335,51 +359,26 @@ class DispatchForm:
         /,
     ) -> None:
         """Issues phases of a call that was filled in, with room for rows and the addresses of rows, scales, weights."""
-    def fill(self, x: Any, tokens: int, /) -> bool | None:
-        """Fills in this many tokens for `issue`. None if they are of other kinds."""
-    def stream(self, x: Any, given: Any, /) -> Any:
-        """The stream of a call."""
-
-class SentDispatch:
-    """A dispatch whose first half is queued.
-
-    Attributes:
-        desc: of the dispatch; filled when its rows are received.
-        stream: of the first half.
-        output: itself; None if the number of rows is not known yet.
-        rows, weights: of the output.
-        owners: the arrays that kernels use.
-        recorded: the caller's tokens and weights, if a library records the call.
-    """
-
-    desc: Any
-    stream: Any
-    output: Any
-    rows: Any
-    weights: Any
-    owners: tuple[Any, ...]
-    recorded: tuple[Any, ...]
-    def receive(self, stream: Any, /) -> Any:
-        """Makes the second half on a stream. Returns the rows, their weights and the descriptor."""
 
 class CombineForm:
     """The form of a combine, whose arguments stay packed (combine_form.py); see `DispatchForm`.
+
+    A call is given the rows, their weights, the weights of slots, the ids that order sums, up to two arrays with which
+    sums begin, the descriptor, an array for the result and a stream. It returns the result, or a `SentCall`.
 
     Args:
         issuer: `CallForm.issuer`.
         first, second: `CallForm.prepared`, of the whole call or its first half, and of the second half.
         after_copy: the same for a whole call after a copy of its rows; None if there is none.
-        kinds: `kind_of` the rows, their weights, the weights of slots, the ids that order sums, and two arrays with
-            which sums begin.
-        sizes: elements of a row, slots of a token, bytes of a row; with padded rows experts of a rank and rows of each,
-            else 0 and 0; and the number of arrays with which sums begin.
+        element: the element type of results, as their library has it.
+        sizes: elements and bytes of a row; with padded rows experts of a rank and rows of each, else 0 and 0.
+        spare_rows: whether further rows than the dispatch's are ignored.
         halves: whether the call is made in two halves.
         call: address of the ProxycclCombine.
         buffers: numbers of output buffers by address, or None; the one that other rows pass, or 0; its address; and the
             address of the copy's ProxycclStreamStep.
         context: the owner of descriptors.
-        output: output(tokens) returns a function that makes outputs of that many tokens; and a function that returns
-            the address of an array that is not torch's.
+        output: output(tokens) returns a function that makes outputs of that many tokens.
         checks: check_desc(desc) raises for a descriptor that can't be combined; check_output(x, desc, out) returns
             `out` and its address or raises.
     """
@@ -390,45 +389,36 @@ class CombineForm:
         first: tuple[Any, ...],
         second: tuple[Any, ...],
         after_copy: tuple[Any, ...] | None,
-        kinds: tuple[Any, ...],
-        sizes: tuple[int, ...],
+        element: Any,
+        sizes: tuple[int, int, int, int],
+        spare_rows: bool,
         halves: bool,
         call: int,
         buffers: tuple[Any, ...],
         context: Any,
-        output: tuple[Any, ...],
+        output: Callable[[int], Callable[[], Any]],
         checks: tuple[Any, Any],
         /,
     ) -> CombineForm: ...
-    def start(
-        self,
-        x: Any,
-        desc: Any,
-        weights: Any,
-        topk_weights: Any,
-        out: Any,
-        stream: Any,
-        order_ids: Any,
-        added: tuple[Any, ...],
-        /,
-    ) -> Any:
-        """Makes a call or its first half. Returns the result, or a `SentCombine`."""
 
-class SentCombine:
-    """A combine whose first half is queued.
+class SentCall:
+    """A dispatch or a combine whose first half is queued.
 
     Attributes:
-        desc: of the dispatch.
+        desc: of the dispatch; filled when its rows are received.
         stream: of the first half.
-        x: the rows.
-        recorded: the caller's rows and weights, if a library records the call.
+        rows: a dispatch's output, None if its size is not known yet; or those that a combine was given.
+        owners: the arrays that kernels use.
+        recorded: the caller's tokens or rows and their weights, if a library records the call.
     """
 
     desc: Any
     stream: Any
-    x: Any
+    rows: Any
+    owners: tuple[Any, ...]
     recorded: tuple[Any, ...]
-    def output(self, out: Any, /) -> tuple[Any, int]:
-        """`out`, or a new array, and its address. Raises ArgumentError if it does not fit."""
-    def receive(self, output: Any, target: int, stream: Any, /) -> Any:
-        """Makes the second half on a stream. Returns the output."""
+    def receive(self, stream: Any, out: Any = None, /) -> Any:
+        """Makes the second half on a stream. Returns the rows of a dispatch, their weights and the descriptor; or the
+        result of a combine, which is `out` or a new array. Raises ArgumentError, and does nothing, if `out` does not
+        fit.
+        """

@@ -2,22 +2,20 @@
 
 #include <string.h>
 
-enum { CPU, GPU, DEVICE, CONTIGUOUS, NEGATIVE, CONJUGATE, STORAGE, BYTES, ADDRESS, SHAPE, DTYPE, ITEMSIZE, PTR, NAMES };
-static const char* const kNames[NAMES] = {"is_cpu",  "is_cuda",         "get_device", "is_contiguous", "is_neg",
-                                          "is_conj", "untyped_storage", "nbytes",     "data_ptr",      "shape",
-                                          "dtype",   "itemsize",        "ptr"};
-static const char* const kOfArrays[] = {"_runtime", "writable", "address", "device"};
-static PyObject *names[NAMES], *runtime_name, *writable_name, *address_name,
-    *device_name; /* of the process's one module */
+#define NAMES_OF(name)                                                                                             \
+  name(is_cpu) name(is_cuda) name(get_device) name(is_contiguous) name(is_neg) name(is_conj) name(untyped_storage) \
+      name(nbytes) name(data_ptr) name(shape) name(dtype) name(itemsize) name(ptr) name(_runtime) name(writable)   \
+          name(address) name(device)
+#define NUMBER(name) NAME_##name,
+#define TEXT(name) #name,
+enum { NAMES_OF(NUMBER) NAMES };
+static const char* const kNames[NAMES] = {NAMES_OF(TEXT)};
+static PyObject* names[NAMES]; /* of the process's one module */
 
 int proxyccl_name_array_attributes(void) {
   for (int i = 0; i < NAMES; ++i)
     if (names[i] == NULL && (names[i] = PyUnicode_InternFromString(kNames[i])) == NULL) return -1;
-  if (runtime_name == NULL) runtime_name = PyUnicode_InternFromString(kOfArrays[0]);
-  if (writable_name == NULL) writable_name = PyUnicode_InternFromString(kOfArrays[1]);
-  if (address_name == NULL) address_name = PyUnicode_InternFromString(kOfArrays[2]);
-  if (device_name == NULL) device_name = PyUnicode_InternFromString(kOfArrays[3]);
-  return runtime_name == NULL || writable_name == NULL || address_name == NULL || device_name == NULL ? -1 : 0;
+  return 0;
 }
 
 int proxyccl_read_array_types(PyObject* given, ArrayTypes* types) {
@@ -30,6 +28,15 @@ int proxyccl_read_array_types(PyObject* given, ArrayTypes* types) {
                         Py_NewRef(tensors), device};
   return 0;
 }
+
+#define OF_TYPES(apply) apply(array) apply(view) apply(place) apply(tensors)
+
+int proxyccl_visit_array_types(const ArrayTypes* self, visitproc visit, void* arg) {
+  OF_TYPES(PROXYCCL_VISIT)
+  return 0;
+}
+
+void proxyccl_clear_array_types(ArrayTypes* self) { OF_TYPES(PROXYCCL_CLEAR) }
 
 static PyObject* call(PyObject* x, int name) { return PyObject_CallMethodObjArgs(x, names[name], NULL); }
 
@@ -55,7 +62,7 @@ static int is(PyObject* found, PyObject* expected) {
 /* Reads the dtype and the shape, and computes the size. 1, or 0, perhaps with an exception: there may be symbols. */
 static int read_elements(PyObject* x, GivenArray* array) {
   ArrayKind* kind = &array->kind;
-  PyObject* shape = PyObject_GetAttr(x, names[SHAPE]);
+  PyObject* shape = PyObject_GetAttr(x, names[NAME_shape]);
   const Py_ssize_t dimensions = shape != NULL && PyTuple_Check(shape) ? PyTuple_Size(shape) : -1;
   int read = 0 <= dimensions && dimensions <= PROXYCCL_MOST_DIMENSIONS;
   size_t count = 1;
@@ -66,8 +73,8 @@ static int read_elements(PyObject* x, GivenArray* array) {
   }
   Py_XDECREF(shape);
   kind->dimensions = dimensions;
-  if (!read || (kind->element = PyObject_GetAttr(x, names[DTYPE])) == NULL) return 0;
-  const Py_ssize_t itemsize = number(PyObject_GetAttr(kind->element, names[ITEMSIZE]));
+  if (!read || (kind->element = PyObject_GetAttr(x, names[NAME_dtype])) == NULL) return 0;
+  const Py_ssize_t itemsize = number(PyObject_GetAttr(kind->element, names[NAME_itemsize]));
   array->bytes = count * (size_t)itemsize;
   return itemsize > 0;
 }
@@ -75,37 +82,39 @@ static int read_elements(PyObject* x, GivenArray* array) {
 /* Whether a tensor's storage holds its elements. A view of a storage that was freed has its offset as address, and a
  * storage may have been shrunk. */
 static int has_memory(PyObject* x, const GivenArray* array) {
-  PyObject* storage = call(x, STORAGE);
-  const Py_ssize_t held = storage == NULL ? -1 : number(call(storage, BYTES));
-  const uintptr_t first = held <= 0 ? 0 : address(call(storage, ADDRESS));
+  PyObject* storage = call(x, NAME_untyped_storage);
+  const Py_ssize_t held = storage == NULL ? -1 : number(call(storage, NAME_nbytes));
+  const uintptr_t first = held <= 0 ? 0 : address(call(storage, NAME_data_ptr));
   Py_XDECREF(storage);
   return first != 0 && first <= array->at && array->at + array->bytes <= first + (size_t)held;
 }
 
 static int read_tensor(const ArrayTypes* types, PyObject* x, GivenArray* array) {
-  if (!is(PyObject_GetAttr(x, names[types->device < 0 ? CPU : GPU]), Py_True)) return 0;
-  if (types->device >= 0 && number(call(x, DEVICE)) != types->device) return 0;
-  if (!is(call(x, CONTIGUOUS), Py_True) || !is(call(x, NEGATIVE), Py_False) || !is(call(x, CONJUGATE), Py_False))
+  if (!is(PyObject_GetAttr(x, names[types->device < 0 ? NAME_is_cpu : NAME_is_cuda]), Py_True)) return 0;
+  if (types->device >= 0 && number(call(x, NAME_get_device)) != types->device) return 0;
+  if (!is(call(x, NAME_is_contiguous), Py_True) || !is(call(x, NAME_is_neg), Py_False) ||
+      !is(call(x, NAME_is_conj), Py_False))
     return 0;
-  array->at = address(call(x, ADDRESS));
+  array->at = address(call(x, NAME_data_ptr));
   return PyErr_Occurred() == NULL && read_elements(x, array) && (array->bytes == 0 || has_memory(x, array));
 }
 
 static int lies_here(const ArrayTypes* types, PyObject* view) {
-  PyObject* device = PyObject_GetAttr(view, device_name);
+  PyObject* device = PyObject_GetAttr(view, names[NAME_device]);
   const int same = device != NULL && PyObject_RichCompareBool(device, types->place, Py_EQ) > 0;
   Py_XDECREF(device);
   return same;
 }
 
 static int read_of_array(const ArrayTypes* types, PyObject* x, GivenArray* array) {
-  PyObject* known = array->kind.type == types->array ? PyObject_GetAttr(x, address_name) : NULL;
+  PyObject* known = array->kind.type == types->array ? PyObject_GetAttr(x, names[NAME_address]) : NULL;
   if (known == Py_None) Py_CLEAR(known);
   if (PyErr_Occurred() != NULL) return 0;
-  array->at = address(known != NULL ? known : PyObject_GetAttr(x, names[PTR])); /* an error if it was freed */
+  array->at = address(known != NULL ? known : PyObject_GetAttr(x, names[NAME_ptr])); /* an error if it was freed */
   if (PyErr_Occurred() != NULL || !read_elements(x, array)) return 0;
-  if (array->kind.type == types->array) return (array->kind.runtime = PyObject_GetAttr(x, runtime_name)) != NULL;
-  array->kind.readonly = !is(PyObject_GetAttr(x, writable_name), Py_True);
+  if (array->kind.type == types->array)
+    return (array->kind.runtime = PyObject_GetAttr(x, names[NAME__runtime])) != NULL;
+  array->kind.readonly = !is(PyObject_GetAttr(x, names[NAME_writable]), Py_True);
   return PyErr_Occurred() == NULL && lies_here(types, x);
 }
 

@@ -37,6 +37,8 @@ typedef struct GivenArray {
 int proxyccl_name_array_attributes(void);
 /* Reads the tuple of `array_types` (launches.py), with references. 0, or -1 with an exception. */
 int proxyccl_read_array_types(PyObject* given, ArrayTypes* types);
+int proxyccl_visit_array_types(const ArrayTypes* types, visitproc visit, void* arg);
+void proxyccl_clear_array_types(ArrayTypes* types);
 /* Reads an array whose memory holds its elements in order. Returns 1, with references to release; 0 if it can't be read
  * so: then `as_view` can, or tells why not; -1 with an exception of the program's (python_errors.h). */
 int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array);

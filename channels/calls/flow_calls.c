@@ -620,30 +620,27 @@ static PyObject* run(PyObject* object, PyObject* arguments) {
 
 /* -- the object --- */
 
-#define REFERENCES(apply)                                                                                           \
-  apply(types.tensors) apply(types.place) apply(runtime) apply(failure) apply(acquire) apply(release) apply(refuse) \
+#define REFERENCES(apply)                                                                                        \
+  apply(ndarray) apply(current_stream) apply(runtime) apply(failure) apply(acquire) apply(release) apply(refuse) \
       apply(handle_of) apply(context) apply(keep) apply(make_event) apply(take_stream) apply(await) apply(launchable)
 
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   FlowCalls* self = (FlowCalls*)object;
   Py_VISIT(Py_TYPE(object));
   REFERENCES(PROXYCCL_VISIT)
-  return 0;
+  return proxyccl_visit_array_types(&self->types, visit, arg);
 }
 
 static int let_go(PyObject* object) {
   FlowCalls* self = (FlowCalls*)object;
   REFERENCES(PROXYCCL_CLEAR)
+  proxyccl_clear_array_types(&self->types);
   return 0;
 }
 
 static int let_all_go(PyObject* object) {
   FlowCalls* self = (FlowCalls*)object;
   let_go(object);
-  Py_CLEAR(self->types.array);
-  Py_CLEAR(self->types.view);
-  Py_CLEAR(self->ndarray);
-  Py_CLEAR(self->current_stream);
   PyMem_Free(self->last);
   PyMem_Free(self->turns);
   PyMem_Free(self->events);

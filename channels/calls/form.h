@@ -31,7 +31,7 @@ typedef struct CallForm {
   PreparedCall prepared; /* `launch` is NULL if nothing is to be launched */
   Relocation* relocations;
   size_t relocation_count;
-  uintptr_t* peers_words; /* by rank, for the address of the output for that rank's kernels; NULL if there are none */
+  uintptr_t* peers_words; /* by rank, for the address of the output in that rank's address space; NULL: none */
   size_t ranks, rank;
   AddressRange* ranges; /* memory whose change ends the form */
   size_t range_count;

@@ -1,12 +1,15 @@
 /* The module `_calls`: Calls, Form, FlowCalls, and the types of experts' calls, which Calls issues. */
 #include "../expert_parallel/forms.h"
+#include "../expert_parallel/sent_call.h"
 #include "calls.h"
 #include "flow_calls.h"
 
 static int add_types(PyObject* module) {
   if (proxyccl_name_array_attributes() != 0 || proxyccl_add_form(module) != 0 || proxyccl_add_calls(module) != 0)
     return -1;
-  if (proxyccl_add_flow_calls(module) != 0 || proxyccl_add_dispatch_form(module) != 0) return -1;
+  if (proxyccl_add_flow_calls(module) != 0 || proxyccl_add_form_list(module) != 0) return -1;
+  if (proxyccl_add_descriptor(module) != 0 || proxyccl_add_sent_call(module) != 0) return -1;
+  if (proxyccl_add_dispatch_form(module) != 0) return -1;
   return proxyccl_add_combine_form(module);
 }
 

@@ -644,17 +644,15 @@ static PyObject* stream_of_calls(PyObject* object, void* Py_UNUSED(closure)) {
   return PyLong_FromUnsignedLongLong(self->stream);
 }
 
-#define REFERENCES(apply)                                                                                             \
-  apply(acquire) apply(release) apply(refuse) apply(turn) apply(context) apply(keep) apply(lend) apply(types.tensors) \
-      apply(types.place)
+#define REFERENCES(apply) \
+  apply(current_stream) apply(acquire) apply(release) apply(refuse) apply(turn) apply(context) apply(keep) apply(lend)
 
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   Calls* self = (Calls*)object;
   Py_VISIT(Py_TYPE(object));
   REFERENCES(PROXYCCL_VISIT)
-  Py_VISIT((PyObject*)self->types.array);
-  Py_VISIT((PyObject*)self->types.view);
-  Py_VISIT((PyObject*)self->current_stream);
+  int visited = proxyccl_visit_array_types(&self->types, visit, arg);
+  if (visited == 0) visited = proxyccl_visit_reach(&self->reach, visit, arg);
   for (const Entry* entry = self->oldest; entry != NULL; entry = entry->newer) {
     Py_VISIT(entry->options);
     for (size_t i = 0; i < entry->count; ++i) {
@@ -664,7 +662,7 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
     }
     Py_VISIT((PyObject*)entry->form);
   }
-  return proxyccl_visit_reach(&self->reach, visit, arg);
+  return visited;
 }
 
 static int let_go(PyObject* object) {
@@ -673,16 +671,13 @@ static int let_go(PyObject* object) {
   drop_all(self);
   proxyccl_clear_reach(&self->reach);
   REFERENCES(PROXYCCL_CLEAR)
+  proxyccl_clear_array_types(&self->types);
   return 0;
 }
 
 static int let_all_go(PyObject* object) {
-  Calls* self = (Calls*)object;
   let_go(object);
-  PyMem_Free(self->chains);
-  Py_XDECREF((PyObject*)self->types.array);
-  Py_XDECREF((PyObject*)self->types.view);
-  Py_XDECREF((PyObject*)self->current_stream);
+  PyMem_Free(((Calls*)object)->chains);
   return 0;
 }
 
@@ -754,6 +749,12 @@ int proxyccl_require_calls(PyObject* object) {
   if (PyObject_TypeCheck(object, calls_type)) return 1;
   PyErr_SetString(PyExc_TypeError, "expected Calls");
   return 0;
+}
+
+const ArrayTypes* proxyccl_types_of(PyObject* calls) { return &((Calls*)calls)->types; }
+
+void proxyccl_count(PyObject* calls, int made, int prepared) {
+  ((Calls*)calls)->made += (unsigned)made, ((Calls*)calls)->prepared += (unsigned)prepared;
 }
 
 int proxyccl_add_calls(PyObject* module) {

@@ -1,4 +1,4 @@
-"""Checks of the arrays that callers of expert-parallel calls pass in."""
+"""Checks of the numbers and arrays that callers of expert-parallel calls pass in."""
 
 from __future__ import annotations
 
@@ -7,9 +7,25 @@ from typing import Any
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.group import Group
+from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError
+
+MAX_NUMBER = 2**31 - 1
+"""The greatest that kernels and messages between ranks take."""
+
+
+def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, what: str = "an integer") -> int:
+    """An argument as an int. `what` it should be is for the error.
+
+    Raises:
+        ArgumentError: it is not an integer from `least` to `most`. A bool is not one.
+    """
+    if type(value) is int and least <= value <= most:  # at the cost of a repeated call
+        return value
+    expected = f"from {least} to {most}" if most < MAX_NUMBER else f"of at least {least}, and at most {most}"
+    return as_integer(value, argument, f"must be {what} {expected}", least, most)
 
 
 def input_array(group: Group, x: Any, argument: str, shape: tuple[int, ...], dtype: str) -> ArrayView:

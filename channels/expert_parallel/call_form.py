@@ -1,60 +1,23 @@
-"""The common part of the forms of a layer's calls: the kinds of the caller's arrays, and how a call is issued."""
+"""The common part of the forms of a layer's calls: how a call is issued, and the kernels before a dispatch."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from proxyccl.channels.calls.launches import CurrentStream, Launchable
-from proxyccl.channels.expert_parallel.arguments import input_array
-from proxyccl.channels.expert_parallel.calls import call_name
+from proxyccl.channels.expert_parallel.members import call_name
 from proxyccl.channels.expert_parallel.parts import LayerParts
-from proxyccl.channels.group import Group
 from proxyccl.channels.segment.call_log import encode_fields
 from proxyccl.channels.segment.calls import ROOT_FIELD
 from proxyccl.device._native import ffi
-from proxyccl.device.arrays.array import as_view
 from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import Runtime, StreamLike
 from proxyccl.device.stream_operations import Operation, StreamOperations
 
-Check = Callable[[Any, tuple[int, ...]], tuple[int, int]]
-"""Checks an array of a form's kind against a shape, in which -1 stands for any number. Returns its address and its
-first extent; raises ArgumentError, which names the argument, if the array can't be used."""
-Kind = tuple[Any, ...]
-"""A kind of arrays for C (given_arrays.h)."""
 Maker = Callable[[], Any]
 """Makes an array."""
-
-
-def check_of(group: Group, argument: str, dtype: str) -> Check:
-    """The check of an argument of this element type."""
-
-    def check(x: Any, shape: tuple[int, ...]) -> tuple[int, int]:
-        view = input_array(group, x, argument, shape, dtype)
-        return view.ptr, view.shape[0]
-
-    return check
-
-
-def kind_of(group: Group, x: Any, check: Check) -> Kind | None:
-    """The kind of an array that was checked: its type, element type and place. None for None."""
-    if x is None:
-        return None
-    library = libraries[type(x)]
-    kind = library.kind(x)
-    if kind is None:  # each array of such a type is looked at and checked by Python
-        look = functools.partial(_element_of, group)
-        return type(x), False, None, -1, 1, look(x), look, library.memory, check
-    if not library.is_torch:
-        return type(x), False, None, -1, 1, kind, library.kind, library.memory, check
-    return type(x), True, *kind, x.element_size(), None, None, None, check
-
-
-def _element_of(group: Group, x: Any) -> str:
-    return as_view(x, "array", gpu=group.runtime.name).dtype.name
 
 
 def address_of(pointer: Any) -> int:
@@ -80,16 +43,13 @@ class CallForm:
         self._on_host = parts.ctx.runtime_name == "host"
         self._fields = encode_fields(parts.ctx.logged(name, dtype, 0, most_tokens).encode())
 
-    def kind(self, x: Any, argument: str, dtype: str) -> Kind | None:
-        """The kind of an argument of this element type; None for None."""
-        return kind_of(self._group, x, check_of(self._group, argument, dtype))
-
     def issuer(self) -> tuple[Any, ...]:
         """How the call reaches its stream, for C (issuer.h)."""
         current = self._library.current_of_device() if self._is_torch and not self._on_host else None
         number = address_of(self._fields.fields) + ffi.sizeof("uint64_t") * ROOT_FIELD
         calls = self._group.launches.calls
-        return calls, self._on_host, current, CurrentStream, self._stream, self._queue, self._device, number
+        address = None if self._library.is_torch else self._ctx.arrays.address
+        return calls, self._on_host, current, CurrentStream, self._stream, self._queue, self._device, number, address
 
     def prepared(self, launchable: Launchable, *, compared: bool = True) -> tuple[Any, ...]:
         """A launch of the call, for C (form.h). The first of a call is compared with the other ranks'."""
@@ -151,5 +111,5 @@ def in_order(runtime: Runtime, operations: Sequence[Operation]) -> Launchable:
 
 
 def name_of(call: str, weights: Any, *, halves: bool = False, indices: Any = None) -> str:
-    """The name under which ranks compare a call."""
+    """Returns the name of a call, which must be the same on all ranks."""
     return call_name(f"{call}_send" if halves else call, weights=weights is not None, indices=indices is not None)

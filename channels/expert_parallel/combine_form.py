@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.calls._calls import CombineForm
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
-from proxyccl.channels.expert_parallel.call_form import CallForm, Check, Maker, address_of, check_of, kind_of, name_of
+from proxyccl.channels.expert_parallel.call_form import CallForm, Maker, address_of, name_of
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
@@ -35,13 +36,13 @@ class Combine(CallForm):
     Args:
         parts: of the layer.
         call: "combine", or "collect" for rows of other elements, which are neither padded nor loaded.
-        x, desc, weights, topk_weights, sums: of the call for which the form is prepared.
+        x, weights, topk_weights, order_ids, added, desc: of the call for which the form is prepared.
         halves: whether calls are made in two halves.
         width: elements of a row; None for those of a token.
         dtype: their type; None for that of tokens.
 
     Attributes:
-        start: makes a call or, of a call in halves, the first half; see `CombineForm`.
+        form: makes the calls.
 
     Raises:
         ArgumentError: an argument is wrong.
@@ -52,10 +53,11 @@ class Combine(CallForm):
         parts: LayerParts,
         call: str,
         x: Any,
-        desc: EPAllToAllLayoutDesc,
         weights: Any,
         topk_weights: Any,
-        sums: Sums = NO_SUMS,
+        order_ids: Any,
+        added: tuple[Any, ...],
+        desc: EPAllToAllLayoutDesc,
         *,
         halves: bool = False,
         width: int | None = None,
@@ -65,9 +67,10 @@ class Combine(CallForm):
         self._parts, self._group = parts, ctx.group
         self._width, self._token = width or config.hidden, as_dtype(dtype or config.token.name)
         of_tokens = call == "combine"
-        self._check_rows = self._rows_check(parts.arguments.rows)
-        id_bytes = self._check(x, desc, weights, topk_weights, sums, parts.leading(desc.rows) if of_tokens else None)
-        arrays = (x, weights, topk_weights, sums.order_ids, *sums.added)
+        parts.own_desc(desc)
+        self._check(x, weights, topk_weights, added, desc, parts.leading(desc.rows) if of_tokens else (desc.rows,))
+        id_bytes = self._bytes_of_ids(order_ids, desc)
+        arrays = (x, weights, topk_weights, order_ids, *added)
         super().__init__(parts, arrays, name_of(call, weights, halves=halves), self._token.name)
         # Peers load rows only in a call that is made at once and without weights of rows.
         loads = of_tokens and not halves and weights is None and not ctx.workspace.experts.local_combine
@@ -83,83 +86,62 @@ class Combine(CallForm):
             after_copy, step = self.prepared(copied), copied.step_address(0)
         padded = parts.options.padded_rows if of_tokens else 0
         row_bytes = self._width * self._token.itemsize
-        ids_type = f"int{8 * id_bytes}"
-        added = [self.kind(each, "added", self._token.name) for each in (*sums.added, None, None)][:MOST_ADDED]
-        form = CombineForm(
+        element = self._token
+        if self._library.is_torch:
+            element = getattr(sys.modules["torch"], element.name)
+        self.form = CombineForm(
             self.issuer(),
             self.prepared(launch),
             self.prepared(launch, compared=False),
             after_copy,
-            (
-                kind_of(self._group, x, self._check_rows),
-                self.kind(weights, "weights", "float32"),
-                self.kind(topk_weights, "topk_weights", "float32"),
-                self.kind(sums.order_ids, "order_ids", ids_type),
-                *added,
-            ),
-            (
-                self._width,
-                config.topk,
-                row_bytes,
-                config.num_experts_per_rank if padded else 0,
-                padded,
-                len(sums.added),
-            ),
+            element,
+            (self._width, row_bytes, config.num_experts_per_rank if padded else 0, padded),
+            parts.arguments.spare_rows,
             halves,
             address_of(filled),
             (None if buffers is None else buffers.numbers, passing, passing_at, step),
             ctx,
-            (self._output_maker(x), ctx.arrays.address),
+            self._output_maker(x),
             (parts.own_desc, self._check_output),
         )
-        self.start = form.start
-
-    def _rows_check(self, argument: str) -> Check:
-        """The check of rows, of which there may be more than the descriptor's where the flow ignores them."""
-        group, dtype = self._group, self._token.name
-        if not self._parts.arguments.spare_rows:
-            return check_of(group, argument, dtype)
-
-        def check(x: Any, shape: tuple[int, ...]) -> tuple[int, int]:
-            view = input_array(group, x, argument, (-1, *shape[1:]), dtype)
-            if view.shape[0] < shape[0]:
-                raise ArgumentError(argument, f"has {view.shape[0]} rows; expected at least {shape[0]}")
-            return view.ptr, view.shape[0]
-
-        return check
 
     def _check(
         self,
         x: Any,
-        desc: EPAllToAllLayoutDesc,
         weights: Any,
         topk_weights: Any,
-        sums: Sums,
-        leading: tuple[int, ...] | None,
-    ) -> int:
-        """Checks the arrays of a call. Returns the bytes of each of `order_ids`."""
-        parts, group = self._parts, self._group
-        leading = leading or (desc.rows,)
-        slots = (desc.num_dispatch_token_cur_rank, parts.options.config.topk)
+        added: Sequence[Any],
+        desc: EPAllToAllLayoutDesc,
+        leading: tuple[int, ...],
+    ) -> None:
+        parts, group, tokens = self._parts, self._group, desc.num_dispatch_token_cur_rank
         self._check_rows(x, (*leading, self._width))
         if weights is not None:
             input_array(group, weights, "weights", leading, "float32")
         if topk_weights is not None:
             if not parts.sums_on_own_node:
                 raise ArgumentError("topk_weights", "needs one node whose ranks reach each other, and no local combine")
-            input_array(group, topk_weights, "topk_weights", slots, "float32")
-        self._check_added(sums.added, (desc.num_dispatch_token_cur_rank, self._width))
-        if sums.order_ids is None:
-            return 0
-        if not parts.sums_ranks_in_turn:
-            raise ArgumentError("order_ids", "needs one node, and a row or a sum of each rank")
-        return index_array(group, sums.order_ids, "order_ids", slots).dtype.itemsize
-
-    def _check_added(self, added: Sequence[Any], shape: tuple[int, int]) -> None:
+            input_array(group, topk_weights, "topk_weights", (tokens, parts.options.config.topk), "float32")
         if len(added) > MOST_ADDED:
             raise ArgumentError("added", f"are {len(added)} arrays; expected at most {MOST_ADDED}")
         for each in added:
-            input_array(self._group, each, "added", shape, self._token.name)
+            input_array(group, each, "added", (tokens, self._width), self._token.name)
+
+    def _bytes_of_ids(self, order_ids: Any, desc: EPAllToAllLayoutDesc) -> int:
+        """Checks `order_ids`. Returns the bytes of each; 0 for None."""
+        if order_ids is None:
+            return 0
+        if not self._parts.sums_ranks_in_turn:
+            raise ArgumentError("order_ids", "needs one node, and a row or a sum of each rank")
+        slots = (desc.num_dispatch_token_cur_rank, self._parts.options.config.topk)
+        return index_array(self._group, order_ids, "order_ids", slots).dtype.itemsize
+
+    def _check_rows(self, x: Any, shape: tuple[int, ...]) -> None:
+        """Checks the rows, of which there may be more than the descriptor's where the flow ignores them."""
+        argument, spare = self._parts.arguments.rows, self._parts.arguments.spare_rows
+        view = input_array(self._group, x, argument, (-1, *shape[1:]) if spare else shape, self._token.name)
+        if view.shape[0] < shape[0]:
+            raise ArgumentError(argument, f"has {view.shape[0]} rows; expected at least {shape[0]}")
 
     def _output_maker(self, x: Any) -> Callable[[int], Maker]:
         """Returns a function that returns the maker of results for a number of tokens. It does not keep `x`."""

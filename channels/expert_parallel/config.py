@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from proxyccl.channels.expert_parallel.numbers import MAX_NUMBER, whole_number
+from proxyccl.channels.expert_parallel.arguments import MAX_NUMBER, whole_number
 from proxyccl.device._native import lib
 from proxyccl.device.arrays.dtypes import DType, as_dtype, token_dtypes
 from proxyccl.device.errors import ArgumentError

@@ -3,23 +3,25 @@
 #include <string.h>
 
 #include "forms.h"
-#include "given_arrays.h"
 #include "issuer.h"
+#include "sent_call.h"
 #include "stream_operations.h"
 
-enum { ROWS, SCALES, IDS, WEIGHTS, SCATTER, KINDS };
+enum { ROWS, SCALES, IDS, WEIGHTS, SCATTER, ARRAYS };
 enum { NONE_BEFORE, QUANTIZES_BEFORE, PACKS_BEFORE };
-enum { PARSED = 14 }; /* objects that `make` is given */
+/* How calls of the form are made: whole, in halves, whole with rows that go to an output buffer, by several launches
+ * between which Python waits for the number of rows, or by the routing of an earlier dispatch. */
+enum { WHOLE, HALVES, STORED, COUNTED, AGAIN };
+enum { PARSED = 12 }; /* objects that `make` is given */
 
 /* See DispatchForm in _calls.pyi. */
 typedef struct {
-  PyObject ob_base;
+  ListedForm listed;
   Issuer issuer;
+  int way;
   PreparedCall first, second; /* of the whole call or its first half; of what follows */
-  Kind kinds[KINDS];
-  Py_ssize_t hidden, scales, topk, max_tokens, row_bytes, slot_bytes, weight_bytes;
-  int grows;          /* whether all ranks are told of more tokens than that … */
-  PyObject* too_many; /* … or too_many(tokens) raises */
+  Py_ssize_t topk, max_tokens;
+  int grows; /* whether all ranks are told of more tokens than that */
   ProxycclDispatch* call;
   int before;                  /* whether a kernel before makes the rows that are sent … */
   ProxycclCombine* quantizing; /* … its arguments … */
@@ -34,104 +36,72 @@ typedef struct {
   int cleared;                           /* … the table's number in ProxycclExpertLayout */
   uint32_t phases, send_phases, receive_phases;
   PyObject *descriptor_type, *not_received, *context, *numbers;
-  PyObject *tables, *new_tables, *address;
+  PyObject *tables, *new_tables;
   const uint64_t* offsets;
   Py_ssize_t most_rows; /* rows of the output; -1 if they are not known when the call begins */
   int counts_rows;
   Py_ssize_t received;                           /* offset of the number of received rows in the tables */
   uint32_t scale_bytes, scale_column;            /* see ProxycclDispatch */
   PyObject *new_rows, *new_scales, *new_weights; /* None: there are none */
-  PyObject *begun, *receive_counted;
+  PyObject *begun, *proceed;
   uintptr_t buffers_at; /* the output buffers, if rows go there */
   size_t buffer_bytes, scales_offset;
 } Form;
 
-/* A dispatch whose first half is queued. */
-typedef struct {
-  PyObject ob_base;
-  Form* form;
-  PyObject *desc, *rows, *weights, *owners, *recorded;
-  uintptr_t at[3]; /* of rows, scales and weights */
-} Sent;
+static PyTypeObject* form_type; /* of the process's one module */
 
-static PyTypeObject *form_type, *sent_type; /* of the process's one module */
-
-/* The caller's arrays of a call, and those of its result. */
+/* The arrays of a call, and those of its result, which are references. */
 typedef struct {
-  PyObject *x, *ids, *weight, *scatter, *rows, *weights;
+  const ListedArray* given;
+  PyObject *rows, *weights; /* NULL: not yet made */
 } Arrays;
 
 static PyObject* arrays_of(const void* of) {
   const Arrays* arrays = of;
-  return PyTuple_Pack(6, arrays->x, arrays->ids, arrays->weight, arrays->scatter, arrays->rows, arrays->weights);
-}
-
-static PyObject* like_of(PyObject* x) { return PyTuple_Check(x) ? PyTuple_GetItem(x, 0) : x; }
-
-/* Whether tokens are of the form's kinds. -1 with an exception. */
-static int has_tokens(const Form* self, PyObject* x) {
-  const int is_pair = self->kinds[SCALES].type != NULL;
-  if (is_pair != PyTuple_Check(x) || (is_pair && PyTuple_Size(x) != 2)) return 0;
-  const int fits = proxyccl_is_of_kind(&self->kinds[ROWS], like_of(x));
-  return fits > 0 && is_pair ? proxyccl_is_of_kind(&self->kinds[SCALES], PyTuple_GetItem(x, 1)) : fits;
-}
-
-/* Whether a call's arrays are of the form's kinds. -1 with an exception. */
-static int is_of_form(const Form* self, const Arrays* inputs) {
-  int fits = has_tokens(self, inputs->x);
-  if (fits > 0) fits = proxyccl_is_of_kind(&self->kinds[IDS], inputs->ids);
-  if (fits > 0) fits = proxyccl_is_of_kind(&self->kinds[WEIGHTS], inputs->weight);
-  return fits > 0 ? proxyccl_is_of_kind(&self->kinds[SCATTER], inputs->scatter) : fits;
-}
-
-/* Fills in the tokens, as many as `expected` or any number, and the launch of a kernel that makes the rows that are
- * sent. Of too many for a layer that grows, none are sent. The number of given tokens; -1 with an exception. */
-static Py_ssize_t fill_tokens(const Form* self, PyObject* x, Py_ssize_t expected) {
-  const Py_ssize_t shape[] = {expected, self->hidden};
-  Py_ssize_t tokens = 0;
-  uintptr_t at, scales_at = 0;
-  if (proxyccl_place(&self->kinds[ROWS], like_of(x), shape, 2, self->row_bytes, &tokens, &at) != 0) return -1;
-  if (self->kinds[SCALES].type != NULL) {
-    const Py_ssize_t of_scales[] = {tokens, self->scales};
-    if (proxyccl_place(&self->kinds[SCALES], PyTuple_GetItem(x, 1), of_scales, 2, 4 * self->scales, NULL, &scales_at) !=
-        0)
-      return -1;
+  PyObject* owners = PyTuple_New(ARRAYS + 2);
+  for (int i = 0; owners != NULL && i < ARRAYS + 2; ++i) {
+    PyObject* array = i < ARRAYS ? arrays->given[i].object : i == ARRAYS ? arrays->rows : arrays->weights;
+    if (PyTuple_SetItem(owners, i, Py_NewRef(array == NULL ? Py_None : array)) != 0) Py_CLEAR(owners);
   }
+  return owners;
+}
+
+static void release(Arrays* arrays) {
+  Py_CLEAR(arrays->rows);
+  Py_CLEAR(arrays->weights);
+}
+
+/* Fills in the tokens, as many as `expected` or any number if that is negative, and the launch of a kernel that makes
+ * the rows that are sent. Of too many for a layer that grows, none are sent. Returns whether they fit. */
+static int fill_tokens(const Form* self, const ListedArray* given, Py_ssize_t expected) {
+  const Py_ssize_t tokens = given[ROWS].extent;
   const int wanted = tokens > self->max_tokens;
-  if (wanted && !self->grows) {
-    Py_XDECREF(PyObject_CallFunction(self->too_many, "n", tokens));
-    if (PyErr_Occurred() == NULL) PyErr_SetString(PyExc_RuntimeError, "too many tokens");
-    return -1;
-  }
+  if ((expected >= 0 && tokens != expected) || (wanted && !self->grows)) return 0;
+  if (given[SCALES].object != Py_None && given[SCALES].extent != tokens) return 0;
   const uint32_t sent = wanted ? 0 : (uint32_t)tokens;
+  const uintptr_t at = given[ROWS].at;
   self->call->tokens = sent, self->call->wanted_tokens = wanted ? (uint32_t)tokens : 0;
   self->call->input = (const char*)(self->before == NONE_BEFORE ? at : self->packed);
   if (self->before == QUANTIZES_BEFORE) {
     self->quantizing->tokens = sent, self->quantizing->rows = (const char*)at;
   } else if (self->before == PACKS_BEFORE) {
-    *self->packing[0] = at, *self->packing[1] = scales_at, *self->packed_tokens = sent;
+    *self->packing[0] = at, *self->packing[1] = given[SCALES].at, *self->packed_tokens = sent;
   }
-  return tokens;
+  return 1;
 }
 
-/* Fills in the arrays of a call. 1; 0 if they are of other kinds, or -1 with an exception. */
-static int fill_inputs(const Form* self, const Arrays* inputs) {
-  const int fits = is_of_form(self, inputs);
-  if (fits <= 0) return fits;
-  const Py_ssize_t tokens = fill_tokens(self, inputs->x, PROXYCCL_ANY_EXTENT);
-  if (tokens < 0) return -1;
-  const Py_ssize_t slots[] = {tokens, self->topk}, of_all[] = {PROXYCCL_ANY_EXTENT, self->topk};
-  Py_ssize_t scattered = 0;
-  uintptr_t ids, weights, scatter;
-  if (proxyccl_place(&self->kinds[IDS], inputs->ids, slots, 2, self->slot_bytes, NULL, &ids) != 0 ||
-      proxyccl_place(&self->kinds[WEIGHTS], inputs->weight, slots, 2, self->weight_bytes, NULL, &weights) != 0 ||
-      proxyccl_place(&self->kinds[SCATTER], inputs->scatter, of_all, 2, 4 * self->topk, &scattered, &scatter) != 0)
-    return -1;
+/* Fills in the arrays of a call. Returns whether they fit. */
+static int fill_inputs(const Form* self, const ListedArray* given) {
+  const Py_ssize_t tokens = given[ROWS].extent;
+  if (given[IDS].extent != tokens || (given[WEIGHTS].object != Py_None && given[WEIGHTS].extent != tokens) ||
+      !fill_tokens(self, given, -1))
+    return 0;
   ProxycclDispatch* call = self->call;
+  uintptr_t ids = given[IDS].at;
   if (self->new_lost != Py_None)
     *self->renumbered_ids = ids, *self->renumbered = call->tokens * (uint32_t)self->topk, ids = self->kept_ids;
-  call->expert_ids = (const char*)ids, call->weights = (const char*)weights;
-  call->scatter = (const int32_t*)scatter, call->scatter_tokens = (uint32_t)scattered;
+  call->expert_ids = (const char*)ids, call->weights = (const char*)given[WEIGHTS].at;
+  call->scatter = (const int32_t*)given[SCATTER].at, call->scatter_tokens = (uint32_t)given[SCATTER].extent;
   return 1;
 }
 
@@ -140,29 +110,28 @@ static int fill_inputs(const Form* self, const Arrays* inputs) {
 static int add_slots(const Form* self, Descriptor* desc, PyObject* scatter) {
   if (scatter != Py_None && PyObject_SetAttrString((PyObject*)desc, "_scatter", scatter) != 0) return -1;
   if (self->new_lost == Py_None) return 0;
-  PyObject* lost = PyObject_CallFunction(self->new_lost, "n", desc->tokens);
+  PyObject* maker = PyObject_CallFunction(self->new_lost, "n", desc->tokens);
   uintptr_t at = 0;
-  const int made = lost != NULL &&
-                   proxyccl_address(&self->kinds[ROWS], lost, self->address, desc->tokens * self->topk, &at) == 0 &&
-                   PyObject_SetAttrString((PyObject*)desc, "lost_slots", lost) == 0;
+  PyObject* lost = maker == NULL ? NULL : proxyccl_new_array(&self->issuer, maker, desc->tokens * self->topk, &at);
+  const int set = lost == NULL ? -1 : PyObject_SetAttrString((PyObject*)desc, "lost_slots", lost);
   *self->lost_slots = at;
+  Py_XDECREF(maker);
   Py_XDECREF(lost);
-  return made ? 0 : -1;
+  return set;
 }
 
 /* A descriptor with its tables, without a number yet. NULL with an exception. */
-static Descriptor* new_descriptor(const Form* self, const Arrays* inputs, PyObject* stream) {
-  PyObject *const like = like_of(inputs->x), *tables = PyObject_CallNoArgs(self->new_tables);
+static Descriptor* new_descriptor(const Form* self, const ListedArray* given, PyObject* stream) {
   uintptr_t at = 0;
-  const int placed = tables != NULL && proxyccl_address(&self->kinds[ROWS], tables, self->address, 1, &at) == 0;
-  Descriptor* desc = placed ? (Descriptor*)PyType_GenericAlloc((PyTypeObject*)self->descriptor_type, 0) : NULL;
+  PyObject* tables = proxyccl_new_array(&self->issuer, self->new_tables, 1, &at);
+  Descriptor* desc = tables == NULL ? NULL : (Descriptor*)PyType_GenericAlloc((PyTypeObject*)self->descriptor_type, 0);
   if (desc != NULL) {
-    desc->owner = Py_NewRef(self->context), desc->like = Py_NewRef(like), desc->stream = Py_NewRef(stream);
-    desc->missing = Py_NewRef(self->not_received);
+    desc->owner = Py_NewRef(self->context), desc->like = Py_NewRef(given[ROWS].object);
+    desc->stream = Py_NewRef(stream), desc->missing = Py_NewRef(self->not_received);
     desc->tokens = (Py_ssize_t)self->call->tokens, desc->rows = self->most_rows < 0 ? 0 : self->most_rows;
     desc->counts_rows = (char)self->counts_rows;
     if (proxyccl_add_block(desc, tables, at, self->tables, self->offsets) != 0 ||
-        add_slots(self, desc, inputs->scatter) != 0) {
+        add_slots(self, desc, given[SCATTER].object) != 0) {
       Py_DECREF((PyObject*)desc);
       desc = NULL;
     }
@@ -207,64 +176,22 @@ static void fill_output(const Form* self, const Descriptor* desc, uint32_t phase
 /* A new array and its address; None and 0 if there is none. NULL with an exception. */
 static PyObject* new_array(const Form* self, PyObject* maker, uintptr_t* at) {
   *at = 0;
-  if (maker == Py_None) return Py_NewRef(Py_None);
-  PyObject* made = PyObject_CallNoArgs(maker);
-  if (made != NULL && proxyccl_address(&self->kinds[ROWS], made, self->address, 1, at) != 0) Py_CLEAR(made);
-  return made;
+  return maker == Py_None ? Py_NewRef(Py_None) : proxyccl_new_array(&self->issuer, maker, 1, at);
 }
 
 /* Makes the arrays of the output: rows, or a pair of them and their scales, and weights. 0, or -1 with an exception. */
 static int new_output(const Form* self, uintptr_t* at, Arrays* arrays) {
-  PyObject* rows = new_array(self, self->new_rows, &at[0]);
-  PyObject* weights = rows == NULL ? NULL : new_array(self, self->new_weights, &at[2]);
-  PyObject* scales = weights == NULL ? NULL : new_array(self, self->new_scales, &at[1]);
-  if (scales != NULL && scales != Py_None) {
-    PyObject* pair = PyTuple_Pack(2, rows, scales);
-    Py_DECREF(rows);
-    rows = pair;
-  }
-  const int made = scales != NULL && rows != NULL;
-  Py_XDECREF(scales);
-  if (made) {
-    arrays->rows = rows, arrays->weights = weights;
-    return 0;
-  }
-  Py_XDECREF(rows);
-  Py_XDECREF(weights);
-  return -1;
-}
-
-/* Takes the arguments of a call, which are arrays and a stream or None, and fills the arrays in. `stream` becomes a
- * reference to the call's stream. 1; 0 if the arrays are of other kinds, or -1 with an exception. */
-static int take(Form* self, PyObject* const* arguments, Py_ssize_t count, Arrays* arrays, PyObject** stream) {
-  if (count != 5) {
-    PyErr_SetString(PyExc_TypeError, "expected tokens, ids, weights, indices and a stream");
+  if ((arrays->rows = new_array(self, self->new_rows, &at[0])) == NULL ||
+      (arrays->weights = new_array(self, self->new_weights, &at[2])) == NULL)
     return -1;
+  PyObject* scales = new_array(self, self->new_scales, &at[1]);
+  if (scales != NULL && scales != Py_None) {
+    PyObject* rows = arrays->rows;
+    arrays->rows = PyTuple_Pack(2, rows, scales);
+    Py_DECREF(rows);
   }
-  *arrays = (Arrays){arguments[0], arguments[1], arguments[2], arguments[3], NULL, NULL};
-  const int fits = fill_inputs(self, arrays);
-  if (fits <= 0) return fits;
-  *stream = proxyccl_stream(&self->issuer, like_of(arrays->x), arguments[4]);
-  return *stream == NULL ? -1 : 1;
-}
-
-/* Begins a call whose number of rows, if it is to be known then, is known: its arrays are filled in, and those of the
- * result made. 1; 0 if it does not fit, or -1 with an exception. */
-static int begin_known(Form* self, PyObject* const* arguments, Py_ssize_t count, Arrays* arrays, Descriptor** desc,
-                       uintptr_t* at) {
-  PyObject* stream;
-  const int fits = take(self, arguments, count, arrays, &stream);
-  if (fits <= 0) return fits;
-  *desc = new_descriptor(self, arrays, stream);
-  Py_DECREF(stream);
-  if (*desc == NULL) return -1;
-  if (new_output(self, at, arrays) == 0) {
-    if (number_call(self, *desc) == 0) return 1;
-    Py_DECREF(arrays->rows);
-    Py_DECREF(arrays->weights);
-  }
-  Py_DECREF((PyObject*)*desc);
-  return -1;
+  Py_XDECREF(scales);
+  return scales == NULL || arrays->rows == NULL ? -1 : 0;
 }
 
 /* Marks a descriptor's rows as received. */
@@ -274,144 +201,123 @@ static void mark_received(Descriptor* desc) {
   Py_XDECREF(old);
 }
 
-static PyObject* run(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
-  Form* self = (Form*)object;
-  Arrays arrays;
-  Descriptor* desc;
-  uintptr_t at[3];
-  const int begun = begin_known(self, arguments, count, &arrays, &desc, at);
-  if (begun == 0) Py_RETURN_NONE;
-  if (begun < 0) return NULL;
-  fill_output(self, desc, self->phases, self->most_rows, at);
-  PyObject* result = NULL;
-  if (proxyccl_issue(&self->issuer, &self->first, desc, desc->stream, arrays_of, &arrays) == 0) {
-    mark_received(desc);
-    result = PyTuple_Pack(3, arrays.rows, arrays.weights, (PyObject*)desc);
-  }
-  Py_DECREF(arrays.rows);
-  Py_DECREF(arrays.weights);
-  Py_DECREF((PyObject*)desc);
-  return result;
-}
+static PyObject* receive(SentCall* sent, PyObject* stream, PyObject* out);
 
 static PyObject* sent_of(Form* self, const Arrays* arrays, Descriptor* desc, const uintptr_t* at) {
-  PyObject* object = PyType_GenericAlloc(sent_type, 0);
-  if (object == NULL) return NULL;
-  Sent* sent = (Sent*)object;
-  sent->form = (Form*)Py_NewRef((PyObject*)self), sent->desc = Py_NewRef((PyObject*)desc);
-  sent->rows = Py_NewRef(arrays->rows), sent->weights = Py_NewRef(arrays->weights);
+  SentCall* sent = proxyccl_sent_call((PyObject*)self, (PyObject*)desc, desc->stream, arrays->rows, arrays->weights,
+                                      arrays_of(arrays));
+  if (sent == NULL) return NULL;
+  sent->receive = receive;
   memcpy(sent->at, at, sizeof sent->at);
-  if ((sent->owners = arrays_of(arrays)) == NULL || (sent->recorded = PyTuple_New(0)) == NULL) Py_CLEAR(object);
-  return object;
+  return (PyObject*)sent;
 }
 
-static PyObject* send(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
-  Form* self = (Form*)object;
-  Arrays arrays;
-  Descriptor* desc;
+/* Makes a whole call, or the first half of one. */
+static PyObject* issue_first(Form* self, Descriptor* desc, Arrays* arrays) {
   uintptr_t at[3];
-  const int begun = begin_known(self, arguments, count, &arrays, &desc, at);
-  if (begun == 0) Py_RETURN_NONE;
-  if (begun < 0) return NULL;
+  if (new_output(self, at, arrays) != 0 || number_call(self, desc) != 0) return NULL;
+  const int halves = self->way == HALVES;
   const uintptr_t nowhere[] = {0, 0, 0};
-  fill_output(self, desc, self->send_phases, 0, nowhere);
-  self->call->received = NULL;
-  PyObject* sent = NULL;
-  if (proxyccl_issue(&self->issuer, &self->first, desc, desc->stream, arrays_of, &arrays) == 0)
-    sent = sent_of(self, &arrays, desc, at);
-  Py_DECREF(arrays.rows);
-  Py_DECREF(arrays.weights);
-  Py_DECREF((PyObject*)desc);
-  return sent;
-}
-
-static PyObject* owners_of_sent(const void* of) { return Py_NewRef(((const Sent*)of)->owners); }
-
-static PyObject* receive(PyObject* object, PyObject* stream) {
-  Sent* self = (Sent*)object;
-  Form* form = self->form;
-  Descriptor* desc = (Descriptor*)self->desc;
-  if (form->most_rows < 0) return PyObject_CallFunctionObjArgs(form->receive_counted, object, stream, NULL);
-  fill_output(form, desc, form->receive_phases, desc->rows, self->at);
-  if (proxyccl_issue(&form->issuer, &form->second, desc, stream, owners_of_sent, self) != 0) return NULL;
+  fill_output(self, desc, halves ? self->send_phases : self->phases, halves ? 0 : self->most_rows,
+              halves ? nowhere : at);
+  if (halves) self->call->received = NULL;
+  if (proxyccl_issue(&self->issuer, &self->first, desc, desc->stream, arrays_of, arrays) != 0) return NULL;
+  if (halves) return sent_of(self, arrays, desc, at);
   mark_received(desc);
-  return PyTuple_Pack(3, self->rows, self->weights, self->desc);
+  return PyTuple_Pack(3, arrays->rows, arrays->weights, (PyObject*)desc);
 }
 
-/* A call that `dispatch_form.py` goes on with, and the output buffer that it takes, both references. */
-typedef struct {
-  Descriptor* desc;
-  PyObject* taken;
-} Started;
+/* Makes a whole call whose rows go to an output buffer, by one launch. Python then awaits their number, if need be, and
+ * makes arrays of the buffer. */
+static PyObject* issue_stored(Form* self, Descriptor* desc, PyObject* taken, Arrays* arrays) {
+  uintptr_t at[3];
+  arrays->rows = Py_NewRef(taken), arrays->weights = new_array(self, self->new_weights, &at[2]);
+  if (arrays->weights == NULL || number_call(self, desc) != 0) return NULL;
+  at[0] = self->buffers_at + (uintptr_t)(desc->output_buffer - 1) * self->buffer_bytes;
+  at[1] = self->scale_bytes != 0 ? at[0] + self->scales_offset : 0;
+  fill_output(self, desc, self->phases, self->most_rows, at);
+  if (proxyccl_issue(&self->issuer, &self->first, desc, desc->stream, arrays_of, arrays) != 0) return NULL;
+  mark_received(desc);
+  return PyObject_CallFunctionObjArgs(self->proceed, (PyObject*)desc, taken, arrays->weights, NULL);
+}
 
-/* Fills in a call and makes its descriptor. 1; 0 if it does not fit, or -1 with an exception. */
-static int start(Form* self, PyObject* const* arguments, Py_ssize_t count, Arrays* arrays, Started* started) {
-  PyObject* stream;
-  int status = take(self, arguments, count, arrays, &stream);
-  if (status <= 0) return status;
-  PyObject* taken = PyObject_CallFunctionObjArgs(self->begun, like_of(arrays->x), stream, arguments[4], NULL);
-  status = -1;
-  if (taken != NULL) {
-    PyObject* number = PyObject_GetAttrString(taken, "number");
-    const Py_ssize_t buffer = number == NULL ? -1 : PyLong_AsSsize_t(number);
-    Py_XDECREF(number);
-    Descriptor* desc = buffer < 0 ? NULL : new_descriptor(self, arrays, stream);
-    if (desc != NULL) {
-      desc->output_buffer = buffer;
-      *started = (Started){desc, Py_NewRef(taken)};
-      status = 1;
+/* The output buffer of a call, and its number. NULL with an exception. */
+static PyObject* take_buffer(const Form* self, const ListedArray* given, PyObject* stream, PyObject* of_caller,
+                             Py_ssize_t* number) {
+  PyObject* taken = PyObject_CallFunctionObjArgs(self->begun, given[ROWS].object, stream, of_caller, NULL);
+  PyObject* found = taken == NULL ? NULL : PyObject_GetAttrString(taken, "number");
+  *number = found == NULL ? -1 : PyLong_AsSsize_t(found);
+  Py_XDECREF(found);
+  if (*number < 0) Py_CLEAR(taken);
+  return taken;
+}
+
+/* Makes a call that needs an output buffer or its number of rows, on a stream. */
+static PyObject* begin(Form* self, Arrays* arrays, PyObject* stream, PyObject* of_caller) {
+  Py_ssize_t buffer;
+  PyObject *result = NULL, *taken = take_buffer(self, arrays->given, stream, of_caller, &buffer);
+  Descriptor* desc = taken == NULL ? NULL : new_descriptor(self, arrays->given, stream);
+  if (desc != NULL) {
+    desc->output_buffer = buffer;
+    if (self->way == STORED) {
+      result = issue_stored(self, desc, taken, arrays);
+    } else if (number_call(self, desc) == 0) {
+      PyObject* owners = arrays_of(arrays);
+      if (owners != NULL) result = PyObject_CallFunctionObjArgs(self->proceed, (PyObject*)desc, owners, NULL);
+      Py_XDECREF(owners);
     }
+    Py_DECREF((PyObject*)desc);
   }
-  Py_DECREF(stream);
   Py_XDECREF(taken);
-  return status;
-}
-
-/* Begins a call for `dispatch_form.py`, which goes on with it. */
-static PyObject* begin(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
-  Form* self = (Form*)object;
-  Arrays arrays;
-  Started started;
-  const int status = start(self, arguments, count, &arrays, &started);
-  if (status == 0) Py_RETURN_NONE;
-  if (status < 0) return NULL;
-  PyObject* result = NULL;
-  if (number_call(self, started.desc) == 0) result = Py_NewRef((PyObject*)started.desc);
-  Py_DECREF((PyObject*)started.desc);
-  Py_DECREF(started.taken);
   return result;
 }
 
-/* Makes a whole call whose rows go to an output buffer, by one launch. */
-static PyObject* store(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+/* Makes a call by the routing of an earlier dispatch. */
+static PyObject* call_again(Form* self, const ListedArray* given, PyObject* const* further) {
+  PyObject *const desc = further[0], *const of_caller = further[1], *const out = further[2];
+  if (!fill_tokens(self, given, ((Descriptor*)desc)->tokens)) return NULL;
+  PyObject* stream = proxyccl_stream(&self->issuer, given[ROWS].object, of_caller);
+  if (stream == NULL) return NULL;
+  PyObject *result = NULL, *owners = PyTuple_Pack(2, given[ROWS].object, given[SCALES].object);
+  if (owners != NULL) result = PyObject_CallFunctionObjArgs(self->proceed, desc, stream, out, owners, NULL);
+  Py_XDECREF(owners);
+  Py_DECREF(stream);
+  return result;
+}
+
+static PyObject* call(PyObject* object, const ListedArray* given, PyObject* const* further) {
   Form* self = (Form*)object;
-  Arrays arrays;
-  Started started;
-  const int status = start(self, arguments, count, &arrays, &started);
-  if (status == 0) Py_RETURN_NONE;
-  if (status < 0) return NULL;
-  Descriptor* desc = started.desc;
-  uintptr_t at[3];
-  PyObject *result = NULL, *weights = new_array(self, self->new_weights, &at[2]);
-  at[0] = self->buffers_at + (uintptr_t)(desc->output_buffer - 1) * self->buffer_bytes;
-  at[1] = self->scale_bytes != 0 ? at[0] + self->scales_offset : 0;
-  if (weights != NULL && number_call(self, desc) == 0) {
-    fill_output(self, desc, self->phases, self->most_rows, at);
-    arrays.rows = started.taken, arrays.weights = weights;
-    if (proxyccl_issue(&self->issuer, &self->first, desc, desc->stream, arrays_of, &arrays) == 0) {
-      mark_received(desc);
-      result = PyTuple_Pack(3, (PyObject*)desc, started.taken, weights);
-    }
+  if (self->way == AGAIN) return call_again(self, given, further);
+  if (!fill_inputs(self, given)) return NULL;
+  PyObject* stream = proxyccl_stream(&self->issuer, given[ROWS].object, further[0]);
+  if (stream == NULL) return NULL;
+  Arrays arrays = {given, NULL, NULL};
+  PyObject* result = NULL;
+  if (self->way == STORED || self->way == COUNTED) {
+    result = begin(self, &arrays, stream, further[0]);
+  } else {
+    Descriptor* desc = new_descriptor(self, given, stream);
+    if (desc != NULL) result = issue_first(self, desc, &arrays);
+    Py_XDECREF((PyObject*)desc);
   }
-  Py_XDECREF(weights);
-  Py_DECREF((PyObject*)desc);
-  Py_DECREF(started.taken);
+  release(&arrays);
+  Py_DECREF(stream);
   return result;
 }
 
 static PyObject* owners_given(const void* of) { return Py_NewRef((PyObject*)of); }
 
-/* Issues a part of a call that `begin` began. */
+static PyObject* receive(SentCall* sent, PyObject* stream, PyObject* Py_UNUSED(out)) {
+  Form* form = (Form*)sent->form;
+  Descriptor* desc = (Descriptor*)sent->desc;
+  if (form->most_rows < 0) return PyObject_CallFunctionObjArgs(form->proceed, (PyObject*)sent, stream, NULL);
+  fill_output(form, desc, form->receive_phases, desc->rows, sent->at);
+  if (proxyccl_issue(&form->issuer, &form->second, desc, stream, owners_given, sent->owners) != 0) return NULL;
+  mark_received(desc);
+  return PyTuple_Pack(3, sent->rows, sent->weights, sent->desc);
+}
+
+/* Issues a part of a call with which Python goes on. */
 static PyObject* issue(PyObject* object, PyObject* arguments) {
   Form* self = (Form*)object;
   PyObject *desc, *stream, *owners;
@@ -431,42 +337,21 @@ static PyObject* issue(PyObject* object, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-/* The stream of a call that `issue` issues. */
-static PyObject* find_stream(PyObject* object, PyObject* arguments) {
-  PyObject *x, *given;
-  if (!PyArg_ParseTuple(arguments, "OO", &x, &given)) return NULL;
-  return proxyccl_stream(&((Form*)object)->issuer, x, given);
-}
-
-/* Fills in the tokens of a call by an earlier dispatch's routing. None if they are of other kinds. */
-static PyObject* fill(PyObject* object, PyObject* arguments) {
-  PyObject* x;
-  Py_ssize_t tokens;
-  if (!PyArg_ParseTuple(arguments, "On", &x, &tokens)) return NULL;
-  const int fits = has_tokens((Form*)object, x);
-  if (fits == 0) Py_RETURN_NONE;
-  if (fits < 0 || fill_tokens((Form*)object, x, tokens) < 0) return NULL;
-  Py_RETURN_TRUE;
-}
-
-#define FORM_REFERENCES(apply)                                                                                         \
+#define REFERENCES(apply)                                                                                              \
   apply(first.kept) apply(second.kept) apply(descriptor_type) apply(not_received) apply(context) apply(numbers)        \
-      apply(tables) apply(new_tables) apply(address) apply(new_rows) apply(new_scales) apply(new_weights) apply(begun) \
-          apply(receive_counted) apply(new_lost) apply(too_many)
+      apply(tables) apply(new_tables) apply(new_rows) apply(new_scales) apply(new_weights) apply(begun) apply(proceed) \
+          apply(new_lost)
 
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   Form* self = (Form*)object;
   Py_VISIT(Py_TYPE(object));
-  FORM_REFERENCES(PROXYCCL_VISIT)
-  int visited = proxyccl_visit_issuer(&self->issuer, visit, arg);
-  for (int i = 0; visited == 0 && i < KINDS; ++i) visited = proxyccl_visit_kind(&self->kinds[i], visit, arg);
-  return visited;
+  REFERENCES(PROXYCCL_VISIT)
+  return proxyccl_visit_issuer(&self->issuer, visit, arg);
 }
 
 static int let_go(PyObject* object) {
   Form* self = (Form*)object;
-  FORM_REFERENCES(PROXYCCL_CLEAR)
-  for (int i = 0; i < KINDS; ++i) proxyccl_clear_kind(&self->kinds[i]);
+  REFERENCES(PROXYCCL_CLEAR)
   proxyccl_clear_issuer(&self->issuer);
   return 0;
 }
@@ -477,26 +362,23 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   PyObject* object = PyType_GenericNew(type, NULL, NULL);
   if (object == NULL) return NULL;
   Form* self = (Form*)object;
-  PyObject *issuer, *first, *second, *kinds[KINDS], *parsed[PARSED] = {NULL};
-  unsigned long long call, before, packing[2], packed_tokens, packed, offsets;
+  PyObject *issuer, *first, *second, *parsed[PARSED] = {NULL};
+  unsigned long long call_at, before, packing[2], packed_tokens, packed, offsets;
   unsigned long long buffers_at, buffer_bytes, scales_offset, renumbering[4], clearing;
   const int taken = PyArg_ParseTuple(
-      arguments, "OOO(OOOOO)(nnnnnnn)(pO)K(iKKKKK)(OKKKK)(Ki)(III)(OOOOOOKO)(nin)(II)(OOO)OO(KKK)", &issuer, &first,
-      &second, &kinds[ROWS], &kinds[SCALES], &kinds[IDS], &kinds[WEIGHTS], &kinds[SCATTER], &self->hidden,
-      &self->scales, &self->topk, &self->max_tokens, &self->row_bytes, &self->slot_bytes, &self->weight_bytes,
-      &self->grows, &parsed[12], &call, &self->before, &before, &packing[0], &packing[1], &packed_tokens, &packed,
-      &parsed[13], &renumbering[0], &renumbering[1], &renumbering[2], &renumbering[3], &clearing, &self->cleared,
-      &self->phases, &self->send_phases, &self->receive_phases, &parsed[0], &parsed[1], &parsed[2], &parsed[3],
-      &parsed[4], &parsed[5], &offsets, &parsed[6], &self->most_rows, &self->counts_rows, &self->received,
+      arguments, "iOOO(nnp)K(iKKKKK)(OKKKK)(Ki)(III)(OOOOOOK)(nin)(II)(OOO)OO(KKK)", &self->way, &issuer, &first,
+      &second, &self->topk, &self->max_tokens, &self->grows, &call_at, &self->before, &before, &packing[0], &packing[1],
+      &packed_tokens, &packed, &parsed[0], &renumbering[0], &renumbering[1], &renumbering[2], &renumbering[3],
+      &clearing, &self->cleared, &self->phases, &self->send_phases, &self->receive_phases, &parsed[1], &parsed[2],
+      &parsed[3], &parsed[4], &parsed[5], &parsed[6], &offsets, &self->most_rows, &self->counts_rows, &self->received,
       &self->scale_bytes, &self->scale_column, &parsed[7], &parsed[8], &parsed[9], &parsed[10], &parsed[11],
       &buffers_at, &buffer_bytes, &scales_offset);
   if (taken) {
-    PyObject** members[] = {&self->descriptor_type, &self->not_received, &self->context, &self->numbers,
-                            &self->tables,          &self->new_tables,   &self->address, &self->new_rows,
-                            &self->new_scales,      &self->new_weights,  &self->begun,   &self->receive_counted,
-                            &self->too_many,        &self->new_lost};
+    PyObject** members[] = {&self->new_lost,   &self->descriptor_type, &self->not_received, &self->context,
+                            &self->numbers,    &self->tables,          &self->new_tables,   &self->new_rows,
+                            &self->new_scales, &self->new_weights,     &self->begun,        &self->proceed};
     for (int i = 0; i < PARSED; ++i) *members[i] = Py_NewRef(parsed[i]);
-    self->call = (ProxycclDispatch*)(uintptr_t)call, self->quantizing = (ProxycclCombine*)(uintptr_t)before;
+    self->call = (ProxycclDispatch*)(uintptr_t)call_at, self->quantizing = (ProxycclCombine*)(uintptr_t)before;
     for (int i = 0; i < 2; ++i) self->packing[i] = (uint64_t*)(uintptr_t)packing[i];
     self->packed_tokens = (uint32_t*)(uintptr_t)packed_tokens, self->packed = (uintptr_t)packed;
     self->offsets = (const uint64_t*)(uintptr_t)offsets;
@@ -506,23 +388,17 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
     self->clearing = (ProxycclStreamStep*)(uintptr_t)clearing;
     self->buffers_at = (uintptr_t)buffers_at, self->buffer_bytes = (size_t)buffer_bytes;
     self->scales_offset = (size_t)scales_offset;
+    self->listed.call = call;
   }
-  int made = taken && proxyccl_read_issuer(issuer, &self->issuer) == 0 &&
-             proxyccl_read_prepared(first, &self->first) == 0 && proxyccl_read_prepared(second, &self->second) == 0;
-  for (int i = 0; made && i < KINDS; ++i) made = proxyccl_read_kind(kinds[i], &self->kinds[i]) == 0;
-  if (made) return object;
+  if (taken && proxyccl_read_issuer(issuer, &self->issuer) == 0 && proxyccl_read_prepared(first, &self->first) == 0 &&
+      proxyccl_read_prepared(second, &self->second) == 0)
+    return object;
   Py_DECREF(object);
   return NULL;
 }
 
 static PyMethodDef methods[] = {
-    {"run", (PyCFunction)(void (*)(void))run, METH_FASTCALL, NULL},
-    {"send", (PyCFunction)(void (*)(void))send, METH_FASTCALL, NULL},
-    {"begin", (PyCFunction)(void (*)(void))begin, METH_FASTCALL, NULL},
-    {"store", (PyCFunction)(void (*)(void))store, METH_FASTCALL, NULL},
     {"issue", issue, METH_VARARGS, NULL},
-    {"fill", fill, METH_VARARGS, NULL},
-    {"stream", find_stream, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot slots[] = {
@@ -536,71 +412,7 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
-#define SENT_REFERENCES(apply) apply(form) apply(desc) apply(rows) apply(weights) apply(owners) apply(recorded)
-
-static int traverse_sent(PyObject* object, visitproc visit, void* arg) {
-  Sent* self = (Sent*)object;
-  Py_VISIT(Py_TYPE(object));
-  SENT_REFERENCES(PROXYCCL_VISIT)
-  return 0;
-}
-
-static int let_sent_go(PyObject* object) {
-  Sent* self = (Sent*)object;
-  SENT_REFERENCES(PROXYCCL_CLEAR)
-  return 0;
-}
-
-static void end_sent(PyObject* object) { proxyccl_free(object, let_sent_go); }
-
-/* Itself, with its rows and weights, if they are known already. */
-static PyObject* output_of(PyObject* object, void* Py_UNUSED(closure)) {
-  const Sent* self = (const Sent*)object;
-  return Py_NewRef(self->form->most_rows < 0 ? Py_None : object);
-}
-
-static PyObject* stream_of(PyObject* object, void* Py_UNUSED(closure)) {
-  return Py_NewRef(((const Descriptor*)((const Sent*)object)->desc)->stream);
-}
-
-static PyMethodDef sent_methods[] = {
-    {"receive", receive, METH_O, NULL},
-    {NULL, NULL, 0, NULL},
-};
-static PyMemberDef sent_members[] = {
-    {"desc", T_OBJECT, offsetof(Sent, desc), READONLY, NULL},
-    {"rows", T_OBJECT, offsetof(Sent, rows), READONLY, NULL},
-    {"weights", T_OBJECT, offsetof(Sent, weights), READONLY, NULL},
-    {"owners", T_OBJECT, offsetof(Sent, owners), READONLY, NULL},
-    {"recorded", T_OBJECT, offsetof(Sent, recorded), 0, NULL},
-    {NULL, 0, 0, 0, NULL},
-};
-static PyGetSetDef sent_attributes[] = {
-    {"output", output_of, NULL, NULL, NULL},
-    {"stream", stream_of, NULL, NULL, NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-static PyType_Slot sent_slots[] = {
-    {Py_tp_dealloc, end_sent},
-    {Py_tp_traverse, traverse_sent},
-    {Py_tp_clear, let_sent_go},
-    {Py_tp_methods, sent_methods},
-    {Py_tp_members, sent_members},
-    {Py_tp_getset, sent_attributes},
-    {0, NULL},
-};
-static PyType_Spec sent_spec = {
-    .name = "proxyccl.channels.calls._calls.SentDispatch",
-    .basicsize = sizeof(Sent),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = sent_slots,
-};
-
 int proxyccl_add_dispatch_form(PyObject* module) {
-  if (proxyccl_name_attributes() != 0 || proxyccl_add_descriptor(module) != 0) return -1;
   if (form_type == NULL) form_type = (PyTypeObject*)PyType_FromSpec(&spec);
-  if (sent_type == NULL) sent_type = (PyTypeObject*)PyType_FromSpec(&sent_spec);
-  if (form_type == NULL || sent_type == NULL) return -1;
-  if (PyModule_AddObjectRef(module, "DispatchForm", (PyObject*)form_type) != 0) return -1;
-  return PyModule_AddObjectRef(module, "SentDispatch", (PyObject*)sent_type);
+  return form_type == NULL ? -1 : PyModule_AddObjectRef(module, "DispatchForm", (PyObject*)form_type);
 }

@@ -6,19 +6,19 @@ CPU for that number, or whose rows go to output buffers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
 
 from proxyccl.channels.arguments import input_view
-from proxyccl.channels.calls._calls import DispatchForm, SentDispatch
+from proxyccl.channels.calls._calls import DispatchForm, SentCall
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
 from proxyccl.channels.expert_parallel.arrays import first_rows, part_maker
 from proxyccl.channels.expert_parallel.call_form import (
     CallForm,
     GivenTokens,
-    Kind,
     Maker,
     address_of,
     in_order,
@@ -29,7 +29,7 @@ from proxyccl.channels.expert_parallel.layout import NOT_RECEIVED, EPAllToAllLay
 from proxyccl.channels.expert_parallel.options import FLOAT8
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.parts import LayerParts
-from proxyccl.channels.expert_parallel.received import check_waited, learn_counts, refuse_bad, refuse_capture
+from proxyccl.channels.expert_parallel.received import learn_counts, refuse_bad, refuse_capture
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.channels.expert_parallel.tables import RECEIVED, Tables, number_of
 from proxyccl.device._native import ffi
@@ -41,6 +41,8 @@ from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, SetBits, StreamOperations
 
 _NOWHERE = (0, 0, 0)
+_WHOLE, _HALVES, _STORED, _COUNTED, _AGAIN = range(5)
+"""How C makes the calls of a form; see dispatch_form.c."""
 _COPY_LATER = CopyBytes(1, 2, 1)
 """A copy whose numbers are set before each call."""
 
@@ -150,8 +152,7 @@ class Dispatch(CallForm):
         prepares: whether calls only exchange the routing; see `prepare`.
 
     Attributes:
-        run: makes a whole call. None, and nothing done, if its arrays are of other kinds.
-        send: the same for the first half of one.
+        form: makes the calls.
 
     Raises:
         ArgumentError: an argument is wrong.
@@ -185,15 +186,21 @@ class Dispatch(CallForm):
             parts, arrays[0], config.hidden, config.token.name, float8=options.quantized, weighted=weight is not None
         )
         self._copies: StreamOperations | None = None
-        self._form = self._make_form(x, ids, weight, scatter, arrays[0])
-        known = self._rows is not None and not (self._exact or self._buffers is not None)
-        self._in_one = self._form.run if known else None
-        self.send = self._form.send
-        self.run: Callable[[Any, Any, Any, Any, StreamLike], Dispatched | None] = self._run
-        if self._in_one is not None and not self._on_host:
-            self.run = self._in_one
+        # An exact call without output buffers is made by several launches.
+        proceed: Callable[..., Any]
+        if halves:
+            way, proceed = _HALVES, self._receive_sent
+        elif prepares:
+            way, proceed = _COUNTED, self._prepare
+        elif self._buffers is not None:
+            way, proceed = _STORED, self._receive_stored
+        else:
+            way, proceed = (_COUNTED, self._receive_exact) if self._exact else (_WHOLE, _nothing)
+        self.form = self._make_form(way, proceed, x, ids, weight, scatter, arrays[0])
 
-    def _make_form(self, x: Any, ids: Any, weight: Any, scatter: Any, like: Any) -> DispatchForm:
+    def _make_form(
+        self, way: int, proceed: Callable[..., Any], x: Any, ids: Any, weight: Any, scatter: Any, like: Any
+    ) -> DispatchForm:
         ctx, options, names = self._ctx, self._parts.options, self._parts.arguments
         config, runtime = options.config, self._group.runtime
         # The kernel itself makes float8 rows where it stores them in output buffers.
@@ -232,25 +239,11 @@ class Dispatch(CallForm):
             places = buffers.address(1), buffers.nbytes, buffers.scales_offset
         phases = ROUTE | SEND | GATHER | RECEIVE | (TELL if self._exact else 0)
         return DispatchForm(
+            way,
             self.issuer(),
             self.prepared(first),
             self.prepared(second, compared=False),
-            (
-                *_kinds_of_tokens(self, x, names.tokens, config.token.name),
-                self.kind(ids, names.ids, given_ids.name),
-                self.kind(weight, names.weight, config.weight.name),
-                self.kind(scatter, "full_scatter_indices", "int32"),
-            ),
-            (
-                config.hidden,
-                options.scales,
-                config.topk,
-                options.most_of_call,
-                given_bytes,
-                config.topk * given_ids.itemsize,
-                config.topk * config.weight.itemsize,
-            ),
-            (options.grows and self._exact, self._refuse_tokens),
+            (config.topk, options.most_of_call, options.grows and self._exact),
             address_of(call),
             tokens.filled,
             (new_lost, *renumbering),
@@ -264,13 +257,12 @@ class Dispatch(CallForm):
                 tables,
                 self._tables_maker(tables, like),
                 tables.address,
-                ctx.arrays.address,
             ),
             (-1 if self._rows is None else self._rows, not self._exact, received_offset(tables)),
             (self._scale_bytes, options.scale_column),
             makers,
             self._take,
-            self._receive_sent,
+            proceed,
             places,
         )
 
@@ -285,12 +277,11 @@ class Dispatch(CallForm):
             return None, None, (0, 0, 0, 0)
         launch, new, topk = surviving.launch(id_bytes), self._ctx.arrays.maker(ids, "bool"), surviving.topk
         ids_at, lost_at, slots_at = (address_of(launch.packed(index)) for index in (0, 3, 4))
-        return launch, lambda tokens: new((tokens, topk)), (ids_at, lost_at, slots_at, surviving.ids.ptr)
-
-    def _refuse_tokens(self, count: int) -> None:
-        """Raises ArgumentError for too many tokens."""
-        most, names = self._parts.options.most_of_call, self._parts.arguments
-        raise ArgumentError(names.tokens, f"has {count} tokens; expected at most max_tokens, {most}")
+        return (
+            launch,
+            lambda tokens: functools.partial(new, (tokens, topk)),
+            (ids_at, lost_at, slots_at, surviving.ids.ptr),
+        )
 
     def _tables_maker(self, tables: Tables, like: Any) -> Maker:
         """Makes the array of tables, of int64 where that spares the caller's ids a change of type."""
@@ -299,41 +290,24 @@ class Dispatch(CallForm):
             return arrays.maker_of(like, (tables.words // 2,), "int64")
         return arrays.maker_of(like, (tables.words,), "int32")
 
-    def _run(self, x: Any, ids: Any, weight: Any, scatter: Any, given: StreamLike) -> Dispatched | None:
-        made: Dispatched | None
-        if self._in_one is not None:
-            made = self._in_one(x, ids, weight, scatter, given)
-        else:
-            made = (self._store if self._at_once else self._count)(x, ids, weight, scatter, given)
-        if made is not None:
-            check_waited(self._parts, given)
-        return made
-
-    def prepare(self, x: Any, ids: Any, weight: Any, given: StreamLike) -> tuple[Any, EPAllToAllLayoutDesc] | None:
+    def _prepare(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...]) -> tuple[Any, EPAllToAllLayoutDesc]:
         """Exchanges the routing of tokens, whose rows `Redispatch` sends later. Returns the rows' weights or None, and
-        the descriptor; None, and nothing done, if the arrays are of other kinds.
+        the descriptor.
         """
-        desc = self._form.begin(x, ids, weight, None, given)
-        if desc is None:
-            return None
-        stream, owners = desc.stream, (x, ids, weight)
-        self._form.issue(desc, stream, owners, True, ROUTE | GATHER, 0, _NOWHERE)
+        stream = desc.stream
+        self.form.issue(desc, stream, owners, True, ROUTE | GATHER, 0, _NOWHERE)
         bad = self._learn_rows(desc)
         weights, weights_at = (None, 0) if bad is not None else self._outputs.make_weights(desc.rows)
-        self._form.issue(desc, stream, (*owners, weights), False, LAYOUT, desc.rows, (0, 0, weights_at))
+        self.form.issue(desc, stream, (*owners, weights), False, LAYOUT, desc.rows, (0, 0, weights_at))
         desc.mark_received(refused=bad is not None)
         if bad is not None:
             raise bad
         return weights, desc
 
-    def _count(self, x: Any, ids: Any, weight: Any, scatter: Any, given: StreamLike) -> Dispatched | None:
+    def _receive_exact(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...]) -> Dispatched:
         """Counts the rows by one launch, and moves them by another when their number is known."""
-        desc = self._form.begin(x, ids, weight, scatter, given)
-        if desc is None:
-            return None
-        stream, owners = desc.stream, (x, ids, weight, scatter)
-        self._form.issue(desc, stream, owners, True, ROUTE | GATHER | TELL, 0, _NOWHERE)
-        output = self._receive_counted(desc, owners, stream, SEND | RECEIVE, LAYOUT)
+        self.form.issue(desc, desc.stream, owners, True, ROUTE | GATHER | TELL, 0, _NOWHERE)
+        output = self._receive_counted(desc, owners, desc.stream, SEND | RECEIVE, LAYOUT)
         return output.rows, output.weights, desc
 
     def _take(self, like: Any, stream: StreamLike, given: StreamLike) -> TakenBuffer:
@@ -346,12 +320,10 @@ class Dispatch(CallForm):
             return NO_BUFFER
         return self._parts.take_buffer(like, stream, given, buffered=self._buffered)
 
-    def _store(self, x: Any, ids: Any, weight: Any, scatter: Any, given: StreamLike) -> Dispatched | None:
-        """Moves the rows to an output buffer by one launch. In the exact mode the CPU learns their number meanwhile."""
-        stored = self._form.store(x, ids, weight, scatter, given)
-        if stored is None:
-            return None
-        desc, taken, weights = stored
+    def _receive_stored(self, desc: EPAllToAllLayoutDesc, taken: TakenBuffer, weights: Any) -> Dispatched:
+        """The results of a call whose one launch moves the rows to an output buffer. In the exact mode the CPU learns
+        their number meanwhile.
+        """
         buffers, most = self._buffers, self._rows
         assert buffers is not None
         if self._exact:
@@ -365,10 +337,10 @@ class Dispatch(CallForm):
             weights = first_rows(weights, desc.rows)
         return rows, weights, desc
 
-    def _receive_sent(self, sent: SentDispatch, stream: StreamLike) -> Dispatched:
+    def _receive_sent(self, sent: SentCall, stream: StreamLike) -> Dispatched:
         """The second half of a call whose number of rows was not known at its first."""
         desc = sent.desc
-        self._form.issue(desc, stream, sent.owners, False, GATHER | TELL, 0, _NOWHERE)
+        self.form.issue(desc, stream, sent.owners, False, GATHER | TELL, 0, _NOWHERE)
         output = self._receive_counted(desc, sent.owners, stream, RECEIVE, RECEIVE)
         return output.rows, output.weights, desc
 
@@ -392,7 +364,7 @@ class Dispatch(CallForm):
         bad = self._learn_rows(desc)
         output = _NO_OUTPUT if bad is not None else self._outputs.make(desc.rows)
         phases = phases if bad is None else refused
-        self._form.issue(desc, stream, (*owners, output), False, phases, desc.rows, output.addresses)
+        self.form.issue(desc, stream, (*owners, output), False, phases, desc.rows, output.addresses)
         desc.mark_received(refused=bad is not None)
         if bad is not None:
             raise bad
@@ -420,9 +392,12 @@ class Redispatch(CallForm):
     Args:
         parts: of the layer.
         x, desc: of the call for which the form is prepared.
+        argument: the name of `x` in errors.
         width: elements of a row; None for those of a token.
         dtype: their type; None for that of tokens.
-        argument: the name of `x` in errors; None for that of the flow.
+
+    Attributes:
+        form: makes the calls.
 
     Raises:
         ArgumentError: an argument is wrong.
@@ -433,13 +408,12 @@ class Redispatch(CallForm):
         parts: LayerParts,
         x: Any,
         desc: EPAllToAllLayoutDesc,
+        argument: str,
         *,
         width: int | None = None,
         dtype: str | None = None,
-        argument: str | None = None,
     ) -> None:
         config, ctx, is_pair = parts.options.config, parts.ctx, isinstance(x, tuple)
-        argument = argument or parts.arguments.values
         tokens = desc.num_dispatch_token_cur_rank
         if width is None:
             parts.given_rows(x, tokens, argument)
@@ -460,36 +434,34 @@ class Redispatch(CallForm):
         before = [] if given.before is None else [given.before]
         first = self.prepared(in_order(self._group.runtime, [*before, launch]))
         tables = ctx.tables.of_call(None, buffered=False, wide_ids=False)
-        self._form = DispatchForm(
+        self.form = DispatchForm(
+            _AGAIN,
             self.issuer(),
             first,
             first,
-            (*_kinds_of_tokens(self, x, argument, element), None, None, None),
-            (width, parts.options.scales, config.topk, config.max_tokens, row_bytes, 0, 0),
-            (False, None),
+            (config.topk, config.max_tokens, False),
             address_of(call),
             given.filled,
             (None, 0, 0, 0, 0),
             (0, 0),
             (SEND | RECEIVE, 0, 0),
-            (EPAllToAllLayoutDesc, NOT_RECEIVED, ctx, ctx.numbers, tables, None, 0, ctx.arrays.address),
+            (EPAllToAllLayoutDesc, NOT_RECEIVED, ctx, ctx.numbers, tables, None, 0),
             (-1, False, 0),
             (ctx.scale_bytes if is_pair else 0, parts.options.scale_column),
             (None, None, None),
             None,
-            None,
+            self._send,
             _NOWHERE,
         )
 
-    def run(self, x: Any, desc: EPAllToAllLayoutDesc, given: StreamLike, out: Any = None) -> Any:
-        """The rows, in `out` if that is given; None, and nothing done, if the tokens are of other kinds."""
-        if self._form.fill(x, desc.num_dispatch_token_cur_rank) is None:
-            return None
-        output = self._outputs.make(desc.rows) if out is None else self._given_output(x, desc, out)
+    def _send(self, desc: EPAllToAllLayoutDesc, stream: StreamLike, out: Any, owners: tuple[Any, ...]) -> Any:
+        """Sends the tokens, of which `owners` begins with the array of values. Returns the rows, in `out` if that is
+        given.
+        """
+        output = self._outputs.make(desc.rows) if out is None else self._given_output(owners[0], desc, out)
         self._call.expert_ids = ffi.cast("char *", desc.pointer("expert_ids") + self._own_ids)
         self._call.ticket = desc.number
-        stream = self._form.stream(x[0] if type(x) is tuple else x, given)
-        self._form.issue(desc, stream, (x, output), True, SEND | RECEIVE, desc.rows, output.addresses)
+        self.form.issue(desc, stream, (owners, output), True, SEND | RECEIVE, desc.rows, output.addresses)
         return output.rows
 
     def _given_output(self, x: Any, desc: EPAllToAllLayoutDesc, out: Any) -> NewOutput:
@@ -497,6 +469,10 @@ class Redispatch(CallForm):
         shape = (desc.rows, source.shape[1])
         _, view = output_array(self._group, out, source, shape, self._element, spare_rows=True)
         return NewOutput(out, None, (view.ptr, 0, 0))
+
+
+def _nothing() -> None:
+    """Follows a call that C makes whole."""
 
 
 def _check_dispatch(parts: LayerParts, x: Any, ids: Any, weight: Any, scatter: Any) -> None:
@@ -522,13 +498,6 @@ def _check_dispatch(parts: LayerParts, x: Any, ids: Any, weight: Any, scatter: A
     if options.expert_alignment:
         raise ArgumentError("full_scatter_indices", "can't be given with expert_alignment")
     input_array(group, scatter, "full_scatter_indices", (-1, options.config.topk), "int32")
-
-
-def _kinds_of_tokens(form: CallForm, x: Any, argument: str, dtype: str) -> tuple[Kind | None, Kind | None]:
-    """The kinds of tokens, or of a pair of rows in float8 and their scales."""
-    if not isinstance(x, tuple):
-        return form.kind(x, argument, dtype), None
-    return form.kind(x[0], argument, FLOAT8), form.kind(x[1], argument, "float32")
 
 
 def received_offset(tables: Tables) -> int:

@@ -2,7 +2,7 @@
 #ifndef PROXYCCL_FORMS_H
 #define PROXYCCL_FORMS_H
 
-#include "../calls/calls.h"
+#include "../calls/form_list.h"
 
 /* Each adds its types to the module. 0, or -1 with an exception. */
 int proxyccl_add_dispatch_form(PyObject* module);

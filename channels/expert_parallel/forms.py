@@ -1,8 +1,8 @@
-"""The forms of a layer's calls.
+"""The calls of a layer, of which C finds the forms.
 
-A form is prepared for the kinds of a call's arrays: their types, element types and devices. Every call tries the forms
-that there are, each of which does nothing if an array is of another kind. If none fits, the call's arguments are
-checked and a form is prepared for them. C then makes the call, as it makes later ones of the form.
+A form is prepared for the kinds of a call's arrays: their types, element types and shapes without the first extent. If
+none is listed for them, the call's arguments are checked and a form is prepared. C then makes the call, as it makes
+later ones of the form (calls/form_list.c).
 """
 
 from __future__ import annotations
@@ -10,49 +10,67 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from proxyccl.channels.calls._calls import SentCombine, SentDispatch
+from proxyccl.channels.arguments import input_view
+from proxyccl.channels.calls._calls import CombineForm, DispatchForm, FormList, SentCall
 from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Combine, Sums
+from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.dispatch_form import Dispatch, Redispatch
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
+from proxyccl.channels.expert_parallel.received import check_waited
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.runtime import StreamLike
 
-_MOST_FORMS = 16  # of one call: beyond them the oldest goes
-_Form = Callable[..., Any]
-
 
 class Forms:
-    """The forms of one layer.
+    """The calls of one layer.
 
     Args:
         parts: of the layer.
     """
 
     def __init__(self, parts: LayerParts) -> None:
-        self._parts = parts
-        self._dispatches: tuple[list[_Form], list[_Form]] = ([], [])  # whose rows may not, or may, lie in buffers
-        self._sends: list[_Form] = []
-        self._prepares: list[_Form] = []
-        self._redispatches: list[_Form] = []
-        self._spreads: list[_Form] = []
-        self._combines: tuple[list[_Form], list[_Form]] = ([], [])  # whole, or in halves
-        self._collects: list[_Form] = []
+        self._parts, self._on_host = parts, parts.ctx.runtime_name == "host"
+        names, topk = parts.arguments, parts.options.config.topk
+        inputs = ((names.tokens, 2), (names.ids, 1), (names.weight, 1), ("full_scatter_indices", 1))
+        rows = ((names.rows, 1), ("weights", 1), ("topk_weights", 1), ("order_ids", 1), ("added", MOST_ADDED))
+
+        def dispatches(**options: bool) -> FormList:
+            return _list(parts, DispatchForm, inputs, 1, lambda *of: Dispatch(parts, *of[:-1], **options).form)
+
+        def redispatches(argument: str, **options: Any) -> FormList:
+            def prepare(x: Any, desc: EPAllToAllLayoutDesc, *_: Any) -> DispatchForm:
+                return Redispatch(parts, x, desc, argument, **options).form
+
+            return _list(parts, DispatchForm, ((argument, 2),), 3, prepare)
+
+        def combines(**options: Any) -> FormList:
+            def prepare(*of: Any) -> CombineForm:
+                return Combine(parts, "combine", *of[:-2], **options).form
+
+            return _list(parts, CombineForm, rows, 3, prepare)
+
+        def collect(*of: Any) -> CombineForm:
+            dtype = input_view(parts.ctx.group, of[0], "input").dtype.name
+            return Combine(parts, "collect", *of[:-2], width=topk, dtype=dtype).form
+
+        self._dispatches = dispatches(buffered=False), dispatches(buffered=True)
+        self._sends, self._prepares = dispatches(halves=True), dispatches(prepares=True)
+        self._redispatches = redispatches(names.values)
+        self._spreads = redispatches("topk_weights", width=topk, dtype="float32")
+        self._combines = combines(halves=False), combines(halves=True)
+        self._collects = _list(parts, CombineForm, rows, 3, collect)
 
     def dispatch(
         self, input: Any, exp_indices: Any, weight: Any, scatter: Any, stream: StreamLike, *, buffered: bool
     ) -> Dispatched:
         """Makes a dispatch. Raises as `EPAll2AllLayer.dispatch`."""
-        forms = self._dispatches[buffered]
-        for form in forms:
-            made: Dispatched | None = form(input, exp_indices, weight, scatter, stream)
-            if made is not None:
-                return made
-        new = Dispatch(self._parts, input, exp_indices, weight, scatter, buffered=buffered)
-        dispatched: Dispatched = _add(forms, new.run)(input, exp_indices, weight, scatter, stream)
-        return dispatched
+        made: Dispatched = self._dispatches[buffered].call(input, exp_indices, weight, scatter, stream)
+        if self._on_host:
+            check_waited(self._parts, stream)
+        return made
 
     def prepare(
         self, input: Any, exp_indices: Any, weight: Any, stream: StreamLike
@@ -60,45 +78,21 @@ class Forms:
         """Exchanges the routing of tokens, which `redispatch` sends. Returns their rows' weights, or None, and the
         descriptor. Raises as `DispatchCombine.prepare`.
         """
-        for form in self._prepares:
-            made: tuple[Any, EPAllToAllLayoutDesc] | None = form(input, exp_indices, weight, stream)
-            if made is not None:
-                return made
-        new = Dispatch(self._parts, input, exp_indices, weight, None, prepares=True)
-        prepared: tuple[Any, EPAllToAllLayoutDesc] = _add(self._prepares, new.prepare)(
-            input, exp_indices, weight, stream
-        )
-        return prepared
+        made: tuple[Any, EPAllToAllLayoutDesc] = self._prepares.call(input, exp_indices, weight, None, stream)
+        return made
 
-    def dispatch_send(
-        self, input: Any, exp_indices: Any, weight: Any, scatter: Any, stream: StreamLike
-    ) -> SentDispatch:
+    def dispatch_send(self, input: Any, exp_indices: Any, weight: Any, scatter: Any, stream: StreamLike) -> SentCall:
         """Makes the first half of one."""
-        for form in self._sends:
-            made: SentDispatch | None = form(input, exp_indices, weight, scatter, stream)
-            if made is not None:
-                return made
-        new = Dispatch(self._parts, input, exp_indices, weight, scatter, halves=True)
-        sent: SentDispatch = _add(self._sends, new.send)(input, exp_indices, weight, scatter, stream)
+        sent: SentCall = self._sends.call(input, exp_indices, weight, scatter, stream)
         return sent
 
     def redispatch(self, input: Any, desc: EPAllToAllLayoutDesc, stream: StreamLike, out: Any = None) -> Any:
         """Dispatches other values of the same tokens, to new rows or to `out`."""
-        for form in self._redispatches:
-            made = form(input, desc, stream, out)
-            if made is not None:
-                return made
-        return _add(self._redispatches, Redispatch(self._parts, input, desc).run)(input, desc, stream, out)
+        return self._redispatches.call(input, desc, stream, out)
 
     def spread_weights(self, weights: Any, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         """Dispatches float32 [T, topk], all of a token's weights to each of its rows."""
-        for form in self._spreads:
-            made = form(weights, desc, stream)
-            if made is not None:
-                return made
-        topk = self._parts.options.config.topk
-        new = Redispatch(self._parts, weights, desc, width=topk, dtype="float32", argument="topk_weights")
-        return _add(self._spreads, new.run)(weights, desc, stream)
+        return self._spreads.call(weights, desc, stream, None)
 
     def combine(
         self,
@@ -109,26 +103,14 @@ class Forms:
         out: Any,
         stream: StreamLike,
         sums: Sums = NO_SUMS,
-        *,
-        halves: bool = False,
     ) -> Any:
-        """Makes a combine, or begins it. Raises as `EPAll2AllLayer.combine`.
+        """Makes a combine. Raises as `EPAll2AllLayer.combine`."""
+        added, order_ids = sums
+        return self._combines[False].call(input, weights, topk_weights, order_ids, added, desc, out, stream)
 
-        Returns:
-            The result, or with `halves` a `SentCombine`.
-        """
-        forms, (added, order_ids) = self._combines[halves], sums
-        for form in forms:
-            made = form(input, desc, weights, topk_weights, out, stream, order_ids, added)
-            if made is not None:
-                return made
-        own, parts = self._parts.own_desc(desc), self._parts
-        new = Combine(parts, "combine", input, own, weights, topk_weights, sums, halves=halves)
-        return _add(forms, new.start)(input, desc, weights, topk_weights, out, stream, order_ids, added)
-
-    def combine_send(self, input: Any, desc: Any, weights: Any, topk_weights: Any, stream: StreamLike) -> SentCombine:
+    def combine_send(self, input: Any, desc: Any, weights: Any, topk_weights: Any, stream: StreamLike) -> SentCall:
         """Makes the first half of one."""
-        sent: SentCombine = self.combine(input, desc, weights, topk_weights, None, stream, halves=True)
+        sent: SentCall = self._combines[True].call(input, weights, topk_weights, None, (), desc, None, stream)
         return sent
 
     def collect(self, values: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
@@ -142,13 +124,7 @@ class Forms:
             stream: where.
         """
         rows = values.owner if self._parts.options.by_rank else self._by_columns(values, desc, stream)
-        for form in self._collects:
-            made = form(rows, desc, None, None, None, stream, None, ())
-            if made is not None:
-                return made
-        topk, dtype = self._parts.options.config.topk, values.dtype.name
-        new = Combine(self._parts, "collect", rows, desc, None, None, width=topk, dtype=dtype)
-        return _add(self._collects, new.start)(rows, desc, None, None, None, stream, None, ())
+        return self._collects.call(rows, None, None, None, (), desc, None, stream)
 
     def _by_columns(self, values: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         """[R, topk]: each row's value in the column of the row's slot, beside zeros."""
@@ -162,8 +138,21 @@ class Forms:
         return rows
 
 
-def _add(forms: list[_Form], form: _Form) -> _Form:
-    if len(forms) == _MOST_FORMS:
-        del forms[0]
-    forms.append(form)
-    return form
+def _list(
+    parts: LayerParts, form: type, arguments: tuple[tuple[str, int], ...], further: int, prepare: Callable[..., Any]
+) -> FormList:
+    """A list of the forms of one call.
+
+    Args:
+        parts: of the layer.
+        form: their type.
+        arguments: the name of each argument that is an array, and how many arrays it may be as a tuple.
+        further: how many other arguments follow.
+        prepare: prepares a form for the arguments of a call, or raises ArgumentError.
+    """
+
+    def view(argument: int, x: Any) -> ArrayView:
+        return input_view(parts.ctx.group, x, arguments[argument][0])
+
+    calls = parts.ctx.group.launches.calls
+    return FormList(calls, form, tuple(width for _, width in arguments), further, view, prepare)

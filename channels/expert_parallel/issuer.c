@@ -1,15 +1,16 @@
 #include "issuer.h"
 
 int proxyccl_read_issuer(PyObject* given, Issuer* issuer) {
-  PyObject *calls, *current, *stream_type, *stream_of, *queue, *device;
+  PyObject *calls, *current, *stream_type, *stream_of, *queue, *device, *address;
   unsigned long long number;
-  if (!PyArg_ParseTuple(given, "OpOOOOOK", &calls, &issuer->on_host, &current, &stream_type, &stream_of, &queue,
-                        &device, &number) ||
+  if (!PyArg_ParseTuple(given, "OpOOOOOKO", &calls, &issuer->on_host, &current, &stream_type, &stream_of, &queue,
+                        &device, &number, &address) ||
       !proxyccl_require_calls(calls))
     return -1;
   issuer->calls = Py_NewRef(calls), issuer->current = Py_NewRef(current), issuer->device = Py_NewRef(device);
   issuer->stream_type = Py_NewRef(stream_type), issuer->stream_of = Py_NewRef(stream_of);
   issuer->queue = Py_NewRef(queue), issuer->number = (uint64_t*)(uintptr_t)number;
+  issuer->address = Py_NewRef(address);
   return 0;
 }
 
@@ -22,8 +23,9 @@ int proxyccl_read_prepared(PyObject* given, PreparedCall* call) {
   return 0;
 }
 
-#define REFERENCES(apply) \
-  apply(calls) apply(current) apply(stream_type) apply(latest) apply(stream_of) apply(queue) apply(device)
+#define REFERENCES(apply)                                                                                  \
+  apply(calls) apply(current) apply(stream_type) apply(latest) apply(stream_of) apply(queue) apply(device) \
+      apply(address)
 
 int proxyccl_visit_issuer(const Issuer* self, visitproc visit, void* arg) {
   REFERENCES(PROXYCCL_VISIT)
@@ -75,4 +77,19 @@ int proxyccl_issue(const Issuer* issuer, const PreparedCall* call, const Descrip
   Py_XDECREF(kept);
   Py_XDECREF(queued);
   return queued == NULL ? -1 : 0;
+}
+
+PyObject* proxyccl_new_array(const Issuer* issuer, PyObject* maker, Py_ssize_t nbytes, uintptr_t* at) {
+  static PyObject* data_ptr;
+  if (data_ptr == NULL && (data_ptr = PyUnicode_InternFromString("data_ptr")) == NULL) return NULL;
+  PyObject* made = PyObject_CallNoArgs(maker);
+  if (made == NULL) return NULL;
+  PyObject* found = issuer->address == Py_None ? PyObject_CallMethodObjArgs(made, data_ptr, NULL)
+                                               : PyObject_CallFunctionObjArgs(issuer->address, made, NULL);
+  *at = found == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(found);
+  Py_XDECREF(found);
+  if (*at == 0 && nbytes != 0 && PyErr_Occurred() == NULL)
+    PyErr_SetString(PyExc_MemoryError, "a new array has no memory");
+  if (PyErr_Occurred() != NULL) Py_CLEAR(made);
+  return made;
 }

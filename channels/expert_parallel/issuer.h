@@ -1,4 +1,4 @@
-/* How a call of a layer reaches its stream. */
+/* What the forms of a layer's calls share: the stream of a call, how it is issued, and where new arrays lie. */
 #ifndef PROXYCCL_ISSUER_H
 #define PROXYCCL_ISSUER_H
 
@@ -13,7 +13,8 @@ typedef struct Issuer {
   PyObject* stream_of;   /* stream_of(x, given): the stream of any other call */
   PyObject* queue;       /* queue(desc, prepared, stream, owners): issues what is not on such a stream */
   PyObject* device;
-  uint64_t* number; /* the field of the call that names its dispatch */
+  uint64_t* number;  /* the field of the call that names its dispatch */
+  PyObject* address; /* address(array) of an array that the layer made; None if these are torch's */
 } Issuer;
 
 /* Reads `CallForm.issuer` (call_form.py). 0, or -1 with an exception. */
@@ -29,5 +30,8 @@ PyObject* proxyccl_stream(Issuer* issuer, PyObject* x, PyObject* given);
  * torch's current one. Returns 0, or -1 with an exception. */
 int proxyccl_issue(const Issuer* issuer, const PreparedCall* call, const Descriptor* desc, PyObject* stream,
                    PyObject* (*owners)(const void* of), const void* of);
+/* The array that a function without arguments makes, and its address, which may be 0 only if it has no bytes. NULL with
+ * an exception. */
+PyObject* proxyccl_new_array(const Issuer* issuer, PyObject* maker, Py_ssize_t nbytes, uintptr_t* at);
 
 #endif

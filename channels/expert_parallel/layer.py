@@ -8,17 +8,16 @@ from types import TracebackType
 from typing import Any
 
 from proxyccl.channels import array_libraries
-from proxyccl.channels.calls._calls import SentCombine, SentDispatch
+from proxyccl.channels.calls._calls import SentCall
 from proxyccl.channels.collectives.barrier import barrier
 from proxyccl.channels.communicator import Communicator
-from proxyccl.channels.expert_parallel.arguments import input_array
+from proxyccl.channels.expert_parallel.arguments import input_array, whole_number
 from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Sums
 from proxyccl.channels.expert_parallel.config import SCALED_ELEMENTS
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.forms import Forms
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members, node_size
-from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.received import check_ended, check_waited, refuse_capture
@@ -44,8 +43,8 @@ class UnderWay:
     __slots__ = ("end_combine", "end_dispatch", "returned", "sent")
 
     def __init__(self) -> None:
-        self.sent: SentDispatch | None = None
-        self.returned: SentCombine | None = None
+        self.sent: SentCall | None = None
+        self.returned: SentCall | None = None
         self.end_dispatch: Callable[[], None] | None = None
         self.end_combine: Callable[[], None] | None = None
 
@@ -370,7 +369,7 @@ class EPAll2AllLayer:
             self._refuse_under_way()
         return self.forms.dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=True)
 
-    def send_unrecorded(self, input: Any, exp_indices: Any, weight: Any = None) -> SentDispatch:
+    def send_unrecorded(self, input: Any, exp_indices: Any, weight: Any = None) -> SentCall:
         """`dispatch_send`, which is not recorded for a backward pass."""
         self._refuse_under_way()
         sent = self.under_way.sent = self.forms.dispatch_send(input, exp_indices, weight, None, None)
@@ -384,7 +383,7 @@ class EPAll2AllLayer:
         full_scatter_indices: Any = None,
         *,
         stream: StreamLike = None,
-    ) -> SentDispatch:
+    ) -> SentCall:
         """The first half of `dispatch`: queues the sends and does not wait.
 
         The arguments must not change until `dispatch_recv`. One dispatch can be in flight at a time.
@@ -397,9 +396,7 @@ class EPAll2AllLayer:
         self.under_way.sent = sent
         return sent
 
-    def dispatch_recv(
-        self, pending: SentDispatch, *, stream: StreamLike = None
-    ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+    def dispatch_recv(self, pending: SentCall, *, stream: StreamLike = None) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         """The second half of `dispatch`: receives the rows. Returns and raises as `dispatch`."""
         self.ctx.require_usable()
         under_way = self.under_way
@@ -414,7 +411,7 @@ class EPAll2AllLayer:
         tokens, weights = pending.recorded
         return recorder.dispatch(self, lambda: self._receive(pending, stream), tokens, weights)
 
-    def _receive(self, pending: SentDispatch, stream: StreamLike) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+    def _receive(self, pending: SentCall, stream: StreamLike) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         received: tuple[Any, Any, EPAllToAllLayoutDesc] = pending.receive(stream)
         check_waited(self._parts, stream)
         return received
@@ -504,7 +501,7 @@ class EPAll2AllLayer:
 
     def send_back_unrecorded(
         self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, weights: Any = None, topk_weights: Any = None
-    ) -> SentCombine:
+    ) -> SentCall:
         """`combine_send`, which is not recorded for a backward pass."""
         self._refuse_returning()
         sent = self.forms.combine_send(input, ep_a2a_layout_desc, weights, topk_weights, None)
@@ -543,7 +540,7 @@ class EPAll2AllLayer:
         weights: Any = None,
         topk_weights: Any = None,
         stream: StreamLike = None,
-    ) -> SentCombine:
+    ) -> SentCall:
         """The first half of `combine`: queues the sends and does not wait.
 
         `input` and the weights must not change until `combine_recv`. One combine can be in flight at a time.
@@ -556,7 +553,7 @@ class EPAll2AllLayer:
         self.under_way.returned = sent
         return sent
 
-    def combine_recv(self, pending: SentCombine, *, out: Any = None, stream: StreamLike = None) -> Any:
+    def combine_recv(self, pending: SentCall, *, out: Any = None, stream: StreamLike = None) -> Any:
         """The second half of `combine`: sums the received rows. Returns and raises as `combine`."""
         self.ctx.require_usable()
         under_way = self.under_way
@@ -565,13 +562,14 @@ class EPAll2AllLayer:
         recorder = recorder_of(*pending.recorded)
         if recorder is not None:
             refuse_output(out)
-        output, target = pending.output(out)
         stream = pending.stream if stream is None else stream
-        under_way.returned = under_way.end_combine = None
         if recorder is None:
-            return pending.receive(output, target, stream)
-        rows, weights = pending.recorded
-        return recorder.combine(self, lambda: pending.receive(output, target, stream), rows, weights, pending.desc)
+            combined = pending.receive(stream, out)
+        else:
+            rows, weights = pending.recorded
+            combined = recorder.combine(self, lambda: pending.receive(stream), rows, weights, pending.desc)
+        under_way.returned = under_way.end_combine = None  # not after a refused `out`
+        return combined
 
     def combine_weights(
         self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None

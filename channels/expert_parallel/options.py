@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.config import (
     MAX_CHOSEN_PER_RANK,
     MAX_SLOTS,
@@ -17,7 +18,6 @@ from proxyccl.channels.expert_parallel.config import (
     column_of,
 )
 from proxyccl.channels.expert_parallel.geometry import OutputLayout
-from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.survivors import experts_left, lost_ranks_of
 from proxyccl.device.arguments.flags import as_flag
 from proxyccl.device.arrays.dtypes import as_dtype

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.dlpack import dlpack_device, export_dlpack, from_dlpack
 from proxyccl.device.arrays.dtypes import DType, as_dtype
-from proxyccl.device.arrays.libraries import current_stream, from_torch, libraries, register
+from proxyccl.device.arrays.libraries import current_stream, from_torch, libraries
 from proxyccl.device.arrays.view import ArrayView, require_contiguous, require_memory
 from proxyccl.device.base_runtime import BaseRuntime, Memory, StreamLike
 from proxyccl.device.errors import ArgumentError, ClosedError
@@ -166,33 +166,6 @@ class Array:
         if copy or dl_device not in (None, self.__dlpack_device__()):
             raise BufferError("an Array is exported only where it lies; numpy() makes a copy in host memory")
         return export_dlpack(self)
-
-
-def _kind(x: Array) -> tuple[Any, ...]:
-    return (x.dtype.name, x.runtime)
-
-
-def _memory(x: Array, nbytes: int) -> int:
-    return 0 if x.memory.closed or not nbytes else x.memory.ptr
-
-
-def _numpy_kind(x: Any) -> tuple[Any, ...]:
-    return (x.dtype,)
-
-
-def _numpy_memory(x: Any, nbytes: int) -> int:
-    if not nbytes:
-        return 0
-    try:
-        first = _from_buffer(x)  # a quarter of the time of x.ctypes.data or x.__array_interface__
-    except ValueError:  # it is not contiguous, or buffers do not support its type
-        return 0
-    address = int(_cast("uintptr_t", first))
-    return 0 if address % x.itemsize else address
-
-
-register(Array, kind_of=_kind, memory=_memory)
-register(np.ndarray, kind_of=_numpy_kind, memory=_numpy_memory)
 
 
 def _from_interface(x: Any, device: tuple[str, int], argument: str) -> ArrayView:

@@ -95,24 +95,6 @@ def require_tensor_memory(x: Any, argument: str) -> None:
         raise ArgumentError(argument, f"the {kind.__name__} of shape {tuple(x.shape)} has no memory: {reason}")
 
 
-def _tensor_kind(x: Any) -> tuple[Any, ...]:
-    return (x.dtype, x.get_device())
-
-
-def _tensor_memory(x: Any, nbytes: int) -> int:
-    try:
-        if not x.is_contiguous() or x.is_neg() or x.is_conj():
-            return 0
-        # Not by its address alone: a view of a storage that was freed has its offset as address.
-        itemsize = x.element_size()
-        if x.untyped_storage().nbytes() < x.storage_offset() * itemsize + nbytes:
-            return 0
-        address: int = x.data_ptr()
-    except RuntimeError:  # it has no storage
-        return 0
-    return 0 if address % itemsize else address
-
-
 def _torch_stream(x: Any) -> int | None:
     device = x.get_device()
     if device < 0:  # a CPU's, which also a torch without GPUs has
@@ -132,23 +114,10 @@ def _nothing(_: Any) -> None:
     return None
 
 
-def _no_memory(_: Any, __: int) -> int:
-    return 0
-
-
 class _Library(Struct, frozen=True):
-    """The functions for a type of arrays; see `current_stream`, `from_torch`, `_INSTEAD`, and:
-
-    Attributes:
-        kind: kind(array): its element type and place. If one array of a type and kind was checked, another need only
-            have the expected shape, and memory. None for arrays that must be checked each time.
-        memory: memory(array, nbytes): the address of an array of a checked kind that has `nbytes` bytes; 0 if it is
-            empty, or if another check must decide.
-    """
+    """The properties of a type of arrays; see `current_stream`, `from_torch` and `_INSTEAD`."""
 
     stream: Callable[[Any], StreamLike]
-    kind: Callable[[Any], tuple[Any, ...] | None] = _nothing
-    memory: Callable[[Any, int], int] = _no_memory
     is_torch: bool = False
     instead: str | None = None
 
@@ -160,8 +129,6 @@ class _Library(Struct, frozen=True):
 
 
 def _find_library(kind: type) -> _Library:
-    if kind.__module__ == "torch" and kind.__name__ == "Tensor":
-        return _Library(_torch_stream, _tensor_kind, _tensor_memory, is_torch=True)
     if is_torch(kind):
         return _Library(_torch_stream, is_torch=True, instead=_find_instead(kind))
     if _is_cupy(kind):
@@ -191,17 +158,9 @@ libraries = _Libraries()
 """The functions for each type of arrays: see `_Library`."""
 
 
-def register(
-    kind: type,
-    stream: Callable[[Any], StreamLike] = _nothing,
-    *,
-    kind_of: Callable[[Any], tuple[Any, ...] | None] = _nothing,
-    memory: Callable[[Any, int], int] = _no_memory,
-) -> None:
-    """Makes an array type known. See `current_stream` for its stream; none by default. For `kind_of` and `memory` see
-    `libraries`.
-    """
-    libraries[kind] = _Library(stream, kind_of, memory)
+def register(kind: type, stream: Callable[[Any], StreamLike]) -> None:
+    """Makes an array type known, by its stream as `current_stream` returns it."""
+    libraries[kind] = _Library(stream)
 
 
 _raw_stream: Callable[[int], int] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from proxyccl.channels.expert_parallel.numbers import whole_number
+from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.deep_ep import low_latency, normal
 from proxyccl.deep_ep.arguments import LOW_LATENCY, NORMAL, require_tensor
 from proxyccl.deep_ep.config import MOST_BYTES, Config, low_latency_size_hint

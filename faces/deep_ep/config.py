@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from proxyccl.channels.expert_parallel.numbers import MAX_NUMBER, whole_number
+from proxyccl.channels.expert_parallel.arguments import MAX_NUMBER, whole_number
 
 _RANKS_OF_A_NODE = 8  # above which DeepEP's callers expect a buffer for RDMA
 _ALIGNMENT = 128

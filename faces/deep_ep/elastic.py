@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from proxyccl.channels.expert_parallel.numbers import whole_number
+from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.deep_ep import elastic_calls
 from proxyccl.deep_ep.arguments import ELASTIC, require_ids, require_seconds, require_stats
 from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT, MOST_BYTES, elastic_size_hint

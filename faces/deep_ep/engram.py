@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from proxyccl.channels.expert_parallel.numbers import whole_number
+from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.stored_rows import StoredRows
 from proxyccl.deep_ep.arguments import require_tensor
 from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT

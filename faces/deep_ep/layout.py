@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from proxyccl.channels.expert_parallel.numbers import whole_number
+from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.deep_ep.arguments import require_ids
 from proxyccl.device.errors import ArgumentError
 

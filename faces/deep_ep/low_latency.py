@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from proxyccl.channels.calls._calls import SentDispatch
+from proxyccl.channels.calls._calls import SentCall
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.deep_ep.arguments import require_ids, require_stats, require_tensor
@@ -126,7 +126,7 @@ def _require_tokens(x: Any, topk_idx: Any) -> None:
     require_ids(topk_idx, len(x))
 
 
-def _dispatch_later(layer: EPAll2AllLayer, pending: SentDispatch, finish: Callable[[], None]) -> Half:
+def _dispatch_later(layer: EPAll2AllLayer, pending: SentCall, finish: Callable[[], None]) -> Half:
     """The second half of a dispatch, which then calls `finish`; to be made as soon as the first half is queued. If the
     next call of the layer comes before the hook is called, because an exception came between, that call receives the
     rows, and `finish` is left to the hook.

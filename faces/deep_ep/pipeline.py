@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from proxyccl.channels.communicator import Communicator
-from proxyccl.channels.expert_parallel.numbers import whole_number
+from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.schedules.ring_slots import RingSlots
 from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT
 from proxyccl.deep_ep.elastic_base import ElasticBase, aligned, bytes_of, require_bytes

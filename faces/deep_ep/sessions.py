@@ -11,7 +11,7 @@ import torch
 
 from proxyccl.channels.collectives.range_gathers import RangeGathers
 from proxyccl.channels.communicator import Communicator
-from proxyccl.channels.expert_parallel.numbers import whole_number
+from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.deep_ep.config import ELASTIC_ALIGNMENT
 from proxyccl.deep_ep.elastic_base import ElasticBase, aligned, bytes_of, require_bytes
 from proxyccl.device.arrays.array import Array

@@ -77,20 +77,6 @@ FORMS = {
 }
 
 
-@pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the calls for which forms were prepared."""
-    names: list[str] = []
-    start = CallForm.__init__
-
-    def noted(form: CallForm, parts: Any, arrays: Any, name: str, *others: Any) -> None:
-        names.append(name)
-        start(form, parts, arrays, name, *others)
-
-    monkeypatch.setattr(CallForm, "__init__", noted)
-    return names
-
-
 class Batch:
     """A rank's tokens: whole numbers, of which float8 rows with scales of 2 are exact."""
 
@@ -159,22 +145,21 @@ def call_pair(comm: Communicator, layer: EPAll2AllLayer, form: Form, batch: Batc
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_each_call_of_a_form_has_arrays_and_tokens_of_its_own(pair: Ranks, prepared: list[str], name: str) -> None:
+def test_each_call_of_a_form_has_arrays_and_tokens_of_its_own(pair: Ranks, name: str) -> None:
     form = FORMS[name]
 
-    def body(comm: Communicator) -> list[str]:
+    def body(comm: Communicator) -> None:
         sizes = (TOKENS, HIDDEN, TOPK, comm.rank, EXPERTS, comm.local_world_size, comm.world_size)
         stream = comm.runtime.create_stream() if form.own_stream else None
         with EPAll2AllLayer(comm, *sizes, **form.options) as layer:
             for turn in range(6):
                 call_pair(comm, layer, form, Batch(comm, form, turn), stream)
-                comm.barrier()
                 if turn == 0:
-                    prepared.clear()
-                comm.barrier()
-        return list(prepared)
+                    first = comm.calls
+        assert comm.calls.made > first.made
+        assert comm.calls.prepared == first.prepared
 
-    assert pair.run(body) == [[], []]
+    pair.run(body)
 
 
 @pytest.mark.parametrize("name", ["exact", "fixed", "float8", "float8 halves", "padded halves", "buffers"])
@@ -187,14 +172,14 @@ def test_on_the_stream_where_torch_works_c_alone_issues_them(
 
     def issuer(call: CallForm) -> tuple[Any, ...]:
         """The same as on a GPU, whose current stream is the one of calls without a stream."""
-        calls, _, _, kind, stream_of, queue, _, number = given(call)
+        calls, _, _, kind, stream_of, queue, _, *others = given(call)
         handle = call._group.launches.default_stream.handle
 
         def note(*arguments: Any) -> None:
             queued.append(arguments)
             queue(*arguments)
 
-        return calls, False, lambda _: handle, kind, stream_of, note, 0, number
+        return calls, False, lambda _: handle, kind, stream_of, note, 0, *others
 
     monkeypatch.setattr(CallForm, "issuer", issuer)
 

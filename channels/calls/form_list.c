@@ -1,0 +1,226 @@
+#include "form_list.h"
+
+#include <string.h>
+
+#include "calls.h"
+
+enum { MOST_FORMS = 16 }; /* beyond them the oldest goes */
+
+typedef struct Listed {
+  PyObject* form;
+  ArrayKind kinds[PROXYCCL_MOST_GIVEN]; /* with references */
+} Listed;
+
+/* See FormList in _calls.pyi. */
+typedef struct FormList {
+  PyObject ob_base;
+  PyObject* calls; /* of the group */
+  PyTypeObject* form_type;
+  PyObject *widths, *view, *prepare;
+  Py_ssize_t further; /* arguments after the arrays */
+  Py_ssize_t count;
+  Listed listed[MOST_FORMS]; /* the oldest first */
+} FormList;
+
+static void add_references(const ArrayKind* kind) {
+  Py_XINCREF((PyObject*)kind->type);
+  Py_XINCREF(kind->element);
+  Py_XINCREF(kind->runtime);
+}
+
+static void release(Listed* listed) {
+  for (int i = 0; i < PROXYCCL_MOST_GIVEN; ++i) {
+    Py_XDECREF((PyObject*)listed->kinds[i].type);
+    Py_XDECREF(listed->kinds[i].element);
+    Py_XDECREF(listed->kinds[i].runtime);
+  }
+  Py_XDECREF(listed->form);
+}
+
+/* Whether an address is a multiple of the size of its elements. */
+static int is_aligned(const GivenArray* array) {
+  size_t count = 1;
+  for (Py_ssize_t i = 0; i < array->kind.dimensions; ++i) count *= (size_t)array->kind.shape[i];
+  return array->bytes == 0 || array->at % (array->bytes / count) == 0;
+}
+
+int proxyccl_read_listed(const ArrayTypes* types, PyObject* x, ListedArray* listed) {
+  GivenArray* const array = &listed->array;
+  listed->object = x;
+  const int read = proxyccl_read_array(types, x, array);
+  if (read <= 0) return read;
+  if (!is_aligned(array)) {
+    proxyccl_release_array(array);
+    return 0;
+  }
+  listed->extent = array->kind.shape[0], listed->at = array->bytes == 0 ? PROXYCCL_EMPTY : array->at;
+  array->kind.shape[0] = 0, array->kind.alignment = 0;
+  return 1;
+}
+
+/* Reads an array, or the view that Python makes of it. 1; 0 if neither can be read, or -1 with an exception. */
+static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, ListedArray* listed) {
+  const ArrayTypes* const types = proxyccl_types_of(self->calls);
+  int read = proxyccl_read_listed(types, x, listed);
+  if (read != 0) return read;
+  PyObject* view = PyObject_CallFunction(self->view, "nO", argument, x);
+  if (view == NULL) return -1;
+  read = proxyccl_read_listed(types, x, listed); /* its type may have become known */
+  if (read == 0 && (read = proxyccl_read_listed(types, view, listed)) > 0)
+    listed->object = x, listed->array.kind.type = Py_TYPE(x);
+  Py_DECREF(view); /* `x` has the memory */
+  return read;
+}
+
+/* Reads the arrays, of which a tuple may have as many as its argument is wide. 1; 0 if Python must refuse them, or -1
+ * with an exception. `count` is how many were read. */
+static int read_all(const FormList* self, PyObject* const* arguments, ListedArray* given, int* count) {
+  for (Py_ssize_t i = 0; i < PyTuple_Size(self->widths); ++i) {
+    const Py_ssize_t width = PyLong_AsSsize_t(PyTuple_GetItem(self->widths, i));
+    PyObject* const argument = arguments[i];
+    const int several = width > 1 && PyTuple_Check(argument);
+    if (several && PyTuple_Size(argument) > width) return 0;
+    for (Py_ssize_t k = 0; k < width; ++k, ++*count) {
+      ListedArray* listed = &given[*count];
+      PyObject* x = several && k < PyTuple_Size(argument) ? PyTuple_GetItem(argument, k) : Py_None;
+      if (!several && k == 0) x = argument;
+      memset(&listed->array.kind, 0, sizeof listed->array.kind);
+      listed->object = Py_None, listed->array.buffer.obj = NULL, listed->extent = 0, listed->at = 0;
+      if (x == Py_None) continue;
+      const int read = read_or_view(self, i, x, listed);
+      if (read <= 0) return read;
+    }
+  }
+  return 1;
+}
+
+static PyObject* call_prepare(const FormList* self, PyObject* const* arguments, Py_ssize_t count) {
+  PyObject* tuple = PyTuple_New(count);
+  for (Py_ssize_t i = 0; tuple != NULL && i < count; ++i)
+    if (PyTuple_SetItem(tuple, i, Py_NewRef(arguments[i])) != 0) Py_CLEAR(tuple);
+  PyObject* made = tuple == NULL ? NULL : PyObject_Call(self->prepare, tuple, NULL);
+  Py_XDECREF(tuple);
+  return made;
+}
+
+/* The form that is listed for the kinds of a call's arrays, a new reference; NULL if there is none. */
+static PyObject* find(const FormList* self, const ListedArray* given, int count) {
+  for (Py_ssize_t i = 0; i < self->count; ++i) {
+    int k = 0;
+    while (k < count && memcmp(&self->listed[i].kinds[k], &given[k].array.kind, sizeof(ArrayKind)) == 0) ++k;
+    if (k == count) return Py_NewRef(self->listed[i].form);
+  }
+  return NULL;
+}
+
+static void add(FormList* self, PyObject* form, const ListedArray* given, int count) {
+  Listed listed = {.form = Py_NewRef(form)}, oldest = {NULL};
+  for (int i = 0; i < count; ++i) {
+    listed.kinds[i] = given[i].array.kind;
+    add_references(&listed.kinds[i]);
+  }
+  if (self->count == MOST_FORMS) {
+    oldest = self->listed[0];
+    memmove(self->listed, self->listed + 1, --self->count * sizeof *self->listed);
+  }
+  self->listed[self->count++] = listed;
+  release(&oldest); /* last: it may run Python */
+}
+
+/* Finds or prepares the form of a call, and makes the call. */
+static PyObject* find_and_call(FormList* self, PyObject* const* arguments, const ListedArray* given, int count) {
+  const Py_ssize_t arrays = PyTuple_Size(self->widths);
+  PyObject* form = find(self, given, count);
+  if (form == NULL) {
+    form = call_prepare(self, arguments, arrays + self->further);
+    if (form == NULL) return NULL;
+    if (!PyObject_TypeCheck(form, self->form_type)) {
+      PyErr_Format(PyExc_TypeError, "expected %R, not %R", (PyObject*)self->form_type, (PyObject*)Py_TYPE(form));
+      Py_DECREF(form);
+      return NULL;
+    }
+    proxyccl_count(self->calls, 0, 1);
+    add(self, form, given, count);
+  }
+  PyObject* result = ((ListedForm*)form)->call(form, given, arguments + arrays);
+  if (result != NULL) proxyccl_count(self->calls, 1, 0);
+  Py_DECREF(form);
+  return result;
+}
+
+static PyObject* call(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+  FormList* self = (FormList*)object;
+  if (self->widths == NULL || count != PyTuple_Size(self->widths) + self->further) {
+    PyErr_SetString(PyExc_TypeError, "call: another number of arguments than the list's arrays and further ones");
+    return NULL;
+  }
+  ListedArray given[PROXYCCL_MOST_GIVEN];
+  int read = 0;
+  const int fits = read_all(self, arguments, given, &read);
+  PyObject* result = fits > 0 ? find_and_call(self, arguments, given, read) : NULL;
+  for (int i = 0; i < read; ++i) proxyccl_release_array(&given[i].array);
+  if (result != NULL || PyErr_Occurred() != NULL) return result;
+  PyObject* refused = call_prepare(self, arguments, count);
+  if (refused != NULL) PyErr_SetString(PyExc_RuntimeError, "a call was prepared for arrays that can't be used");
+  Py_XDECREF(refused);
+  return NULL;
+}
+
+#define REFERENCES(apply) apply(calls) apply(widths) apply(view) apply(prepare) apply(form_type)
+
+static int traverse(PyObject* object, visitproc visit, void* arg) {
+  FormList* self = (FormList*)object;
+  Py_VISIT(Py_TYPE(object));
+  REFERENCES(PROXYCCL_VISIT)
+  for (Py_ssize_t i = 0; i < self->count; ++i) Py_VISIT(self->listed[i].form);
+  return 0;
+}
+
+static int let_go(PyObject* object) {
+  FormList* self = (FormList*)object;
+  while (self->count > 0) release(&self->listed[--self->count]);
+  REFERENCES(PROXYCCL_CLEAR)
+  return 0;
+}
+
+static void end(PyObject* object) { proxyccl_free(object, let_go); }
+
+static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
+  PyObject *calls, *form_type, *widths, *view, *prepare;
+  Py_ssize_t further, all = 0;
+  if (!PyArg_ParseTuple(arguments, "OO!O!nOO", &calls, &PyType_Type, &form_type, &PyTuple_Type, &widths, &further,
+                        &view, &prepare))
+    return NULL;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(widths); ++i) all += PyLong_AsSsize_t(PyTuple_GetItem(widths, i));
+  if (PyErr_Occurred() != NULL) return NULL;
+  if (all > PROXYCCL_MOST_GIVEN)
+    return PyErr_Format(PyExc_ValueError, "expected at most %d arrays", PROXYCCL_MOST_GIVEN);
+  PyObject* object = PyType_GenericNew(type, NULL, NULL);
+  if (object == NULL) return NULL;
+  FormList* self = (FormList*)object;
+  self->calls = Py_NewRef(calls), self->widths = Py_NewRef(widths), self->view = Py_NewRef(view),
+  self->prepare = Py_NewRef(prepare);
+  self->form_type = (PyTypeObject*)Py_NewRef(form_type), self->further = further;
+  return object;
+}
+
+static PyMethodDef methods[] = {
+    {"call", (PyCFunction)(void (*)(void))call, METH_FASTCALL, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_new, make},     {Py_tp_dealloc, end},     {Py_tp_traverse, traverse},
+    {Py_tp_clear, let_go}, {Py_tp_methods, methods}, {0, NULL},
+};
+static PyType_Spec spec = {
+    .name = "proxyccl.channels.calls._calls.FormList",
+    .basicsize = sizeof(FormList),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
+
+int proxyccl_add_form_list(PyObject* module) {
+  static PyTypeObject* list_type; /* of the process's one module */
+  if (list_type == NULL) list_type = (PyTypeObject*)PyType_FromSpec(&spec);
+  return list_type == NULL ? -1 : PyModule_AddObjectRef(module, "FormList", (PyObject*)list_type);
+}
