@@ -1,16 +1,12 @@
 """Makes the type stubs of the C extensions from the declarations that their build scripts pass to cffi.
 
-    python device/build_stubs.py device/build_native.py proxy/build_engine.py
-
-The stubs are checked in; a test compares them with this script's output. Requires ruff, which formats them.
+setup.py runs it before it builds the extensions.
 """
 
 from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,8 +187,8 @@ def _overload(method: str, cdecl: str, parameter: str, result: str) -> Iterator[
     yield f'    @overload\n    def {method}(self, cdecl: Literal["{cdecl}"], {parameter}, /) -> {result}: ...\n'
 
 
-def make_stub(script: Path) -> tuple[str, str]:
-    """The name of the extension that a build script declares, and its stub."""
+def make_stub(script: Path) -> tuple[Path, str]:
+    """The stub of the extension that a build script declares: its path, beside the script, and its text."""
     ffi = runpy.run_path(str(script))["ffi"]
     declared = _Declarations(ffi)
     body = "".join((*_structs(declared), *_lib(declared), *_ffi(declared), "ffi: FFI\nlib: Lib\n"))
@@ -200,22 +196,9 @@ def make_stub(script: Path) -> tuple[str, str]:
     used = sorted(name for name in shared if re.search(rf"\b{name}\b", body))
     imports = "".join(f"from proxyccl.device._cdata import {name} as {name}\n" for name in used)  # re-exported
     standard = {"collections.abc": ("Sequence",), "typing": ("Final", "Literal", "overload")}
-    text = f'"""Made by device/build_stubs.py from {script.name}. To change it, run: make stubs."""\n\n'
+    text = f'"""Made by device/build_stubs.py from {script.name}."""\n\n'
     for module, names in standard.items():
         if found := ", ".join(name for name in names if name in body):
             text += f"from {module} import {found}\n"
     text += f"\n{imports}\n{body}"
-    command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "stub.pyi", "-"]
-    made = subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=60)
-    return ffi._assigned_source[0], made.stdout
-
-
-def main() -> None:
-    """Writes the stub of each build script named on the command line beside it."""
-    for script in map(Path, sys.argv[1:]):
-        extension, text = make_stub(script)
-        script.with_name(f"{extension.rpartition('.')[2]}.pyi").write_text(text)
-
-
-if __name__ == "__main__":
-    main()
+    return script.with_name(f"{ffi._assigned_source[0].rpartition('.')[2]}.pyi"), text
