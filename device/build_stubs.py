@@ -44,6 +44,8 @@ def _pointer(to: Any) -> str:
     match to:
         case model.VoidType():
             return "VoidPointer"
+        case model.ArrayType():
+            return "Pointer"
         case model.StructType():
             return f"{_name(to)}Pointer"
         case model.PointerType():
@@ -119,7 +121,7 @@ class _Declarations:
 
         def note(tp: Any) -> None:
             if isinstance(tp, model.ArrayType):
-                note(model.PointerType(tp.item))
+                note(tp.item if isinstance(tp.item, model.ArrayType) else model.PointerType(tp.item))
             elif isinstance(tp, model.PointerType) and _c_name(tp.totype) not in found:
                 found[_c_name(tp.totype)] = tp.totype
                 note(tp.totype)
@@ -149,10 +151,10 @@ def _lib(declared: _Declarations) -> Iterator[str]:
     yield "class Lib:\n"
     for name in declared.constants:
         yield f"    {name}: Final[int]\n"
-    for name, tp in declared.functions.items():
+    for name, tp in declared.functions.items():  # whose parameters may be called self
         names = declared.parameters[name]
         arguments = ", ".join(f"{n}: {_argument(a)}" for n, a in zip(names, tp.args, strict=True))
-        yield f"    def {name}(self{f', {arguments}, /' if arguments else ''}) -> {_read(tp.result)}: ...\n"
+        yield f"    def {name}(lib{f', {arguments}, /' if arguments else ''}) -> {_read(tp.result)}: ...\n"
 
 
 def _ffi(declared: _Declarations) -> Iterator[str]:

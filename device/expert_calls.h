@@ -8,7 +8,7 @@
 
 #include "experts/experts.h"
 
-enum { PROXYCCL_LAYOUT_TABLES = sizeof(ProxycclExpertLayout) / sizeof(int32_t*) };
+#define PROXYCCL_LAYOUT_TABLES ((int)(sizeof(ProxycclExpertLayout) / sizeof(int32_t*)))
 #define PROXYCCL_NO_TABLE (~(uint64_t)0)
 
 /* The tables that lie in one array, by their offsets in the order of the struct's fields; PROXYCCL_NO_TABLE for those
