@@ -22,42 +22,6 @@ FUNCTIONS = """
 #include <sched.h>
 #include <time.h>
 
-/* Drivers' entry points arrive as addresses. */
-static void proxyccl_launch_fill(ProxycclLaunch *launch, uintptr_t call, uintptr_t current) {
-  launch->call = (int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
-                          void **))call;
-  launch->current = (int (*)(uint64_t *))current;
-}
-static void proxyccl_stream_operations_fill(ProxycclStreamOperations *operations, uintptr_t batch, uintptr_t write64,
-                                            uintptr_t wait64, uintptr_t copy, uintptr_t set, uintptr_t is_capturing,
-                                            uintptr_t current) {
-  operations->batch = (int (*)(void *, unsigned, ProxycclStreamOperation *, unsigned))batch;
-  operations->write64 = (int (*)(void *, uint64_t *, uint64_t, unsigned))write64;
-  operations->wait64 = (int (*)(void *, uint64_t *, uint64_t, unsigned, uint64_t))wait64;
-  operations->copy = (int (*)(uint64_t, uint64_t, size_t, void *))copy;
-  operations->set = (int (*)(uint64_t, int, size_t, void *))set;
-  operations->is_capturing = (int (*)(void *, int *))is_capturing;
-  operations->current = (int (*)(uint64_t *))current;
-}
-static void proxyccl_stream_order_fill(ProxycclStreamOrder *order, uintptr_t record, uintptr_t wait, uintptr_t query,
-                                       uintptr_t is_capturing, uintptr_t exchange_capture_mode, uintptr_t current) {
-  order->record = (int (*)(void *, void *))record;
-  order->wait = (int (*)(void *, void *, unsigned))wait;
-  order->query = (int (*)(void *))query;
-  order->is_capturing = (int (*)(void *, int *))is_capturing;
-  order->exchange_capture_mode = (int (*)(int *))exchange_capture_mode;
-  order->current = (int (*)(uint64_t *))current;
-}
-static void proxyccl_pool_calls_fill(ProxycclPoolCalls *calls, uintptr_t allocate, uintptr_t allocate_with_flags,
-                                     uintptr_t free, uintptr_t current, uintptr_t make_current,
-                                     uintptr_t exchange_capture_mode) {
-  calls->allocate = (int (*)(uint64_t *, size_t))allocate;
-  calls->allocate_with_flags = (int (*)(void **, size_t, unsigned))allocate_with_flags;
-  calls->free = (int (*)(uintptr_t))free;
-  calls->current = (int (*)(uint64_t *))current;
-  calls->make_current = (int (*)(uintptr_t))make_current;
-  calls->exchange_capture_mode = (int (*)(int *))exchange_capture_mode;
-}
 /* Asks a driver for a stream or an event until that is done, for some milliseconds at most. query is cuStreamQuery,
  * cuEventQuery or hip's. Returns its last status; they all answer PROXYCCL_HOST_NOT_READY while it is not done. */
 static int proxyccl_driver_await(uintptr_t query, uintptr_t handle, unsigned milliseconds) {
@@ -71,11 +35,6 @@ static int proxyccl_driver_await(uintptr_t query, uintptr_t handle, unsigned mil
     clock_gettime(CLOCK_MONOTONIC, &now);
     if (now.tv_sec * 1000000000ll + now.tv_nsec > end) return status;
   }
-}
-/* For callers in C of other extensions. */
-static uintptr_t proxyccl_allocations_hold_address(void) { return (uintptr_t)proxyccl_allocations_hold; }
-static void proxyccl_allocation_guard_fill(ProxycclAllocationGuard *guard, uintptr_t pointer_attribute) {
-  guard->pointer_attribute = (int (*)(void *, int, uint64_t))pointer_attribute;
 }
 /* Files the record, if no other has been filed, and ends the waits of all ranks of the host: recordError() of wait.h,
  * for the CPU, with the peers' control blocks by its own addresses. */

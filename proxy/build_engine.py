@@ -18,27 +18,6 @@ HEADERS = [
     *(f"proxy/engine/{name}_objects.h" for name in ("fabric", "verbs")),
 ]
 """Those that Python needs, each after those whose types it names."""
-FUNCTIONS = """
-/* Drivers' entry points arrive as addresses. */
-static void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t copy, uintptr_t write64,
-                                        uintptr_t write32, uintptr_t event_record, uintptr_t event_query,
-                                        uintptr_t copy_many) {
-  table->copy = (int (*)(void *, const void *, size_t, void *))copy;
-  table->write64 = (int (*)(void *, uint64_t *, uint64_t, unsigned))write64;
-  table->write32 = (int (*)(void *, uint32_t *, uint32_t, unsigned))write32;
-  table->event_record = (int (*)(void *, void *))event_record;
-  table->event_query = (int (*)(void *))event_query;
-  table->copy_many = (int (*)(uint64_t *, uint64_t *, size_t *, size_t, ProxycclCopyAttributes *, size_t *, size_t,
-                              void *))copy_many;
-}
-static void proxyccl_worker_enter_context(ProxycclWorker *worker, uintptr_t make_current, uintptr_t context) {
-  proxyccl_worker_set_context(worker, (int (*)(uintptr_t))make_current, context);
-}
-static void proxyccl_thread_helped_by(ProxycclThread *thread, uintptr_t add_helper, uintptr_t remove_helper) {
-  proxyccl_thread_take_help(thread, (void (*)(int (*)(void *, int), void *))add_helper,
-                            (void (*)(void *))remove_helper);
-}
-"""
 
 
 def in_engine(pattern: str) -> list[str]:
@@ -47,13 +26,13 @@ def in_engine(pattern: str) -> list[str]:
 
 
 declarations = runpy.run_path(str(ROOT / "device/build_declarations.py"))["declarations"]
-declared = declarations("\n".join([*((ROOT / header).read_text() for header in HEADERS), FUNCTIONS]))
+declared = declarations("\n".join((ROOT / header).read_text() for header in HEADERS))
 ffi = cffi.FFI()
 # Any pointers: launches and operations are structs of `_native`, whose types are not this extension's to cffi.
 ffi.cdef(re.sub(r"(const )?Proxyccl(Launch|StreamOperations) \*", "const void *", declared))
 ffi.set_source(
     "proxyccl.proxy._engine",
-    "\n".join(f'#include "{header}"' for header in HEADERS) + FUNCTIONS,
+    "\n".join(f'#include "{header}"' for header in HEADERS),
     sources=in_engine("*.c"),
     depends=[
         *(*in_engine("*.h"), *HEADERS, "device/include/proxyccl/platform_host_memmove.h"),
