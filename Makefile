@@ -36,7 +36,7 @@ RDMA_PYTEST := -p pytest_timeout -p no:cacheprovider  # an emulated CPU need not
 # Tests start a thousand processes: they shall not compile every module again, where that is turned off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba rocm-on-host rocm-on-cuda fake-verbs fake-fabric bare-writes test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs signatures lint docs docs-test wheel clean
+.PHONY: demo test test-slow test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba rocm-on-host rocm-on-cuda fake-verbs fake-fabric bare-writes test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page signatures lint docs docs-test wheel clean
 
 demo:
 	@$(MAKE) --no-print-directory --jobs 2 $(VENV)/.built
@@ -240,10 +240,6 @@ bench-fabric: $(VENV)/.installed .venv-torch/.installed bare-writes
 
 bench-page: $(VENV)/.installed
 	$(BIN)/python benchmarks/results_page.py
-
-# The type stubs of the C extensions, after a change of what their build scripts declare.
-stubs: $(VENV)/.locked
-	$(BIN)/python device/build_stubs.py device/build_native.py $(wildcard proxy/build_*.py tools/build_*.py)
 
 # The reference's pages for readers without the site, after a change of a public signature or its documentation.
 signatures: $(VENV)/.installed

@@ -1,5 +1,6 @@
-"""Builds the C extension modules (metadata: pyproject.toml) and, with PROXYCCL_SHIP_KERNELS=1, the shipped kernels for
-the CPU. Otherwise the host runtime compiles a kernel at its first use: all of them take g++ three minutes.
+"""Builds the C extension modules and their type stubs (metadata: pyproject.toml) and, with PROXYCCL_SHIP_KERNELS=1, the
+shipped kernels for the CPU. Otherwise the host runtime compiles a kernel at its first use: all of them take g++ three
+minutes.
 """
 
 import os
@@ -14,6 +15,7 @@ CALLS = ("module", "table", "form", "form_list", "flow_calls", "arrays", "reach"
 EXPERT_CALLS = ("sent_call", "descriptor", "issuer", "dispatch_form", "combine_form")
 CALL_HEADERS = ("python_objects", "calls", "form", "form_list", "flow_calls", "arrays", "reach")
 EXPERT_HEADERS = ("sent_call", "descriptor", "issuer", "forms")
+BUILD_SCRIPTS = ("device/build_native", "proxy/build_engine", "proxy/build_transfers", "tools/build_ring_loops")
 JOBS = len(os.sched_getaffinity(0))
 GENERATED = Path("build/host_kernels")
 
@@ -53,9 +55,8 @@ def kernel_libraries() -> dict[str, str]:
     }
 
 
-def written(name: str, text: str) -> Path:
-    """A generated source; what is unchanged is not written again, nor built again."""
-    path = GENERATED / f"kernels_{name}.cpp"
+def written(path: Path, text: str) -> Path:
+    """A generated file; what is unchanged is not written again, nor built again."""
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -85,7 +86,7 @@ shipped_kernels = [
         language="c++",
         py_limited_api=True,
     )
-    for source in [written(name, text) for name, text in kernel_libraries().items()]
+    for source in [written(GENERATED / f"kernels_{name}.cpp", text) for name, text in kernel_libraries().items()]
     if os.environ.get("PROXYCCL_SHIP_KERNELS") == "1"
 ]
 
@@ -107,7 +108,7 @@ of_objects = [
                 *(f"channels/expert_parallel/{name}.c" for name in EXPERT_CALLS),
             ],
             [
-                *(f"device/{name}.h" for name in ("expert_calls", "stream_operations")),
+                "device/stream_operations.h",
                 *(f"device/kernels/{name}.h" for name in ("experts/experts", "flows")),
                 *(f"channels/calls/{name}.h" for name in CALL_HEADERS),
                 *(f"proxy/engine/{name}.h" for name in ("calls", "order")),
@@ -122,13 +123,13 @@ of_objects = [
     )
 ]
 
+# Beside their build scripts, where setuptools finds them as data of the packages.
+make_stub = runpy.run_path("device/build_stubs.py")["make_stub"]
+for name in BUILD_SCRIPTS:
+    written(*make_stub(Path(f"{name}.py")))
+
 setup(
-    cffi_modules=[
-        "device/build_native.py:ffi",
-        "proxy/build_engine.py:ffi",
-        "proxy/build_transfers.py:ffi",
-        "tools/build_ring_loops.py:ffi",
-    ],
+    cffi_modules=[f"{name}.py:ffi" for name in BUILD_SCRIPTS],
     ext_modules=[*of_objects, *shipped_kernels],
     options={
         "bdist_wheel": {"py_limited_api": "cp311"},

@@ -1,16 +1,12 @@
 """Makes the type stubs of the C extensions from the declarations that their build scripts pass to cffi.
 
-    python device/build_stubs.py device/build_native.py proxy/build_engine.py
-
-The stubs are checked in; a test compares them with this script's output. Requires ruff, which formats them.
+setup.py runs it before it builds the extensions.
 """
 
 from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +44,8 @@ def _pointer(to: Any) -> str:
     match to:
         case model.VoidType():
             return "VoidPointer"
+        case model.ArrayType():
+            return "Pointer"
         case model.StructType():
             return f"{_name(to)}Pointer"
         case model.PointerType():
@@ -123,7 +121,7 @@ class _Declarations:
 
         def note(tp: Any) -> None:
             if isinstance(tp, model.ArrayType):
-                note(model.PointerType(tp.item))
+                note(tp.item if isinstance(tp.item, model.ArrayType) else model.PointerType(tp.item))
             elif isinstance(tp, model.PointerType) and _c_name(tp.totype) not in found:
                 found[_c_name(tp.totype)] = tp.totype
                 note(tp.totype)
@@ -153,10 +151,10 @@ def _lib(declared: _Declarations) -> Iterator[str]:
     yield "class Lib:\n"
     for name in declared.constants:
         yield f"    {name}: Final[int]\n"
-    for name, tp in declared.functions.items():
+    for name, tp in declared.functions.items():  # whose parameters may be called self
         names = declared.parameters[name]
         arguments = ", ".join(f"{n}: {_argument(a)}" for n, a in zip(names, tp.args, strict=True))
-        yield f"    def {name}(self{f', {arguments}, /' if arguments else ''}) -> {_read(tp.result)}: ...\n"
+        yield f"    def {name}(lib{f', {arguments}, /' if arguments else ''}) -> {_read(tp.result)}: ...\n"
 
 
 def _ffi(declared: _Declarations) -> Iterator[str]:
@@ -191,8 +189,8 @@ def _overload(method: str, cdecl: str, parameter: str, result: str) -> Iterator[
     yield f'    @overload\n    def {method}(self, cdecl: Literal["{cdecl}"], {parameter}, /) -> {result}: ...\n'
 
 
-def make_stub(script: Path) -> tuple[str, str]:
-    """The name of the extension that a build script declares, and its stub."""
+def make_stub(script: Path) -> tuple[Path, str]:
+    """The stub of the extension that a build script declares: its path, beside the script, and its text."""
     ffi = runpy.run_path(str(script))["ffi"]
     declared = _Declarations(ffi)
     body = "".join((*_structs(declared), *_lib(declared), *_ffi(declared), "ffi: FFI\nlib: Lib\n"))
@@ -200,22 +198,9 @@ def make_stub(script: Path) -> tuple[str, str]:
     used = sorted(name for name in shared if re.search(rf"\b{name}\b", body))
     imports = "".join(f"from proxyccl.device._cdata import {name} as {name}\n" for name in used)  # re-exported
     standard = {"collections.abc": ("Sequence",), "typing": ("Final", "Literal", "overload")}
-    text = f'"""Made by device/build_stubs.py from {script.name}. To change it, run: make stubs."""\n\n'
+    text = f'"""Made by device/build_stubs.py from {script.name}."""\n\n'
     for module, names in standard.items():
         if found := ", ".join(name for name in names if name in body):
             text += f"from {module} import {found}\n"
     text += f"\n{imports}\n{body}"
-    command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "stub.pyi", "-"]
-    made = subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=60)
-    return ffi._assigned_source[0], made.stdout
-
-
-def main() -> None:
-    """Writes the stub of each build script named on the command line beside it."""
-    for script in map(Path, sys.argv[1:]):
-        extension, text = make_stub(script)
-        script.with_name(f"{extension.rpartition('.')[2]}.pyi").write_text(text)
-
-
-if __name__ == "__main__":
-    main()
+    return script.with_name(f"{ffi._assigned_source[0].rpartition('.')[2]}.pyi"), text

@@ -1,4 +1,4 @@
-"""The struct types of a C extension that cffi built."""
+"""The structs of a C extension that cffi built."""
 
 from __future__ import annotations
 
@@ -15,6 +15,19 @@ def realize_types(ffi: Any) -> None:
     for ctype in (*map(ffi.typeof, types), *(ffi.typeof(f"struct {name}") for name in structs)):
         if ctype.kind == "struct" and _is_complete(ffi, ctype):
             _ = ctype.fields
+
+
+def set_functions(ffi: Any, struct: Any, calls: object, *names: str) -> None:
+    """Sets fields of a struct that point to functions.
+
+    Args:
+        ffi: the extension's.
+        struct: the struct.
+        calls: has the functions' addresses as attributes of the same names; 0 is NULL.
+        names: the fields.
+    """
+    for name in names:
+        setattr(struct, name, ffi.cast("void *", getattr(calls, name)))
 
 
 def _is_complete(ffi: Any, ctype: Any) -> bool:

@@ -17,6 +17,7 @@ from proxyccl.device.arguments.integers import as_integer, find_extents, find_in
 from proxyccl.device.arrays.array import as_view
 from proxyccl.device.base_runtime import StreamLike
 from proxyccl.device.errors import ArgumentError, HandleTypeError, KernelError
+from proxyccl.device.ffi_types import set_functions
 from proxyccl.device.in_flight import LaunchRuntime
 from proxyccl.device.sleepers import wakes
 
@@ -90,7 +91,7 @@ class Launch:
         self._parameters = ffi.new("void *[]", [*map(ffi.from_buffer, self._values), ffi.NULL])
         target = kernel.runtime.launch_target()
         self.prepared = ffi.new("ProxycclLaunch *")
-        lib.proxyccl_launch_fill(self.prepared, target.call, target.current)
+        set_functions(ffi, self.prepared, target, "call", "current")
         self.prepared.context, self.prepared.function = target.context, kernel.function
         self.prepared.grid, self.prepared.block = _dimensions(grid, "grid"), _dimensions(block, "block")
         self.prepared.shared_bytes, self.prepared.parameters = shared, self._parameters

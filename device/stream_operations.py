@@ -11,6 +11,7 @@ from msgspec import Struct
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import BaseRuntime, StreamLike
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.ffi_types import set_functions
 from proxyccl.device.kernel import Launch, find_range
 from proxyccl.device.sleepers import Sleepers, wakes
 
@@ -117,16 +118,7 @@ class StreamOperations:
         self._words, self._steps = ffi.new("ProxycclStreamOperation[]", fields), ffi.new("ProxycclStreamStep[]", steps)
         calls = runtime.stream_operation_calls()
         self.prepared = ffi.new("ProxycclStreamOperations *")
-        lib.proxyccl_stream_operations_fill(
-            self.prepared,
-            calls.batch,
-            calls.write64,
-            calls.wait64,
-            calls.copy,
-            calls.set,
-            calls.is_capturing,
-            calls.current,
-        )
+        set_functions(ffi, self.prepared, calls, "batch", "write64", "wait64", "copy", "set", "is_capturing", "current")
         self.prepared.context = calls.context
         self.prepared.words, self.prepared.steps, self.prepared.count = self._words, self._steps, len(steps)
         self._sleepers = sleepers

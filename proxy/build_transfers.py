@@ -3,13 +3,13 @@
 Run by setuptools at build time.
 """
 
+import runpy
 from pathlib import Path
 
 import cffi
 
 ROOT = Path(__file__).parent.parent
 TRANSFERS = ROOT / "proxy/transfers"
-HEADER = (TRANSFERS / "transfers.h").read_text()
 
 
 def in_transfers(pattern: str) -> list[str]:
@@ -17,8 +17,9 @@ def in_transfers(pattern: str) -> list[str]:
     return sorted(f"proxy/transfers/{path.name}" for path in TRANSFERS.glob(pattern))
 
 
+declarations = runpy.run_path(str(ROOT / "device/build_declarations.py"))["declarations"]
 ffi = cffi.FFI()
-ffi.cdef("\n".join(line for line in HEADER.split("\n") if not line.startswith("#")))  # it reads no preprocessor lines
+ffi.cdef(declarations((TRANSFERS / "transfers.h").read_text()))
 ffi.set_source(
     "proxyccl.proxy._transfers",
     '#include "transfers.h"',

@@ -140,7 +140,8 @@ class ProxyThread:
         made = lib.proxyccl_thread_create(_policy(idle), ffi.cast("uint32_t *", self.asleep.ptr))
         self._pointer = created(made, "a thread of the proxy")
         if functions is not None and functions.add_helper:
-            lib.proxyccl_thread_helped_by(self._pointer, functions.add_helper, functions.remove_helper)
+            add, remove = ffi.cast("void *", functions.add_helper), ffi.cast("void *", functions.remove_helper)
+            lib.proxyccl_thread_take_help(self._pointer, add, remove)
         self._begin = begin
         self._cores = cores
         self._changed = threading.Condition()

@@ -122,8 +122,9 @@ class Workers:
             else:
                 self._make_workers(service, observed, threads)
                 context = engine.runtime.launch_target().context
+                make_current = ffi.cast("void *", engine.functions.make_current)
                 for worker in self._workers:
-                    lib.proxyccl_worker_enter_context(worker.pointer, engine.functions.make_current, context)
+                    lib.proxyccl_worker_set_context(worker.pointer, make_current, context)
             undo.pop_all()
 
     def _make_threads(self, engine: EngineRuntime, threads: OwnThreads) -> None:

@@ -3,16 +3,16 @@
 Run by setuptools at build time.
 """
 
+import runpy
+from pathlib import Path
+
 import cffi
 
+ROOT = Path(__file__).parent.parent
+
+declarations = runpy.run_path(str(ROOT / "device/build_declarations.py"))["declarations"]
 ffi = cffi.FFI()
-
-ffi.cdef("""
-uint64_t proxyccl_bare_drain(uintptr_t slots, uintptr_t tail, uint32_t size_log2, uint64_t count, uint64_t timeout_ns);
-uint64_t proxyccl_bare_produce(uintptr_t slots, uintptr_t tail, uint32_t size_log2, uint64_t first_ticket,
-                               uint64_t count, uint64_t word0, uint64_t word1, uint64_t timeout_ns);
-""")
-
+ffi.cdef(declarations((ROOT / "tools/ring_loops.h").read_text()))
 ffi.set_source(
     "proxyccl.tools._ring_loops",
     '#include "ring_loops.h"',

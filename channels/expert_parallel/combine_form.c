@@ -129,13 +129,14 @@ static int fill(Form* self, const ListedArray* given, const Descriptor* desc, ui
       buffer = self->passing, rows_at = self->passing_at, *prepared = &self->after_copy;
     }
   }
-  proxyccl_expert_combine_order(self->call, given[ADDED].at, given[ADDED + 1].at, given[ORDER].at,
-                                self->call->id_bytes);
-  proxyccl_expert_combine_fill(self->call,
-                               self->halves ? PROXYCCL_EXPERT_SEND : PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE,
-                               (uint32_t)desc->tokens, rows_at, (uint32_t)buffer, given[WEIGHTS].at,
-                               self->halves ? 0 : given[SLOT_WEIGHTS].at, target_at);
-  proxyccl_place_tables(desc, &self->call->layout);
+  ProxycclCombine* call = self->call;
+  call->phases = self->halves ? PROXYCCL_EXPERT_SEND : PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
+  call->tokens = (uint32_t)desc->tokens, call->output = (char*)target_at;
+  call->rows = (const char*)rows_at, call->rows_buffer = (uint32_t)buffer;
+  call->weights = (const float*)given[WEIGHTS].at, call->order_ids = (const char*)given[ORDER].at;
+  call->slot_weights = self->halves ? NULL : (const float*)given[SLOT_WEIGHTS].at;
+  for (int i = 0; i < MOST_ADDED; ++i) call->added[i] = (const char*)given[ADDED + i].at;
+  proxyccl_place_tables(desc, &call->layout);
   return 0;
 }
 

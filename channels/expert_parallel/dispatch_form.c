@@ -149,7 +149,6 @@ static int number_call(const Form* self, Descriptor* desc) {
   if (desc->number == -1) return -1;
   ProxycclDispatch* call = self->call;
   call->ticket = (uint64_t)desc->number, call->output_buffer = (uint32_t)desc->output_buffer;
-  memset(&call->layout, 0, sizeof call->layout);
   proxyccl_place_tables(desc, &call->layout);
   return 0;
 }
@@ -163,10 +162,12 @@ static uintptr_t place_of(const Descriptor* desc, int table) {
 
 static void fill_output(const Form* self, const Descriptor* desc, uint32_t phases, Py_ssize_t rows,
                         const uintptr_t* at) {
-  const uintptr_t received = self->counts_rows ? desc->blocks[0].at + (uintptr_t)self->received : 0;
-  proxyccl_expert_dispatch_receive(self->call, phases, (uint32_t)rows, at[1] != 0 ? self->scale_bytes : 0, at[0], at[1],
-                                   at[2], received);
-  self->call->scale_column = at[1] != 0 ? self->scale_column : 0;
+  ProxycclDispatch* call = self->call;
+  const int scaled = at[1] != 0;
+  call->phases = phases, call->capacity = (uint32_t)rows;
+  call->scale_bytes = scaled ? self->scale_bytes : 0, call->scale_column = scaled ? self->scale_column : 0;
+  call->output = (char*)at[0], call->output_scales = (char*)at[1], call->output_weights = (char*)at[2];
+  call->received = self->counts_rows ? (int32_t*)(desc->blocks[0].at + (uintptr_t)self->received) : NULL;
   if (self->clearing != NULL) {
     self->clearing->dst = rows != 0 ? place_of(desc, self->cleared) : 0;
     self->clearing->bytes = (uint64_t)rows * sizeof(int32_t);
@@ -328,7 +329,6 @@ static PyObject* issue(PyObject* object, PyObject* arguments) {
                         &at[2]))
     return NULL;
   const uintptr_t places[] = {(uintptr_t)at[0], (uintptr_t)at[1], (uintptr_t)at[2]};
-  memset(&self->call->layout, 0, sizeof self->call->layout);
   proxyccl_place_tables((Descriptor*)desc, &self->call->layout);
   fill_output(self, (Descriptor*)desc, (uint32_t)phases, rows, places);
   if (proxyccl_issue(&self->issuer, first ? &self->first : &self->second, (Descriptor*)desc, stream, owners_given,

@@ -11,7 +11,7 @@ from proxyccl.channels.expert_parallel.arrays import strides_of
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.geometry import OutputLayout
 from proxyccl.channels.expert_parallel.nodes import Nodes
-from proxyccl.device._native import ffi, lib
+from proxyccl.device._native import ffi
 
 _ALIGNMENT = 32  # words of 4 bytes
 _NO_TABLE = 2**64 - 1
@@ -30,7 +30,7 @@ class Tables(Struct, frozen=True):
     Attributes:
         words: elements of the array.
         places: each table's first word, its shape and its strides.
-        offsets: for `proxyccl_expert_place`.
+        offsets: in bytes, in the order of the fields of ProxycclExpertLayout, for C (descriptor.h).
         address: of the offsets, for callers in C.
         wide: the tables of int64.
     """
@@ -48,7 +48,7 @@ class Tables(Struct, frozen=True):
         for name, shape in shapes.items():
             places[name] = end, shape, strides_of(shape)
             end += -(-math.prod(shape) * (2 if name in wide else 1) // _ALIGNMENT) * _ALIGNMENT
-        offsets = ffi.new("uint64_t[]", [_NO_TABLE] * lib.PROXYCCL_LAYOUT_TABLES)
+        offsets = ffi.new("uint64_t[]", [_NO_TABLE] * (ffi.sizeof("ProxycclExpertLayout") // 8))
         for name in places.keys() - {RECEIVED}:
             offsets[number_of(name)] = 4 * places[name][0]
         return Tables(end, places, offsets, int(ffi.cast("uintptr_t", offsets)), wide)

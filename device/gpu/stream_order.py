@@ -9,6 +9,7 @@ from typing import Any
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.driver import Driver
 from proxyccl.device.errors import DriverError
+from proxyccl.device.ffi_types import set_functions
 from proxyccl.device.gpu.context import DeviceContext
 from proxyccl.device.process import forks
 
@@ -58,10 +59,8 @@ class StreamOrder:
         self._context, driver = context, context.driver
         calls = driver.stream_order_calls()
         self._order = ffi.new("ProxycclStreamOrder *")
-        lib.proxyccl_stream_order_fill(
-            self._order, calls.record, calls.wait, calls.query, calls.is_capturing, calls.exchange_capture_mode,
-            calls.current,
-        )  # fmt: skip
+        names = ("record", "wait", "query", "is_capturing", "exchange_capture_mode", "current")
+        set_functions(ffi, self._order, calls, *names)
         self._order.relaxed, self._order.context = calls.relaxed, context.handle
         self._idle: list[int] = []  # events; taken and put back by single operations, which no other thread interrupts
 

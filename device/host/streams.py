@@ -123,7 +123,7 @@ class HostEvents:
 
     def __init__(self, record: int, wait: int, query: int, create: Callable[[], HostEvent]) -> None:
         self._order = ffi.new("ProxycclStreamOrder *")
-        lib.proxyccl_stream_order_fill(self._order, record, wait, query, 0, 0, 0)
+        self._order.record, self._order.wait, self._order.query = (ffi.cast("void *", f) for f in (record, wait, query))
         self.order = int(ffi.cast("uintptr_t", self._order))
         self._create = create
         self._events: dict[int, HostEvent] = {}

@@ -20,7 +20,7 @@ class AllocationGuard:
         self._ptrs = ffi.new("uint64_t[]", [ptr for ptr, _ in allocations])
         self._ids = ffi.new("uint64_t[]", [number for _, number in allocations])
         self._guard = ffi.new("ProxycclAllocationGuard *")
-        lib.proxyccl_allocation_guard_fill(self._guard, calls.pointer_attribute)
+        self._guard.pointer_attribute = ffi.cast("void *", calls.pointer_attribute)
         self._guard.attribute = calls.buffer_id
         self._guard.ptrs, self._guard.ids, self._guard.count = self._ptrs, self._ids, len(allocations)
 
@@ -32,4 +32,5 @@ class AllocationGuard:
     @property
     def addresses(self) -> tuple[int, int]:
         """For callers in C: of the function that tells the same of a range, and of its first argument."""
-        return lib.proxyccl_allocations_hold_address(), int(ffi.cast("uintptr_t", self._guard))
+        function = ffi.addressof(lib, "proxyccl_allocations_hold")
+        return int(ffi.cast("uintptr_t", function)), int(ffi.cast("uintptr_t", self._guard))

@@ -9,6 +9,7 @@ from msgspec import Struct
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import BaseRuntime
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.ffi_types import set_functions
 from proxyccl.device.process import forks
 
 ALLOCATE, FREE = "proxyccl_pool_allocate", "proxyccl_pool_free"
@@ -72,15 +73,8 @@ class MemoryPool:
         self._runtime, self._device = runtime, runtime.device
         calls = runtime.allocation_calls()
         native = ffi.new("ProxycclPoolCalls *")
-        lib.proxyccl_pool_calls_fill(
-            native,
-            calls.allocate,
-            calls.allocate_with_flags,
-            calls.free,
-            calls.current,
-            calls.make_current,
-            calls.exchange_capture_mode,
-        )
+        names = ("allocate", "allocate_with_flags", "free", "current", "make_current", "exchange_capture_mode")
+        set_functions(ffi, native, calls, *names)
         native.flags, native.context, native.relaxed = calls.flags, calls.context, calls.relaxed
         if lib.proxyccl_pool_configure(self._device, native):
             raise ArgumentError(

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
+from proxyccl.device.ffi_types import set_functions
 from proxyccl.device.runtime import Event, Memory, Runtime, Stream
 from proxyccl.proxy import _engine
 
@@ -29,14 +30,8 @@ class EngineRuntime:
         self.runtime = runtime
         self.functions = functions = runtime.engine_functions()
         self.table = ffi.new("ProxycclRuntimeTable *")
-        lib.proxyccl_runtime_table_fill(
-            self.table,
-            functions.copy,
-            functions.write64,
-            functions.write32,
-            functions.event_record,
-            functions.event_query,
-            functions.copy_many,
+        set_functions(
+            ffi, self.table, functions, "copy", "write64", "write32", "event_record", "event_query", "copy_many"
         )
         self._shorts: Memory | None = None
         self._lock = threading.Lock()

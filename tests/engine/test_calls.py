@@ -38,7 +38,7 @@ class Driver:
         self._launch = _native.ffi.new("ProxycclLaunch *")
         self._call = ffi.callback(_LAUNCH, self._note_launch)
         self._synchronize = ffi.callback("int(void *)", self._note_wait)
-        _native.lib.proxyccl_launch_fill(self._launch, int(ffi.cast("uintptr_t", self._call)), 0)
+        self._launch.call = _native.ffi.cast("void *", int(ffi.cast("uintptr_t", self._call)))
         log.wait_on(WAITED, int(ffi.cast("uintptr_t", self._synchronize)))
         self._log = log
 

@@ -1,0 +1,35 @@
+"""Finds the declarations in C headers for cffi, which does not read preprocessor lines, attributes and bodies.
+
+It relies on the layout that clang-format gives the headers: a declaration begins at the beginning of a line, where no
+other code does. The build scripts run it.
+"""
+
+import re
+
+_DROPPED = re.compile(r"/\*.*?\*/|\s__attribute__\(\(\w+\(\d+\)\)\)|_Alignas\(\d+\)", re.DOTALL)
+_DECLARED = re.compile(
+    r"""
+      ^\#define\ (?P<constant>PROXYCCL_\w+)\ (?!__)\S
+    | ^(?P<type>(?:typedef\ )?(?:struct|enum)\b[^;{]*(?:\{[^}]*\}[^;]*)?;)
+    | ^(?:static\ )?(?:inline\ )?(?P<function>(?!PROXYCCL_)\w[\w\ *]*[\ *]proxyccl_\w+\([^;{]*\))\s*[;{]
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+
+
+def declarations(source: str) -> str:
+    """The integer constants, types and functions that C code declares or defines, without those of its includes.
+
+    The ``...`` has cffi take the layout of a struct and the value of a constant from the compiler.
+    """
+    found = []
+    for each in _DECLARED.finditer(_DROPPED.sub("", source)):
+        if each["constant"]:
+            found.append(f"#define {each['constant']} ...")
+        elif each["function"]:
+            found.append(f"{each['function']};")
+        elif "struct" in each["type"]:
+            found.append(each["type"].replace("}", "...; }"))
+        else:
+            found.append(each["type"])
+    return "\n".join(found)
