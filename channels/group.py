@@ -640,7 +640,7 @@ class Group:
         self.failure.close()
         if self._published is not None:
             self._published.withdraw()
-        self.launches.end_repeats()
+        self.launches.recheck_next_call()
         with _open_lock:
             if self in _open_groups:
                 _open_groups.remove(self)
@@ -728,7 +728,7 @@ def _leave_to_parent() -> None:
     nothing."""
     for group in _open_groups:
         group.failure.leave_to_parent()
-        group.launches.end_repeats()
+        group.launches.recheck_next_call()
     _open_groups.clear()
     _releasing.clear()
 

@@ -106,9 +106,9 @@ class Calls:
 
         Raises what `prepare`, `refuse` and `turn` raise.
         """
-    def repeat(self, x: object, out: object, options: tuple[object, ...], stream: int, /) -> bool:
-        """The same, if the form is kept; otherwise returns False with nothing done. The caller keeps the arrays until
-        the stream has passed the call.
+    def call_kept(self, x: object, out: object, options: tuple[object, ...], stream: int, /) -> bool:
+        """Makes a call if its form is kept; otherwise returns False with nothing done. The caller keeps the arrays
+        until the stream has passed the call.
         """
     def clear(self) -> None:
         """Forgets all forms, including those that are being prepared."""
@@ -218,8 +218,8 @@ class FlowCalls:
 
         Raises what the functions raise.
         """
-    def repeat(self, x: Any, out: Any, options: tuple[Any, Any, Any], stream: int, /) -> bool:
-        """The same; the caller keeps the arrays until the stream has passed the call."""
+    def call_borrowed(self, x: Any, out: Any, options: tuple[Any, Any, Any], stream: int, /) -> bool:
+        """As `call`, with arrays that the caller keeps until the stream has passed the call."""
     def takes(self, x: Any, received: bool, /) -> bool:
         """Whether `call` can send an array, or receive in it; otherwise Python must look at it."""
     def run(self, transfers: list[tuple[int, int, int, int]], stream: StreamLike, owners: object, /) -> None:

@@ -577,9 +577,9 @@ static PyObject* call(PyObject* object, PyObject* const* arguments, Py_ssize_t c
   return made < 0 ? NULL : PyBool_FromLong(made);
 }
 
-static PyObject* repeat(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
+static PyObject* call_borrowed(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 4) {
-    PyErr_SetString(PyExc_TypeError, "repeat(x, out, options, stream) takes 4 arguments");
+    PyErr_SetString(PyExc_TypeError, "call_borrowed(x, out, options, stream) takes 4 arguments");
     return NULL;
   }
   const int made = make_call((FlowCalls*)object, arguments, 0);
@@ -688,7 +688,7 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
 
 static PyMethodDef methods[] = {
     {"call", (PyCFunction)(void (*)(void))call, METH_FASTCALL, NULL},
-    {"repeat", (PyCFunction)(void (*)(void))repeat, METH_FASTCALL, NULL},
+    {"call_borrowed", (PyCFunction)(void (*)(void))call_borrowed, METH_FASTCALL, NULL},
     {"takes", (PyCFunction)(void (*)(void))takes, METH_FASTCALL, NULL},
     {"run", run, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -233,8 +233,8 @@ class Launches:
             with lock:
                 pass
 
-    def end_repeats(self) -> None:
-        """From now on no prepared call is repeated."""
+    def recheck_next_call(self) -> None:
+        """Has the next call check that the group is still open, also if C could issue it without asking Python."""
         self.calls.set_stream(None)
 
     def close(self) -> None:
@@ -308,7 +308,7 @@ class Launches:
         return self._next_stream(stream)
 
     def _see_turns(self) -> None:
-        """Learns on which stream C has repeated the latest call, if it has turned to another by itself."""
+        """Reads on which stream C issued the latest call: C may have changed the stream without asking Python."""
         if not self._on_host and (turned := self.calls.stream) is not None and turned != self._last:
             self._last = self._last_stream_owner = turned
 
@@ -331,7 +331,7 @@ class Launches:
         is_number = not self._on_host and isinstance(self._last_stream_owner, int) and named == handle
         self.calls.set_stream(handle if on_default or is_number else None)
         if self._failure.closed:  # since this call's check
-            self.end_repeats()
+            self.recheck_next_call()
         return handle
 
     def _launched(self, stream: StreamLike, handle: int, owners: tuple[object, ...]) -> None:

@@ -481,7 +481,7 @@ static void begin(Making* call, PyObject* const* arguments, int kept_alone) {
 
 static PyObject* call_kept(PyObject* object, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 4) {
-    PyErr_SetString(PyExc_TypeError, "repeat(x, out, options, stream) takes 4 arguments");
+    PyErr_SetString(PyExc_TypeError, "call_kept(x, out, options, stream) takes 4 arguments");
     return NULL;
   }
   Making call;
@@ -711,7 +711,7 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
 
 static PyMethodDef methods[] = {
     {"call", (PyCFunction)(void (*)(void))make_any, METH_FASTCALL, NULL},
-    {"repeat", (PyCFunction)(void (*)(void))call_kept, METH_FASTCALL, NULL},
+    {"call_kept", (PyCFunction)(void (*)(void))call_kept, METH_FASTCALL, NULL},
     {"clear", clear, METH_NOARGS, NULL},
     {"forget", forget, METH_VARARGS, NULL},
     {"set_reached", set_reached, METH_VARARGS, NULL},

@@ -16,8 +16,9 @@ from proxyccl.channels.collectives.reduce_scatter import REDUCE_SCATTER
 from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.collectives.run import issue, preparing
 
-Repeat = Callable[[Any, Any, tuple[Any, ...], int], bool]
-"""repeat(x, out, options, stream) issues a call again: see `TensorCalls`."""
+CallInC = Callable[[Any, Any, tuple[Any, ...], int], bool]
+"""call(x, out, options, stream) makes a call on a stream, named by its handle, without Python. It returns False, with
+nothing done, if Python must make the call. The caller keeps the tensors until the stream has passed the call."""
 
 _COLLECTIVES = {each.name: each for each in (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, REDUCE_SCATTER)}
 
@@ -26,18 +27,17 @@ class TensorCalls:
     """The calls that torch's backend makes on one communicator.
 
     Attributes:
-        repeat: repeat(x, out, options, stream) issues a call whose form is kept: see `Calls` (_calls.pyi). Raises the
-            collective's errors.
+        call_kept: makes a call whose form is kept: see `Calls` (_calls.pyi). Raises the collective's errors.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self.repeat: Repeat = collectives.group.launches.calls.repeat
+        self.call_kept: CallInC = collectives.group.launches.calls.call_kept
 
     def options(
         self, collective: str, op: str | None = None, root: int | None = None, cta_policy: CtaPolicy | None = None
     ) -> tuple[Any, ...]:
-        """The options of calls for `make` and `repeat`.
+        """The options of calls for `make` and `call_kept`.
 
         Args:
             collective: its name, "barrier" included.
@@ -92,10 +92,10 @@ class TensorCalls:
         return transfers.issue(self._collectives, x, out, options, None)
 
     @property
-    def repeat_transfers(self) -> Repeat | None:
-        """`repeat` for transfers, by `FlowCalls`; None until the ranks have made what these need."""
+    def call_transfers(self) -> CallInC | None:
+        """Makes calls of transfers: `FlowCalls.call_borrowed`. None until the ranks have made what transfers need."""
         flows = self._collectives.made_flows
         if flows is None:
             return None
         self._collectives.group.makes_transfers = True
-        return flows.calls.repeat
+        return flows.calls.call_borrowed

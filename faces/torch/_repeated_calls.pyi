@@ -109,7 +109,7 @@ class RepeatedCalls:
 
     Args:
         gpu: the GPU.
-        repeat: `Calls.repeat` or `FlowCalls.repeat`.
+        repeat: `Calls.call_kept` or `FlowCalls.call_borrowed`.
         process: of the group (`forks.Process`): a fork's child repeats nothing.
         own: the handle of the group's own stream.
         numbers: numbers the calls.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from proxyccl.channels.collectives.request import CtaPolicy
-from proxyccl.channels.collectives.tensor_calls import Repeat, TensorCalls
+from proxyccl.channels.collectives.tensor_calls import CallInC, TensorCalls
 from proxyccl.torch._repeated_calls import RepeatedCalls
 from proxyccl.torch.reductions import PLAIN_OPS
 
@@ -22,7 +22,7 @@ class DeviceCalls:
         ranks: number of ranks.
         collectives: makes them.
         barriers: makes barriers, which the CPU waits for.
-        repeated: makes what makes the calls of a function like `TensorCalls.repeat`.
+        repeated: makes what makes the calls of a function like `TensorCalls.call_kept`.
 
     Attributes:
         collectives, barriers: as given.
@@ -35,7 +35,7 @@ class DeviceCalls:
         ranks: int,
         collectives: RepeatedCalls,
         barriers: RepeatedCalls,
-        repeated: Callable[[Repeat], RepeatedCalls],
+        repeated: Callable[[CallInC], RepeatedCalls],
     ) -> None:
         self.collectives, self.barriers = collectives, barriers
         self._calls, self._repeated = calls, repeated
@@ -64,8 +64,8 @@ class DeviceCalls:
     @property
     def exchanges(self) -> RepeatedCalls | None:
         """Makes the calls that consist of transfers; None until the ranks have made what these need."""
-        if self._exchanges is None and (repeat := self._calls.repeat_transfers) is not None:
-            self._exchanges = self._repeated(repeat)
+        if self._exchanges is None and (call := self._calls.call_transfers) is not None:
+            self._exchanges = self._repeated(call)
         return self._exchanges
 
     @property

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from proxyccl.channels.collectives.tensor_calls import Repeat
+from proxyccl.channels.collectives.tensor_calls import CallInC
 from proxyccl.device.errors import CommunicatorError
 from proxyccl.device.process import forks
 from proxyccl.torch import own_streams, pools
@@ -509,13 +509,13 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """The collectives of a GPU, whose communicator was made."""
         calls = self._endpoints.of_all(gpu.device).tensor_calls
         repeated = functools.partial(self._repeated_calls, gpu, stream=gpu.own, flow=None)
-        barriers = repeated(calls.repeat, blocks=True)
-        return DeviceCalls(calls, self._size, repeated(calls.repeat), barriers, repeated)
+        barriers = repeated(calls.call_kept, blocks=True)
+        return DeviceCalls(calls, self._size, repeated(calls.call_kept), barriers, repeated)
 
     def _repeated_calls(
         self,
         gpu: GroupOnGpu,
-        repeat: Repeat,
+        call: CallInC,
         stream: int,
         flow: tuple[torch.device, _Flow] | None,
         *,
@@ -524,7 +524,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Repeats calls on a stream; `flow` is theirs if they are transfers, as `_under_way` knows it."""
         return RepeatedCalls(
             gpu.in_c,
-            repeat,
+            call,
             self._process,
             stream,
             self._numbers,
@@ -1069,9 +1069,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if not self._endpoints.has_met(device, flow[0]):
             return None
         comm, _ = self._endpoints.with_peer(device, flow[0])
-        repeat, stream = comm.tensor_calls.repeat_transfers, self._stream_of(device, flow).cuda_stream
-        assert repeat is not None  # `with_peer` has prepared them
-        made = self._repeated_calls(self._gpu(device), repeat, stream, (device, flow))
+        call, stream = comm.tensor_calls.call_transfers, self._stream_of(device, flow).cuda_stream
+        assert call is not None  # `with_peer` has prepared them
+        made = self._repeated_calls(self._gpu(device), call, stream, (device, flow))
         return self._transferring.setdefault((device.index, *flow), made)
 
     # -- coalescing ---

@@ -190,8 +190,8 @@ def test_calls_of_two_sizes_take_turns_and_scratch_memory_grows_meanwhile(ranks:
     ranks.run(body)
 
 
-def test_a_repeated_call_uses_the_memory_that_scratch_memory_has_grown_to(ranks: Ranks) -> None:
-    """A rank that repeats an earlier call meets ranks whose arrays are new."""
+def test_a_call_whose_form_is_kept_uses_the_memory_that_scratch_memory_has_grown_to(ranks: Ranks) -> None:
+    """A rank that uses an array again meets ranks whose arrays are new."""
     plan = ExecutionPlan.load(all_reduce_by_packets(RANKS))
     short, long = RANKS * 4, RANKS * 4096
 

@@ -59,7 +59,7 @@ def replaced(comm: Communicator, memory: ForeignMemory, *, here: bool = True) ->
 
 
 def gather(comm: Communicator, call: Call, source: Array, target: Array, algorithm: str | None = None) -> None:
-    """Makes a call with whole arrays, which the next call with similar arrays repeats."""
+    """Makes a call with whole arrays, whose form the next call with similar arrays uses."""
     source.upload(call.input(comm.rank, comm.world_size))
     target.fill(-1)
     barrier(comm)

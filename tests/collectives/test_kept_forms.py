@@ -332,7 +332,7 @@ def test_threads_take_turns_on_streams_of_their_own(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("kind", ARRAYS)
-def test_a_closed_communicator_refuses_a_call_that_was_repeated(kind: str) -> None:
+def test_a_closed_communicator_refuses_a_call_whose_form_is_kept(kind: str) -> None:
     kept: list[tuple[Communicator, Any]] = []
 
     def body(comm: Communicator) -> None:
@@ -348,14 +348,14 @@ def test_a_closed_communicator_refuses_a_call_that_was_repeated(kind: str) -> No
                 comm.all_reduce(given)
 
 
-def test_a_launch_that_overtakes_the_close_leaves_repeated_calls_refused() -> None:
+def test_a_launch_that_overtakes_the_close_leaves_later_calls_refused() -> None:
     def body(comm: Communicator) -> None:
         x, group, stream = numbers(comm), comm.collectives.group, comm.runtime.create_stream()
         for given in (None, None, stream):
             comm.all_reduce(x, stream=given)
         stream.synchronize()
         group.failure.close()
-        group.launches.end_repeats()
+        group.launches.recheck_next_call()
         with pytest.raises(ClosedError):
             group.launches.launch(lambda _: None, None, ())  # by a thread that found it open
         with pytest.raises(ClosedError):
@@ -366,7 +366,7 @@ def test_a_launch_that_overtakes_the_close_leaves_repeated_calls_refused() -> No
     run_ranks(2, body)
 
 
-def test_ranks_that_repeat_different_calls_are_told() -> None:
+def test_ranks_whose_kept_calls_differ_are_told() -> None:
     def body(comm: Communicator) -> None:
         for count in (COUNT, 2 * COUNT):
             for _ in range(OFTEN):
@@ -377,7 +377,7 @@ def test_ranks_that_repeat_different_calls_are_told() -> None:
     run_ranks(2, body)
 
 
-def test_a_communicator_that_was_aborted_refuses_a_call_that_was_repeated() -> None:
+def test_a_communicator_that_was_aborted_refuses_a_call_whose_form_is_kept() -> None:
     def body(comm: Communicator) -> None:
         for _ in range(OFTEN):
             comm.all_reduce(numbers(comm))
