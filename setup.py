@@ -116,8 +116,8 @@ of_objects = [
             ],
         ),
         (
-            "proxyccl.torch._repeated_calls",
-            [f"faces/torch/{name}.c" for name in ("repeated_calls", "queued_call", "on_gpu")],
+            "proxyccl.torch._device_calls",
+            [f"faces/torch/{name}.c" for name in ("call_issuer", "queued_call", "on_gpu")],
             [f"faces/torch/{name}.h" for name in ("queued_call", "on_gpu")],
         ),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.collectives.tensor_calls import CallInC, TensorCalls
-from proxyccl.torch._repeated_calls import RepeatedCalls
+from proxyccl.torch._device_calls import CallIssuer
 from proxyccl.torch.reductions import PLAIN_OPS
 
 Named = tuple[str, tuple[Any, ...]]
@@ -15,14 +15,14 @@ Named = tuple[str, tuple[Any, ...]]
 
 
 class DeviceCalls:
-    """The collectives of one process group on one GPU, by the names of `ProcessGroupProxyCCL._repeat`.
+    """The collectives of one process group on one GPU, by the names of `ProcessGroupProxyCCL._issue_in_c`.
 
     Args:
         calls: the communicator's.
         ranks: number of ranks.
-        collectives: makes them.
-        barriers: makes barriers, which the CPU waits for.
-        repeated: makes what makes the calls of a function like `TensorCalls.call_kept`.
+        collectives: issues them.
+        barriers: issues barriers, which the CPU waits for.
+        issuer: makes the issuer of calls that a function such as `TensorCalls.call_kept` makes.
 
     Attributes:
         collectives, barriers: as given.
@@ -33,13 +33,13 @@ class DeviceCalls:
         self,
         calls: TensorCalls,
         ranks: int,
-        collectives: RepeatedCalls,
-        barriers: RepeatedCalls,
-        repeated: Callable[[CallInC], RepeatedCalls],
+        collectives: CallIssuer,
+        barriers: CallIssuer,
+        issuer: Callable[[CallInC], CallIssuer],
     ) -> None:
         self.collectives, self.barriers = collectives, barriers
-        self._calls, self._repeated = calls, repeated
-        self._exchanges: RepeatedCalls | None = None
+        self._calls, self._issuer = calls, issuer
+        self._exchanges: CallIssuer | None = None
         beside = calls.overlapped_policy
 
         def named(name: str, **options: Any) -> Named:
@@ -62,14 +62,14 @@ class DeviceCalls:
         }
 
     @property
-    def exchanges(self) -> RepeatedCalls | None:
-        """Makes the calls that consist of transfers; None until the ranks have made what these need."""
+    def exchanges(self) -> CallIssuer | None:
+        """Issues the calls that consist of transfers; None until the ranks have made what these need."""
         if self._exchanges is None and (call := self._calls.call_transfers) is not None:
-            self._exchanges = self._repeated(call)
+            self._exchanges = self._issuer(call)
         return self._exchanges
 
     @property
-    def all(self) -> list[RepeatedCalls]:
+    def all(self) -> list[CallIssuer]:
         """All of these that were made."""
         return [self.collectives, self.barriers, *([] if self._exchanges is None else [self._exchanges])]
 

@@ -175,7 +175,7 @@ static PyType_Slot gpu_slots[] = {{Py_tp_new, make},
                                   {Py_tp_members, gpu_members},
                                   {0, NULL}};
 static PyType_Spec gpu_spec = {
-    .name = "proxyccl.torch._repeated_calls.Gpu",
+    .name = "proxyccl.torch._device_calls.Gpu",
     .basicsize = sizeof(Gpu),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = gpu_slots,
@@ -185,7 +185,7 @@ static PyMethodDef mark_methods[] = {
 static PyType_Slot mark_slots[] = {
     {Py_tp_dealloc, end_mark}, {Py_tp_call, call_query}, {Py_tp_methods, mark_methods}, {0, NULL}};
 static PyType_Spec mark_spec = {
-    .name = "proxyccl.torch._repeated_calls.StreamMark",
+    .name = "proxyccl.torch._device_calls.StreamMark",
     .basicsize = sizeof(StreamMark),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = mark_slots,

@@ -11,7 +11,7 @@ import torch
 from proxyccl.device.gpu import stream_order
 from proxyccl.device.runtimes import open_driver
 from proxyccl.torch import own_streams
-from proxyccl.torch._repeated_calls import Gpu, QueuedCall
+from proxyccl.torch._device_calls import Gpu, QueuedCall
 from proxyccl.torch.device_runtimes import runtime_name
 
 

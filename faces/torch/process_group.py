@@ -24,7 +24,7 @@ from proxyccl.device.errors import CommunicatorError
 from proxyccl.device.process import forks
 from proxyccl.torch import own_streams, pools
 from proxyccl.torch import tensor_collectives as on_tensors
-from proxyccl.torch._repeated_calls import ADDED_BETWEEN, RepeatedCalls
+from proxyccl.torch._device_calls import ADDED_BETWEEN, CallIssuer
 from proxyccl.torch.device_calls import DeviceCalls, reduce_to
 from proxyccl.torch.endpoints import LINGER_SECONDS, Endpoints
 from proxyccl.torch.errors import raise_as_torch, torch_errors
@@ -126,14 +126,14 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._gpus: dict[torch.device, GroupOnGpu] = {}
         self._flow_streams: dict[tuple[torch.device, _Flow], Any] = {}
         self._made: dict[int, DeviceCalls] = {}  # by the GPU's number, once its communicator was made: collectives, …
-        self._transferring: dict[tuple[int, int, bool], RepeatedCalls] = {}  # … and transfers, by GPU and flow
+        self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # … and transfers, by GPU and flow
         everyone = tuple(range(size))
         self._to_all = {root: ("scatter", everyone if rank == root else (), root) for root in everyone}
         self._from_all = {root: ("gather", root, everyone if rank == root else ()) for root in everyone}
         self._all_gather, self._all_to_all = ("all_gather", "all", everyone), ("all_to_all", everyone, everyone)
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)  # of the group's calls
-        self._sequence = 0  # of the latest, except those that `_repeat` has issued
+        self._sequence = 0  # of the latest, except those that C has issued
         self._waited = itertools.count(1)  # synchronous ones on GPUs, of which few have a mark
         self._barriers = itertools.count()
         self._splits = itertools.count()
@@ -432,42 +432,42 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             calls = self._endpoints.of_all(output.device).tensor_calls
             return calls.gathers_beside(beside, output.data_ptr(), output.numel() * output.element_size())
 
-    def _repeat(self, x: Any, out: Any, opts: Any, attribute: str | None, name: str) -> Any:
+    def _issue_in_c(self, x: Any, out: Any, opts: Any, attribute: str | None, name: str) -> Any:
         """Makes a call on a GPU by one call into C, if its form is kept.
 
         Args:
-            x, out, opts, attribute: as for `RepeatedCalls.repeat`.
+            x, out, opts, attribute: as for `CallIssuer.issue`.
             name: of the call; see `DeviceCalls`.
 
         Returns:
-            As `RepeatedCalls.repeat`.
+            As `CallIssuer.issue`.
         """
         made = self._made.get((x[0] if type(x) is list else x).get_device())
         if made is None:
             return NotImplemented
-        return self._repeated(made.collectives, x, out, opts, attribute, made.named[name])
+        return self._issue_by(made.collectives, x, out, opts, attribute, made.named[name])
 
     @staticmethod
-    def _repeated(calls: RepeatedCalls | None, x: Any, out: Any, opts: Any, attribute: str | None, kept: Any) -> Any:
+    def _issue_by(calls: CallIssuer | None, x: Any, out: Any, opts: Any, attribute: str | None, named: Any) -> Any:
         if calls is None:
             return NotImplemented
         try:
-            return calls.repeat(x, out, opts, attribute, kept)
+            return calls.issue(x, out, opts, attribute, named)
         except Exception as error:
             raise_as_torch(error)
 
     def _exchange(self, on: torch.Tensor, x: Any, out: Any, opts: Any, options: on_tensors.Transfers) -> Any:
-        """As `_repeat`, for a call that is transfers between all ranks; a list of tensors is a tuple here.
+        """As `_issue_in_c`, for a call that is transfers between all ranks; a list of tensors is a tuple here.
 
         Args:
             on: one of the tensors.
-            x, out, opts: as for `_repeat`.
+            x, out, opts: as for `_issue_in_c`.
             options: as for `on_tensors.exchange`.
         """
         made = self._made.get(on.get_device())
         if made is None:
             return NotImplemented
-        return self._repeated(made.exchanges, x, out, opts, None, (options[0], options))
+        return self._issue_by(made.exchanges, x, out, opts, None, (options[0], options))
 
     def _issue_on_device(
         self,
@@ -508,11 +508,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def _device_calls(self, gpu: GroupOnGpu) -> DeviceCalls:
         """The collectives of a GPU, whose communicator was made."""
         calls = self._endpoints.of_all(gpu.device).tensor_calls
-        repeated = functools.partial(self._repeated_calls, gpu, stream=gpu.own, flow=None)
-        barriers = repeated(calls.call_kept, blocks=True)
-        return DeviceCalls(calls, self._size, repeated(calls.call_kept), barriers, repeated)
+        issuer = functools.partial(self._issuer, gpu, stream=gpu.own, flow=None)
+        barriers = issuer(calls.call_kept, blocks=True)
+        return DeviceCalls(calls, self._size, issuer(calls.call_kept), barriers, issuer)
 
-    def _repeated_calls(
+    def _issuer(
         self,
         gpu: GroupOnGpu,
         call: CallInC,
@@ -520,9 +520,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         flow: tuple[torch.device, _Flow] | None,
         *,
         blocks: bool = False,
-    ) -> RepeatedCalls:
-        """Repeats calls on a stream; `flow` is theirs if they are transfers, as `_under_way` knows it."""
-        return RepeatedCalls(
+    ) -> CallIssuer:
+        """The issuer of calls on a stream; `flow` is theirs if they are transfers, as `_under_way` knows it."""
+        return CallIssuer(
             gpu.in_c,
             call,
             self._process,
@@ -681,7 +681,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Reduces a tensor over all ranks, in place."""
         (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         overlapped = self._reduces_beside(x, opts)
-        work = self._repeat(x, x, opts, "reduceOp", "all_reduce, overlapped" if overlapped else "all_reduce")
+        work = self._issue_in_c(x, x, opts, "reduceOp", "all_reduce, overlapped" if overlapped else "all_reduce")
         if work is not NotImplemented:
             return work
         op = _op_of(opts)
@@ -715,7 +715,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         """Copies a rank's tensor to all ranks."""
         (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        work = self._repeat(x, x, opts, "rootRank", "broadcast")
+        work = self._issue_in_c(x, x, opts, "rootRank", "broadcast")
         if work is not NotImplemented:
             return work
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
@@ -736,7 +736,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         (x,) = tensors
         self._require_rank(opts.rootRank, "root")
         result = x if opts.rootRank == self._rank else ()
-        work = self._repeat(x, result, opts, "reduceOp", reduce_to(opts.rootRank))
+        work = self._issue_in_c(x, result, opts, "reduceOp", reduce_to(opts.rootRank))
         if work is not NotImplemented:
             return work
         tensors = in_memory(tensors)
@@ -771,7 +771,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Concatenates the ranks' tensors of one size."""
         overlapped = self._gathers_beside(output, opts)
-        work = self._repeat(x, output, opts, None, "all_gather, overlapped" if overlapped else "all_gather")
+        work = self._issue_in_c(x, output, opts, None, "all_gather, overlapped" if overlapped else "all_gather")
         if work is not NotImplemented:
             return work
         output, x = in_memory([output, x])
@@ -887,7 +887,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Reduces a tensor over all ranks and gives each its share."""
-        work = self._repeat(x, output, opts, "reduceOp", "reduce_scatter")
+        work = self._issue_in_c(x, output, opts, "reduceOp", "reduce_scatter")
         if work is not NotImplemented:
             return work
         op = _op_of(opts)
@@ -937,7 +937,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         even = not output_splits and not input_splits
         options = ("all_to_all_single", input_splits or "even", output_splits or "even")
         if even:
-            work = self._repeat(x, output, opts, None, "all_to_all")
+            work = self._issue_in_c(x, output, opts, None, "all_to_all")
         else:
             work = self._exchange(x, x, output, opts, options)
         if work is not NotImplemented:
@@ -988,7 +988,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         device = _with_index(device)
         made = None if device.index is None else self._made.get(device.index)
         if made is not None:
-            work = self._repeated(made.barriers, (), (), opts, None, made.named["barrier"])
+            work = self._issue_by(made.barriers, (), (), opts, None, made.named["barrier"])
             if work is not NotImplemented:
                 return work
         return self._issue(
@@ -1051,7 +1051,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return None if self._coalescing.works is not None else work
 
     def _transfer_at_once(self, x: torch.Tensor, flow: _Flow, named: tuple[str, on_tensors.Transfers]) -> Any:
-        """As `_repeat`, for a transfer: once the ranks have met, and while no other of its flow is queued."""
+        """As `_issue_in_c`, for a transfer: once the ranks have met, and while no other of its flow is queued."""
         number = x.get_device()
         executor = None if number < 0 else self._executors.get((x.device, flow))
         if executor is None or not executor.is_idle:
@@ -1060,18 +1060,18 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if calls is None and (calls := self._transfers_of(x.device, flow)) is None:
             return NotImplemented
         try:
-            return calls.repeat(*_sides(x, flow), None, None, named)
+            return calls.issue(*_sides(x, flow), None, None, named)
         except Exception as error:
             raise_as_torch(self._endpoints.with_ranks(error, flow[0]))
 
-    def _transfers_of(self, device: torch.device, flow: _Flow) -> RepeatedCalls | None:
+    def _transfers_of(self, device: torch.device, flow: _Flow) -> CallIssuer | None:
         """Makes the transfers of a flow; None if the ranks have not met."""
         if not self._endpoints.has_met(device, flow[0]):
             return None
         comm, _ = self._endpoints.with_peer(device, flow[0])
         call, stream = comm.tensor_calls.call_transfers, self._stream_of(device, flow).cuda_stream
         assert call is not None  # `with_peer` has prepared them
-        made = self._repeated_calls(self._gpu(device), call, stream, (device, flow))
+        made = self._issuer(self._gpu(device), call, stream, (device, flow))
         return self._transferring.setdefault((device.index, *flow), made)
 
     # -- coalescing ---
@@ -1079,13 +1079,13 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def _joint(
         self, call: Callable[..., Any], xs: Tensors, outs: Tensors, opts: Any, attribute: str | None, name: str | None
     ) -> Any:
-        """Makes a call for each tensor, with one Work for all; arguments from `xs` on as for `_repeat`, which is not
-        tried without a name."""
-        repeated = NotImplemented if name is None else self._repeat(xs, outs, opts, attribute, name)
-        if repeated is not NotImplemented and type(repeated) is not tuple:
-            return repeated
+        """Makes a call for each tensor, with one Work for all; arguments from `xs` on as for `_issue_in_c`, which is
+        not tried without a name."""
+        issued = NotImplemented if name is None else self._issue_in_c(xs, outs, opts, attribute, name)
+        if issued is not NotImplemented and type(issued) is not tuple:
+            return issued
         collected: list[DeviceWork | HostWork | JointWork] = []
-        done, first = (0, None) if repeated is NotImplemented else repeated
+        done, first = (0, None) if issued is NotImplemented else issued
         if first is not None:
             collected.append(first)
         outer, self._coalescing.works = self._coalescing.works, collected
@@ -1149,8 +1149,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
 
 def _goes_apart(tensors: Tensors) -> bool:
-    """Whether tensors of one coalesced call are better not joined in one array: few, or large ones. Both can be
-    repeated, and the memory is read and written once. All ranks answer the same.
+    """Whether tensors of one coalesced call are better not joined in one array: few, or large ones. C can
+    issue both, and the memory is read and written once. All ranks answer the same.
     """
     if not tensors or not tensors[0].is_cuda:
         return False

@@ -175,7 +175,7 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 static PyType_Spec spec = {
-    .name = "proxyccl.torch._repeated_calls.QueuedCall",
+    .name = "proxyccl.torch._device_calls.QueuedCall",
     .basicsize = sizeof(QueuedCall),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = slots,

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 
 from proxyccl.device.errors import DriverError
-from proxyccl.torch._repeated_calls import ADDED_BETWEEN
+from proxyccl.torch._device_calls import ADDED_BETWEEN
 
 _MOST = 1024
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from proxyccl.device.process import forks
-from proxyccl.torch._repeated_calls import QueuedCall, StreamMark
+from proxyccl.torch._device_calls import QueuedCall, StreamMark
 from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
 from proxyccl.torch.unwaited import Unwaited
@@ -154,7 +154,7 @@ class DeviceWork(_KeptWork):
 
     Nothing that only some callers need is made before they ask. The tensors of a call on the group's own stream are
     kept until the caller's stream waits for the call; if nobody has waited, their memory is then marked as used there.
-    C makes it, too (`RepeatedCalls`), so it is made without arguments.
+    C makes it, too (`CallIssuer`), so it is made without arguments.
     """
 
     __slots__ = ("_call",)

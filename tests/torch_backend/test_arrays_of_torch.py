@@ -1,4 +1,4 @@
-"""Tensors that a communicator's calls refuse, at the first call and at repeated ones."""
+"""Tensors that a communicator's calls refuse, at the first call and at later ones."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_calls_of_new_tensors_are_right_and_prepared_once(ranks: Ranks, collecti
     ranks.run(body)
 
 
-def test_a_repeated_call_does_not_take_a_lazy_view_for_its_base(ranks: Ranks) -> None:
+def test_a_kept_form_does_not_take_a_lazy_view_for_its_base(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         x, out = torch.ones(COUNT, dtype=torch.complex64) * 1j, torch.zeros(2 * COUNT, dtype=torch.complex64)
         for _ in range(4):

@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).parent / "programs" / "on_gpus.py"
     "case",
     [
         "streams",
-        "repeated",
+        "again",
         "capture",
         "priority",
         "overlapped",

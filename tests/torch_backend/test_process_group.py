@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from proxyccl import WaitTimeoutError  # noqa: E402
 from proxyccl.device.errors import DriverError  # noqa: E402
 from proxyccl.torch import ProcessGroupProxyCCL, StoreBootstrap, process_group, watchdog  # noqa: E402
-from proxyccl.torch._repeated_calls import ADDED_BETWEEN  # noqa: E402
+from proxyccl.torch._device_calls import ADDED_BETWEEN  # noqa: E402
 from proxyccl.torch.reductions import REDUCIBLE  # noqa: E402
 from proxyccl.torch.under_way import UnderWay  # noqa: E402
 from support.torch_groups import RANKS, TIMEOUT, options, run  # noqa: E402

@@ -122,7 +122,7 @@ def test_what_kind_of_tensor_has_no_memory_is_said(kind: str) -> None:
 def test_a_tensor_that_is_freed_after_a_call_is_refused_by_the_next() -> None:
     def body(group: Any) -> None:
         x = torch.ones(COUNT)
-        for _ in range(4):  # the first is prepared, the others repeat it
+        for _ in range(4):  # the first is prepared, the others use its form
             group.allreduce([x], options("Allreduce")).wait()
         x.untyped_storage().resize_(0)
         with pytest.raises(ArgumentError, match="has no memory"):
@@ -197,7 +197,7 @@ def test_lazy_views_are_sent_and_filled_by_their_values(kind: str) -> None:
 
 
 @pytest.mark.parametrize("change", [torch._neg_view, lambda x: x[:]], ids=["negative", "plain"])
-def test_a_repeated_call_does_not_take_a_lazy_view_for_its_base(change: Callable[[Any], Any]) -> None:
+def test_a_kept_form_does_not_take_a_lazy_view_for_its_base(change: Callable[[Any], Any]) -> None:
     def body(group: Any) -> None:
         x = torch.ones(COUNT)
         for _ in range(4):

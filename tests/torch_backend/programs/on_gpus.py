@@ -42,7 +42,7 @@ def streams(device: torch.device) -> None:
     own_streams.give_back(device, own)
 
 
-def repeated(device: torch.device) -> None:
+def again(device: torch.device) -> None:
     """Calls with the same memory again: on several streams, coalesced, for memory that was freed, and in a graph."""
     ranks, side = dist.get_world_size(), torch.cuda.Stream(device)
     x, y = torch.ones(COUNT, device=device), torch.ones(8, device=device)
@@ -90,7 +90,7 @@ def capture(device: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         dist.all_reduce(x)
-        dist.barrier(device_ids=[device.index])  # made here first, and then repeated
+        dist.barrier(device_ids=[device.index])  # Python makes the first, and C the next
         dist.barrier(device_ids=[device.index])
         dist.all_reduce(x, async_op=True).wait()
     for value in (1.0, 3.0):
@@ -123,7 +123,7 @@ def priority(device: torch.device) -> None:
 
 
 def overlapped(device: torch.device) -> None:
-    """Long reductions are by proxy if they are asynchronous, and by kernels if not; both are repeated, in any order."""
+    """Long reductions are by proxy if they are asynchronous, and by kernels if not; both are made in any order."""
     x = torch.empty(COUNT, device=device)
 
     def kernels(async_op: bool) -> set[str]:
@@ -299,7 +299,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:proxyccl" if case == "mixed" else "proxyccl", timeout=timedelta(seconds=60))
-    cases = (streams, repeated, capture, priority, overlapped, gathers, transfers, ring, memory, lent, mixed)
+    cases = (streams, again, capture, priority, overlapped, gathers, transfers, ring, memory, lent, mixed)
     {each.__name__: each for each in cases}[case](device)
     torch.cuda.synchronize()
     dist.barrier()

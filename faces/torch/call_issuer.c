@@ -1,4 +1,4 @@
-/* Issues torch's calls on a GPU that were made before: from torch's arguments to the launch by one call of Python's.
+/* Issues torch's calls on a GPU whose forms are kept: from torch's arguments to the launch by one call of Python's.
  *
  * This is an extension that uses CPython's limited API. It asks torch's objects by their Python attributes, so it needs
  * no header of torch, and works with any version.
@@ -12,15 +12,15 @@ enum { ADDED_BETWEEN = 128 };
 typedef struct {
   PyObject ob_base;
   Gpu* gpu;
-  PyObject* repeat;  /* of Calls or FlowCalls */
-  PyObject* process; /* of the group: a fork's child repeats nothing */
+  PyObject* make_call; /* a method of Calls or FlowCalls */
+  PyObject* process;   /* of the group: a fork's child issues nothing */
   PyObject *own, *numbers, *log, *forget, *work, *hand_out, *source;
   PyObject *is_here, *async_op, *call, *unwaited; /* names */
   uintptr_t own_stream;
   int blocks;
-  unsigned long long count, number; /* of calls that were repeated, and of the latest */
+  unsigned long long count, number; /* of calls that were issued, and of the latest */
   unsigned long long marks, waited; /* of calls that were recorded with one, and on the current stream */
-} RepeatedCalls;
+} CallIssuer;
 
 /* An attribute of options that may be None. NULL if there is none, perhaps with an exception of the program's. */
 static PyObject* option(PyObject* options, PyObject* name) {
@@ -29,12 +29,12 @@ static PyObject* option(PyObject* options, PyObject* name) {
   return found;
 }
 
-/* The name of a call and its options for `repeat`: `kept` itself, or if torch's options have an attribute that tells
- * calls apart, the entry of the dict `kept` for it. NULL if there are none, perhaps with an exception of the program's.
- */
-static PyObject* kept_under(PyObject* options, PyObject* name, PyObject* kept) {
-  if (name == Py_None) return Py_NewRef(kept);
-  if (!PyDict_Check(kept)) return NULL;
+/* The name of a call and its options for `make_call`: `named` itself, or if torch's options have an attribute that
+ * tells calls apart, the entry of the dict `named` for it. NULL if there are none, perhaps with an exception of the
+ * program's. */
+static PyObject* find_named(PyObject* options, PyObject* name, PyObject* named) {
+  if (name == Py_None) return Py_NewRef(named);
+  if (!PyDict_Check(named)) return NULL;
   PyObject* value = options == Py_None ? PyLong_FromLong(0) : option(options, name); /* torch's default is 0 */
   PyObject* found = NULL;
   if (value != NULL && !PyLong_CheckExact(value)) { /* an operator: its hash is the number of its kind */
@@ -42,15 +42,15 @@ static PyObject* kept_under(PyObject* options, PyObject* name, PyObject* kept) {
     Py_DECREF(value);
     value = kind == -1 ? NULL : PyLong_FromSsize_t(kind);
   }
-  if (value != NULL) found = Py_XNewRef(PyDict_GetItemWithError(kept, value));
+  if (value != NULL) found = Py_XNewRef(PyDict_GetItemWithError(named, value));
   Py_XDECREF(value);
   if (found == NULL) (void)proxyccl_clear_exception();
   return found;
 }
 
 /* Makes the calls of leading tensors, on a stream. The number of those that were made; -1 with an exception. */
-static Py_ssize_t repeat_on(RepeatedCalls* self, PyObject* x, PyObject* out, PyObject* kept, PyObject* stream) {
-  PyObject* const options = PyTuple_GetItem(kept, 1);
+static Py_ssize_t make_calls(CallIssuer* self, PyObject* x, PyObject* out, PyObject* named, PyObject* stream) {
+  PyObject* const options = PyTuple_GetItem(named, 1);
   if (options == NULL) return -1;
   const int several = PyList_Check(x);
   const Py_ssize_t count = several ? PyList_Size(x) : 1;
@@ -60,20 +60,20 @@ static Py_ssize_t repeat_on(RepeatedCalls* self, PyObject* x, PyObject* out, PyO
     /* The lists may change during a call, which other threads run beside. */
     PyObject* source = Py_XNewRef(several ? PyList_GetItem(x, done) : x);
     PyObject* target = source == NULL ? NULL : Py_XNewRef(several ? PyList_GetItem(out, done) : out);
-    PyObject* repeated =
-        target == NULL ? NULL : PyObject_CallFunctionObjArgs(self->repeat, source, target, options, stream, NULL);
+    PyObject* made =
+        target == NULL ? NULL : PyObject_CallFunctionObjArgs(self->make_call, source, target, options, stream, NULL);
     Py_XDECREF(source);
     Py_XDECREF(target);
-    if (repeated == NULL) return -1;
-    Py_DECREF(repeated);
-    if (repeated != Py_True) break;
+    if (made == NULL) return -1;
+    Py_DECREF(made);
+    if (made != Py_True) break;
   }
   self->count += (unsigned long long)done;
   return done;
 }
 
 /* Records a call as in progress; with a mark, it has ended once the stream is past that. 0, or -1 with an exception. */
-static int log_call(RepeatedCalls* self, PyObject* number, PyObject* name, PyObject* mark) {
+static int log_call(CallIssuer* self, PyObject* number, PyObject* name, PyObject* mark) {
   PyObject* entry = PyTuple_Pack(3, number, name, mark);
   PyObject* logged = entry == NULL ? NULL : PyObject_CallFunctionObjArgs(self->log, entry, NULL);
   Py_XDECREF(entry);
@@ -85,7 +85,7 @@ static int log_call(RepeatedCalls* self, PyObject* number, PyObject* name, PyObj
 }
 
 /* The Work of calls on a stream, recorded as in progress unless a graph captures them. */
-static PyObject* work_of(RepeatedCalls* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
+static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyObject* x, PyObject* out,
                          uintptr_t stream, int captured) {
   const int blocks = self->blocks && !captured;
   PyObject* call = proxyccl_queued_call(self->gpu, x, out, stream, !captured, blocks, self->source);
@@ -105,7 +105,7 @@ static PyObject* work_of(RepeatedCalls* self, PyObject* number, PyObject* name, 
 
 /* Records a call on the current stream as in progress. Only one in several has a mark; the others end before it.
  * None, or NULL with an exception. */
-static PyObject* log_waited(RepeatedCalls* self, PyObject* number, PyObject* name, uintptr_t stream) {
+static PyObject* log_waited(CallIssuer* self, PyObject* number, PyObject* name, uintptr_t stream) {
   PyObject* mark = ++self->waited % ADDED_BETWEEN == 0 ? proxyccl_mark(self->gpu, stream) : Py_NewRef(Py_None);
   const int failed = mark == NULL || log_call(self, number, name, mark) != 0;
   Py_XDECREF(mark);
@@ -113,8 +113,8 @@ static PyObject* log_waited(RepeatedCalls* self, PyObject* number, PyObject* nam
 }
 
 /* After calls on a stream: records them as in progress. Returns None, or the Work of those that did not wait. */
-static PyObject* record(RepeatedCalls* self, PyObject* kept, PyObject* x, PyObject* out, uintptr_t stream, int waits) {
-  PyObject* const name = PyTuple_GetItem(kept, 0);
+static PyObject* record(CallIssuer* self, PyObject* named, PyObject* x, PyObject* out, uintptr_t stream, int waits) {
+  PyObject* const name = PyTuple_GetItem(named, 0);
   PyObject* number = name == NULL ? NULL : PyIter_Next(self->numbers);
   if (number == NULL) return NULL;
   self->number = PyLong_AsUnsignedLongLong(number);
@@ -132,14 +132,14 @@ static PyObject* record(RepeatedCalls* self, PyObject* kept, PyObject* x, PyObje
   return work;
 }
 
-/* A call that is not repeated: NotImplemented, or NULL with an exception. */
-static PyObject* not_repeated(void) { return PyErr_Occurred() != NULL ? NULL : Py_NewRef(Py_NotImplemented); }
+/* A call that is not issued here: NotImplemented, or NULL with an exception. */
+static PyObject* not_issued(void) { return PyErr_Occurred() != NULL ? NULL : Py_NewRef(Py_NotImplemented); }
 
-/* `issue`, with the options under which the calls are kept. */
-static PyObject* issue_kept(RepeatedCalls* self, PyObject* x, PyObject* out, PyObject* options, PyObject* kept) {
+/* `issue`, with the name and the options of the calls. */
+static PyObject* issue_named(CallIssuer* self, PyObject* x, PyObject* out, PyObject* options, PyObject* named) {
   PyObject* here = option(self->process, self->is_here);
   Py_XDECREF(here); /* True and False are never freed */
-  if (here != Py_True) return not_repeated();
+  if (here != Py_True) return not_issued();
   PyObject* async_op = options == Py_None ? NULL : option(options, self->async_op);
   Py_XDECREF(async_op);
   if (async_op == NULL && PyErr_Occurred() != NULL) return NULL;
@@ -148,14 +148,14 @@ static PyObject* issue_kept(RepeatedCalls* self, PyObject* x, PyObject* out, PyO
   if (current == NULL) return NULL;
   const uintptr_t first = (uintptr_t)PyLong_AsUnsignedLongLong(current), handle = waits ? first : self->own_stream;
   const int ordered = PyErr_Occurred() == NULL && (waits || proxyccl_follow(self->gpu, first, handle) == 0);
-  const Py_ssize_t done = ordered ? repeat_on(self, x, out, kept, waits ? current : self->own) : -1;
+  const Py_ssize_t done = ordered ? make_calls(self, x, out, named, waits ? current : self->own) : -1;
   Py_DECREF(current);
   if (done < 0) return NULL;
   if (done == 0) Py_RETURN_NOTIMPLEMENTED;
-  if (!PyList_Check(x) || done == PyList_Size(x)) return record(self, kept, x, out, handle, waits);
+  if (!PyList_Check(x) || done == PyList_Size(x)) return record(self, named, x, out, handle, waits);
   PyObject* first_x = PyList_GetSlice(x, 0, done);
   PyObject* first_out = out == x ? Py_XNewRef(first_x) : PyList_GetSlice(out, 0, done);
-  PyObject* work = first_x == NULL || first_out == NULL ? NULL : record(self, kept, first_x, first_out, handle, waits);
+  PyObject* work = first_x == NULL || first_out == NULL ? NULL : record(self, named, first_x, first_out, handle, waits);
   PyObject* result = work == NULL ? NULL : Py_BuildValue("nO", done, work);
   Py_XDECREF(first_x);
   Py_XDECREF(first_out);
@@ -163,24 +163,24 @@ static PyObject* issue_kept(RepeatedCalls* self, PyObject* x, PyObject* out, PyO
   return result;
 }
 
-static PyObject* issue(RepeatedCalls* self, PyObject* const* arguments, Py_ssize_t count) {
+static PyObject* issue(CallIssuer* self, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 5) {
-    PyErr_SetString(PyExc_TypeError, "repeat(x, out, opts, attribute, kept) takes 5 arguments");
+    PyErr_SetString(PyExc_TypeError, "issue(x, out, opts, attribute, named) takes 5 arguments");
     return NULL;
   }
-  if (self->repeat == NULL) Py_RETURN_NOTIMPLEMENTED; /* the garbage collector has cleared it */
-  PyObject* kept = kept_under(arguments[2], arguments[3], arguments[4]);
-  PyObject* work = kept == NULL || !PyTuple_Check(kept)
-                       ? not_repeated()
-                       : issue_kept(self, arguments[0], arguments[1], arguments[2], kept);
-  Py_XDECREF(kept);
+  if (self->make_call == NULL) Py_RETURN_NOTIMPLEMENTED; /* the garbage collector has cleared it */
+  PyObject* named = find_named(arguments[2], arguments[3], arguments[4]);
+  PyObject* work = named == NULL || !PyTuple_Check(named)
+                       ? not_issued()
+                       : issue_named(self, arguments[0], arguments[1], arguments[2], named);
+  Py_XDECREF(named);
   return work;
 }
 
 static int traverse(PyObject* object, visitproc visit, void* arg) {
-  RepeatedCalls* self = (RepeatedCalls*)object;
+  CallIssuer* self = (CallIssuer*)object;
   Py_VISIT(Py_TYPE(object));
-  Py_VISIT(self->repeat);
+  Py_VISIT(self->make_call);
   Py_VISIT(self->process);
   Py_VISIT(self->numbers);
   Py_VISIT((PyObject*)self->gpu);
@@ -191,8 +191,8 @@ static int traverse(PyObject* object, visitproc visit, void* arg) {
 }
 
 static int let_go(PyObject* object) {
-  RepeatedCalls* self = (RepeatedCalls*)object;
-  Py_CLEAR(self->repeat);
+  CallIssuer* self = (CallIssuer*)object;
+  Py_CLEAR(self->make_call);
   Py_CLEAR(self->process);
   Py_CLEAR(self->numbers);
   Py_CLEAR(self->log);
@@ -202,7 +202,7 @@ static int let_go(PyObject* object) {
 }
 
 static void end(PyObject* object) {
-  RepeatedCalls* self = (RepeatedCalls*)object;
+  CallIssuer* self = (CallIssuer*)object;
   PyTypeObject* type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   let_go(object);
@@ -219,18 +219,18 @@ static void end(PyObject* object) {
 }
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
-  PyObject *gpu, *repeat, *process, *own, *numbers, *log, *forget, *work, *hand_out, *source;
+  PyObject *gpu, *make_call, *process, *own, *numbers, *log, *forget, *work, *hand_out, *source;
   int blocks;
-  if (!PyArg_ParseTuple(arguments, "OOOO!OOOOOOp", &gpu, &repeat, &process, &PyLong_Type, &own, &numbers, &log, &forget,
-                        &work, &hand_out, &source, &blocks) ||
+  if (!PyArg_ParseTuple(arguments, "OOOO!OOOOOOp", &gpu, &make_call, &process, &PyLong_Type, &own, &numbers, &log,
+                        &forget, &work, &hand_out, &source, &blocks) ||
       !proxyccl_require_gpu(gpu))
     return NULL;
   const unsigned long long own_stream = PyLong_AsUnsignedLongLong(own);
   if (PyErr_Occurred() != NULL) return NULL;
   PyObject* object = PyType_GenericNew(type, NULL, NULL);
   if (object == NULL) return NULL;
-  RepeatedCalls* self = (RepeatedCalls*)object;
-  self->gpu = (Gpu*)Py_NewRef(gpu), self->repeat = Py_NewRef(repeat), self->process = Py_NewRef(process);
+  CallIssuer* self = (CallIssuer*)object;
+  self->gpu = (Gpu*)Py_NewRef(gpu), self->make_call = Py_NewRef(make_call), self->process = Py_NewRef(process);
   self->own = Py_NewRef(own), self->own_stream = (uintptr_t)own_stream, self->numbers = Py_NewRef(numbers);
   self->log = Py_NewRef(log), self->forget = Py_NewRef(forget), self->work = Py_NewRef(work);
   self->hand_out = Py_NewRef(hand_out), self->source = Py_NewRef(source), self->blocks = blocks;
@@ -244,12 +244,12 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
 }
 
 static PyMethodDef methods[] = {
-    {"repeat", (PyCFunction)(void (*)(void))issue, METH_FASTCALL, NULL},
+    {"issue", (PyCFunction)(void (*)(void))issue, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},
 };
 static PyMemberDef members[] = {
-    {"count", T_ULONGLONG, offsetof(RepeatedCalls, count), READONLY, NULL},
-    {"number", T_ULONGLONG, offsetof(RepeatedCalls, number), READONLY, NULL},
+    {"count", T_ULONGLONG, offsetof(CallIssuer, count), READONLY, NULL},
+    {"number", T_ULONGLONG, offsetof(CallIssuer, number), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 static PyType_Slot slots[] = {
@@ -262,8 +262,8 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 static PyType_Spec spec = {
-    .name = "proxyccl.torch._repeated_calls.RepeatedCalls",
-    .basicsize = sizeof(RepeatedCalls),
+    .name = "proxyccl.torch._device_calls.CallIssuer",
+    .basicsize = sizeof(CallIssuer),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = slots,
 };
@@ -273,7 +273,7 @@ static int add_types(PyObject* module) {
   if (proxyccl_add_gpu_types(module) != 0 || proxyccl_add_queued_call(module) != 0) return -1;
   PyObject* type = PyType_FromSpec(&spec);
   if (type == NULL) return -1;
-  const int status = PyModule_AddObjectRef(module, "RepeatedCalls", type);
+  const int status = PyModule_AddObjectRef(module, "CallIssuer", type);
   Py_DECREF(type);
   return status;
 }
@@ -281,9 +281,9 @@ static int add_types(PyObject* module) {
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_types}, {0, NULL}};
 static PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "_repeated_calls",
+    .m_name = "_device_calls",
     .m_size = 0,
     .m_slots = module_slots,
 };
 
-PyMODINIT_FUNC PyInit__repeated_calls(void) { return PyModuleDef_Init(&module); }
+PyMODINIT_FUNC PyInit__device_calls(void) { return PyModuleDef_Init(&module); }

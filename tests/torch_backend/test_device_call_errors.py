@@ -1,4 +1,4 @@
-"""Objects that a repeated call looks at may raise: it is made in full then, or the exception is the program's own."""
+"""Objects that C reads for a call on a GPU may raise: Python makes the call then, or the program gets its exception."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from proxyccl.torch._repeated_calls import Gpu, RepeatedCalls
+from proxyccl.torch._device_calls import CallIssuer, Gpu
 
-KEPT = ("all_reduce",)
+NAMED = ("all_reduce", ())
 
 
 class Raises:
@@ -26,40 +26,40 @@ class Raises:
         raise self._kind(name)
 
 
-def repeated(
-    *, x: Any = None, process: Any = None, options: Any = None, kept: Any = KEPT, attribute: str | None = None
+def issued(
+    *, x: Any = None, process: Any = None, options: Any = None, named: Any = NAMED, attribute: str | None = None
 ) -> Any:
-    """The result of a call that is always repeated."""
+    """The result of a call that C issues if no object raises."""
     nothing: Callable[..., Any] = lambda *_: None  # noqa: E731
     owner = SimpleNamespace(current=lambda: 0, check=nothing, record=nothing)
     gpu = Gpu(0, [], lambda: 1, nothing, owner)
     here = SimpleNamespace(is_here=True) if process is None else process
     given = SimpleNamespace(asyncOp=False) if options is None else options
-    calls = RepeatedCalls(
+    calls = CallIssuer(
         gpu, lambda *_: x[:] != x.clear(), here, 0, itertools.count(), nothing, nothing, nothing, nothing, None, False
     )
-    return calls.repeat(x, x, given, attribute, kept)
+    return calls.issue(x, x, given, attribute, named)
 
 
 @pytest.mark.parametrize(
     "case",
     [
         lambda raises: {"process": raises},
-        lambda raises: {"options": raises, "attribute": "root", "kept": {0: KEPT}},
+        lambda raises: {"options": raises, "attribute": "root", "named": {0: NAMED}},
     ],
     ids=["process", "options"],
 )
 def test_an_exception_of_the_program_s_own_is_passed_on(case: Callable[[Raises], dict[str, Any]]) -> None:
     with pytest.raises(KeyboardInterrupt):
-        repeated(**case(Raises(KeyboardInterrupt)))
-    assert repeated(**case(Raises(ValueError))) is NotImplemented
+        issued(**case(Raises(KeyboardInterrupt)))
+    assert issued(**case(Raises(ValueError))) is NotImplemented
 
 
-def test_options_that_cannot_be_told_apart_are_not_repeated() -> None:
+def test_a_call_whose_options_cannot_be_told_apart_is_left_to_python() -> None:
     options = SimpleNamespace(reduceOp=[], asyncOp=False)  # a list has no hash
-    assert repeated(options=options, attribute="reduceOp", kept={0: KEPT}) is NotImplemented
+    assert issued(options=options, attribute="reduceOp", named={0: NAMED}) is NotImplemented
 
 
 def test_a_list_that_shrinks_during_its_calls_is_an_error() -> None:
     with pytest.raises(IndexError):
-        repeated(x=[object(), object(), object()])
+        issued(x=[object(), object(), object()])

@@ -1,4 +1,4 @@
-"""The extension that repeated_calls.c, queued_call.c and on_gpu.c make."""
+"""The extension that call_issuer.c, queued_call.c and on_gpu.c make."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -104,13 +104,13 @@ class QueuedCall:
     def outputs(self) -> list[torch.Tensor]:
         """The tensors that it writes."""
 
-class RepeatedCalls:
-    """Issues one group's calls on one GPU that were made before.
+class CallIssuer:
+    """Issues one group's calls on one GPU, as far as their forms are kept.
 
     Args:
         gpu: the GPU.
-        repeat: `Calls.call_kept` or `FlowCalls.call_borrowed`.
-        process: of the group (`forks.Process`): a fork's child repeats nothing.
+        make_call: `Calls.call_kept` or `FlowCalls.call_borrowed`.
+        process: of the group (`forks.Process`): a fork's child issues nothing.
         own: the handle of the group's own stream.
         numbers: numbers the calls.
         log: called as log((number, name, mark)) for a call that no graph captures: the mark of its end, or None for
@@ -122,7 +122,7 @@ class RepeatedCalls:
         blocks: whether every call has a Work, and a wait for it waits for its end on the CPU, too.
 
     Attributes:
-        count: how many calls were repeated.
+        count: how many calls were issued.
         number: of the latest of them.
     """
 
@@ -132,7 +132,7 @@ class RepeatedCalls:
     def __new__(
         cls,
         gpu: Gpu,
-        repeat: Callable[..., bool],
+        make_call: Callable[..., bool],
         process: object,
         own: int,
         numbers: Iterator[int],
@@ -142,8 +142,8 @@ class RepeatedCalls:
         hand_out: Callable[[Any], Any],
         source: int,
         blocks: bool,
-    ) -> RepeatedCalls: ...
-    def repeat(self, x: Any, out: Any, opts: Any, attribute: str | None, kept: Any, /) -> Any:
+    ) -> CallIssuer: ...
+    def issue(self, x: Any, out: Any, opts: Any, attribute: str | None, named: Any, /) -> Any:
         """Issues a call, or one for each of a list's tensors: on the current stream if torch's options say that it is
         synchronous, else on the group's own, which first follows the current one.
 
@@ -151,10 +151,10 @@ class RepeatedCalls:
             x, out: input and output: tensors, or lists of as many.
             opts: torch's options, or None.
             attribute: of the options, that tells calls apart: an operator or a number; None if nothing does.
-            kept: the tuple under which the call is kept, the call's name first; with `attribute` a dict of them, by the
-                number of the operator's kind, or by the number.
+            named: the call's name and the options for `make_call`; with `attribute` a dict of such pairs, by the number
+                of the operator's kind, or by the number.
 
         Returns:
-            The Work, which is None for a synchronous call unless that `blocks`. If only the first calls of a list could
-            be repeated, their number and their Work. NotImplemented if none was.
+            The Work, which is None for a synchronous call unless that `blocks`. If only the first calls of a list were
+            issued, their number and their Work. NotImplemented if none was.
         """

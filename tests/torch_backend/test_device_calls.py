@@ -1,5 +1,5 @@
-"""Calls on a GPU that were made before, which are one call into C: they give what the first one gave, and are repeated
-only for the same memory. HIP's runtime on the host plays the GPU; the ranks are threads.
+"""Calls on a GPU whose forms are kept, which are one call into C: they give what a call that Python makes gives. HIP's
+runtime on the host plays the GPU; the ranks are threads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist  # noqa: E402
 
 from proxyccl import ArgumentError, Communicator  # noqa: E402
 from proxyccl.device.gpu.stream_order import StreamOrder  # noqa: E402
-from proxyccl.torch._repeated_calls import ADDED_BETWEEN  # noqa: E402
+from proxyccl.torch._device_calls import ADDED_BETWEEN  # noqa: E402
 from support.fakes import torch_on_hip  # noqa: E402
 from support.paths import ROOT  # noqa: E402
 from support.torch_groups import TIMEOUT, options, run  # noqa: E402
@@ -40,14 +40,14 @@ def on_gpus(body: Callable[[Any], None]) -> None:
     def on_rank(group: Any) -> None:
         device = torch.device("cuda", group.rank())
         torch.cuda.current_stream(device)
-        group.eager_connect_single_device(device)  # asynchronous calls before the ranks have met are not repeated
+        group.eager_connect_single_device(device)  # until the ranks have met, C issues no asynchronous call
         body(group)
 
     run(on_rank, RANKS)
 
 
-class Repeats:
-    """Counts the calls of a group that were repeated since."""
+class IssuedInC:
+    """Counts the calls of a group that C has issued since."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -84,10 +84,10 @@ def test_each_collective_of_new_tensors_is_right_and_prepared_once(waits: bool) 
     size = 24
 
     def body(group: Any) -> None:
-        rank, kept, repeats, prepared = group.rank(), [], None, 0
+        rank, kept, issued, prepared = group.rank(), [], None, 0
         for turn in (1.0, 2.0, 3.0, 4.0, 5.0):
             if turn == 4.0:  # the first calls make memory that peers reach, which may end what is prepared meanwhile
-                repeats, prepared = Repeats(group), communicator(group).calls.prepared
+                issued, prepared = IssuedInC(group), communicator(group).calls.prepared
             memory = [
                 torch.full((count,), turn * (rank + 1)) for count in (size, size, size // 2, size, size // 2, size)
             ]
@@ -107,15 +107,15 @@ def test_each_collective_of_new_tensors_is_right_and_prepared_once(waits: bool) 
                     assert values.reshape(2, -1).tolist() == [[turn] * (size // 2), [2.0 * turn] * (size // 2)]
                 else:
                     assert (values == turn * expected).all()
-        assert repeats is not None
-        assert repeats.count == 2 * len(calls)
+        assert issued is not None
+        assert issued.count == 2 * len(calls)
         assert communicator(group).calls.prepared == prepared
 
     on_gpus(body)
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["synchronous", "asynchronous"])
-def test_each_call_with_lists_or_splits_is_repeated_with_what_its_memory_holds_then(waits: bool) -> None:
+def test_each_call_with_lists_or_splits_is_issued_in_c_with_what_its_memory_holds_then(waits: bool) -> None:
     def body(group: Any) -> None:
         rank = group.rank()
         memory = [torch.empty(12) for _ in range(6)]
@@ -144,9 +144,9 @@ def test_each_call_with_lists_or_splits_is_repeated_with_what_its_memory_holds_t
             "splits": [],
             "reduce": [(y, 2100.0)] if here else [(y, 1000.0)],
         }
-        repeats = None
+        issued = None
         for turn in range(5):
-            repeats = Repeats(group) if turn == 3 else repeats  # until then peers may still learn of arrays
+            issued = IssuedInC(group) if turn == 3 else issued  # until then peers may still learn of arrays
             for name, call in calls.items():
                 torch_on_hip.on_cpu(x)
                 memory[0].copy_(own + turn)
@@ -163,13 +163,13 @@ def test_each_call_with_lists_or_splits_is_repeated_with_what_its_memory_holds_t
                     mine, theirs = own + turn, other + turn
                     parts = [mine[:4], theirs[:8]] if rank == 0 else [theirs[4:], mine[8:]]
                     assert torch.equal(memory[5], torch.cat(parts)), turn
-        assert repeats is not None
-        assert repeats.count == 2 * len(calls)
+        assert issued is not None
+        assert issued.count == 2 * len(calls)
 
     on_gpus(body)
 
 
-def test_the_result_of_a_call_is_what_it_writes_whether_repeated_or_not() -> None:
+def test_the_result_of_a_call_is_what_it_writes_whoever_issues_it() -> None:
     def body(group: Any) -> None:
         x, *outs = (torch_on_hip.on_gpu(torch.ones(8), group.rank()) for _ in range(3))
         for _ in range(3):
@@ -180,20 +180,20 @@ def test_the_result_of_a_call_is_what_it_writes_whether_repeated_or_not() -> Non
     on_gpus(body)
 
 
-def test_a_repeated_barrier_is_waited_for_on_the_host() -> None:
+def test_a_barrier_that_c_issues_is_waited_for_on_the_host() -> None:
     def body(group: Any) -> None:
         x = torch_on_hip.on_gpu(torch.ones(1 << 18), group.rank())
         all_reduce(group, x)
         opts = options("Barrier")
         opts.device = x.device
-        repeats = Repeats(group)
+        issued = IssuedInC(group)
         for _ in range(4):
             all_reduce(group, x)
-            before = repeats.count
+            before = issued.count
             work = group.barrier(opts)
             assert work.wait()
             assert work.is_completed()
-        assert repeats.count == before + 1
+        assert issued.count == before + 1
 
     on_gpus(body)
 
@@ -217,7 +217,7 @@ def test_lists_of_other_tensors_and_other_splits_are_made_by_c() -> None:
         outs = [torch_on_hip.on_gpu(torch.full((8,), -1.0), rank) for _ in range(3)]
         opts = options("Allgather")
         group.allgather([outs[:2]], [x], opts)
-        repeats = Repeats(group)
+        issued = IssuedInC(group)
         for chosen in (outs[1:], [outs[1], outs[0]], [outs[0], outs[2]]):
             group.allgather([chosen], [x], opts)
             assert [torch_on_hip.on_cpu(out)[0] for out in chosen] == [0.0, 10.0]
@@ -226,13 +226,13 @@ def test_lists_of_other_tensors_and_other_splits_are_made_by_c() -> None:
             group.alltoall_base(into, x, splits, splits, options("AllToAll"))
             mine = slice(0, splits[0]) if rank == 0 else slice(splits[0], 8)
             assert (torch_on_hip.on_cpu(into)[mine] == torch_on_hip.on_cpu(x)[mine]).all()
-        assert repeats.count == 5
+        assert issued.count == 5
 
     on_gpus(body)
 
 
 def test_calls_of_transfers_on_two_streams_follow_each_other() -> None:
-    """A repeated exchange on the group's own stream and one on the current stream use the same flows."""
+    """An exchange on the group's own stream and one on the current stream use the same flows."""
 
     def body(group: Any) -> None:
         rank, count = group.rank(), 1 << 16
@@ -251,7 +251,7 @@ def test_calls_of_transfers_on_two_streams_follow_each_other() -> None:
     on_gpus(body)
 
 
-def test_a_reduction_that_other_ranks_drop_is_not_repeated_into_memory_that_was_freed() -> None:
+def test_a_reduction_that_other_ranks_drop_does_not_go_into_memory_that_was_freed() -> None:
     def body(group: Any) -> None:
         rank = group.rank()
         memory = torch.empty(16)
@@ -260,26 +260,26 @@ def test_a_reduction_that_other_ranks_drop_is_not_repeated_into_memory_that_was_
         for turn in range(8):
             torch_on_hip.on_cpu(small)
             memory.fill_(rank + 1.0)
-            repeats = Repeats(group)
+            issued = IssuedInC(group)
             group.reduce([small], opts)
             assert (torch_on_hip.on_cpu(small) == (3.0 if rank == 0 else 2.0)).all()
             if turn == 3:
-                assert repeats.count == 1
+                assert issued.count == 1
                 group.reduce([large], opts)  # the scratch memory moves
             if turn == 4 and rank != 0:
-                assert repeats.count == 0
+                assert issued.count == 0
 
     on_gpus(body)
 
 
 @pytest.mark.parametrize("batched", [False, True], ids=["one-by-one", "batch"])
-def test_transfers_are_repeated_with_what_their_memory_holds_then(batched: bool) -> None:
+def test_transfers_are_issued_in_c_with_what_their_memory_holds_then(batched: bool) -> None:
     def body(group: Any) -> None:
         rank, peer = group.rank(), 1 - group.rank()
         memory = torch.empty(24)
         x, out = torch_on_hip.on_gpu(memory, rank), torch_on_hip.on_gpu(torch.empty(24), rank)
         all_reduce(group, out)  # it makes the GPU this thread's current one, as a program does
-        repeats = None
+        issued = None
         for turn in range(6):
             torch_on_hip.on_cpu(x)
             memory.fill_(10.0 * turn + rank)
@@ -290,15 +290,15 @@ def test_transfers_are_repeated_with_what_their_memory_holds_then(batched: bool)
             for work in [group.end_coalescing()] if batched else works:
                 work.wait()
             assert (torch_on_hip.on_cpu(out) == 10.0 * turn + peer).all()
-            repeats = repeats or Repeats(group)  # the first ones wait for the peer in threads
-        assert repeats is not None
-        assert repeats.count == 10
+            issued = issued or IssuedInC(group)  # the first ones wait for the peer in threads
+        assert issued is not None
+        assert issued.count == 10
         assert group._get_sequence_number_for_group() == 1 + 12
 
     on_gpus(body)
 
 
-def test_a_repeated_transfer_of_an_aborted_group_raises_as_others() -> None:
+def test_a_transfer_of_an_aborted_group_raises_as_other_calls() -> None:
     all_have_transferred = threading.Barrier(RANKS)
 
     def body(group: Any) -> None:
@@ -310,11 +310,11 @@ def test_a_repeated_transfer_of_an_aborted_group_raises_as_others() -> None:
             transfer([x], peer, 0).wait()
         torch_on_hip.on_cpu(x)
         all_have_transferred.wait(TIMEOUT.total_seconds())  # an abort ends the peer's transfer too
-        repeats = Repeats(group)
+        issued = IssuedInC(group)
         group.abort()
         with pytest.raises(dist.DistBackendError, match="AbortedError"):
             transfer([x], peer, 0).wait()
-        assert repeats.count == 0
+        assert issued.count == 0
 
     on_gpus(body)
 
@@ -341,7 +341,7 @@ def test_a_call_with_other_memory_or_another_operator_is_not_confused() -> None:
 
 
 def test_synchronous_and_asynchronous_calls_follow_each_other() -> None:
-    """They are on two streams, which the communicator orders, whether C repeats a call or Python makes it."""
+    """They are on two streams, which the communicator orders, whether C or Python issues a call."""
 
     def body(group: Any) -> None:
         rank, value = group.rank(), 1.0
@@ -408,7 +408,7 @@ def test_memory_is_recorded_on_the_groups_stream_only_if_nobody_has_waited() -> 
     on_gpus(body)
 
 
-def test_a_repeated_call_of_an_aborted_group_raises_as_others() -> None:
+def test_a_call_of_an_aborted_group_raises_whether_it_waits_or_not() -> None:
     all_have_called = threading.Barrier(RANKS)
 
     def body(group: Any) -> None:
@@ -417,12 +417,12 @@ def test_a_repeated_call_of_an_aborted_group_raises_as_others() -> None:
             all_reduce(group, x)
         torch_on_hip.on_cpu(x)
         all_have_called.wait(TIMEOUT.total_seconds())  # an abort ends the peer's calls too
-        repeats = Repeats(group)
+        issued = IssuedInC(group)
         group.abort()
         for waits in (True, False):
             with pytest.raises(dist.DistBackendError, match="AbortedError"):
                 all_reduce(group, x, waits=waits)
-        assert repeats.count == 0
+        assert issued.count == 0
 
     on_gpus(body)
 
@@ -441,12 +441,12 @@ def test_a_call_after_shutdown_is_refused() -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["synchronous", "asynchronous"])
-def test_few_coalesced_tensors_are_calls_that_repeat(waits: bool) -> None:
+def test_few_coalesced_tensors_are_calls_that_c_issues(waits: bool) -> None:
     def body(group: Any) -> None:
         rank = group.rank()
         memory = [torch.empty(8), torch.empty(12)]
         tensors = [torch_on_hip.on_gpu(each, rank) for each in memory]
-        repeats = None
+        issued = None
         for turn in (1.0, 2.0):
             for each in memory:
                 each.fill_(turn * (rank + 1))
@@ -454,9 +454,9 @@ def test_few_coalesced_tensors_are_calls_that_repeat(waits: bool) -> None:
             wait(work, waits=waits)
             assert waits or [tensor.numel() for tensor in work.result()] == [8, 12]
             assert all((torch_on_hip.on_cpu(each) == 3.0 * turn).all() for each in tensors)
-            repeats = repeats or Repeats(group)
-        assert repeats is not None
-        assert repeats.count == len(tensors)
+            issued = issued or IssuedInC(group)
+        assert issued is not None
+        assert issued.count == len(tensors)
 
     on_gpus(body)
 
@@ -467,7 +467,7 @@ def test_coalesced_calls_of_which_only_the_first_were_made_before(waits: bool) -
         rank = group.rank()
         memory = [torch.empty(size) for size in (8, 12, 20)]
         first, second, third = (torch_on_hip.on_gpu(each, rank) for each in memory)
-        repeats = None
+        issued = None
         for tensors in ([first, second], [first, third], [first, second, third]):
             for each in memory:
                 each.fill_(rank + 1.0)
@@ -475,14 +475,14 @@ def test_coalesced_calls_of_which_only_the_first_were_made_before(waits: bool) -
             wait(work, waits=waits)
             assert waits or [tensor.numel() for tensor in work.result()] == [tensor.numel() for tensor in tensors]
             assert all((torch_on_hip.on_cpu(tensor) == 3.0).all() for tensor in tensors)
-            repeats = repeats or Repeats(group)
-        assert repeats is not None
-        assert repeats.count == 1 + 3
+            issued = issued or IssuedInC(group)
+        assert issued is not None
+        assert issued.count == 1 + 3
 
     on_gpus(body)
 
 
-@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist._make_nccl_premul_sum(1.0)], ids=["repeated", "made-anew"])
+@pytest.mark.parametrize("op", [dist.ReduceOp.SUM, dist._make_nccl_premul_sum(1.0)], ids=["in-c", "in-python"])
 def test_synchronous_calls_are_known_to_have_ended_but_the_last_ones(op: Any) -> None:
     def body(group: Any) -> None:
         x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
@@ -495,7 +495,7 @@ def test_synchronous_calls_are_known_to_have_ended_but_the_last_ones(op: Any) ->
     on_gpus(body)
 
 
-def test_calls_are_numbered_in_their_order_whether_repeated_or_not() -> None:
+def test_calls_are_numbered_in_their_order_whoever_issues_them() -> None:
     def body(group: Any) -> None:
         x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
         for number, waits in enumerate((True, True, False, True, False, False), 1):
