@@ -450,11 +450,12 @@ def test_the_record_of_a_transfer_in_progress_keeps_no_tensors(on: Ranks) -> Non
 
     def body(group: Any) -> None:
         rank, transfer = group.rank(), isend if group.rank() == 0 else irecv
-        x = on.tensor(rank, 1.0)
+        x, y = on.tensor(rank, 1.0), on.tensor(rank, 1.0)
         device, kept = x.device, weakref.ref(x)
         transfer(group, x, 1 - rank).wait()
         assert group._executor(device, (1 - rank, rank == 0)).wait_until_idle(60)
-        transfer(group, on.tensor(rank, 1.0), 1 - rank).wait()  # with an older torch the next Work ends the last
+        transfer(group, y, 1 - rank).wait()  # with an older torch the next Work ends the last
+        assert on.holds(y, 1.0)  # the memory of these tensors is the CPU's, which frees it without regard to streams
         del x
         gc.collect()
         assert kept() is None
