@@ -13,7 +13,8 @@ from setuptools import Extension, setup
 INCLUDE_DIRS = ["device/include", "device/kernels"]
 CALLS = ("module", "table", "form", "form_list", "flow_calls", "arrays", "reach")
 EXPERT_CALLS = ("sent_call", "descriptor", "issuer", "dispatch_form", "combine_form")
-CALL_HEADERS = ("python_objects", "calls", "form", "form_list", "flow_calls", "arrays", "reach")
+SHARED_HEADERS = ("launch", "python_errors", "python_objects", "stream_order")
+CALL_HEADERS = ("calls", "form", "form_list", "flow_calls", "arrays", "reach")
 EXPERT_HEADERS = ("sent_call", "descriptor", "issuer", "forms")
 BUILD_SCRIPTS = ("device/build_native", "proxy/build_engine", "proxy/build_transfers", "tools/build_ring_loops")
 JOBS = len(os.sched_getaffinity(0))
@@ -95,7 +96,7 @@ of_objects = [
     Extension(
         name,
         sources=sources,
-        depends=["device/launch.h", "device/python_errors.h", "device/stream_order.h", *headers],
+        depends=[*(f"device/{name}.h" for name in SHARED_HEADERS), *headers],
         include_dirs=["device", *INCLUDE_DIRS],
         extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
         py_limited_api=True,

@@ -15,12 +15,13 @@ typedef struct {
   PyObject* make_call; /* a method of Calls or FlowCalls */
   PyObject* process;   /* of the group: a fork's child issues nothing */
   PyObject *own, *numbers, *log, *forget, *work, *hand_out, *source;
-  PyObject *is_here, *async_op, *call, *unwaited; /* names */
   uintptr_t own_stream;
   int blocks;
   unsigned long long count, number; /* of calls that were issued, and of the latest */
   unsigned long long marks, waited; /* of calls that were recorded with one, and on the current stream */
 } CallIssuer;
+
+static PyObject *is_here, *async_op, *work_call, *unwaited; /* names of attributes, of the process's one module */
 
 /* An attribute of options that may be None. NULL if there is none, perhaps with an exception of the program's. */
 static PyObject* option(PyObject* options, PyObject* name) {
@@ -92,8 +93,7 @@ static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyO
   if (call == NULL) return NULL;
   PyObject* mark = proxyccl_mark_end(call);
   PyObject* work = mark == NULL && PyErr_Occurred() != NULL ? NULL : PyObject_CallNoArgs(self->work);
-  if (work != NULL &&
-      (PyObject_SetAttr(work, self->call, call) != 0 || PyObject_SetAttr(work, self->unwaited, Py_None)))
+  if (work != NULL && (PyObject_SetAttr(work, work_call, call) != 0 || PyObject_SetAttr(work, unwaited, Py_None) != 0))
     Py_CLEAR(work);
   if (work != NULL && !captured && log_call(self, number, name, mark == NULL ? Py_None : mark) != 0) Py_CLEAR(work);
   Py_DECREF(call);
@@ -137,13 +137,13 @@ static PyObject* not_issued(void) { return PyErr_Occurred() != NULL ? NULL : Py_
 
 /* `issue`, with the name and the options of the calls. */
 static PyObject* issue_named(CallIssuer* self, PyObject* x, PyObject* out, PyObject* options, PyObject* named) {
-  PyObject* here = option(self->process, self->is_here);
+  PyObject* here = option(self->process, is_here);
   Py_XDECREF(here); /* True and False are never freed */
   if (here != Py_True) return not_issued();
-  PyObject* async_op = options == Py_None ? NULL : option(options, self->async_op);
-  Py_XDECREF(async_op);
-  if (async_op == NULL && PyErr_Occurred() != NULL) return NULL;
-  const int waits = async_op == Py_False;
+  PyObject* continues = options == Py_None ? NULL : option(options, async_op);
+  Py_XDECREF(continues);
+  if (continues == NULL && PyErr_Occurred() != NULL) return NULL;
+  const int waits = continues == Py_False;
   PyObject* current = PyObject_CallNoArgs(self->gpu->current);
   if (current == NULL) return NULL;
   const uintptr_t first = (uintptr_t)PyLong_AsUnsignedLongLong(current), handle = waits ? first : self->own_stream;
@@ -177,53 +177,30 @@ static PyObject* issue(CallIssuer* self, PyObject* const* arguments, Py_ssize_t 
   return work;
 }
 
+#define REFERENCES(apply)                                                                                   \
+  apply(gpu) apply(make_call) apply(process) apply(own) apply(numbers) apply(log) apply(forget) apply(work) \
+      apply(hand_out) apply(source)
+
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   CallIssuer* self = (CallIssuer*)object;
   Py_VISIT(Py_TYPE(object));
-  Py_VISIT(self->make_call);
-  Py_VISIT(self->process);
-  Py_VISIT(self->numbers);
-  Py_VISIT((PyObject*)self->gpu);
-  Py_VISIT(self->log);
-  Py_VISIT(self->forget);
-  Py_VISIT(self->hand_out);
+  REFERENCES(PROXYCCL_VISIT)
   return 0;
 }
 
 static int let_go(PyObject* object) {
   CallIssuer* self = (CallIssuer*)object;
-  Py_CLEAR(self->make_call);
-  Py_CLEAR(self->process);
-  Py_CLEAR(self->numbers);
-  Py_CLEAR(self->log);
-  Py_CLEAR(self->forget);
-  Py_CLEAR(self->hand_out);
+  REFERENCES(PROXYCCL_CLEAR)
   return 0;
 }
 
-static void end(PyObject* object) {
-  CallIssuer* self = (CallIssuer*)object;
-  PyTypeObject* type = Py_TYPE(object);
-  PyObject_GC_UnTrack(object);
-  let_go(object);
-  Py_XDECREF((PyObject*)self->gpu);
-  Py_XDECREF(self->own);
-  Py_XDECREF(self->work);
-  Py_XDECREF(self->source);
-  Py_XDECREF(self->is_here);
-  Py_XDECREF(self->async_op);
-  Py_XDECREF(self->call);
-  Py_XDECREF(self->unwaited);
-  PyObject_GC_Del(object);
-  Py_DECREF(type);
-}
+static void end(PyObject* object) { proxyccl_free(object, let_go); }
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *gpu, *make_call, *process, *own, *numbers, *log, *forget, *work, *hand_out, *source;
   int blocks;
-  if (!PyArg_ParseTuple(arguments, "OOOO!OOOOOOp", &gpu, &make_call, &process, &PyLong_Type, &own, &numbers, &log,
-                        &forget, &work, &hand_out, &source, &blocks) ||
-      !proxyccl_require_gpu(gpu))
+  if (!PyArg_ParseTuple(arguments, "O!OOO!OOOOOOp", proxyccl_gpu_type, &gpu, &make_call, &process, &PyLong_Type, &own,
+                        &numbers, &log, &forget, &work, &hand_out, &source, &blocks))
     return NULL;
   const unsigned long long own_stream = PyLong_AsUnsignedLongLong(own);
   if (PyErr_Occurred() != NULL) return NULL;
@@ -234,13 +211,7 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   self->own = Py_NewRef(own), self->own_stream = (uintptr_t)own_stream, self->numbers = Py_NewRef(numbers);
   self->log = Py_NewRef(log), self->forget = Py_NewRef(forget), self->work = Py_NewRef(work);
   self->hand_out = Py_NewRef(hand_out), self->source = Py_NewRef(source), self->blocks = blocks;
-  self->is_here = PyUnicode_InternFromString("is_here");
-  self->async_op = PyUnicode_InternFromString("asyncOp");
-  self->call = PyUnicode_InternFromString("_call");
-  self->unwaited = PyUnicode_InternFromString("_unwaited");
-  if (self->is_here != NULL && self->async_op != NULL && self->call != NULL && self->unwaited != NULL) return object;
-  Py_DECREF(object);
-  return NULL;
+  return object;
 }
 
 static PyMethodDef methods[] = {
@@ -268,7 +239,16 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
+static int intern_names(void) {
+  is_here = PyUnicode_InternFromString("is_here");
+  async_op = PyUnicode_InternFromString("asyncOp");
+  work_call = PyUnicode_InternFromString("_call");
+  unwaited = PyUnicode_InternFromString("_unwaited");
+  return is_here != NULL && async_op != NULL && work_call != NULL && unwaited != NULL ? 0 : -1;
+}
+
 static int add_types(PyObject* module) {
+  if (intern_names() != 0) return -1;
   if (PyModule_AddIntConstant(module, "ADDED_BETWEEN", ADDED_BETWEEN) != 0) return -1;
   if (proxyccl_add_gpu_types(module) != 0 || proxyccl_add_queued_call(module) != 0) return -1;
   PyObject* type = PyType_FromSpec(&spec);

@@ -1,6 +1,7 @@
 #include "on_gpu.h"
 
-static PyTypeObject *gpu_type, *mark_type; /* of the process's one module */
+PyTypeObject* proxyccl_gpu_type;
+static PyTypeObject* mark_type; /* of the process's one module */
 
 /* Takes an event that nothing uses. 0 with an exception. */
 static uintptr_t take_event(const Gpu* self) {
@@ -46,11 +47,9 @@ PyObject* proxyccl_mark(Gpu* self, uintptr_t stream) {
   const uintptr_t event = take_event(self);
   if (event == 0) return NULL;
   const uintptr_t arguments[] = {event, stream};
-  if (finished(self, proxyccl_stream_mark(self->order, event, stream), "event record", arguments, 2) != 0) {
-    give_event(self, event);
-    return NULL;
-  }
-  StreamMark* mark = PyObject_New(StreamMark, mark_type);
+  StreamMark* mark = NULL;
+  if (finished(self, proxyccl_stream_mark(self->order, event, stream), "event record", arguments, 2) == 0)
+    mark = PyObject_New(StreamMark, mark_type);
   if (mark == NULL) {
     give_event(self, event);
     return NULL;
@@ -120,33 +119,23 @@ static PyObject* mark_of(PyObject* self, PyObject* stream) {
   return PyErr_Occurred() != NULL ? NULL : proxyccl_mark((Gpu*)self, handle);
 }
 
+#define REFERENCES(apply) apply(idle) apply(more) apply(finish) apply(owner) apply(current) apply(check) apply(record)
+
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   Gpu* self = (Gpu*)object;
   Py_VISIT(Py_TYPE(object));
-  Py_VISIT(self->idle);
-  Py_VISIT(self->more);
-  Py_VISIT(self->finish);
-  Py_VISIT(self->owner);
-  Py_VISIT(self->current);
-  Py_VISIT(self->check);
-  Py_VISIT(self->record);
+  REFERENCES(PROXYCCL_VISIT)
   return 0;
 }
 
-static void end(PyObject* object) {
+/* Not the type's tp_clear: calls and marks use a Gpu until they are freed. */
+static int let_go(PyObject* object) {
   Gpu* self = (Gpu*)object;
-  PyTypeObject* type = Py_TYPE(object);
-  PyObject_GC_UnTrack(object);
-  Py_XDECREF(self->idle);
-  Py_XDECREF(self->more);
-  Py_XDECREF(self->finish);
-  Py_XDECREF(self->owner);
-  Py_XDECREF(self->current);
-  Py_XDECREF(self->check);
-  Py_XDECREF(self->record);
-  PyObject_GC_Del(object);
-  Py_DECREF(type);
+  REFERENCES(PROXYCCL_CLEAR)
+  return 0;
 }
+
+static void end(PyObject* object) { proxyccl_free(object, let_go); }
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *idle, *more, *finish, *owner;
@@ -191,16 +180,10 @@ static PyType_Spec mark_spec = {
     .slots = mark_slots,
 };
 
-int proxyccl_require_gpu(PyObject* object) {
-  if (Py_TYPE(object) == gpu_type) return 1;
-  PyErr_SetString(PyExc_TypeError, "gpu: expected a Gpu");
-  return 0;
-}
-
 int proxyccl_add_gpu_types(PyObject* module) {
-  if (gpu_type == NULL) gpu_type = (PyTypeObject*)PyType_FromSpec(&gpu_spec);
+  if (proxyccl_gpu_type == NULL) proxyccl_gpu_type = (PyTypeObject*)PyType_FromSpec(&gpu_spec);
   if (mark_type == NULL) mark_type = (PyTypeObject*)PyType_FromSpec(&mark_spec);
-  if (gpu_type == NULL || mark_type == NULL) return -1;
+  if (proxyccl_gpu_type == NULL || mark_type == NULL) return -1;
   if (PyModule_AddObjectRef(module, "StreamMark", (PyObject*)mark_type) != 0) return -1;
-  return PyModule_AddObjectRef(module, "Gpu", (PyObject*)gpu_type);
+  return PyModule_AddObjectRef(module, "Gpu", (PyObject*)proxyccl_gpu_type);
 }

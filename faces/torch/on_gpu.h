@@ -2,13 +2,7 @@
 #ifndef PROXYCCL_TORCH_ON_GPU_H
 #define PROXYCCL_TORCH_ON_GPU_H
 
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
-#include <stdint.h>
-#include <structmember.h>
-
-#include "python_errors.h"
+#include "python_objects.h"
 #include "stream_order.h"
 
 typedef struct Gpu {
@@ -26,10 +20,11 @@ typedef struct StreamMark {
   uintptr_t event;
 } StreamMark;
 
+/* The type Gpu, of the process's one module. */
+extern PyTypeObject* proxyccl_gpu_type;
+
 /* Adds the types to the module. 0, or -1 with an exception. */
 int proxyccl_add_gpu_types(PyObject* module);
-/* Whether an object is a Gpu; if not, with an exception. */
-int proxyccl_require_gpu(PyObject* object);
 /* Marks a stream's current end. NULL with an exception. */
 PyObject* proxyccl_mark(Gpu* self, uintptr_t stream);
 /* Makes later work of `then` wait for work queued on `first`. 0, or -1 with an exception. */

@@ -91,17 +91,6 @@ static PyObject* all_tensors(PyObject* object) {
   return list;
 }
 
-static int traverse(PyObject* object, visitproc visit, void* arg) {
-  QueuedCall* self = (QueuedCall*)object;
-  Py_VISIT(Py_TYPE(object));
-  Py_VISIT((PyObject*)self->gpu);
-  Py_VISIT(self->x);
-  Py_VISIT(self->out);
-  Py_VISIT(self->error);
-  Py_VISIT(self->future);
-  return 0;
-}
-
 /* What the caller's stream does not wait for may still be used when its memory is free for another tensor. */
 static void record(PyObject* object) {
   QueuedCall* self = (QueuedCall*)object;
@@ -117,34 +106,40 @@ static void record(PyObject* object) {
   PyErr_Restore(type, error, traceback);
 }
 
-static int let_go(PyObject* object) {
+/* The garbage collector clears the first two, without which a call still works; the others stay until its end. */
+#define OPTIONAL(apply) apply(error) apply(future)
+#define REQUIRED(apply) apply(gpu) apply(x) apply(out) apply(mark) apply(source)
+
+static int traverse(PyObject* object, visitproc visit, void* arg) {
   QueuedCall* self = (QueuedCall*)object;
-  record(object);
-  Py_CLEAR(self->error);
-  Py_CLEAR(self->future);
+  Py_VISIT(Py_TYPE(object));
+  OPTIONAL(PROXYCCL_VISIT)
+  REQUIRED(PROXYCCL_VISIT)
   return 0;
 }
 
-static void end(PyObject* object) {
+static int let_go(PyObject* object) {
   QueuedCall* self = (QueuedCall*)object;
-  PyTypeObject* type = Py_TYPE(object);
-  PyObject_GC_UnTrack(object);
-  let_go(object);
-  Py_XDECREF(self->x);
-  Py_XDECREF(self->out);
-  Py_XDECREF(self->mark);
-  Py_XDECREF(self->source);
-  Py_XDECREF((PyObject*)self->gpu);
-  PyObject_GC_Del(object);
-  Py_DECREF(type);
+  record(object);
+  OPTIONAL(PROXYCCL_CLEAR)
+  return 0;
 }
+
+static int let_all_go(PyObject* object) {
+  QueuedCall* self = (QueuedCall*)object;
+  let_go(object);
+  REQUIRED(PROXYCCL_CLEAR)
+  return 0;
+}
+
+static void end(PyObject* object) { proxyccl_free(object, let_all_go); }
 
 static PyObject* make(PyTypeObject* Py_UNUSED(type), PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
   PyObject *gpu, *x, *out, *source;
   unsigned long long stream;
   int keeps, blocks;
-  if (!PyArg_ParseTuple(arguments, "OOOKppO", &gpu, &x, &out, &stream, &keeps, &blocks, &source)) return NULL;
-  if (!proxyccl_require_gpu(gpu)) return NULL;
+  if (!PyArg_ParseTuple(arguments, "O!OOKppO", proxyccl_gpu_type, &gpu, &x, &out, &stream, &keeps, &blocks, &source))
+    return NULL;
   return proxyccl_queued_call((Gpu*)gpu, x, out, (uintptr_t)stream, keeps, blocks, source);
 }
 

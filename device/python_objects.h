@@ -1,4 +1,4 @@
-/* What the extensions of this room share of CPython's limited API. */
+/* CPython's limited API, as the extensions that are written by hand use it. */
 #ifndef PROXYCCL_PYTHON_OBJECTS_H
 #define PROXYCCL_PYTHON_OBJECTS_H
 
