@@ -69,7 +69,9 @@ class Executor:
         with self._changed:
             ended = self._ended
             if not ended:
-                self._append(task)
+                self.start()  # first, because a task must not remain queued if the thread can't be started
+                self._tasks.append(task)
+                self._changed.notify_all()
         if ended:
             task()
 
@@ -84,11 +86,6 @@ class Executor:
                 thread = Thread(self._run, self._name)
                 thread.start()
                 self._thread = thread
-
-    def _append(self, task: Task) -> None:
-        self.start()  # first, because a task must not remain queued if the thread can't be started
-        self._tasks.append(task)
-        self._changed.notify_all()
 
     def _run(self) -> None:
         self._begin()

@@ -28,10 +28,7 @@ class WholeGroup:
         """The name by which torch's functional collectives find the group."""
         return self._group_name
 
-    @property
-    def group_name(self) -> str:
-        """The name by which torch's functional collectives find the group."""
-        return self._group_name
+    group_name = property(getGroupName)
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
         """Called by torch."""
@@ -43,10 +40,7 @@ class WholeGroup:
         """The program's name of the group."""
         return self._group_desc
 
-    @property
-    def group_desc(self) -> str:
-        """The program's name of the group."""
-        return self._group_desc
+    group_desc = property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:
