@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from proxyccl.channels.collectives.request import CtaPolicy
-from proxyccl.channels.collectives.tensor_calls import CallInC, TensorCalls
+from proxyccl.channels.collectives.tensor_calls import TensorCalls
 from proxyccl.torch._device_calls import CallIssuer
 from proxyccl.torch.reductions import PLAIN_OPS
 
@@ -20,24 +20,16 @@ class DeviceCalls:
     Args:
         calls: the communicator's.
         ranks: number of ranks.
-        collectives: issues them.
-        barriers: issues barriers, which the CPU waits for.
-        issuer: makes the issuer of calls that a function such as `TensorCalls.call_kept` makes.
+        issuer: makes the issuer of calls that a function such as `TensorCalls.call_kept` makes; with `blocks` the CPU
+            waits for them.
 
     Attributes:
-        collectives, barriers: as given.
+        collectives, barriers: issue the calls that consist of no transfers.
         named: by name, a call's options; of reductions by the number of the operator's kind, of broadcasts by the root.
     """
 
-    def __init__(
-        self,
-        calls: TensorCalls,
-        ranks: int,
-        collectives: CallIssuer,
-        barriers: CallIssuer,
-        issuer: Callable[[CallInC], CallIssuer],
-    ) -> None:
-        self.collectives, self.barriers = collectives, barriers
+    def __init__(self, calls: TensorCalls, ranks: int, issuer: Callable[..., CallIssuer]) -> None:
+        self.collectives, self.barriers = issuer(calls.call_kept), issuer(calls.call_kept, blocks=True)
         self._calls, self._issuer = calls, issuer
         self._exchanges: CallIssuer | None = None
         beside = calls.overlapped_policy

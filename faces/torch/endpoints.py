@@ -106,11 +106,10 @@ class Endpoints:
         made = self._made.get((device.type, device.index, None))
         return made if made is not None else self._make(device, None)
 
-    def with_peer(self, device: torch.device, peer: int) -> tuple[Communicator, int]:
-        """The communicator with a peer for a device, and the peer's number in it. Both call this."""
+    def with_peer(self, device: torch.device, peer: int) -> Communicator:
+        """The communicator with a peer for a device. Both call this."""
         made = self._made.get((device.type, device.index, peer))
-        comm = made if made is not None else self._make(device, peer)
-        return comm, int(self._rank < peer)
+        return made if made is not None else self._make(device, peer)
 
     def has_met(self, device: torch.device, peer: int | None) -> bool:
         """Whether the communicator exists, with a peer or with None of all ranks, so that no call waits for it."""

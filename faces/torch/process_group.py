@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from proxyccl.channels.collectives.tensor_calls import CallInC
+from proxyccl.channels.communicator import Communicator
 from proxyccl.device.errors import CommunicatorError
 from proxyccl.device.process import forks
 from proxyccl.torch import own_streams, pools
@@ -383,6 +384,24 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             work = self._issue_on_device(name, outs, xs, function, device, waits=waits, blocks=blocks)
         return work if work is None else self._handed_out(work, waits=waits)
 
+    def _collective(
+        self,
+        name: str,
+        device: torch.device,
+        outs: Tensors,
+        xs: Tensors,
+        opts: Any,
+        function: Callable[[Communicator], None],
+        *,
+        blocks: bool = False,
+    ) -> Any:
+        """`_issue` for a call of all ranks: `function` makes the call with their communicator for the device."""
+
+        def call() -> None:
+            function(self._endpoints.of_all(device))
+
+        return self._issue(name, outs, xs, call, device=device, opts=opts, blocks=blocks)
+
     def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
         """A Work for torch, which is kept where torch does not."""
         if self._coalescing.works is not None:
@@ -508,9 +527,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def _device_calls(self, gpu: GroupOnGpu) -> DeviceCalls:
         """The collectives of a GPU, whose communicator was made."""
         calls = self._endpoints.of_all(gpu.device).tensor_calls
-        issuer = functools.partial(self._issuer, gpu, stream=gpu.own, flow=None)
-        barriers = issuer(calls.call_kept, blocks=True)
-        return DeviceCalls(calls, self._size, issuer(calls.call_kept), barriers, issuer)
+        return DeviceCalls(calls, self._size, functools.partial(self._issuer, gpu, stream=gpu.own, flow=None))
 
     def _issuer(
         self,
@@ -684,33 +701,25 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         work = self._issue_in_c(x, x, opts, "reduceOp", "all_reduce, overlapped" if overlapped else "all_reduce")
         if work is not NotImplemented:
             return work
-        op = _op_of(opts)
-        (tensor,) = in_memory([x])
-        device = tensor.device
+        op, (tensor,) = _op_of(opts), in_memory([x])
 
-        def call() -> None:
-            comm = self._endpoints.of_all(device)
+        def call(comm: Communicator) -> None:
             beside = comm.tensor_calls.reduces_beside(True) if overlapped is None else overlapped
             on_tensors.all_reduce(comm, tensor, op, overlapped=beside)
 
-        return self._issue("all_reduce", [tensor], (), call, device=device, opts=opts)
+        return self._collective("all_reduce", tensor.device, [tensor], (), opts, call)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduces several tensors over all ranks, in place."""
         if _goes_apart(tensors):
             name = None if any(map(_is_long, tensors)) else "all_reduce"  # long ones are chosen for one by one
             return self._joint(self.allreduce, tensors, tensors, opts, "reduceOp", name)
-        op = _op_of(opts)
-        tensors = in_memory(tensors)
-        device = tensors[0].device
-        return self._issue(
-            "all_reduce of several tensors",
-            tensors,
-            (),
-            lambda: on_tensors.all_reduce_coalesced(self._endpoints.of_all(device), tensors, op),
-            device=device,
-            opts=opts,
-        )
+        op, tensors = _op_of(opts), in_memory(tensors)
+
+        def call(comm: Communicator) -> None:
+            on_tensors.all_reduce_coalesced(comm, tensors, op)
+
+        return self._collective("all_reduce of several tensors", tensors[0].device, tensors, (), opts, call)
 
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         """Copies a rank's tensor to all ranks."""
@@ -721,14 +730,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
         (tensor,) = in_memory([x])
         self._require_rank(root, "root")
-        device = tensor.device
-        return self._issue(
-            "broadcast",
-            [tensor],
-            (),
-            lambda: on_tensors.broadcast(self._endpoints.of_all(device), tensor, root),
-            device=device,
-            opts=opts,
+        return self._collective(
+            "broadcast", tensor.device, [tensor], (), opts, lambda comm: on_tensors.broadcast(comm, tensor, root)
         )
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
@@ -739,17 +742,12 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         work = self._issue_in_c(x, result, opts, "reduceOp", reduce_to(opts.rootRank))
         if work is not NotImplemented:
             return work
-        tensors = in_memory(tensors)
-        (tensor,) = tensors
-        device = tensor.device
-        return self._issue(
-            "reduce",
-            tensors,
-            (),
-            lambda: on_tensors.reduce(self._endpoints.of_all(device), tensor, opts.reduceOp, opts.rootRank),
-            device=device,
-            opts=opts,
-        )
+        (tensor,) = in_memory([x])
+
+        def call(comm: Communicator) -> None:
+            on_tensors.reduce(comm, tensor, opts.reduceOp, opts.rootRank)
+
+        return self._collective("reduce", tensor.device, [tensor], (), opts, call)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Any:
         """Every rank's tensor into a list."""
@@ -759,14 +757,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             return work
         x, *parts = in_memory([x, *given])
         self._require_one_each(parts, "output_tensors")
-        return self._issue(
-            "all_gather",
-            parts,
-            [x],
-            lambda: on_tensors.all_gather_lists(self._endpoints.of_all(x.device), parts, x, self._all_gather),
-            device=x.device,
-            opts=opts,
-        )
+
+        def call(comm: Communicator) -> None:
+            on_tensors.all_gather_lists(comm, parts, x, self._all_gather)
+
+        return self._collective("all_gather", x.device, parts, [x], opts, call)
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Concatenates the ranks' tensors of one size."""
@@ -777,14 +772,14 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         output, x = in_memory([output, x])
         self._require_gathered(output, x)
 
-        def call() -> None:
-            comm, beside = self._endpoints.of_all(x.device), overlapped
+        def call(comm: Communicator) -> None:
+            beside = overlapped
             if beside is None:
                 nbytes = output.numel() * output.element_size()
                 beside = comm.tensor_calls.gathers_beside(True, output.data_ptr(), nbytes)
             on_tensors.all_gather(comm, output, x, overlapped=beside)
 
-        return self._issue("all_gather_single", [output], [x], call, device=x.device, opts=opts)
+        return self._collective("all_gather_single", x.device, [output], [x], opts, call)
 
     _allgather_base = all_gather_single
 
@@ -796,15 +791,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         outputs, inputs = in_memory(outputs), in_memory(inputs)
         for output, x in zip(outputs, inputs, strict=True):
             self._require_gathered(output, x)
-        device = inputs[0].device
-        return self._issue(
-            "all_gather_single of several tensors",
-            outputs,
-            inputs,
-            lambda: on_tensors.all_gather_coalesced(self._endpoints.of_all(device), outputs, inputs),
-            device=device,
-            opts=opts,
-        )
+
+        def call(comm: Communicator) -> None:
+            on_tensors.all_gather_coalesced(comm, outputs, inputs)
+
+        return self._collective("all_gather_single of several tensors", inputs[0].device, outputs, inputs, opts, call)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -812,18 +803,13 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """`allgather` of several tensors: by rank, a list of them."""
         outputs, inputs = [in_memory(of_rank) for of_rank in outputs], in_memory(inputs)
         written = [tensor for of_rank in outputs for tensor in of_rank]
-        device = inputs[0].device
-        sent = [(x, rank) for rank in range(self._size) for x in inputs]
-        received = [(tensor, rank) for rank, of_rank in enumerate(outputs) for tensor in of_rank]
-        (xs, to), (outs, of) = (([], []) if not pairs else zip(*pairs, strict=True) for pairs in (sent, received))
-        return self._issue(
-            "all_gather of several tensors",
-            written,
-            inputs,
-            lambda: on_tensors.exchange(self._endpoints.of_all(device), xs, outs, ("all_gather", to, of)),
-            device=device,
-            opts=opts,
-        )
+        sent, to = inputs * self._size, [rank for rank in range(self._size) for _ in inputs]
+        of = [rank for rank, of_rank in enumerate(outputs) for _ in of_rank]
+
+        def call(comm: Communicator) -> None:
+            on_tensors.exchange(comm, sent, written, ("all_gather", to, of))
+
+        return self._collective("all_gather of several tensors", inputs[0].device, written, inputs, opts, call)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, *_: Any) -> Any:
         """Every rank's tensor into a list on one rank."""
@@ -837,13 +823,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if self._rank == root:
             self._require_one_each(given, "gather_list")
         x, *parts = in_memory([x, *given])
-        return self._issue(
-            "gather",
-            parts,
-            [x],
-            lambda: on_tensors.exchange(self._endpoints.of_all(x.device), x, tuple(parts), options),
-            device=x.device,
-            opts=opts,
+        return self._collective(
+            "gather", x.device, parts, [x], opts, lambda comm: on_tensors.exchange(comm, x, tuple(parts), options)
         )
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *_: Any) -> Any:
@@ -858,49 +839,38 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if self._rank == root:
             self._require_one_each(given, "scatter_list")
         output, *parts = in_memory([output, *given])
-        return self._issue(
-            "scatter",
-            [output],
-            parts,
-            lambda: on_tensors.exchange(self._endpoints.of_all(output.device), tuple(parts), output, options),
-            device=output.device,
-            opts=opts,
-        )
+
+        def call(comm: Communicator) -> None:
+            on_tensors.exchange(comm, tuple(parts), output, options)
+
+        return self._collective("scatter", output.device, [output], parts, opts, call)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any) -> Any:
         """Reduces a list with a tensor for each rank, and gives each its own."""
-        (output,), (parts,) = outputs, inputs
-        op = _op_of(opts)
+        (output,), (parts,), op = outputs, inputs, _op_of(opts)
         output, *parts = in_memory([output, *parts])
         self._require_one_each(parts, "input_list")
         own = parts[self._rank].numel()
         if output.numel() != own:
             raise ValueError(f"output: has {output.numel()} elements; expected {own}, those of this rank's input")
-        return self._issue(
-            "reduce_scatter",
-            [output],
-            parts,
-            lambda: on_tensors.reduce_scatter_lists(self._endpoints.of_all(output.device), output, parts, op),
-            device=output.device,
-            opts=opts,
-        )
+
+        def call(comm: Communicator) -> None:
+            on_tensors.reduce_scatter_lists(comm, output, parts, op)
+
+        return self._collective("reduce_scatter", output.device, [output], parts, opts, call)
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Reduces a tensor over all ranks and gives each its share."""
         work = self._issue_in_c(x, output, opts, "reduceOp", "reduce_scatter")
         if work is not NotImplemented:
             return work
-        op = _op_of(opts)
-        output, x = in_memory([output, x])
+        op, (output, x) = _op_of(opts), in_memory([output, x])
         self._require_share(output, x)
-        return self._issue(
-            "reduce_scatter_single",
-            [output],
-            [x],
-            lambda: on_tensors.reduce_scatter(self._endpoints.of_all(x.device), output, x, op),
-            device=x.device,
-            opts=opts,
-        )
+
+        def call(comm: Communicator) -> None:
+            on_tensors.reduce_scatter(comm, output, x, op)
+
+        return self._collective("reduce_scatter_single", x.device, [output], [x], opts, call)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -908,19 +878,15 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """`reduce_scatter_single` of several tensors."""
         if _goes_apart(inputs):
             return self._joint(self.reduce_scatter_single, inputs, outputs, opts, "reduceOp", "reduce_scatter")
-        op = _op_of(opts)
-        outputs, inputs = in_memory(outputs), in_memory(inputs)
+        op, outputs, inputs = _op_of(opts), in_memory(outputs), in_memory(inputs)
         for output, x in zip(outputs, inputs, strict=True):
             self._require_share(output, x)
         device = inputs[0].device
-        return self._issue(
-            "reduce_scatter_single of several tensors",
-            outputs,
-            inputs,
-            lambda: on_tensors.reduce_scatter_coalesced(self._endpoints.of_all(device), outputs, inputs, op),
-            device=device,
-            opts=opts,
-        )
+
+        def call(comm: Communicator) -> None:
+            on_tensors.reduce_scatter_coalesced(comm, outputs, inputs, op)
+
+        return self._collective("reduce_scatter_single of several tensors", device, outputs, inputs, opts, call)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -946,15 +912,14 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         _require_dtype(output, x)
         for tensor, splits in ((output, output_splits), (x, input_splits)):
             self._require_splits(tensor, splits)
-        comm_of = self._endpoints.of_all
 
-        def call() -> None:
+        def call(comm: Communicator) -> None:
             if even:
-                on_tensors.all_to_all(comm_of(x.device), output, x)
+                on_tensors.all_to_all(comm, output, x)
             else:
-                on_tensors.all_to_all_v(comm_of(x.device), output, x, options)
+                on_tensors.all_to_all_v(comm, output, x, options)
 
-        return self._issue("all_to_all_single", [output], [x], call, device=x.device, opts=opts)
+        return self._collective("all_to_all_single", x.device, [output], [x], opts, call)
 
     alltoall_base = all_to_all_single
 
@@ -968,15 +933,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         outputs, inputs = tuple(in_memory(outputs)), tuple(in_memory(inputs))
         self._require_one_each(outputs, "output_tensor_list")
         self._require_one_each(inputs, "input_tensor_list")
-        device = inputs[0].device
-        return self._issue(
-            "all_to_all",
-            outputs,
-            inputs,
-            lambda: on_tensors.exchange(self._endpoints.of_all(device), inputs, outputs, self._all_to_all),
-            device=device,
-            opts=opts,
-        )
+
+        def call(comm: Communicator) -> None:
+            on_tensors.exchange(comm, inputs, outputs, self._all_to_all)
+
+        return self._collective("all_to_all", inputs[0].device, outputs, inputs, opts, call)
 
     def barrier(self, opts: Any = None, *_: Any) -> Any:
         """Waits on the CPU, or after the work queued on a device, until all ranks have arrived. Ids of devices mean
@@ -991,14 +952,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             work = self._issue_by(made.barriers, (), (), opts, None, made.named["barrier"])
             if work is not NotImplemented:
                 return work
-        return self._issue(
-            "barrier",
-            (),
-            (),
-            lambda: on_tensors.barrier(self._endpoints.of_all(device), device),
-            device=device,
-            opts=opts,
-            blocks=True,
+        return self._collective(
+            "barrier", device, (), (), opts, lambda comm: on_tensors.barrier(comm, device), blocks=True
         )
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -1042,7 +997,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 if peer == self._rank:
                     (self._endpoints.send_to_self if sends else self._endpoints.recv_from_self)(tensor)
                     return
-                comm, _ = self._endpoints.with_peer(tensor.device, peer)
+                comm = self._endpoints.with_peer(tensor.device, peer)
                 with self._endpoints.transferring(peer):
                     on_tensors.exchange(comm, *_sides(tensor, flow), named[1])
 
@@ -1068,7 +1023,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Makes the transfers of a flow; None if the ranks have not met."""
         if not self._endpoints.has_met(device, flow[0]):
             return None
-        comm, _ = self._endpoints.with_peer(device, flow[0])
+        comm = self._endpoints.with_peer(device, flow[0])
         call, stream = comm.tensor_calls.call_transfers, self._stream_of(device, flow).cuda_stream
         assert call is not None  # `with_peer` has prepared them
         made = self._issuer(self._gpu(device), call, stream, (device, flow))
@@ -1100,6 +1055,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Collects the Work of the thread's calls that follow. Each runs as it comes; no transfer waits for another."""
         self._coalescing.works = []
 
+    _start_coalescing = start_coalescing
+
     def end_coalescing(self, device: Any = None) -> Any:
         """Ends `start_coalescing`.
 
@@ -1111,11 +1068,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             raise RuntimeError("end_coalescing: there was no start_coalescing before it")
         return JointWork(collected)
 
-    def _start_coalescing(self, device: Any = None) -> None:
-        self.start_coalescing(device)
-
-    def _end_coalescing(self, device: Any = None) -> Any:
-        return self.end_coalescing(device)
+    _end_coalescing = end_coalescing
 
     # -- arguments ---
 
