@@ -250,7 +250,8 @@ class Endpoints:
         have it, and else a new one."""
         splittable = None if whole is None else whole.made_of_all(device)
         with self._naming(peer):
-            splits = whole is not None and all(self._answers(bootstrap, seconds, answer=splittable is not None))
+            answer = b"" if splittable is None else b"1"
+            splits = whole is not None and all(bootstrap.all_gather(answer, seconds, self._require_open))
         if splits:
             assert splittable is not None
             return splittable.split(members, timeout=seconds, bootstrap=bootstrap)  # its errors name the whole's ranks
@@ -258,11 +259,6 @@ class Endpoints:
             own = self._runtimes.of(device)
             policy = None if os.environ.get("PROXYCCL_CTA_POLICY") else _CTA_POLICY
             return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS, cta_policy=policy)
-
-    def _answers(self, bootstrap: StoreBootstrap, seconds: float, *, answer: bool) -> list[bool]:
-        """Every rank's answer."""
-        everyone = bootstrap.all_gather(b"1" if answer else b"", seconds, self._require_open)
-        return [bool(theirs) for theirs in everyone]
 
     def made_of_all(self, device: torch.device) -> Communicator | None:
         """The communicator of all ranks for a device, if it was made and has not failed."""

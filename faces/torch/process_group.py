@@ -510,7 +510,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 with torch.cuda.stream(gpu.own_stream):
                     function()
             if device.index not in self._made:
-                self._made[device.index] = self._device_calls(gpu)
+                calls = self._endpoints.of_all(device).tensor_calls
+                self._made[device.index] = DeviceCalls(calls, self._size, functools.partial(self._issuer, gpu, gpu.own))
         captured = gpu.order.is_capturing(stream)
         if waits and not blocks:
             if not captured:
@@ -524,18 +525,13 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             self._under_way.add(None, self._sequence, name, call.mark)
         return DeviceWork.of(call)
 
-    def _device_calls(self, gpu: GroupOnGpu) -> DeviceCalls:
-        """The collectives of a GPU, whose communicator was made."""
-        calls = self._endpoints.of_all(gpu.device).tensor_calls
-        return DeviceCalls(calls, self._size, functools.partial(self._issuer, gpu, stream=gpu.own, flow=None))
-
     def _issuer(
         self,
         gpu: GroupOnGpu,
-        call: CallInC,
         stream: int,
-        flow: tuple[torch.device, _Flow] | None,
+        call: CallInC,
         *,
+        flow: tuple[torch.device, _Flow] | None = None,
         blocks: bool = False,
     ) -> CallIssuer:
         """The issuer of calls on a stream; `flow` is theirs if they are transfers, as `_under_way` knows it."""
@@ -1026,7 +1022,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         comm = self._endpoints.with_peer(device, flow[0])
         call, stream = comm.tensor_calls.call_transfers, self._stream_of(device, flow).cuda_stream
         assert call is not None  # `with_peer` has prepared them
-        made = self._issuer(self._gpu(device), call, stream, (device, flow))
+        made = self._issuer(self._gpu(device), stream, call, flow=(device, flow))
         return self._transferring.setdefault((device.index, *flow), made)
 
     # -- coalescing ---
