@@ -82,7 +82,7 @@ class Calls:
 
     def __new__(
         cls,
-        arrays: tuple[type, type, set[type], tuple[str, int], int],
+        arrays: tuple[type, type, dict[type, object], tuple[str, int], int],
         rank: int,
         lock: _Lock,
         current_stream: type,
@@ -184,7 +184,7 @@ class FlowCalls:
 
     def __new__(
         cls,
-        arrays: tuple[type, type, set[type], tuple[str, int], int],
+        arrays: tuple[type, type, dict[type, object], tuple[str, int], int],
         ndarray: type,
         current_stream: type,
         runtime: object,
@@ -370,7 +370,6 @@ class CombineForm:
         issuer: `CallForm.issuer`.
         first, second: `CallForm.prepared`, of the whole call or its first half, and of the second half.
         after_copy: the same for a whole call after a copy of its rows; None if there is none.
-        element: the element type of results, as their library has it.
         sizes: elements and bytes of a row; with padded rows experts of a rank and rows of each, else 0 and 0.
         spare_rows: whether further rows than the dispatch's are ignored.
         halves: whether the call is made in two halves.
@@ -389,7 +388,6 @@ class CombineForm:
         first: tuple[Any, ...],
         second: tuple[Any, ...],
         after_copy: tuple[Any, ...] | None,
-        element: Any,
         sizes: tuple[int, int, int, int],
         spare_rows: bool,
         halves: bool,

@@ -1,11 +1,11 @@
 #include "arrays.h"
 
+#include <stddef.h>
 #include <string.h>
 
-#define NAMES_OF(name)                                                                                             \
-  name(is_cpu) name(is_cuda) name(get_device) name(is_contiguous) name(is_neg) name(is_conj) name(untyped_storage) \
-      name(nbytes) name(data_ptr) name(shape) name(dtype) name(itemsize) name(ptr) name(_runtime) name(writable)   \
-          name(address) name(device)
+#define NAMES_OF(name)                                                                                                \
+  name(is_neg) name(is_conj) name(untyped_storage) name(nbytes) name(data_ptr) name(shape) name(dtype) name(itemsize) \
+      name(ptr) name(_runtime) name(writable) name(address) name(device)
 #define NUMBER(name) NAME_##name,
 #define TEXT(name) #name,
 enum { NAMES_OF(NUMBER) NAMES };
@@ -21,7 +21,7 @@ int proxyccl_name_array_attributes(void) {
 int proxyccl_read_array_types(PyObject* given, ArrayTypes* types) {
   PyObject *array, *view, *tensors, *place;
   Py_ssize_t device;
-  if (!PyArg_ParseTuple(given, "O!O!O!O!n", &PyType_Type, &array, &PyType_Type, &view, &PySet_Type, &tensors,
+  if (!PyArg_ParseTuple(given, "O!O!O!O!n", &PyType_Type, &array, &PyType_Type, &view, &PyDict_Type, &tensors,
                         &PyTuple_Type, &place, &device))
     return -1;
   *types = (ArrayTypes){(PyTypeObject*)Py_NewRef(array), (PyTypeObject*)Py_NewRef(view), Py_NewRef(place),
@@ -89,14 +89,50 @@ static int has_memory(PyObject* x, const GivenArray* array) {
   return first != 0 && first <= array->at && array->at + array->bytes <= first + (size_t)held;
 }
 
-static int read_tensor(const ArrayTypes* types, PyObject* x, GivenArray* array) {
-  if (!is(PyObject_GetAttr(x, names[types->device < 0 ? NAME_is_cpu : NAME_is_cuda]), Py_True)) return 0;
-  if (types->device >= 0 && number(call(x, NAME_get_device)) != types->device) return 0;
-  if (!is(call(x, NAME_is_contiguous), Py_True) || !is(call(x, NAME_is_neg), Py_False) ||
-      !is(call(x, NAME_is_conj), Py_False))
+/* DLPack's C interface, of which torch has had version 1.3 since 2.10 (github.com/dmlc/dlpack, dlpack.h). */
+typedef struct DlTensor {
+  void* data;
+  int32_t device_type, device;
+  int32_t dimensions;
+  uint8_t code, bits;
+  uint16_t lanes;
+  const int64_t *shape, *strides; /* strides in elements; NULL: in order */
+  uint64_t offset;
+} DlTensor;
+typedef struct DlExchange {
+  uint32_t major, minor;
+  const struct DlExchange* older;
+  void (*allocate)(void), (*export)(void), (*import)(void);
+  int (*describe)(void* object, DlTensor* tensor);
+} DlExchange;
+enum { DL_CPU = 1, DL_CUDA = 2, DL_ROCM = 10, DL_COMPLEX = 5 };
+
+static int is_contiguous(const DlTensor* tensor) {
+  int64_t stride = 1;
+  for (int32_t i = tensor->dimensions; tensor->strides != NULL && i-- > 0;) {
+    if (tensor->shape[i] != 1 && tensor->strides[i] != stride) return 0;
+    stride *= tensor->shape[i];
+  }
+  return 1;
+}
+
+static int read_tensor(const ArrayTypes* types, PyObject* x, PyObject* exchange, GivenArray* array) {
+  const DlExchange* functions = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
+  ArrayKind* const kind = &array->kind;
+  DlTensor tensor;
+  if (functions == NULL || functions->major != 1 || functions->describe(x, &tensor) != 0) return 0;
+  const int on_gpu = tensor.device_type == DL_CUDA || tensor.device_type == DL_ROCM;
+  if (types->device < 0 ? tensor.device_type != DL_CPU : !on_gpu || tensor.device != types->device) return 0;
+  if (tensor.dimensions > PROXYCCL_MOST_DIMENSIONS) return 0;
+  size_t count = 1;
+  for (int32_t i = 0; i < tensor.dimensions; ++i) count *= (size_t)(kind->shape[i] = (Py_ssize_t)tensor.shape[i]);
+  kind->dimensions = tensor.dimensions;
+  memcpy(kind->format, &tensor.code, offsetof(DlTensor, shape) - offsetof(DlTensor, code));
+  array->at = (uintptr_t)tensor.data + tensor.offset, array->bytes = count * tensor.lanes * tensor.bits / 8;
+  if (count != 0 && !is_contiguous(&tensor)) return 0;
+  if (!is(call(x, NAME_is_neg), Py_False) || (tensor.code == DL_COMPLEX && !is(call(x, NAME_is_conj), Py_False)))
     return 0;
-  array->at = address(call(x, NAME_data_ptr));
-  return PyErr_Occurred() == NULL && read_elements(x, array) && (array->bytes == 0 || has_memory(x, array));
+  return array->bytes == 0 || has_memory(x, array);
 }
 
 static int lies_here(const ArrayTypes* types, PyObject* view) {
@@ -140,13 +176,14 @@ int proxyccl_read_array(const ArrayTypes* types, PyObject* x, GivenArray* array)
   array->buffer.obj = NULL;
   PyTypeObject* const type = Py_TYPE(x);
   array->kind.type = type;
+  PyObject* exchange;
   int read;
   if (type == types->array || type == types->view)
     read = read_of_array(types, x, array);
-  else if ((read = PySet_Contains(types->tensors, (PyObject*)type)) != 0) /* -1: the type has no hash */
-    read = read > 0 && read_tensor(types, x, array);
+  else if ((exchange = PyDict_GetItemWithError(types->tensors, (PyObject*)type)) != NULL)
+    read = read_tensor(types, x, exchange, array);
   else
-    read = read_buffer(x, array);
+    read = PyErr_Occurred() == NULL && read_buffer(x, array); /* an error of a type without a hash */
   array->kind.alignment = array->at % 16;
   if (read) return 1;
   proxyccl_release_array(array);

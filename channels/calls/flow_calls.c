@@ -482,7 +482,8 @@ static int add_list(const FlowCalls* self, Side* side, Reading* reading) {
     if (i == 0) {
       side->array = array;
     } else {
-      if (array.kind.element != side->array.kind.element || strcmp(array.kind.format, side->array.kind.format) != 0)
+      if (array.kind.element != side->array.kind.element ||
+          memcmp(array.kind.format, side->array.kind.format, PROXYCCL_LONGEST_FORMAT) != 0)
         side->array.kind.type = NULL; /* not all are of one element type */
       Py_XDECREF(array.kind.element);
     }
@@ -523,7 +524,8 @@ static int sides_fit(const Side* x, const Side* out) {
     return !is_text(x->ranks, "all");
   if (!x->is_split && !out->is_split && !is_text(x->ranks, "all")) return 1;
   if (is_sequence(x->arrays)) return 1;
-  if (sent->element != received->element || strcmp(sent->format, received->format) != 0) return 0;
+  if (sent->element != received->element || memcmp(sent->format, received->format, PROXYCCL_LONGEST_FORMAT) != 0)
+    return 0;
   if (is_sequence(out->arrays)) return 1;
   if (sent->dimensions == 0 || sent->dimensions != received->dimensions) return 0;
   for (Py_ssize_t i = 1; i < sent->dimensions; ++i)

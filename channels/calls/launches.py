@@ -40,7 +40,7 @@ class CurrentStream(int):
 _NUMBERS = (int, CurrentStream)
 
 
-def array_types(runtime: Runtime) -> tuple[type, type, set[type], tuple[str, int], int]:
+def array_types(runtime: Runtime) -> tuple[type, type, dict[type, object], tuple[str, int], int]:
     """The types of arrays that C reads, as `Calls` takes them."""
     device = -1 if runtime.name == "host" else runtime.device
     return Array, ArrayView, libraries.tensor_types, (runtime.name, runtime.device), device

@@ -115,7 +115,9 @@ static uint64_t hash_of(const Signature* signature) {
     hash = mix(hash, hash_of_option(PyTuple_GetItem(signature->options, i)));
   for (size_t i = 0; i < signature->count; ++i) {
     const ArrayKind* kind = &signature->arrays[i].kind;
-    hash = mix(hash, (uintptr_t)kind->type ^ (uintptr_t)kind->element << 1 ^ kind->reach);
+    uint64_t format;
+    memcpy(&format, kind->format, sizeof format);
+    hash = mix(hash, ((uintptr_t)kind->type ^ (uintptr_t)kind->element << 1 ^ kind->reach) + format);
     for (Py_ssize_t k = 0; k < kind->dimensions; ++k) hash = mix(hash, (uint64_t)kind->shape[k]);
   }
   return hash;

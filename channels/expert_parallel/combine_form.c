@@ -14,7 +14,7 @@ typedef struct {
   ListedForm listed;
   Issuer issuer;
   PreparedCall first, second, after_copy; /* of the whole call or its first half; of the second; after a copy */
-  PyObject* element;                      /* the element type of torch's results */
+  char format[PROXYCCL_LONGEST_FORMAT];   /* of the latest rows' elements, which are those of results */
   Py_ssize_t hidden, row_bytes, experts, padded_rows; /* the last two are 0 but with padded rows */
   int spare_rows;                                     /* whether a call ignores further rows */
   int halves;
@@ -66,8 +66,8 @@ static int find_output(const Form* self, Py_ssize_t tokens, PyObject* out, uintp
       self->issuer.address == Py_None ? proxyccl_read_listed(proxyccl_types_of(self->issuer.calls), out, &listed) : 0;
   if (read <= 0) return read;
   const ArrayKind* kind = &listed.array.kind;
-  const int fits = kind->element == self->element && kind->dimensions == 2 && listed.extent == tokens &&
-                   kind->shape[1] == self->hidden;
+  const int fits = memcmp(kind->format, self->format, sizeof self->format) == 0 && kind->dimensions == 2 &&
+                   listed.extent == tokens && kind->shape[1] == self->hidden;
   *at = listed.at;
   proxyccl_release_array(&listed.array);
   return fits;
@@ -182,6 +182,7 @@ static PyObject* call(PyObject* object, const ListedArray* given, PyObject* cons
   Form* self = (Form*)object;
   Descriptor* desc = take_descriptor(self, further[0]);
   if (desc == NULL || !fits(self, given, desc)) return NULL;
+  memcpy(self->format, given[ROWS].array.kind.format, sizeof self->format);
   PyObject* stream = proxyccl_stream(&self->issuer, given[ROWS].object, further[2]);
   if (stream == NULL) return NULL;
   uintptr_t at = 0;
@@ -197,9 +198,9 @@ static PyObject* call(PyObject* object, const ListedArray* given, PyObject* cons
   return result;
 }
 
-#define REFERENCES(apply)                                                                                  \
-  apply(first.kept) apply(second.kept) apply(after_copy.kept) apply(element) apply(buffers) apply(context) \
-      apply(new_output) apply(check_desc) apply(check_output) apply(make_latest)
+#define REFERENCES(apply)                                                                                     \
+  apply(first.kept) apply(second.kept) apply(after_copy.kept) apply(buffers) apply(context) apply(new_output) \
+      apply(check_desc) apply(check_output) apply(make_latest)
 
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   Form* self = (Form*)object;
@@ -221,20 +222,20 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   PyObject* object = PyType_GenericNew(type, NULL, NULL);
   if (object == NULL) return NULL;
   Form* self = (Form*)object;
-  PyObject *issuer, *first, *second, *after_copy, *element, *buffers, *context, *maker, *check_desc;
+  PyObject *issuer, *first, *second, *after_copy, *buffers, *context, *maker, *check_desc;
   PyObject* check_output;
   unsigned long long call_at, copy, passing_at;
-  if (!PyArg_ParseTuple(arguments, "OOOOO(nnnn)ppK(OnKK)OO(OO)", &issuer, &first, &second, &after_copy, &element,
-                        &self->hidden, &self->row_bytes, &self->experts, &self->padded_rows, &self->spare_rows,
-                        &self->halves, &call_at, &buffers, &self->passing, &passing_at, &copy, &context, &maker,
-                        &check_desc, &check_output)) {
+  if (!PyArg_ParseTuple(arguments, "OOOO(nnnn)ppK(OnKK)OO(OO)", &issuer, &first, &second, &after_copy, &self->hidden,
+                        &self->row_bytes, &self->experts, &self->padded_rows, &self->spare_rows, &self->halves,
+                        &call_at, &buffers, &self->passing, &passing_at, &copy, &context, &maker, &check_desc,
+                        &check_output)) {
     Py_DECREF(object);
     return NULL;
   }
   self->call = (ProxycclCombine*)(uintptr_t)call_at, self->copy = (ProxycclStreamStep*)(uintptr_t)copy;
   self->buffers = Py_NewRef(buffers), self->passing_at = (uintptr_t)passing_at, self->context = Py_NewRef(context);
   self->new_output = Py_NewRef(maker), self->check_desc = Py_NewRef(check_desc);
-  self->check_output = Py_NewRef(check_output), self->element = Py_NewRef(element);
+  self->check_output = Py_NewRef(check_output);
   self->listed.call = call;
   if (proxyccl_read_issuer(issuer, &self->issuer) == 0 && proxyccl_read_prepared(first, &self->first) == 0 &&
       proxyccl_read_prepared(second, &self->second) == 0 &&

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -86,15 +85,11 @@ class Combine(CallForm):
             after_copy, step = self.prepared(copied), copied.step_address(0)
         padded = parts.options.padded_rows if of_tokens else 0
         row_bytes = self._width * self._token.itemsize
-        element = self._token
-        if self._library.is_torch:
-            element = getattr(sys.modules["torch"], element.name)
         self.form = CombineForm(
             self.issuer(),
             self.prepared(launch),
             self.prepared(launch, compared=False),
             after_copy,
-            element,
             (self._width, row_bytes, config.num_experts_per_rank if padded else 0, padded),
             parts.arguments.spare_rows,
             halves,

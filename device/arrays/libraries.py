@@ -140,17 +140,18 @@ class _Libraries(dict[type, _Library]):
     """By array type; a type's library is found when it is first looked up.
 
     Attributes:
-        tensor_types: the types of torch's tensors that have memory of their own.
+        tensor_types: for the types of torch's tensors that have memory of their own, the capsule of DLPack's functions
+            in C, which describe a tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.tensor_types: set[type] = set()
+        self.tensor_types: dict[type, object] = {}
 
     def __missing__(self, kind: type) -> _Library:
         known = self[kind] = _find_library(kind)
         if known.is_torch and known.instead is None:
-            self.tensor_types.add(kind)
+            self.tensor_types[kind] = kind.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
         return known
 
 

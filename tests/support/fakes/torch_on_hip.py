@@ -7,6 +7,7 @@ asynchronous like a GPU's.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import threading
 from collections.abc import Iterator
@@ -79,6 +80,37 @@ def _stream(stream: _Stream | None) -> Iterator[None]:
         _current.stream = before
 
 
+_CAPSULE = b"dlpack_exchange_api"
+_DESCRIBE = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
+_HIP = 10  # DLPack's number
+
+
+def _exchange_on(number: int) -> tuple[object, object]:
+    """DLPack's functions for tensors on a device, as a capsule, and what must live as long: torch's own describe them
+    as on the CPU.
+    """
+    pointer_of, capsule_of = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    capsule_of.restype, capsule_of.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    words = ctypes.c_void_p * 7  # the version, an older version, then five functions
+    functions = words.from_buffer_copy(
+        ctypes.string_at(pointer_of(torch.Tensor.__dlpack_c_exchange_api__, _CAPSULE), 56)
+    )
+    describe = _DESCRIBE(functions[5])
+
+    def describe_on(x: Any, tensor: int) -> int:
+        try:
+            describe(x, tensor)
+        except RuntimeError:  # a type that DLPack lacks
+            return -1
+        (ctypes.c_int32 * 2).from_address(tensor + 8)[:] = [_HIP, number]
+        return 0
+
+    callback = _DESCRIBE(describe_on)
+    functions[5] = ctypes.cast(callback, ctypes.c_void_p).value
+    return capsule_of(ctypes.addressof(functions), _CAPSULE, None), (functions, callback)
+
+
 @functools.cache
 def _tensors_on(number: int) -> type[torch.Tensor]:
     """The type of tensors on a device; tensors derived from one have its type."""
@@ -86,6 +118,7 @@ def _tensors_on(number: int) -> type[torch.Tensor]:
     class OnGpu(torch.Tensor):
         is_cuda, is_cpu = True, False
         device = torch.device("cuda", number)
+        __dlpack_c_exchange_api__, _kept = _exchange_on(number)
 
         def get_device(self) -> int:
             return number
