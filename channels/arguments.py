@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
+from proxyccl.channels.calls._calls import MOST_DIMENSIONS
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, require_room
 from proxyccl.device.arrays.array import Array, ArrayView, as_view
@@ -31,6 +33,16 @@ def input_view(group: Group, x: Any, argument: str) -> ArrayView:
     if view.ptr % view.dtype.itemsize:
         raise ArgumentError(argument, f"the array is not aligned to its element size of {view.dtype.itemsize} bytes")
     return view
+
+
+def readable_view(group: Group, x: Any, argument: str) -> ArrayView:
+    """A view that C reads of an array that it does not read, such as one of another library or of many dimensions.
+    Raises as `input_view`.
+    """
+    runtime, view = group.runtime, input_view(group, x, argument)
+    has_many = len(view.shape) > MOST_DIMENSIONS
+    shape = (view.shape[0], math.prod(view.shape[1:])) if has_many else view.shape
+    return ArrayView(view.ptr, shape, view.dtype, (runtime.name, runtime.device), view.writable, view.owner)
 
 
 def flat_view(group: Group, x: Any, argument: str, *, in_bytes: bool) -> ArrayView:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
-from proxyccl.channels.arguments import input_view
-from proxyccl.channels.calls._calls import MOST_DIMENSIONS, Form
+from proxyccl.channels.arguments import readable_view
+from proxyccl.channels.calls._calls import Form
 from proxyccl.channels.calls.launches import Launchable
 from proxyccl.channels.collectives.collective import Collective, Options
 from proxyccl.channels.collectives.collectives import Collectives
@@ -19,7 +18,6 @@ from proxyccl.channels.collectives.reductions import require_op
 from proxyccl.channels.collectives.request import request_for
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.ranks import as_rank
-from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.libraries import other_streams
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
@@ -80,20 +78,11 @@ def issue(collectives: Collectives, x: Any, out: Any, options: tuple[Any, ...], 
         elif type(stream) is int and other_streams(runtime.device, stream):
             runtime.stream_handle(stream)  # C does not look at the number of the latest call's stream
     if not collectives.call(x, out, options, stream):
-        view = _view(collectives, x, "x")
-        views = view, view if out is x else _view(collectives, out, "out")
-        if not collectives.call(*views, options, stream):
-            raise RuntimeError(f"the views {views} can't be read")
-
-
-def _view(collectives: Collectives, x: Any, argument: str) -> Any:
-    """A view of an array that C does not read: of another library, or of many dimensions."""
-    if isinstance(x, tuple):
-        return x
-    runtime, view = collectives.group.runtime, input_view(collectives.group, x, argument)
-    has_many = len(view.shape) > MOST_DIMENSIONS
-    shape = (view.shape[0], math.prod(view.shape[1:])) if has_many else view.shape
-    return ArrayView(view.ptr, shape, view.dtype, (runtime.name, runtime.device), view.writable, view.owner)
+        group = collectives.group
+        source = x if isinstance(x, tuple) else readable_view(group, x, "x")
+        target = source if out is x else out if isinstance(out, tuple) else readable_view(group, out, "out")
+        if not collectives.call(source, target, options, stream):
+            raise RuntimeError(f"the views {source} and {target} can't be read")
 
 
 def preparing(collectives: Collectives, collective: Collective) -> Callable[..., Form]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from proxyccl.channels.arguments import input_view
+from proxyccl.channels.arguments import input_view, readable_view
 from proxyccl.channels.calls._calls import CombineForm, DispatchForm, FormList, SentCall
 from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Combine, Sums
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
@@ -152,7 +152,7 @@ def _list(
     """
 
     def view(argument: int, x: Any) -> ArrayView:
-        return input_view(parts.ctx.group, x, arguments[argument][0])
+        return readable_view(parts.ctx.group, x, arguments[argument][0])
 
     calls = parts.ctx.group.launches.calls
     return FormList(calls, form, tuple(width for _, width in arguments), further, view, prepare)
