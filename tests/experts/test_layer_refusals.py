@@ -172,6 +172,7 @@ def test_with_a_fixed_maximum_a_bad_expert_id_is_told_later(local_world_size: in
     run_ranks(2, body, local_world_size=local_world_size)
 
 
+@pytest.mark.hip
 def test_wrong_arrays_are_refused_by_name() -> None:
     case = Case((5,), spare_tokens=3, hidden=4)
     plan = plan_of(case)
