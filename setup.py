@@ -13,9 +13,6 @@ from setuptools import Extension, setup
 INCLUDE_DIRS = ["device/include", "device/kernels"]
 CALLS = ("module", "table", "form", "form_list", "flow_calls", "arrays", "reach")
 EXPERT_CALLS = ("sent_call", "descriptor", "issuer", "dispatch_form", "combine_form")
-SHARED_HEADERS = ("launch", "python_errors", "python_objects", "stream_order")
-CALL_HEADERS = ("calls", "form", "form_list", "flow_calls", "arrays", "reach")
-EXPERT_HEADERS = ("sent_call", "descriptor", "issuer", "forms")
 BUILD_SCRIPTS = ("device/build_native", "proxy/build_engine", "proxy/build_transfers", "tools/build_ring_loops")
 JOBS = len(os.sched_getaffinity(0))
 GENERATED = Path("build/host_kernels")
@@ -67,11 +64,17 @@ def written(path: Path, text: str) -> Path:
 def headers_of(source: Path, found: set[Path]) -> set[Path]:
     """The project's headers that a source includes, so that a change rebuilds only what depends on it."""
     for name in re.findall(r'^#include "(.+)"', source.read_text(), re.MULTILINE):
-        for path in (Path(directory, name) for directory in INCLUDE_DIRS):
+        for directory in (source.parent, "device", *INCLUDE_DIRS):
+            path = Path(os.path.normpath(Path(directory, name)))
             if path.exists() and path not in found:
                 found.add(path)
                 headers_of(path, found)
     return found
+
+
+def headers_of_all(sources: list[str]) -> list[str]:
+    """The same of several sources, as names."""
+    return sorted({str(header) for source in sources for header in headers_of(Path(source), set())})
 
 
 # Not Python modules: libraries of kernels that the host runtime loads with dlopen. As extensions they are built,
@@ -80,7 +83,7 @@ shipped_kernels = [
     Extension(
         f"proxyccl.device._{source.stem}",
         sources=[str(source)],
-        depends=sorted(str(header) for header in headers_of(source, set())),
+        depends=headers_of_all([str(source)]),
         include_dirs=INCLUDE_DIRS,
         # -g0: Python's own flags may ask for debug information, which would make the build a third longer.
         extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden"],
@@ -96,38 +99,19 @@ of_objects = [
     Extension(
         name,
         sources=sources,
-        depends=[*(f"device/{name}.h" for name in SHARED_HEADERS), *headers],
+        depends=headers_of_all(sources),
         include_dirs=["device", *INCLUDE_DIRS],
         extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
         py_limited_api=True,
     )
-    for name, sources, headers in (
-        (
-            "proxyccl.channels.calls._calls",
-            [
-                *(f"channels/calls/{name}.c" for name in CALLS),
-                *(f"channels/expert_parallel/{name}.c" for name in EXPERT_CALLS),
-            ],
-            [
-                "device/stream_operations.h",
-                *(f"device/kernels/{name}.h" for name in ("experts/experts", "flows")),
-                *(f"channels/calls/{name}.h" for name in CALL_HEADERS),
-                *(f"proxy/engine/{name}.h" for name in ("calls", "order")),
-                *(f"channels/expert_parallel/{name}.h" for name in EXPERT_HEADERS),
-            ],
-        ),
-        (
-            "proxyccl.torch._device_calls",
-            [f"faces/torch/{name}.c" for name in ("call_issuer", "queued_call", "on_gpu")],
-            [f"faces/torch/{name}.h" for name in ("queued_call", "on_gpu")],
-        ),
-    )
+    for name, sources in {
+        "proxyccl.channels.calls._calls": [
+            *(f"channels/calls/{name}.c" for name in CALLS),
+            *(f"channels/expert_parallel/{name}.c" for name in EXPERT_CALLS),
+        ],
+        "proxyccl.torch._device_calls": [f"faces/torch/{name}.c" for name in ("call_issuer", "queued_call", "on_gpu")],
+    }.items()
 ]
-
-# Beside their build scripts, where setuptools finds them as data of the packages.
-make_stub = runpy.run_path("device/build_stubs.py")["make_stub"]
-for name in BUILD_SCRIPTS:
-    written(*make_stub(Path(f"{name}.py")))
 
 setup(
     cffi_modules=[f"{name}.py:ffi" for name in BUILD_SCRIPTS],

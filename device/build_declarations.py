@@ -15,15 +15,18 @@ _DECLARED = re.compile(
     """,
     re.MULTILINE | re.VERBOSE,
 )
+_FUNCTION_NAME = re.compile(r"^(?!PROXYCCL_)(?:[A-Za-z][^;=\n]*\W)?(proxyccl_\w+)\(", re.MULTILINE)
 
 
 def declarations(source: str) -> str:
     """The integer constants, types and functions that C code declares or defines, without those of its includes.
 
-    The ``...`` has cffi take the layout of a struct and the value of a constant from the compiler.
+    The ``...`` has cffi take the layout of a struct and the value of a constant from the compiler. Raises ValueError if
+    a function is laid out otherwise.
     """
     found = []
-    for each in _DECLARED.finditer(_DROPPED.sub("", source)):
+    code = _DROPPED.sub("", source)
+    for each in _DECLARED.finditer(code):
         if each["constant"]:
             found.append(f"#define {each['constant']} ...")
         elif each["function"]:
@@ -32,4 +35,9 @@ def declarations(source: str) -> str:
             found.append(each["type"].replace("}", "...; }"))
         else:
             found.append(each["type"])
+    missed = set(_FUNCTION_NAME.findall(code)) - set(re.findall(r"\bproxyccl_\w+", "\n".join(found)))
+    if missed:
+        raise ValueError(
+            f"{', '.join(sorted(missed))}: expected the return type and the name on one line, as clang-format puts them"
+        )
     return "\n".join(found)

@@ -60,8 +60,9 @@ class Calls:
     reach `out`, and `logged` whether `prepare` was called for this call before, and has logged it.
 
     Args:
-        arrays: the types `Array` and `ArrayView`; the types of torch's tensors that have memory of their own, to which
-            types may be added; the `device` of views; the GPU on which tensors lie, or -1 for the CPU.
+        arrays: the types `Array` and `ArrayView`; a dict from each type of torch's tensors that have their own memory
+            to the capsule of its DLPack functions, to which types may be added; the `device` of views; the GPU on which
+            tensors lie, or -1 for the CPU.
         rank: this rank.
         lock: held while a call is issued, but not while it is prepared.
         current_stream: the type of the handles of streams whose order tells when a call's arrays are free again.
@@ -265,9 +266,8 @@ class FormList:
 
     Args:
         calls: of the group.
-        form: the type of the forms, `DispatchForm` or `CombineForm`.
-        widths: for each argument of the call that is an array, how many arrays it may be as a tuple; 1 for no tuples.
-            Each array may be None.
+        widths: for each argument of the call that is an array, how many arrays it may have at most as a tuple; 1 for no
+            tuples; -n if a tuple must have n. An argument may be None, but not an array of a tuple.
         further: how many other arguments follow.
         view: called as view(argument, x) for an array that C can't read, with the argument's number. It returns a view
             of the array, or raises ArgumentError.
@@ -279,7 +279,6 @@ class FormList:
     def __new__(
         cls,
         calls: Calls,
-        form: type,
         widths: tuple[int, ...],
         further: int,
         view: Callable[[int, Any], Any],

@@ -105,7 +105,8 @@ typedef struct DlExchange {
   void (*allocate)(void), (*export)(void), (*import)(void);
   int (*describe)(void* object, DlTensor* tensor);
 } DlExchange;
-enum { DL_CPU = 1, DL_CUDA = 2, DL_ROCM = 10, DL_COMPLEX = 5 };
+enum { DL_CPU = 1, DL_CUDA = 2, DL_ROCM = 10 };
+enum { DL_UNSIGNED = 1, DL_COMPLEX = 5 }; /* signed integers are 0 */
 
 static int is_contiguous(const DlTensor* tensor) {
   int64_t stride = 1;
@@ -120,7 +121,8 @@ static int read_tensor(const ArrayTypes* types, PyObject* x, PyObject* exchange,
   const DlExchange* functions = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
   ArrayKind* const kind = &array->kind;
   DlTensor tensor;
-  if (functions == NULL || functions->major != 1 || functions->describe(x, &tensor) != 0) return 0;
+  if (functions == NULL || functions->major != 1 || functions->describe == NULL) return 0;
+  if (functions->describe(x, &tensor) != 0) return 0;
   const int on_gpu = tensor.device_type == DL_CUDA || tensor.device_type == DL_ROCM;
   if (types->device < 0 ? tensor.device_type != DL_CPU : !on_gpu || tensor.device != types->device) return 0;
   if (tensor.dimensions > PROXYCCL_MOST_DIMENSIONS) return 0;
@@ -130,6 +132,10 @@ static int read_tensor(const ArrayTypes* types, PyObject* x, PyObject* exchange,
   memcpy(kind->format, &tensor.code, offsetof(DlTensor, shape) - offsetof(DlTensor, code));
   array->at = (uintptr_t)tensor.data + tensor.offset, array->bytes = count * tensor.lanes * tensor.bits / 8;
   if (count != 0 && !is_contiguous(&tensor)) return 0;
+  /* torch has integers of fewer bits, which DLPack calls integers of 8 bits. */
+  if (tensor.code <= DL_UNSIGNED && tensor.bits == 8 &&
+      (kind->element = PyObject_GetAttr(x, names[NAME_dtype])) == NULL)
+    return 0;
   if (!is(call(x, NAME_is_neg), Py_False) || (tensor.code == DL_COMPLEX && !is(call(x, NAME_is_conj), Py_False)))
     return 0;
   return array->bytes == 0 || has_memory(x, array);

@@ -10,20 +10,20 @@ enum { PROXYCCL_MOST_DIMENSIONS = 8, PROXYCCL_LONGEST_FORMAT = 8 };
 typedef struct ArrayTypes {
   PyTypeObject *array, *view; /* Array and ArrayView (device/arrays) */
   PyObject* place;            /* the `device` of views */
-  PyObject* tensors;          /* of torch's types of tensors that have memory: DLPack's functions for them */
+  PyObject* tensors;          /* a dict: from a type of torch's tensors to the capsule of its DLPack functions */
   Py_ssize_t device;          /* the GPU of tensors; -1: the CPU */
 } ArrayTypes;
 
 /* What a form depends on of an array. It has no padding, because kinds are compared by memcmp. */
 typedef struct ArrayKind {
   PyTypeObject* type;
-  PyObject* element; /* an Array's or ArrayView's dtype; NULL of others, which have a format */
+  PyObject* element; /* the dtype of an Array, an ArrayView or a tensor of small integers; NULL of others … */
   PyObject* runtime; /* an Array's; NULL of other arrays */
   Py_ssize_t dimensions, shape[PROXYCCL_MOST_DIMENSIONS];
   uint32_t alignment; /* the address modulo 16 */
   uint16_t readonly;
   uint16_t reach;                       /* how peers reach it (reach.h) */
-  char format[PROXYCCL_LONGEST_FORMAT]; /* a buffer's, or DLPack's type of a tensor; padded with zeros */
+  char format[PROXYCCL_LONGEST_FORMAT]; /* … which have a buffer's format, or DLPack's type; padded with zeros */
 } ArrayKind;
 
 typedef struct GivenArray {

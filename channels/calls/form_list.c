@@ -15,7 +15,6 @@ typedef struct Listed {
 typedef struct FormList {
   PyObject ob_base;
   PyObject* calls; /* of the group */
-  PyTypeObject* form_type;
   PyObject *widths, *view, *prepare;
   Py_ssize_t further; /* arguments after the arrays */
   Py_ssize_t count;
@@ -28,13 +27,14 @@ static void add_references(const ArrayKind* kind) {
   Py_XINCREF(kind->runtime);
 }
 
-static void release(Listed* listed) {
+/* Drops the references of an entry that was taken out of the list: this may run Python. */
+static void release(Listed listed) {
   for (int i = 0; i < PROXYCCL_MOST_GIVEN; ++i) {
-    Py_XDECREF((PyObject*)listed->kinds[i].type);
-    Py_XDECREF(listed->kinds[i].element);
-    Py_XDECREF(listed->kinds[i].runtime);
+    Py_XDECREF((PyObject*)listed.kinds[i].type);
+    Py_XDECREF(listed.kinds[i].element);
+    Py_XDECREF(listed.kinds[i].runtime);
   }
-  Py_XDECREF(listed->form);
+  Py_XDECREF(listed.form);
 }
 
 /* Whether an address is a multiple of the size of its elements. */
@@ -63,24 +63,34 @@ static int read_or_view(const FormList* self, Py_ssize_t argument, PyObject* x, 
   const ArrayTypes* const types = proxyccl_types_of(self->calls);
   int read = proxyccl_read_listed(types, x, listed);
   if (read != 0) return read;
+  const int known = PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)); /* -1: the type has no hash */
+  if (known < 0) PyErr_Clear();
   PyObject* view = PyObject_CallFunction(self->view, "nO", argument, x);
   if (view == NULL) return -1;
-  read = proxyccl_read_listed(types, x, listed); /* its type may have become known */
+  if (known == 0 && PyDict_Contains(types->tensors, (PyObject*)Py_TYPE(x)) > 0) /* now it is known */
+    read = proxyccl_read_listed(types, x, listed);
   if (read == 0 && (read = proxyccl_read_listed(types, view, listed)) > 0)
     listed->object = x, listed->array.kind.type = Py_TYPE(x);
   Py_DECREF(view); /* `x` has the memory */
   return read;
 }
 
-/* Reads the arrays, of which a tuple may have as many as its argument is wide. 1; 0 if Python must refuse them, or -1
- * with an exception. `count` is how many were read. */
+/* Whether an argument of this width may be this tuple of arrays. */
+static int is_wide(PyObject* tuple, Py_ssize_t width) {
+  const Py_ssize_t count = PyTuple_Size(tuple);
+  for (Py_ssize_t i = 0; i < count; ++i)
+    if (PyTuple_GetItem(tuple, i) == Py_None) return 0;
+  return width < 0 ? count == -width : count <= width;
+}
+
+/* Reads the arrays. 1; 0 if Python must refuse them, or -1 with an exception. `count` is how many were read. */
 static int read_all(const FormList* self, PyObject* const* arguments, ListedArray* given, int* count) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(self->widths); ++i) {
     const Py_ssize_t width = PyLong_AsSsize_t(PyTuple_GetItem(self->widths, i));
     PyObject* const argument = arguments[i];
-    const int several = width > 1 && PyTuple_Check(argument);
-    if (several && PyTuple_Size(argument) > width) return 0;
-    for (Py_ssize_t k = 0; k < width; ++k, ++*count) {
+    const int several = width != 1 && PyTuple_Check(argument);
+    if (several && !is_wide(argument, width)) return 0;
+    for (Py_ssize_t k = 0; k < Py_ABS(width); ++k, ++*count) {
       ListedArray* listed = &given[*count];
       PyObject* x = several && k < PyTuple_Size(argument) ? PyTuple_GetItem(argument, k) : Py_None;
       if (!several && k == 0) x = argument;
@@ -114,7 +124,7 @@ static PyObject* find(const FormList* self, const ListedArray* given, int count)
 }
 
 static void add(FormList* self, PyObject* form, const ListedArray* given, int count) {
-  Listed listed = {.form = Py_NewRef(form)}, oldest = {NULL};
+  Listed listed = {.form = Py_NewRef(form)}, oldest = {0};
   for (int i = 0; i < count; ++i) {
     listed.kinds[i] = given[i].array.kind;
     add_references(&listed.kinds[i]);
@@ -124,7 +134,7 @@ static void add(FormList* self, PyObject* form, const ListedArray* given, int co
     memmove(self->listed, self->listed + 1, --self->count * sizeof *self->listed);
   }
   self->listed[self->count++] = listed;
-  release(&oldest); /* last: it may run Python */
+  release(oldest);
 }
 
 /* Finds or prepares the form of a call, and makes the call. */
@@ -134,8 +144,8 @@ static PyObject* find_and_call(FormList* self, PyObject* const* arguments, const
   if (form == NULL) {
     form = call_prepare(self, arguments, arrays + self->further);
     if (form == NULL) return NULL;
-    if (!PyObject_TypeCheck(form, self->form_type)) {
-      PyErr_Format(PyExc_TypeError, "expected %R, not %R", (PyObject*)self->form_type, (PyObject*)Py_TYPE(form));
+    if (!PyObject_TypeCheck(form, proxyccl_listed_form)) {
+      PyErr_Format(PyExc_TypeError, "expected a ListedForm, not %R", (PyObject*)Py_TYPE(form));
       Py_DECREF(form);
       return NULL;
     }
@@ -166,19 +176,26 @@ static PyObject* call(PyObject* object, PyObject* const* arguments, Py_ssize_t c
   return NULL;
 }
 
-#define REFERENCES(apply) apply(calls) apply(widths) apply(view) apply(prepare) apply(form_type)
+#define REFERENCES(apply) apply(calls) apply(widths) apply(view) apply(prepare)
 
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   FormList* self = (FormList*)object;
   Py_VISIT(Py_TYPE(object));
   REFERENCES(PROXYCCL_VISIT)
-  for (Py_ssize_t i = 0; i < self->count; ++i) Py_VISIT(self->listed[i].form);
+  for (Py_ssize_t i = 0; i < self->count; ++i) {
+    for (int k = 0; k < PROXYCCL_MOST_GIVEN; ++k) {
+      Py_VISIT((PyObject*)self->listed[i].kinds[k].type);
+      Py_VISIT(self->listed[i].kinds[k].element);
+      Py_VISIT(self->listed[i].kinds[k].runtime);
+    }
+    Py_VISIT(self->listed[i].form);
+  }
   return 0;
 }
 
 static int let_go(PyObject* object) {
   FormList* self = (FormList*)object;
-  while (self->count > 0) release(&self->listed[--self->count]);
+  while (self->count > 0) release(self->listed[--self->count]);
   REFERENCES(PROXYCCL_CLEAR)
   return 0;
 }
@@ -186,12 +203,12 @@ static int let_go(PyObject* object) {
 static void end(PyObject* object) { proxyccl_free(object, let_go); }
 
 static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
-  PyObject *calls, *form_type, *widths, *view, *prepare;
+  PyObject *calls, *widths, *view, *prepare;
   Py_ssize_t further, all = 0;
-  if (!PyArg_ParseTuple(arguments, "OO!O!nOO", &calls, &PyType_Type, &form_type, &PyTuple_Type, &widths, &further,
-                        &view, &prepare))
+  if (!PyArg_ParseTuple(arguments, "OO!nOO", &calls, &PyTuple_Type, &widths, &further, &view, &prepare) ||
+      !proxyccl_require_calls(calls))
     return NULL;
-  for (Py_ssize_t i = 0; i < PyTuple_Size(widths); ++i) all += PyLong_AsSsize_t(PyTuple_GetItem(widths, i));
+  for (Py_ssize_t i = 0; i < PyTuple_Size(widths); ++i) all += Py_ABS(PyLong_AsSsize_t(PyTuple_GetItem(widths, i)));
   if (PyErr_Occurred() != NULL) return NULL;
   if (all > PROXYCCL_MOST_GIVEN)
     return PyErr_Format(PyExc_ValueError, "expected at most %d arrays", PROXYCCL_MOST_GIVEN);
@@ -200,7 +217,7 @@ static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUS
   FormList* self = (FormList*)object;
   self->calls = Py_NewRef(calls), self->widths = Py_NewRef(widths), self->view = Py_NewRef(view),
   self->prepare = Py_NewRef(prepare);
-  self->form_type = (PyTypeObject*)Py_NewRef(form_type), self->further = further;
+  self->further = further;
   return object;
 }
 
@@ -219,8 +236,21 @@ static PyType_Spec spec = {
     .slots = slots,
 };
 
+/* The types of forms have all else. */
+static PyType_Slot form_slots[] = {{0, NULL}};
+static PyType_Spec form_spec = {
+    .name = "proxyccl.channels.calls._calls.ListedForm",
+    .basicsize = sizeof(ListedForm),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .slots = form_slots,
+};
+
+PyTypeObject* proxyccl_listed_form;
+
 int proxyccl_add_form_list(PyObject* module) {
   static PyTypeObject* list_type; /* of the process's one module */
   if (list_type == NULL) list_type = (PyTypeObject*)PyType_FromSpec(&spec);
-  return list_type == NULL ? -1 : PyModule_AddObjectRef(module, "FormList", (PyObject*)list_type);
+  if (proxyccl_listed_form == NULL) proxyccl_listed_form = (PyTypeObject*)PyType_FromSpec(&form_spec);
+  if (list_type == NULL || proxyccl_listed_form == NULL) return -1;
+  return PyModule_AddObjectRef(module, "FormList", (PyObject*)list_type);
 }

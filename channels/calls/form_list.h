@@ -17,7 +17,7 @@ typedef struct ListedArray {
   uintptr_t at;      /* PROXYCCL_EMPTY of an array without elements */
 } ListedArray;
 
-/* How each type of forms begins. */
+/* The base of each type of forms. */
 typedef struct ListedForm {
   PyObject ob_base;
   /* Makes a call with arrays of the form's kinds; `further` are the arguments after the arrays. NULL with an exception,
@@ -25,7 +25,9 @@ typedef struct ListedForm {
   PyObject* (*call)(PyObject* form, const ListedArray* given, PyObject* const* further);
 } ListedForm;
 
-/* Adds the type FormList to the module. 0, or -1 with an exception. */
+extern PyTypeObject* proxyccl_listed_form;
+
+/* Adds the type FormList to the module, and makes the type of ListedForm. 0, or -1 with an exception. */
 int proxyccl_add_form_list(PyObject* module);
 /* Reads an array of a call, which is not None. 1 with references to release; 0 if it can't be read so, or -1 with an
  * exception of the program's. */

@@ -22,7 +22,7 @@ def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, 
     Raises:
         ArgumentError: it is not an integer from `least` to `most`. A bool is not one.
     """
-    if type(value) is int and least <= value <= most:  # at the cost of a repeated call
+    if type(value) is int and least <= value <= most:  # most are: as_integer takes longer
         return value
     expected = f"from {least} to {most}" if most < MAX_NUMBER else f"of at least {least}, and at most {most}"
     return as_integer(value, argument, f"must be {what} {expected}", least, most)

@@ -14,7 +14,8 @@ typedef struct {
   ListedForm listed;
   Issuer issuer;
   PreparedCall first, second, after_copy; /* of the whole call or its first half; of the second; after a copy */
-  char format[PROXYCCL_LONGEST_FORMAT];   /* of the latest rows' elements, which are those of results */
+  PyObject* element; /* of the kind of the rows, whose elements are those of results; NULL before the first call … */
+  char format[PROXYCCL_LONGEST_FORMAT];               /* … and so is this */
   Py_ssize_t hidden, row_bytes, experts, padded_rows; /* the last two are 0 but with padded rows */
   int spare_rows;                                     /* whether a call ignores further rows */
   int halves;
@@ -49,25 +50,28 @@ static Py_ssize_t bytes_of(const Form* self, Py_ssize_t rows) { return rows * se
 
 /* A new array for the result, and its address. NULL with an exception. */
 static PyObject* new_output(Form* self, Py_ssize_t tokens, uintptr_t* at) {
-  if (self->make_latest == NULL || self->latest_tokens != tokens) {
+  PyObject* maker = self->latest_tokens == tokens ? Py_XNewRef(self->make_latest) : NULL;
+  if (maker == NULL) {
+    if ((maker = PyObject_CallFunction(self->new_output, "n", tokens)) == NULL) return NULL;
     PyObject* old = self->make_latest;
-    self->make_latest = PyObject_CallFunction(self->new_output, "n", tokens), self->latest_tokens = tokens;
+    self->make_latest = Py_NewRef(maker), self->latest_tokens = tokens;
     Py_XDECREF(old);
-    if (self->make_latest == NULL) return NULL;
   }
-  return proxyccl_new_array(&self->issuer, self->make_latest, bytes_of(self, tokens), at);
+  PyObject* made = proxyccl_new_array(&self->issuer, maker, tokens == 0, at);
+  Py_DECREF(maker);
+  return made;
 }
 
-/* Finds where torch's tensor for the result lies. 1; 0 if Python must look at the array, or -1 with an exception of the
- * program's. */
+/* Finds where the caller's array for the result lies. 1; 0 if Python must look at the array, or -1 with an exception of
+ * the program's. */
 static int find_output(const Form* self, Py_ssize_t tokens, PyObject* out, uintptr_t* at) {
   ListedArray listed;
-  const int read =
-      self->issuer.address == Py_None ? proxyccl_read_listed(proxyccl_types_of(self->issuer.calls), out, &listed) : 0;
+  const int read = proxyccl_read_listed(proxyccl_types_of(self->issuer.calls), out, &listed);
   if (read <= 0) return read;
   const ArrayKind* kind = &listed.array.kind;
-  const int fits = memcmp(kind->format, self->format, sizeof self->format) == 0 && kind->dimensions == 2 &&
-                   listed.extent == tokens && kind->shape[1] == self->hidden;
+  const int same = kind->element == self->element && memcmp(kind->format, self->format, sizeof self->format) == 0;
+  const int fits =
+      same && !kind->readonly && kind->dimensions == 2 && listed.extent == tokens && kind->shape[1] == self->hidden;
   *at = listed.at;
   proxyccl_release_array(&listed.array);
   return fits;
@@ -182,6 +186,7 @@ static PyObject* call(PyObject* object, const ListedArray* given, PyObject* cons
   Form* self = (Form*)object;
   Descriptor* desc = take_descriptor(self, further[0]);
   if (desc == NULL || !fits(self, given, desc)) return NULL;
+  if (self->element == NULL) self->element = Py_XNewRef(given[ROWS].array.kind.element);
   memcpy(self->format, given[ROWS].array.kind.format, sizeof self->format);
   PyObject* stream = proxyccl_stream(&self->issuer, given[ROWS].object, further[2]);
   if (stream == NULL) return NULL;
@@ -198,9 +203,9 @@ static PyObject* call(PyObject* object, const ListedArray* given, PyObject* cons
   return result;
 }
 
-#define REFERENCES(apply)                                                                                     \
-  apply(first.kept) apply(second.kept) apply(after_copy.kept) apply(buffers) apply(context) apply(new_output) \
-      apply(check_desc) apply(check_output) apply(make_latest)
+#define REFERENCES(apply)                                                                                  \
+  apply(first.kept) apply(second.kept) apply(after_copy.kept) apply(element) apply(buffers) apply(context) \
+      apply(new_output) apply(check_desc) apply(check_output) apply(make_latest)
 
 static int traverse(PyObject* object, visitproc visit, void* arg) {
   Form* self = (Form*)object;
@@ -256,6 +261,6 @@ static PyType_Spec spec = {
 };
 
 int proxyccl_add_combine_form(PyObject* module) {
-  if (form_type == NULL) form_type = (PyTypeObject*)PyType_FromSpec(&spec);
+  if (form_type == NULL) form_type = (PyTypeObject*)PyType_FromSpecWithBases(&spec, (PyObject*)proxyccl_listed_form);
   return form_type == NULL ? -1 : PyModule_AddObjectRef(module, "CombineForm", (PyObject*)form_type);
 }

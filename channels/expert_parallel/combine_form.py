@@ -13,7 +13,6 @@ from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.device._native import ffi
-from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
@@ -34,11 +33,10 @@ class Combine(CallForm):
 
     Args:
         parts: of the layer.
-        call: "combine", or "collect" for rows of other elements, which are neither padded nor loaded.
+        call: "combine"; or "collect" for rows with an element for each slot, of any type, which are neither padded nor
+            loaded.
         x, weights, topk_weights, order_ids, added, desc: of the call for which the form is prepared.
         halves: whether calls are made in two halves.
-        width: elements of a row; None for those of a token.
-        dtype: their type; None for that of tokens.
 
     Attributes:
         form: makes the calls.
@@ -59,13 +57,12 @@ class Combine(CallForm):
         desc: EPAllToAllLayoutDesc,
         *,
         halves: bool = False,
-        width: int | None = None,
-        dtype: str | None = None,
     ) -> None:
         config, ctx = parts.options.config, parts.ctx
         self._parts, self._group = parts, ctx.group
-        self._width, self._token = width or config.hidden, as_dtype(dtype or config.token.name)
         of_tokens = call == "combine"
+        self._width = config.hidden if of_tokens else config.topk
+        self._token = config.token if of_tokens else input_view(ctx.group, x, parts.arguments.rows).dtype
         parts.own_desc(desc)
         self._check(x, weights, topk_weights, added, desc, parts.leading(desc.rows) if of_tokens else (desc.rows,))
         id_bytes = self._bytes_of_ids(order_ids, desc)

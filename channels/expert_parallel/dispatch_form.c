@@ -112,7 +112,7 @@ static int add_slots(const Form* self, Descriptor* desc, PyObject* scatter) {
   if (self->new_lost == Py_None) return 0;
   PyObject* maker = PyObject_CallFunction(self->new_lost, "n", desc->tokens);
   uintptr_t at = 0;
-  PyObject* lost = maker == NULL ? NULL : proxyccl_new_array(&self->issuer, maker, desc->tokens * self->topk, &at);
+  PyObject* lost = maker == NULL ? NULL : proxyccl_new_array(&self->issuer, maker, desc->tokens == 0, &at);
   const int set = lost == NULL ? -1 : PyObject_SetAttrString((PyObject*)desc, "lost_slots", lost);
   *self->lost_slots = at;
   Py_XDECREF(maker);
@@ -123,7 +123,7 @@ static int add_slots(const Form* self, Descriptor* desc, PyObject* scatter) {
 /* A descriptor with its tables, without a number yet. NULL with an exception. */
 static Descriptor* new_descriptor(const Form* self, const ListedArray* given, PyObject* stream) {
   uintptr_t at = 0;
-  PyObject* tables = proxyccl_new_array(&self->issuer, self->new_tables, 1, &at);
+  PyObject* tables = proxyccl_new_array(&self->issuer, self->new_tables, 0, &at);
   Descriptor* desc = tables == NULL ? NULL : (Descriptor*)PyType_GenericAlloc((PyTypeObject*)self->descriptor_type, 0);
   if (desc != NULL) {
     desc->owner = Py_NewRef(self->context), desc->like = Py_NewRef(given[ROWS].object);
@@ -177,7 +177,7 @@ static void fill_output(const Form* self, const Descriptor* desc, uint32_t phase
 /* A new array and its address; None and 0 if there is none. NULL with an exception. */
 static PyObject* new_array(const Form* self, PyObject* maker, uintptr_t* at) {
   *at = 0;
-  return maker == Py_None ? Py_NewRef(Py_None) : proxyccl_new_array(&self->issuer, maker, 1, at);
+  return maker == Py_None ? Py_NewRef(Py_None) : proxyccl_new_array(&self->issuer, maker, 0, at);
 }
 
 /* Makes the arrays of the output: rows, or a pair of them and their scales, and weights. 0, or -1 with an exception. */
@@ -413,6 +413,6 @@ static PyType_Spec spec = {
 };
 
 int proxyccl_add_dispatch_form(PyObject* module) {
-  if (form_type == NULL) form_type = (PyTypeObject*)PyType_FromSpec(&spec);
+  if (form_type == NULL) form_type = (PyTypeObject*)PyType_FromSpecWithBases(&spec, (PyObject*)proxyccl_listed_form);
   return form_type == NULL ? -1 : PyModule_AddObjectRef(module, "DispatchForm", (PyObject*)form_type);
 }

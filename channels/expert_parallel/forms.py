@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from proxyccl.channels.arguments import input_view, readable_view
+from proxyccl.channels.arguments import readable_view
 from proxyccl.channels.calls._calls import CombineForm, DispatchForm, FormList, SentCall
 from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Combine, Sums
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
@@ -34,34 +34,35 @@ class Forms:
     def __init__(self, parts: LayerParts) -> None:
         self._parts, self._on_host = parts, parts.ctx.runtime_name == "host"
         names, topk = parts.arguments, parts.options.config.topk
-        inputs = ((names.tokens, 2), (names.ids, 1), (names.weight, 1), ("full_scatter_indices", 1))
+        inputs = ((names.tokens, -2), (names.ids, 1), (names.weight, 1), ("full_scatter_indices", 1))
         rows = ((names.rows, 1), ("weights", 1), ("topk_weights", 1), ("order_ids", 1), ("added", MOST_ADDED))
 
         def dispatches(**options: bool) -> FormList:
-            return _list(parts, DispatchForm, inputs, 1, lambda *of: Dispatch(parts, *of[:-1], **options).form)
+            def prepare(x: Any, ids: Any, weight: Any, scatter: Any, _stream: Any) -> DispatchForm:
+                return Dispatch(parts, x, ids, weight, scatter, **options).form
+
+            return _list(parts, inputs, 1, prepare)
 
         def redispatches(argument: str, **options: Any) -> FormList:
-            def prepare(x: Any, desc: EPAllToAllLayoutDesc, *_: Any) -> DispatchForm:
+            def prepare(x: Any, desc: EPAllToAllLayoutDesc, _stream: Any, _out: Any) -> DispatchForm:
                 return Redispatch(parts, x, desc, argument, **options).form
 
-            return _list(parts, DispatchForm, ((argument, 2),), 3, prepare)
+            return _list(parts, ((argument, -2),), 3, prepare)
 
-        def combines(**options: Any) -> FormList:
-            def prepare(*of: Any) -> CombineForm:
-                return Combine(parts, "combine", *of[:-2], **options).form
+        def combines(call: str, **options: bool) -> FormList:
+            def prepare(
+                x: Any, weights: Any, topk_weights: Any, order_ids: Any, added: Any, desc: Any, _out: Any, _stream: Any
+            ) -> CombineForm:
+                return Combine(parts, call, x, weights, topk_weights, order_ids, added, desc, **options).form
 
-            return _list(parts, CombineForm, rows, 3, prepare)
-
-        def collect(*of: Any) -> CombineForm:
-            dtype = input_view(parts.ctx.group, of[0], "input").dtype.name
-            return Combine(parts, "collect", *of[:-2], width=topk, dtype=dtype).form
+            return _list(parts, rows, 3, prepare)
 
         self._dispatches = dispatches(buffered=False), dispatches(buffered=True)
         self._sends, self._prepares = dispatches(halves=True), dispatches(prepares=True)
         self._redispatches = redispatches(names.values)
         self._spreads = redispatches("topk_weights", width=topk, dtype="float32")
-        self._combines = combines(halves=False), combines(halves=True)
-        self._collects = _list(parts, CombineForm, rows, 3, collect)
+        self._combines = combines("combine"), combines("combine", halves=True)
+        self._collects = combines("collect")
 
     def dispatch(
         self, input: Any, exp_indices: Any, weight: Any, scatter: Any, stream: StreamLike, *, buffered: bool
@@ -139,14 +140,13 @@ class Forms:
 
 
 def _list(
-    parts: LayerParts, form: type, arguments: tuple[tuple[str, int], ...], further: int, prepare: Callable[..., Any]
+    parts: LayerParts, arguments: tuple[tuple[str, int], ...], further: int, prepare: Callable[..., Any]
 ) -> FormList:
     """A list of the forms of one call.
 
     Args:
         parts: of the layer.
-        form: their type.
-        arguments: the name of each argument that is an array, and how many arrays it may be as a tuple.
+        arguments: the name and the width of each argument that is an array, as for `FormList`.
         further: how many other arguments follow.
         prepare: prepares a form for the arguments of a call, or raises ArgumentError.
     """
@@ -155,4 +155,4 @@ def _list(
         return readable_view(parts.ctx.group, x, arguments[argument][0])
 
     calls = parts.ctx.group.launches.calls
-    return FormList(calls, form, tuple(width for _, width in arguments), further, view, prepare)
+    return FormList(calls, tuple(width for _, width in arguments), further, view, prepare)

@@ -79,7 +79,7 @@ int proxyccl_issue(const Issuer* issuer, const PreparedCall* call, const Descrip
   return queued == NULL ? -1 : 0;
 }
 
-PyObject* proxyccl_new_array(const Issuer* issuer, PyObject* maker, Py_ssize_t nbytes, uintptr_t* at) {
+PyObject* proxyccl_new_array(const Issuer* issuer, PyObject* maker, int may_be_empty, uintptr_t* at) {
   static PyObject* data_ptr;
   if (data_ptr == NULL && (data_ptr = PyUnicode_InternFromString("data_ptr")) == NULL) return NULL;
   PyObject* made = PyObject_CallNoArgs(maker);
@@ -88,7 +88,7 @@ PyObject* proxyccl_new_array(const Issuer* issuer, PyObject* maker, Py_ssize_t n
                                                : PyObject_CallFunctionObjArgs(issuer->address, made, NULL);
   *at = found == NULL ? 0 : (uintptr_t)PyLong_AsUnsignedLongLong(found);
   Py_XDECREF(found);
-  if (*at == 0 && nbytes != 0 && PyErr_Occurred() == NULL)
+  if (*at == 0 && !may_be_empty && PyErr_Occurred() == NULL)
     PyErr_SetString(PyExc_MemoryError, "a new array has no memory");
   if (PyErr_Occurred() != NULL) Py_CLEAR(made);
   return made;

@@ -30,8 +30,8 @@ PyObject* proxyccl_stream(Issuer* issuer, PyObject* x, PyObject* given);
  * torch's current one. Returns 0, or -1 with an exception. */
 int proxyccl_issue(const Issuer* issuer, const PreparedCall* call, const Descriptor* desc, PyObject* stream,
                    PyObject* (*owners)(const void* of), const void* of);
-/* The array that a function without arguments makes, and its address, which may be 0 only if it has no bytes. NULL with
- * an exception. */
-PyObject* proxyccl_new_array(const Issuer* issuer, PyObject* maker, Py_ssize_t nbytes, uintptr_t* at);
+/* The array that a function without arguments makes, and its address, which is not 0 unless the array may be empty.
+ * NULL with an exception. */
+PyObject* proxyccl_new_array(const Issuer* issuer, PyObject* maker, int may_be_empty, uintptr_t* at);
 
 #endif

@@ -562,14 +562,16 @@ class EPAll2AllLayer:
         recorder = recorder_of(*pending.recorded)
         if recorder is not None:
             refuse_output(out)
-        stream = pending.stream if stream is None else stream
-        if recorder is None:
-            combined = pending.receive(stream, out)
-        else:
+        stream, end = pending.stream if stream is None else stream, under_way.end_combine
+        under_way.returned = under_way.end_combine = None
+        try:
+            if recorder is None:
+                return pending.receive(stream, out)
             rows, weights = pending.recorded
-            combined = recorder.combine(self, lambda: pending.receive(stream), rows, weights, pending.desc)
-        under_way.returned = under_way.end_combine = None  # not after a refused `out`
-        return combined
+            return recorder.combine(self, lambda: pending.receive(stream), rows, weights, pending.desc)
+        except ArgumentError:  # nothing was done
+            under_way.returned, under_way.end_combine = pending, end
+            raise
 
     def combine_weights(
         self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None

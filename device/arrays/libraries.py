@@ -150,8 +150,9 @@ class _Libraries(dict[type, _Library]):
 
     def __missing__(self, kind: type) -> _Library:
         known = self[kind] = _find_library(kind)
-        if known.is_torch and known.instead is None:
-            self.tensor_types[kind] = kind.__dlpack_c_exchange_api__  # type: ignore[attr-defined]
+        functions = getattr(kind, "__dlpack_c_exchange_api__", None)  # torch has them since 2.10
+        if known.is_torch and known.instead is None and functions is not None:
+            self.tensor_types[kind] = functions
         return known
 
 

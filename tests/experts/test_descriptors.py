@@ -145,3 +145,17 @@ def test_an_interrupt_in_a_call_is_passed_on() -> None:
             comm.synchronize()
 
     run_ranks(1, body)
+
+
+@pytest.mark.host_only(reason="makes types of arrays, which GPUs' arrays do not have")
+def test_calls_of_many_types_of_arrays_in_turn() -> None:
+    types = [type(f"Rows{number}", (np.ndarray,), {}) for number in range(20)]
+
+    def body(comm: Communicator) -> None:
+        x, ids = arguments(comm)
+        with layer_on(comm) as layer:
+            for kind in (*types, *reversed(types)):
+                rows, _, desc = layer.dispatch(x.view(kind), ids)
+                assert (layer.combine(rows, desc) == TOPK * x).all()
+
+    run_ranks(1, body)

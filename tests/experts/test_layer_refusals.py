@@ -186,6 +186,7 @@ def test_wrong_arrays_are_refused_by_name() -> None:
 
         with case.layer(comm) as layer:
             tokens, ids, weights = ones(5, 4), zeros(5, 2), ones(5, 2)
+            layer.dispatch(tokens, ids)  # what is refused does not depend on earlier calls
             for argument, arguments in [
                 ("input", (ones(9, 4), zeros(9, 2))),  # more than max_tokens
                 ("input", (ones(5, 4, dtype=np.float64), ids)),
@@ -193,6 +194,8 @@ def test_wrong_arrays_are_refused_by_name() -> None:
                 ("input", (ones(20), ids)),
                 ("input", (np.ones((10, 4), np.float32)[::2], ids)),
                 ("input", ([1.0], ids)),
+                ("input", ((tokens,), ids)),
+                ("input", ((tokens, None), ids)),
                 ("exp_indices", (tokens, zeros(5, 2, dtype=np.int64))),
                 ("exp_indices", (tokens, ids[:4])),
                 ("exp_indices", (tokens, zeros(5, 1))),
@@ -208,6 +211,7 @@ def test_wrong_arrays_are_refused_by_name() -> None:
 
             _, _, desc = layer.dispatch(tokens, ids, weights)
             rows = ones(10, 4)
+            layer.combine(rows, desc)
             for argument, options in [
                 ("input", {"input": ones(9, 4)}),
                 ("input", {"input": ones(11, 4)}),
@@ -222,6 +226,7 @@ def test_wrong_arrays_are_refused_by_name() -> None:
                 ("added", {"added": (ones(5, 4), ones(4, 4))}),
                 ("added", {"added": (ones(5, 4, dtype=np.float64),)}),
                 ("added", {"added": (ones(5, 4),) * 3}),
+                ("added", {"added": (None,)}),
                 ("order_ids", {"order_ids": ids}),  # only where ranks are summed in turn
                 ("out", {"out": ones(4, 4)}),
                 ("out", {"out": ones(5, 4, dtype=np.float64)}),

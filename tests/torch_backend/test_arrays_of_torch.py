@@ -148,8 +148,9 @@ def shrunk() -> Any:
         (ones, shrunk, "has no memory"),
         (lambda: ones(COUNT + 1)[1:], freed_with_offset, "has no memory"),
         (ones, elsewhere, "torch device .* is not supported"),
+        (lambda: ones().byte(), lambda: ones().byte().view(torch.uint4), "unknown element type 'uint4'"),
     ],
-    ids=["freed", "shrunk", "freed-with-offset", "elsewhere"],
+    ids=["freed", "shrunk", "freed-with-offset", "elsewhere", "of-few-bits"],
 )
 def test_a_tensor_is_refused_after_calls_of_others_like_it(
     ranks: Ranks, like: Callable[[], Any], make: Callable[[], Any], message: str
