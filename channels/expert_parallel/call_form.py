@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from proxyccl.channels.calls.launches import CurrentStream, Launchable
@@ -15,9 +15,6 @@ from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import Runtime, StreamLike
 from proxyccl.device.stream_operations import Operation, StreamOperations
-
-Maker = Callable[[], Any]
-"""Makes an array."""
 
 
 def address_of(pointer: Any) -> int:
@@ -37,19 +34,19 @@ class CallForm:
 
     def __init__(self, parts: LayerParts, arrays: tuple[Any, ...], name: str, dtype: str, most_tokens: int = 0) -> None:
         self._parts, self._ctx, self._group = parts, parts.ctx, parts.ctx.group
-        known = [libraries[type(x)] for x in arrays if x is not None]
-        self._library, self._is_torch = known[0], all(library.is_torch for library in known)
-        self._device = arrays[0].get_device() if self._is_torch else None
+        self._arrays = parts.ctx.arrays.like(arrays[0])
+        self._is_torch = all(libraries[type(x)].is_torch for x in arrays if x is not None)
         self._on_host = parts.ctx.runtime_name == "host"
         self._fields = encode_fields(parts.ctx.logged(name, dtype, 0, most_tokens).encode())
 
     def issuer(self) -> tuple[Any, ...]:
         """How the call reaches its stream, for C (issuer.h)."""
-        current = self._library.current_of_device() if self._is_torch and not self._on_host else None
+        in_order = self._is_torch and not self._on_host
+        current = libraries[self._arrays.kind].current_of_device() if in_order else None
         number = address_of(self._fields.fields) + ffi.sizeof("uint64_t") * ROOT_FIELD
         calls = self._group.launches.calls
-        address = None if self._library.is_torch else self._ctx.arrays.address
-        return calls, self._on_host, current, CurrentStream, self._stream, self._queue, self._device, number, address
+        address, device = None if self._arrays.is_torch else self._arrays.address, self._group.runtime.device
+        return calls, self._on_host, current, CurrentStream, self._stream, self._queue, device, number, address
 
     def prepared(self, launchable: Launchable, *, compared: bool = True) -> tuple[Any, ...]:
         """A launch of the call, for C (form.h). The first of a call is compared with the other ranks'."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from proxyccl.channels.arguments import input_view
 from proxyccl.channels.calls._calls import CombineForm
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
-from proxyccl.channels.expert_parallel.call_form import CallForm, Maker, address_of, name_of
+from proxyccl.channels.expert_parallel.arrays import Maker
+from proxyccl.channels.expert_parallel.call_form import CallForm, address_of, name_of
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
@@ -96,7 +96,7 @@ class Combine(CallForm):
             address_of(filled),
             (None if buffers is None else buffers.numbers, passing, passing_at, step),
             ctx,
-            self._output_maker(x),
+            self._output_maker(),
             (parts.own_desc, self._check_output),
         )
 
@@ -138,14 +138,12 @@ class Combine(CallForm):
         if view.shape[0] < shape[0]:
             raise ArgumentError(argument, f"has {view.shape[0]} rows; expected at least {shape[0]}")
 
-    def _output_maker(self, x: Any) -> Callable[[int], Maker]:
-        """Returns a function that returns the maker of results for a number of tokens. It does not keep `x`."""
-        arrays, token, width = self._ctx.arrays, self._token, self._width
-        like = arrays.new(x, (1,), token)
-        return lambda tokens: arrays.maker_of(like, (tokens, width), token)
+    def _output_maker(self) -> Callable[[int], Maker]:
+        """Returns a function that returns the maker of results for a number of tokens."""
+        arrays, native, width = self._arrays, self._arrays.type_of(self._token), self._width
+        return lambda tokens: arrays.maker((tokens, width), (width, 1), native)
 
     def _check_output(self, x: Any, desc: EPAllToAllLayoutDesc, out: Any) -> tuple[Any, int]:
         """The caller's array for the result, and its address. Raises ArgumentError if it does not fit."""
         shape = (desc.num_dispatch_token_cur_rank, self._width)
-        target, view = output_array(self._group, out, input_view(self._group, x, "input"), shape, self._token)
-        return target, view.ptr
+        return out, output_array(self._group, out, x, "input", shape, self._token)
