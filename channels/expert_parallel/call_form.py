@@ -68,37 +68,27 @@ class CallForm:
         self._ctx.queue(*prepared, stream, desc, (*owners, self))
 
 
-class GivenTokens:
-    """The tokens of dispatches, whose rows a kernel before quantizes or packs with their scales if need be.
+def kernel_before(parts: LayerParts, *, is_pair: bool, quantizes: bool) -> tuple[list[Launch], tuple[int, ...]]:
+    """Returns the launch of the kernel that makes the rows that a dispatch sends, or none; and the arguments of this
+    kernel that C fills in (dispatch_form.c).
 
     Args:
         parts: of the layer.
-        is_pair: whether the caller gives pairs of rows and scales.
-        row_bytes: of the rows that are given.
-        quantizes: whether tokens of the layer's type become float8 before they are sent.
-
-    Attributes:
-        before: the launch of that kernel; None if there is none.
-        row_bytes: of the rows that are sent.
-        filled: the arguments of `before` that C fills in (dispatch_form.c).
+        is_pair: whether the caller gives pairs of rows and scales, which the kernel packs.
+        quantizes: whether the kernel makes float8 rows of tokens of the layer's type.
     """
-
-    def __init__(self, parts: LayerParts, *, is_pair: bool, row_bytes: int, quantizes: bool) -> None:
-        ctx, self.row_bytes = parts.ctx, row_bytes
-        self.before: Launch | None = None
-        self.filled = (0, 0, 0, 0, 0, 0)
-        if is_pair:
-            self.before = ctx.pack_launch(ctx.packed_rows.ptr)
-            rows_at, scales_at, _, tokens_at = (address_of(self.before.packed(index)) for index in range(4))
-            self.filled = (2, 0, rows_at, scales_at, tokens_at, ctx.packed_rows.ptr)
-        elif quantizes:
-            assert ctx.quantize_launch is not None
-            self.before = ctx.quantize_launch.copy()
-            call = ffi.cast("ProxycclCombine *", self.before.packed(1))
-            call.hidden, call.output = parts.options.config.hidden, ffi.cast("char *", ctx.packed_rows.ptr)
-            self.filled = (1, address_of(call), 0, 0, 0, ctx.packed_rows.ptr)
-        if self.before is not None:
-            self.row_bytes = parts.options.config.hidden + ctx.scale_bytes
+    ctx = parts.ctx
+    if is_pair:
+        launch = ctx.pack_launch(ctx.packed_rows.ptr)
+        rows_at, scales_at, _, tokens_at = (address_of(launch.packed(index)) for index in range(4))
+        return [launch], (2, 0, rows_at, scales_at, tokens_at, ctx.packed_rows.ptr)
+    if not quantizes:
+        return [], (0, 0, 0, 0, 0, 0)
+    assert ctx.quantize_launch is not None
+    launch = ctx.quantize_launch.copy()
+    call = ffi.cast("ProxycclCombine *", launch.packed(1))
+    call.hidden, call.output = parts.options.config.hidden, ffi.cast("char *", ctx.packed_rows.ptr)
+    return [launch], (1, address_of(call), 0, 0, 0, ctx.packed_rows.ptr)
 
 
 def in_order(runtime: Runtime, operations: Sequence[Operation]) -> Launchable:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from proxyccl.channels.calls._calls import DispatchForm, SentCall
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
 from proxyccl.channels.expert_parallel.arrays import LibraryArrays, Maker, strides_of
-from proxyccl.channels.expert_parallel.call_form import CallForm, GivenTokens, address_of, in_order, name_of
+from proxyccl.channels.expert_parallel.call_form import CallForm, address_of, in_order, kernel_before, name_of
 from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, TELL
 from proxyccl.channels.expert_parallel.layout import NOT_RECEIVED, EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8
@@ -220,14 +220,12 @@ class Dispatch(CallForm):
         plain = ctx.dispatch_plain if buffers is None else ctx.dispatch_stored
         launch = (plain if scaled is None else scaled).copy()
         quantizes = options.quantized and scaled is None
-        given_bytes = config.hidden * (1 if is_pair else config.token.itemsize)
-        tokens = GivenTokens(self._parts, is_pair=is_pair, row_bytes=given_bytes, quantizes=quantizes)
-        packing, filled = [] if tokens.before is None else [tokens.before], tokens.filled
+        packing, filled = kernel_before(self._parts, is_pair=is_pair, quantizes=quantizes)
         renumbering, renumbered = self._renumbering(id_bytes)
         before = [*packing, *renumbering]
         call = ffi.cast("ProxycclDispatch *", launch.packed(1))
         call.id_bytes = 4 if renumbering else id_bytes
-        call.row_bytes = tokens.row_bytes if scaled is None else config.hidden + ctx.scale_bytes
+        call.row_bytes = config.hidden * self._outputs.dtype.itemsize + ctx.scale_bytes
         call.padded_rows = options.padded_rows
         # Rows that nobody writes must show it: one that the caller's indices leave out, or in a gap.
         cleared = "first_rows" if scatters else "row_slots" if options.expert_alignment else None
@@ -426,14 +424,13 @@ class Redispatch(CallForm):
             input_array(ctx.group, x, argument, (tokens, width), str(dtype))
         element = as_dtype(dtype or config.token.name)
         super().__init__(parts, x if is_pair else (x,), "redispatch", "uint8" if is_pair else element.name)
-        given_bytes = (width or config.hidden) * (1 if is_pair else element.itemsize)
-        given = GivenTokens(parts, is_pair=is_pair, row_bytes=given_bytes, quantizes=False)
-        before, filled = [] if given.before is None else [given.before], given.filled
+        before, filled = kernel_before(parts, is_pair=is_pair, quantizes=False)
         launch = ctx.dispatch_plain.copy()
         call = self._call = ffi.cast("ProxycclDispatch *", launch.packed(1))
         self._argument, self._width, scale_bytes = argument, width or config.hidden, ctx.scale_bytes if is_pair else 0
         self._outputs = _Outputs(parts, self._arrays, self._width, element, float8=is_pair)
-        call.redispatch, call.id_bytes, call.row_bytes = 1, 4, given.row_bytes
+        call.redispatch, call.id_bytes = 1, 4
+        call.row_bytes = self._width * self._outputs.dtype.itemsize + scale_bytes
         call.padded_rows = parts.options.padded_rows
         self._own_ids = 4 * ctx.nodes.own * config.max_tokens * config.topk
         first = self.prepared(in_order(self._group.runtime, [*before, launch]))
