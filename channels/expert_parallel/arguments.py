@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from proxyccl.channels.arguments import input_view
-from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.group import Group
 from proxyccl.device.arguments.integers import as_integer
 from proxyccl.device.arrays.array import ArrayView
@@ -54,19 +53,19 @@ def index_array(group: Group, x: Any, argument: str, shape: tuple[int, ...]) -> 
 def output_array(
     group: Group,
     out: Any,
-    source: ArrayView,
+    x: Any,
+    argument: str,
     shape: tuple[int, ...],
     dtype: DType,
     *,
     spare_rows: bool = False,
-) -> tuple[Any, ArrayView]:
-    """The array that the caller gets back, which is `out` or a new array like the source, and a view of it.
+) -> int:
+    """The address of a caller's array for the result of a call with an argument `x`.
 
     Raises:
-        ArgumentError: `out` does not fit, is read-only, or overlaps the source.
+        ArgumentError: `out` does not fit, is read-only, or overlaps `x`.
     """
-    if out is None:
-        out = ExpertArrays(group).new(source.owner, shape, dtype)
+    source = input_view(group, x, argument)
     expected = (-1, *shape[1:]) if spare_rows else shape
     view = input_array(group, out, "out", expected, dtype.name)
     if view.shape[0] < shape[0]:
@@ -75,4 +74,4 @@ def output_array(
         raise ArgumentError("out", "is read-only; expected a writable array")
     if view.ptr < source.ptr + source.nbytes and source.ptr < view.ptr + view.nbytes:
         raise ArgumentError("out", "overlaps another array of the call")
-    return out, view
+    return view.ptr

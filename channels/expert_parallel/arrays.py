@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import sys
@@ -16,7 +17,11 @@ from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import DType, as_dtype
+from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.base_runtime import Memory
+
+Maker = Callable[[], Any]
+"""Makes an array."""
 
 
 class MemoryPart:
@@ -36,59 +41,160 @@ class MemoryPart:
         """Does nothing."""
 
 
-def library_of(like: Any, runtime: str) -> str:
-    """The library that makes arrays like another on a runtime: "torch", "numpy" on the host, else "proxyccl"."""
-    if hasattr(like, "new_empty"):
-        return "torch"
-    return "numpy" if runtime == "host" and not isinstance(like, Array) else "proxyccl"
+class LibraryArrays:
+    """Makes arrays of one library in the memory of a group's device: here of `Communicator.empty`, in derived classes
+    of another library. `strides` count elements.
 
+    Args:
+        group: the ranks.
+        kind: the type of the caller's arrays.
 
-def part_of(array: Any, offset: int, shape: tuple[int, ...], dtype: DType | str) -> Any:
-    """An array of the same library in the memory of an array of bytes, from byte `offset` on. torch's may be of other
-    elements.
+    Attributes:
+        kind: as given.
+        int32, int64: the library's types of these names.
     """
-    element = as_dtype(dtype)
-    nbytes = math.prod(shape) * element.itemsize
-    if isinstance(array, Array):
-        return Array(array.runtime, MemoryPart(array.memory, offset, nbytes), shape, element)
-    if isinstance(array, np.ndarray):
-        return array[offset : offset + nbytes].view(element.numpy()).reshape(shape)
-    elements = array.view(getattr(sys.modules["torch"], element.name))
-    return elements.as_strided(shape, strides_of(shape), offset // element.itemsize)
+
+    is_torch = False
+
+    def __init__(self, group: Group, kind: type) -> None:
+        self._group, self.kind = group, kind
+        self.int32, self.int64 = self.type_of("int32"), self.type_of("int64")
+
+    def type_of(self, dtype: DType | str) -> Any:
+        """The library's element type, which the other methods take. Raises ArgumentError if the library has none."""
+        return as_dtype(dtype)
+
+    def maker(self, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Maker:
+        """Returns a function that makes a new array. Only torch's may have other strides than those of C order."""
+        return functools.partial(allocate, self._group, shape, native)
+
+    def part(self, array: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Any:
+        """An array in the memory of another, which may have elements of another type, from byte `offset` on."""
+        memory = MemoryPart(array.memory, offset, math.prod(shape) * native.itemsize)
+        return Array(array.runtime, memory, shape, native)
+
+    def address(self, array: Any) -> int:
+        """The address of an array."""
+        return int(array.ptr)
+
+    def adopt(self, array: Array) -> Any:
+        """An array in the memory of an `Array`, which it keeps alive."""
+        return array
+
+    def of_buffer(self, buffer: Any) -> Any:
+        """An array of the bytes of an object of ctypes, which it keeps alive. They are part of `buffer.memory`."""
+        offset, nbytes = ctypes.addressof(buffer) - buffer.memory.ptr, ctypes.sizeof(buffer)
+        part = MemoryPart(buffer.memory, offset, nbytes, buffer)
+        return Array(self._group.runtime, part, (nbytes,), as_dtype("uint8"))
+
+    def upload(self, values: NDArray[Any]) -> Any:
+        """An array with these values, whose memory it may use."""
+        return allocate(self._group, values.shape, values.dtype).upload(values)
 
 
-def part_maker(like: Any, tail: tuple[int, ...], dtype: DType | str) -> Callable[[Any, int, int], Any]:
-    """`part_of` for many arrays [rows, *tail] of `like`'s library: by an array of bytes, an offset and a number of
-    rows.
-    """
-    element = as_dtype(dtype)
-    if not hasattr(like, "new_empty"):
-        return lambda array, offset, rows: part_of(array, offset, (rows, *tail), element)
-    native, strides, itemsize = getattr(sys.modules["torch"], element.name), strides_of((1, *tail)), element.itemsize
+class NumpyArrays(LibraryArrays):
+    """Makes numpy's arrays, in host memory."""
 
-    def part(array: Any, offset: int, rows: int) -> Any:
+    def type_of(self, dtype: DType | str) -> Any:
+        """A numpy dtype."""
+        return as_dtype(dtype).numpy()
+
+    def maker(self, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Maker:
+        """Returns a function that makes a new array, in C order."""
+        return functools.partial(np.empty, shape, native)
+
+    def part(self, array: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Any:
+        """An array, in C order, in the memory of another."""
+        return np.ndarray(shape, native, array.reshape(-1).view(np.uint8), offset)
+
+    def address(self, array: Any) -> int:
+        """The address of an array."""
+        return int(array.__array_interface__["data"][0])
+
+    def adopt(self, array: Array) -> Any:
+        """An array in the memory of an `Array`."""
+        return np.asarray(array)
+
+    def of_buffer(self, buffer: Any) -> Any:
+        """An array of the bytes of an object of ctypes."""
+        return np.frombuffer(buffer, np.uint8)
+
+    def upload(self, values: NDArray[Any]) -> Any:
+        """The values themselves."""
+        return values
+
+
+class TorchArrays(LibraryArrays):
+    """Makes torch's tensors."""
+
+    is_torch = True
+
+    def __init__(self, group: Group, kind: type) -> None:
+        self._torch, runtime = sys.modules["torch"], group.runtime
+        self._device = self._torch.device("cpu" if runtime.name == "host" else f"cuda:{runtime.device}")
+        super().__init__(group, kind)
+
+    def type_of(self, dtype: DType | str) -> Any:
+        """A torch dtype."""
+        return getattr(self._torch, as_dtype(dtype).name)
+
+    def maker(self, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Maker:
+        """Returns a function that makes a new tensor."""
+        # empty() takes longer to read its arguments.
+        return functools.partial(self._torch.empty_strided, shape, strides, dtype=native, device=self._device)
+
+    def part(self, array: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Any:
+        """A tensor in the memory of another, by one call where slices and shapes are several."""
         elements = array if array.dtype is native else array.view(native)
-        return elements.as_strided((rows, *tail), strides, offset // itemsize)
+        return elements.as_strided(shape, strides, offset // native.itemsize)
 
-    return part
+    def address(self, array: Any) -> int:
+        """The address of a tensor."""
+        return int(array.data_ptr())
+
+    def adopt(self, array: Array) -> Any:
+        """A tensor in the memory of an `Array`."""
+        return self._torch.from_dlpack(array)
+
+    def of_buffer(self, buffer: Any) -> Any:
+        """A tensor of the bytes of an object of ctypes."""
+        return self._torch.frombuffer(buffer, dtype=self._torch.uint8)
+
+    def upload(self, values: NDArray[Any]) -> Any:
+        """A tensor with these values."""
+        return self._torch.from_numpy(values).to(self._device)
 
 
-def words_of(array: Any, first: int, shape: tuple[int, ...], strides: tuple[int, ...], *, wide: bool = False) -> Any:
-    """An array of the same library in the memory of an int32 array, from element `first` on; of int64 if `wide`.
-    torch's array may be of int64, with half as many elements.
+class ExpertArrays:
+    """Chooses the library that makes the results of calls, and copies arrays to host memory.
+
+    Args:
+        group: the ranks.
     """
-    if hasattr(array, "as_strided"):
-        torch = sys.modules["torch"]
-        native = torch.int64 if wide else torch.int32
-        if array.dtype is not native:
-            array = array.view(native)
-        if wide:
-            first //= 2
-        return array.as_strided(shape, strides, first)  # one call where slices and shapes are several
-    element, words = as_dtype("int64" if wide else "int32"), math.prod(shape) * (2 if wide else 1)
-    if isinstance(array, Array):
-        return Array(array.runtime, MemoryPart(array.memory, 4 * first, 4 * words), shape, element)
-    return array[first : first + words].view(element.numpy()).reshape(shape)
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._known: dict[type, LibraryArrays] = {}
+
+    def like(self, x: Any) -> LibraryArrays:
+        """Returns the library that makes results for a caller's array: torch for its tensors, numpy for arrays of other
+        libraries on the host, else this one.
+        """
+        kind = type(x)
+        if kind not in self._known:
+            on_host = self._group.runtime.name == "host" and not isinstance(x, Array)
+            library = TorchArrays if libraries[kind].is_torch else NumpyArrays if on_host else LibraryArrays
+            self._known[kind] = library(self._group, kind)
+        return self._known[kind]
+
+    def download(self, x: Any, argument: str) -> NDArray[Any]:
+        """A copy of an array in host memory, made after all queued work is done. The argument's name is for errors."""
+        view = input_view(self._group, x, argument)
+        self._group.synchronize()
+        values = np.empty(view.shape, view.dtype.numpy())
+        if view.nbytes:
+            self._group.runtime.copy(values.ctypes.data, view.ptr, view.nbytes)
+        return values
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -98,98 +204,3 @@ def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(elements)
         elements *= max(1, extent)
     return tuple(strides[::-1])
-
-
-def first_rows(array: Any, rows: int) -> Any:
-    """The first rows of an array, in its memory."""
-    if isinstance(array, Array):
-        return part_of(array, 0, (rows, *array.shape[1:]), array.dtype)
-    return array[:rows]
-
-
-class ExpertArrays:
-    """Makes arrays, and copies them to and from host memory."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._of_words: dict[Any, Callable[[tuple[int, ...]], Any]] = {}
-
-    def new(self, like: Any, shape: tuple[int, ...], dtype: DType | str) -> Any:
-        """A new array of `like`'s library: of torch, of numpy on the host, else as from `Communicator.empty`."""
-        element, library = as_dtype(dtype), library_of(like, self._group.runtime.name)
-        if library == "torch":
-            return like.new_empty(shape, dtype=getattr(sys.modules["torch"], element.name))
-        if library == "numpy":
-            return np.empty(shape, element.numpy())
-        return allocate(self._group, shape, element)
-
-    def new_words(self, like: Any, words: int) -> Any:
-        """The same for int32."""
-        key = type(like), like.device if hasattr(like, "new_empty") else None
-        if key not in self._of_words:
-            self._of_words[key] = self.maker(like, "int32")
-        return self._of_words[key]((words,))
-
-    def maker_of(self, like: Any, shape: tuple[int, ...], dtype: DType | str) -> Callable[[], Any]:
-        """`new` for many arrays like one, of one shape."""
-        if library_of(like, self._group.runtime.name) != "torch":
-            return functools.partial(self.maker(like, dtype), shape)
-        torch = sys.modules["torch"]
-        native = getattr(torch, as_dtype(dtype).name)  # empty() takes longer to read its arguments
-        return functools.partial(torch.empty_strided, shape, strides_of(shape), dtype=native, device=like.device)
-
-    def columns_maker(self, like: Any, shape: tuple[int, ...], column: int) -> Callable[[], Any]:
-        """Makes float32 tensors of this shape, [..., rows, n], whose last dimension but one lies together: columns of
-        this many elements.
-        """
-        *leading, _, columns = shape
-        strides = (*(extent * columns * column for extent in strides_of((*leading,))), 1, column)
-        torch = sys.modules["torch"]
-        return functools.partial(torch.empty_strided, shape, strides, dtype=torch.float32, device=like.device)
-
-    def maker(self, like: Any, dtype: DType | str) -> Callable[[tuple[int, ...]], Any]:
-        """`new` for many arrays like one, by their shapes."""
-        element, library = as_dtype(dtype), library_of(like, self._group.runtime.name)
-        if library == "torch":
-            torch = sys.modules["torch"]
-            empty, native, device = torch.empty, getattr(torch, element.name), like.device
-            return lambda shape: empty(shape, dtype=native, device=device)
-        if library == "numpy":
-            return functools.partial(np.empty, dtype=element.numpy())
-        return lambda shape: allocate(self._group, shape, element)
-
-    @staticmethod
-    def address(array: Any) -> int:
-        """The address of an array that `new` made."""
-        if hasattr(array, "data_ptr"):
-            return int(array.data_ptr())
-        return int(array.ptr if isinstance(array, Array) else array.__array_interface__["data"][0])
-
-    def download_given(self, x: Any, argument: str) -> NDArray[Any]:
-        """A copy of a caller's array in host memory, made after all queued work is done."""
-        view = input_view(self._group, x, argument)
-        self._group.synchronize()
-        values = np.empty(view.shape, view.dtype.numpy())
-        if view.nbytes:
-            self._group.runtime.copy(values.ctypes.data, view.ptr, view.nbytes)
-        return values
-
-    def download(self, array: Any) -> NDArray[Any]:
-        """The same for an array that `new` made."""
-        if isinstance(array, Array):
-            return array.numpy()
-        self._group.synchronize()
-        if hasattr(array, "detach"):
-            copied: NDArray[Any] = array.detach().cpu().numpy()
-            return copied
-        return np.asarray(array.get() if hasattr(array, "get") else array)
-
-    def upload(self, like: Any, values: NDArray[Any]) -> Any:
-        """A new array of the library of `like`, with these values."""
-        array = self.new(like, values.shape, str(values.dtype))
-        if isinstance(array, Array):
-            return array.upload(values)
-        if hasattr(array, "copy_"):
-            return array.copy_(sys.modules["torch"].from_numpy(values))
-        array[...] = values
-        return array

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from proxyccl.channels.calls.launches import CurrentStream, Launchable
@@ -15,9 +15,6 @@ from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import Runtime, StreamLike
 from proxyccl.device.stream_operations import Operation, StreamOperations
-
-Maker = Callable[[], Any]
-"""Makes an array."""
 
 
 def address_of(pointer: Any) -> int:
@@ -37,19 +34,19 @@ class CallForm:
 
     def __init__(self, parts: LayerParts, arrays: tuple[Any, ...], name: str, dtype: str, most_tokens: int = 0) -> None:
         self._parts, self._ctx, self._group = parts, parts.ctx, parts.ctx.group
-        known = [libraries[type(x)] for x in arrays if x is not None]
-        self._library, self._is_torch = known[0], all(library.is_torch for library in known)
-        self._device = arrays[0].get_device() if self._is_torch else None
+        self._arrays = parts.ctx.arrays.like(arrays[0])
+        self._is_torch = all(libraries[type(x)].is_torch for x in arrays if x is not None)
         self._on_host = parts.ctx.runtime_name == "host"
         self._fields = encode_fields(parts.ctx.logged(name, dtype, 0, most_tokens).encode())
 
     def issuer(self) -> tuple[Any, ...]:
         """How the call reaches its stream, for C (issuer.h)."""
-        current = self._library.current_of_device() if self._is_torch and not self._on_host else None
+        in_order = self._is_torch and not self._on_host
+        current = libraries[self._arrays.kind].current_of_device() if in_order else None
         number = address_of(self._fields.fields) + ffi.sizeof("uint64_t") * ROOT_FIELD
         calls = self._group.launches.calls
-        address = None if self._library.is_torch else self._ctx.arrays.address
-        return calls, self._on_host, current, CurrentStream, self._stream, self._queue, self._device, number, address
+        address, device = None if self._arrays.is_torch else self._arrays.address, self._group.runtime.device
+        return calls, self._on_host, current, CurrentStream, self._stream, self._queue, device, number, address
 
     def prepared(self, launchable: Launchable, *, compared: bool = True) -> tuple[Any, ...]:
         """A launch of the call, for C (form.h). The first of a call is compared with the other ranks'."""
@@ -71,37 +68,27 @@ class CallForm:
         self._ctx.queue(*prepared, stream, desc, (*owners, self))
 
 
-class GivenTokens:
-    """The tokens of dispatches, whose rows a kernel before quantizes or packs with their scales if need be.
+def kernel_before(parts: LayerParts, *, is_pair: bool, quantizes: bool) -> tuple[list[Launch], tuple[int, ...]]:
+    """Returns the launch of the kernel that makes the rows that a dispatch sends, or none; and the arguments of this
+    kernel that C fills in (dispatch_form.c).
 
     Args:
         parts: of the layer.
-        is_pair: whether the caller gives pairs of rows and scales.
-        row_bytes: of the rows that are given.
-        quantizes: whether tokens of the layer's type become float8 before they are sent.
-
-    Attributes:
-        before: the launch of that kernel; None if there is none.
-        row_bytes: of the rows that are sent.
-        filled: the arguments of `before` that C fills in (dispatch_form.c).
+        is_pair: whether the caller gives pairs of rows and scales, which the kernel packs.
+        quantizes: whether the kernel makes float8 rows of tokens of the layer's type.
     """
-
-    def __init__(self, parts: LayerParts, *, is_pair: bool, row_bytes: int, quantizes: bool) -> None:
-        ctx, self.row_bytes = parts.ctx, row_bytes
-        self.before: Launch | None = None
-        self.filled = (0, 0, 0, 0, 0, 0)
-        if is_pair:
-            self.before = ctx.pack_launch(ctx.packed_rows.ptr)
-            rows_at, scales_at, _, tokens_at = (address_of(self.before.packed(index)) for index in range(4))
-            self.filled = (2, 0, rows_at, scales_at, tokens_at, ctx.packed_rows.ptr)
-        elif quantizes:
-            assert ctx.quantize_launch is not None
-            self.before = ctx.quantize_launch.copy()
-            call = ffi.cast("ProxycclCombine *", self.before.packed(1))
-            call.hidden, call.output = parts.options.config.hidden, ffi.cast("char *", ctx.packed_rows.ptr)
-            self.filled = (1, address_of(call), 0, 0, 0, ctx.packed_rows.ptr)
-        if self.before is not None:
-            self.row_bytes = parts.options.config.hidden + ctx.scale_bytes
+    ctx = parts.ctx
+    if is_pair:
+        launch = ctx.pack_launch(ctx.packed_rows.ptr)
+        rows_at, scales_at, _, tokens_at = (address_of(launch.packed(index)) for index in range(4))
+        return [launch], (2, 0, rows_at, scales_at, tokens_at, ctx.packed_rows.ptr)
+    if not quantizes:
+        return [], (0, 0, 0, 0, 0, 0)
+    assert ctx.quantize_launch is not None
+    launch = ctx.quantize_launch.copy()
+    call = ffi.cast("ProxycclCombine *", launch.packed(1))
+    call.hidden, call.output = parts.options.config.hidden, ffi.cast("char *", ctx.packed_rows.ptr)
+    return [launch], (1, address_of(call), 0, 0, 0, ctx.packed_rows.ptr)
 
 
 def in_order(runtime: Runtime, operations: Sequence[Operation]) -> Launchable:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.calls._calls import CombineForm
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
-from proxyccl.channels.expert_parallel.call_form import CallForm, Maker, address_of, name_of
+from proxyccl.channels.expert_parallel.arrays import Maker
+from proxyccl.channels.expert_parallel.call_form import CallForm, address_of, name_of
 from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
@@ -59,13 +60,12 @@ class Combine(CallForm):
         halves: bool = False,
     ) -> None:
         config, ctx = parts.options.config, parts.ctx
-        self._parts, self._group = parts, ctx.group
         of_tokens = call == "combine"
         self._width = config.hidden if of_tokens else config.topk
         self._token = config.token if of_tokens else input_view(ctx.group, x, parts.arguments.rows).dtype
         parts.own_desc(desc)
-        self._check(x, weights, topk_weights, added, desc, parts.leading(desc.rows) if of_tokens else (desc.rows,))
-        id_bytes = self._bytes_of_ids(order_ids, desc)
+        shape = (*(parts.leading(desc.rows) if of_tokens else (desc.rows,)), self._width)
+        id_bytes = _check_combine(parts, x, weights, topk_weights, order_ids, added, desc, shape, self._token.name)
         arrays = (x, weights, topk_weights, order_ids, *added)
         super().__init__(parts, arrays, name_of(call, weights, halves=halves), self._token.name)
         # Peers load rows only in a call that is made at once and without weights of rows.
@@ -74,9 +74,8 @@ class Combine(CallForm):
         launch = ctx.combine_launch(self._token.name).copy()
         filled = ffi.cast("ProxycclCombine *", launch.packed(1))
         filled.hidden, filled.id_bytes = self._width, id_bytes
-        passing = buffers.passing if buffers is not None else 0
-        passing_at, after_copy, step = 0, None, 0
-        if buffers is not None and passing:
+        passing, passing_at, after_copy, step = 0, 0, None, 0
+        if buffers is not None and (passing := buffers.passing):
             passing_at = buffers.address(passing)
             copied = StreamOperations(self._group.runtime, [CopyBytes(1, 2, 1), launch])
             after_copy, step = self.prepared(copied), copied.step_address(0)
@@ -93,56 +92,50 @@ class Combine(CallForm):
             address_of(filled),
             (None if buffers is None else buffers.numbers, passing, passing_at, step),
             ctx,
-            self._output_maker(x),
+            self._output_maker(),
             (parts.own_desc, self._check_output),
         )
 
-    def _check(
-        self,
-        x: Any,
-        weights: Any,
-        topk_weights: Any,
-        added: Sequence[Any],
-        desc: EPAllToAllLayoutDesc,
-        leading: tuple[int, ...],
-    ) -> None:
-        parts, group, tokens = self._parts, self._group, desc.num_dispatch_token_cur_rank
-        self._check_rows(x, (*leading, self._width))
-        if weights is not None:
-            input_array(group, weights, "weights", leading, "float32")
-        if topk_weights is not None:
-            if not parts.sums_on_own_node:
-                raise ArgumentError("topk_weights", "needs one node whose ranks reach each other, and no local combine")
-            input_array(group, topk_weights, "topk_weights", (tokens, parts.options.config.topk), "float32")
-        if len(added) > MOST_ADDED:
-            raise ArgumentError("added", f"are {len(added)} arrays; expected at most {MOST_ADDED}")
-        for each in added:
-            input_array(group, each, "added", (tokens, self._width), self._token.name)
-
-    def _bytes_of_ids(self, order_ids: Any, desc: EPAllToAllLayoutDesc) -> int:
-        """Checks `order_ids`. Returns the bytes of each; 0 for None."""
-        if order_ids is None:
-            return 0
-        if not self._parts.sums_ranks_in_turn:
-            raise ArgumentError("order_ids", "needs one node, and a row or a sum of each rank")
-        slots = (desc.num_dispatch_token_cur_rank, self._parts.options.config.topk)
-        return index_array(self._group, order_ids, "order_ids", slots).dtype.itemsize
-
-    def _check_rows(self, x: Any, shape: tuple[int, ...]) -> None:
-        """Checks the rows, of which there may be more than the descriptor's where the flow ignores them."""
-        argument, spare = self._parts.arguments.rows, self._parts.arguments.spare_rows
-        view = input_array(self._group, x, argument, (-1, *shape[1:]) if spare else shape, self._token.name)
-        if view.shape[0] < shape[0]:
-            raise ArgumentError(argument, f"has {view.shape[0]} rows; expected at least {shape[0]}")
-
-    def _output_maker(self, x: Any) -> Callable[[int], Maker]:
-        """Returns a function that returns the maker of results for a number of tokens. It does not keep `x`."""
-        arrays, token, width = self._ctx.arrays, self._token, self._width
-        like = arrays.new(x, (1,), token)
-        return lambda tokens: arrays.maker_of(like, (tokens, width), token)
+    def _output_maker(self) -> Callable[[int], Maker]:
+        """Returns a function that returns the maker of results for a number of tokens."""
+        arrays, native, width = self._arrays, self._arrays.type_of(self._token), self._width
+        return lambda tokens: arrays.maker((tokens, width), (width, 1), native)
 
     def _check_output(self, x: Any, desc: EPAllToAllLayoutDesc, out: Any) -> tuple[Any, int]:
         """The caller's array for the result, and its address. Raises ArgumentError if it does not fit."""
         shape = (desc.num_dispatch_token_cur_rank, self._width)
-        target, view = output_array(self._group, out, input_view(self._group, x, "input"), shape, self._token)
-        return target, view.ptr
+        return out, output_array(self._group, out, x, "input", shape, self._token)
+
+
+def _check_combine(
+    parts: LayerParts,
+    x: Any,
+    weights: Any,
+    topk_weights: Any,
+    order_ids: Any,
+    added: Sequence[Any],
+    desc: EPAllToAllLayoutDesc,
+    shape: tuple[int, ...],
+    dtype: str,
+) -> int:
+    """Checks the arrays of a call whose rows have this shape and type. Returns the bytes of an id; 0 without ids."""
+    group, names, tokens = parts.ctx.group, parts.arguments, desc.num_dispatch_token_cur_rank
+    slots = (tokens, parts.options.config.topk)
+    view = input_array(group, x, names.rows, (-1, *shape[1:]) if names.spare_rows else shape, dtype)
+    if view.shape[0] < shape[0]:
+        raise ArgumentError(names.rows, f"has {view.shape[0]} rows; expected at least {shape[0]}")
+    if weights is not None:
+        input_array(group, weights, "weights", shape[:-1], "float32")
+    if topk_weights is not None:
+        if not parts.sums_on_own_node:
+            raise ArgumentError("topk_weights", "needs one node whose ranks reach each other, and no local combine")
+        input_array(group, topk_weights, "topk_weights", slots, "float32")
+    if len(added) > MOST_ADDED:
+        raise ArgumentError("added", f"are {len(added)} arrays; expected at most {MOST_ADDED}")
+    for each in added:
+        input_array(group, each, "added", (tokens, shape[-1]), dtype)
+    if order_ids is None:
+        return 0
+    if not parts.sums_ranks_in_turn:
+        raise ArgumentError("order_ids", "needs one node, and a row or a sum of each rank")
+    return index_array(group, order_ids, "order_ids", slots).dtype.itemsize

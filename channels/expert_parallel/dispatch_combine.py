@@ -179,7 +179,7 @@ class DispatchCombine:
         self._prepared = None
         ctx, group = self._ctx, self._ctx.group
         row_weights, desc = self._forms.prepare(tokens, expert_ids, weights, ctx.stream_for(stream, tokens))
-        counts = ctx.arrays.download(desc.counts).astype(np.int64)
+        counts = ctx.arrays.download(desc.counts, "counts").astype(np.int64)
         first = group.rank * self.experts_per_rank
         per_expert: NDArray[np.int64] = counts[:, first : first + self.experts_per_rank].sum(axis=0)
         self._prepared = _Prepared(tokens, desc, counts, per_expert, row_weights)

@@ -6,24 +6,15 @@ CPU for that number, or whose rows go to output buffers.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
 
-from proxyccl.channels.arguments import input_view
 from proxyccl.channels.calls._calls import DispatchForm, SentCall
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
-from proxyccl.channels.expert_parallel.arrays import first_rows, part_maker
-from proxyccl.channels.expert_parallel.call_form import (
-    CallForm,
-    GivenTokens,
-    Maker,
-    address_of,
-    in_order,
-    name_of,
-)
+from proxyccl.channels.expert_parallel.arrays import LibraryArrays, Maker, strides_of
+from proxyccl.channels.expert_parallel.call_form import CallForm, address_of, in_order, kernel_before, name_of
 from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, TELL
 from proxyccl.channels.expert_parallel.layout import NOT_RECEIVED, EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8
@@ -31,10 +22,9 @@ from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuf
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.received import learn_counts, refuse_bad, refuse_capture
 from proxyccl.channels.expert_parallel.recording import Dispatched
-from proxyccl.channels.expert_parallel.tables import RECEIVED, Tables, number_of
+from proxyccl.channels.expert_parallel.tables import number_of
 from proxyccl.device._native import ffi
-from proxyccl.device.arrays.dtypes import as_dtype
-from proxyccl.device.arrays.libraries import libraries
+from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import StreamLike
@@ -64,77 +54,96 @@ class NewOutput(Struct):
 _NO_OUTPUT = NewOutput(None, None, _NOWHERE)
 
 
+class _Rows:
+    """Makes arrays for one part of a result: the rows, their scales or their weights.
+
+    Args:
+        parts: of the layer.
+        arrays: the library that makes them.
+        tail: the shape of a row.
+        dtype: of its elements.
+        column: elements of a column where rows lie side by side; 0 where they lie one after the other.
+    """
+
+    def __init__(
+        self, parts: LayerParts, arrays: LibraryArrays, tail: tuple[int, ...], dtype: DType | str, column: int = 0
+    ) -> None:
+        self._arrays, self._leading, self._tail, self._type = arrays, parts.leading, tail, arrays.type_of(dtype)
+        self._strides = strides_of(parts.leading(1) + tail)
+        if column:  # of each expert's rows
+            self._strides = tail[0] * column, 1, column
+
+    def maker(self, rows: int) -> Maker:
+        """A function that makes an array of this many rows."""
+        return self._arrays.maker(self._leading(rows) + self._tail, self._strides, self._type)
+
+    def new(self, rows: int) -> tuple[Any, int]:
+        """A new array and its address."""
+        array = self.maker(rows)()
+        return array, self._arrays.address(array)
+
+    def part(self, array: Any, offset: int, rows: int) -> Any:
+        """Rows in the memory of another array, from byte `offset` on."""
+        return self._arrays.part(array, offset, self._leading(rows) + self._tail, self._strides, self._type)
+
+
 class _Outputs:
     """Makes arrays for the results of a layer's calls.
 
     Args:
-        like: an array of the library that makes them.
+        parts: of the layer.
+        arrays: the library that makes them.
         width, dtype: elements of a row, and their type.
         float8: whether rows are in float8, with scales.
         weighted: whether rows have weights.
+
+    Attributes:
+        rows, scales, weights: the parts of a result; None for those that there are not.
+        dtype: of elements of a row.
 
     Raises:
         ArgumentError: the library can't make them.
     """
 
     def __init__(
-        self, parts: LayerParts, like: Any, width: int, dtype: str, *, float8: bool = False, weighted: bool = False
+        self,
+        parts: LayerParts,
+        arrays: LibraryArrays,
+        width: int,
+        dtype: DType,
+        *,
+        float8: bool = False,
+        weighted: bool = False,
     ) -> None:
-        options, arrays = parts.options, parts.ctx.arrays
-        config = options.config
-        self._leading, self._arrays, self._address = parts.leading, arrays, arrays.address
-        self._elements, self._type = (width,), FLOAT8 if float8 else dtype
-        self._scales = (options.scales,) if float8 else None
-        self._scale_column = options.scale_column
-        self._weights = None if not weighted else (config.topk,) if options.by_rank else ()
-        self._weight_type = config.weight
-        self._rows_in = part_maker(like, self._elements, self._type)
-        self._scales_in = part_maker(like, self._scales or (), "float32")
-        self._new_rows = arrays.maker(like, self._type)
-        self._new_scales, self._new_weights = arrays.maker(like, "float32"), arrays.maker(like, config.weight)
-        if self._scale_column and float8:
-            if not libraries[type(like)].is_torch:
-                what = f"must be torch's with scales_by_columns, not {type(like).__name__}"
-                raise ArgumentError(parts.arguments.tokens, what)
-            shape = self._leading(options.fixed_rows or 0) + (self._scales or ())
-            columns = arrays.columns_maker(like, shape, self._scale_column)
-            self._new_scales = lambda _: columns()
+        options = parts.options
+        if float8 and options.scale_column and not arrays.is_torch:
+            what = f"must be torch's with scales_by_columns, not {arrays.kind.__name__}"
+            raise ArgumentError(parts.arguments.tokens, what)
+        self.dtype = as_dtype(FLOAT8) if float8 else dtype
+        self.rows = _Rows(parts, arrays, (width,), self.dtype)
+        self.scales = _Rows(parts, arrays, (options.scales,), "float32", options.scale_column) if float8 else None
+        slots = (options.config.topk,) if options.by_rank else ()
+        self.weights = _Rows(parts, arrays, slots, options.config.weight) if weighted else None
 
-    def makers(self, like: Any, rows: int) -> tuple[Maker | None, ...]:
+    def makers(self, rows: int) -> tuple[Maker | None, ...]:
         """Functions that make the rows, their scales and the weights, of this many rows; None if there are none."""
-        leading, new = self._leading(rows), self._arrays.maker_of
-        scales: Maker | None = None
-        if self._scales is not None:
-            shape = leading + self._scales
-            column = self._scale_column
-            scales = self._arrays.columns_maker(like, shape, column) if column else new(like, shape, "float32")
-        weights = None if self._weights is None else new(like, leading + self._weights, self._weight_type)
-        return new(like, leading + self._elements, self._type), scales, weights
+        return tuple(None if each is None else each.maker(rows) for each in (self.rows, self.scales, self.weights))
 
     def make(self, rows: int) -> NewOutput:
         """Arrays for this many rows."""
-        made, address = self.make_rows(rows), self._address
-        rows_at, scales_at = (address(made), 0) if self._scales is None else (address(made[0]), address(made[1]))
+        made, rows_at = self.rows.new(rows)
+        scales, scales_at = (None, 0) if self.scales is None else self.scales.new(rows)
         weights, weights_at = self.make_weights(rows)
-        return NewOutput(made, weights, (rows_at, scales_at, weights_at))
-
-    def make_rows(self, rows: int) -> Any:
-        """New rows as a dispatch returns them."""
-        leading = self._leading(rows)
-        values = self._new_rows(leading + self._elements)
-        return values if self._scales is None else (values, self._new_scales(leading + self._scales))
-
-    def rows_in(self, buffer: Any, scales_at: int, rows: int) -> Any:
-        """Rows as a dispatch returns them, in an array of bytes with their scales at an offset."""
-        values = self._rows_in(buffer, 0, rows)
-        return values if self._scales is None else (values, self._scales_in(buffer, scales_at, rows))
+        return NewOutput(made if scales is None else (made, scales), weights, (rows_at, scales_at, weights_at))
 
     def make_weights(self, rows: int) -> tuple[Any, int]:
         """The array for the weights of this many rows, and its address; None and 0 if they have none."""
-        if self._weights is None:
-            return None, 0
-        weights = self._new_weights(self._leading(rows) + self._weights)
-        return weights, self._address(weights)
+        return (None, 0) if self.weights is None else self.weights.new(rows)
+
+    def rows_in(self, buffer: Any, scales_at: int, rows: int) -> Any:
+        """Rows as a dispatch returns them, in an array with their scales at an offset."""
+        values = self.rows.part(buffer, 0, rows)
+        return values if self.scales is None else (values, self.scales.part(buffer, scales_at, rows))
 
 
 class Dispatch(CallForm):
@@ -171,8 +180,8 @@ class Dispatch(CallForm):
         prepares: bool = False,
     ) -> None:
         options = parts.options
-        _check_dispatch(parts, x, ids, weight, scatter)
-        arrays = (*x, ids, weight, scatter) if isinstance(x, tuple) else (x, ids, weight, scatter)
+        is_pair, id_bytes = _check_dispatch(parts, x, ids, weight, scatter)
+        arrays = (*x, ids, weight, scatter) if is_pair else (x, ids, weight, scatter)
         name = name_of("prepare" if prepares else "dispatch", weight, halves=halves, indices=scatter)
         most = 0 if prepares else options.most_of_call
         super().__init__(parts, arrays, name, options.config.token.name, most)
@@ -180,10 +189,13 @@ class Dispatch(CallForm):
         self._exact = options.fixed_rows is None
         self._at_once = not halves and (not self._exact or self._buffers is not None)
         self._rows = options.most_tokens if self._exact and self._at_once else options.fixed_rows
-        self._scale_bytes = self._ctx.scale_bytes if options.quantized else 0
-        config = options.config
         self._outputs = _Outputs(
-            parts, arrays[0], config.hidden, config.token.name, float8=options.quantized, weighted=weight is not None
+            parts,
+            self._arrays,
+            options.config.hidden,
+            options.config.token,
+            float8=options.quantized,
+            weighted=weight is not None,
         )
         self._copies: StreamOperations | None = None
         # An exact call without output buffers is made by several launches.
@@ -195,45 +207,41 @@ class Dispatch(CallForm):
         elif self._buffers is not None:
             way, proceed = _STORED, self._receive_stored
         else:
-            way, proceed = (_COUNTED, self._receive_exact) if self._exact else (_WHOLE, _nothing)
-        self.form = self._make_form(way, proceed, x, ids, weight, scatter, arrays[0])
+            way, proceed = _COUNTED if self._exact else _WHOLE, self._receive_exact  # not called after a whole call
+        self.form = self._make_form(way, proceed, id_bytes, is_pair=is_pair, scatters=scatter is not None)
 
     def _make_form(
-        self, way: int, proceed: Callable[..., Any], x: Any, ids: Any, weight: Any, scatter: Any, like: Any
+        self, way: int, proceed: Callable[..., Any], id_bytes: int, *, is_pair: bool, scatters: bool
     ) -> DispatchForm:
-        ctx, options, names = self._ctx, self._parts.options, self._parts.arguments
+        ctx, options, buffers = self._ctx, self._parts.options, self._buffers
         config, runtime = options.config, self._group.runtime
         # The kernel itself makes float8 rows where it stores them in output buffers.
-        scaled = ctx.dispatch_scaled if self._buffers is not None and like is x else None
-        plain = ctx.dispatch_plain if self._buffers is None else ctx.dispatch_stored
+        scaled = ctx.dispatch_scaled if buffers is not None and not is_pair else None
+        plain = ctx.dispatch_plain if buffers is None else ctx.dispatch_stored
         launch = (plain if scaled is None else scaled).copy()
-        given_bytes = config.hidden * (config.token.itemsize if like is x else 1)
-        tokens = GivenTokens(
-            self._parts, is_pair=like is not x, row_bytes=given_bytes, quantizes=options.quantized and scaled is None
-        )
+        quantizes = options.quantized and scaled is None
+        packing, filled = kernel_before(self._parts, is_pair=is_pair, quantizes=quantizes)
+        renumbering, renumbered = self._renumbering(id_bytes)
+        before = [*packing, *renumbering]
         call = ffi.cast("ProxycclDispatch *", launch.packed(1))
-        given_ids = index_array(self._group, ids, names.ids, (-1, config.topk)).dtype
-        renumber, new_lost, renumbering = self._renumbering(ids, given_ids.itemsize)
-        call.id_bytes = given_ids.itemsize if renumber is None else 4
-        call.row_bytes = tokens.row_bytes if scaled is None else config.hidden + self._scale_bytes
+        call.id_bytes = 4 if renumbering else id_bytes
+        call.row_bytes = config.hidden * self._outputs.dtype.itemsize + ctx.scale_bytes
         call.padded_rows = options.padded_rows
         # Rows that nobody writes must show it: one that the caller's indices leave out, or in a gap.
-        cleared = "first_rows" if scatter is not None else "row_slots" if options.expert_alignment else None
+        cleared = "first_rows" if scatters else "row_slots" if options.expert_alignment else None
         clear = [] if cleared is None else [SetBits(0, 0)]
-        before = [each for each in (tokens.before, renumber) if each is not None]
         at_first = self._rows is not None and self._at_once  # else the first launch receives nothing
         first = in_order(runtime, [*before, *(clear if at_first else []), launch])
         second = in_order(runtime, [*([] if at_first else clear), launch])
         clearing, step = first if at_first else second, 0
         if isinstance(clearing, StreamOperations) and clear:
             step = clearing.step_address(len(before) if at_first else 0)
-        tables = ctx.tables.of_call(
-            self._rows, buffered=self._buffers is not None, wide_ids=call.id_bytes == ffi.sizeof("uint64_t")
-        )
+        wide_ids = call.id_bytes == ffi.sizeof("uint64_t")
+        tables = ctx.tables.of_call(self._rows, buffered=buffers is not None, wide_ids=wide_ids)
         makers: tuple[Maker | None, ...] = (None, None, None)
-        places, buffers = _NOWHERE, self._buffers
+        places = _NOWHERE
         if self._rows is not None:
-            makers = self._outputs.makers(like, self._rows)
+            makers = self._outputs.makers(self._rows)
         if buffers is not None:  # the arrays of the rows are made when their number is known
             makers = (None, None, makers[2])
             places = buffers.address(1), buffers.nbytes, buffers.scales_offset
@@ -245,8 +253,8 @@ class Dispatch(CallForm):
             self.prepared(second, compared=False),
             (config.topk, options.most_of_call, options.grows and self._exact),
             address_of(call),
-            tokens.filled,
-            (new_lost, *renumbering),
+            filled,
+            renumbered,
             (step, number_of(cleared)),
             (phases, ROUTE | SEND, GATHER | RECEIVE),
             (
@@ -255,40 +263,30 @@ class Dispatch(CallForm):
                 ctx,
                 ctx.numbers,
                 tables,
-                self._tables_maker(tables, like),
+                tables.maker(self._arrays),
                 tables.address,
             ),
-            (-1 if self._rows is None else self._rows, not self._exact, received_offset(tables)),
-            (self._scale_bytes, options.scale_column),
+            (-1 if self._rows is None else self._rows, not self._exact, tables.received),
+            (ctx.scale_bytes, options.scale_column),
             makers,
             self._take,
             proceed,
             places,
         )
 
-    def _renumbering(
-        self, ids: Any, id_bytes: int
-    ) -> tuple[Launch | None, Callable[[int], Any] | None, tuple[int, int, int, int]]:
-        """Where ranks are lost: the kernel that renumbers ids; what makes the array of the slots that lost ranks had;
-        and the arguments of the kernel that C fills in (dispatch_form.c).
+    def _renumbering(self, id_bytes: int) -> tuple[list[Launch], tuple[Any, ...]]:
+        """Returns the launch of the kernel that renumbers ids where ranks are lost, or none; and for C
+        (dispatch_form.c) a function that returns the maker of `lost_slots` for a number of tokens, and the addresses of
+        the kernel's arguments and of the new ids.
         """
         surviving = self._parts.surviving
         if surviving is None:
-            return None, None, (0, 0, 0, 0)
-        launch, new, topk = surviving.launch(id_bytes), self._ctx.arrays.maker(ids, "bool"), surviving.topk
+            return [], (None, 0, 0, 0, 0)
+        launch, arrays, topk = surviving.launch(id_bytes), self._arrays, surviving.topk
+        truth = arrays.type_of("bool")
         ids_at, lost_at, slots_at = (address_of(launch.packed(index)) for index in (0, 3, 4))
-        return (
-            launch,
-            lambda tokens: functools.partial(new, (tokens, topk)),
-            (ids_at, lost_at, slots_at, surviving.ids.ptr),
-        )
-
-    def _tables_maker(self, tables: Tables, like: Any) -> Maker:
-        """Makes the array of tables, of int64 where that spares the caller's ids a change of type."""
-        arrays = self._ctx.arrays
-        if tables.wide & tables.places.keys() and self._library.is_torch:
-            return arrays.maker_of(like, (tables.words // 2,), "int64")
-        return arrays.maker_of(like, (tables.words,), "int32")
+        filled = ids_at, lost_at, slots_at, surviving.ids.ptr
+        return [launch], (lambda tokens: arrays.maker((tokens, topk), (topk, 1), truth), *filled)
 
     def _prepare(self, desc: EPAllToAllLayoutDesc, owners: tuple[object, ...]) -> tuple[Any, EPAllToAllLayoutDesc]:
         """Exchanges the routing of tokens, whose rows `Redispatch` sends later. Returns the rows' weights or None, and
@@ -310,31 +308,36 @@ class Dispatch(CallForm):
         output = self._receive_counted(desc, owners, desc.stream, SEND | RECEIVE, LAYOUT)
         return output.rows, output.weights, desc
 
-    def _take(self, like: Any, stream: StreamLike, given: StreamLike) -> TakenBuffer:
-        """The output buffer of a whole call. Raises ArgumentError on a stream that is being captured, if the call must
-        wait.
+    def _take(self, _x: Any, stream: StreamLike, given: StreamLike) -> TakenBuffer:
+        """The output buffer of a whole call. If the layer has any, each call needs one: peers store its rows there.
+        Raises ArgumentError on a stream that is being captured, if the call must wait.
+
+        Args:
+            stream: of the call.
+            given: the caller's stream, or None.
         """
-        if self._exact:
-            refuse_capture(self._parts, stream)
+        refuse_capture(self._parts, stream)
         if self._buffers is None:
             return NO_BUFFER
-        return self._parts.take_buffer(like, stream, given, buffered=self._buffered)
+        on_current = given is None and (self._exact or self._parts.outlives_no_graph(stream))
+        taken = self._buffers.take(self._arrays, self._outputs.dtype, on_current_stream=on_current)
+        return taken if self._buffered else TakenBuffer(taken.number, passed=True)
 
     def _receive_stored(self, desc: EPAllToAllLayoutDesc, taken: TakenBuffer, weights: Any) -> Dispatched:
         """The results of a call whose one launch moves the rows to an output buffer. In the exact mode the CPU learns
         their number meanwhile.
         """
-        buffers, most = self._buffers, self._rows
+        buffers, outputs = self._buffers, self._outputs
         assert buffers is not None
         if self._exact:
             desc.rows = self._ctx.await_rows(desc)
             refuse_bad(self._parts, desc)
         if taken.whole is not None:
-            rows = self._outputs.rows_in(taken.whole, buffers.scales_offset, desc.rows)
+            rows = outputs.rows_in(taken.whole, buffers.scales_offset, desc.rows)
         else:
             rows = self._copy_passed(desc, taken)
-        if weights is not None and desc.rows != most:
-            weights = first_rows(weights, desc.rows)
+        if outputs.weights is not None and desc.rows != self._rows:
+            weights = outputs.weights.part(weights, 0, desc.rows)
         return rows, weights, desc
 
     def _receive_sent(self, sent: SentCall, stream: StreamLike) -> Dispatched:
@@ -372,18 +375,18 @@ class Dispatch(CallForm):
 
     def _copy_passed(self, desc: EPAllToAllLayoutDesc, taken: TakenBuffer) -> Any:
         """Copies rows from the buffer that they pass to new arrays."""
-        made, buffers = self._outputs.make_rows(desc.rows), self._buffers
+        outputs, buffers = self._outputs, self._buffers
         assert buffers is not None
-        if not desc.rows:
-            return made
-        arrays = made if isinstance(made, tuple) else (made,)
-        if self._copies is None:
-            self._copies = StreamOperations(self._group.runtime, [_COPY_LATER] * len(arrays))
-        sources = buffers.address(taken.number), buffers.scales_address(taken.number)
-        for step, (array, source) in enumerate(zip(arrays, sources, strict=False)):
-            self._copies.set_copy(step, CopyBytes(self._ctx.arrays.address(array), source, array.nbytes))
-        self._queue(desc, (ffi.NULL, self._copies), desc.stream, arrays)
-        return made
+        made = [each.new(desc.rows) for each in (outputs.rows, outputs.scales) if each is not None]
+        arrays = tuple(array for array, _ in made)
+        if desc.rows:
+            if self._copies is None:
+                self._copies = StreamOperations(self._group.runtime, [_COPY_LATER] * len(made))
+            sources = buffers.address(taken.number), buffers.scales_address(taken.number)
+            for step, ((array, at), source) in enumerate(zip(made, sources, strict=False)):
+                self._copies.set_copy(step, CopyBytes(at, source, array.nbytes))
+            self._queue(desc, (ffi.NULL, self._copies), desc.stream, arrays)
+        return arrays if len(arrays) > 1 else arrays[0]
 
 
 class Redispatch(CallForm):
@@ -419,19 +422,17 @@ class Redispatch(CallForm):
             parts.given_rows(x, tokens, argument)
         else:
             input_array(ctx.group, x, argument, (tokens, width), str(dtype))
-        width, element = width or config.hidden, dtype or config.token.name
-        arrays = x if is_pair else (x,)
-        super().__init__(parts, arrays, "redispatch", "uint8" if is_pair else element)
-        row_bytes = width * as_dtype(FLOAT8 if is_pair else element).itemsize
-        given = GivenTokens(parts, is_pair=is_pair, row_bytes=row_bytes, quantizes=False)
+        element = as_dtype(dtype or config.token.name)
+        super().__init__(parts, x if is_pair else (x,), "redispatch", "uint8" if is_pair else element.name)
+        before, filled = kernel_before(parts, is_pair=is_pair, quantizes=False)
         launch = ctx.dispatch_plain.copy()
         call = self._call = ffi.cast("ProxycclDispatch *", launch.packed(1))
-        call.redispatch, call.id_bytes, call.row_bytes = 1, 4, given.row_bytes
+        self._argument, self._width, scale_bytes = argument, width or config.hidden, ctx.scale_bytes if is_pair else 0
+        self._outputs = _Outputs(parts, self._arrays, self._width, element, float8=is_pair)
+        call.redispatch, call.id_bytes = 1, 4
+        call.row_bytes = self._width * self._outputs.dtype.itemsize + scale_bytes
         call.padded_rows = parts.options.padded_rows
         self._own_ids = 4 * ctx.nodes.own * config.max_tokens * config.topk
-        self._element, self._argument = as_dtype(element), argument
-        self._outputs = _Outputs(parts, arrays[0], width, element, float8=is_pair)
-        before = [] if given.before is None else [given.before]
         first = self.prepared(in_order(self._group.runtime, [*before, launch]))
         tables = ctx.tables.of_call(None, buffered=False, wide_ids=False)
         self.form = DispatchForm(
@@ -441,13 +442,13 @@ class Redispatch(CallForm):
             first,
             (config.topk, config.max_tokens, False),
             address_of(call),
-            given.filled,
+            filled,
             (None, 0, 0, 0, 0),
             (0, 0),
             (SEND | RECEIVE, 0, 0),
             (EPAllToAllLayoutDesc, NOT_RECEIVED, ctx, ctx.numbers, tables, None, 0),
             (-1, False, 0),
-            (ctx.scale_bytes if is_pair else 0, parts.options.scale_column),
+            (scale_bytes, parts.options.scale_column),
             (None, None, None),
             None,
             self._send,
@@ -465,18 +466,16 @@ class Redispatch(CallForm):
         return output.rows
 
     def _given_output(self, x: Any, desc: EPAllToAllLayoutDesc, out: Any) -> NewOutput:
-        source = input_view(self._group, x, self._argument)
-        shape = (desc.rows, source.shape[1])
-        _, view = output_array(self._group, out, source, shape, self._element, spare_rows=True)
-        return NewOutput(out, None, (view.ptr, 0, 0))
+        shape, dtype = (desc.rows, self._width), self._outputs.dtype
+        return NewOutput(
+            out, None, (output_array(self._group, out, x, self._argument, shape, dtype, spare_rows=True), 0, 0)
+        )
 
 
-def _nothing() -> None:
-    """Follows a call that C makes whole."""
-
-
-def _check_dispatch(parts: LayerParts, x: Any, ids: Any, weight: Any, scatter: Any) -> None:
-    """Checks the arrays of a call, and whether the layer takes such a call."""
+def _check_dispatch(parts: LayerParts, x: Any, ids: Any, weight: Any, scatter: Any) -> tuple[bool, int]:
+    """Checks the arrays of a call, and whether the layer takes such a call. Returns whether `x` is a pair of rows and
+    scales, and the bytes of an id.
+    """
     options, names, group = parts.options, parts.arguments, parts.ctx.group
     rows, scales = parts.given_rows(x, -1, names.tokens)
     most = options.most_of_call
@@ -486,20 +485,15 @@ def _check_dispatch(parts: LayerParts, x: Any, ids: Any, weight: Any, scatter: A
         raise ArgumentError(names.tokens, f"must be a pair of rows and scales, with {options.scales} scales of a row")
     slots = (rows.shape[0], options.config.topk)
     if options.takes_wide_ids:
-        index_array(group, ids, names.ids, slots)
+        id_bytes = index_array(group, ids, names.ids, slots).dtype.itemsize
     else:
-        input_array(group, ids, names.ids, slots, "int32")
+        id_bytes = input_array(group, ids, names.ids, slots, "int32").dtype.itemsize
     if weight is not None:
         input_array(group, weight, names.weight, slots, options.config.weight.name)
-    if scatter is None:
-        return
-    if options.layout != "expert":
-        raise ArgumentError("full_scatter_indices", f'can\'t be given with layout="{options.layout}"')
-    if options.expert_alignment:
-        raise ArgumentError("full_scatter_indices", "can't be given with expert_alignment")
-    input_array(group, scatter, "full_scatter_indices", (-1, options.config.topk), "int32")
-
-
-def received_offset(tables: Tables) -> int:
-    """Where the number of received rows lies among tables, in bytes; 0 if it does not."""
-    return 4 * tables.places[RECEIVED][0] if RECEIVED in tables.places else 0
+    if scatter is not None:
+        if options.layout != "expert":
+            raise ArgumentError("full_scatter_indices", f'can\'t be given with layout="{options.layout}"')
+        if options.expert_alignment:
+            raise ArgumentError("full_scatter_indices", "can't be given with expert_alignment")
+        input_array(group, scatter, "full_scatter_indices", (-1, options.config.topk), "int32")
+    return scales is not None, id_bytes

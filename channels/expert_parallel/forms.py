@@ -130,10 +130,11 @@ class Forms:
     def _by_columns(self, values: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         """[R, topk]: each row's value in the column of the row's slot, beside zeros."""
         ctx, topk, element = self._parts.ctx, self._parts.options.config.topk, values.dtype
-        rows = ctx.arrays.new(values.owner, (desc.rows, topk), element)
+        arrays = ctx.arrays.like(values.owner)
+        rows = arrays.maker((desc.rows, topk), (topk, 1), arrays.type_of(element))()
         if desc.rows:
             kernel = ctx.group.runtime.shipped("experts/spread.h", "expert_spread")
-            at = desc.pointer("row_slots"), ctx.arrays.address(rows)
+            at = desc.pointer("row_slots"), arrays.address(rows)
             launch = kernel.prepare(*ctx.grid, values.ptr, *at, desc.rows, topk, element.itemsize)
             ctx.queue(ffi.NULL, launch, stream, desc, (values.owner, rows))
         return rows

@@ -8,15 +8,12 @@ that uses an array may still be queued when it goes, on several streams. torch's
 from __future__ import annotations
 
 import ctypes
-import sys
 from typing import Any, Protocol
 
-import numpy as np
-
 from proxyccl.channels import array_libraries
-from proxyccl.channels.expert_parallel.arrays import MemoryPart, library_of
+from proxyccl.channels.expert_parallel.arrays import LibraryArrays
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, OutputBuffers, TakenBuffer
-from proxyccl.device.arrays.libraries import libraries
+from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.base_runtime import BaseRuntime, Memory
 
 KEPT_OUTPUTS = 2
@@ -38,8 +35,8 @@ def _lease_of(nbytes: int) -> Any:
 class OutputPlaces(Protocol):
     """Parts of the workspace that an array library's allocator hands out."""
 
-    def take(self, like: Any) -> tuple[int, Any] | None:
-        """The number of a free place, from 0, and an array of its bytes; None where there is none."""
+    def take(self, native: Any) -> tuple[int, Any] | None:
+        """The number of a free place, from 0, and an array of it of a type; None where there is none."""
         ...
 
     def close(self) -> None:
@@ -76,27 +73,22 @@ class KeptOutputs(OutputBuffers):
         """The number of the last."""
         return self._count
 
-    def take(self, like: Any, *, on_current_stream: bool) -> TakenBuffer:
+    def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
         """A free buffer, or the last one, which rows only pass."""
         if self._runtime.name != "host":
-            return self._take_place(like) if on_current_stream and libraries[type(like)].is_torch else self._passed()
+            places = on_current_stream and arrays.is_torch
+            return self._take_place(arrays.type_of(dtype)) if places else self._passed()
         try:
             number = self._free.pop()
         except KeyError:
             return self._passed()
         lease = self._lease.from_address(self.address(number))
         lease.number, lease.free, lease.memory = number, self._free, self._memory
-        library = library_of(like, "host")
-        if library == "torch":
-            return TakenBuffer(number, sys.modules["torch"].frombuffer(lease, dtype=sys.modules["torch"].uint8))
-        if library == "numpy":
-            return TakenBuffer(number, np.frombuffer(lease, np.uint8))
-        part = MemoryPart(self._memory, self._at + (number - 1) * self.nbytes, self.nbytes, lease)
-        return TakenBuffer(number, self._make_whole(part, like))
+        return TakenBuffer(number, arrays.of_buffer(lease))
 
-    def take_for_combine(self, like: Any, *, on_current_stream: bool) -> TakenBuffer:
+    def take_for_combine(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
         """A free buffer, or none."""
-        taken = self.take(like, on_current_stream=on_current_stream)
+        taken = self.take(arrays, dtype, on_current_stream=on_current_stream)
         return NO_BUFFER if taken.passed else taken
 
     def close(self) -> None:
@@ -108,10 +100,10 @@ class KeptOutputs(OutputBuffers):
     def _passed(self) -> TakenBuffer:
         return TakenBuffer(self._count, passed=True)
 
-    def _take_place(self, like: Any) -> TakenBuffer:
+    def _take_place(self, native: Any) -> TakenBuffer:
         if not self._was_opened:
             self._was_opened = True
             opener: PlaceOpener = array_libraries.load("torch: places of outputs")
             self._places = opener.open_places(self._runtime, self._memory, self._at, self.nbytes, self._count - 1)
-        taken = None if self._places is None else self._places.take(like)
+        taken = None if self._places is None else self._places.take(native)
         return self._passed() if taken is None else TakenBuffer(taken[0] + 1, taken[1])

@@ -12,6 +12,7 @@ from proxyccl.channels.calls._calls import SentCall
 from proxyccl.channels.collectives.barrier import barrier
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array, whole_number
+from proxyccl.channels.expert_parallel.arrays import strides_of
 from proxyccl.channels.expert_parallel.combine_form import NO_SUMS, Sums
 from proxyccl.channels.expert_parallel.config import SCALED_ELEMENTS
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
@@ -23,7 +24,6 @@ from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.expert_parallel.received import check_ended, check_waited, refuse_capture
 from proxyccl.channels.expert_parallel.recording import Recording, recorder_of, refuse_output
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
-from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
 
@@ -522,15 +522,15 @@ class EPAll2AllLayer:
             ep_a2a_layout_desc: of the dispatch.
         """
         desc = self._own_desc(ep_a2a_layout_desc)
-        config, outputs, like = self.ep_config, self.ctx.workspace.outputs, desc.counts
-        shape = (*self._parts.leading(desc.rows), config.hidden)
+        config, outputs, arrays = self.ep_config, self.ctx.workspace.outputs, self.ctx.arrays.like(desc.like)
+        shape, native = (*self._parts.leading(desc.rows), config.hidden), arrays.type_of(config.token)
         if outputs is not None:
-            is_torch = libraries[type(like)].is_torch  # of other libraries no stream is known here
-            on_current = is_torch and self._parts.outlives_no_graph(self.ctx.stream_for(None, like))
-            taken = outputs.take_for_combine(like, on_current_stream=on_current)
+            # Of other libraries no stream is known here.
+            on_current = arrays.is_torch and self._parts.outlives_no_graph(self.ctx.stream_for(None, desc.like))
+            taken = outputs.take_for_combine(arrays, config.token, on_current_stream=on_current)
             if taken.whole is not None:
-                return outputs.rows(taken, shape, config.token)
-        return self.ctx.arrays.new(like, shape, config.token)
+                return arrays.part(taken.whole, 0, shape, strides_of(shape), native)
+        return arrays.maker(shape, strides_of(shape), native)()
 
     def combine_send(
         self,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from proxyccl.channels.calls._calls import Descriptor
 from proxyccl.channels.expert_parallel.arguments import whole_number
-from proxyccl.channels.expert_parallel.arrays import ExpertArrays, words_of
+from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.nodes import Nodes
 from proxyccl.channels.expert_parallel.tables import OF_ROWS, RECEIVED, TableLayouts
@@ -57,7 +57,7 @@ class EPAllToAllLayoutDesc(Descriptor):
     @property
     def wide_ids(self) -> bool:
         """Whether the expert ids are int64."""
-        return bool(self.blocks[0][2].wide)
+        return bool(self.blocks[0][2].wide_ids)
 
     def require_received(self, owner: object, argument: str) -> None:
         """Raises ArgumentError unless `owner` made the dispatch and has received it, so that the tables are filled."""
@@ -78,16 +78,17 @@ class EPAllToAllLayoutDesc(Descriptor):
         found = self.find(name)
         if found is None:
             return None
-        array, (first, shape, strides), tables = found
+        (array, (offset, shape, strides, wide), _), arrays = found, self.owner.arrays.like(self.like)
         if name in OF_ROWS:
             shape = (self.rows, *shape[1:])
-        return words_of(array, first, shape, strides, wide=name in tables.wide)
+        return arrays.part(array, offset, shape, strides, arrays.int64 if wide else arrays.int32)
 
     def size_rows(self, rows: int) -> None:
         """Sets the number of rows, and allocates their tables if that was not known before."""
         if "first_rows" not in self.blocks[-1][2].places:
-            tables, arrays = self.owner.tables.of_rows(rows, wide_ids=self.wide_ids), self.owner.arrays
-            array = arrays.new_words(self.like, tables.words)
+            tables = self.owner.tables.of_rows(rows, wide_ids=self.wide_ids)
+            arrays = self.owner.arrays.like(self.like)
+            array = tables.maker(arrays)()
             self.add_block(array, arrays.address(array), tables, tables.address)
         self.rows = rows
 
@@ -95,7 +96,7 @@ class EPAllToAllLayoutDesc(Descriptor):
         """Address of a table."""
         for _, at, tables in self.blocks:
             if name in tables.places:
-                return int(at + 4 * tables.places[name][0])
+                return int(at + tables.places[name][0])
         raise KeyError(name)
 
     # -- for inspection ---
@@ -231,12 +232,9 @@ class EPAllToAllLayoutDesc(Descriptor):
                     kept = kept & (rows < (slots % per_rank + 1) * room)
             else:
                 begin = int(tokens[:source].sum())
-                given = (
-                    self.owner.arrays.download_given(self._scatter, "full_scatter_indices")[begin : begin + len(ids)]
-                    .reshape(-1)
-                    .astype(np.int64)
-                )
-                rows = given - rows_before[np.minimum(slots // per_rank, config.world_size - 1)]
+                given = self.owner.arrays.download(self._scatter, "full_scatter_indices")[begin : begin + len(ids)]
+                first_of_rank = rows_before[np.minimum(slots // per_rank, config.world_size - 1)]
+                rows = given.reshape(-1).astype(np.int64) - first_of_rank
             if node != own_node:
                 kept = kept & (slots // (per_rank * config.local_world_size) == own_node)
             result[node, : len(ids)] = np.where(kept, rows, -1).reshape(ids.shape)
@@ -269,10 +267,10 @@ class EPAllToAllLayoutDesc(Descriptor):
         return per_node
 
     def _download(self, name: str) -> NDArray[np.int32]:
-        return self.owner.arrays.download(self._table(name))
+        return self.owner.arrays.download(self._table(name), name)
 
     def _upload(self, values: NDArray[Any]) -> Any:
-        return self.owner.arrays.upload(self.like, np.ascontiguousarray(values, np.int32))
+        return self.owner.arrays.like(self.like).upload(np.ascontiguousarray(values, np.int32))
 
     def __repr__(self) -> str:
         return (

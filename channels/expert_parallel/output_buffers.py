@@ -6,13 +6,11 @@ contains an array. `KeptOutputs` has those whose arrays stay valid as long as th
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import numpy as np
 from msgspec import Struct
 
-from proxyccl.channels.expert_parallel.arrays import MemoryPart, library_of, part_of
+from proxyccl.channels.expert_parallel.arrays import LibraryArrays, MemoryPart
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.base_runtime import BaseRuntime, Memory
@@ -57,26 +55,23 @@ class OutputBuffers:
         self._parts = [MemoryPart(memory, experts.outputs + n * self.nbytes, self.nbytes) for n in range(self._count)]
         self.numbers = {part.ptr: number for number, part in enumerate(self._parts, 1)}
         self._next = 0
-        self._whole: dict[tuple[int, str], Any] = {}
+        self._whole: dict[tuple[int, LibraryArrays], Any] = {}
 
-    def take(self, like: Any, *, on_current_stream: bool) -> TakenBuffer:
+    def take(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
         """The buffer for the next output: each in turn, except the last.
 
         Args:
-            like: an array of the library in which arrays are made.
+            arrays: the library in which arrays are made.
+            dtype: of the output's rows, which the buffer's array may have.
             on_current_stream: whether the output is made on that library's current stream, which captures no graph.
         """
         number = self._next
         self._next = (number + 1) % (self._count - 1)
-        return self._in_turn(number + 1, like)
+        return self._in_turn(number + 1, arrays)
 
-    def take_for_combine(self, like: Any, *, on_current_stream: bool) -> TakenBuffer:
+    def take_for_combine(self, arrays: LibraryArrays, dtype: DType, *, on_current_stream: bool) -> TakenBuffer:
         """The buffer for the experts' results of a combine: always the last."""
-        return self._in_turn(self._count, like)
-
-    def rows(self, taken: TakenBuffer, shape: tuple[int, ...], dtype: DType | str) -> Any:
-        """An array at the beginning of a buffer with a `whole`."""
-        return part_of(taken.whole, 0, shape, dtype)
+        return self._in_turn(self._count, arrays)
 
     def address(self, number: int) -> int:
         """Where a buffer's rows begin."""
@@ -94,16 +89,9 @@ class OutputBuffers:
     def close(self) -> None:
         """Ends the use of the memory. Remaining arrays keep it."""
 
-    def _in_turn(self, number: int, like: Any) -> TakenBuffer:
-        key = number, library_of(like, self._runtime.name)
+    def _in_turn(self, number: int, arrays: LibraryArrays) -> TakenBuffer:
+        key = number, arrays
         if key not in self._whole:
-            self._whole[key] = self._make_whole(self._parts[number - 1], like)
+            part = self._parts[number - 1]
+            self._whole[key] = arrays.adopt(Array(self._runtime, part, (part.nbytes,), as_dtype("uint8")))
         return TakenBuffer(number, self._whole[key])
-
-    def _make_whole(self, part: MemoryPart, like: Any) -> Any:
-        """A buffer's bytes as an array of the library of `like`, which keeps `part`."""
-        whole = Array(self._runtime, part, (part.nbytes,), as_dtype("uint8"))
-        library = library_of(like, self._runtime.name)
-        if library == "torch":
-            return sys.modules["torch"].from_dlpack(whole)
-        return np.asarray(whole) if library == "numpy" else whole

@@ -10,7 +10,6 @@ from proxyccl.channels.expert_parallel.arguments import input_array
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8, LayerOptions
-from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
@@ -94,23 +93,6 @@ class LayerParts:
     def outlives_no_graph(self, stream: StreamLike) -> bool:
         """Whether what a call makes on a stream is needed no longer than its arrays: a graph needs it longer."""
         return not self.options.keeps_outputs or not self.is_capturing(stream)
-
-    def take_buffer(self, like: Any, stream: StreamLike, given: StreamLike, *, buffered: bool) -> TakenBuffer:
-        """The output buffer of a whole dispatch. If the layer has any, each call needs one: peers store its rows there.
-
-        Args:
-            like: an array of the library in which arrays are made.
-            stream: of the call.
-            given: the caller's stream, or None.
-            buffered: whether the rows may lie in the buffer; otherwise they only pass it.
-        """
-        outputs = self.ctx.workspace.outputs
-        if outputs is None:
-            return NO_BUFFER
-        # In the exact mode a capture was refused before.
-        on_current = given is None and (self.options.fixed_rows is None or self.outlives_no_graph(stream))
-        taken = outputs.take(like, on_current_stream=on_current)
-        return taken if buffered else TakenBuffer(taken.number, passed=True)
 
     @property
     def sums_on_own_node(self) -> bool:

@@ -7,13 +7,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from proxyccl.channels.expert_parallel.arrays import strides_of
+from proxyccl.channels.expert_parallel.arrays import LibraryArrays, Maker, strides_of
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.geometry import OutputLayout
 from proxyccl.channels.expert_parallel.nodes import Nodes
 from proxyccl.device._native import ffi
 
-_ALIGNMENT = 32  # words of 4 bytes
+_ALIGNMENT = 128  # bytes
 _NO_TABLE = 2**64 - 1
 _LEADING_BITS = 4
 RECEIVED = "received"
@@ -25,33 +25,47 @@ _OF_IDS = frozenset({"row_experts"})
 
 
 class Tables(Struct, frozen=True):
-    """Tables that lie in one int32 array.
+    """Tables that lie in one array.
 
     Attributes:
-        words: elements of the array.
-        places: each table's first word, its shape and its strides.
+        nbytes: of the array.
+        places: each table's offset in bytes, its shape, its strides and whether it is of int64; others are of int32.
         offsets: in bytes, in the order of the fields of ProxycclExpertLayout, for C (descriptor.h).
         address: of the offsets, for callers in C.
-        wide: the tables of int64.
+        wide_ids: whether the caller's expert ids are int64.
     """
 
-    words: int
-    places: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]
+    nbytes: int
+    places: dict[str, tuple[int, tuple[int, ...], tuple[int, ...], bool]]
     offsets: Any
     address: int
-    wide: frozenset[str]
+    wide_ids: bool
+
+    @property
+    def received(self) -> int:
+        """The offset of the number of received rows; 0 if the tables lack it."""
+        return self.places[RECEIVED][0] if RECEIVED in self.places else 0
 
     @staticmethod
-    def of(shapes: dict[str, tuple[int, ...]], wide: frozenset[str] = frozenset()) -> Tables:
+    def of(shapes: dict[str, tuple[int, ...]], *, wide_ids: bool) -> Tables:
         """Tables of these shapes, one after the other."""
         places, end = {}, 0
         for name, shape in shapes.items():
-            places[name] = end, shape, strides_of(shape)
-            end += -(-math.prod(shape) * (2 if name in wide else 1) // _ALIGNMENT) * _ALIGNMENT
+            wide = wide_ids and name in _OF_IDS
+            places[name] = end, shape, strides_of(shape), wide
+            end += -(-math.prod(shape) * (8 if wide else 4) // _ALIGNMENT) * _ALIGNMENT
         offsets = ffi.new("uint64_t[]", [_NO_TABLE] * (ffi.sizeof("ProxycclExpertLayout") // 8))
         for name in places.keys() - {RECEIVED}:
-            offsets[number_of(name)] = 4 * places[name][0]
-        return Tables(end, places, offsets, int(ffi.cast("uintptr_t", offsets)), wide)
+            offsets[number_of(name)] = places[name][0]
+        return Tables(end, places, offsets, int(ffi.cast("uintptr_t", offsets)), wide_ids)
+
+    def maker(self, arrays: LibraryArrays) -> Maker:
+        """Returns a function that makes the array. It is of int64 if one of the tables is, which programs then get
+        without a change of type.
+        """
+        has_wide = self.wide_ids and _OF_IDS & self.places.keys()
+        native, itemsize = (arrays.int64, 8) if has_wide else (arrays.int32, 4)
+        return arrays.maker((self.nbytes // itemsize,), (1,), native)
 
 
 def number_of(table: str | None) -> int:
@@ -102,7 +116,7 @@ class TableLayouts:
             shapes = self._shapes(buffered)
             if rows is not None:
                 shapes |= {**self._shapes_of_rows(rows), RECEIVED: (1,)}
-            self._kept[key] = Tables.of(shapes, _OF_IDS if wide_ids else frozenset())
+            self._kept[key] = Tables.of(shapes, wide_ids=wide_ids)
         return self._kept[key]
 
     def of_rows(self, rows: int, *, wide_ids: bool) -> Tables:
@@ -111,7 +125,7 @@ class TableLayouts:
         """
         key = _rounded(rows), wide_ids
         if key not in self._kept_of_rows:
-            self._kept_of_rows[key] = Tables.of(self._shapes_of_rows(key[0]), _OF_IDS if wide_ids else frozenset())
+            self._kept_of_rows[key] = Tables.of(self._shapes_of_rows(key[0]), wide_ids=wide_ids)
         return self._kept_of_rows[key]
 
     def _shapes(self, buffered: bool) -> dict[str, tuple[int, ...]]:

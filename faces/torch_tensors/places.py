@@ -41,19 +41,18 @@ class OutputPlaces:
         self._enter, self._leave, self._release = (getattr(torch._C, name) for name in _POOL_CALLS)
         self._makers: dict[torch.dtype, Callable[[], torch.Tensor]] = {}
 
-    def take(self, like: torch.Tensor) -> tuple[int, torch.Tensor] | None:
-        """The number of a free place, from 0, and a tensor of its memory, of the elements of `like`; None where there
-        is none.
+    def take(self, dtype: torch.dtype) -> tuple[int, torch.Tensor] | None:
+        """The number of a free place, from 0, and a tensor of its memory of this type; None where there is none.
 
         There is none either while torch is set to fill every tensor that it makes.
         """
         if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
             return None
-        make = self._makers.get(like.dtype)
+        make = self._makers.get(dtype)
         if make is None:
-            elements, device = self._nbytes // like.itemsize, like.device
-            make = functools.partial(torch.empty_strided, (elements,), (1,), dtype=like.dtype, device=device)
-            self._makers[like.dtype] = make
+            elements, device = self._nbytes // dtype.itemsize, torch.device("cuda", self._device)
+            make = functools.partial(torch.empty_strided, (elements,), (1,), dtype=dtype, device=device)
+            self._makers[dtype] = make
         self._places.choose()
         try:
             self._enter(self._device, self._id)

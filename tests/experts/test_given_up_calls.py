@@ -10,7 +10,7 @@ import pytest
 
 from proxyccl import Communicator, CommunicatorError
 from proxyccl.channels.expert_parallel import geometry
-from proxyccl.channels.expert_parallel.arrays import ExpertArrays
+from proxyccl.channels.expert_parallel.arrays import NumpyArrays
 from proxyccl.device._native import ffi
 from support.cases.expert_layer import Case, plan_of, run_ranks
 from support.running import TIMEOUT, impatient
@@ -54,21 +54,21 @@ def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
     if announces == "counts":
         monkeypatch.setattr(geometry.Geometry, "_masks_fit", lambda *_: False)
     plan = plan_of(Case((8, 8), hidden=16))
-    make = ExpertArrays.maker
+    make = NumpyArrays.maker
 
-    def filled(arrays: ExpertArrays, like: Any, dtype: Any) -> Any:
-        new = make(arrays, like, dtype)
-        if dtype != "int32":
+    def filled(arrays: NumpyArrays, shape: tuple[int, ...], strides: tuple[int, ...], native: Any) -> Any:
+        new = make(arrays, shape, strides, native)
+        if native != np.int32:
             return new
 
-        def made(shape: tuple[int, ...]) -> Any:
-            table = new(shape)
+        def made() -> Any:
+            table = new()
             table[...] = 0x3F3F3F3F  # rows and ranks far out of range
             return table
 
         return made
 
-    monkeypatch.setattr(ExpertArrays, "maker", filled)
+    monkeypatch.setattr(NumpyArrays, "maker", filled)
 
     def body(comm: Communicator) -> None:
         layer = plan.case.layer(comm, **LAYOUTS[layout])
