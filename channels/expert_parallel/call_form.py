@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from proxyccl.channels.calls.launches import CurrentStream, Launchable
-from proxyccl.channels.expert_parallel.members import call_name
+from proxyccl.channels.expert_parallel.calls import call_name
 from proxyccl.channels.expert_parallel.parts import LayerParts
 from proxyccl.channels.segment.call_log import encode_fields
 from proxyccl.channels.segment.calls import ROOT_FIELD

@@ -11,6 +11,7 @@ from proxyccl.channels.calls.launches import CurrentStream, Launchable
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import whole_number
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
+from proxyccl.channels.expert_parallel.calls import FINALIZE
 from proxyccl.channels.expert_parallel.config import (
     MAX_SLOTS,
     NUMBER_DROPS,
@@ -27,7 +28,7 @@ from proxyccl.channels.expert_parallel.geometry import (
     dispatch_file,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-from proxyccl.channels.expert_parallel.members import FINALIZE, Members
+from proxyccl.channels.expert_parallel.members import Members
 from proxyccl.channels.expert_parallel.nodes import Nodes
 from proxyccl.channels.expert_parallel.tables import RECEIVED, TableLayouts
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace

@@ -20,7 +20,6 @@ from proxyccl.channels.expert_parallel.layout import NOT_RECEIVED, EPAllToAllLay
 from proxyccl.channels.expert_parallel.options import FLOAT8
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.parts import LayerParts
-from proxyccl.channels.expert_parallel.received import learn_counts, refuse_bad, refuse_capture
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.channels.expert_parallel.tables import number_of
 from proxyccl.device._native import ffi
@@ -316,7 +315,7 @@ class Dispatch(CallForm):
             stream: of the call.
             given: the caller's stream, or None.
         """
-        refuse_capture(self._parts, stream)
+        self._parts.refuse_capture(stream)
         if self._buffers is None:
             return NO_BUFFER
         on_current = given is None and (self._exact or self._parts.outlives_no_graph(stream))
@@ -331,7 +330,7 @@ class Dispatch(CallForm):
         assert buffers is not None
         if self._exact:
             desc.rows = self._ctx.await_rows(desc)
-            refuse_bad(self._parts, desc)
+            self._parts.refuse_bad(desc)
         if taken.whole is not None:
             rows = outputs.rows_in(taken.whole, buffers.scales_offset, desc.rows)
         else:
@@ -352,7 +351,7 @@ class Dispatch(CallForm):
         call, if there is one.
         """
         desc.rows = self._ctx.await_rows(desc)
-        bad = learn_counts(self._parts, desc)
+        bad = self._parts.learn_counts(desc)
         if bad is not None:
             desc.rows = 0
         desc.size_rows(desc.rows)

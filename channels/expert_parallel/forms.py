@@ -17,7 +17,6 @@ from proxyccl.channels.expert_parallel.config import MOST_ADDED
 from proxyccl.channels.expert_parallel.dispatch_form import Dispatch, Redispatch
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.parts import LayerParts
-from proxyccl.channels.expert_parallel.received import check_waited
 from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import ArrayView
@@ -70,7 +69,7 @@ class Forms:
         """Makes a dispatch. Raises as `EPAll2AllLayer.dispatch`."""
         made: Dispatched = self._dispatches[buffered].call(input, exp_indices, weight, scatter, stream)
         if self._on_host:
-            check_waited(self._parts, stream)
+            self._parts.check_waited(stream)
         return made
 
     def prepare(

@@ -21,7 +21,6 @@ from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.members import Members, node_size
 from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.channels.expert_parallel.parts import LayerParts
-from proxyccl.channels.expert_parallel.received import check_ended, check_waited, refuse_capture
 from proxyccl.channels.expert_parallel.recording import Recording, recorder_of, refuse_output
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
 from proxyccl.device.errors import ArgumentError
@@ -403,7 +402,7 @@ class EPAll2AllLayer:
         if pending is not under_way.sent or pending is None:
             raise ArgumentError("pending", "is not the dispatch of this layer that is under way")
         stream = pending.stream if stream is None else stream
-        refuse_capture(self._parts, stream)
+        self._parts.refuse_capture(stream)
         recorder = recorder_of(*pending.recorded)
         under_way.sent = under_way.end_dispatch = None
         if recorder is None:
@@ -413,7 +412,7 @@ class EPAll2AllLayer:
 
     def _receive(self, pending: SentCall, stream: StreamLike) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         received: tuple[Any, Any, EPAllToAllLayoutDesc] = pending.receive(stream)
-        check_waited(self._parts, stream)
+        self._parts.check_waited(stream)
         return received
 
     def redispatch(self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None) -> Any:
@@ -634,7 +633,7 @@ class EPAll2AllLayer:
                 permutation, or for fewer tokens than the ranks have, which only ranks raise whose rows that concerns.
         """
         self.ctx.require_usable()
-        check_ended(self._parts)
+        self._parts.check_ended()
 
     @property
     def sums_on_own_node(self) -> bool:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.channels.communicator import Communicator
+from proxyccl.channels.expert_parallel.calls import NEW_LAYER
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.group import Group
 from proxyccl.channels.joining.bootstrap import library_of_group
-from proxyccl.channels.segment.calls import CollectiveCall, register_names
+from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.channels.segment.error_record import raised
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
@@ -22,26 +23,6 @@ from proxyccl.proxy.codec import Codec
 _ARGUMENTS = Codec[dict[str, int | float | bool | str | None]](
     dict[str, int | float | bool | str | None], 64 << 10, name="arguments"
 )
-
-
-NEW_LAYER = "new_layer"
-"""The construction of a layer."""
-LAYER_SIZE = "layer_size"
-"""An exchange of the ranks before it, of their numbers of tokens."""
-
-FINALIZE = "finalize"
-"""The end of a layer. Ranks may end several in different orders."""
-
-
-def call_name(call: str, *, weights: bool = False, indices: bool = False) -> str:
-    """The name of a call with the optional arguments that all ranks must give, or all leave out."""
-    return call + (" with weights" if weights else "") + (" by indices" if indices else "")
-
-
-register_names("redispatch", NEW_LAYER, LAYER_SIZE, FINALIZE)
-for _call in ("prepare", "dispatch", "dispatch_send", "combine", "combine_send", "collect"):
-    for _weights in (False, True):
-        register_names(call_name(_call, weights=_weights), call_name(_call, weights=_weights, indices=True))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""The common part of a layer's calls: its launches and options, and the arrays that its calls take and return."""
+"""The common part of a layer's calls: its launches and options, the arrays that its calls take, and the errors that are
+known only when rows were counted.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.options import FLOAT8, LayerOptions
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
 from proxyccl.device.arrays.array import ArrayView
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
 from proxyccl.device.runtime import StreamLike
 
 
@@ -93,6 +95,66 @@ class LayerParts:
     def outlives_no_graph(self, stream: StreamLike) -> bool:
         """Whether what a call makes on a stream is needed no longer than its arrays: a graph needs it longer."""
         return not self.options.keeps_outputs or not self.is_capturing(stream)
+
+    def refuse_capture(self, stream: StreamLike) -> None:
+        """Raises ArgumentError if a call would wait for its number of rows on a stream that is being captured."""
+        if self.options.fixed_rows is None and self.is_capturing(stream):
+            raise ArgumentError(
+                "max_recv_tokens",
+                "is needed to capture a dispatch in a graph, which can't wait for its size",
+            )
+
+    def learn_counts(self, desc: EPAllToAllLayoutDesc) -> ProxyCCLError | None:
+        """Reads how many rows chose each expert, when `await_rows` has returned. Returns the error with which all ranks
+        refuse the call, if there is one.
+        """
+        ctx, options = self.ctx, self.options
+        if options.by_rank or options.expert_alignment:
+            desc.chosen_rows = ctx.workspace.chosen_rows
+        wanted, bad = ctx.wanted_tokens, ctx.bad_expert(self.arguments.ids, options.all_experts)
+        if wanted:
+            return CapacityError(f"a rank dispatches {wanted} tokens; max_tokens is {options.most_of_call}", wanted)
+        return bad
+
+    def refuse_bad(self, desc: EPAllToAllLayoutDesc) -> None:
+        """Raises the error of `learn_counts`, if there is one, for a call that all ranks give up although its rows are
+        on their way.
+        """
+        bad = self.learn_counts(desc)
+        if bad is not None:
+            desc.rows = 0
+            desc.mark_received(refused=True)
+            raise bad
+
+    def check_ended(self) -> None:
+        """See `EPAll2AllLayer.check`."""
+        ctx, options = self.ctx, self.options
+        most, bad = ctx.most_rows(), ctx.bad_expert(self.arguments.ids, options.all_experts)
+        if ctx.bad_indices():
+            raise ArgumentError(
+                "full_scatter_indices", "must be a permutation of this rank's rows, for the tokens of all ranks"
+            )
+        if options.fixed_rows is None:
+            return
+        if bad is not None:
+            raise bad
+        if options.padded_rows and most > options.padded_rows:
+            raise CapacityError(
+                f"an expert received {most} rows, as tokens chose it more than once; those beyond its room of "
+                f"{options.padded_rows} rows were left out",
+                most,
+            )
+        if not options.padded_rows and most > options.fixed_rows:
+            raise CapacityError(
+                f"a rank received {most} rows; those beyond max_recv_tokens, {options.fixed_rows}, were left out", most
+            )
+
+    def check_waited(self, stream: StreamLike) -> None:
+        """Makes `check_ended` if a call with this stream has waited for its end, as those without a stream do on the
+        host runtime.
+        """
+        if stream is None and self.ctx.runtime_name == "host":
+            self.check_ended()
 
     @property
     def sums_on_own_node(self) -> bool:
