@@ -113,6 +113,11 @@ of_objects = [
     }.items()
 ]
 
+# Beside their build scripts, where setuptools finds them as data of the packages.
+make_stub = runpy.run_path("device/build_stubs.py")["make_stub"]
+for name in BUILD_SCRIPTS:
+    written(*make_stub(Path(f"{name}.py")))
+
 setup(
     cffi_modules=[f"{name}.py:ffi" for name in BUILD_SCRIPTS],
     ext_modules=[*of_objects, *shipped_kernels],
