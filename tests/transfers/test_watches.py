@@ -27,7 +27,7 @@ int epoll_ctl(int set, int operation, int descriptor, struct epoll_event *event)
 """
 
 _PROGRAM = """
-import ctypes, os, sys
+import ctypes, os, sys, time
 import numpy as np
 from proxyccl.device.errors import ResourceError
 from proxyccl.transfer import Agent, DisconnectedError
@@ -43,6 +43,9 @@ def fails(call, error):
         call()
     except error as raised:
         print(type(raised).__name__, raised)
+    end = time.monotonic() + 30
+    while count() != before and time.monotonic() < end:  # the peer's thread closes its end
+        time.sleep(0.001)
     print(count() - before)
 
 memory = np.zeros(64 << 20, np.uint8)
