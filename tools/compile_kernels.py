@@ -2,8 +2,8 @@
 On a machine without GPUs it compiles those for the CPU.
 
 It compiles the kernels of the expert-parallel layer for all its element types, and the collectives of a training step:
-those that only move bytes, and the sums of float32 and bfloat16. Compilers need no GPU, so a container image for a
-cluster can be built anywhere. Package and cache must have the same paths there as on the cluster.
+those that only move bytes, and the sums and averages of float32 and bfloat16. Compilers need no GPU, so a container
+image for a cluster can be built anywhere. Package and cache must have the same paths there as on the cluster.
 """
 
 from __future__ import annotations
@@ -13,23 +13,15 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from proxyccl.channels.collectives.table import COLLECTIVES
+from proxyccl.channels.collectives.table import KERNELS_OF_STEPS
 from proxyccl.channels.expert_parallel.config import SCALED_DTYPES, TOKEN_DTYPES
 from proxyccl.channels.expert_parallel.geometry import DISPATCH_KERNELS, STORE_KERNELS, dispatch_file
-from proxyccl.device.build.compile_cache import (
-    cache_dir,
-    compiled_image,
-    image_is_there,
-    shipped_options,
-    shipped_source,
-)
+from proxyccl.device.build.ahead_of_time import Shipped, compile_kernels
+from proxyccl.device.build.compile_cache import cache_dir
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.process.cores import usable_cores
 from proxyccl.device.runtimes import find_runtime, open_compiler, open_driver, open_runtime
-
-Shipped = tuple[str, str, str | None, str | None]
-"""File, kernel, element type and operation, as `Runtime.shipped` takes them."""
 
 EXPERT_KERNELS: tuple[Shipped, ...] = (
     *((dispatch_file(kernel), kernel, None, None) for kernel in (*DISPATCH_KERNELS.values(), *STORE_KERNELS.values())),
@@ -50,11 +42,6 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
     ("engram_fetch.h", "engram_fetch_impl", None, None),
     ("copy_blocks.h", "copy_blocks", None, None),
 )
-COLLECTIVE_KERNELS: tuple[Shipped, ...] = tuple(
-    (kernel.file, kernel.name, dtype, "sum" if dtype else None)
-    for kernel in dict.fromkeys(kernel for kernels in COLLECTIVES.values() for kernel in kernels)
-    for dtype in (("float32", "bfloat16") if kernel.reduces else (None,))
-)
 
 
 def runtime_of(architecture: str) -> str:
@@ -69,32 +56,24 @@ def runtime_of(architecture: str) -> str:
     raise ArgumentError("arch", f"{architecture!r} is not a GPU architecture, such as sm_90 or gfx942")
 
 
-def compile_kernels(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int]:
-    """Compiles kernels for an architecture, as many at a time as there are cores.
-
-    Returns:
-        How many images were compiled, and how many were already in the cache.
+def compile_all(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int]:
+    """`compile_kernels`, as many at a time as there are cores.
 
     Raises:
         ArgumentError: there is no such architecture.
         RuntimeUnavailableError: its compiler is not installed.
-        CompileError: the compiler failed, for example because it does not know the architecture.
+        CompileError: the compiler failed.
     """
-    compiler = open_compiler(runtime_of(architecture))
-    options = shipped_options(compiler, architecture)
-    sources = list(dict.fromkeys(shipped_source(*kernel) for kernel in kernels))  # a file's kernels share an image
-    missing = [source for source in sources if not image_is_there(compiler, source, options)]
-    with ThreadPoolExecutor(usable_cores(len(os.sched_getaffinity(0)))) as pool:
-        list(pool.map(lambda source: compiled_image(compiler, source, options), missing))
-    return len(missing), len(sources) - len(missing)
+    compiler, threads = open_compiler(runtime_of(architecture)), usable_cores(len(os.sched_getaffinity(0)))
+    return compile_kernels(compiler, architecture, kernels, threads)
 
 
 def run(architectures: Sequence[str]) -> int:
     """The command. Returns the exit code."""
-    kernels = (*EXPERT_KERNELS, *COLLECTIVE_KERNELS)
+    kernels = (*EXPERT_KERNELS, *KERNELS_OF_STEPS)
     for architecture in architectures or _here():
         began = time.perf_counter()
-        made, cached = compile_kernels(architecture, kernels)
+        made, cached = compile_all(architecture, kernels)
         seconds = time.perf_counter() - began
         print(f"{architecture}: {made} compiled in {seconds:.1f} s, {cached} were already in {cache_dir()}")
     return 0
@@ -111,7 +90,7 @@ def _here() -> list[str]:
 
 
 def _compile_for_the_host() -> None:
-    kernels = (*EXPERT_KERNELS, *COLLECTIVE_KERNELS)
+    kernels = (*EXPERT_KERNELS, *KERNELS_OF_STEPS)
     host = open_runtime("host")
     began = time.perf_counter()
     with ThreadPoolExecutor(usable_cores(len(os.sched_getaffinity(0)))) as pool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from proxyccl.channels.segment.calls import register_names
+from proxyccl.device.build.ahead_of_time import Shipped
 
 
 class CollectiveKernel(Struct, frozen=True):
@@ -69,5 +70,13 @@ COLLECTIVES: dict[str, tuple[CollectiveKernel, ...]] = {
     **dict.fromkeys(("send", "recv", "all_to_all_v", "gather", "scatter"), _TRANSFERS),
     "barrier": (CollectiveKernel("moves.h", "barrier"),),
 }
+
+KERNELS_OF_STEPS: tuple[Shipped, ...] = tuple(
+    (kernel.file, kernel.name, dtype, op)
+    for kernel in dict.fromkeys(kernel for kernels in COLLECTIVES.values() for kernel in kernels)
+    for dtype in (("bfloat16", "float32") if kernel.reduces else (None,))
+    for op in (("avg", "sum") if kernel.name == "reduce_scatter" else ("sum",) if kernel.reduces else (None,))
+)
+"""The kernels that training steps and forward passes use: FSDP2 averages, others sum."""
 
 register_names(*COLLECTIVES)

@@ -11,6 +11,7 @@ import pytest
 
 from proxyccl import ArgumentError, Communicator, CompileError, DispatchCombine, EPAll2AllLayer
 from proxyccl.__main__ import main
+from proxyccl.channels.collectives.table import KERNELS_OF_STEPS
 from proxyccl.device.base_runtime import EngineFunctions, StreamOrderCalls
 from proxyccl.device.build.sealed_contents import unsealed
 from proxyccl.device.driver import DeviceInfo
@@ -18,7 +19,7 @@ from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.host.shipped_libraries import ships_kernels
 from proxyccl.device.runtimes import open_compiler
-from proxyccl.tools.compile_kernels import COLLECTIVE_KERNELS, EXPERT_KERNELS, compile_kernels
+from proxyccl.tools.compile_kernels import EXPERT_KERNELS, compile_all
 from support.device_arrays import on_device
 from support.devices import ON_HOST, RUNTIME, rank_runtime
 from support.kernels.device_sources import symbol_of
@@ -62,7 +63,7 @@ def test_the_host_takes_what_the_command_compiled(
 ) -> None:
     few = [kernel for kernel in EXPERT_KERNELS if kernel[1] in {"barrier", "signal_peer"}]
     monkeypatch.setattr("proxyccl.tools.compile_kernels.EXPERT_KERNELS", few)
-    monkeypatch.setattr("proxyccl.tools.compile_kernels.COLLECTIVE_KERNELS", ())
+    monkeypatch.setattr("proxyccl.tools.compile_kernels.KERNELS_OF_STEPS", ())
     with pytest.raises(CompileError, match="barrier was not compiled beforehand; run: proxyccl compile"):
         HostRuntime().shipped(*few[0], compiled_only=True)
     assert main(["compile"]) == 0
@@ -110,13 +111,13 @@ def test_the_command_compiles_for_an_absent_architecture(empty_cache: Path, name
     # One of each kind: the host's test above finds all, and test_nvrtc.py compiles the others or their parts.
     kernels = [kernel for kernel in EXPERT_KERNELS if kernel[1] in names and kernel[2] in {None, "bfloat16"}]
     assert len(kernels) == len(names)
-    made, before = compile_kernels(ARCHITECTURE, kernels)
+    made, before = compile_all(ARCHITECTURE, kernels)
     assert (made, before) == (len(kernels), 0)
     images = b"".join(path.read_bytes() for path in empty_cache.iterdir())
     for _, kernel, dtype, op in kernels:
         name = symbol_of("_".join(filter(None, (kernel, dtype, op))), images.decode("latin-1"))
         assert f".text.{name}\0".encode() in images
-    assert compile_kernels(ARCHITECTURE, kernels) == (0, made)
+    assert compile_all(ARCHITECTURE, kernels) == (0, made)
 
 
 @COMPILER_ALONE
@@ -127,7 +128,7 @@ def test_a_runtime_takes_what_the_command_compiled(empty_cache: Path) -> None:
     with pytest.raises(CompileError, match=refusal):
         runtime.shipped(*kernel, compiled_only=True)
     assert not list(empty_cache.iterdir())
-    compile_kernels(ARCHITECTURE, [kernel])
+    compile_all(ARCHITECTURE, [kernel])
     with pytest.raises(LoadedError):
         runtime.shipped(*kernel, compiled_only=True)
     (image,) = empty_cache.iterdir()
@@ -179,7 +180,7 @@ def test_on_a_gpu_a_layer_takes_what_the_command_compiled(empty_cache: Path) -> 
     assert images
     run_ranks(1, lambda comm: round_trip(comm, use_aot=True))
     assert sorted(empty_cache.iterdir()) == images
-    for kernel in COLLECTIVE_KERNELS:
+    for kernel in KERNELS_OF_STEPS:
         rank_runtime(0).shipped(*kernel, compiled_only=True)
 
 
@@ -200,7 +201,7 @@ def test_a_layer_that_may_not_compile_says_so() -> None:
 @pytest.mark.parametrize("architecture", ["sm_", "h200", "gfx-942", "compute_90"])
 def test_what_is_no_architecture_is_refused(architecture: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ArgumentError, match=f"^arch: '{architecture}' is not a GPU architecture"):
-        compile_kernels(architecture, EXPERT_KERNELS)
+        compile_all(architecture, EXPERT_KERNELS)
     with pytest.raises(SystemExit) as end:
         main(["compile", "--arch", architecture])
     assert end.value.code == 2

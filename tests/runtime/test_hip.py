@@ -226,7 +226,7 @@ def test_a_runtime_takes_what_proxyccl_compile_made(tmp_path: Path) -> None:
         """
 from proxyccl.__main__ import main
 from proxyccl.tools import compile_kernels
-compile_kernels.COLLECTIVE_KERNELS = ()
+compile_kernels.KERNELS_OF_STEPS = ()
 compile_kernels.EXPERT_KERNELS = (("experts/spread.h", "expert_spread", None, None),)
 runtime = open_runtime("hip")
 for attempt in range(2):

@@ -1,0 +1,35 @@
+"""Kernels that are compiled before a call needs them: by a command, or beside a program that will need them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from proxyccl.device.build.compile_cache import compiled_image, image_is_there, shipped_options, shipped_source
+from proxyccl.device.driver import Compiler
+
+Shipped = tuple[str, str, str | None, str | None]
+"""File, kernel, element type and operation, as `Runtime.shipped` takes them."""
+
+
+def compile_kernels(compiler: Compiler, architecture: str, kernels: Sequence[Shipped], threads: int) -> tuple[int, int]:
+    """Compiles kernels of a GPU into the cache.
+
+    Args:
+        compiler: of the GPU.
+        architecture: of the GPU.
+        kernels: in the order in which they are begun.
+        threads: how many are compiled at a time.
+
+    Returns:
+        How many images were compiled, and how many were already in the cache.
+
+    Raises:
+        CompileError: the compiler failed, for example because it does not know the architecture.
+    """
+    options = shipped_options(compiler, architecture)
+    sources = list(dict.fromkeys(shipped_source(*kernel) for kernel in kernels))  # a file's kernels share an image
+    missing = [source for source in sources if not image_is_there(compiler, source, options)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda source: compiled_image(compiler, source, options), missing))
+    return len(missing), len(sources) - len(missing)
