@@ -179,7 +179,7 @@ class Communicator:
         )
         self._open(Group(meeting), policy)
 
-    def _open(self, group: Group, cta_policy: CtaPolicy) -> None:
+    def _open(self, group: Group, cta_policy: CtaPolicy | None) -> None:
         self._take(group, cta_policy)
         try:
             self._collectives.start()
@@ -187,7 +187,7 @@ class Communicator:
             self._group.close()
             raise
 
-    def _take(self, group: Group, cta_policy: CtaPolicy) -> None:
+    def _take(self, group: Group, cta_policy: CtaPolicy | None) -> None:
         program_end.watch()
         self._group = group
         self._collectives = Collectives(group, cta_policy)

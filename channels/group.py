@@ -264,6 +264,9 @@ class Group:
         with _open_lock:
             orphan = self._parent is not None and self._parent.failure.closed
             if not orphan:
+                beside = [group for group in _open_groups if group._has_peers_on(self.runtime.device_id)]
+                for group in (*beside, self) if beside and self.world_size > 1 else ():
+                    group.launches.share_device()
                 _open_groups.append(self)
                 if self._parent is not None:
                     self._parent._children.append(self)
@@ -273,6 +276,10 @@ class Group:
             self.failure.abort("the communicator that it was split from was closed")
             self._release(healthy=False)
             raise ClosedError("the communicator was closed meanwhile")
+
+    def _has_peers_on(self, device_id: str) -> bool:
+        """Whether kernels of this group that wait for peers may run on a device."""
+        return self.world_size > 1 and self.runtime.device_id == device_id
 
     def _begin_watching(self, observer: Observer) -> None:
         context = ContextWatch(self.launches.default_stream, self.failure.file_lost_context)

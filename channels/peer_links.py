@@ -92,6 +92,7 @@ class PeerLinks:
         self._description = description
         self._lock = threading.RLock()
         self._proxy: Proxy | None = None
+        self._whole = whole
         devices = {info.device_id for rank, info in enumerate(topology.ranks) if topology.same_host(rank)}
         own = runtime.device_id
         self._daemon = ChosenDaemon(self._addresses, Prepare(runtime.name, own, sorted(devices - {own})))
@@ -124,6 +125,12 @@ class PeerLinks:
         """Starts the job's own daemon, if the proxy is to run there, beside the program: nothing waits for it."""
         if self._place.where == "process" and self._exchange.world_size > 1 and self._proxy is None:
             self._daemon.begin(self._exchange.timeout)
+
+    @property
+    def proxy_is_ready(self) -> bool:
+        """Whether the first use of `proxy` would not wait for a process that starts."""
+        whole = self._whole
+        return self._proxy is not None or (self._daemon.is_ready and (whole is None or whole.proxy_is_ready))
 
     @property
     def proxy(self) -> Proxy:

@@ -98,10 +98,19 @@ class Launches:
             return CurrentStream(found)
         return found
 
-    def choose(self, wish: bool) -> bool:
-        """Chooses between two ways for this rank's next call, alike on all ranks of its host: as the first of them
-        wished. The program's other threads make no call meanwhile."""
+    def choose(self, wish: int) -> int:
+        """The way of this rank's next call, from 0 to 3: on all ranks of the host it is the wish of the first of them
+        that came to the call. The program's other threads make no call meanwhile."""
         return self._call_log.choose(wish)
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether kernels of another communicator may wait for this one's on a rank's device."""
+        return self._call_log.shares_device
+
+    def share_device(self) -> None:
+        """Tells all ranks of the host that this rank has another communicator on its device."""
+        self._call_log.share_device()
 
     def number_object(self, name: str) -> int:
         """The number of an object that all ranks make together, in the same order, and whose calls are then compared as

@@ -35,13 +35,13 @@ class _Start(Message, frozen=True):
     """A rank's message to the others before the first collective.
 
     Attributes:
-        cta_policy: its standing policy.
+        cta_policy: its standing policy, if the program named one.
         reaches_all: whether its kernels reach all ranks' memory.
         whole_lines: whether its links carry lines of 128 bytes in one piece.
         tables: of rank 0, if it has measured ones.
     """
 
-    cta_policy: CtaPolicy
+    cta_policy: CtaPolicy | None
     reaches_all: bool
     whole_lines: bool
     tables: tuple[tuned.TableOfCase, ...] = ()
@@ -57,7 +57,8 @@ class Collectives:
 
     Args:
         group: the ranks.
-        cta_policy: of calls that name neither a policy nor an algorithm; the same on all ranks.
+        cta_policy: of calls that name neither a policy nor an algorithm; the same on all ranks. None if the program
+            named none.
 
     Attributes:
         group: the ranks.
@@ -68,7 +69,7 @@ class Collectives:
         call: makes a call: see `Calls` (_calls.pyi).
     """
 
-    def __init__(self, group: Group, cta_policy: CtaPolicy = "default") -> None:
+    def __init__(self, group: Group, cta_policy: CtaPolicy | None = None) -> None:
         self.group = group
         self.on_host = group.runtime.name == "host"
         self._calls = group.launches.calls
@@ -101,7 +102,7 @@ class Collectives:
         starts = self.group.exchange.all_gather(own, _START, "collectives")
         for rank, other in enumerate(starts):
             if other.cta_policy != starts[0].cta_policy:
-                policies = f"rank 0 has {starts[0].cta_policy!r}, rank {rank} {other.cta_policy!r}"
+                policies = f"rank 0 has {starts[0].cta_policy or 'none'}, rank {rank} {other.cta_policy or 'none'}"
                 raise ArgumentError("cta_policy", f"must be the same on all ranks; {policies}")
         self._all_mapped = Team.all_mapped_of(self.group.world_size, [start.reaches_all for start in starts])
         self._whole_lines = all(start.whole_lines for start in starts)
@@ -110,8 +111,8 @@ class Collectives:
             self.selector = tuned.selector_of(starts[0].tables)
 
     @property
-    def cta_policy(self) -> CtaPolicy:
-        """Of calls that name neither a policy nor an algorithm."""
+    def cta_policy(self) -> CtaPolicy | None:
+        """Of calls that name neither a policy nor an algorithm; None if the program named none."""
         return self._cta_policy
 
     def team(self) -> Team:

@@ -40,16 +40,16 @@ def request_for(plan: ExecutionPlan) -> Request:
     return Request(plan.call_name, plan.call_name)
 
 
-def requested_policy(argument: str | None) -> CtaPolicy:
-    """The policy that the caller or ``PROXYCCL_CTA_POLICY`` names, else "default".
+def requested_policy(argument: str | None) -> CtaPolicy | None:
+    """The policy that the caller or ``PROXYCCL_CTA_POLICY`` names; None if neither does.
 
     Raises:
         ArgumentError: there is no such policy.
     """
     name = "cta_policy"
     if argument is None:
-        argument, name = os.environ.get("PROXYCCL_CTA_POLICY") or "default", "PROXYCCL_CTA_POLICY"
-    return _policy(name, argument)
+        argument, name = os.environ.get("PROXYCCL_CTA_POLICY") or None, "PROXYCCL_CTA_POLICY"
+    return None if argument is None else _policy(name, argument)
 
 
 def _policy(argument: str, value: object) -> CtaPolicy:
@@ -60,14 +60,14 @@ def _policy(argument: str, value: object) -> CtaPolicy:
 
 
 def request(
-    collective: str, algorithm: str | None, cta_policy: str | None, symmetric: bool, standing: CtaPolicy
+    collective: str, algorithm: str | None, cta_policy: str | None, symmetric: bool, standing: CtaPolicy | None
 ) -> Request:
     """The request of a call.
 
     Args:
         collective: its name.
         algorithm, cta_policy, symmetric: the caller's arguments.
-        standing: the communicator's policy, for calls that name neither an algorithm nor a policy.
+        standing: the communicator's policy, for calls that name neither an algorithm nor a policy; None for "default".
 
     Raises:
         ArgumentError: one of the caller's arguments is wrong, or two contradict each other.
@@ -77,7 +77,7 @@ def request(
     named = None if cta_policy is None else _policy("cta_policy", cta_policy)
     if not isinstance(symmetric, bool):
         raise ArgumentError("symmetric", f"must be True or False, not {symmetric!r}")
-    policy: CtaPolicy = named or standing
+    policy: CtaPolicy = named or standing or "default"
     if algorithm is not None:
         require_algorithm(algorithm, collective)
         if named == "zero" and algorithm != "proxy":

@@ -13,13 +13,15 @@ from proxyccl.channels.collectives.broadcast import BROADCAST
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.reduce import REDUCE
 from proxyccl.channels.collectives.reduce_scatter import REDUCE_SCATTER
-from proxyccl.channels.collectives.request import CtaPolicy
+from proxyccl.channels.collectives.request import CTA_POLICIES, CtaPolicy
 from proxyccl.channels.collectives.run import issue, preparing
 
 CallInC = Callable[[Any, Any, tuple[Any, ...], int], bool]
 """call(x, out, options, stream) makes a call on a stream, named by its handle, without Python. It returns False, with
 nothing done, if Python must make the call. The caller keeps the tensors until the stream has passed the call."""
 
+_LONG_BYTES = 16 << 20
+"""The least size of a call by proxy beside which the program computes: DDP's buckets have 25 MiB or more."""
 _COLLECTIVES = {each.name: each for each in (ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, REDUCE_SCATTER)}
 
 
@@ -32,6 +34,7 @@ class TensorCalls:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
+        self._usual: CtaPolicy | None = "efficiency" if collectives.cta_policy is None else None
         self.call_kept: CallInC = collectives.group.launches.calls.call_kept
 
     def options(
@@ -43,12 +46,12 @@ class TensorCalls:
             collective: its name, "barrier" included.
             op: the operator of a reduction.
             root: the rank, where the collective has one.
-            cta_policy: as for `Communicator.all_reduce`.
+            cta_policy: as for `Communicator.all_reduce`; None for "efficiency", unless the communicator has a policy.
         """
         if collective == "barrier":
             return barrier.options_of(self._collectives, inside=False)
         prepare = preparing(self._collectives, _COLLECTIVES[collective])
-        return prepare, op, root, None, cta_policy, False, True, None, None
+        return prepare, op, root, None, cta_policy or self._usual, False, True, None, None
 
     def make(self, options: tuple[Any, ...], x: Any, out: Any) -> None:
         """Makes a call on the stream where torch works now. Raises as `Communicator.all_reduce`.
@@ -60,27 +63,49 @@ class TensorCalls:
         issue(self._collectives, x, out, options, None)
 
     @property
-    def overlapped_policy(self) -> CtaPolicy | None:
-        """The policy of a long reduction beside which the program computes; None for the communicator's own."""
-        efficient = self._collectives.cta_policy == "efficiency"
-        return "zero" if efficient and self._collectives.group.topology.node_count == 1 else None
+    def chooses(self) -> bool:
+        """Whether the ranks choose a policy for each long call: the program has named none, and they share a node."""
+        group = self._collectives.group
+        return self._collectives.cta_policy is None and group.topology.node_count == 1 < group.world_size
 
-    def reduces_beside(self, wish: bool) -> bool:
-        """Whether the next call, a long reduction, gives way to what the program computes, by `overlapped_policy`: as
-        the first rank wishes that comes to it. All ranks ask for it."""
-        return self.overlapped_policy is not None and self._collectives.group.launches.choose(wish)
+    def choose_policy(self, collective: str, nbytes: int, *, beside: bool, output: int) -> CtaPolicy | None:
+        """The policy of the next call, which is the same on all ranks: that of the first one to come to it. None for
+        the usual one of `options`, without `chooses`. All ranks ask for the policy of the same calls.
 
-    def gathers_beside(self, wish: bool, ptr: int, nbytes: int) -> bool:
-        """The same for a gather, whose output lies here. A gather does so in outputs alone that peers' proxies have, as
-        a copy of all results would cost more than it saves."""
+        The choice may differ from run to run. It does not change results: under all policies the reductions add in the
+        order of ranks. Kernels on all multiprocessors leave no room for another communicator's, and ranks may come to
+        two communicators' calls in different orders. So they are chosen only where no rank has another communicator on
+        its device.
+
+        Args:
+            collective: its name.
+            nbytes: size of the larger of a rank's input and output.
+            beside: whether this rank's program is expected to compute beside the call.
+            output: where the output lies.
+        """
+        if not self.chooses:
+            return None
+        launches = self._collectives.group.launches
+        wish: CtaPolicy = "efficiency" if beside or launches.shares_device else "default"
+        if beside and nbytes >= _LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
+            wish = "zero"
+        chosen = CTA_POLICIES[launches.choose(CTA_POLICIES.index(wish))]
+        if chosen == "zero" and collective == "all_gather" and not self._collectives.has_by_proxy:  # on no rank
+            self._collectives.by_proxy()  # so that peers' proxies get the next output
+            return "efficiency"
+        return chosen
+
+    def _may_go_by_proxy(self, collective: str, output: int, nbytes: int) -> bool:
+        """Whether a call goes by proxy if the program computes beside it: not while the proxies' process starts, nor
+        where tables were measured or set. A gather does so only in memory that peers' proxies have: a copy of all
+        results would cost more than it saves."""
         collectives = self._collectives
-        if self.overlapped_policy is None:
+        if collectives.selector is not collectives.defaults or not collectives.group.links.proxy_is_ready:
             return False
-        if not collectives.has_by_proxy:  # on no rank
-            if collectives.group.launches.choose(wish):
-                collectives.by_proxy()
-            return False
-        return collectives.group.launches.choose(wish and collectives.group.lent_memory.is_received_in(ptr, nbytes))
+        if collective == "all_gather":
+            lent = collectives.group.lent_memory
+            return not collectives.has_by_proxy or lent.is_received_in(output, nbytes)
+        return collective == "all_reduce"
 
     def exchange(self, x: Any, out: Any, options: tuple[str, Any, Any]) -> bool:
         """Makes transfers on the stream where torch works now, unless Python must look at the tensors. Returns whether

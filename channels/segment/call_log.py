@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ class CallLog:
         self._callers.peers, self._callers.peer_count = self._logs, len(logs)
         first = {**peers, rank: own}[min((*peers, rank))]
         self._callers.choices = ffi.cast("uint64_t *", first.call_choices_host)
+        self._sharing = ctypes.c_uint64.from_address(first.sharing_host)
         self.issue: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_issue, self._callers
         )
@@ -67,9 +69,18 @@ class CallLog:
         """
         lib.proxyccl_calls_wait_on(self._callers, stream, synchronize)
 
-    def choose(self, wish: bool) -> bool:
-        """Chooses between two ways for this rank's next call: as the first rank of the host wished that came to it."""
-        return bool(lib.proxyccl_calls_choose(self._callers, wish))
+    def choose(self, wish: int) -> int:
+        """The way of this rank's next call, from 0 to 3: the wish of the first rank of the host that came to it."""
+        return int(lib.proxyccl_calls_choose(self._callers, wish))
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether a rank of the host has another communicator on its device, or has had one."""
+        return bool(self._sharing.value)
+
+    def share_device(self) -> None:
+        """By a rank that makes another communicator on its device, before that makes a call."""
+        self._sharing.value = 1
 
     def agree(self, call: ProxycclCallPointer) -> int:
         """Logs a call and compares it. 0, or one of CALL_ABORTED, CALL_DIFFERS and CALL_DIFFERED."""

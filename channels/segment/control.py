@@ -64,7 +64,8 @@ _SEMAPHORES_OFFSET = _round(ffi.sizeof("ProxycclControl"))
 _CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
 _COUNTS_OFFSET = _CALLS_OFFSET + engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES
 _CHOICES_OFFSET = _COUNTS_OFFSET + engine.sizeof("ProxycclCallCount") * (engine_lib.PROXYCCL_CALL_KINDS + 1)
-_SERVICE_OFFSET = _round(_CHOICES_OFFSET + 8 * engine_lib.PROXYCCL_CALL_CHOICES)
+_SHARING_OFFSET = _CHOICES_OFFSET + 8 * engine_lib.PROXYCCL_CALL_CHOICES
+_SERVICE_OFFSET = _round(_SHARING_OFFSET + 8)
 _READBACK_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
 READBACK_BYTES = 128 * 1024
 _ANNOUNCEMENTS_OFFSET = _READBACK_OFFSET + READBACK_BYTES
@@ -286,6 +287,11 @@ class ControlSegment:
     def call_choices_host(self) -> int:
         """The CPU's address of the words by which the ranks choose alike."""
         return self.memory.host_ptr + _CHOICES_OFFSET
+
+    @property
+    def sharing_host(self) -> int:
+        """The CPU's address of a word that is not 0 if a rank has more than one communicator on its device."""
+        return self.memory.host_ptr + _SHARING_OFFSET
 
     def close(self) -> None:
         """Unmaps the segment."""

@@ -21,7 +21,8 @@ typedef struct {
   unsigned long long marks, waited; /* of calls that were recorded with one, and on the current stream */
 } CallIssuer;
 
-static PyObject *is_here, *async_op, *work_call, *unwaited; /* names of attributes, of the process's one module */
+static PyObject *is_here, *async_op, *work_call, *unwaited,
+    *watched; /* names of attributes, of the process's one module */
 
 /* An attribute of options that may be None. NULL if there is none, perhaps with an exception of the program's. */
 static PyObject* option(PyObject* options, PyObject* name) {
@@ -93,7 +94,8 @@ static PyObject* work_of(CallIssuer* self, PyObject* number, PyObject* name, PyO
   if (call == NULL) return NULL;
   PyObject* mark = proxyccl_mark_end(call);
   PyObject* work = mark == NULL && PyErr_Occurred() != NULL ? NULL : PyObject_CallNoArgs(self->work);
-  if (work != NULL && (PyObject_SetAttr(work, work_call, call) != 0 || PyObject_SetAttr(work, unwaited, Py_None) != 0))
+  if (work != NULL && (PyObject_SetAttr(work, work_call, call) != 0 || PyObject_SetAttr(work, unwaited, Py_None) != 0 ||
+                       PyObject_SetAttr(work, watched, Py_None) != 0))
     Py_CLEAR(work);
   if (work != NULL && !captured && log_call(self, number, name, mark == NULL ? Py_None : mark) != 0) Py_CLEAR(work);
   Py_DECREF(call);
@@ -244,7 +246,8 @@ static int intern_names(void) {
   async_op = PyUnicode_InternFromString("asyncOp");
   work_call = PyUnicode_InternFromString("_call");
   unwaited = PyUnicode_InternFromString("_unwaited");
-  return is_here != NULL && async_op != NULL && work_call != NULL && unwaited != NULL ? 0 : -1;
+  watched = PyUnicode_InternFromString("_watched");
+  return is_here != NULL && async_op != NULL && work_call != NULL && unwaited != NULL && watched != NULL ? 0 : -1;
 }
 
 static int add_types(PyObject* module) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from proxyccl.channels.collectives.request import CtaPolicy
+from proxyccl.channels.collectives.request import CTA_POLICIES, CtaPolicy
 from proxyccl.channels.collectives.tensor_calls import TensorCalls
 from proxyccl.torch._device_calls import CallIssuer
 from proxyccl.torch.reductions import PLAIN_OPS
@@ -25,14 +25,14 @@ class DeviceCalls:
 
     Attributes:
         collectives, barriers: issue the calls that consist of no transfers.
-        named: by name, a call's options; of reductions by the number of the operator's kind, of broadcasts by the root.
+        named: a call's options by its name, which is followed by a policy for calls that have one; of reductions by the
+            number of the operator's kind, of broadcasts by the root.
     """
 
     def __init__(self, calls: TensorCalls, ranks: int, issuer: Callable[..., CallIssuer]) -> None:
         self.collectives, self.barriers = issuer(calls.call_kept), issuer(calls.call_kept, blocks=True)
         self._calls, self._issuer = calls, issuer
         self._exchanges: CallIssuer | None = None
-        beside = calls.overlapped_policy
 
         def named(name: str, **options: Any) -> Named:
             return name, calls.options(name, **options)
@@ -42,16 +42,16 @@ class DeviceCalls:
             return {kind.value: named(name, op=op, **options) for kind, op in PLAIN_OPS.items()}
 
         self.named: dict[str, Any] = {
-            "all_reduce": reductions("all_reduce"),
-            "all_reduce, overlapped": reductions("all_reduce", cta_policy=beside),
-            "reduce_scatter": reductions("reduce_scatter"),
             "broadcast": {root: named("broadcast", root=root) for root in range(ranks)},
-            "all_gather": named("all_gather"),
-            "all_gather, overlapped": named("all_gather", cta_policy=beside),
-            "all_to_all": named("all_to_all"),
             "barrier": named("barrier"),
             **{reduce_to(root): reductions("reduce", root) for root in range(ranks)},
         }
+        for policy in (None, *CTA_POLICIES):
+            suffix = "" if policy is None else f", {policy}"
+            for name in ("all_reduce", "reduce_scatter"):
+                self.named[name + suffix] = reductions(name, cta_policy=policy)
+            for name in ("all_gather", "all_to_all"):
+                self.named[name + suffix] = named(name, cta_policy=policy)
 
     @property
     def exchanges(self) -> CallIssuer | None:

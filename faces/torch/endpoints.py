@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.communicator import Communicator
 from proxyccl.device.errors import (
     AbortedError,
@@ -29,8 +27,6 @@ from proxyccl.torch.to_self import ToSelf
 
 LINGER_SECONDS = 2.0
 """The wait at the process's end for the last kernels of peers, which store to this rank's memory."""
-_CTA_POLICY: CtaPolicy = "efficiency"
-"""The groups' policy where ``PROXYCCL_CTA_POLICY`` names none: programs of torch compute beside their collectives."""
 _Key = tuple[str, int | None, int | None]
 
 
@@ -257,8 +253,7 @@ class Endpoints:
             return splittable.split(members, timeout=seconds, bootstrap=bootstrap)  # its errors name the whole's ranks
         with self._naming(peer):
             own = self._runtimes.of(device)
-            policy = None if os.environ.get("PROXYCCL_CTA_POLICY") else _CTA_POLICY
-            return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS, cta_policy=policy)
+            return Communicator(bootstrap, own, timeout=seconds, linger=LINGER_SECONDS)
 
     def made_of_all(self, device: torch.device) -> Communicator | None:
         """The communicator of all ranks for a device, if it was made and has not failed."""

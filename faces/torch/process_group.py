@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.collectives.tensor_calls import CallInC
 from proxyccl.channels.communicator import Communicator
 from proxyccl.device.errors import CommunicatorError
@@ -27,11 +28,13 @@ from proxyccl.torch import own_streams, pools
 from proxyccl.torch import tensor_collectives as on_tensors
 from proxyccl.torch._device_calls import ADDED_BETWEEN, CallIssuer
 from proxyccl.torch.device_calls import DeviceCalls, reduce_to
+from proxyccl.torch.device_runtimes import compile_early
 from proxyccl.torch.endpoints import LINGER_SECONDS, Endpoints
 from proxyccl.torch.errors import raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
 from proxyccl.torch.monitored_barrier import monitored_barrier
 from proxyccl.torch.on_gpu import GroupOnGpu
+from proxyccl.torch.overlaps import LEAST_BYTES, Overlaps, Watched
 from proxyccl.torch.tensors import in_memory
 from proxyccl.torch.under_way import UnderWay
 from proxyccl.torch.unwaited import Unwaited
@@ -51,8 +54,6 @@ _logger = logging.getLogger("proxyccl.torch")
 _NO_TIME = timedelta(0)
 _FEW, _LARGE_BYTES = 4, 1 << 20
 """Tensors of a coalesced call are not joined if there are at most this many, or if they have this size on average."""
-_LONG_BYTES = 16 << 20
-"""The least size of an asynchronous reduction by proxy: DDP's buckets have 25 MiB or more."""
 _LOOK_SECONDS = 0.05
 """How often `shutdown`, while it waits for calls, looks whether ranks have left."""
 _CPU = torch.device("cpu")
@@ -65,6 +66,45 @@ def _by_flow(peer: int, number: int, sends: bool) -> tuple[str, on_tensors.Trans
     """The name and the options of a transfer with a peer, which has this number in their communicator."""
     name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
     return name, ((name, number, ()) if sends else (name, (), number))
+
+
+class _Choice:
+    """How a call is made on a GPU.
+
+    Args:
+        collective: its name.
+        policy: that the ranks chose; None for the usual one.
+        watched: measures what the program does meanwhile; None for a call that is not measured.
+        queued: the size and the output's address of a call for which the ranks choose when its turn has come.
+
+    Attributes:
+        name: of the call, for `DeviceCalls`.
+    """
+
+    __slots__ = ("_collective", "_policy", "_queued", "_watched", "name")
+
+    def __init__(
+        self,
+        collective: str,
+        policy: CtaPolicy | None = None,
+        watched: Watched | None = None,
+        queued: tuple[int, int] | None = None,
+    ) -> None:
+        self._collective, self._policy, self._watched, self._queued = collective, policy, watched, queued
+        self.name = collective if policy is None else f"{collective}, {policy}"
+
+    def policy(self, comm: Communicator) -> CtaPolicy | None:
+        """The policy, in the call's turn."""
+        if self._queued is None:
+            return self._policy
+        nbytes, output = self._queued
+        return comm.tensor_calls.choose_policy(self._collective, nbytes, beside=False, output=output)
+
+    def watch(self, work: Any) -> Any:
+        """The call's Work, which measures if it shall."""
+        if self._watched is not None and isinstance(work, DeviceWork):
+            work.watch(self._watched)
+        return work
 
 
 class _Coalescing(threading.local):
@@ -126,6 +166,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._executors: dict[tuple[torch.device, _Flow | int | None], Executor] = {}
         self._gpus: dict[torch.device, GroupOnGpu] = {}
         self._flow_streams: dict[tuple[torch.device, _Flow], Any] = {}
+        self._overlaps: dict[int, Overlaps] = {}  # by the GPU's number, once it has made a long call
         self._made: dict[int, DeviceCalls] = {}  # by the GPU's number, once its communicator was made: collectives, …
         self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # … and transfers, by GPU and flow
         everyone = tuple(range(size))
@@ -304,6 +345,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 executor.wait_until_idle(until - time.monotonic())
         self._endpoints.close()
         self._made.clear()
+        self._overlaps.clear()
         self._transferring.clear()
         while self._flow_streams:
             (device, _), stream = self._flow_streams.popitem()
@@ -425,31 +467,27 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             executor.run_here(lambda: None, after_others=True)
         return False
 
-    def _reduces_beside(self, x: torch.Tensor, opts: Any) -> bool | None:
-        """Whether a long reduction goes by proxy: on the first rank to come to it, the program computes meanwhile. None
-        for a call that is queued: the ranks choose when its turn has come."""
-        if not _is_long(x):
-            return False
-        self._require_process()
-        if self._is_queued(x.device, waits=_waits(opts)):
-            return None
-        with torch_errors():
-            return self._endpoints.of_all(x.device).tensor_calls.reduces_beside(not _waits(opts))
+    def _choose(self, collective: str, output: torch.Tensor, nbytes: int, opts: Any) -> _Choice:
+        """The choice of kernels for a call, which the ranks make together if the call is long.
 
-    def _gathers_beside(self, output: torch.Tensor, opts: Any) -> bool | None:
-        """The same of a gather, where a program is also taken to compute meanwhile if it has made a stream of its own
-        current, as FSDP2 does. The stream of a capture is none."""
-        if not _is_long(output):
-            return False
+        Args:
+            collective: its name.
+            output: the tensor that the call writes.
+            nbytes: size of the larger of a rank's input and output.
+            opts: torch's options.
+        """
+        if nbytes < LEAST_BYTES or not output.is_cuda:
+            return _Choice(collective)
         self._require_process()
-        if self._is_queued(output.device, waits=_waits(opts)):
-            return None
-        gpu = self._gpu(output.device)
-        stream = gpu.current()
-        beside = not _waits(opts) or (stream != 0 and not gpu.order.is_capturing(stream))
+        device, waits = output.device, _waits(opts)
+        if self._is_queued(device, waits=waits):
+            return _Choice(collective, queued=(nbytes, output.data_ptr()))
+        overlaps = self._overlaps.get(device.index)
         with torch_errors():
-            calls = self._endpoints.of_all(output.device).tensor_calls
-            return calls.gathers_beside(beside, output.data_ptr(), output.numel() * output.element_size())
+            if overlaps is None:
+                comm = self._endpoints.of_all(device)
+                overlaps = self._overlaps[device.index] = Overlaps(self._gpu(device), comm.runtime, comm.tensor_calls)
+            return _Choice(collective, *overlaps.choose(collective, nbytes, output.data_ptr(), waits=waits))
 
     def _issue_in_c(self, x: Any, out: Any, opts: Any, attribute: str | None, name: str) -> Any:
         """Makes a call on a GPU by one call into C, if its form is kept.
@@ -693,22 +731,21 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         """Reduces a tensor over all ranks, in place."""
         (x,) = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        overlapped = self._reduces_beside(x, opts)
-        work = self._issue_in_c(x, x, opts, "reduceOp", "all_reduce, overlapped" if overlapped else "all_reduce")
-        if work is not NotImplemented:
-            return work
-        op, (tensor,) = _op_of(opts), in_memory([x])
+        choice = self._choose("all_reduce", x, _nbytes(x), opts)
+        work = self._issue_in_c(x, x, opts, "reduceOp", choice.name)
+        if work is NotImplemented:
+            op, (tensor,) = _op_of(opts), in_memory([x])
 
-        def call(comm: Communicator) -> None:
-            beside = comm.tensor_calls.reduces_beside(True) if overlapped is None else overlapped
-            on_tensors.all_reduce(comm, tensor, op, overlapped=beside)
+            def call(comm: Communicator) -> None:
+                on_tensors.all_reduce(comm, tensor, op, choice.policy(comm))
 
-        return self._collective("all_reduce", tensor.device, [tensor], (), opts, call)
+            work = self._collective("all_reduce", tensor.device, [tensor], (), opts, call)
+        return choice.watch(work)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduces several tensors over all ranks, in place."""
         if _goes_apart(tensors):
-            name = None if any(map(_is_long, tensors)) else "all_reduce"  # long ones are chosen for one by one
+            name = "all_reduce" if all(_nbytes(x) < LEAST_BYTES for x in tensors) else None  # a choice is for one call
             return self._joint(self.allreduce, tensors, tensors, opts, "reduceOp", name)
         op, tensors = _op_of(opts), in_memory(tensors)
 
@@ -761,28 +798,24 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Concatenates the ranks' tensors of one size."""
-        overlapped = self._gathers_beside(output, opts)
-        work = self._issue_in_c(x, output, opts, None, "all_gather, overlapped" if overlapped else "all_gather")
-        if work is not NotImplemented:
-            return work
-        output, x = in_memory([output, x])
-        self._require_gathered(output, x)
+        choice = self._choose("all_gather", output, _nbytes(output), opts)
+        work = self._issue_in_c(x, output, opts, None, choice.name)
+        if work is NotImplemented:
+            output, x = in_memory([output, x])
+            self._require_gathered(output, x)
 
-        def call(comm: Communicator) -> None:
-            beside = overlapped
-            if beside is None:
-                nbytes = output.numel() * output.element_size()
-                beside = comm.tensor_calls.gathers_beside(True, output.data_ptr(), nbytes)
-            on_tensors.all_gather(comm, output, x, overlapped=beside)
+            def call(comm: Communicator) -> None:
+                on_tensors.all_gather(comm, output, x, choice.policy(comm))
 
-        return self._collective("all_gather_single", x.device, [output], [x], opts, call)
+            work = self._collective("all_gather_single", x.device, [output], [x], opts, call)
+        return choice.watch(work)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`all_gather_single` of several tensors."""
         if _goes_apart(inputs):
-            name = None if any(map(_is_long, outputs)) else "all_gather"
+            name = "all_gather" if all(_nbytes(output) < LEAST_BYTES for output in outputs) else None
             return self._joint(self.all_gather_single, inputs, outputs, opts, None, name)
         outputs, inputs = in_memory(outputs), in_memory(inputs)
         for output, x in zip(outputs, inputs, strict=True):
@@ -857,23 +890,25 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Reduces a tensor over all ranks and gives each its share."""
-        work = self._issue_in_c(x, output, opts, "reduceOp", "reduce_scatter")
-        if work is not NotImplemented:
-            return work
-        op, (output, x) = _op_of(opts), in_memory([output, x])
-        self._require_share(output, x)
+        choice = self._choose("reduce_scatter", output, _nbytes(x), opts)
+        work = self._issue_in_c(x, output, opts, "reduceOp", choice.name)
+        if work is NotImplemented:
+            op, (output, x) = _op_of(opts), in_memory([output, x])
+            self._require_share(output, x)
 
-        def call(comm: Communicator) -> None:
-            on_tensors.reduce_scatter(comm, output, x, op)
+            def call(comm: Communicator) -> None:
+                on_tensors.reduce_scatter(comm, output, x, op, choice.policy(comm))
 
-        return self._collective("reduce_scatter_single", x.device, [output], [x], opts, call)
+            work = self._collective("reduce_scatter_single", x.device, [output], [x], opts, call)
+        return choice.watch(work)
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`reduce_scatter_single` of several tensors."""
         if _goes_apart(inputs):
-            return self._joint(self.reduce_scatter_single, inputs, outputs, opts, "reduceOp", "reduce_scatter")
+            name = "reduce_scatter" if all(_nbytes(x) < LEAST_BYTES for x in inputs) else None
+            return self._joint(self.reduce_scatter_single, inputs, outputs, opts, "reduceOp", name)
         op, outputs, inputs = _op_of(opts), in_memory(outputs), in_memory(inputs)
         for output, x in zip(outputs, inputs, strict=True):
             self._require_share(output, x)
@@ -898,24 +933,25 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Rows of a tensor to each rank: evenly many, or as the splits say."""
         even = not output_splits and not input_splits
         options = ("all_to_all_single", input_splits or "even", output_splits or "even")
+        choice = self._choose("all_to_all", output, _nbytes(x) if even else 0, opts)
         if even:
-            work = self._issue_in_c(x, output, opts, None, "all_to_all")
+            work = self._issue_in_c(x, output, opts, None, choice.name)
         else:
             work = self._exchange(x, x, output, opts, options)
-        if work is not NotImplemented:
-            return work
-        output, x = in_memory([output, x])
-        _require_dtype(output, x)
-        for tensor, splits in ((output, output_splits), (x, input_splits)):
-            self._require_splits(tensor, splits)
+        if work is NotImplemented:
+            output, x = in_memory([output, x])
+            _require_dtype(output, x)
+            for tensor, splits in ((output, output_splits), (x, input_splits)):
+                self._require_splits(tensor, splits)
 
-        def call(comm: Communicator) -> None:
-            if even:
-                on_tensors.all_to_all(comm, output, x)
-            else:
-                on_tensors.all_to_all_v(comm, output, x, options)
+            def call(comm: Communicator) -> None:
+                if even:
+                    on_tensors.all_to_all(comm, output, x, choice.policy(comm))
+                else:
+                    on_tensors.all_to_all_v(comm, output, x, options)
 
-        return self._collective("all_to_all_single", x.device, [output], [x], opts, call)
+            work = self._collective("all_to_all_single", x.device, [output], [x], opts, call)
+        return choice.watch(work)
 
     alltoall_base = all_to_all_single
 
@@ -1107,9 +1143,8 @@ def _goes_apart(tensors: Tensors) -> bool:
     return count <= _FEW or sum(x.numel() * x.element_size() for x in tensors) >= count * _LARGE_BYTES
 
 
-def _is_long(x: torch.Tensor) -> bool:
-    """Whether a call with a tensor on a GPU is long enough to go by proxy."""
-    return bool(x.is_cuda) and x.numel() * x.element_size() >= _LONG_BYTES
+def _nbytes(x: torch.Tensor) -> int:
+    return int(x.numel() * x.element_size())
 
 
 def _waits(opts: Any) -> bool:
@@ -1169,6 +1204,7 @@ def _create(options: Any, _: Any) -> ProcessGroupProxyCCL:
         _await_other_backends(store, rank, size, timeout)
     members = list(options.global_ranks_in_group)
     if not members:
+        compile_early(rank, size)
         group = ProcessGroupProxyCCL(store, rank, size, timeout)
         _default = weakref.ref(group)
         return group

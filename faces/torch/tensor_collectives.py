@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from proxyccl.channels.collectives.request import CtaPolicy
 from proxyccl.channels.communicator import Communicator
 from proxyccl.torch.reductions import plain_op, reduction
 from proxyccl.torch.tensors import as_bytes, flat, is_plain, put_back, put_back_all, require_same_dtype
@@ -19,11 +20,10 @@ Transfers = tuple[str, Any, Any]
 """The options of a call that consists of transfers, as `FlowCalls.call` (_calls.pyi) takes them."""
 
 
-def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, *, overlapped: bool = False) -> None:
-    """Reduces a tensor over all ranks, in place. `overlapped`: it is long, and the program computes meanwhile."""
+def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any, policy: CtaPolicy | None = None) -> None:
+    """Reduces a tensor over all ranks, in place. `policy`, here and below: None for the usual one."""
     plain = plain_op(op, tensor.dtype)
     calls = comm.tensor_calls
-    policy = calls.overlapped_policy if overlapped else None
     if plain is not None and is_plain(tensor):
         calls.make(calls.options("all_reduce", plain, cta_policy=policy), tensor, tensor)
         return
@@ -76,10 +76,9 @@ def _moved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_plain(tensor) else as_bytes(tensor)
 
 
-def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, *, overlapped: bool = False) -> None:
-    """Concatenates the ranks' tensors of one size. `overlapped` as for `all_reduce`."""
+def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: CtaPolicy | None = None) -> None:
+    """Concatenates the ranks' tensors of one size."""
     values, calls = _moved(output), comm.tensor_calls
-    policy = calls.overlapped_policy if overlapped else None
     calls.make(calls.options("all_gather", cta_policy=policy), _moved(x), values)
     put_back(output, values)
 
@@ -91,7 +90,7 @@ def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) 
         return
     own = torch.cat([as_bytes(x) for x in inputs])
     everyone = own.new_empty((comm.world_size, len(own)))
-    comm.all_gather(own, out=everyone.view(-1))
+    all_gather(comm, everyone, own)
     at = 0
     for output, x in zip(outputs, inputs, strict=True):
         size = x.numel() * x.element_size()
@@ -100,15 +99,18 @@ def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) 
         at += size
 
 
-def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op: Any) -> None:
+def reduce_scatter(
+    comm: Communicator, output: torch.Tensor, x: torch.Tensor, op: Any, policy: CtaPolicy | None = None
+) -> None:
     """Reduces a tensor over all ranks and gives each its share."""
     plain, calls = plain_op(op, x.dtype), comm.tensor_calls
     if plain is not None and is_plain(x) and is_plain(output):
-        calls.make(calls.options("reduce_scatter", plain), x, output)
+        calls.make(calls.options("reduce_scatter", plain, cta_policy=policy), x, output)
         return
     how = reduction(op, x.dtype)
     share = flat(output)
-    calls.make(calls.options("reduce_scatter", how.op), how.of(how.given(flat(x))), how.of(share))
+    options = calls.options("reduce_scatter", how.op, cta_policy=policy)
+    calls.make(options, how.of(how.given(flat(x))), how.of(share))
     put_back(output, share)
 
 
@@ -182,10 +184,10 @@ def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor, opti
     exchange(comm, x, tuple(outputs), options)
 
 
-def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> None:
+def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor, policy: CtaPolicy | None = None) -> None:
     """The i-th share of each rank goes to rank i."""
     values, calls = _moved(output), comm.tensor_calls
-    calls.make(calls.options("all_to_all"), _moved(x), values)
+    calls.make(calls.options("all_to_all", cta_policy=policy), _moved(x), values)
     put_back(output, values)
 
 

@@ -16,6 +16,7 @@ from proxyccl.device.process import forks
 from proxyccl.torch._device_calls import QueuedCall, StreamMark
 from proxyccl.torch.errors import as_torch_error, raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
+from proxyccl.torch.overlaps import Watched
 from proxyccl.torch.unwaited import Unwaited
 from proxyccl.torch_tensors.untraced import untraced
 
@@ -157,16 +158,22 @@ class DeviceWork(_KeptWork):
     C makes it, too (`CallIssuer`), so it is made without arguments.
     """
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "_watched")
     _call: QueuedCall
+    _watched: Watched | None
 
     @classmethod
     def of(cls, call: QueuedCall) -> Self:
         """The Work of a call."""
         work = cls()
         work._call = call
-        work._unwaited = None
+        work._unwaited = work._watched = None
         return work
+
+    def watch(self, watched: Watched) -> None:
+        """Has the call tell what the program does until it waits for the call."""
+        watched.issued(self._call.stream)
+        self._watched = watched
 
     def raise_failure(self) -> None:
         """Raises the error that kept the call from its stream, if one has."""
@@ -185,6 +192,9 @@ class DeviceWork(_KeptWork):
             self._unwaited.forget(self)
         call = self._call
         try:
+            if self._watched is not None:
+                self._watched.waits()
+                self._watched = None
             if timeout is not _NO_LIMIT and timeout > _NO_LIMIT:
                 self._wait_on_host(time.monotonic() + timeout.total_seconds(), timeout)
             elif call.blocks:
@@ -244,6 +254,9 @@ class DeviceWork(_KeptWork):
         """A future of `result`, whose callbacks run on streams that wait for the call."""
         call = self._call
         with _futures:
+            if self._watched is not None:
+                self._watched.continues()
+                self._watched = None
             if call.future is not None:
                 return call.future
             future = call.future = torch.futures.Future(devices=[call.gpu.owner.device])

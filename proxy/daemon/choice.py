@@ -71,6 +71,12 @@ class ChosenDaemon:
         except ResourceError:  # the first use needs threads too
             self._early = None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `connect` would not wait for the thread of `begin`."""
+        early = self._early
+        return early is None or not early.is_alive()
+
     def _prepare_early(self, timeout: float) -> None:
         try:
             prepared = self._prepare(timeout)

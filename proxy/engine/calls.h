@@ -23,6 +23,7 @@ enum { PROXYCCL_CALL_LOG_ENTRIES = 256, PROXYCCL_CALL_FIELDS = 7, PROXYCCL_CALL_
 enum { PROXYCCL_CALL_KINDS = 64 };
 /* Far more than the calls by which one rank is ahead of another: a driver's queues are shorter. */
 enum { PROXYCCL_CALL_CHOICES = 1024 };
+enum { PROXYCCL_CALL_WAYS = 4 }; /* among which ranks choose */
 
 /* The fields that must agree between ranks, as channels/segment/calls.py names them. */
 typedef struct ProxycclCall {
@@ -46,7 +47,7 @@ typedef struct ProxycclCallers {
   ProxycclCallEntry *own;
   ProxycclCallCount *counts; /* PROXYCCL_CALL_KINDS, and one for the rest */
   const ProxycclCallEntry *const *peers;
-  uint64_t *choices; /* PROXYCCL_CALL_CHOICES, in memory of all ranks, zeroed at first: a call's number, and 0 or 1 */
+  uint64_t *choices; /* PROXYCCL_CALL_CHOICES, in memory of all ranks, zeroed at first: a call's number, and its way */
   uint32_t peer_count;
   uint64_t sequence;                /* calls made */
   uint64_t history;                 /* a digest of them */
@@ -64,9 +65,9 @@ enum { PROXYCCL_CALL_ABORTED = -2, PROXYCCL_CALL_DIFFERS = -3, PROXYCCL_CALL_DIF
 void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_t synchronize);
 /* Reads the call with this number from a log. Returns 1 if it is there, otherwise 0. Any thread may call it. */
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
-/* Chooses between two ways for this rank's next call, 0 and 1: as the first rank wished that came to it. A rank that
- * lags too far gets its own wish; if that is not the others', the log finds it. */
-int proxyccl_calls_choose(const ProxycclCallers *callers, int wish);
+/* The way of this rank's next call, less than PROXYCCL_CALL_WAYS: the wish of the first rank that came to it. A rank
+ * that lags too far gets its own wish; if that is not the others', the log finds it. */
+uint32_t proxyccl_calls_choose(const ProxycclCallers *callers, uint32_t wish);
 /* Logs a call and compares it with the peers' calls of the same number. 0, or one of the above. */
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
 /* The same, then the launch unless a rank has failed by then, and the wait for it if it is on the stream of `wait_on`.

@@ -40,9 +40,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield group
 
 
-def memory_for(comm: Communicator, limit: int | None = ROOM) -> ForeignMemory:
+def memory_for(comm: Communicator, limit: int | None = ROOM, call: Call = CALL) -> ForeignMemory:
     comm.group.lent_memory.limit = limit
-    return ForeignMemory(comm.runtime, room_for(CALL, comm.world_size) - 256)
+    return ForeignMemory(comm.runtime, room_for(call, comm.world_size) - 256)
 
 
 def meet(
@@ -90,8 +90,10 @@ def exports(comm: Communicator, patch: pytest.MonkeyPatch, *memories: ForeignMem
     return made
 
 
-def gather(comm: Communicator, seed: int, source: Array, target: Array, algorithm: str | None = None) -> None:
-    call = replace(CALL, seed=seed)
+def gather(
+    comm: Communicator, seed: int, source: Array, target: Array, algorithm: str | None = None, of: Call = CALL
+) -> None:
+    call = replace(of, seed=seed)
     source.upload(call.input(comm.rank, comm.world_size))
     target.fill(-1)
     barrier(comm)
@@ -387,35 +389,37 @@ def test_calls_of_tensors_lend_what_peers_touch(
 
 
 def test_gathers_go_by_proxy_once_peers_proxies_have_the_output() -> None:
-    """On all ranks, if the first to come wishes it; and no longer when its owner has freed it."""
+    """On all ranks, if the first one's program computes beside it; and no longer when its owner has freed it."""
+    call = replace(CALL, count=1 << 21)  # of 16 MiB
 
     def body(comm: Communicator) -> None:
         calls, rank = comm.tensor_calls, comm.rank
-        source, memory = comm.empty(CALL.count, CALL.dtype), memory_for(comm)
-        target = memory.array(CALL.dtype)
+        source, memory = comm.empty(call.count, call.dtype), memory_for(comm, 2 * ROOM, call)
+        target = memory.array(call.dtype)
         found = []
 
-        def turn(*, wish: bool) -> None:
-            found.append(calls.gathers_beside(wish, target.ptr, target.nbytes))
-            gather(comm, len(found), source, target, "proxy" if found[-1] else None)
+        def turn(*, beside: bool) -> None:
+            policy = calls.choose_policy("all_gather", target.nbytes, beside=beside, output=target.ptr)
+            found.append(policy == "zero")
+            gather(comm, len(found), source, target, "proxy" if found[-1] else None, call)
 
-        turn(wish=False)
+        turn(beside=False)
         assert not comm.collectives.has_by_proxy, "nobody needs it"
-        turn(wish=rank == 0)
-        turn(wish=True)
+        turn(beside=rank == 0)
+        turn(beside=True)
         assert not any(found)
         lend(comm, source, target)
         wait_for(lambda: comm.group.lent_memory.is_received_in(target.ptr, target.nbytes), "peers' proxies have it")
         comm.all_gather_bytes(b"")
         for _ in range(6):
-            turn(wish=True)
+            turn(beside=True)
         assert found[-1]
-        turn(wish=False)
+        turn(beside=False)
         assert not found[-1]
         everyone = [list(each) for each in comm.all_gather_bytes(bytes(found))]
         assert everyone == [everyone[0]] * comm.world_size
         withdrawn(comm, memory)
-        assert not calls.gathers_beside(wish=True, ptr=memory.ptr, nbytes=memory.nbytes)
+        assert calls.choose_policy("all_gather", memory.nbytes, beside=True, output=memory.ptr) == "efficiency"
 
-    with Ranks(2, cta_policy="efficiency") as ranks:
+    with Ranks(2) as ranks:
         ranks.run(body)

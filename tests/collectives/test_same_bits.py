@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from proxyccl import Communicator
+from proxyccl.channels.collectives.request import CTA_POLICIES
 from support.cases.reference import ALGORITHMS, OPS, numpy_dtype
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import runtime_with_blocks, world_sizes
@@ -107,3 +108,26 @@ def test_all_ranks_get_the_same_bits(ranks: Ranks, collective: str, kind: str, p
         with np.errstate(all="ignore"):
             expected = functools.reduce(IN_NUMPY[op], inputs)
         np.testing.assert_array_equal(np.isnan(results[0].astype(np.float64)), np.isnan(expected), call)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("name", ["bfloat16", "float32"])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
+def test_a_policy_does_not_change_bits(collective: str, name: str, op: str) -> None:
+    """Process groups of torch choose a policy for each long call by what earlier calls have shown."""
+    count = 3 * (1 << 16) + 24
+
+    def body(comm: Communicator) -> list[bytes]:
+        random = np.random.default_rng(comm.rank)
+        x = on_device(comm, random.standard_normal(count).astype(numpy_dtype(name)))
+        results = []
+        for policy in CTA_POLICIES:
+            out = on_device(comm, np.zeros(count if collective == "all_reduce" else count // 3, numpy_dtype(name)))
+            getattr(comm, collective)(x, op, out=out, cta_policy=policy)
+            barrier(comm)
+            results.append(on_host(out).tobytes())
+        return results
+
+    with Ranks(3, make_runtime=runtime_with_blocks) as group:
+        for results in group.run(body):
+            assert results == [results[0]] * len(CTA_POLICIES)

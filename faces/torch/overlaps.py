@@ -1,0 +1,152 @@
+"""Which long calls a program computes beside. That decides how many multiprocessors a call takes.
+
+Whether a program computes beside a call is not known when it makes the call. `async_op` does not tell: functional
+collectives are always asynchronous, and most programs wait for them at once. So earlier calls of the same kind tell.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from typing import Any
+
+from proxyccl.channels.collectives.request import CtaPolicy
+from proxyccl.channels.collectives.tensor_calls import TensorCalls
+from proxyccl.device.runtime import Event, Runtime
+from proxyccl.torch._device_calls import StreamMark
+from proxyccl.torch.on_gpu import GroupOnGpu
+
+LEAST_BYTES = 4 << 20
+"""The least size of a call for which ranks choose. A shorter one takes half of the multiprocessors at most."""
+_FIRST, _BETWEEN = 3, 16
+"""How many calls of a kind are watched at first, and then one in how many."""
+_SHARE = 0.25
+"""The least part of a call's time in which the program computes, for the call to make room for it."""
+_SURE = 2
+"""How many more calls have shown the same than the opposite, when another one that shows it does not count."""
+_MOST_PENDING = 16
+
+_Kind = tuple[str, int, str, int]
+"""A collective and the number of bits of its size, and those of the group's call before."""
+
+
+class Watched:
+    """Measures by events how much the program's stream does between a call and the wait for it.
+
+    Args:
+        overlaps: which made it.
+        kind: of the call.
+        stream: handle of the program's stream.
+    """
+
+    def __init__(self, overlaps: Overlaps, kind: _Kind, stream: int) -> None:
+        self._overlaps, self.kind = overlaps, kind
+        self._begun, self._ended, self._waited = overlaps.events()
+        self._begun.record(stream)
+        self._began = time.perf_counter()
+        self._idle = 0.0  # milliseconds
+
+    def issued(self, stream: int) -> None:
+        """Marks the end of the call, which is the latest on the stream with this handle."""
+        self._ended.record(stream)
+
+    def waits(self) -> None:
+        """The program's current stream is about to wait for the call."""
+        gpu = self._overlaps.gpu
+        stream = gpu.current()
+        if gpu.order.is_capturing(stream):
+            return
+        if self._begun.query():  # the GPU was waiting for the CPU
+            self._idle = 1e3 * (time.perf_counter() - self._began)
+        self._waited.record(stream)
+        self._overlaps.pending.append(self)
+
+    def continues(self) -> None:
+        """The program leaves the wait to a future's user, such as DDP, which waits at the end of its step."""
+        self._overlaps.learn(self.kind, computes=True)
+
+    def computes(self) -> bool | None:
+        """Whether the program computed beside the call; None before the call has ended."""
+        if not self._waited.query() or not self._ended.query():
+            return None
+        return self._waited.elapsed(self._begun) - self._idle >= _SHARE * self._ended.elapsed(self._begun)
+
+    def give_back(self) -> None:
+        """Lets another call have the events."""
+        self._overlaps.idle.append((self._begun, self._ended, self._waited))
+
+
+class Overlaps:
+    """The long calls of a process group on one GPU.
+
+    Args:
+        gpu: the GPU, as the group uses it.
+        runtime: the communicator's.
+        calls: the communicator's.
+
+    Attributes:
+        gpu: the same.
+        pending: calls that the program's stream waits for, and whose end is not known.
+        idle: events that no call uses.
+    """
+
+    def __init__(self, gpu: GroupOnGpu, runtime: Runtime, calls: TensorCalls) -> None:
+        self.gpu = gpu
+        self._runtime, self._calls = runtime, calls
+        self.pending: deque[Watched] = deque(maxlen=_MOST_PENDING)
+        self.idle: list[tuple[Event, Event, Event]] = []
+        self._shown: defaultdict[_Kind, int] = defaultdict(int)  # calls beside which it computed, less the others
+        self._made: defaultdict[_Kind, int] = defaultdict(int)
+        self._before = "", 0
+        self._main: StreamMark | None = None  # the end of torch's default stream at an earlier call
+
+    def choose(
+        self, collective: str, nbytes: int, output: int, *, waits: bool
+    ) -> tuple[CtaPolicy | None, Watched | None]:
+        """The policy of the next call; see `TensorCalls.choose_policy`. And what measures it, for some calls.
+
+        Args:
+            collective, nbytes, output: as there.
+            waits: whether the call is on the current stream.
+        """
+        stream = self.gpu.current()
+        kind = (collective, nbytes.bit_length(), *self._before)
+        self._before = kind[:2]
+        captures = self.gpu.order.is_capturing(stream)
+        if waits:
+            beside, watched = not captures and self._is_beside(stream), None
+        else:
+            self._learn_one()
+            beside = self._shown[kind] > 0
+            watched = None if captures or not self._is_watched(kind) else Watched(self, kind, stream)
+        return self._calls.choose_policy(collective, nbytes, beside=beside, output=output), watched
+
+    def _is_beside(self, stream: int) -> bool:
+        """Whether a call on this stream, which is current, runs beside work of torch's default stream: that stream has
+        not come to where it ended at an earlier such call. FSDP2 makes its calls so."""
+        if stream == 0:
+            return False
+        main, self._main = self._main, self.gpu.in_c.mark(0)
+        return main is not None and not main.query()
+
+    def _is_watched(self, kind: _Kind) -> bool:
+        self._made[kind] += 1
+        return self._made[kind] <= _FIRST or self._made[kind] % _BETWEEN == 0
+
+    def _learn_one(self) -> None:
+        if self.pending and (computes := self.pending[0].computes()) is not None:
+            watched = self.pending.popleft()
+            self.learn(watched.kind, computes=computes)
+            watched.give_back()
+
+    def learn(self, kind: _Kind, *, computes: bool) -> None:
+        """A call of a kind has shown whether the program computes beside it."""
+        self._shown[kind] = max(-_SURE, min(_SURE, self._shown[kind] + (1 if computes else -1)))
+
+    def events(self) -> tuple[Event, Event, Event]:
+        """Three events that no call uses."""
+        try:
+            return self.idle.pop()
+        except IndexError:
+            create: Any = self._runtime.create_event
+            return create(), create(), create()
