@@ -71,12 +71,17 @@ COLLECTIVES: dict[str, tuple[CollectiveKernel, ...]] = {
     "barrier": (CollectiveKernel("moves.h", "barrier"),),
 }
 
+
+def _moves_first(kernel: CollectiveKernel) -> tuple[bool, str, str]:
+    return kernel.reduces, kernel.file, kernel.name
+
+
 KERNELS_OF_STEPS: tuple[Shipped, ...] = tuple(
     (kernel.file, kernel.name, dtype, op)
-    for kernel in dict.fromkeys(kernel for kernels in COLLECTIVES.values() for kernel in kernels)
+    for kernel in sorted({kernel for kernels in COLLECTIVES.values() for kernel in kernels}, key=_moves_first)
     for dtype in (("bfloat16", "float32") if kernel.reduces else (None,))
     for op in (("avg", "sum") if kernel.name == "reduce_scatter" else ("sum",) if kernel.reduces else (None,))
 )
-"""The kernels that training steps and forward passes use: FSDP2 averages, others sum."""
+"""The kernels that training steps and forward passes use, in the order of need. FSDP2 averages, others sum."""
 
 register_names(*COLLECTIVES)

@@ -68,9 +68,9 @@ class TensorCalls:
         group = self._collectives.group
         return self._collectives.cta_policy is None and group.topology.node_count == 1 < group.world_size
 
-    def choose_policy(self, collective: str, nbytes: int, *, beside: bool, output: int) -> CtaPolicy | None:
-        """The policy of the next call, which is the same on all ranks: that of the first one to come to it. None for
-        the usual one of `options`, without `chooses`. All ranks ask for the policy of the same calls.
+    def choose_policy(self, collective: str, nbytes: int, *, beside: bool, output: Callable[[], int]) -> CtaPolicy:
+        """The policy of the next call, which is the same on all ranks: that of the first one to come to it. All ranks
+        ask for the policy of the same calls, where `chooses` is true.
 
         The choice may differ from run to run. It does not change results: under all policies the reductions add in the
         order of ranks. Kernels on all multiprocessors leave no room for another communicator's, and ranks may come to
@@ -81,10 +81,8 @@ class TensorCalls:
             collective: its name.
             nbytes: size of the larger of a rank's input and output.
             beside: whether this rank's program is expected to compute beside the call.
-            output: where the output lies.
+            output: tells where the output lies.
         """
-        if not self.chooses:
-            return None
         launches = self._collectives.group.launches
         wish: CtaPolicy = "efficiency" if beside or launches.shares_device else "default"
         if beside and nbytes >= _LONG_BYTES and self._may_go_by_proxy(collective, output, nbytes):
@@ -95,7 +93,7 @@ class TensorCalls:
             return "efficiency"
         return chosen
 
-    def _may_go_by_proxy(self, collective: str, output: int, nbytes: int) -> bool:
+    def _may_go_by_proxy(self, collective: str, output: Callable[[], int], nbytes: int) -> bool:
         """Whether a call goes by proxy if the program computes beside it: not while the proxies' process starts, nor
         where tables were measured or set. A gather does so only in memory that peers' proxies have: a copy of all
         results would cost more than it saves."""
@@ -104,7 +102,7 @@ class TensorCalls:
             return False
         if collective == "all_gather":
             lent = collectives.group.lent_memory
-            return not collectives.has_by_proxy or lent.is_received_in(output, nbytes)
+            return not collectives.has_by_proxy or lent.is_received_in(output(), nbytes)
         return collective == "all_reduce"
 
     def exchange(self, x: Any, out: Any, options: tuple[str, Any, Any]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 from proxyccl.channels.collectives.request import CtaPolicy
@@ -18,7 +19,7 @@ from proxyccl.torch.on_gpu import GroupOnGpu
 
 LEAST_BYTES = 4 << 20
 """The least size of a call for which ranks choose. A shorter one takes half of the multiprocessors at most."""
-_FIRST, _BETWEEN = 3, 16
+_FIRST, _BETWEEN = 4, 16
 """How many calls of a kind are watched at first, and then one in how many."""
 _SHARE = 0.25
 """The least part of a call's time in which the program computes, for the call to make room for it."""
@@ -27,7 +28,7 @@ _SURE = 2
 _MOST_PENDING = 16
 
 _Kind = tuple[str, int, str, int]
-"""A collective and the number of bits of its size, and those of the group's call before."""
+"""A collective and the number of bits of its size, and those of the group's asynchronous call before."""
 
 
 class Watched:
@@ -101,8 +102,8 @@ class Overlaps:
         self._main: StreamMark | None = None  # the end of torch's default stream at an earlier call
 
     def choose(
-        self, collective: str, nbytes: int, output: int, *, waits: bool
-    ) -> tuple[CtaPolicy | None, Watched | None]:
+        self, collective: str, nbytes: int, output: Callable[[], int], *, waits: bool
+    ) -> tuple[CtaPolicy, Watched | None]:
         """The policy of the next call; see `TensorCalls.choose_policy`. And what measures it, for some calls.
 
         Args:
@@ -110,31 +111,30 @@ class Overlaps:
             waits: whether the call is on the current stream.
         """
         stream = self.gpu.current()
-        kind = (collective, nbytes.bit_length(), *self._before)
-        self._before = kind[:2]
-        captures = self.gpu.order.is_capturing(stream)
+        watched = None
         if waits:
-            beside, watched = not captures and self._is_beside(stream), None
+            beside = stream != 0 and self._is_beside(stream)
         else:
-            self._learn_one()
+            size = nbytes.bit_length()
+            kind = (collective, size, *self._before)
+            self._before = collective, size
+            self._made[kind] = number = self._made[kind] + 1
+            if number <= _FIRST or number % _BETWEEN == 0:
+                self._learn_pending()
+                watched = None if self.gpu.order.is_capturing(stream) else Watched(self, kind, stream)
             beside = self._shown[kind] > 0
-            watched = None if captures or not self._is_watched(kind) else Watched(self, kind, stream)
         return self._calls.choose_policy(collective, nbytes, beside=beside, output=output), watched
 
     def _is_beside(self, stream: int) -> bool:
         """Whether a call on this stream, which is current, runs beside work of torch's default stream: that stream has
         not come to where it ended at an earlier such call. FSDP2 makes its calls so."""
-        if stream == 0:
+        if self.gpu.order.is_capturing(stream):
             return False
         main, self._main = self._main, self.gpu.in_c.mark(0)
         return main is not None and not main.query()
 
-    def _is_watched(self, kind: _Kind) -> bool:
-        self._made[kind] += 1
-        return self._made[kind] <= _FIRST or self._made[kind] % _BETWEEN == 0
-
-    def _learn_one(self) -> None:
-        if self.pending and (computes := self.pending[0].computes()) is not None:
+    def _learn_pending(self) -> None:
+        while self.pending and (computes := self.pending[0].computes()) is not None:
             watched = self.pending.popleft()
             self.learn(watched.kind, computes=computes)
             watched.give_back()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from proxyccl.channels.collectives.request import CtaPolicy
+from proxyccl.channels.collectives.request import CTA_POLICIES, CtaPolicy
 from proxyccl.channels.collectives.tensor_calls import CallInC
 from proxyccl.channels.communicator import Communicator
 from proxyccl.device.errors import CommunicatorError
@@ -75,7 +75,8 @@ class _Choice:
         collective: its name.
         policy: that the ranks chose; None for the usual one.
         watched: measures what the program does meanwhile; None for a call that is not measured.
-        queued: the size and the output's address of a call for which the ranks choose when its turn has come.
+        queued: the size and a function that tells the output's address, of a call for which the ranks choose when its
+            turn has come.
 
     Attributes:
         name: of the call, for `DeviceCalls`.
@@ -88,14 +89,14 @@ class _Choice:
         collective: str,
         policy: CtaPolicy | None = None,
         watched: Watched | None = None,
-        queued: tuple[int, int] | None = None,
+        queued: tuple[int, Callable[[], int]] | None = None,
     ) -> None:
         self._collective, self._policy, self._watched, self._queued = collective, policy, watched, queued
         self.name = collective if policy is None else f"{collective}, {policy}"
 
     def policy(self, comm: Communicator) -> CtaPolicy | None:
         """The policy, in the call's turn."""
-        if self._queued is None:
+        if self._queued is None or not comm.tensor_calls.chooses:
             return self._policy
         nbytes, output = self._queued
         return comm.tensor_calls.choose_policy(self._collective, nbytes, beside=False, output=output)
@@ -105,6 +106,13 @@ class _Choice:
         if self._watched is not None and isinstance(work, DeviceWork):
             work.watch(self._watched)
         return work
+
+
+_choices = {
+    (name, policy): _Choice(name, policy)
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    for policy in (None, *CTA_POLICIES)
+}
 
 
 class _Coalescing(threading.local):
@@ -166,7 +174,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._executors: dict[tuple[torch.device, _Flow | int | None], Executor] = {}
         self._gpus: dict[torch.device, GroupOnGpu] = {}
         self._flow_streams: dict[tuple[torch.device, _Flow], Any] = {}
-        self._overlaps: dict[int, Overlaps] = {}  # by the GPU's number, once it has made a long call
+        self._overlaps: dict[int, Overlaps | None] = {}  # by the GPU's number, once it has made a long call
         self._made: dict[int, DeviceCalls] = {}  # by the GPU's number, once its communicator was made: collectives, …
         self._transferring: dict[tuple[int, int, bool], CallIssuer] = {}  # … and transfers, by GPU and flow
         everyone = tuple(range(size))
@@ -476,18 +484,31 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             nbytes: size of the larger of a rank's input and output.
             opts: torch's options.
         """
-        if nbytes < LEAST_BYTES or not output.is_cuda:
-            return _Choice(collective)
+        number = output.get_device()
+        if nbytes < LEAST_BYTES or number < 0:
+            return _choices[collective, None]
         self._require_process()
-        device, waits = output.device, _waits(opts)
-        if self._is_queued(device, waits=waits):
-            return _Choice(collective, queued=(nbytes, output.data_ptr()))
-        overlaps = self._overlaps.get(device.index)
+        waits = _waits(opts)
+        try:
+            overlaps = self._overlaps[number]
+        except KeyError:
+            if self._is_queued(output.device, waits=waits):
+                return _Choice(collective, queued=(nbytes, output.data_ptr))
+            overlaps = self._overlaps[number] = self._overlaps_of(output.device)
+        if overlaps is None:
+            return _choices[collective, None]
+        try:
+            policy, watched = overlaps.choose(collective, nbytes, output.data_ptr, waits=waits)
+        except Exception as error:
+            raise_as_torch(error)
+        return _choices[collective, policy] if watched is None else _Choice(collective, policy, watched)
+
+    def _overlaps_of(self, device: torch.device) -> Overlaps | None:
+        """None if the ranks choose for no call. The ranks have met, so no collective of the GPU is queued any more."""
         with torch_errors():
-            if overlaps is None:
-                comm = self._endpoints.of_all(device)
-                overlaps = self._overlaps[device.index] = Overlaps(self._gpu(device), comm.runtime, comm.tensor_calls)
-            return _Choice(collective, *overlaps.choose(collective, nbytes, output.data_ptr(), waits=waits))
+            comm = self._endpoints.of_all(device)
+            calls = comm.tensor_calls
+            return Overlaps(self._gpu(device), comm.runtime, calls) if calls.chooses else None
 
     def _issue_in_c(self, x: Any, out: Any, opts: Any, attribute: str | None, name: str) -> Any:
         """Makes a call on a GPU by one call into C, if its form is kept.

@@ -18,8 +18,8 @@ from proxyccl.device.arrays.array import as_view
 from proxyccl.torch import own_streams  # importing the package registers the backend, as torch before 2.15 needs
 
 COUNT = 1 << 22  # 16 MiB of float32: calls of this size may be by proxy
-CYCLES = 10_000_000
-"""Of a GPU that computes for some milliseconds."""
+CYCLES = 50_000_000
+"""Of a GPU that computes for longer than any call here takes, also where two ranks take turns on it."""
 
 
 def streams(device: torch.device) -> None:
@@ -171,7 +171,7 @@ def gathers(device: torch.device) -> None:
 
     def gather(turn: int, stream: torch.cuda.Stream) -> None:
         if stream is side:
-            torch.cuda._sleep(CYCLES)
+            torch.cuda._sleep(CYCLES)  # the default stream is then seen to be late at the next call
         with torch.cuda.stream(stream):
             own.fill_(rank + turn)
             dist.all_gather_into_tensor(out, own)
@@ -179,6 +179,9 @@ def gathers(device: torch.device) -> None:
         stream.synchronize()
 
     def kernels(stream: torch.cuda.Stream) -> set[str]:
+        if stream is side:
+            torch.cuda._sleep(40 * CYCLES)  # until the profiler has begun
+            gather(5, stream)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
             gather(5, stream)
         return {event.key for event in found.key_averages() if "gather" in event.key}
@@ -190,7 +193,6 @@ def gathers(device: torch.device) -> None:
     for turn in range(4):
         gather(turn, current)
     assert kernels(current)
-    gather(4, side)  # from here on the default stream is known to be late
     assert not kernels(side)
     for turn in range(12):
         gather(turn, side if (rank + turn // 2) % 2 else current)
@@ -276,6 +278,7 @@ def gather_into_lent(device: torch.device, turn: int) -> tuple[int, int]:
         assert (out.view(ranks, count)[:, 9] == torch.arange(ranks, device=device) + turn).all()
 
     def gather_on_side() -> None:
+        torch.cuda._sleep(CYCLES)  # the default stream is then seen to be late at the next call
         with torch.cuda.stream(side):
             gather()
 
