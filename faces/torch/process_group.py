@@ -135,6 +135,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)  # of the group's calls
         self._sequence = 0  # of the latest, except those that C has issued
+        self._collectives = 0  # that C has not issued
         self._waited = itertools.count(1)  # synchronous ones on GPUs, of which few have a mark
         self._barriers = itertools.count()
         self._splits = itertools.count()
@@ -192,8 +193,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Nothing to agree on: every rank counts its calls from 0."""
 
     def _get_sequence_number_for_group(self) -> int:
-        made = [calls for each in self._made.values() for calls in each.all]
-        return max(self._sequence, *(calls.number for calls in (*made, *self._transferring.values())), 0)
+        # The ranks' numbers must be equal, so transfers do not count: torch compares them at its debug level DETAIL.
+        return self._collectives + sum(calls.count for made in self._made.values() for calls in made.all)
 
     @property
     def supports_splitting(self) -> bool:
@@ -374,6 +375,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """
         self._require_process()
         self._sequence = next(self._numbers)
+        self._collectives += flow is None
         waits = _waits(opts)
         work: DeviceWork | HostWork | None
         if device.type == "cpu":
