@@ -23,7 +23,7 @@ from proxyccl.channels.collectives.tensor_calls import CallInC
 from proxyccl.channels.communicator import Communicator
 from proxyccl.device.errors import CommunicatorError
 from proxyccl.device.process import forks
-from proxyccl.torch import own_streams, pools
+from proxyccl.torch import flight_recorder, own_streams, pools
 from proxyccl.torch import tensor_collectives as on_tensors
 from proxyccl.torch._device_calls import ADDED_BETWEEN, CallIssuer
 from proxyccl.torch.device_calls import DeviceCalls, reduce_to
@@ -80,8 +80,6 @@ class _Callbacks(threading.local):
 
 
 _callbacks = _Callbacks()
-_alive: set[ProcessGroupProxyCCL] = set()
-"""The groups that were not shut down. torch keeps only their C++ part, which needs the Python part to work."""
 
 
 @untraced
@@ -143,7 +141,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._group_name = self._group_desc = ""
         self._unwaited = Unwaited()
         self._under_way = UnderWay(lambda: self._endpoints.failed is None)
-        _alive.add(self)
+        flight_recorder.groups[self] = None
         watch(self)
 
     # -- torch's interface of every group ---
@@ -297,6 +295,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if not self._process.is_here:
             return
         self._await_calls(time.monotonic() + self._timeout.total_seconds())
+        if self._endpoints.failed is not None:  # the watchdog may not have seen it
+            flight_recorder.write_failure()
         self._endpoints.end_meetings()
         until = time.monotonic() + LINGER_SECONDS
         for (_, of), executor in self._all_executors.items():
@@ -312,7 +312,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         while self._gpus:
             _, gpu = self._gpus.popitem()
             gpu.give_back()
-        _alive.discard(self)
+        flight_recorder.groups.pop(self, None)
 
     def _await_calls(self, deadline: float) -> None:
         """Waits for the calls that the group's threads have, as `shutdown` says."""
@@ -655,6 +655,16 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         oldest = self._under_way.oldest()
         return (
             f"no call of rank {self._rank}" if oldest is None else f"{oldest[1]}, call {oldest[0]} of rank {self._rank}"
+        )
+
+    def record(self) -> flight_recorder.GroupRecord:
+        """The group's calls, for a dump."""
+        return flight_recorder.GroupRecord(
+            name=self._group_name,
+            description=self._group_desc or "undefined",
+            ranks=self._endpoints.members,
+            rank=self._rank,
+            calls=self._under_way.recorded(),
         )
 
     def _callbacks_of(self, device: torch.device) -> Executor:
@@ -1170,12 +1180,12 @@ def _create(options: Any, _: Any) -> ProcessGroupProxyCCL:
     if not IS_BACKEND:
         _await_other_backends(store, rank, size, timeout)
     members = list(options.global_ranks_in_group)
+    whole = None if _default is None or not members else _default()
+    group = ProcessGroupProxyCCL(store, rank, size, timeout, whole=whole, members=members)
+    group._group_name = options.group_id
     if not members:
-        group = ProcessGroupProxyCCL(store, rank, size, timeout)
         _default = weakref.ref(group)
-        return group
-    whole = None if _default is None else _default()
-    return ProcessGroupProxyCCL(store, rank, size, timeout, whole=whole, members=members)
+    return group
 
 
 def _unused_part(store: Any, rank: int) -> dist.PrefixStore:
