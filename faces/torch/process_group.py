@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +33,7 @@ from proxyccl.torch.errors import raise_as_torch, torch_errors
 from proxyccl.torch.executor import Executor
 from proxyccl.torch.monitored_barrier import monitored_barrier
 from proxyccl.torch.on_gpu import GroupOnGpu
+from proxyccl.torch.profiled import event as profiler_event
 from proxyccl.torch.tensors import in_memory
 from proxyccl.torch.under_way import UnderWay
 from proxyccl.torch.unwaited import Unwaited
@@ -39,6 +41,7 @@ from proxyccl.torch.watchdog import watch
 from proxyccl.torch.whole_group import WholeGroup
 from proxyccl.torch.work import DeviceWork, HostWork, JointWork, TransferWork
 from proxyccl.torch_tensors.untraced import untraced
+from torch.autograd import profiler
 
 Tensors = Sequence[torch.Tensor]
 NAME = "proxyccl"
@@ -49,6 +52,7 @@ _TorchBase: Any = torch._C._distributed_c10d.Backend if IS_BACKEND else dist.Pro
 _bases: tuple[Any, ...] = (_TorchBase,) if IS_BACKEND else (WholeGroup, _TorchBase)
 _logger = logging.getLogger("proxyccl.torch")
 _NO_TIME = timedelta(0)
+_NO_EVENT = nullcontext()
 _FEW, _LARGE_BYTES = 4, 1 << 20
 """Tensors of a coalesced call are not joined if there are at most this many, or if they have this size on average."""
 _LONG_BYTES = 16 << 20
@@ -378,12 +382,13 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._collectives += flow is None
         waits = _waits(opts)
         work: DeviceWork | HostWork | None
-        if device.type == "cpu":
-            work = self._issue_on_cpu(name, outs, function, flow, _seconds_of(opts), waits=waits)
-        elif flow is not None or self._is_queued(device, waits=waits):
-            work = self._issue_queued(name, outs, xs, function, device, flow, blocks=blocks)
-        else:
-            work = self._issue_on_device(name, outs, xs, function, device, waits=waits, blocks=blocks)
+        with self._event(name, outs, xs) if profiler._is_profiler_enabled else _NO_EVENT:
+            if device.type == "cpu":
+                work = self._issue_on_cpu(name, outs, function, flow, _seconds_of(opts), waits=waits)
+            elif flow is not None or self._is_queued(device, waits=waits):
+                work = self._issue_queued(name, outs, xs, function, device, flow, blocks=blocks)
+            else:
+                work = self._issue_on_device(name, outs, xs, function, device, waits=waits, blocks=blocks)
         return work if work is None else self._handed_out(work, waits=waits)
 
     def _collective(
@@ -403,6 +408,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             function(self._endpoints.of_all(device))
 
         return self._issue(name, outs, xs, call, device=device, opts=opts, blocks=blocks)
+
+    def _event(self, name: str, outs: Tensors, xs: Tensors) -> AbstractContextManager[None]:
+        """The call in torch's profiler."""
+        group = self._group_name, self._group_desc
+        return profiler_event(name, outs, xs, ranks=self._endpoints.members, group=group)
 
     def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
         """A Work for torch, which is kept where torch does not."""
@@ -470,7 +480,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     @staticmethod
     def _issue_by(calls: CallIssuer | None, x: Any, out: Any, opts: Any, attribute: str | None, named: Any) -> Any:
-        if calls is None:
+        if calls is None or profiler._is_profiler_enabled:  # `_issue` makes calls that a profiler shows
             return NotImplemented
         try:
             return calls.issue(x, out, opts, attribute, named)
@@ -1017,7 +1027,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """As `_issue_in_c`, for a transfer: once the ranks have met, and while no other of its flow is queued."""
         number = x.get_device()
         executor = None if number < 0 else self._executors.get((x.device, flow))
-        if executor is None or not executor.is_idle:
+        if executor is None or not executor.is_idle or profiler._is_profiler_enabled:
             return NotImplemented
         calls = self._transferring.get((number, *flow))
         if calls is None and (calls := self._transfers_of(x.device, flow)) is None:

@@ -507,3 +507,18 @@ def test_calls_are_numbered_in_their_order_whoever_issues_them() -> None:
         torch_on_hip.on_cpu(x)
 
     on_gpus(body)
+
+
+@pytest.mark.parametrize("profiles", [False, True])
+def test_python_makes_the_calls_that_a_profiler_shows(profiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", profiles)
+
+    def body(group: Any) -> None:
+        x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
+        all_reduce(group, x)
+        issued = IssuedInC(group)
+        all_reduce(group, x)
+        assert issued.count == (0 if profiles else 1)
+        assert (torch_on_hip.on_cpu(x) == 4).all()
+
+    on_gpus(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch.distributed.flight_recorder import fr_trace  # noqa: E402
 from proxyccl.torch import flight_recorder, write_flight_record  # noqa: E402
 from proxyccl.torch.under_way import UnderWay  # noqa: E402
 from support.processes import Ended, run_processes  # noqa: E402
+from support.torch_groups import options  # noqa: E402
+from support.torch_groups import run as run_threads  # noqa: E402
 
 PROGRAMS = Path(__file__).parent / "programs"
 RANKS = 3
@@ -113,3 +116,32 @@ def test_ranks_record_the_same_first_call_if_one_is_ahead(ahead: int) -> None:
 def test_debug_level_detail_and_comm_debug_mode() -> None:
     for ended in run_processes(RANKS, PROGRAMS / "debugged.py", env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}):
         assert (ended.returncode, ended.stdout) == (0, "went on\n"), ended.stderr
+
+
+def test_the_profiler_shows_calls_with_their_sizes_and_their_group(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+
+    def calls(group: Any) -> None:
+        x = torch.ones(4)
+        group.allreduce([x], options("Allreduce")).wait()
+        group.allreduce([x], options("Allreduce", waits=False)).wait()
+        group.all_gather_single(x.new_empty(8), x).wait()
+        (group.send if group.rank() == 0 else group.recv)([x], 1 - group.rank(), 0).wait()
+
+    def body(group: Any) -> None:
+        if group.rank() == 1:
+            calls(group)
+            return
+        with torch.profiler.profile(record_shapes=True) as profile:
+            calls(group)
+        profile.export_chrome_trace(str(trace))
+
+    run_threads(body, ranks=2)
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if "proxyccl:" in event["name"]]
+    keys = ("Collective name", "In msg nelems", "Out msg nelems", "dtype", "Group size", "Process Group Ranks")
+    assert [(event["name"], event["args"]["Input Dims"], *map(event["args"].get, keys)) for event in events] == [
+        ("proxyccl:all_reduce", [[4]], "all_reduce", 4, 4, "float32", 2, "[0, 1]"),
+        ("proxyccl:all_reduce", [[4]], "all_reduce", 4, 4, "float32", 2, "[0, 1]"),
+        ("proxyccl:all_gather_single", [[4]], "all_gather_single", 4, 8, "float32", 2, "[0, 1]"),
+        ("proxyccl:send to rank 1", [[4]], "send", 4, 4, "float32", 2, "[0, 1]"),
+    ]
