@@ -3,9 +3,10 @@
 From torch 2.15 on, torch finds the backend by itself. Before, a program imports this module first.
 """
 
+from proxyccl.torch.flight_recorder import write_flight_record
 from proxyccl.torch.process_group import ProcessGroupProxyCCL, register
 from proxyccl.torch.store_bootstrap import StoreBootstrap
 
-__all__ = ["ProcessGroupProxyCCL", "StoreBootstrap", "register"]
+__all__ = ["ProcessGroupProxyCCL", "StoreBootstrap", "register", "write_flight_record"]
 
 register()

@@ -293,6 +293,11 @@ class Endpoints:
         return shrunk
 
     @property
+    def members(self) -> list[int]:
+        """The ranks' numbers in the default group."""
+        return self._members or list(range(self._world_size))
+
+    @property
     def made(self) -> list[Communicator]:
         """The communicators that exist."""
         with self._lock:

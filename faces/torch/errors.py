@@ -13,14 +13,17 @@ from proxyccl.device.errors import (
     WaitTimeoutError,
     raise_in_place_of,
 )
+from proxyccl.torch.flight_recorder import write_failure
 from torch.distributed import DistBackendError
 
 
 def as_torch_error(error: BaseException) -> BaseException:
     """A failure of a communicator as torch's DistBackendError, with our type and text and the error as its cause.
 
-    Errors of an argument stay ValueErrors.
+    Errors of an argument stay ValueErrors. The first failure in the process is recorded (`write_failure`).
     """
+    if isinstance(error, CommunicatorError):
+        write_failure()
     if not isinstance(error, CommunicatorError | ClosedError | KernelError | ResourceError):
         return error
     if isinstance(error, ValueError):

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +25,7 @@ from proxyccl.channels.collectives.tensor_calls import CallInC
 from proxyccl.channels.communicator import Communicator
 from proxyccl.device.errors import CommunicatorError
 from proxyccl.device.process import forks
-from proxyccl.torch import own_streams, pools
+from proxyccl.torch import flight_recorder, own_streams, pools
 from proxyccl.torch import tensor_collectives as on_tensors
 from proxyccl.torch._device_calls import ADDED_BETWEEN, CallIssuer
 from proxyccl.torch.device_calls import DeviceCalls, reduce_to
@@ -35,6 +36,7 @@ from proxyccl.torch.executor import Executor
 from proxyccl.torch.monitored_barrier import monitored_barrier
 from proxyccl.torch.on_gpu import GroupOnGpu
 from proxyccl.torch.overlaps import LEAST_BYTES, Overlaps, Watched
+from proxyccl.torch.profiled import event as profiler_event
 from proxyccl.torch.tensors import in_memory
 from proxyccl.torch.under_way import UnderWay
 from proxyccl.torch.unwaited import Unwaited
@@ -42,6 +44,7 @@ from proxyccl.torch.watchdog import watch
 from proxyccl.torch.whole_group import WholeGroup
 from proxyccl.torch.work import DeviceWork, HostWork, JointWork, TransferWork
 from proxyccl.torch_tensors.untraced import untraced
+from torch.autograd import profiler
 
 Tensors = Sequence[torch.Tensor]
 NAME = "proxyccl"
@@ -52,6 +55,7 @@ _TorchBase: Any = torch._C._distributed_c10d.Backend if IS_BACKEND else dist.Pro
 _bases: tuple[Any, ...] = (_TorchBase,) if IS_BACKEND else (WholeGroup, _TorchBase)
 _logger = logging.getLogger("proxyccl.torch")
 _NO_TIME = timedelta(0)
+_NO_EVENT = nullcontext()
 _FEW, _LARGE_BYTES = 4, 1 << 20
 """Tensors of a coalesced call are not joined if there are at most this many, or if they have this size on average."""
 _LOOK_SECONDS = 0.05
@@ -128,8 +132,6 @@ class _Callbacks(threading.local):
 
 
 _callbacks = _Callbacks()
-_alive: set[ProcessGroupProxyCCL] = set()
-"""The groups that were not shut down. torch keeps only their C++ part, which needs the Python part to work."""
 
 
 @untraced
@@ -184,6 +186,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)  # of the group's calls
         self._sequence = 0  # of the latest, except those that C has issued
+        self._collectives = 0  # that C has not issued
         self._waited = itertools.count(1)  # synchronous ones on GPUs, of which few have a mark
         self._barriers = itertools.count()
         self._splits = itertools.count()
@@ -191,7 +194,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._group_name = self._group_desc = ""
         self._unwaited = Unwaited()
         self._under_way = UnderWay(lambda: self._endpoints.failed is None)
-        _alive.add(self)
+        flight_recorder.groups[self] = None
         watch(self)
 
     # -- torch's interface of every group ---
@@ -241,8 +244,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Nothing to agree on: every rank counts its calls from 0."""
 
     def _get_sequence_number_for_group(self) -> int:
-        made = [calls for each in self._made.values() for calls in each.all]
-        return max(self._sequence, *(calls.number for calls in (*made, *self._transferring.values())), 0)
+        # The ranks' numbers must be equal, so transfers do not count: torch compares them at its debug level DETAIL.
+        return self._collectives + sum(calls.count for made in self._made.values() for calls in made.all)
 
     @property
     def supports_splitting(self) -> bool:
@@ -345,6 +348,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if not self._process.is_here:
             return
         self._await_calls(time.monotonic() + self._timeout.total_seconds())
+        if self._endpoints.failed is not None:  # the watchdog may not have seen it
+            flight_recorder.write_failure()
         self._endpoints.end_meetings()
         until = time.monotonic() + LINGER_SECONDS
         for (_, of), executor in self._all_executors.items():
@@ -361,7 +366,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         while self._gpus:
             _, gpu = self._gpus.popitem()
             gpu.give_back()
-        _alive.discard(self)
+        flight_recorder.groups.pop(self, None)
 
     def _await_calls(self, deadline: float) -> None:
         """Waits for the calls that the group's threads have, as `shutdown` says."""
@@ -424,14 +429,16 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """
         self._require_process()
         self._sequence = next(self._numbers)
+        self._collectives += flow is None
         waits = _waits(opts)
         work: DeviceWork | HostWork | None
-        if device.type == "cpu":
-            work = self._issue_on_cpu(name, outs, function, flow, _seconds_of(opts), waits=waits)
-        elif flow is not None or self._is_queued(device, waits=waits):
-            work = self._issue_queued(name, outs, xs, function, device, flow, blocks=blocks)
-        else:
-            work = self._issue_on_device(name, outs, xs, function, device, waits=waits, blocks=blocks)
+        with self._event(name, outs, xs) if profiler._is_profiler_enabled else _NO_EVENT:
+            if device.type == "cpu":
+                work = self._issue_on_cpu(name, outs, function, flow, _seconds_of(opts), waits=waits)
+            elif flow is not None or self._is_queued(device, waits=waits):
+                work = self._issue_queued(name, outs, xs, function, device, flow, blocks=blocks)
+            else:
+                work = self._issue_on_device(name, outs, xs, function, device, waits=waits, blocks=blocks)
         return work if work is None else self._handed_out(work, waits=waits)
 
     def _collective(
@@ -451,6 +458,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             function(self._endpoints.of_all(device))
 
         return self._issue(name, outs, xs, call, device=device, opts=opts, blocks=blocks)
+
+    def _event(self, name: str, outs: Tensors, xs: Tensors) -> AbstractContextManager[None]:
+        """The call in torch's profiler."""
+        group = self._group_name, self._group_desc
+        return profiler_event(name, outs, xs, ranks=self._endpoints.members, group=group)
 
     def _handed_out(self, work: Any, *, waits: bool = False) -> Any:
         """A Work for torch, which is kept where torch does not."""
@@ -527,7 +539,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     @staticmethod
     def _issue_by(calls: CallIssuer | None, x: Any, out: Any, opts: Any, attribute: str | None, named: Any) -> Any:
-        if calls is None:
+        if calls is None or profiler._is_profiler_enabled:  # `_issue` makes calls that a profiler shows
             return NotImplemented
         try:
             return calls.issue(x, out, opts, attribute, named)
@@ -712,6 +724,16 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         oldest = self._under_way.oldest()
         return (
             f"no call of rank {self._rank}" if oldest is None else f"{oldest[1]}, call {oldest[0]} of rank {self._rank}"
+        )
+
+    def record(self) -> flight_recorder.GroupRecord:
+        """The group's calls, for a dump."""
+        return flight_recorder.GroupRecord(
+            name=self._group_name,
+            description=self._group_desc or "undefined",
+            ranks=self._endpoints.members,
+            rank=self._rank,
+            calls=self._under_way.recorded(),
         )
 
     def _callbacks_of(self, device: torch.device) -> Executor:
@@ -1062,7 +1084,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """As `_issue_in_c`, for a transfer: once the ranks have met, and while no other of its flow is queued."""
         number = x.get_device()
         executor = None if number < 0 else self._executors.get((x.device, flow))
-        if executor is None or not executor.is_idle:
+        if executor is None or not executor.is_idle or profiler._is_profiler_enabled:
             return NotImplemented
         calls = self._transferring.get((number, *flow))
         if calls is None and (calls := self._transfers_of(x.device, flow)) is None:
@@ -1224,13 +1246,13 @@ def _create(options: Any, _: Any) -> ProcessGroupProxyCCL:
     if not IS_BACKEND:
         _await_other_backends(store, rank, size, timeout)
     members = list(options.global_ranks_in_group)
+    whole = None if _default is None or not members else _default()
+    group = ProcessGroupProxyCCL(store, rank, size, timeout, whole=whole, members=members)
+    group._group_name = options.group_id
     if not members:
         compile_early(rank, size)
-        group = ProcessGroupProxyCCL(store, rank, size, timeout)
         _default = weakref.ref(group)
-        return group
-    whole = None if _default is None else _default()
-    return ProcessGroupProxyCCL(store, rank, size, timeout, whole=whole, members=members)
+    return group
 
 
 def _unused_part(store: Any, rank: int) -> dist.PrefixStore:

@@ -7,13 +7,73 @@ import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 from proxyccl.device.errors import DriverError
 from proxyccl.torch._device_calls import ADDED_BETWEEN
 
-_MOST = 1024
+_MOST = 1 << 14
+"""Calls in progress of a flow: more than a device queues. After a failure none counts as ended, and the oldest go."""
+_ENDED = 2048
+"""The latest calls of a flow that have ended, whose names are kept."""
 
 _Call = tuple[int, str, Callable[[], bool] | None]
+
+
+class Recorded(NamedTuple):
+    """The calls of a flow as all its ranks know them.
+
+    Attributes:
+        first: the number of the first in the flow, counted from 1.
+        names: their names, in order.
+        ended: how many of them have ended.
+    """
+
+    first: int
+    names: list[str]
+    ended: int
+
+
+class _Flow:
+    """The calls of a flow.
+
+    Attributes:
+        calls: those that are not known to have ended.
+        ended: the names of the latest ones that have.
+        ended_count: the number of all that have.
+    """
+
+    def __init__(self) -> None:
+        self.calls: deque[_Call] = deque(maxlen=_MOST)
+        self.ended: deque[str] = deque(maxlen=_ENDED)
+        self.ended_count = 0
+
+    def forget(self, count: int) -> None:
+        """Forgets the oldest calls."""
+        take = self.calls.popleft
+        self.ended.extend([take()[1] for _ in range(count)])
+        self.ended_count += count
+
+    def count_ended(self) -> int:
+        """The number of the oldest calls up to the last one that tells that it has ended, which is found by halves:
+        those before it have ended too."""
+        calls = list(self.calls)
+        known = [place for place, call in enumerate(calls) if call[2] is not None]
+        first, end = 0, len(known)  # the first that has not ended is within
+        while first < end:
+            middle = (first + end) // 2
+            if _has_ended(calls[known[middle]]):
+                first = middle + 1
+            else:
+                end = middle
+        return known[first - 1] + 1 if first else 0
+
+    def recorded(self) -> Recorded:
+        """The calls as all ranks of the flow know them."""
+        before = self.ended_count - len(self.ended)
+        skipped = -before % (_ENDED // 2)
+        names = [*self.ended, *(name for _, name, _ in list(self.calls))]
+        return Recorded(before + skipped + 1, names[skipped:], len(self.ended) + self.count_ended() - skipped)
 
 
 class UnderWay:
@@ -27,7 +87,7 @@ class UnderWay:
     def __init__(self, healthy: Callable[[], bool]) -> None:
         self._healthy = healthy
         self._lock = threading.Lock()
-        self._flows: dict[Hashable, deque[_Call]] = {}
+        self._flows: dict[Hashable, _Flow] = {}
         self._tells: defaultdict[Hashable, itertools.count[int]] = defaultdict(functools.partial(itertools.count, 1))
 
     def add(self, flow: Hashable, number: int, name: str, ended: Callable[[], bool] | None) -> None:
@@ -39,52 +99,56 @@ class UnderWay:
             name: for messages.
             ended: tells whether it has ended; None if `end`, or a later call of the flow, will tell.
         """
-        self._calls_of(flow).append((number, name, ended))
+        self._flow(flow).calls.append((number, name, ended))
         if ended is not None and not next(self._tells[flow]) % ADDED_BETWEEN:
             self.forget_ended(flow)
 
     def log(self, flow: Hashable) -> Callable[[_Call], None]:
         """A function that adds a call to a flow, given as (number, name, ended), as `add` does; but it forgets none."""
-        return self._calls_of(flow).append
+        return self._flow(flow).calls.append
 
     def forget_ended(self, flow: Hashable) -> None:
         """Forgets the calls of a flow that have ended. Called once in several calls, as it asks the device."""
         with self._lock:
             self._forget_ended(self._flows[flow])
 
-    def _calls_of(self, flow: Hashable) -> deque[_Call]:
-        calls = self._flows.get(flow)
-        if calls is None:
+    def _flow(self, flow: Hashable) -> _Flow:
+        found = self._flows.get(flow)
+        if found is None:
             with self._lock:
-                calls = self._flows.setdefault(flow, deque(maxlen=_MOST))
-        return calls
+                found = self._flows.setdefault(flow, _Flow())
+        return found
 
     def end(self, flow: Hashable, number: int) -> None:
         """Forgets the calls of a flow up to a number."""
         with self._lock:
-            _forget(self._flows[flow], number)
+            found = self._flows[flow]
+            while found.calls and found.calls[0][0] <= number:
+                found.forget(1)
 
     def oldest(self) -> tuple[int, str] | None:
         """The number and the name of the oldest call; None if there is none."""
         with self._lock:
-            for calls in self._flows.values():
-                self._forget_ended(calls)
-            heads = [calls[0] for calls in self._flows.values() if calls]
+            for flow in self._flows.values():
+                self._forget_ended(flow)
+            heads = [flow.calls[0] for flow in self._flows.values() if flow.calls]
         number, name, _ = min(heads, key=lambda call: call[0], default=(0, "", None))
         return (number, name) if heads else None
 
-    def _forget_ended(self, calls: deque[_Call]) -> None:
-        """Finds the last call that has ended by halves: those before it have ended too."""
-        known = [call for call in list(calls) if call[2] is not None]
-        first, end = 0, len(known)  # the first that has not ended is within
-        while first < end:
-            middle = (first + end) // 2
-            if _has_ended(known[middle]):
-                first = middle + 1
-            else:
-                end = middle
-        if first and self._healthy():
-            _forget(calls, known[first - 1][0])
+    def recorded(self) -> dict[Hashable, Recorded]:
+        """The calls by flow: those in progress and the latest ones that have ended.
+
+        The ranks of a flow notice the end of a call at different times. So that they nearly always report the same
+        calls, the first one follows a multiple of 1024. After a failure a call counts as ended if its stream has passed
+        it, because that shows which calls the device had begun.
+        """
+        with self._lock:
+            return {key: flow.recorded() for key, flow in self._flows.items()}
+
+    def _forget_ended(self, flow: _Flow) -> None:
+        count = flow.count_ended()
+        if count and self._healthy():
+            flow.forget(count)
 
 
 def _has_ended(call: _Call) -> bool:
@@ -93,8 +157,3 @@ def _has_ended(call: _Call) -> bool:
         return ended is not None and ended()
     except DriverError:  # it can't be known once the device's context is lost
         return False
-
-
-def _forget(calls: deque[_Call], number: int) -> None:
-    while calls and calls[0][0] <= number:
-        calls.popleft()

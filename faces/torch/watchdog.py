@@ -1,4 +1,4 @@
-"""A thread of the process that reports the oldest call in progress when a process group fails.
+"""A thread of the process that reports the oldest call in progress when a process group fails, and records the calls.
 
 A failure shows in the next call, or where a Work is waited for. A program that waits elsewhere, such as for its device,
 would learn nothing.
@@ -15,6 +15,7 @@ from typing import Protocol
 from proxyccl.device.process import forks
 from proxyccl.device.process.threads import Thread
 from proxyccl.torch.endpoints import Endpoints
+from proxyccl.torch.flight_recorder import write_failure
 
 _INTERVAL_SECONDS = 0.5
 _logger = logging.getLogger("proxyccl.torch")
@@ -68,6 +69,7 @@ def _look(reported: weakref.WeakSet[Watched]) -> None:
             comm = group.endpoints.failed
             if comm is not None:
                 reported.add(group)
+                write_failure()
                 _logger.error("%s: %s", oldest, comm.group.failure.exception())
         except Exception:  # the other groups are still watched
             reported.add(group)

@@ -293,7 +293,7 @@ def test_transfers_are_issued_in_c_with_what_their_memory_holds_then(batched: bo
             issued = issued or IssuedInC(group)  # the first ones wait for the peer in threads
         assert issued is not None
         assert issued.count == 10
-        assert group._get_sequence_number_for_group() == 1 + 12
+        assert group._get_sequence_number_for_group() == 1  # transfers do not count
 
     on_gpus(body)
 
@@ -505,5 +505,20 @@ def test_calls_are_numbered_in_their_order_whoever_issues_them() -> None:
                 work.wait()
         all_reduce(group, x)
         torch_on_hip.on_cpu(x)
+
+    on_gpus(body)
+
+
+@pytest.mark.parametrize("profiles", [False, True])
+def test_python_makes_the_calls_that_a_profiler_shows(profiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", profiles)
+
+    def body(group: Any) -> None:
+        x = torch_on_hip.on_gpu(torch.ones(8), group.rank())
+        all_reduce(group, x)
+        issued = IssuedInC(group)
+        all_reduce(group, x)
+        assert issued.count == (0 if profiles else 1)
+        assert (torch_on_hip.on_cpu(x) == 4).all()
 
     on_gpus(body)
